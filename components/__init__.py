@@ -1,0 +1,53 @@
+"""Leeway: asynchronous RL post-training for language models. The public API, loading nothing heavy.
+
+from leeway import Environment, Policy, Task, Trajectory      # write an environment
+from leeway import Config, load_config                        # read settings
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for editors and type checkers; at run time names are loaded when they are first used
+    from .config import Config as Config
+    from .config import ConfigError as ConfigError
+    from .config import load_config as load_config
+    from .envs import Environment as Environment
+    from .envs import Policy as Policy
+    from .types import Completion as Completion
+    from .types import Group as Group
+    from .types import Message as Message
+    from .types import Task as Task
+    from .types import TrainBatch as TrainBatch
+    from .types import Trajectory as Trajectory
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Environment": ".envs",
+    "Policy": ".envs",
+    "Task": ".types",
+    "Message": ".types",
+    "Completion": ".types",
+    "Trajectory": ".types",
+    "Group": ".types",
+    "TrainBatch": ".types",
+    "Config": ".config",
+    "ConfigError": ".config",
+    "load_config": ".config",
+}
+
+__all__ = ["__version__", *sorted(_WHERE)]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_WHERE[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHERE})

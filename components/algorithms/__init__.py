@@ -1,0 +1,1 @@
+"""Objectives as pure functions on tensors: advantages, policy losses, KL, entropy, diagnostics."""

@@ -1,0 +1,143 @@
+"""`leeway run | ls | cat | cp | validate`.
+
+Exit codes: 0 done, 1 the run failed (the last line says why), 2 the input was refused, 130 or 143 interrupted.
+Everything is checked before anything heavy is imported; only `run` imports torch, ray and vllm, and it does so last.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..config import RECIPES, ConfigError, check_run, config_path, plan_run, this_machine
+from ..config.check import earlier_run
+from .show import bundled_table, describe, recipe_table
+
+app = typer.Typer(
+    name="leeway",
+    help="Asynchronous RL post-training for language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change, e.g. train.steps=100.")
+]
+NameOrFile = Annotated[
+    str, typer.Argument(metavar="NAME|FILE", help="A bundled config (see `leeway ls`) or a YAML file.")
+]
+BundledName = Annotated[str, typer.Argument(metavar="NAME", help="A bundled config; see `leeway ls`.")]
+
+
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help=f"One of {', '.join(RECIPES)}.")],
+    config: Annotated[
+        str, typer.Option("--config", "-c", metavar="NAME|FILE", help="A bundled config or a YAML file.")
+    ],
+    overrides: Overrides = None,
+) -> None:
+    """Run a recipe.
+
+    Example: leeway run async_rl --config quickstart seed=1 staleness.max_policy_lag=4
+    """
+    stages = plan_run(config, recipe, overrides or [])
+    machine = this_machine()
+    problems = [problem for stage in stages for problem in check_run(stage.config, stage.recipe, machine)]
+    earlier = earlier_run(stages[0].config)
+    if earlier is not None:
+        problems.append(earlier)
+    if problems:
+        for problem in dict.fromkeys(map(str, problems)):
+            _refuse(problem)
+        raise typer.Exit(2)
+    runner = importlib.import_module("leeway.recipes.runner")
+    raise typer.Exit(runner.run_stages(stages, stages[0].config.run_dir, config, sys.argv))
+
+
+@app.command()
+def ls() -> None:
+    """List the bundled configs and the recipes."""
+    print(bundled_table())
+    print()
+    print(recipe_table())
+
+
+@app.command()
+def cat(name: BundledName) -> None:
+    """Print a bundled config."""
+    print(config_path(name).read_text(encoding="utf-8"), end="")
+
+
+@app.command()
+def cp(
+    name: BundledName,
+    dest: Annotated[Path, typer.Argument(metavar="DEST", help="A new file, or a folder to put it in.")],
+) -> None:
+    """Copy a bundled config, to change it."""
+    source = config_path(name)
+    target = dest.expanduser()
+    target = target / source.name if target.is_dir() else target
+    if target.exists():
+        _refuse(f"DEST: got {target} (exists), expected a new file; choose another name or remove it")
+        raise typer.Exit(2)
+    if not target.parent.is_dir():
+        _refuse(f"DEST: got {target}, expected a file in an existing folder; create {target.parent} first")
+        raise typer.Exit(2)
+    shutil.copyfile(source, target)
+    print(f"{target}\nrun it: leeway run async_rl --config {target}")
+
+
+@app.command()
+def validate(
+    config: NameOrFile,
+    overrides: Overrides = None,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", metavar="RECIPE", help="Check as a run of this; default: every stage.")
+    ] = None,
+) -> None:
+    """Check a config, print the numbers that follow from it, and say what this machine lacks for it.
+
+    Exit code 0 where the settings are right, whatever the machine lacks; 2 where they are refused.
+    """
+    print(describe(config, plan_run(config, recipe, overrides or []), this_machine(), overrides or []))
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The console entry point; exits the process."""
+    # User modules (env.name=my_env:MyEnv) are found where the command is run. Last on the path, so that a folder that
+    # happens to be called `datasets` or `ray` hides nothing.
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        app(args=argv, prog_name="leeway")
+    except ConfigError as error:
+        _refuse(str(error))
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("leeway: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except BrokenPipeError:  # `leeway cat NAME | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except Exception as error:
+        traceback.print_exc()
+        print(f"leeway: failed: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _refuse(text: str) -> None:
+    print(f"leeway: refused: {text}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

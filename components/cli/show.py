@@ -1,0 +1,103 @@
+"""What the light commands print: plain text that pipes well."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..config import RECIPES, Config, Hardware, Stage, bundled_configs, check_run, derive
+from ..config.check import earlier_run
+
+
+def bundled_table() -> str:
+    """Each bundled config with the first line of its comment."""
+    return "Configs\n" + _table((name, _description(file)) for name, file in bundled_configs().items())
+
+
+def recipe_table() -> str:
+    """Each recipe with what it does."""
+    return "Recipes\n" + _table(RECIPES.items())
+
+
+def describe(name_or_file: str, stages: Sequence[Stage], hardware: Hardware, overrides: Sequence[str] = ()) -> str:
+    """What `validate` prints: per stage the derived numbers, then what this machine lacks, or how to run it."""
+    lines = [f"{name_or_file}: ok", ""]
+    for stage in stages:
+        lines += [f"{stage.name} (recipe {stage.recipe})", _table(_rows(stage)), ""]
+    problems = dict.fromkeys(str(p) for stage in stages for p in check_run(stage.config, stage.recipe, hardware))
+    earlier = earlier_run(stages[0].config)
+    machine = f"{hardware.num_cpus} CPU cores, {hardware.num_gpus} GPUs, {hardware.memory_gib:.0f} GiB of memory"
+    lines.append(f"this machine: {machine}")
+    lines += [f"  lacks: {problem}" for problem in problems]
+    lines += [f"  in the way: {earlier}"] if earlier is not None else []
+    if not problems and earlier is None:
+        command = shlex.join(["leeway", "run", stages[-1].recipe, "--config", name_or_file, *overrides])
+        lines.append(f"  has what it takes: {command}")
+    return "\n".join(lines)
+
+
+def _rows(stage: Stage) -> list[tuple[str, str]]:
+    config, d = stage.config, derive(stage.config, stage.recipe)
+    rows = [
+        ("files", str(stage.dir)),
+        ("model", config.model.path or f"new {_init(config)}"),
+        ("tasks", _tasks(config)),
+    ]
+    if stage.recipe != "evaluate":
+        rows.append(
+            ("length", f"{config.train.steps} steps" if config.train.steps else f"{config.train.epochs} epochs")
+        )
+    if stage.recipe == "sft":
+        rows.append(("sequences per step", str(d.sequences_per_step)))
+    if stage.recipe == "async_rl":
+        rows += [
+            (
+                "sequences per batch",
+                f"{d.sequences_per_take} ({config.train.groups_per_step} x {config.algorithm.group_size})",
+            ),
+            ("sequences per step", str(d.sequences_per_step)),
+            ("batches", "until the tasks end" if d.num_takes is None else str(d.num_takes)),
+            (
+                "max policy lag",
+                f"{d.max_policy_lag} (target {d.target_policy_lag}, least possible {d.least_policy_lag})",
+            ),
+            ("reorder window", f"{d.reorder_window} groups"),
+            ("max outstanding groups", str(d.max_outstanding_groups)),
+            ("served tolerance", f"{d.served_tolerance:g}"),
+        ]
+    for role, count in d.processes.items():
+        if count:
+            gpus = f", GPUs: {d.gpus[role]}" if d.gpus[role] else ""
+            rows.append((f"{role} processes", f"{count} (cores: {d.cpus[role]}{gpus})"))
+    if d.gpus_needed:
+        rows.append(("GPUs needed", str(d.gpus_needed)))
+    return rows
+
+
+def _init(config: Config) -> str:
+    init = config.model.init
+    return f"{init.architecture} ({_arguments(init.options)})" if init is not None else ""
+
+
+def _tasks(config: Config) -> str:
+    task = config.task
+    source = f"{task.dataset} ({_arguments(task.options)})" if task.name == "reasoning_gym" else str(task.path)
+    held_out = config.eval.path or (f"{task.holdout_frac:g} held out" if task.holdout_frac else "nothing held out")
+    return f"{task.name}: {source}; evaluation: {held_out}"
+
+
+def _arguments(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in options.items())
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    rows = list(rows)
+    width = max((len(name) for name, _ in rows), default=0)
+    return "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
+
+
+def _description(file: Path) -> str:
+    with file.open(encoding="utf-8") as lines:
+        return next((line.lstrip("# ").strip() for line in lines if line.startswith("#")), "")

@@ -1,0 +1,122 @@
+"""A collector with its engine as a Ray actor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+
+from ..config import Config
+from ..envs.registry import build_environment
+from ..failures import PartFailed, as_text
+from ..monitor.logs import log_to_file, tail
+from ..tasks.prompting import Prompter
+from ..types import Task, Trajectory
+from ..weights import Manifest
+from .clock import ActivityClock
+from .collector import Collector, CollectorSettings
+from .engine import Engine, EngineSettings, is_engine_lost
+from .hand_over import HandOver
+
+
+class CollectorActor:
+    """Runs one engine. `start` brings it up; `keep_current` and `collect` run until admission ends or something fails."""
+
+    def __init__(self, *, role: str, log_file: Path, log_level: str) -> None:
+        self.role = role
+        self._log_file = log_file
+        log_to_file(log_file, log_level)
+
+    @as_text
+    async def start(
+        self,
+        config: Config,
+        engine: EngineSettings,
+        settings: CollectorSettings,
+        tolerance: float,
+        buffer: Any,
+        param_server: Any,
+    ) -> dict[str, Any]:
+        """`buffer` and `param_server` are actor handles (None: this engine serves the weights it was started with)."""
+        try:
+            self._engine = Engine(engine)
+        except Exception as error:
+            # vLLM says "see root cause above", which is in the log of this process.
+            raise PartFailed(self.role, f"the engine did not start: {error}", tail(self._log_file)) from None
+        deadline_s = config.cluster.step_timeout_s
+
+        async def pull(newer_than: int, timeout_s: float) -> tuple[Manifest, AsyncIterator[np.ndarray]] | None:
+            publication = await param_server.pull.remote(newer_than=newer_than, timeout_s=timeout_s)
+            return None if publication is None else (publication.manifest, _fetch(publication.bucket_refs))
+
+        clock = ActivityClock()
+        self._hand_over = HandOver(
+            self._engine,
+            pull,
+            in_flight=config.staleness.in_flight,
+            tolerance=tolerance,
+            pull_every=config.rollout.pull_every,
+            deadline_s=deadline_s,
+            on_pause=clock.set_paused,
+            verified=0 if engine.load_weights else -1,
+        )
+        self._buffer = buffer
+        self._collector = Collector(
+            engine=self._engine,
+            environment=build_environment(config.env),
+            prompter=Prompter.load(engine.model_path),
+            hand_over=self._hand_over,
+            clock=clock,
+            admit=lambda limit: buffer.admit.remote(limit, timeout_s=deadline_s),
+            retried=lambda group_id: buffer.retried.remote(group_id),
+            fail=lambda group_id, reason: buffer.fail.remote(group_id, reason),
+            is_engine_lost=is_engine_lost,
+            settings=settings,
+        )
+        return {"pid": os.getpid(), "node": ray.util.get_node_ip_address(), "engine_pids": self._engine.process_ids()}
+
+    async def alive(self) -> None:
+        await asyncio.Event().wait()
+
+    @as_text
+    async def keep_current(self) -> None:
+        """The hand-over loop; ends only by failing."""
+        await self._hand_over.run()
+
+    @as_text
+    async def collect(self) -> None:
+        """Collect until admission ends. Waits for slots; every finished batch goes to the replay buffer."""
+        async for finished in self._collector.groups():
+            await self._buffer.put.remote(finished)
+
+    @as_text
+    async def until_verified(self, policy_version: int) -> None:
+        await self._hand_over.until_verified(policy_version)
+
+    @as_text
+    async def evaluate(self, tasks: list[Task], temperature: float, policy_version: int) -> list[Trajectory]:
+        return await self._collector.evaluate(tasks, temperature=temperature, policy_version=policy_version)
+
+    @as_text
+    async def rollouts(self, tasks: list[Task], temperature: float, group_size: int) -> list[Trajectory]:
+        return await self._collector.rollouts(tasks, temperature=temperature, group_size=group_size)
+
+    async def stats(self) -> dict[str, float]:
+        return self._collector.stats()
+
+    async def shutdown(self) -> None:
+        self._collector.shutdown()
+
+
+async def _fetch(bucket_refs: list[Any]) -> AsyncIterator[np.ndarray]:
+    """One bucket after the other, so that at most one of them is held beside the object store."""
+    for ref in bucket_refs:
+        yield await ref
+
+
+CollectorRemote = ray.remote(num_cpus=0, max_concurrency=1000)(CollectorActor)

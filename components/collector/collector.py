@@ -1,0 +1,250 @@
+"""The collector: many environments in flight against one engine, as a torchrl collector that yields trajectory groups.
+
+    admit() --> [in flight: environment x engine] --> finished --> withheld until its version is verified --> yield
+                     ^ started only under weights of at least the group's floor
+
+Everything that waits for somebody else is a callable handed in, so that the whole loop runs under asyncio alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import traceback
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torchrl.collectors import BaseCollector
+
+from ..types import Admission, Group, Task, Trajectory
+from .clock import ActivityClock
+from .hand_over import HandOver
+from .policy import EnginePolicy, derived_seed
+
+
+class RunsTasks(Protocol):
+    async def rollout(self, task: Task, policy: Any) -> list[Trajectory]: ...
+
+
+class EngineLost(RuntimeError):
+    """The engine died; nothing that it was generating can be finished here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectorSettings:
+    """`max_in_flight` groups at a time. `seeded`: every request has its own seed, derived from the group (never with KV recomputed
+    in flight on a CPU, where vLLM cannot rewind a request's generator)."""
+
+    group_size: int
+    temperature: float
+    max_prompt_tokens: int
+    max_response_tokens: int
+    max_model_len: int
+    max_in_flight: int
+    timeout_s: float
+    retries: int
+    seed: int
+    seeded: bool
+
+
+class Collector(BaseCollector):
+    """Iterate it (`async for` or plain `for`) to get lists of finished groups, as many as finished at the same moment."""
+
+    def __init__(
+        self,
+        *,
+        engine: Any,
+        environment: RunsTasks,
+        prompter: Any,
+        hand_over: HandOver,
+        clock: ActivityClock,
+        admit: Callable[[int], Awaitable[list[Admission]]],
+        retried: Callable[[int], Awaitable[None]],
+        fail: Callable[[int, str], Awaitable[None]],
+        is_engine_lost: Callable[[BaseException], bool],
+        settings: CollectorSettings,
+    ) -> None:
+        super().__init__()
+        self._engine = engine
+        self._environment = environment
+        self._prompter = prompter
+        self._hand_over = hand_over
+        self._clock = clock
+        self._admit = admit
+        self._retried = retried
+        self._fail = fail
+        self._is_engine_lost = is_engine_lost
+        self._settings = settings
+        self._seed = settings.seed
+        self._in_flight: set[asyncio.Task[Group | None]] = set()
+        self._num_tokens = 0
+        self._num_finished = 0
+        self._num_retried = 0
+
+    async def groups(self) -> AsyncIterator[list[Group]]:
+        """Finished groups until admission ends. Waits for a slot when nothing is in flight; raises when the engine is lost."""
+        admitting: asyncio.Future[list[Admission]] | None = None
+        ended = False
+        try:
+            while not (ended and not self._in_flight):
+                free = self._settings.max_in_flight - len(self._in_flight)
+                if admitting is None and not ended and free > 0:
+                    admitting = asyncio.ensure_future(self._admit(free))
+                waiting_for = self._in_flight | ({admitting} if admitting else set())
+                done, _ = await asyncio.wait(waiting_for, return_when=asyncio.FIRST_COMPLETED)
+                if admitting in done:
+                    admissions = admitting.result()
+                    admitting = None
+                    ended = not admissions
+                    for admission in admissions:
+                        self._in_flight.add(asyncio.create_task(self._run_group(admission)))
+                finished = [g for task in done & self._in_flight if (g := task.result()) is not None]
+                self._in_flight -= done
+                self._clock.set_in_flight(len(self._in_flight))
+                if finished:
+                    self._num_finished += len(finished)
+                    yield finished
+        finally:
+            for task in [*self._in_flight, *([admitting] if admitting else [])]:
+                task.cancel()
+
+    def iterator(self) -> Iterator[list[Group]]:
+        """The same for synchronous callers: the loop runs in a thread of its own, at most two batches ahead."""
+        ready: queue.Queue[list[Group] | BaseException | None] = queue.Queue(maxsize=2)
+
+        async def fill() -> None:
+            pulling = asyncio.create_task(self._hand_over.run())
+            try:
+                async for finished in self.groups():
+                    await asyncio.to_thread(ready.put, finished)
+            finally:
+                pulling.cancel()
+
+        def run() -> None:
+            try:
+                asyncio.run(fill())
+                ready.put(None)
+            except BaseException as error:
+                ready.put(error)
+
+        threading.Thread(target=run, daemon=True, name="leeway-collector").start()
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+
+    async def evaluate(self, tasks: list[Task], *, temperature: float, policy_version: int) -> list[Trajectory]:
+        """One trajectory per task, under exactly `policy_version`: newer weights are held back meanwhile. Nothing of it is trained on."""
+        await self._hand_over.until_verified(policy_version)
+        async with self._hand_over.hold():
+            if self._hand_over.verified != policy_version:
+                raise RuntimeError(f"asked to evaluate version {policy_version}, but this engine already serves {self._hand_over.verified}")
+            return await self.rollouts(tasks, temperature=temperature, group_size=1)
+
+    async def rollouts(self, tasks: list[Task], *, temperature: float, group_size: int) -> list[Trajectory]:
+        """Run tasks outside of admission, at most `max_in_flight` at a time; for evaluation and for measuring speed."""
+        room = asyncio.Semaphore(self._settings.max_in_flight)
+
+        async def one(task: Task) -> list[Trajectory]:
+            async with room, asyncio.timeout(self._settings.timeout_s):
+                return await self._environment.rollout(task, self._policy(temperature=temperature, group_size=group_size, seed=None))
+
+        return [t for group in await asyncio.gather(*map(one, tasks)) for t in group]
+
+    def stats(self) -> dict[str, float]:
+        """What happened since the last call."""
+        seconds = self._clock.drain()
+        total = sum(seconds.values()) or 1.0
+        tokens, self._num_tokens = self._num_tokens, 0
+        finished, self._num_finished = self._num_finished, 0
+        retried, self._num_retried = self._num_retried, 0
+        return {
+            "collector/tokens_per_s": tokens / total,
+            "collector/generate_frac": seconds["generate"] / total,
+            "collector/wait_for_slot_frac": seconds["wait_for_slot"] / total,
+            "collector/pause_frac": seconds["pause"] / total,
+            "collector/wait_for_slot_s": seconds["wait_for_slot"],
+            "collector/groups_finished": float(finished),
+            "collector/groups_retried": float(retried),
+            "collector/in_flight_groups": float(len(self._in_flight)),
+            "param_server/pulls": float(self._hand_over.num_pulls),
+            "param_server/served_gap/max": self._hand_over.gap_max,
+            **self._hand_over.last,
+        }
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        for task in self._in_flight:
+            task.cancel()
+        self._engine.shutdown()
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        self._seed = seed
+        return seed if static_seed else derived_seed(seed)
+
+    def state_dict(self) -> OrderedDict:
+        """Empty: tasks, order and what is in flight belong to the replay buffer's ledger."""
+        return OrderedDict()
+
+    def load_state_dict(self, state_dict: OrderedDict) -> None:
+        assert not state_dict, "a collector keeps no state of its own"
+
+    async def _run_group(self, admission: Admission) -> Group | None:
+        """One group through all of its attempts; None when it failed for good (and was reported as such)."""
+        await self._hand_over.until_verified(admission.floor)
+        self._clock.set_in_flight(max(1, len(self._in_flight)))
+        for attempt in range(self._settings.retries + 1):
+            seed = derived_seed(self._seed, admission.group_id, attempt) if self._settings.seeded else None
+            policy = self._policy(temperature=self._settings.temperature, group_size=self._settings.group_size, seed=seed)
+            try:
+                async with asyncio.timeout(self._settings.timeout_s):
+                    trajectories = await self._environment.rollout(admission.task, policy)
+                group = _checked_group(admission, trajectories, self._settings.group_size)
+                break
+            except Exception as error:
+                if self._is_engine_lost(error):
+                    raise EngineLost(f"the inference engine died: {error}") from None
+                reason = _reason(error, self._settings.timeout_s)
+                if attempt == self._settings.retries:
+                    await self._fail(admission.group_id, reason)
+                    return None
+                self._num_retried += 1
+                await self._retried(admission.group_id)
+        await self._hand_over.until_verified(group.policy_versions()[1])
+        return group
+
+    def _policy(self, *, temperature: float, group_size: int, seed: int | None) -> EnginePolicy:
+        s = self._settings
+        return EnginePolicy(
+            self._engine,
+            self._prompter,
+            group_size=group_size,
+            temperature=temperature,
+            max_prompt_tokens=s.max_prompt_tokens,
+            max_response_tokens=s.max_response_tokens,
+            max_model_len=s.max_model_len,
+            seed=seed,
+            count_tokens=self._count_tokens,
+        )
+
+    def _count_tokens(self, count: int) -> None:
+        self._num_tokens += count
+
+
+def _checked_group(admission: Admission, trajectories: Any, group_size: int) -> Group:
+    if not isinstance(trajectories, list) or not all(isinstance(t, Trajectory) for t in trajectories):
+        raise TypeError(f"rollout() returned {type(trajectories).__name__}; expected a list of leeway.Trajectory")
+    if len(trajectories) != group_size:
+        raise ValueError(f"rollout() returned {len(trajectories)} trajectories; expected policy.group_size = {group_size}")
+    group = Group(group_id=admission.group_id, task_id=admission.task.task_id, trajectories=trajectories)
+    group.policy_versions()  # raises where nothing was sampled
+    return group
+
+
+def _reason(error: BaseException, timeout_s: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"rollout took longer than rollout.timeout_s = {timeout_s:g} s"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"

@@ -1,0 +1,256 @@
+"""The inference engine: vLLM's `AsyncLLM`, with weights that come from publications and logprobs that a trainer can reproduce."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from ..weights import Canary, HandOverError, Manifest, TensorEntry
+from . import engine_worker_env as worker_env
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSettings:
+    """Everything an engine is started with. `cores` are CPU cores for vLLM's compute threads (empty: not pinned).
+
+    `load_weights`: serve the weights in `model_path`; otherwise start from noise and serve nothing before a verified load.
+    """
+
+    model_path: str
+    dtype: str
+    device: str
+    max_model_len: int
+    seed: int
+    options: dict[str, Any]
+    cores: list[int]
+    kv_cache_gib: float
+    load_weights: bool = False
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """One completion as the engine returns it; one entry per sampled token."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    policy_versions: list[int]
+    finish_reason: str
+
+
+class Engine:
+    """Verbs: `generate`, `load_weights`, `score`. Unless told otherwise it starts with random weights."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        worker_env.prepare(
+            device=settings.device,
+            cores=settings.cores,
+            kv_cache_gib=settings.kv_cache_gib,
+            eager=bool(settings.options.get("enforce_eager")),
+        )
+        from vllm import AsyncEngineArgs
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        args: dict[str, Any] = dict(
+            model=settings.model_path,
+            dtype=settings.dtype,
+            max_model_len=settings.max_model_len,
+            seed=settings.seed,
+            load_format="auto" if settings.load_weights else "dummy",
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            logprobs_mode="processed_logprobs",
+            enable_prefix_caching=True,
+            disable_log_stats=True,
+            weight_transfer_config=WeightTransferConfig(backend=worker_env.BACKEND),
+            worker_extension_cls=worker_env.WORKER_EXTENSION,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        if settings.device == "cpu":
+            args |= dict(distributed_executor_backend="uni")
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(args | settings.options)))
+        self._shared_memory = Path(tempfile.mkdtemp(prefix="leeway-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+        self._initialised = False
+
+    async def generate(
+        self,
+        prompt_tokens: Sequence[int],
+        *,
+        n: int,
+        temperature: float,
+        max_tokens: int,
+        stop_token_ids: Sequence[int],
+        seed: int | None = None,
+    ) -> list[SampledTokens]:
+        """Sample n completions of one prompt; every token comes with its logprob under the distribution it was drawn from."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            n=n,
+            temperature=temperature,
+            max_tokens=max_tokens,
+            stop_token_ids=list(stop_token_ids),
+            ignore_eos=True,  # the stop tokens above are the whole truth, and the trainer knows them
+            logprobs=0,
+            seed=seed,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        outputs = (await self._final_output(list(prompt_tokens), params)).outputs
+        return [_sampled_tokens(o) for o in sorted(outputs, key=lambda o: o.index)]
+
+    async def score(self, canary: Canary) -> float:
+        """Largest |logprob difference| between this engine and the canary's own numbers, by two routes.
+
+        1. Prompt logprobs, which never read the prefix cache: the weights compute the same function.
+        2. The last token after a prompt that an earlier version may have left in the prefix cache: no stale cache is read.
+        """
+        gaps = await asyncio.gather(
+            *(self._scored_gap(s, lp) for s, lp in zip(canary.sequences, canary.logprobs, strict=True)),
+            *(self._continued_gap(s, lp[-1]) for s, lp in zip(canary.sequences, canary.logprobs, strict=True)),
+        )
+        return max(gaps)
+
+    async def load_weights(
+        self, manifest: Manifest, buckets: AsyncIterator[np.ndarray], *, in_flight: str
+    ) -> LoadTimes:
+        """Replace the weights by those of `manifest`, in flight. Buckets are uint8 arrays in manifest order, fetched one at a time.
+
+        Requests in flight are kept and go on under the new weights: with "recompute" their KV cache is rebuilt first, with "keep" it
+        is not, with "off" they finish before the load. Raises `HandOverError` naming the check that failed; the engine stays paused then.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        if not self._initialised:
+            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+            self._initialised = True
+        started = time.monotonic()
+        await self._llm.pause_generation(mode="wait" if in_flight == "off" else "keep", clear_cache=in_flight != "keep")
+        paused = time.monotonic()
+        try:
+            await self._llm.start_weight_update()
+            index = 0
+            async for bucket in buckets:
+                await self._load_bucket(manifest, index, bucket)
+                index += 1
+            if index != manifest.num_buckets:
+                raise HandOverError("bytes", manifest.policy_version, f"got {index} buckets, expected {manifest.num_buckets}")
+            await self._llm.finish_weight_update(weight_version=str(manifest.policy_version))
+            if in_flight == "keep":
+                # New requests must not read what an older version cached; running ones keep their own blocks.
+                await self._llm.reset_prefix_cache()
+        except HandOverError:
+            raise
+        except Exception as error:
+            raise _as_hand_over_error(error, manifest.policy_version) from error
+        await self._llm.resume_generation()
+        return LoadTimes(pause_s=time.monotonic() - started, drain_s=paused - started)
+
+    def process_ids(self) -> list[int]:
+        """The processes that vLLM started under this one."""
+        return [child.pid for child in psutil.Process().children(recursive=True)]
+
+    def shutdown(self) -> None:
+        self._llm.shutdown()
+        for file in self._shared_memory.glob("*"):
+            file.unlink(missing_ok=True)
+        self._shared_memory.rmdir()
+
+    async def _load_bucket(self, manifest: Manifest, index: int, bucket: np.ndarray) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        entries = [_entry_dict(e) for e in manifest.entries if e.bucket == index]
+        path = self._shared_memory / f"{uuid.uuid4().hex}.bucket"
+        try:
+            await asyncio.to_thread(bucket.tofile, path)
+            await self._llm.update_weights(
+                WeightTransferUpdateRequest(
+                    update_info=dict(path=str(path), entries_json=json.dumps(entries), policy_version=manifest.policy_version)
+                )
+            )
+        finally:
+            path.unlink(missing_ok=True)
+
+    async def _scored_gap(self, sequence: list[int], expected: list[float]) -> float:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        scored = (await self._final_output(sequence, params)).prompt_logprobs
+        got = [scored[t][sequence[t]].logprob for t in range(1, len(sequence))]
+        return max(abs(a - b) for a, b in zip(got, expected, strict=True))
+
+    async def _continued_gap(self, sequence: list[int], expected: float) -> float:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        last = sequence[-1]
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=1.0,
+            logprob_token_ids=[last],
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = (await self._final_output(sequence[:-1], params)).outputs[0]
+        return abs(output.logprobs[0][last].logprob - expected)
+
+    async def _final_output(self, prompt_tokens: list[int], params: Any) -> Any:
+        final = None
+        async for output in self._llm.generate({"prompt_token_ids": prompt_tokens}, params, request_id=uuid.uuid4().hex):
+            final = output
+        assert final is not None, "vLLM ended a request without an output"
+        return final
+
+
+@dataclass(frozen=True)
+class LoadTimes:
+    """`pause_s`: nothing was generated for this long; `drain_s`: the part spent waiting for the pause itself."""
+
+    pause_s: float
+    drain_s: float
+
+
+def _sampled_tokens(output: Any) -> SampledTokens:
+    tokens = list(output.token_ids)
+    logprobs = [step[token].logprob for step, token in zip(output.logprobs, tokens, strict=True)]
+    versions: list[int] = []
+    for span in output.weight_versions:
+        versions += [int(span.version)] * (span.end - span.start)
+    assert len(versions) == len(tokens), f"version spans cover {len(versions)} of {len(tokens)} tokens"
+    return SampledTokens(tokens, logprobs, versions, output.finish_reason or "unknown")
+
+
+def _entry_dict(entry: TensorEntry) -> dict[str, Any]:
+    return asdict(entry)
+
+
+def _as_hand_over_error(error: Exception, policy_version: int) -> HandOverError:
+    """vLLM carries a worker's exception over as text only; find our own message in it again."""
+    text = str(error)
+    for check in ("bytes", "load"):
+        mark = f"failed the {check} check: "
+        if mark in text:
+            return HandOverError(check, policy_version, text.split(mark, 1)[1].splitlines()[0].rstrip("'\")"))
+    return HandOverError("load", policy_version, text)
+
+
+def is_engine_lost(error: BaseException) -> bool:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return isinstance(error, EngineDeadError)

@@ -1,0 +1,132 @@
+"""Runs inside vLLM's own worker process: takes published weights in, and proves that all of the model was loaded.
+
+vLLM imports this module there because the engine names `WorkerExtension` as its `worker_extension_cls`; importing it registers the
+weight transfer backend "leeway".
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+
+from ..weights import HandOverError, TensorEntry, read_bucket
+from .engine_worker_env import BACKEND, PARENT_ENV
+
+
+
+def die_with_parent() -> None:
+    """End this process when the collector that started it is gone.
+
+    The engine's own process outlives a killed parent for more than a minute otherwise, holding memory and a core.
+    """
+    parent = int(os.environ.get(PARENT_ENV, "0"))
+    if not parent or parent == os.getpid():
+        return
+
+    def watch() -> None:
+        while os.path.exists(f"/proc/{parent}"):
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="leeway-parent-watch").start()
+
+
+class WorkerExtension:
+    """Nothing to add to vLLM's worker: naming this class is what makes the worker import this module."""
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    pass
+
+
+@dataclass
+class BucketInfo(WeightTransferUpdateInfo):
+    """One bucket: a file of raw bytes in shared memory, and the manifest's entries for it (JSON)."""
+
+    path: str
+    entries_json: str
+    policy_version: int
+
+
+class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, BucketInfo]):
+    """Loads buckets that lie in shared memory files; checks bytes before loading and coverage after it."""
+
+    init_info_cls = InitInfo
+    update_info_cls = BucketInfo
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: object, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)  # type: ignore[arg-type]
+        self._policy_version = -1
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: BucketInfo) -> None:
+        self._policy_version = update_info.policy_version
+        entries = [TensorEntry(**{**e, "shape": tuple(e["shape"])}) for e in json.loads(update_info.entries_json)]
+        with open(update_info.path, "rb") as file:
+            # The mapping outlives this call where a layer waits for tensors of the next bucket: the tensors hold it.
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        bucket = torch.frombuffer(memory, dtype=torch.uint8)
+        tensors = read_bucket(bucket, entries, policy_version=update_info.policy_version)
+        self.model.load_weights(tensors)  # type: ignore[operator]
+
+    def finish_weight_update(self) -> None:
+        missing = uncovered_parameters(self.model)
+        if missing:
+            raise HandOverError("load", self._policy_version, f"no published tensor reached {', '.join(missing)}")
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        pass
+
+
+def uncovered_parameters(model: torch.nn.Module) -> list[str]:
+    """Names of layers with parameters that the load in progress has not written completely.
+
+    vLLM puts a layer's *old* values back, without an error, when nothing was loaded into it. That is how a tied output head stays old
+    on CPU, where the head's packed copy is a tensor of its own. Layers without parameters (rotary embeddings) have nothing to load.
+    """
+    missing = []
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if not info.can_load():
+            continue  # complete: vLLM has processed this layer already
+        expected = _num_loadable(layer)
+        if expected and info.load_numel < expected:
+            missing.append(f"{name or type(layer).__name__} ({info.load_numel} of {expected} elements)")
+    return missing
+
+
+def _num_loadable(layer: torch.nn.Module) -> int:
+    """Elements of a layer's own parameters that a checkpoint can fill; padding rows of a vocabulary are not among them."""
+    total = sum(p.numel() for p in layer.parameters(recurse=False))
+    if isinstance(layer, VocabParallelEmbedding):
+        padding_rows = layer.num_embeddings_per_partition - layer.shard_indices.num_org_elements
+        total -= padding_rows * layer.embedding_dim
+    return total
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryWeightEngine)
+die_with_parent()

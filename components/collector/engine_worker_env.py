@@ -1,0 +1,26 @@
+"""What the engine's processes need in their environment, set before vllm is imported anywhere in this process."""
+
+from __future__ import annotations
+
+import os
+
+BACKEND = "leeway"
+WORKER_EXTENSION = "leeway.collector.engine_worker.WorkerExtension"
+PARENT_ENV = "LEEWAY_ENGINE_PARENT"
+
+
+def prepare(*, device: str, cores: list[int], kv_cache_gib: float, eager: bool) -> None:
+    os.environ[PARENT_ENV] = str(os.getpid())
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    if eager:
+        # "eager" still leaves a few small functions to the compiler, which cost 16 s at the first request on a CPU and gain nothing.
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"
+    if device != "cpu":
+        return
+    # Without this, the "uni" executor silently becomes "mp" on CPU, whose extra worker process spins on a core even when idle.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gib)))
+    if cores:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+        os.environ["OMP_NUM_THREADS"] = str(len(cores))

@@ -1,0 +1,113 @@
+"""Which weights an engine serves, and the proof that they are the trainer's.
+
+A version goes through: pulled -> loaded (bytes and coverage checked) -> resumed -> canary passed = `verified`. Tokens of a version that
+is loaded and not yet verified exist, because the canary can only be scored after resuming; whoever holds them waits in `until_verified`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..weights import Canary, HandOverError, Manifest
+
+Pull = Callable[[int, float], Awaitable[tuple[Manifest, AsyncIterator[np.ndarray]] | None]]
+"""pull(newer_than, timeout_s) -> the newest publication, or None when nothing newer came in time."""
+
+
+class LoadsWeights(Protocol):
+    async def load_weights(self, manifest: Manifest, buckets: AsyncIterator[np.ndarray], *, in_flight: str) -> Any: ...
+    async def score(self, canary: Canary) -> float: ...
+
+
+class HandOver:
+    """Keeps one engine's weights recent enough. `run` pulls for ever; the others wait for what it brings."""
+
+    def __init__(
+        self,
+        engine: LoadsWeights,
+        pull: Pull,
+        *,
+        in_flight: str,
+        tolerance: float,
+        pull_every: int,
+        deadline_s: float,
+        on_pause: Callable[[bool], None],
+        verified: int = -1,
+    ) -> None:
+        self._engine = engine
+        self._pull = pull
+        self._in_flight = in_flight
+        self._tolerance = tolerance
+        self._pull_every = pull_every
+        self._deadline_s = deadline_s
+        self._on_pause = on_pause
+        self._changed = asyncio.Condition()
+        self._hold = asyncio.Lock()
+        self._wanted = 0
+        self.verified = verified
+        self.num_pulls = 0
+        self.gap_max = 0.0
+        self.last: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Consumes publications; waits for the parameter server. Raises `HandOverError` when a check fails."""
+        while True:
+            pulled = await self._pull(max(self.verified, self._next_version() - 1), 10.0)
+            if pulled is not None:
+                async with self._hold:
+                    await self._take_over(*pulled)
+
+    def hold(self) -> asyncio.Lock:
+        """While this lock is held the weights do not change (evaluation of one version)."""
+        return self._hold
+
+    async def until_verified(self, policy_version: int) -> None:
+        """Wait until weights of at least this version were proven. Raises TimeoutError naming both versions."""
+        if self.verified >= policy_version:
+            return
+        self._wanted = max(self._wanted, policy_version)
+        try:
+            async with asyncio.timeout(self._deadline_s), self._changed:
+                await self._changed.wait_for(lambda: self.verified >= policy_version)
+        except TimeoutError:
+            raise TimeoutError(
+                f"waited {self._deadline_s:g} s for weights of version {policy_version}; this engine serves version {self.verified}"
+            ) from None
+
+    def _next_version(self) -> int:
+        """Nothing older is worth a pause, unless a group that may not start yet needs it."""
+        patient = self.verified + self._pull_every
+        return min(patient, self._wanted) if self._wanted > self.verified else patient
+
+    async def _take_over(self, manifest: Manifest, buckets: AsyncIterator[np.ndarray]) -> None:
+        started = time.monotonic()
+        self._on_pause(True)
+        try:
+            times = await self._engine.load_weights(manifest, buckets, in_flight=self._in_flight)
+        finally:
+            self._on_pause(False)
+        loaded = time.monotonic()
+        gap = await self._engine.score(manifest.canary)
+        if not gap <= self._tolerance:
+            raise HandOverError(
+                "compute",
+                manifest.policy_version,
+                f"engine and trainer differ by {gap:.3g} nats on the canary; param_server.served_tolerance is {self._tolerance:g}",
+            )
+        async with self._changed:
+            self.verified = manifest.policy_version
+            self._changed.notify_all()
+        self.num_pulls += 1
+        self.gap_max = max(self.gap_max, gap)
+        self.last = {
+            "param_server/pull_s": time.monotonic() - started,
+            "param_server/canary_s": time.monotonic() - loaded,
+            "param_server/served_gap": gap,
+            "param_server/bytes": float(manifest.num_bytes),
+            "collector/pause_s": times.pause_s,
+        }

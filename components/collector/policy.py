@@ -1,0 +1,92 @@
+"""The policy as environments see it: text or tokens in, completions out."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ..types import Completion, Message
+
+
+class Generates(Protocol):
+    """The one verb of the engine that a policy needs; see `engine.Engine.generate`."""
+
+    async def generate(self, prompt_tokens: list[int], **sampling: Any) -> list[Any]: ...
+
+
+class EnginePolicy:
+    """One group's view of the engine. `seed` makes its samples a function of (weights, prompt, seed); None leaves them free."""
+
+    def __init__(
+        self,
+        engine: Generates,
+        prompter: Any,
+        *,
+        group_size: int,
+        temperature: float,
+        max_prompt_tokens: int,
+        max_response_tokens: int,
+        max_model_len: int,
+        seed: int | None,
+        count_tokens: Callable[[int], None],
+    ) -> None:
+        self._engine = engine
+        self.prompter = prompter
+        self.group_size = group_size
+        self._temperature = temperature
+        self._max_prompt_tokens = max_prompt_tokens
+        self._max_response_tokens = max_response_tokens
+        self._max_model_len = max_model_len
+        self._seed = seed
+        self._num_calls = 0
+        self._count_tokens = count_tokens
+
+    def encode(self, prompt: str | list[Message]) -> list[int]:
+        return self.prompter.encode(prompt)
+
+    async def generate(
+        self, prompt: str | list[Message] | list[int], *, n: int | None = None, max_tokens: int | None = None
+    ) -> list[Completion]:
+        tokens = prompt if _is_tokens(prompt) else self.encode(prompt)  # type: ignore[arg-type]
+        first_turn = self._num_calls == 0
+        room = self._max_model_len - len(tokens)
+        if (first_turn and len(tokens) > self._max_prompt_tokens) or room < 1:
+            raise ValueError(
+                f"prompt of {len(tokens)} tokens; rollout.max_prompt_tokens is {self._max_prompt_tokens} and "
+                f"rollout.max_model_len is {self._max_model_len}: raise them or shorten the prompt"
+            )
+        seed = None if self._seed is None else derived_seed(self._seed, self._num_calls)
+        self._num_calls += 1
+        sampled = await self._engine.generate(
+            tokens,
+            n=self.group_size if n is None else n,
+            temperature=self._temperature,
+            max_tokens=min(self._max_response_tokens if max_tokens is None else max_tokens, room),
+            stop_token_ids=self.prompter.stop_token_ids,
+            seed=seed,
+        )
+        self._count_tokens(sum(len(s.tokens) for s in sampled))
+        # vLLM may hand out hundreds of completions in one event loop turn: let the loop breathe before decoding them.
+        await asyncio.sleep(0)
+        return [
+            Completion(
+                tokens=s.tokens,
+                logprobs=s.logprobs,
+                policy_versions=s.policy_versions,
+                finish_reason=s.finish_reason,
+                text=self.prompter.decode(s.tokens),
+            )
+            for s in sampled
+        ]
+
+
+def derived_seed(*parts: int) -> int:
+    """A 31-bit seed from several numbers; near numbers give unrelated seeds (vLLM adds the index of a completion to it)."""
+    digest = hashlib.sha256(",".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:4], "little") >> 1
+
+
+def _is_tokens(prompt: Any) -> bool:
+    return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)

@@ -1,0 +1,38 @@
+"""What every section of the settings has in common: frozen, strict about keys, and clear about YAML's traps."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+
+class Section(BaseModel):
+    """A group of settings. Unknown keys are errors; every field carries a one-line description."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, validate_default=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _booleans_are_booleans(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML reads a bare `off` as False, and pydantic reads True as the number 1. Neither is what the user meant."""
+        if not isinstance(value, bool):
+            return value
+        kinds = leaf_types(cls.model_fields[info.field_name or ""].annotation)
+        if not value and "off" in kinds:
+            return "off"
+        if bool not in kinds and (int in kinds or float in kinds):
+            raise ValueError("a number")
+        return value
+
+
+def leaf_types(annotation: Any) -> set[Any]:
+    """The types and literal values that `annotation` allows, unions and literals taken apart."""
+    if get_origin(annotation) is Literal:
+        return set(get_args(annotation))
+    if get_origin(annotation) in (dict, list, tuple):
+        return {get_origin(annotation)}
+    arguments = get_args(annotation)
+    if not arguments:
+        return {annotation}
+    return set().union(*(leaf_types(a) for a in arguments))

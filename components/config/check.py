@@ -1,0 +1,127 @@
+"""What stands between checked settings and a run on this machine: hardware, files, an earlier run in the folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .derived import derive
+from .hardware import Hardware
+from .names import find_module
+from .rules import is_local_path
+from .schema import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is missing here. `validate` prints it; `run` refuses because of it."""
+
+    key: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.text}"
+
+
+def check_run(config: Config, recipe: str, hardware: Hardware) -> list[Problem]:
+    """Everything that keeps `recipe` from running here, in the order in which a user would repair it."""
+    return [*_missing_files(config), *_missing_hardware(config, recipe, hardware), *_missing_packages(config, recipe)]
+
+
+def earlier_run(config: Config) -> Problem | None:
+    """Whether the run's folder already holds a run, whose files would be mixed with the new ones."""
+    folder = config.run_dir
+    found = [name for name in ("summary.json", "config.yaml", "metrics.jsonl") if (folder / name).exists()]
+    if not found:
+        return None
+    return Problem(
+        key="name",
+        text=f"{folder} holds another run ({found[0]}), expected an empty folder; "
+        f"choose another name=... or output_dir=..., or remove it: rm -r {folder}",
+    )
+
+
+def _missing_files(config: Config) -> list[Problem]:
+    problems = []
+    model = config.model.path
+    if model is not None and is_local_path(model):
+        folder = Path(model).expanduser()
+        if not (folder / "config.json").is_file():
+            what = "a folder without config.json" if folder.is_dir() else "nothing there"
+            problems.append(
+                Problem(
+                    key="model.path",
+                    text=f"missing model path: got {model} ({what}), expected a folder with a Hugging Face model; "
+                    "set model.path=/path/to/model or a hub id org/name",
+                )
+            )
+    for key, value in (("task.path", config.task.path), ("eval.path", config.eval.path)):
+        if value is not None and not Path(value).expanduser().is_file():
+            problems.append(
+                Problem(
+                    key=key, text=f"missing file: got {value} (nothing there), expected a .jsonl file; set {key}=FILE"
+                )
+            )
+    return problems
+
+
+def _missing_hardware(config: Config, recipe: str, hardware: Hardware) -> list[Problem]:
+    if config.cluster.address is not None:  # the cluster's nodes are elsewhere; Ray's placement will say
+        return []
+    need = derive(config, recipe)
+    roles = ", ".join(f"{count} {role}{'s' * (count > 1)}" for role, count in need.processes.items() if count)
+    problems = []
+    if need.gpus_needed > hardware.num_gpus:
+        split = " + ".join(f"{count} for {role}s" for role, count in need.gpus.items() if count)
+        problems.append(
+            Problem(
+                key="cluster.device",
+                text=f"missing hardware: got {hardware.num_gpus} GPUs, expected {need.gpus_needed} ({split}); "
+                "lower rollout.num_generators and train.num_ranks, or set cluster.device=cpu (slow)",
+            )
+        )
+    cores = [*(config.cluster.engine_cores or []), *(config.cluster.trainer_cores or [])]
+    if need.cpus_needed > hardware.num_cpus and config.cluster.pin_cores:
+        problems.append(
+            Problem(
+                key="cluster.pin_cores",
+                text=f"missing hardware: got {hardware.num_cpus} CPU cores, expected {need.cpus_needed} for {roles}; "
+                "set cluster.pin_cores=false to share cores, or lower the numbers of processes",
+            )
+        )
+    absent = sorted(set(cores) - set(hardware.cores))
+    if absent:
+        problems.append(
+            Problem(
+                key="cluster.engine_cores"
+                if absent[0] in (config.cluster.engine_cores or [])
+                else "cluster.trainer_cores",
+                text=f"missing hardware: got core {absent[0]}, expected cores of this machine "
+                f"({', '.join(map(str, hardware.cores))}); change it, or set it to null",
+            )
+        )
+    cache_gib = need.processes["generator"] * config.cluster.kv_cache_gib
+    if config.cluster.device == "cpu" and cache_gib > 0.8 * hardware.memory_gib:
+        problems.append(
+            Problem(
+                key="cluster.kv_cache_gib",
+                text=f"missing hardware: got {hardware.memory_gib:.1f} GiB of memory, expected more than the "
+                f"{cache_gib:.1f} GiB of the KV caches; lower cluster.kv_cache_gib",
+            )
+        )
+    return problems
+
+
+def _missing_packages(config: Config, recipe: str) -> list[Problem]:
+    needed = (
+        {"vllm": ("cluster.device", "cpu" if config.cluster.device == "cpu" else "cuda")} if recipe != "sft" else {}
+    )
+    if config.monitor.wandb != "off":
+        needed["wandb"] = ("monitor.wandb", "monitor")
+    if config.monitor.tensorboard:
+        needed["tensorboard"] = ("monitor.tensorboard", "monitor")
+    return [
+        Problem(key=key, text=f'missing package {package}; install it: pip install "leeway[{extra}]"')
+        for package, (key, extra) in needed.items()
+        if find_module(package) is None
+    ]

@@ -1,0 +1,101 @@
+"""Numbers that follow from several settings. `validate` prints them; the parts read them from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .schema import Config
+
+_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Derived:
+    """What the settings of one recipe's run amount to.
+
+    Lags are in optimizer steps, the window in groups. `max_outstanding_groups` is the largest number of groups that are
+    admitted and not yet taken at any time. `num_takes` and `total_groups` are None where train.epochs decides. CPUs and
+    GPUs are per role, for all its processes.
+    """
+
+    reorder_window: int
+    target_policy_lag: int
+    max_policy_lag: int
+    least_policy_lag: int
+    max_outstanding_groups: int
+    num_takes: int | None
+    total_groups: int | None
+    sequences_per_take: int
+    sequences_per_step: int
+    processes: dict[str, int]
+    cpus: dict[str, int]
+    gpus: dict[str, int]
+    served_tolerance: float
+
+    @property
+    def cpus_needed(self) -> int:
+        return sum(self.cpus.values())
+
+    @property
+    def gpus_needed(self) -> int:
+        return sum(self.gpus.values())
+
+
+def derive(config: Config, recipe: str = "async_rl") -> Derived:
+    """Compute the derived numbers of `config` as a run of `recipe`."""
+    train, rollout, cluster = config.train, config.rollout, config.cluster
+    P, u, n = train.groups_per_step, train.updates_per_batch, config.param_server.publish_every
+    bound = config.staleness.max_policy_lag
+    target = bound if config.staleness.target_policy_lag is None else config.staleness.target_policy_lag
+    window = config.staleness.reorder_window
+    if window is None:
+        window = P if least_target_policy_lag(P, u, n, P) <= target else 1
+    num_takes = None if train.steps is None else train.steps // u
+    total_groups = None if num_takes is None else num_takes * P
+    outstanding = max_outstanding_groups(P, u, window, target)
+    processes = {
+        "generator": 0 if recipe == "sft" else rollout.num_generators,
+        "trainer": 0 if recipe == "evaluate" else train.num_ranks,
+    }
+    gpus_per_engine = 1
+    for name in _PARALLEL:
+        gpus_per_engine *= rollout.engine.get(name, 1)
+    on_gpu = cluster.device == "cuda"
+    sft = recipe == "sft"
+    return Derived(
+        reorder_window=window,
+        target_policy_lag=target,
+        max_policy_lag=bound,
+        least_policy_lag=least_target_policy_lag(P, u, n, window),
+        max_outstanding_groups=outstanding if total_groups is None else min(outstanding, total_groups),
+        num_takes=num_takes,
+        total_groups=total_groups,
+        sequences_per_take=train.batch_size if sft else P * config.algorithm.group_size,
+        sequences_per_step=train.batch_size if sft else P // u * config.algorithm.group_size,
+        processes=processes,
+        cpus={
+            "generator": processes["generator"] * cluster.cpus_per_generator,
+            "trainer": processes["trainer"] * cluster.cpus_per_trainer,
+        },
+        gpus={
+            "generator": processes["generator"] * gpus_per_engine if on_gpu else 0,
+            "trainer": processes["trainer"] if on_gpu else 0,
+        },
+        served_tolerance=config.param_server.served_tolerance or (1e-4 if config.model.dtype == "float32" else 0.1),
+    )
+
+
+def least_target_policy_lag(groups_per_step: int, updates_per_batch: int, publish_every: int, window: int) -> int:
+    """The smallest target lag with which admission can always go on: u * (ceil((W - 1) / P) + 1) + n - 2."""
+    batches_overtaken = -(-(window - 1) // groups_per_step)
+    return updates_per_batch * (batches_overtaken + 1) + publish_every - 2
+
+
+def max_outstanding_groups(groups_per_step: int, updates_per_batch: int, window: int, target: int) -> int:
+    """The most groups that can be admitted and not yet taken: P * floor((T + 1) / u) - W + 1.
+
+    A group of rank r is admitted while u * (d + 1) - 1 - T <= published, d = (r + W - 1) // P. Just before take k at
+    most version u * k is published, which bounds r + 1 by P * (k + floor((T + 1) / u)) - W + 1; k * P of those were
+    taken. At k = 0 version 0 is published and the bound is reached.
+    """
+    return groups_per_step * ((target + 1) // updates_per_batch) - window + 1

@@ -1,0 +1,65 @@
+"""Sections for what moves between generators and trainer: rollouts, the staleness bound, the buffer, the weights."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from .base import Section
+
+
+class RolloutConfig(Section):
+    """How completions are generated."""
+
+    num_generators: PositiveInt = Field(default=1, description="engines, each a process of its own")
+    temperature: PositiveFloat = Field(default=1.0, description="sampling temperature; the trainer divides by the same")
+    max_prompt_tokens: PositiveInt = Field(default=1024, description="longest prompt; longer tasks are left out")
+    max_response_tokens: PositiveInt = Field(default=1024, description="longest response; longer ones are cut")
+    max_model_len: PositiveInt = Field(default=2048, description="longest prompt and response together")
+    timeout_s: PositiveFloat = Field(default=600.0, description="seconds a group may take before it is tried again")
+    retries: NonNegativeInt = Field(default=2, description="times a group is tried again before it has failed for good")
+    pull_every: PositiveInt = Field(default=1, description="pull weights at most once per so many published versions")
+    engine: dict[str, Any] = Field(default_factory=dict, description="handed to vLLM's AsyncEngineArgs")
+
+
+class StalenessConfig(Section):
+    """How far behind the trainer the policy that generates may be."""
+
+    max_policy_lag: NonNegativeInt = Field(
+        default=2, description="hard bound: no token older than so many optimizer steps is ever used; 0 is synchronous"
+    )
+    target_policy_lag: NonNegativeInt | None = Field(
+        default=None, description="lag that admission aims at; null: max_policy_lag"
+    )
+    reorder_window: PositiveInt | None = Field(
+        default=None,
+        description="times a slow group may be overtaken, plus 1; null: groups_per_step where possible, else 1",
+    )
+    in_flight: Literal["recompute", "keep", "off"] = Field(
+        default="recompute",
+        description="requests under way at a pull: KV rebuilt (exact), KV kept (fast), or finished first (off)",
+    )
+
+
+class ReplayConfig(Section):
+    """The buffer between generators and trainer."""
+
+    store: Literal["memory"] = Field(default="memory", description="where groups wait")
+    max_uses: Literal[1] = Field(default=1, description="times a group is trained on")
+    filter_zero_variance: bool = Field(
+        default=False, description="replace groups whose rewards are all equal before they are taken"
+    )
+
+
+class ParamServerConfig(Section):
+    """How weights travel from the trainer to the engines."""
+
+    publish_every: PositiveInt = Field(default=1, description="optimizer steps between published versions")
+    transport: Literal["object_store"] = Field(default="object_store", description="how the bytes travel")
+    bucket_bytes: PositiveInt = Field(default=268435456, description="most bytes of weights that travel in one piece")
+    canary_prompts: PositiveInt = Field(default=4, description="prompts that prove the served weights after each pull")
+    canary_tokens: PositiveInt = Field(default=48, description="tokens per canary prompt")
+    served_tolerance: PositiveFloat | None = Field(
+        default=None, description="largest logprob gap of engine and trainer; null: 1e-4 in float32, 0.1 in bfloat16"
+    )

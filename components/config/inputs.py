@@ -1,0 +1,67 @@
+"""Sections for what goes in: the model, the tasks, the environment, and how the result is measured."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from .base import Section
+
+
+class ModelInit(Section):
+    """Build a fresh small model, and a tokenizer from the task's own text, instead of loading one."""
+
+    architecture: str = Field(default="qwen2", description="model type, as transformers' AutoConfig.for_model names it")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="handed to the architecture's config, e.g. hidden_size"
+    )
+    init_std: PositiveFloat = Field(default=0.05, description="standard deviation of the random initial weights")
+
+
+class ModelConfig(Section):
+    """The policy. Exactly one of `path` and `init` is set."""
+
+    path: str | None = Field(default=None, description="folder with a Hugging Face model, or a hub id (org/name)")
+    init: ModelInit | None = Field(default=None, description="build a fresh tiny model instead of loading one")
+    dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="compute type of trainer and engine")
+    attn: Literal["sdpa", "flash_attention_2", "eager"] = Field(default="sdpa", description="attention of the trainer")
+
+
+class TaskConfig(Section):
+    """Where prompts come from."""
+
+    name: Literal["reasoning_gym", "jsonl"] = Field(default="jsonl", description="kind of source")
+    path: str | None = Field(default=None, description="jsonl: the file, one object per line")
+    dataset: str | None = Field(default=None, description="reasoning_gym: name of the dataset, e.g. chain_sum")
+    options: dict[str, Any] = Field(default_factory=dict, description="reasoning_gym: arguments of the dataset")
+    size: PositiveInt = Field(default=20000, description="reasoning_gym: number of problems to draw")
+    holdout_frac: float = Field(
+        default=0.0, ge=0.0, lt=1.0, description="share of the questions, by a hash, kept for evaluation in every stage"
+    )
+    prompt_key: str = Field(default="question", description="jsonl: key of the prompt (text, or a list of messages)")
+    answer_key: str = Field(default="answer", description="jsonl: key of the reference answer")
+    answer_after: str | None = Field(default=None, description='keep what follows the last of this mark, e.g. "####"')
+    system_prompt: str | None = Field(default=None, description="system message put before every prompt")
+    prompt_template: str | None = Field(default=None, description='text around each prompt; holds "{prompt}"')
+    shuffle: bool = Field(default=True, description="draw tasks in a seeded random order, anew each epoch")
+    limit: PositiveInt | None = Field(default=None, description="use only the first so many tasks")
+
+
+class EvalConfig(Section):
+    """How the policy is measured on held-out tasks, before, during and after training."""
+
+    at_start: bool = Field(default=True, description="evaluate before the first step")
+    at_end: bool = Field(default=True, description="evaluate after the last step")
+    every: NonNegativeInt = Field(default=0, description="optimizer steps between evaluations; 0: start and end only")
+    num_tasks: PositiveInt = Field(default=256, description="held-out tasks per evaluation, at most")
+    temperature: NonNegativeFloat = Field(default=0.0, description="sampling temperature; 0 is greedy")
+    path: str | None = Field(default=None, description="jsonl file of held-out tasks, instead of task.holdout_frac")
+
+
+class EnvConfig(Section):
+    """What turns a task into trajectories and rewards."""
+
+    name: str = Field(default="single_turn", description='built-in name, or your class as "pkg.mod:Class"')
+    reward: str = Field(default="exact_match", description='built-in name, or your function as "pkg.mod:function"')
+    options: dict[str, Any] = Field(default_factory=dict, description="arguments of the environment's constructor")

@@ -1,0 +1,88 @@
+"""Dotted keys: which exist, what type each takes, and which one a mistyped key was meant to be."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from functools import cache
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+
+from .base import leaf_types
+from .errors import ConfigError, words
+from .schema import Config
+
+
+@cache
+def all_keys() -> dict[str, Any]:
+    """Every dotted key of the tree, sections included, with its annotation."""
+    return dict(_walk(Config, ""))
+
+
+def default_of(key: str) -> Any:
+    """The default of a dotted key, or None where it is a section or free-form."""
+    model: type[BaseModel] = Config
+    *sections, last = key.split(".")
+    for name in sections:
+        section = _section_of(model.model_fields[name].annotation) if name in model.model_fields else None
+        if section is None:
+            return None
+        model = section
+    return model.model_fields[last].default if last in model.model_fields else None
+
+
+def is_free_form(key: str) -> bool:
+    """Whether everything below `key` is the user's own (env.options, rollout.engine, stages, ...)."""
+    return dict in leaf_types(all_keys()[key])
+
+
+def takes_text(key: str) -> bool:
+    """Whether `key` takes text, so that an override such as name=007 or monitor.wandb=off means just those letters."""
+    kinds = leaf_types(all_keys().get(key, int)) - {NoneType}
+    return bool(kinds) and all(kind is str or isinstance(kind, str) for kind in kinds)
+
+
+def check_known(tree: dict[str, Any], *, prefix: str = "", where: str = "") -> None:
+    """Refuse the first key of `tree` that does not exist; `where` is put before keys in the message ("stages.sft.")."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if key not in all_keys():
+            raise unknown_key(key, where=where)
+        if isinstance(value, dict) and not is_free_form(key) and _section_of(all_keys()[key]) is not None:
+            check_known(value, prefix=f"{key}.", where=where)
+
+
+def unknown_key(key: str, *, where: str = "") -> ConfigError:
+    """The error for a key that does not exist, naming the nearest one that does."""
+    known = list(all_keys())
+    last = key.rpartition(".")[2]
+    same_section = [k for k in known if k.rpartition(".")[0] == key.rpartition(".")[0]]
+    # A mistyped last word stays in its section; a forgotten or mistyped section keeps its last word.
+    guess = (
+        difflib.get_close_matches(key, same_section, n=1, cutoff=0.75)
+        or [k for k in known if k.rpartition(".")[2] == last]
+        or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        or same_section[:1]
+    )
+    nearest = f"nearest: {where}{guess[0]}" if guess else f"sections: {', '.join(Config.model_fields)}"
+    return ConfigError(f"{where}{key}", got=words("an unknown key"), expected="a key of the config", fix=nearest)
+
+
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, field in model.model_fields.items():
+        yield f"{prefix}{name}", field.annotation
+        section = _section_of(field.annotation)
+        if section is not None:
+            yield from _walk(section, f"{prefix}{name}.")
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section class inside an annotation such as `ModelInit | None`."""
+    if get_origin(annotation) is Literal:
+        return None
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None

@@ -1,0 +1,69 @@
+"""Sections for what the trainer does: the algorithm, the optimizer, the steps, the checkpoints."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from .base import Section
+
+
+class AlgorithmConfig(Section):
+    """The policy-gradient objective."""
+
+    name: Literal["grpo"] = Field(default="grpo", description="algorithm")
+    group_size: int = Field(default=8, ge=2, description="completions per task")
+    advantage: Literal["grpo"] = Field(default="grpo", description="how rewards of a group become advantages")
+    policy_loss: Literal["clip"] = Field(default="clip", description="how ratios and advantages become a loss")
+    correction: Literal["none"] = Field(default="none", description="correction for off-policy data")
+    clip_low: float = Field(default=0.2, gt=0.0, lt=1.0, description="ratios below 1 - clip_low are clipped")
+    clip_high: PositiveFloat = Field(default=0.28, description="ratios above 1 + clip_high are clipped")
+    aggregation: Literal["seq_mean_token_mean", "token_mean"] = Field(
+        default="seq_mean_token_mean", description="mean over sequences of token means, or over all tokens"
+    )
+    advantage_eps: PositiveFloat = Field(
+        default=1e-6, description="added to the standard deviation of a group's rewards"
+    )
+
+
+class OptimizerConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: PositiveFloat = Field(default=1e-6, description="peak learning rate")
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's decay rates")
+    eps: PositiveFloat = Field(default=1e-8, description="AdamW's epsilon")
+    weight_decay: NonNegativeFloat = Field(default=0.0, description="decoupled weight decay")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="course of the learning rate after warm-up"
+    )
+    warmup_steps: NonNegativeInt = Field(default=0, description="optimizer steps of linear warm-up")
+    min_lr_frac: float = Field(default=0.0, ge=0.0, le=1.0, description="last learning rate as a share of lr")
+    max_grad_norm: PositiveFloat = Field(default=1.0, description="gradients are scaled down to this norm")
+
+
+class TrainConfig(Section):
+    """How much is trained, and in what pieces. Exactly one of `steps` and `epochs` is set."""
+
+    steps: PositiveInt | None = Field(default=None, description="optimizer steps")
+    epochs: PositiveFloat | None = Field(default=None, description="passes over the tasks")
+    groups_per_step: PositiveInt = Field(default=64, description="groups (tasks) taken for one batch")
+    updates_per_batch: PositiveInt = Field(default=1, description="optimizer steps per batch; divides groups_per_step")
+    batch_size: PositiveInt = Field(default=128, description="sequences per optimizer step (recipe sft)")
+    num_ranks: PositiveInt = Field(default=1, description="trainer processes; weights are sharded over them")
+    max_tokens_per_microbatch: PositiveInt = Field(
+        default=16384, description="most tokens in one forward and backward pass"
+    )
+    skip_zero_advantage: bool = Field(default=True, description="save the work on trajectories that move nothing")
+    gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
+
+
+class CheckpointConfig(Section):
+    """What is saved of the weights."""
+
+    every: NonNegativeInt = Field(default=0, description="optimizer steps between checkpoints; 0: only at the end")
+    keep_last: PositiveInt = Field(default=2, description="checkpoints kept")
+    save_hf: Literal["last", "always", "never"] = Field(
+        default="last", description="when weights are saved for transformers"
+    )
+    resume: Literal["never"] = Field(default="never", description="go on from an earlier checkpoint of this run")

@@ -1,0 +1,144 @@
+"""From a bundled name or a YAML file, and overrides, to a checked `Config`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from .errors import ConfigError, words
+from .keys import check_known, default_of
+from .names import nearest
+from .overrides import Tree
+from .rules import check_rules
+from .schema import Config
+
+# pydantic's phrases, as they read after "expected".
+_WORDING = {
+    "Input should be ": "",
+    "Value error, ": "",
+    "String should have ": "text with ",
+    "String should match ": "text that matches ",
+    "Field required": "a value",
+    "a valid integer": "an integer",
+    "a valid ": "a ",
+    "a dictionary or instance of ": "a mapping of settings, ",
+    "a dictionary": "a mapping",
+}
+_BUNDLED = Path(__file__).parent.parent / "configs"
+
+
+def bundled_configs() -> dict[str, Path]:
+    """Name -> file of the configs that come with the package."""
+    return {file.stem: file for file in sorted(_BUNDLED.glob("*.yaml"))}
+
+
+def config_path(name_or_file: str) -> Path:
+    """The YAML file that `name_or_file` means: a bundled name, or a path."""
+    bundled = bundled_configs()
+    if name_or_file in bundled:
+        return bundled[name_or_file]
+    file = Path(name_or_file).expanduser()
+    if file.is_file():
+        return file
+    guess = nearest(name_or_file, bundled)
+    raise ConfigError(
+        "--config",
+        got=name_or_file,
+        expected=f"a YAML file or one of {', '.join(bundled)}",
+        fix=f"did you mean {guess}?" if guess else f"there is no file {file} here; `leeway ls` lists the bundled ones",
+    )
+
+
+def load_config(name_or_file: str, overrides: Sequence[str] = (), *, recipe: str = "async_rl") -> Config:
+    """The checked settings of `recipe`: of its last stage where the file has stages, else of the file itself.
+
+    Raises ConfigError (a ValueError) in one line for anything that is not right.
+    """
+    from .stages import resolve_stages  # stages are built with this module's build_config
+
+    return resolve_stages(read_tree(config_path(name_or_file)), recipe, overrides)[-1].config
+
+
+def read_tree(file: Path) -> Tree:
+    """The YAML of `file` as plain dicts and lists, interpolations not yet resolved."""
+    try:
+        loaded = OmegaConf.load(file)
+        tree = OmegaConf.to_container(loaded, resolve=False)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(str(file), got=words(str(error)), expected="a readable YAML file", fix="check it") from None
+    except Exception as error:
+        # yaml's own errors carry the line and column; OmegaConf's say which value it could not read.
+        if type(error).__module__.split(".")[0] not in ("yaml", "omegaconf"):
+            raise
+        raise ConfigError(
+            str(file), got=words("text that does not parse"), expected="YAML", fix=" ".join(str(error).split())
+        ) from None
+    if not isinstance(tree, dict) or not all(isinstance(name, str) for name in tree):
+        raise ConfigError(
+            str(file), got=words(type(tree).__name__), expected="sections", fix="see `leeway cat quickstart`"
+        )
+    return tree  # pyright: ignore[reportReturnType]
+
+
+def build_config(tree: Tree, *, recipe: str, stage: str = "", stage_tree: Tree | None = None) -> Config:
+    """Resolve, validate and check one recipe's tree; errors name `stages.STAGE.key` for what the stage itself sets."""
+    tree = {name: value for name, value in tree.items() if name != "stages"}
+    check_known(tree)
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(copy.deepcopy(tree)), resolve=True)
+    except OmegaConfBaseException as error:
+        key = str(getattr(error, "full_key", "") or "config")
+        raise ConfigError(
+            key,
+            got=words("an interpolation that cannot be resolved"),
+            expected="a key that exists, or ${oc.env:NAME,default}",
+            fix=str(error).splitlines()[0],
+        ) from None
+    prefix = f"stages.{stage}." if stage else ""
+
+    def named(key: str) -> str:
+        return f"{prefix}{key}" if stage_tree is not None and _sets(stage_tree, key) else key
+
+    try:
+        config = Config.model_validate(resolved)
+    except ValidationError as error:
+        raise _first_error(error, named) from None
+    check_rules(config, recipe, named)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved settings, every default written out, as YAML that loads again."""
+    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+
+
+def _sets(tree: Tree, key: str) -> bool:
+    node: Any = tree
+    for part in key.split("."):
+        if not isinstance(node, dict) or part not in node:
+            return False
+        node = node[part]
+    return True
+
+
+def _first_error(error: ValidationError, named: Any) -> ConfigError:
+    """One line for the first thing wrong, saying how many more there are."""
+    details = error.errors(include_url=False)
+    first: ErrorDetails = details[0]
+    key = ".".join(str(part) for part in first["loc"]) or "config"
+    expected = first["msg"].split(", unable to")[0].split(", got a number")[0]
+    for theirs, ours in _WORDING.items():
+        expected = expected.replace(theirs, ours)
+    default = default_of(key)
+    fix = f"leave it out for the default {default}" if default is not None else f"change or leave out {named(key)}"
+    if "PydanticUndefined" in fix:
+        fix = f"change or leave out {named(key)}"
+    more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
+    return ConfigError(named(key), got=first["input"], expected=expected, fix=fix + more)

@@ -1,0 +1,95 @@
+"""Names that settings may use, and whether a user's own `pkg.mod:Name` can be found, all without importing anything."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.machinery
+import importlib.util
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from .errors import ConfigError, words
+
+RECIPES = {
+    "async_rl": "train with RL: engines generate while the trainer learns, within staleness.max_policy_lag",
+    "sft": "train on the tasks' own answers (supervised)",
+    "evaluate": "measure the model on held-out tasks",
+}
+TRAINING_RECIPES = ("async_rl", "sft")
+ENVIRONMENTS = ("single_turn",)
+REWARDS = ("exact_match", "math_verify", "reasoning_gym")
+
+_TARGET = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name most like `name`, or "" when none is."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return found[0] if found else ""
+
+
+def check_name(key: str, name: str, builtin: Iterable[str], *, kind: str) -> None:
+    """Refuse a `name` that is neither built in nor a "pkg.mod:Name" whose module exists."""
+    builtin = list(builtin)
+    expected = f'one of {", ".join(builtin)}, or "pkg.mod:{kind}"'
+    if name in builtin:
+        return
+    if ":" not in name:
+        guess = nearest(name, builtin)
+        raise ConfigError(
+            key,
+            got=name,
+            expected=expected,
+            fix=f"did you mean {guess}?" if guess else f"write {key}={builtin[0]}, or name your own",
+        )
+    if not _TARGET.match(name):
+        raise ConfigError(key, got=name, expected=expected, fix=f"write it like {key}=my_package.my_module:My{kind}")
+    module, attribute = name.split(":")
+    file = find_module(module)
+    if file is None:
+        raise ConfigError(
+            key,
+            got=name,
+            expected=f"a module {module} in this folder ({os.getcwd()}) or installed",
+            fix="run leeway where that module is, install it, or put its folder on PYTHONPATH",
+        )
+    if file.suffix == ".py" and not _may_define(file, attribute):
+        raise ConfigError(
+            key, got=words(f"{name}, but {file} has no {attribute}"), expected=expected, fix=f"define {attribute} there"
+        )
+
+
+def find_module(dotted: str) -> Path | None:
+    """The file of module `dotted`, found on sys.path or in the working directory, without importing any part of it."""
+    first, *rest = dotted.split(".")
+    try:
+        spec = importlib.util.find_spec(first)
+    except ValueError:  # a module that is loaded but carries no spec
+        spec = None
+    spec = spec or importlib.machinery.PathFinder.find_spec(first, [os.getcwd()])
+    for part in rest:
+        # importlib.util.find_spec("a.b") would import a; asking the path finder for b in a's folders does not.
+        if spec is None or spec.submodule_search_locations is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(part, list(spec.submodule_search_locations))
+    return Path(spec.origin) if spec is not None and spec.origin else None
+
+
+def engine_options() -> set[str]:
+    """Names of vLLM's engine arguments, read from its source (importing it takes seconds); empty where it is absent."""
+    file = find_module("vllm.engine.arg_utils")
+    if file is None or file.suffix != ".py":
+        return set()
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    classes = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name in ("EngineArgs", "AsyncEngineArgs")]
+    fields = [n for c in classes for n in c.body if isinstance(n, ast.AnnAssign)]
+    return {n.target.id for n in fields if isinstance(n.target, ast.Name)}
+
+
+def _may_define(file: Path, attribute: str) -> bool:
+    """Whether the file mentions the name at all: a definition, an import or an assignment all do."""
+    text = file.read_text(encoding="utf-8", errors="replace")
+    return re.search(rf"\b{re.escape(attribute)}\b", text) is not None or "import *" in text

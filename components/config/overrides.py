@@ -1,0 +1,151 @@
+"""`key=value` on the command line: parsed as YAML, put into the tree before anything is resolved."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from .errors import ConfigError
+from .keys import all_keys, is_free_form, takes_text, unknown_key
+
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Override:
+    """One `key=value`, its value parsed."""
+
+    text: str
+    key: str
+    value: Any
+
+    def leaves(self) -> list[str]:
+        """The dotted keys it sets: itself, or those inside its mapping."""
+        return [key for key, _ in leaves(self.value, self.key)]
+
+
+def parse_overrides(texts: Sequence[str]) -> list[Override]:
+    """Parse each text at its first `=`; the value may hold more of them."""
+    return [_parse(text) for text in texts]
+
+
+def apply_override(tree: Tree, override: Override) -> None:
+    """Set the value in `tree`, in place: mappings are merged, list items are reached by index."""
+    *path, last = override.key.split(".")
+    node: Any = tree
+    for depth, name in enumerate(path):
+        if isinstance(node, list):
+            node = node[_index(override, node, name)]
+            continue
+        if not isinstance(node.get(name), dict | list):
+            if path[depth + 1 :] == [] and last.isdigit() and not _free(override.key):
+                raise ConfigError(
+                    override.key,
+                    got=override.value,
+                    expected="an existing list",
+                    fix=f"set {'.'.join(path)}=[...] first",
+                )
+            node[name] = {}
+        node = node[name]
+    if isinstance(node, list):
+        node[_index(override, node, last)] = override.value
+    elif isinstance(override.value, dict) and isinstance(node.get(last), dict):
+        node[last] = merge(node[last], override.value)
+    else:
+        node[last] = copy.deepcopy(override.value)
+
+
+def merge(base: Tree, over: Tree) -> Tree:
+    """A new tree: `over` laid over `base`, mapping by mapping; anything else replaces."""
+    merged = copy.deepcopy(base)
+    for name, value in over.items():
+        if isinstance(value, dict) and isinstance(merged.get(name), dict):
+            merged[name] = merge(merged[name], value)
+        else:
+            merged[name] = copy.deepcopy(value)
+    return merged
+
+
+def leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of everything that is set at or below `prefix`."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from leaves(inner, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, value
+
+
+def _parse(text: str) -> Override:
+    key, equals, raw = text.partition("=")
+    key = key.strip()
+    if not equals or not key or any(not part for part in key.split(".")):
+        raise ConfigError(text, got=text, expected="key=value", fix="write for example train.steps=100")
+    schema_key = _schema_key(key)
+    if schema_key is None and not key.startswith("stages."):  # those are checked with their stage
+        raise unknown_key(key)
+    if schema_key is not None and takes_text(schema_key):
+        return Override(text=text, key=key, value=_text(key, raw))
+    return Override(text=text, key=key, value=_yaml(key, raw))
+
+
+def _schema_key(key: str) -> str | None:
+    """The key of the schema that `key` sets (a stage's prefix and list indices taken off); None if there is none."""
+    parts = key.split(".")
+    if parts[0] == "stages" and len(parts) > 2:
+        parts = parts[2:]
+        if parts == ["recipe"]:
+            return "name"  # any key that takes text
+    for end in range(len(parts), 0, -1):
+        candidate = ".".join(parts[:end])
+        if candidate in all_keys():
+            rest = parts[end:]
+            if not rest or is_free_form(candidate):
+                return candidate if not rest else "stages"
+            return candidate if len(rest) == 1 and rest[0].isdigit() else None
+    return None
+
+
+def _free(key: str) -> bool:
+    return _schema_key(key) == "stages"
+
+
+def _text(key: str, raw: str) -> str | None:
+    """Text as it was typed, unless YAML says null or takes off quotes: "Q: {prompt}", 007 and off are all text."""
+    try:
+        value = _yaml(key, raw)
+    except ConfigError:
+        return raw.strip()
+    return value if value is None or isinstance(value, str) else raw.strip()
+
+
+def _yaml(key: str, raw: str) -> Any:
+    try:
+        # OmegaConf's own YAML reader, so that files and overrides agree (1e-6 is a number in both).
+        parsed = OmegaConf.create(f"value: {raw}" if raw.strip() else "value: ''")
+        value = OmegaConf.to_container(parsed, resolve=False)
+    except (OmegaConfBaseException, ValueError, AttributeError) as error:
+        raise ConfigError(key, got=raw, expected="a YAML value", fix=_first_line(error)) from None
+    except Exception as error:
+        if type(error).__module__.split(".")[0] != "yaml":
+            raise
+        raise ConfigError(key, got=raw, expected="a YAML value", fix="put it in quotes") from None
+    if not isinstance(value, dict) or set(value) != {"value"}:
+        raise ConfigError(key, got=raw, expected="one YAML value", fix="put it in quotes")
+    return value["value"]
+
+
+def _index(override: Override, items: list[Any], name: str) -> int:
+    if name.isdigit() and int(name) < len(items):
+        return int(name)
+    raise ConfigError(
+        override.key, got=name, expected=f"an index from 0 to {len(items) - 1}", fix="or set the whole list: [..., ...]"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

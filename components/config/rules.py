@@ -1,0 +1,291 @@
+"""Rules that span several settings. Each is a function named as the sentence it enforces."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from .derived import derive, least_target_policy_lag
+from .errors import ConfigError, words
+from .names import ENVIRONMENTS, REWARDS, TRAINING_RECIPES, check_name, engine_options, nearest
+from .schema import Config
+
+Named = Callable[[str], str]
+"""Where a key was set: "train.steps", or "stages.sft.train.steps"."""
+
+# Arguments of the engine that Leeway sets itself, and where the user's say in them is.
+OWNED_BY_LEEWAY = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "dtype": "model.dtype",
+    "max_model_len": "rollout.max_model_len",
+    "seed": "seed",
+    "logprobs_mode": "nothing: behaviour logprobs are always those of the sampled distribution",
+    "weight_transfer_config": "param_server.transport",
+    "worker_extension_cls": "param_server.transport",
+}
+# Arguments under which the engine's probabilities are not those of the weights the trainer holds.
+NOT_REPRODUCIBLE = (
+    "quantization",
+    "quantization_config",
+    "kv_cache_dtype",
+    "enable_lora",
+    "logits_processors",
+    "override_generation_config",
+    "speculative_config",
+)
+
+
+def check_rules(config: Config, recipe: str, named: Named = str) -> None:
+    """Raise ConfigError for the first rule that `config` breaks as a run of `recipe`."""
+    for rule in (
+        model_is_loaded_or_built,
+        model_path_is_a_path_or_a_hub_id,
+        task_source_is_complete,
+        prompt_template_holds_the_prompt,
+        environment_and_reward_exist,
+        lengths_fit,
+        engine_arguments_are_the_users,
+        evaluation_has_tasks,
+    ):
+        rule(config, named)
+    if recipe == "evaluate" and not has_heldout_tasks(config):
+        raise _no_heldout(config, named("task.holdout_frac"))
+    if recipe in TRAINING_RECIPES:
+        steps_or_epochs_is_set(config, named)
+    if recipe == "async_rl":
+        batches_divide(config, named)
+        staleness_is_possible(config, named)
+        evaluations_meet_published_weights(config, named)
+
+
+def model_is_loaded_or_built(config: Config, named: Named) -> None:
+    path, init = config.model.path, config.model.init
+    if path is not None and init is not None:
+        raise ConfigError(
+            named("model.path"),
+            got=words(f"both model.path={path} and model.init"),
+            expected="exactly one of them",
+            fix="add model.init=null to load the model, or model.path=null to build one",
+        )
+    if path is None and init is None:
+        raise ConfigError(
+            named("model.path"),
+            got=None,
+            expected="exactly one of model.path and model.init",
+            fix="set model.path=/path/to/model or model.path=org/name",
+        )
+
+
+def is_local_path(path: str) -> bool:
+    """Whether `path` is written as a path of this machine rather than as a hub id."""
+    return path.startswith(("/", ".", "~")) or path.endswith("/")
+
+
+def model_path_is_a_path_or_a_hub_id(config: Config, named: Named) -> None:
+    path = config.model.path
+    if path is None or is_local_path(path) or re.fullmatch(r"[\w.\-]+(/[\w.\-]+)+", path):
+        return
+    raise ConfigError(
+        named("model.path"),
+        got=path,
+        expected="a folder or a hub id org/name",
+        fix=f"write ./{path} for a folder of this name" if path else "give one",
+    )
+
+
+def task_source_is_complete(config: Config, named: Named) -> None:
+    needed, other = ("path", "dataset") if config.task.name == "jsonl" else ("dataset", "path")
+    example = "data/train.jsonl" if needed == "path" else "chain_sum"
+    if not getattr(config.task, needed):
+        raise ConfigError(
+            named(f"task.{needed}"),
+            got=getattr(config.task, needed),
+            expected=f"a value, because task.name is {config.task.name}",
+            fix=f"set task.{needed}={example}",
+        )
+    if getattr(config.task, other):
+        raise ConfigError(
+            named(f"task.{other}"),
+            got=getattr(config.task, other),
+            expected=f"null, because task.name is {config.task.name}",
+            fix=f"add task.{other}=null, or change task.name",
+        )
+
+
+def prompt_template_holds_the_prompt(config: Config, named: Named) -> None:
+    template = config.task.prompt_template
+    if template is not None and "{prompt}" not in template:
+        raise ConfigError(
+            named("task.prompt_template"),
+            got=template,
+            expected="text with {prompt}",
+            fix="put {prompt} where it belongs",
+        )
+
+
+def environment_and_reward_exist(config: Config, named: Named) -> None:
+    check_name(named("env.name"), config.env.name, ENVIRONMENTS, kind="Class")
+    check_name(named("env.reward"), config.env.reward, REWARDS, kind="function")
+    if config.env.reward == "reasoning_gym" and config.task.name != "reasoning_gym":
+        raise ConfigError(
+            named("env.reward"),
+            got=config.env.reward,
+            expected=f"a reward that can score tasks of {config.task.name}",
+            fix="use env.reward=math_verify or exact_match, or task.name=reasoning_gym",
+        )
+
+
+def lengths_fit(config: Config, named: Named) -> None:
+    rollout = config.rollout
+    if rollout.max_prompt_tokens + rollout.max_response_tokens > rollout.max_model_len:
+        raise ConfigError(
+            named("rollout.max_model_len"),
+            got=rollout.max_model_len,
+            expected=f"at least max_prompt_tokens {rollout.max_prompt_tokens} + max_response_tokens "
+            f"{rollout.max_response_tokens} = {rollout.max_prompt_tokens + rollout.max_response_tokens}",
+            fix="raise it, or lower one of the two",
+        )
+    positions = config.model.init.options.get("max_position_embeddings") if config.model.init else None
+    if isinstance(positions, int) and positions < rollout.max_model_len:
+        raise ConfigError(
+            named("model.init.options.max_position_embeddings"),
+            got=positions,
+            expected=f"at least rollout.max_model_len {rollout.max_model_len}",
+            fix="raise it, or lower rollout.max_model_len",
+        )
+
+
+def engine_arguments_are_the_users(config: Config, named: Named) -> None:
+    for name, value in config.rollout.engine.items():
+        key = named(f"rollout.engine.{name}")
+        if name in OWNED_BY_LEEWAY:
+            raise ConfigError(
+                key, got=value, expected="an argument that is yours to set", fix=f"use {OWNED_BY_LEEWAY[name]}"
+            )
+        if name in NOT_REPRODUCIBLE:
+            raise ConfigError(
+                key, got=value, expected="what the trainer can reproduce token by token", fix=f"leave {name} out"
+            )
+    known = engine_options() if config.rollout.engine else set()
+    for name, value in config.rollout.engine.items():
+        if known and name not in known:
+            guess = nearest(name, known)
+            fix = f"nearest: rollout.engine.{guess}" if guess else "leave it out"
+            raise ConfigError(
+                named(f"rollout.engine.{name}"), got=value, expected="an argument of vLLM's AsyncEngineArgs", fix=fix
+            )
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        value = config.rollout.engine.get(name, 1)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(named(f"rollout.engine.{name}"), got=value, expected="a whole number from 1", fix="set 1")
+
+
+def has_heldout_tasks(config: Config) -> bool:
+    """Whether there is anything to evaluate on."""
+    return config.eval.path is not None or config.task.holdout_frac > 0
+
+
+def evaluation_has_tasks(config: Config, named: Named) -> None:
+    if config.eval.every and not has_heldout_tasks(config):
+        raise _no_heldout(config, named("eval.every"))
+    if config.eval.path is not None and config.task.holdout_frac > 0:
+        raise ConfigError(
+            named("task.holdout_frac"),
+            got=config.task.holdout_frac,
+            expected="0 where eval.path names the held-out tasks",
+            fix="set task.holdout_frac=0 or eval.path=null",
+        )
+
+
+def _no_heldout(config: Config, key: str) -> ConfigError:
+    return ConfigError(
+        key,
+        got=words(f"eval.every {config.eval.every}, task.holdout_frac {config.task.holdout_frac}, eval.path null"),
+        expected="held-out tasks to evaluate on",
+        fix="set eval.path=FILE.jsonl or task.holdout_frac=0.05",
+    )
+
+
+def steps_or_epochs_is_set(config: Config, named: Named) -> None:
+    steps, epochs = config.train.steps, config.train.epochs
+    if (steps is None) == (epochs is None):
+        raise ConfigError(
+            named("train.steps"),
+            got=words("neither train.steps nor train.epochs" if steps is None else "both train.steps and train.epochs"),
+            expected="exactly one of them",
+            fix="set train.steps=100" if steps is None else "set one of the two to null",
+        )
+
+
+def batches_divide(config: Config, named: Named) -> None:
+    train = config.train
+    if train.groups_per_step % train.updates_per_batch:
+        raise ConfigError(
+            named("train.updates_per_batch"),
+            got=train.updates_per_batch,
+            expected=f"a divisor of train.groups_per_step {train.groups_per_step}",
+            fix="change one of the two",
+        )
+    if train.steps is not None and train.steps % train.updates_per_batch:
+        raise ConfigError(
+            named("train.steps"),
+            got=train.steps,
+            expected=f"a multiple of train.updates_per_batch {train.updates_per_batch}",
+            fix=f"use {max(1, round(train.steps / train.updates_per_batch)) * train.updates_per_batch}",
+        )
+    sequences = train.groups_per_step // train.updates_per_batch * config.algorithm.group_size
+    if sequences < train.num_ranks:
+        raise ConfigError(
+            named("train.num_ranks"),
+            got=train.num_ranks,
+            expected=f"at most the {sequences} sequences of one optimizer step",
+            fix="use fewer ranks or a larger train.groups_per_step",
+        )
+
+
+def staleness_is_possible(config: Config, named: Named) -> None:
+    """The least lag with which admission can always go on must fit under the target, and the target under the bound."""
+    d = derive(config)
+    P, u, n = config.train.groups_per_step, config.train.updates_per_batch, config.param_server.publish_every
+    if d.target_policy_lag > d.max_policy_lag:
+        raise ConfigError(
+            named("staleness.target_policy_lag"),
+            got=d.target_policy_lag,
+            expected=f"at most staleness.max_policy_lag {d.max_policy_lag}",
+            fix=f"set staleness.target_policy_lag=null, or raise staleness.max_policy_lag to {d.target_policy_lag}",
+        )
+    needed = least_target_policy_lag(P, u, n, d.reorder_window)
+    if needed <= d.target_policy_lag:
+        return
+    key = named(
+        "staleness.target_policy_lag" if config.staleness.target_policy_lag is not None else "staleness.max_policy_lag"
+    )
+    ways = [f"raise {key} to >= {needed}"]
+    # Overtaking by up to m batches needs W <= m P + 1.
+    batches = (d.target_policy_lag + 2 - n) // u - 1
+    if batches >= 0:
+        ways.append(f"lower staleness.reorder_window to <= {batches * P + 1}")
+    publish = n - (needed - d.target_policy_lag)
+    if 1 <= publish < n:
+        ways.append(f"lower param_server.publish_every to <= {publish}")
+    if u > 1 and least_target_policy_lag(P, 1, n, d.reorder_window) <= d.target_policy_lag:
+        ways.append("lower train.updates_per_batch to 1")
+    raise ConfigError(
+        key,
+        got=d.target_policy_lag,
+        expected=f"at least u*(ceil((W-1)/P)+1)+n-2 = {needed} with W=reorder_window {d.reorder_window}, "
+        f"P=groups_per_step {P}, u=updates_per_batch {u}, n=publish_every {n}",
+        fix=", or ".join(ways),
+    )
+
+
+def evaluations_meet_published_weights(config: Config, named: Named) -> None:
+    every, n = config.eval.every, config.param_server.publish_every
+    if every % n:
+        raise ConfigError(
+            named("eval.every"),
+            got=every,
+            expected=f"a multiple of param_server.publish_every {n}: only published weights are evaluated",
+            fix=f"use {max(1, round(every / n)) * n}",
+        )

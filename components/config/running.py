@@ -1,0 +1,48 @@
+"""Sections for how a run is watched and where its processes live."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from .base import Section
+
+
+class MonitorConfig(Section):
+    """What a run shows while it runs, beside metrics.jsonl."""
+
+    console: Literal["auto", "live", "plain", "off"] = Field(default="auto", description="progress in the terminal")
+    wandb: Literal["off", "offline", "online"] = Field(default="off", description="also log to Weights & Biases")
+    tensorboard: bool = Field(default=False, description="also log to TensorBoard files")
+    rollouts_per_step: NonNegativeInt = Field(
+        default=16, description="trajectories written to rollouts/ per step; 0: none"
+    )
+
+
+class ClusterConfig(Section):
+    """Processes, cores, GPUs and deadlines."""
+
+    address: str | None = Field(default=None, description="Ray cluster to join; null: start one on this machine")
+    device: Literal["cuda", "cpu"] = Field(default="cuda", description="what engines and trainers run on")
+    cpus_per_generator: PositiveInt = Field(default=1, description="cores per engine")
+    cpus_per_trainer: PositiveInt = Field(default=1, description="cores per trainer rank")
+    pin_cores: bool = Field(default=True, description="keep engines and trainers on cores of their own (device cpu)")
+    engine_cores: list[NonNegativeInt] | None = Field(
+        default=None, description="cores of the engines; null: those before the trainers'"
+    )
+    trainer_cores: list[NonNegativeInt] | None = Field(
+        default=None, description="cores of the trainers; null: the last ones"
+    )
+    kv_cache_gib: PositiveFloat = Field(default=1.0, description="KV cache per engine in GiB (device cpu)")
+    object_store_mb: int = Field(default=512, ge=80, description="Ray object store in MB")
+    start_timeout_s: PositiveFloat = Field(default=300.0, description="seconds until every process must be up")
+    step_timeout_s: PositiveFloat = Field(default=1800.0, description="seconds any one step may take")
+
+
+class LogConfig(Section):
+    """The logs under logs/."""
+
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        default="INFO", description="least important lines kept"
+    )

@@ -1,0 +1,51 @@
+"""The whole tree. Sections are named after the parts of the system that read them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, NonNegativeInt
+
+from .base import Section
+from .flow import ParamServerConfig, ReplayConfig, RolloutConfig, StalenessConfig
+from .inputs import EnvConfig, EvalConfig, ModelConfig, TaskConfig
+from .learning import AlgorithmConfig, CheckpointConfig, OptimizerConfig, TrainConfig
+from .running import ClusterConfig, LogConfig, MonitorConfig
+
+
+class Config(Section):
+    """Every setting of one recipe's run. Numbers that follow from several settings are in `derive(config)`."""
+
+    project: str = Field(default="leeway", min_length=1, pattern=r"^[\w.\-]+$", description="folder of related runs")
+    name: str = Field(default="run", min_length=1, pattern=r"^[\w.\-]+$", description="folder of this run")
+    seed: NonNegativeInt = Field(default=0, description="seed of the tasks, the sampling and the initial weights")
+    output_dir: str = Field(default="runs", min_length=1, description="where runs are kept")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="the policy")
+    task: TaskConfig = Field(default_factory=TaskConfig, description="where prompts come from")
+    eval: EvalConfig = Field(default_factory=EvalConfig, description="held-out evaluation")
+    env: EnvConfig = Field(default_factory=EnvConfig, description="environment and reward")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="generation")
+    staleness: StalenessConfig = Field(default_factory=StalenessConfig, description="how far off-policy")
+    replay: ReplayConfig = Field(default_factory=ReplayConfig, description="the buffer")
+    param_server: ParamServerConfig = Field(default_factory=ParamServerConfig, description="weight transfer")
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="objective")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW")
+    train: TrainConfig = Field(default_factory=TrainConfig, description="steps and batches")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saved weights")
+    monitor: MonitorConfig = Field(default_factory=MonitorConfig, description="progress and loggers")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="processes and hardware")
+    log: LogConfig = Field(default_factory=LogConfig, description="logs")
+    stages: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="recipes run in sequence, each with what it sets differently"
+    )
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder of the whole run; a stage's own files are under `Stage.dir`."""
+        return Path(self.output_dir).expanduser() / self.project / self.name
+
+    def with_model_path(self, path: str | Path) -> Config:
+        """The same settings, starting from the weights at `path` (the previous stage's)."""
+        model = self.model.model_copy(update={"path": str(path), "init": None})
+        return self.model_copy(update={"model": model})

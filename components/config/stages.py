@@ -1,0 +1,185 @@
+"""Stages: recipes in sequence, each deep-merged over the rest of the file and starting from the last one's weights."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from .errors import ConfigError, words
+from .keys import check_known
+from .load import build_config, config_path, read_tree
+from .names import RECIPES, nearest
+from .overrides import Override, Tree, apply_override, leaves, merge, parse_overrides
+from .schema import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One recipe to run: its checked settings, and the folder its own files go to."""
+
+    name: str
+    recipe: str
+    config: Config
+    dir: Path
+
+
+def plan_run(name_or_file: str, recipe: str | None, overrides: Sequence[str] = ()) -> list[Stage]:
+    """What `leeway run RECIPE --config NAME_OR_FILE ...` runs, in order; recipe None: every stage (or async_rl)."""
+    return resolve_stages(read_tree(config_path(name_or_file)), recipe, overrides)
+
+
+def resolve_stages(raw: Tree, recipe: str | None, overrides: Sequence[str] = ()) -> list[Stage]:
+    """The stages of `raw` up to and including the last whose recipe is `recipe`; without one, `recipe` alone.
+
+    An override reaches every stage that does not set its key; one that a stage would hide is refused.
+    """
+    if recipe is not None:
+        _check_recipe("RECIPE", recipe)
+    tree = copy.deepcopy(raw)
+    parsed = parse_overrides(overrides)
+    for override in parsed:
+        _check_stage_exists(override, tree)
+        apply_override(tree, override)
+    check_known({name: value for name, value in tree.items() if name != "stages"})
+    trees = _stage_trees(tree)
+    recipes = {name: _recipe_of(name, stage) for name, stage in trees.items()}
+    if recipe is not None:
+        last = max((i for i, name in enumerate(recipes) if recipes[name] == recipe), default=-1)
+        selected = list(recipes)[: last + 1]
+    else:
+        selected = list(recipes)
+    base = {name: value for name, value in tree.items() if name != "stages"}
+    if not selected:
+        only = recipe or "async_rl"
+        config = build_config(base, recipe=only)
+        return [Stage(name=only, recipe=only, config=config, dir=config.run_dir)]
+    _refuse_hidden(parsed, {name: trees[name] for name in selected})
+    stages = []
+    for name in selected:
+        own = {key: value for key, value in trees[name].items() if key != "recipe"}
+        config = build_config(merge(base, own), recipe=recipes[name], stage=name, stage_tree=own)
+        stages.append(Stage(name=name, recipe=recipes[name], config=config, dir=config.run_dir / "stages" / name))
+    return stages
+
+
+def run_yaml(stages: Sequence[Stage]) -> str:
+    """The resolved settings of a whole run as YAML that loads again: what stages share, then each one's own."""
+    trees = [stage.config.model_dump(mode="json", exclude={"stages"}) for stage in stages]
+    shared = trees[0]
+    for tree in trees[1:]:
+        shared = _shared(shared, tree)
+    if len(stages) > 1 or stages[0].dir != stages[0].config.run_dir:
+        shared["stages"] = {
+            stage.name: {"recipe": stage.recipe, **_difference(tree, shared)}
+            for stage, tree in zip(stages, trees, strict=True)
+        }
+    return OmegaConf.to_yaml(OmegaConf.create(shared))
+
+
+def _stage_trees(tree: Tree) -> dict[str, Tree]:
+    stages = tree.get("stages") or {}
+    if not isinstance(stages, dict):
+        raise ConfigError("stages", got=stages, expected="a mapping of stages", fix="see `leeway cat quickstart`")
+    trees: dict[str, Tree] = {}
+    for name, own in stages.items():
+        if own is None:  # stages.NAME=null leaves a stage out
+            continue
+        key = f"stages.{name}"
+        if not isinstance(own, dict):
+            raise ConfigError(key, got=own, expected="a mapping of settings", fix=f"write {key}.train.steps=100")
+        if not re.fullmatch(r"[\w\-]+", str(name)):
+            raise ConfigError(key, got=name, expected="letters, digits, - and _", fix="rename the stage")
+        for forbidden in ("project", "name", "output_dir", "stages"):
+            if forbidden in own:
+                raise ConfigError(
+                    f"{key}.{forbidden}",
+                    got=own[forbidden],
+                    expected="one value for the whole run",
+                    fix=f"set {forbidden} at the top of the file; the stage's folder is stages/{name}/",
+                )
+        check_known({k: v for k, v in own.items() if k != "recipe"}, where=f"{key}.")
+        trees[name] = own
+    return trees
+
+
+def _recipe_of(name: str, own: Tree) -> str:
+    recipe = own.get("recipe", name)
+    _check_recipe(f"stages.{name}.recipe", recipe)
+    return recipe
+
+
+def _check_recipe(key: str, recipe: Any) -> None:
+    if recipe in RECIPES:
+        return
+    guess = nearest(str(recipe), RECIPES)
+    fix = f"did you mean {guess}?" if guess else "`leeway ls` says what each does"
+    raise ConfigError(key, got=recipe, expected=f"one of {', '.join(RECIPES)}", fix=fix)
+
+
+def _check_stage_exists(override: Override, tree: Tree) -> None:
+    head, *rest = override.key.split(".")
+    if head != "stages" or not rest:
+        return
+    known = tree.get("stages") or {}
+    if rest[0] not in known:
+        names = ", ".join(known) or "none"
+        guess = nearest(rest[0], known)
+        raise ConfigError(
+            override.key,
+            got=words(f"stage {rest[0]}"),
+            expected=f"a stage of the file ({names})",
+            fix=f"nearest: stages.{guess}" if guess else "add the stage to a copy of the file (`leeway cp`)",
+        )
+
+
+def _refuse_hidden(overrides: Sequence[Override], trees: dict[str, Tree]) -> None:
+    for override in overrides:
+        if override.key.split(".")[0] == "stages":
+            continue
+        hiding = {
+            name: f"stages.{name}.{key}"
+            for name, own in trees.items()
+            for key, _ in leaves({k: v for k, v in own.items() if k != "recipe"}, "")
+            if any(_overlap(key, leaf) for leaf in override.leaves())
+        }
+        if hiding:
+            raise ConfigError(
+                override.key,
+                got=words(override.text),
+                expected=f"a key that no stage sets, but {' and '.join(hiding.values())} would hide it",
+                fix="write " + " or ".join(f"stages.{name}.{override.text}" for name in hiding),
+            )
+
+
+def _overlap(a: str, b: str) -> bool:
+    return a == b or a.startswith(f"{b}.") or b.startswith(f"{a}.")
+
+
+def _shared(a: Tree, b: Tree) -> Tree:
+    """What both trees say alike."""
+    out: Tree = {}
+    for name in a.keys() & b.keys():
+        if isinstance(a[name], dict) and isinstance(b[name], dict):
+            out[name] = _shared(a[name], b[name])
+        elif a[name] == b[name]:
+            out[name] = a[name]
+    return {name: out[name] for name in a if name in out}
+
+
+def _difference(tree: Tree, shared: Tree) -> Tree:
+    """What `tree` says beyond `shared`."""
+    out: Tree = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and isinstance(shared.get(name), dict):
+            inner = _difference(value, shared[name])
+            if inner:
+                out[name] = inner
+        elif name not in shared:
+            out[name] = value
+    return out

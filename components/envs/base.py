@@ -1,0 +1,61 @@
+"""The contract of environments: a task and a policy go in, finished trajectories come out."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, Protocol
+
+from ..types import Completion, Message, Task, Trajectory
+
+
+class Policy(Protocol):
+    """The model being trained, as an environment sees it."""
+
+    group_size: int
+    """Number of trajectories (G) that one rollout must return."""
+
+    prompter: Any
+    """Turns text into tokens and back: `encode`, `decode`, `stop_token_ids`."""
+
+    def encode(self, prompt: str | list[Message]) -> list[int]:
+        """Token ids of a prompt, ready for the assistant to continue."""
+        ...
+
+    async def generate(
+        self, prompt: str | list[Message] | list[int], *, n: int | None = None, max_tokens: int | None = None
+    ) -> list[Completion]:
+        """`n` sampled continuations (default: `group_size`) of a prompt, each of at most `max_tokens` tokens.
+
+        Tokens come with the log-probability they were sampled with and with the version of the weights that sampled
+        them.
+        """
+        ...
+
+
+class Environment(ABC):
+    """Turns one task into the G trajectories of a group.
+
+    Subclass it, write `rollout`, and name the class in the config: `env.name=my_module:MyEnv`. Options under
+    `env.options` become keyword arguments of the constructor; a constructor that has a `reward` argument is handed the
+    function that `env.reward` names. One object serves all rollouts of a generator, many at a time: keep the state of a
+    rollout in local variables.
+    """
+
+    @abstractmethod
+    async def rollout(self, task: Task, policy: Policy) -> list[Trajectory]:
+        """Play `task` `policy.group_size` times and return exactly that many trajectories, in any order.
+
+        The usual shape, for one turn:
+
+            prompt = policy.encode(task.prompt)
+            completions = await policy.generate(prompt)
+            return [Trajectory.from_completion(prompt, c, reward=my_score(task, c.text)) for c in completions]
+
+        Over several turns, pass token ids on (prompt + response so far) and never re-encode text that the policy wrote:
+        a tokenizer may cut it differently, and the log-probabilities would belong to other tokens. Tokens that you
+        write yourself get loss_mask False, logprob 0.0 and version NO_VERSION.
+
+        Put numbers worth plotting into `metrics`, and report {"exact_match": 0.0 or 1.0} beside a reward that pays in
+        part. An exception makes the group fail; it is tried again `rollout.retries` times. Never block: await, or use
+        asyncio.to_thread.
+        """

@@ -1,0 +1,47 @@
+"""Names given in a config, "package.module:attribute", turned into the objects they name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+
+def is_user_name(name: str) -> bool:
+    """Whether a name has the form "package.module:attribute"."""
+    module, colon, attribute = name.partition(":")
+    return bool(module and colon and attribute)
+
+
+def import_user_object(name: str, *, key: str, expected: str) -> Any:
+    """The object named "package.module:attribute".
+
+    Raises ValueError in one line that names the config key, the file and what was expected there.
+    """
+    module_name, _, attribute = name.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
+            raise ValueError(
+                f"{key}: got {name!r}, but there is no module {error.name!r}; expected an installed package, or "
+                f"{module_name.replace('.', '/')}.py in the folder where leeway is started"
+            ) from None
+        raise ValueError(
+            f"{key}: {_file_of(module_name)} cannot be imported: {error}; install what it needs"
+        ) from error
+    except Exception as error:
+        raise ValueError(
+            f"{key}: {_file_of(module_name)} cannot be imported: {type(error).__name__}: {error}; expected {expected}"
+        ) from error
+    if not hasattr(module, attribute):
+        raise ValueError(f"{key}: {module.__file__} has no {attribute!r}; expected {expected} of that name")
+    return getattr(module, attribute)
+
+
+def _file_of(module_name: str) -> str:
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except (ImportError, ValueError):
+        spec = None
+    return spec.origin if spec is not None and spec.origin else module_name

@@ -1,0 +1,75 @@
+"""From the config's `monitor` section to a Monitor with its sinks."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any, Protocol
+
+from .jsonl import JsonlSink
+from .monitor import Monitor
+from .sink import MonitorError, Sink
+
+
+class MonitorSettings(Protocol):
+    """What this package reads of the config: the fields of section `monitor`."""
+
+    @property
+    def console(self) -> str: ...
+    @property
+    def wandb(self) -> str: ...
+    @property
+    def tensorboard(self) -> bool: ...
+    @property
+    def rollouts_per_step(self) -> int: ...
+
+
+def build_monitor(
+    run_dir: Path, monitor_config: MonitorSettings, config_dict: dict[str, Any], total_steps: int | None, title: str
+) -> Monitor:
+    """A Monitor that writes `run_dir`/metrics.jsonl and whatever else `monitor_config` switches on.
+
+    `config_dict` is the resolved config (shown by wandb; its `project` names the wandb project), `total_steps` the
+    length of the progress bar (None: unknown), `title` what the console and wandb call this run or stage. Raises
+    MonitorError before any file is written when a sink that is switched on cannot work here.
+    """
+    check_sinks(monitor_config)
+    run_dir = Path(run_dir)
+    sinks: list[Sink] = []
+    if monitor_config.wandb != "off":
+        from .wandb import WandbSink
+
+        project = str(config_dict.get("project", "leeway"))
+        sinks.append(WandbSink(run_dir, mode=monitor_config.wandb, project=project, name=title, config=config_dict))
+    if monitor_config.tensorboard:
+        from .tensorboard import TensorboardSink
+
+        sinks.append(TensorboardSink(run_dir / "tensorboard"))
+    sinks.append(JsonlSink(run_dir / "metrics.jsonl"))
+    if monitor_config.console != "off":
+        from .console import ConsoleSink
+
+        sinks.append(ConsoleSink(mode=monitor_config.console, total_steps=total_steps, title=title))
+    return Monitor(run_dir, config=config_dict, sinks=sinks, rollouts_per_step=monitor_config.rollouts_per_step)
+
+
+def check_sinks(monitor_config: MonitorSettings) -> None:
+    """Refuse a sink whose package is missing; imports nothing, so `validate` can call it too.
+
+    Raises MonitorError with one line: key, got, expected, fix.
+    """
+    for key, value, off, package in (
+        ("monitor.wandb", monitor_config.wandb, "off", "wandb"),
+        ("monitor.tensorboard", monitor_config.tensorboard, False, "tensorboard"),
+    ):
+        if value != off and not _is_installed(package):
+            raise MonitorError(
+                f"{key}: got {value!r}, but the package {package!r} is not installed; "
+                f"install it (pip install {package}) or set {key}={str(off).lower()}"
+            )
+
+
+def _is_installed(package: str) -> bool:
+    """A bare folder of that name, as wandb leaves in working directories, is a package to Python but has no origin."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None

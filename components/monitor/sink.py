@@ -1,0 +1,45 @@
+"""A sink: one place metrics go to (a file, the terminal, a tracking service)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+class MonitorError(ValueError):
+    """A monitor setting that cannot be carried out; one line that says what, got, expected and how to fix it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What one part (`role`) measured at one optimizer step.
+
+    `time` is seconds since the epoch. Values are plain int or float; nan and inf are allowed, each sink writes them
+    as its format can.
+    """
+
+    step: int
+    time: float
+    role: str
+    metrics: Mapping[str, float]
+
+
+class Sink(ABC):
+    """Receives every record in order, then `close` once.
+
+    `required` decides what an exception means. True: the sink is the run's record, so its failure ends the run.
+    False: it is a view of that record, so the monitor says once that it failed, switches it off and goes on.
+    """
+
+    name: ClassVar[str]
+    required: bool = False
+
+    @abstractmethod
+    def log(self, record: Record) -> None:
+        """Write one record; raise if it cannot be written."""
+
+    @abstractmethod
+    def close(self, status: str) -> None:
+        """Flush and let go; `status` is how the run ended ("done" is success, anything else is not)."""

@@ -1,0 +1,55 @@
+"""Weights & Biases (monitor.wandb=offline|online); files under <run_dir>/wandb."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import wandb
+
+from .sink import MonitorError, Record, Sink
+
+_STEP = "step"
+INIT_TIMEOUT_S = 60
+
+
+class WandbSink(Sink):
+    """One wandb run whose charts have the optimizer step as their x axis.
+
+    The step is logged as a metric of its own rather than as wandb's `step`: wandb drops rows whose step is older than
+    the last one, and parts report the same step at different moments.
+    """
+
+    name = "wandb"
+
+    def __init__(self, run_dir: Path, *, mode: str, project: str, name: str, config: dict[str, Any]) -> None:
+        if mode not in ("offline", "online"):
+            raise MonitorError(f"monitor.wandb: got {mode!r}, expected 'off', 'offline' or 'online'")
+        run_dir.mkdir(parents=True, exist_ok=True)
+        # wandb's capture of stdout would fight the live console for the terminal.
+        settings = wandb.Settings(console="off", init_timeout=INIT_TIMEOUT_S, silent=mode == "offline")
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=name,
+                config=config,
+                dir=str(run_dir),
+                mode=mode,
+                reinit="create_new",
+                settings=settings,
+            )
+        except Exception as error:  # wandb raises many kinds here: no key, no network, no such project
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise MonitorError(
+                f"monitor.wandb: got {mode!r}, but wandb did not start: {reason}; "
+                "run `wandb login` or set monitor.wandb=offline"
+            ) from error
+        self._run.define_metric(_STEP)
+        self._run.define_metric("*", step_metric=_STEP)
+
+    def log(self, record: Record) -> None:
+        self._run.log({_STEP: record.step, **record.metrics})
+
+    def close(self, status: str) -> None:
+        self._run.summary["status"] = status
+        self._run.finish(exit_code=0 if status == "done" else 1)

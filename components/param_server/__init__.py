@@ -1,0 +1,1 @@
+"""The parameter server: versioned weights, handed out on request, never pushed."""

@@ -1,0 +1,39 @@
+"""The parameter server as a Ray actor. Buckets stay in the object store (one copy per node); only references pass through here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from ..failures import as_text
+from ..monitor.logs import log_to_file
+from ..weights import Publication
+from .server import ParameterServer
+
+
+class ParameterServerActor:
+    def __init__(self, *, role: str, log_file: Path, log_level: str) -> None:
+        self.role = role
+        log_to_file(log_file, log_level)
+        self._server = ParameterServer()
+
+    async def start(self) -> dict[str, Any]:
+        return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
+
+    async def alive(self) -> None:
+        await asyncio.Event().wait()
+
+    @as_text
+    async def publish(self, publication: Publication) -> None:
+        await self._server.publish(publication)
+
+    @as_text
+    async def pull(self, newer_than: int, timeout_s: float) -> Publication | None:
+        return await self._server.pull(newer_than=newer_than, timeout_s=timeout_s)
+
+
+ParameterServerRemote = ray.remote(num_cpus=0, max_concurrency=1000)(ParameterServerActor)

@@ -1,0 +1,1 @@
+"""The replay buffer: admission slots, order, staleness bound, exactly-once ledger, storage."""

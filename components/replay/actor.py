@@ -1,0 +1,139 @@
+"""The replay buffer as a Ray actor: it owns the tasks, and leaves each rank's share of a take in the object store."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from ..algorithms.advantages import ADVANTAGES
+from ..config import Config, derive
+from ..failures import as_text
+from ..monitor.logs import log_to_file
+from ..tasks.taskset import TaskSet, build_taskset
+from ..types import Admission, Group, Task, Trajectory
+from .admission import AdmissionRule
+from .assemble import Assembler
+from .buffer import ReplayBuffer, equal_rewards
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeRefs:
+    """A take as the driver sees it: `batches[i][rank]` are references into the object store."""
+
+    index: int
+    group_ids: list[int]
+    batches: list[list[Any]]
+    metrics: dict[str, float]
+    rollouts: list[dict]
+
+
+class ReplayBufferActor:
+    def __init__(self, config: Config, *, role: str, log_file: Path) -> None:
+        self.role = role
+        log_to_file(log_file, config.log.level)
+        self._config = config
+        numbers = derive(config)
+        train = config.train
+        self._taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
+        self._assembler = Assembler(
+            advantage=functools.partial(ADVANTAGES[config.algorithm.advantage], eps=config.algorithm.advantage_eps),
+            updates_per_take=train.updates_per_batch,
+            num_ranks=train.num_ranks,
+            skip_zero_advantage=train.skip_zero_advantage,
+            rollouts_per_take=config.monitor.rollouts_per_step,
+        )
+        self._buffer = ReplayBuffer(
+            tasks=_tasks(self._taskset, train.epochs),
+            rule=AdmissionRule(
+                groups_per_take=train.groups_per_step,
+                updates_per_take=train.updates_per_batch,
+                publish_every=config.param_server.publish_every,
+                reorder_window=numbers.reorder_window,
+                target_lag=numbers.target_policy_lag,
+                max_lag=numbers.max_policy_lag,
+            ),
+            num_takes=numbers.num_takes,
+            capacity=numbers.max_outstanding_groups + train.groups_per_step,
+            assemble=self._assembler,
+            filters=[equal_rewards] if config.replay.filter_zero_variance else [],
+        )
+
+    async def start(self) -> dict[str, Any]:
+        return {"pid": os.getpid(), "node": ray.util.get_node_ip_address(), "tasks": len(self._taskset)}
+
+    async def alive(self) -> None:
+        await asyncio.Event().wait()
+
+    @as_text
+    async def admit(self, limit: int, timeout_s: float) -> list[Admission]:
+        return await self._buffer.admit(limit, timeout_s=timeout_s)
+
+    @as_text
+    async def put(self, groups: Sequence[Group]) -> None:
+        await self._buffer.put(groups)
+
+    @as_text
+    async def retried(self, group_id: int) -> None:
+        await self._buffer.retried(group_id)
+
+    @as_text
+    async def fail(self, group_id: int, reason: str) -> None:
+        await self._buffer.fail(group_id, reason)
+
+    @as_text
+    async def take(self, timeout_s: float) -> TakeRefs | None:
+        take = await self._buffer.take(timeout_s=timeout_s)
+        if take is None:
+            return None
+        return TakeRefs(
+            index=take.index,
+            group_ids=take.group_ids,
+            batches=[[ray.put(batch) for batch in step] for step in take.batches],
+            metrics=take.metrics,
+            rollouts=take.rollouts,
+        )
+
+    @as_text
+    async def trained(self, group_ids: list[int]) -> dict[str, float]:
+        """The take was trained on; returns the state of the buffer."""
+        await self._buffer.trained(group_ids)
+        stats = asdict(self._buffer.stats())
+        return {f"replay/{name}": float(value) for name, value in stats.items()} | {"replay/dropped_stale": 0.0}
+
+    @as_text
+    async def published(self, policy_version: int) -> None:
+        await self._buffer.published(policy_version)
+
+    @as_text
+    async def close(self) -> None:
+        await self._buffer.close()
+
+    @as_text
+    async def sample_batch(self, trajectories: list[Trajectory], group_size: int) -> tuple[list[Any], dict[str, float]]:
+        """Rank shares of one take made of these trajectories, for measuring the trainer's speed; nothing is stored."""
+        groups = [
+            Group(group_id=i, task_id="", trajectories=trajectories[i : i + group_size])
+            for i in range(0, len(trajectories), group_size)
+        ]
+        take = self._assembler(0, groups)
+        return [ray.put(batch) for batch in take.batches[0]], take.metrics
+
+
+def _tasks(taskset: TaskSet, epochs: float | None) -> Iterator[Task]:
+    """For ever, or `epochs` passes (the last one may be a part)."""
+    stream = taskset.forever()
+    if epochs is None:
+        yield from stream
+        return
+    for _ in range(round(epochs * len(taskset))):
+        yield next(stream)
+
+
+ReplayBufferRemote = ray.remote(num_cpus=0, max_concurrency=1000)(ReplayBufferActor)

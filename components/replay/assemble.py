@@ -1,0 +1,133 @@
+"""From the groups of a take to what the trainer's ranks are handed: advantages, optimizer steps, rank shares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..types import Group, TrainBatch, Trajectory, batch_trajectories
+
+
+@dataclass(frozen=True, kw_only=True)
+class Take:
+    """The groups of one batch, ready to train on.
+
+    `batches[i][rank]` is what a rank trains on in the i-th optimizer step of this take. `metrics` describe the whole take. `rollouts`
+    are its trajectories in readable form (a sample of them).
+    """
+
+    index: int
+    group_ids: list[int]
+    batches: list[list[TrainBatch]]
+    metrics: dict[str, float]
+    rollouts: list[dict]
+    oldest_version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembler:
+    """Turns groups into a `Take`. `advantage` maps the rewards [G] of a group to advantages [G]."""
+
+    advantage: Callable[[torch.Tensor], torch.Tensor]
+    updates_per_take: int
+    num_ranks: int
+    skip_zero_advantage: bool
+    rollouts_per_take: int
+
+    def __call__(self, index: int, groups: Sequence[Group]) -> Take:
+        advantages = {g.group_id: self._advantages(g) for g in groups}
+        steps = [list(groups[i :: self.updates_per_take]) for i in range(self.updates_per_take)]
+        batches = [self._step(step, advantages) for step in steps]
+        in_pass = sum(int(b.prompt_lengths.sum() + b.response_lengths.sum()) for step in batches for b in step)
+        return Take(
+            index=index,
+            group_ids=[g.group_id for g in groups],
+            batches=batches,
+            metrics=_take_metrics(groups, advantages) | {"train/tokens_in_pass": float(in_pass)},
+            rollouts=_readable(groups, advantages, self.rollouts_per_take),
+            oldest_version=min(g.policy_versions()[0] for g in groups),
+        )
+
+    def _advantages(self, group: Group) -> list[float]:
+        return self.advantage(torch.tensor([t.reward for t in group.trajectories], dtype=torch.float32)).tolist()
+
+    def _step(self, groups: Sequence[Group], advantages: dict[int, list[float]]) -> list[TrainBatch]:
+        pairs = [(t, a) for g in groups for t, a in zip(g.trajectories, advantages[g.group_id], strict=True)]
+        num_tokens = sum(sum(t.loss_mask) for t, _ in pairs)
+        num_sequences = len(pairs)
+        if self.skip_zero_advantage:
+            # Their gradient is exactly zero; the counts above keep everyone else's weight as it was.
+            pairs = [(t, a) for t, a in pairs if a != 0.0]
+        return [
+            batch_trajectories(
+                [t for t, _ in share], [a for _, a in share], num_sequences=num_sequences, num_tokens=num_tokens
+            )
+            for share in split_evenly(pairs, self.num_ranks)
+        ]
+
+
+def split_evenly(pairs: Sequence[tuple[Trajectory, float]], num_shares: int) -> list[list[tuple[Trajectory, float]]]:
+    """Split into shares of nearly equal token counts: longest first, each to the lightest share. Deterministic."""
+    shares: list[list[tuple[Trajectory, float]]] = [[] for _ in range(num_shares)]
+    if num_shares == 1:
+        return [list(pairs)]
+    loads = [0] * num_shares
+    for pair in sorted(pairs, key=lambda p: -num_trajectory_tokens(p[0])):
+        lightest = loads.index(min(loads))
+        shares[lightest].append(pair)
+        loads[lightest] += num_trajectory_tokens(pair[0])
+    return shares
+
+
+def num_trajectory_tokens(trajectory: Trajectory) -> int:
+    return len(trajectory.prompt_tokens) + len(trajectory.response_tokens)
+
+
+def _take_metrics(groups: Sequence[Group], advantages: dict[int, list[float]]) -> dict[str, float]:
+    trajectories = [t for g in groups for t in g.trajectories]
+    rewards = torch.tensor([t.reward for t in trajectories])
+    lengths = torch.tensor([len(t.response_tokens) for t in trajectories], dtype=torch.float32)
+    zero = sum(all(a == 0.0 for a in advantages[g.group_id]) for g in groups)
+    metrics = {
+        "train/reward/mean": rewards.mean().item(),
+        "train/reward/std": rewards.std(correction=0).item(),
+        "train/sequences": float(len(trajectories)),
+        "train/response_tokens/mean": lengths.mean().item(),
+        "train/response_tokens/max": lengths.max().item(),
+        "train/response_tokens/total": lengths.sum().item(),
+        "train/zero_advantage_frac": zero / len(groups),
+        "train/truncated_frac": sum(t.finish_reason == "length" for t in trajectories) / len(trajectories),
+    }
+    names = sorted({name for t in trajectories for name in t.metrics})
+    for name in names:
+        values = [t.metrics[name] for t in trajectories if name in t.metrics]
+        metrics[f"train/accuracy/{name}"] = sum(values) / len(values)
+    return metrics
+
+
+def _readable(groups: Sequence[Group], advantages: dict[int, list[float]], limit: int) -> list[dict]:
+    rows = []
+    for group in groups:
+        for i, t in enumerate(group.trajectories):
+            if len(rows) == limit:
+                return rows
+            rows.append(
+                {
+                    "group_id": group.group_id,
+                    "task_id": group.task_id,
+                    "sequence_id": i,
+                    "prompt_tokens": t.prompt_tokens,
+                    "response_tokens": t.response_tokens,
+                    "text": t.text,
+                    "reward": t.reward,
+                    "advantage": advantages[group.group_id][i],
+                    "finish_reason": t.finish_reason,
+                    "policy_versions": t.policy_versions,
+                    "behavior_logprobs": t.behavior_logprobs,
+                    "loss_mask": t.loss_mask,
+                    "metrics": t.metrics,
+                }
+            )
+    return rows

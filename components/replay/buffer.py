@@ -1,0 +1,225 @@
+"""The replay buffer: who may start, what was finished, what is trained next. A torchrl `ReplayBuffer` that waits instead of losing.
+
+    collectors --admit()--> [slots] --put()--> [places] --take()--> trainer
+                               ^                                       |
+                               +------------- published(v) <----------+
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torchrl.data
+
+from ..types import Admission, Group, Task
+from .admission import AdmissionRule
+from .assemble import Take
+from .ledger import GroupState, Ledger
+from .storage import ChosenSampler, FreeSlotWriter, make_storage
+from .window import Window
+
+GroupFilter = Callable[[Group], str | None]
+"""A group -> why it must not be trained on, or None."""
+
+NO_PROGRESS_TAKES = 20
+
+
+class NoProgressError(RuntimeError):
+    """So many groups in a row were filtered or failed that the run would go on without ever training."""
+
+
+@dataclass(frozen=True)
+class BufferStats:
+    slots_in_use: int
+    groups_ready: int
+    groups_taken: int
+    filtered: int
+    failed: int
+    retries: int
+    admitted: int
+
+
+def equal_rewards(group: Group) -> str | None:
+    """Filter: a group whose rewards are all equal teaches nothing where advantages compare rewards within a group."""
+    rewards = {t.reward for t in group.trajectories}
+    return "equal rewards" if len(rewards) == 1 else None
+
+
+class ReplayBuffer(torchrl.data.ReplayBuffer):
+    """Blocking, back-pressured, consume-once, whole groups only. One asyncio loop; any number of waiters.
+
+    `tasks` is drawn from here only, so no two collectors ever get the same one. `num_takes` ends the run after so many takes
+    (None: when the tasks end).
+    """
+
+    def __init__(
+        self,
+        *,
+        tasks: Iterator[Task],
+        rule: AdmissionRule,
+        num_takes: int | None,
+        capacity: int,
+        assemble: Callable[[int, Sequence[Group]], Take],
+        filters: Sequence[GroupFilter] = (),
+    ) -> None:
+        self._slot_writer = FreeSlotWriter(capacity)
+        self._chosen_sampler = ChosenSampler()
+        super().__init__(
+            storage=make_storage(capacity), writer=self._slot_writer, sampler=self._chosen_sampler, collate_fn=lambda groups: groups
+        )
+        self._tasks = tasks
+        self._next_task = next(tasks, None)
+        self._rule = rule
+        self._num_takes = num_takes
+        self._assemble = assemble
+        self._filters = list(filters)
+        self._window = Window(rule)
+        self._ledger = Ledger()
+        self._place: dict[int, int] = {}
+        self._task_ids: dict[int, str] = {}
+        self._published = -1
+        self._lost_in_a_row = 0
+        self._last_reason = ""
+        self._closed = False
+        self._changed = asyncio.Condition()
+
+    async def admit(self, limit: int, *, timeout_s: float) -> list[Admission]:
+        """Wait for at least one slot, then start up to `limit` groups. An empty list: there will never be another one.
+
+        Raises TimeoutError, naming what it waited for.
+        """
+        async with self._changed:
+            await self._wait(
+                lambda: self._closed or self._next_task is None or self._num_free_slots() > 0,
+                timeout_s,
+                lambda: f"a slot (published version {self._published}, {self._window.num_outstanding} groups outstanding)",
+            )
+            if self._closed or self._next_task is None:
+                return []
+            return [self._admit_one() for _ in range(min(limit, self._num_free_slots())) if self._next_task is not None]
+
+    async def put(self, groups: Sequence[Group]) -> None:
+        """Deliver finished groups. Each is stored, or filtered with a reason. Delivering one twice raises."""
+        async with self._changed:
+            for group in groups:
+                reason = next((r for f in self._filters if (r := f(group)) is not None), None)
+                if reason is not None:
+                    self._lose(group.group_id, GroupState.FILTERED, reason)
+                    continue
+                self._ledger.move(group.group_id, GroupState.GENERATED)
+                self._place[group.group_id] = self.add(group)
+                self._window.finish(group.group_id)
+            self._changed.notify_all()
+
+    async def retried(self, group_id: int) -> None:
+        """A collector starts this group again: same rank, same floor."""
+        self._ledger.retry(group_id)
+
+    async def fail(self, group_id: int, reason: str) -> None:
+        """This group has failed for good."""
+        async with self._changed:
+            self._lose(group_id, GroupState.FAILED, reason)
+            self._changed.notify_all()
+
+    async def take(self, *, timeout_s: float) -> Take | None:
+        """Wait for the next take; None when the tasks have ended or all takes were served.
+
+        Raises TimeoutError naming what is missing, and `NoProgressError` when group after group is lost.
+        """
+        if self._num_takes is not None and self._window.num_takes >= self._num_takes:
+            return None
+        async with self._changed:
+            await self._wait(
+                lambda: self._no_progress() or self._ended() or self._window.missing_for_take(last=self._next_task is None) is None,
+                timeout_s,
+                lambda: str(self._window.missing_for_take(last=self._next_task is None)),
+            )
+            if self._no_progress():
+                raise NoProgressError(
+                    f"{self._lost_in_a_row} groups in a row left without being trained (last reason: {self._last_reason}); "
+                    "the tasks are all too easy or too hard, or the environment fails: check rollouts, rewards and replay.filter_zero_variance"
+                )
+            if self._ended():
+                return None
+            index = self._window.num_takes
+            group_ids = self._window.take(last=self._next_task is None)
+            groups = self._consume(group_ids)
+            self._lost_in_a_row = 0
+            self._changed.notify_all()
+        return self._assemble(index, groups)
+
+    async def trained(self, group_ids: Sequence[int]) -> None:
+        for group_id in group_ids:
+            self._ledger.move(group_id, GroupState.TRAINED)
+
+    async def published(self, policy_version: int) -> None:
+        """A newer version can be pulled: more groups may start."""
+        async with self._changed:
+            assert policy_version > self._published, f"version {policy_version} published after {self._published}"
+            self._published = policy_version
+            self._changed.notify_all()
+
+    async def close(self) -> None:
+        """Nobody is admitted any more; waiting collectors get an empty list."""
+        async with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def stats(self) -> BufferStats:
+        return BufferStats(
+            slots_in_use=self._window.num_outstanding,
+            groups_ready=self._window.num_finished,
+            groups_taken=self._window.num_taken,
+            filtered=self._ledger.count(GroupState.FILTERED),
+            failed=self._ledger.count(GroupState.FAILED),
+            retries=self._ledger.num_retries,
+            admitted=self._window.alive + self._ledger.count(GroupState.FILTERED) + self._ledger.count(GroupState.FAILED),
+        )
+
+    def _num_free_slots(self) -> int:
+        limit = self._rule.num_admissible(published=self._published)
+        if self._num_takes is not None:
+            limit = min(limit, self._num_takes * self._rule.groups_per_take)
+        return max(0, limit - self._window.alive)
+
+    def _admit_one(self) -> Admission:
+        task, self._next_task = self._next_task, next(self._tasks, None)
+        assert task is not None
+        group_id, floor = self._window.admit()
+        self._ledger.admit(group_id)
+        return Admission(group_id=group_id, task=task, floor=floor)
+
+    def _consume(self, group_ids: list[int]) -> list[Group]:
+        places = [self._place.pop(g) for g in group_ids]
+        self._chosen_sampler.chosen = places
+        groups: list[Group] = self.sample(len(places))
+        self._slot_writer.release(places)
+        for group_id in group_ids:
+            self._ledger.move(group_id, GroupState.TAKEN)
+        return groups
+
+    def _lose(self, group_id: int, state: GroupState, reason: str) -> None:
+        self._ledger.move(group_id, state, reason)
+        self._window.drop(group_id)
+        self._lost_in_a_row += 1
+        self._last_reason = reason
+
+    def _no_progress(self) -> bool:
+        return self._lost_in_a_row >= NO_PROGRESS_TAKES * self._rule.groups_per_take
+
+    def _ended(self) -> bool:
+        return self._next_task is None and self._window.num_outstanding == 0
+
+    async def _wait(self, ready: Callable[[], bool], timeout_s: float, missing: Callable[[], str]) -> None:
+        """`self._changed` is held by the caller."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait_for(ready)
+        except TimeoutError:
+            raise TimeoutError(f"waited {timeout_s:g} s for {missing()}") from None
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a ReplayBuffer lives in one process; hand out its actor instead")

@@ -1,0 +1,81 @@
+"""The life of every group: admitted -> generated -> taken -> trained, or filtered(reason), or failed(reason).
+
+Each group goes through exactly one such life, and each change is checked: a group that is delivered twice, or trained without having
+been taken, is our own mistake and raises.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class GroupState(StrEnum):
+    ADMITTED = "admitted"
+    GENERATED = "generated"
+    TAKEN = "taken"
+    TRAINED = "trained"
+    FILTERED = "filtered"
+    FAILED = "failed"
+
+
+_NEXT = {
+    GroupState.ADMITTED: {GroupState.GENERATED, GroupState.FILTERED, GroupState.FAILED},
+    GroupState.GENERATED: {GroupState.TAKEN},
+    GroupState.TAKEN: {GroupState.TRAINED},
+    GroupState.TRAINED: set(),
+    GroupState.FILTERED: set(),
+    GroupState.FAILED: set(),
+}
+
+
+@dataclass(slots=True)
+class _Entry:
+    state: GroupState
+    retries: int = 0
+    reason: str = ""
+
+
+@dataclass
+class Ledger:
+    """In-memory ledger. Finished lives are only counted, so memory stays bounded by the groups that are alive."""
+
+    _alive: dict[int, _Entry] = field(default_factory=dict)
+    _ended: Counter[GroupState] = field(default_factory=Counter)
+    _reasons: Counter[str] = field(default_factory=Counter)
+    _last_admitted: int = -1
+    num_retries: int = 0
+
+    def admit(self, group_id: int) -> None:
+        assert group_id == self._last_admitted + 1, f"group {group_id} admitted after {self._last_admitted}"
+        self._last_admitted = group_id
+        self._alive[group_id] = _Entry(GroupState.ADMITTED)
+
+    def move(self, group_id: int, state: GroupState, reason: str = "") -> None:
+        """Raises RuntimeError when the group is unknown, has ended, or cannot go to `state` from where it is."""
+        entry = self._alive.get(group_id)
+        if entry is None or state not in _NEXT[entry.state]:
+            was = entry.state if entry else ("ended" if group_id <= self._last_admitted else "never admitted")
+            raise RuntimeError(f"ledger: group {group_id} cannot become {state}: it is {was}")
+        entry.state = state
+        if not _NEXT[state]:
+            self._ended[state] += 1
+            if reason:
+                self._reasons[f"{state}: {reason}"] += 1
+            del self._alive[group_id]
+
+    def retry(self, group_id: int) -> int:
+        """Count one more attempt of a group in flight; returns the number of retries so far."""
+        entry = self._alive[group_id]
+        assert entry.state is GroupState.ADMITTED, f"group {group_id} is {entry.state}; only a group in flight is retried"
+        entry.retries += 1
+        self.num_retries += 1
+        return entry.retries
+
+    def count(self, state: GroupState) -> int:
+        return self._ended[state] + sum(e.state is state for e in self._alive.values())
+
+    @property
+    def reasons(self) -> dict[str, int]:
+        return dict(self._reasons)

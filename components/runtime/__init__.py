@@ -1,0 +1,1 @@
+"""Launch, placement, supervision and deadlines, on Ray."""

@@ -1,0 +1,81 @@
+"""A Ray cluster for one run: started on this machine, or joined by address."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from ..config import Config, derive
+
+
+class ClusterError(RuntimeError):
+    """The cluster cannot hold the run; said before any part starts."""
+
+
+def connect(config: Config) -> None:
+    """Start or join Ray. Raises `ClusterError` when a joined cluster lacks what the run needs."""
+    need = derive(config)
+    user_modules = [str(p) for p in user_module_paths(config)]
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if user_modules:
+        options["runtime_env"] = {"py_modules": user_modules}
+    if config.cluster.address is None:
+        # Ray lowers its workers' priority by default; here they are the job itself.
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # CPUs are placed by core, not counted by Ray: a small machine may hold more processes than cores.
+        ray.init(
+            num_cpus=max(os.cpu_count() or 1, need.cpus_needed),
+            include_dashboard=False,
+            object_store_memory=config.cluster.object_store_mb * 2**20,
+            **options,
+        )
+        return
+    ray.init(address=config.cluster.address, **options)
+    have = ray.cluster_resources()
+    if have.get("GPU", 0) < need.gpus_needed or have.get("CPU", 0) < need.cpus_needed:
+        raise ClusterError(
+            f"cluster.address: the cluster has {have.get('GPU', 0):g} GPUs and {have.get('CPU', 0):g} CPUs, expected "
+            f"{need.gpus_needed} and {need.cpus_needed}; lower rollout.num_generators or train.num_ranks, or add nodes"
+        )
+
+
+def disconnect(pids: list[int], *, grace_s: float = 10.0) -> None:
+    """Leave Ray, then make sure that none of the run's processes on this machine is left."""
+    ray.shutdown()
+    deadline = time.monotonic() + grace_s
+    left = [p for pid in pids if (p := _process(pid)) is not None]
+    while left and time.monotonic() < deadline:
+        _, left = psutil.wait_procs(left, timeout=0.2)
+    for process in left:
+        process.kill()
+
+
+def user_module_paths(config: Config) -> list[Path]:
+    """Files or packages of the user's own that the config names ("pkg.mod:Name"), to be sent to every worker.
+
+    Installed packages are expected on every node already.
+    """
+    names = {value.split(":")[0].split(".")[0] for value in (config.env.name, config.env.reward) if ":" in value}
+    paths = []
+    for name in sorted(names):
+        spec = importlib.util.find_spec(name)
+        origin = spec.origin if spec else None
+        if not origin or "site-packages" in origin or origin.startswith(str(Path(__file__).resolve().parents[1])):
+            continue
+        path = Path(origin)
+        paths.append(path.parent if path.name == "__init__.py" else path)
+    return paths
+
+
+def _process(pid: int) -> psutil.Process | None:
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None

@@ -1,0 +1,208 @@
+"""Starts the parts of a run as Ray actors, with everything they need as data."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from ..algorithms.objective import Objective, PolicyObjective, SupervisedObjective
+from ..collector.actor import CollectorRemote
+from ..collector.collector import CollectorSettings
+from ..collector.engine import EngineSettings
+from ..config import Config, derive
+from ..param_server.actor import ParameterServerRemote
+from ..replay.actor import ReplayBufferRemote
+from ..trainer.actor import TrainerRank
+from ..trainer.optimizer import OptimizerSettings
+from ..trainer.trainer import TrainerSettings
+from .placement import Cores, place
+from .supervisor import Supervisor
+
+
+@dataclass
+class Parts:
+    """The running parts of one recipe. `processes` lists process ids by role; `watch` sees every one of them die."""
+
+    supervisor: Supervisor
+    trainers: list[Any] = field(default_factory=list)
+    collectors: list[Any] = field(default_factory=list)
+    buffer: Any = None
+    param_server: Any = None
+    processes: dict[str, Any] = field(default_factory=dict)
+
+    async def stop(self, *, grace_s: float = 10.0) -> None:
+        """End every part on purpose: engines are asked first, then all actors are killed."""
+        self.supervisor.forget_all()
+        calls = [asyncio.ensure_future(_awaited(c.shutdown.remote())) for c in self.collectors]
+        if calls:
+            await asyncio.wait(calls, timeout=grace_s)
+        for call in calls:
+            # An engine that is already dead cannot say goodbye; killing its actor below is all that is left to do.
+            call.cancelled() or call.cancel() or call.exception()
+        for actor in [*self.collectors, *self.trainers, self.buffer, self.param_server]:
+            if actor is not None:
+                ray.kill(actor)
+
+    def all_pids(self) -> list[int]:
+        return [pid for p in self.processes.values() for pid in (p["pid"], *p.get("engine_pids", []))]
+
+
+def objective_of(config: Config, recipe: str) -> Objective:
+    if recipe == "sft":
+        return SupervisedObjective()
+    a = config.algorithm
+    return PolicyObjective(clip_low=a.clip_low, clip_high=a.clip_high, aggregation=a.aggregation)
+
+
+def trainer_settings(
+    config: Config, recipe: str, *, total_steps: int, canary_sequences: list[list[int]], cores: list[int]
+) -> TrainerSettings:
+    assert config.model.path is not None
+    o = config.optimizer
+    return TrainerSettings(
+        model_path=config.model.path,
+        objective=objective_of(config, recipe),
+        optimizer=OptimizerSettings(
+            lr=o.lr,
+            betas=o.betas,
+            eps=o.eps,
+            weight_decay=o.weight_decay,
+            schedule=o.schedule,
+            warmup_steps=o.warmup_steps,
+            min_lr_frac=o.min_lr_frac,
+            max_grad_norm=o.max_grad_norm,
+            total_steps=total_steps,
+        ),
+        num_ranks=config.train.num_ranks,
+        device=config.cluster.device,
+        compute_dtype=config.model.dtype,
+        publish_dtype=config.model.dtype,
+        attn=config.model.attn,
+        temperature=1.0 if recipe == "sft" else config.rollout.temperature,
+        max_policy_lag=None if recipe == "sft" else config.staleness.max_policy_lag,
+        max_tokens_per_microbatch=config.train.max_tokens_per_microbatch,
+        gradient_checkpointing=config.train.gradient_checkpointing,
+        bucket_bytes=config.param_server.bucket_bytes,
+        canary_sequences=canary_sequences,
+        num_threads=len(cores),
+        seed=config.seed,
+        timeout_s=config.cluster.step_timeout_s,
+    )
+
+
+def engine_settings(config: Config, *, cores: list[int], load_weights: bool) -> EngineSettings:
+    assert config.model.path is not None
+    return EngineSettings(
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        device=config.cluster.device,
+        max_model_len=config.rollout.max_model_len,
+        seed=config.seed,
+        options=dict(config.rollout.engine),
+        cores=cores,
+        kv_cache_gib=config.cluster.kv_cache_gib,
+        load_weights=load_weights,
+    )
+
+
+def collector_settings(config: Config) -> CollectorSettings:
+    numbers = derive(config)
+    r = config.rollout
+    lockstep = config.staleness.max_policy_lag == 0 or config.staleness.in_flight == "off"
+    return CollectorSettings(
+        group_size=config.algorithm.group_size,
+        temperature=r.temperature,
+        max_prompt_tokens=r.max_prompt_tokens,
+        max_response_tokens=r.max_response_tokens,
+        max_model_len=r.max_model_len,
+        max_in_flight=max(1, -(-numbers.max_outstanding_groups // r.num_generators)),
+        timeout_s=r.timeout_s,
+        retries=r.retries,
+        seed=config.seed,
+        # Only where no request lives through a change of weights: a rebuilt KV cache would have to rewind a request's generator.
+        seeded=lockstep,
+    )
+
+
+class Launcher:
+    """Starts parts one by one or beside each other; every start has the deadline `cluster.start_timeout_s`."""
+
+    def __init__(self, config: Config, recipe: str, *, run_dir: Path, supervisor: Supervisor) -> None:
+        self._config = config
+        self._recipe = recipe
+        self._logs = (run_dir / "logs").absolute()
+        self._cores: Cores = place(config, recipe)
+        self.parts = Parts(supervisor)
+
+    async def trainers(self, *, total_steps: int, canary_sequences: list[list[int]]) -> None:
+        config, gpus = self._config, 1 if self._config.cluster.device == "cuda" else 0
+        num_ranks = config.train.num_ranks
+        self.parts.trainers = [
+            TrainerRank.options(num_gpus=gpus).remote(**self._common(f"trainer-{rank}"), cores=self._cores.trainers[rank])
+            for rank in range(num_ranks)
+        ]
+        address = await self._wait(self.parts.trainers[0].address.remote(), "trainer-0")
+        starts = [
+            actor.start.remote(
+                trainer_settings(
+                    config,
+                    self._recipe,
+                    total_steps=total_steps,
+                    canary_sequences=canary_sequences,
+                    cores=self._cores.trainers[rank],
+                ),
+                rank,
+                address,
+            )
+            for rank, actor in enumerate(self.parts.trainers)
+        ]
+        for rank, start in enumerate(starts):
+            self._started(f"trainer-{rank}", self.parts.trainers[rank], await self._wait(start, f"trainer-{rank}"))
+
+    async def buffer(self) -> None:
+        self.parts.buffer = ReplayBufferRemote.remote(self._config, role="replay", log_file=self._logs / "replay.log")
+        self._started("replay", self.parts.buffer, await self._wait(self.parts.buffer.start.remote(), "replay"))
+
+    async def param_server(self) -> None:
+        self.parts.param_server = ParameterServerRemote.remote(**self._common("param_server"))
+        process = await self._wait(self.parts.param_server.start.remote(), "param_server")
+        self._started("param_server", self.parts.param_server, process)
+
+    async def collectors(self, *, load_weights: bool = False) -> None:
+        """Engines start beside each other. `load_weights`: serve the model's own weights, without a parameter server."""
+        config = self._config
+        gpus = derive(config, self._recipe).gpus["generator"] // config.rollout.num_generators
+        names = [f"generator-{i}" for i in range(config.rollout.num_generators)]
+        self.parts.collectors = [CollectorRemote.options(num_gpus=gpus).remote(**self._common(name)) for name in names]
+        starts = [
+            actor.start.remote(
+                config,
+                engine_settings(config, cores=self._cores.engines[i], load_weights=load_weights),
+                collector_settings(config),
+                derive(config).served_tolerance,
+                self.parts.buffer,
+                self.parts.param_server,
+            )
+            for i, actor in enumerate(self.parts.collectors)
+        ]
+        processes = await asyncio.gather(*(self._wait(s, n) for s, n in zip(starts, names, strict=True)))
+        for name, actor, process in zip(names, self.parts.collectors, processes, strict=True):
+            self._started(name, actor, process)
+
+    def _common(self, role: str) -> dict[str, Any]:
+        return {"role": role, "log_file": self._logs / f"{role}.log", "log_level": self._config.log.level}
+
+    def _started(self, role: str, actor: Any, process: dict[str, Any]) -> None:
+        self.parts.processes[role] = process
+        self.parts.supervisor.watch(role, actor.alive.remote())
+
+    async def _wait(self, call: Any, role: str) -> Any:
+        return await self.parts.supervisor.wait(call, what=role, timeout_s=self._config.cluster.start_timeout_s)
+
+
+async def _awaited(ref: Any) -> Any:
+    return await ref

@@ -1,0 +1,46 @@
+"""How fast a step could be on this hardware, and how near a run comes to it.
+
+    T_step >= max(Wg / Ng, Wt / Nt, (Lmax + Tt + Ts) / (L + 1))
+
+Wg / Ng: all generators together make one take's tokens. Wt / Nt: the trainer makes one step. The third term: with lag bound L, a take
+can be no further behind than L + 1 steps, each at least its longest trajectory, one training and one stop for weights long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """Measured at the start, each side with the other idle. Seconds per token; `serial_*` along one trajectory alone."""
+
+    generate_s_per_token: float
+    train_s_per_token: float
+    optim_s: float
+    serial_s_per_token: float
+    hand_over_s: float
+
+
+def limit_metrics(
+    speeds: Speeds,
+    *,
+    response_tokens: float,
+    trained_tokens: float,
+    longest_response_tokens: float,
+    max_policy_lag: int,
+    step_s: float,
+) -> dict[str, float]:
+    """The limit of one optimizer step (`response_tokens` generated for it, `trained_tokens` through the trainer) against its `step_s`."""
+    generate_s = speeds.generate_s_per_token * response_tokens
+    train_s = speeds.train_s_per_token * trained_tokens + speeds.optim_s
+    longest_s = speeds.serial_s_per_token * longest_response_tokens
+    serial_s = (longest_s + train_s + speeds.hand_over_s) / (max_policy_lag + 1)
+    limit_s = max(generate_s, train_s, serial_s)
+    return {
+        "limit/generate_s": generate_s,
+        "limit/train_s": train_s,
+        "limit/serial_s": serial_s,
+        "limit/step_s": limit_s,
+        "limit/efficiency": limit_s / step_s,
+    }

@@ -1,0 +1,45 @@
+"""Which cores the compute threads of engines and trainers run on. Everything else floats."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ..config import Config, derive
+
+
+@dataclass(frozen=True)
+class Cores:
+    """Cores per process; an empty list: not pinned."""
+
+    engines: list[list[int]]
+    trainers: list[list[int]]
+
+
+def place(config: Config, recipe: str, available: list[int] | None = None) -> Cores:
+    """Trainers get the last cores and engines the ones before; where there are too few, processes of a role share.
+
+    With two cores, one engine and one trainer: engine on the first, trainer on the second.
+    """
+    need = derive(config, recipe).processes
+    num_engines, num_trainers = need["generator"], need["trainer"]
+    if not config.cluster.pin_cores or config.cluster.device != "cpu":
+        return Cores([[]] * num_engines, [[]] * num_trainers)
+    cores = sorted(os.sched_getaffinity(0)) if available is None else available
+    if len(cores) < 2 and num_engines and num_trainers:
+        return Cores([[]] * num_engines, [[]] * num_trainers)
+    for_trainers = min(num_trainers * config.cluster.cpus_per_trainer, len(cores) - (1 if num_engines else 0))
+    split = len(cores) - for_trainers
+    trainer_cores = config.cluster.trainer_cores or cores[split:]
+    engine_cores = config.cluster.engine_cores or cores[:split]
+    return Cores(
+        _deal(engine_cores, num_engines, config.cluster.cpus_per_generator),
+        _deal(trainer_cores, num_trainers, config.cluster.cpus_per_trainer),
+    )
+
+
+def _deal(cores: list[int], num_processes: int, per_process: int) -> list[list[int]]:
+    """`per_process` cores each, going round when they run out."""
+    return [
+        sorted({cores[(p * per_process + i) % len(cores)] for i in range(per_process)}) for p in range(num_processes)
+    ]

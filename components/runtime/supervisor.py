@@ -1,0 +1,74 @@
+"""Watches every part of a run, so that waiting for one never outlasts the death of another."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+import ray
+
+from ..failures import PartFailed
+
+T = TypeVar("T")
+
+
+class Supervisor:
+    """Holds one pending call per watched part; `wait` gives up as soon as any of them fails."""
+
+    def __init__(self) -> None:
+        self._watched: dict[asyncio.Future[Any], str] = {}
+
+    def watch(self, part: str, call: Awaitable[Any]) -> asyncio.Future[Any]:
+        """`call` runs until the part ends: returning is fine, failing ends the run by the part's name."""
+        future = asyncio.ensure_future(_awaited(call))
+        self._watched[future] = part
+        return future
+
+    async def wait(self, call: Awaitable[T], *, what: str, timeout_s: float) -> T:
+        """The result of `call`. Raises `PartFailed` naming what failed, or what was waited for and for how long."""
+        main = asyncio.ensure_future(_awaited(call))
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not main.done():
+                    await asyncio.wait({main, *self._watched}, return_when=asyncio.FIRST_COMPLETED)
+                    self._raise_failures()
+            return main.result()
+        except PartFailed:
+            raise
+        except TimeoutError as error:
+            if main.done() and not main.cancelled():  # the call itself timed out and says why
+                raise as_part_failure(what, error) from None
+            raise PartFailed(what, f"no answer for {timeout_s:g} s; raise cluster.step_timeout_s if that is normal here") from None
+        except Exception as error:
+            raise as_part_failure(what, error) from None
+        finally:
+            main.cancel()
+
+    def forget_all(self) -> None:
+        """The parts are about to be ended on purpose."""
+        for future in self._watched:
+            future.cancel()
+        self._watched.clear()
+
+    def _raise_failures(self) -> None:
+        for future, part in list(self._watched.items()):
+            if not future.done():
+                continue
+            del self._watched[future]
+            if (error := future.exception()) is not None:
+                raise as_part_failure(part, error)
+
+
+def as_part_failure(part: str, error: BaseException) -> PartFailed:
+    """What the user is told: the failing part's own words where there are any."""
+    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+    if isinstance(cause, PartFailed):
+        return cause
+    if isinstance(error, ray.exceptions.RayActorError):
+        return PartFailed(part, f"the process died ({' '.join(str(error).split())[:300]})", str(error))
+    return PartFailed(part, f"{type(error).__name__}: {' '.join(str(error).split())}", str(error))
+
+
+async def _awaited(call: Awaitable[T]) -> T:
+    return await call

@@ -1,0 +1,114 @@
+"""Text to tokens and back, the same way for generation and for supervised training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..types import Message
+
+_PROBE = "leeway probe answer"
+
+
+class Prompter:
+    """Encodes prompts as the tokenizer's model expects them, with its chat template when there is one.
+
+    With a template, the template writes every special token (so there is exactly one BOS); without one, prompts are
+    plain text with the tokenizer's own special tokens, except an EOS at their end. `stop_token_ids` end a response: the
+    EOS, those of the generation config, and what the template writes after an assistant's turn.
+    """
+
+    def __init__(self, tokenizer: Any, *, extra_stop_token_ids: Iterable[int] = ()) -> None:
+        self.tokenizer = tokenizer
+        self._has_template = bool(tokenizer.chat_template)
+        self._added = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
+        turn_end = self._probe_turn_end() if self._has_template else None
+        self._turn_end = tokenizer.eos_token_id if turn_end is None else turn_end
+        stops = {self._turn_end, tokenizer.eos_token_id, *extra_stop_token_ids} - {None}
+        if not stops:
+            raise ValueError(
+                "tokenizer: got no EOS token and no end of turn, expected one of them; responses could never stop"
+            )
+        self.stop_token_ids: list[int] = sorted(stops)
+
+    @classmethod
+    def load(cls, model_path: str | Path) -> Prompter:
+        """The prompter of a model folder or hub name, with the stop tokens of its generation config."""
+        from transformers import AutoTokenizer, GenerationConfig
+
+        try:
+            eos = GenerationConfig.from_pretrained(str(model_path)).eos_token_id
+        except OSError:  # a model without generation_config.json
+            eos = None
+        stops = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        return cls(AutoTokenizer.from_pretrained(str(model_path)), extra_stop_token_ids=stops)
+
+    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
+        """Token ids [T] of a prompt, ready for the assistant to continue. Text counts as one user message."""
+        if self._has_template:
+            return self._tokens(self._render(_as_messages(prompt)))
+        tokens = list(self.tokenizer(_as_text(prompt))["input_ids"])
+        while len(tokens) > 1 and tokens[-1] == self.tokenizer.eos_token_id:
+            tokens.pop()
+        if not tokens:
+            raise ValueError("prompt: got empty text, expected at least one token for the policy to continue from")
+        return tokens
+
+    def encode_example(self, prompt: str | Sequence[Message], answer: str) -> tuple[list[int], list[int]]:
+        """(prompt tokens [T], response tokens [R]) of a supervised example; the response ends with the stop token.
+
+        The prompt's tokens are exactly `encode(prompt)`. Raises ValueError when the chat template rewrites the prompt
+        once an answer follows it: then no response can be told apart from its prompt.
+        """
+        prompt_tokens = self.encode(prompt)
+        if not self._has_template:
+            return prompt_tokens, [*self._tokens(answer), self._turn_end]
+        messages = _as_messages(prompt)
+        before = self._render(messages)
+        full = self._render([*messages, {"role": "assistant", "content": answer}], prompt_only=False)
+        if not full.startswith(before):
+            raise ValueError(
+                f"chat template: the prompt ends with {before[-40:]!r}, but with an answer the same conversation reads "
+                f"{full[:80]!r}...; expected the first to begin the second; use a template that keeps earlier turns"
+            )
+        rest = full[len(before) :]
+        content = answer if answer in rest else answer.strip()  # many templates trim what they are given
+        start = rest.find(content)
+        if start < 0:
+            raise ValueError(
+                f"chat template: the answer {answer[:40]!r} is not in what the template wrote, {rest[:80]!r}"
+            )
+        return prompt_tokens, [*self._tokens(rest[: start + len(content)]), self._turn_end]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of response tokens, without special and stop tokens."""
+        stops = set(self.stop_token_ids)
+        return self.tokenizer.decode([t for t in tokens if t not in stops], skip_special_tokens=True)
+
+    def _render(self, messages: list[Message], *, prompt_only: bool = True) -> str:
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt_only)
+
+    def _tokens(self, text: str) -> list[int]:
+        # The template has written BOS and the rest already: letting the tokenizer add its own would double them.
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _probe_turn_end(self) -> int | None:
+        """The added token that the template writes right after an assistant's content, if there is one."""
+        messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _PROBE}]
+        _, found, after = self._render(messages, prompt_only=False).rpartition(_PROBE)
+        if not found:
+            return None
+        return next((token for token in self._tokens(after) if token in self._added), None)
+
+
+def _as_messages(prompt: str | Sequence[Message]) -> list[Message]:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if not prompt or prompt[-1]["role"] == "assistant":
+        raise ValueError("prompt: got messages that are empty or end with the assistant, expected a user message last")
+    return list(prompt)
+
+
+def _as_text(prompt: str | Sequence[Message]) -> str:
+    return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)

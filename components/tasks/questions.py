@@ -1,0 +1,57 @@
+"""What identifies a question: one stable hash, used for ids, for the hold-out and for finding repeats."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ..types import Message, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One problem as its source wrote it, before templates: `question` decides identity, not the finished prompt."""
+
+    question: str | list[Message]
+    answer: str
+    info: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """sha256 (hex) of the question's text; the same on every machine, for every seed and every prompt template."""
+        text = self.question if isinstance(self.question, str) else json.dumps(self.question, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def is_held_out(digest: str, holdout_frac: float) -> bool:
+    """Whether a question is kept for evaluation: decided by its text alone, so it holds in every stage and run."""
+    return int(digest[:16], 16) < holdout_frac * 2**64
+
+
+def make_task(row: Row, *, task_id: str, system_prompt: str | None, prompt_template: str | None) -> Task:
+    """The task of a row, with the system prompt and the template applied.
+
+    `prompt_template` holds "{prompt}" and wraps a text prompt, or the last user message of a list of messages.
+    """
+    prompt: str | list[Message] = row.question
+    if prompt_template is not None:
+        prompt = _apply_template(prompt, prompt_template)
+    if system_prompt is not None:
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if messages[0]["role"] != "system":
+            prompt = [{"role": "system", "content": system_prompt}, *messages]
+    return Task(task_id=task_id, prompt=prompt, answer=row.answer, info=row.info)
+
+
+def _apply_template(prompt: str | list[Message], template: str) -> str | list[Message]:
+    # str.replace, not str.format: templates for mathematics are full of braces.
+    if isinstance(prompt, str):
+        return template.replace("{prompt}", prompt)
+    users = [i for i, message in enumerate(prompt) if message["role"] == "user"]
+    last = users[-1] if users else -1
+    return [
+        {**message, "content": template.replace("{prompt}", message["content"])} if i == last else message
+        for i, message in enumerate(prompt)
+    ]

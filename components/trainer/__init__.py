@@ -1,0 +1,1 @@
+"""The trainer: full finetuning over N ranks. Verbs: forward_backward, optim_step, publish, save."""

@@ -1,0 +1,98 @@
+"""One trainer rank as a Ray actor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+
+from ..failures import as_text
+from ..monitor.logs import log_to_file
+from ..types import TrainBatch
+from ..weights import Publication
+
+T = TypeVar("T")
+
+
+class TrainerActor:
+    """Computes in one thread, in the order of the calls; answers everything else meanwhile."""
+
+    def __init__(self, *, role: str, log_file: Path, log_level: str, cores: list[int]) -> None:
+        self.role = role
+        log_to_file(log_file, log_level)
+        if cores:
+            os.sched_setaffinity(0, cores)
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+
+    async def address(self) -> str:
+        """Where the ranks meet; asked of rank 0."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        return f"tcp://{ray.util.get_node_ip_address()}:{port}"
+
+    @as_text
+    async def start(self, settings: Any, rank: int, init_method: str) -> dict[str, Any]:
+        from transformers.utils import logging as transformers_logging
+
+        from .trainer import Trainer
+
+        transformers_logging.disable_progress_bar()
+        self._trainer = await self._in_order(lambda: Trainer(settings, rank=rank, init_method=init_method))
+        return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
+
+    async def alive(self) -> None:
+        """Never returns: a call that is pending shows at once when the process dies."""
+        await asyncio.Event().wait()
+
+    @as_text
+    async def train_step(self, batch: TrainBatch, publish: bool) -> dict[str, float]:
+        """forward_backward, optim_step and, if asked, the gathering of the new weights."""
+
+        def step() -> dict[str, float]:
+            metrics = self._trainer.forward_backward(batch) | self._trainer.optim_step()
+            started = time.monotonic()
+            if publish:
+                self._trainer.publish()
+            return metrics | {"step/publish_s": time.monotonic() - started}
+
+        return await self._in_order(step)
+
+    @as_text
+    async def publish(self) -> None:
+        await self._in_order(self._trainer.publish)
+
+    @as_text
+    async def publication(self) -> Publication:
+        """Hash and upload the last gathered weights, beside whatever the trainer computes next."""
+
+        def upload() -> Publication:
+            manifest, buckets = self._trainer.publication()
+            return Publication(manifest, [ray.put(bucket) for bucket in buckets])
+
+        return await asyncio.to_thread(upload)
+
+    @as_text
+    async def measure(self, batch: TrainBatch) -> dict[str, float]:
+        return await self._in_order(lambda: self._trainer.measure(batch))
+
+    @as_text
+    async def save(self, directory: str) -> None:
+        await self._in_order(lambda: self._trainer.save(directory))
+
+    @as_text
+    async def close(self) -> None:
+        await self._in_order(self._trainer.close)
+
+    async def _in_order(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, function)
+
+
+TrainerRank = ray.remote(num_cpus=0, max_concurrency=100)(TrainerActor)

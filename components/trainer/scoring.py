@@ -1,0 +1,53 @@
+"""A Hugging Face causal LM that answers one question: how likely is each of these tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+
+class ScoringModel(nn.Module):
+    """Wraps a causal LM; the output head runs only on the positions that are asked for, never on whole padded sequences.
+
+    It is the FSDP root, so that the head (tied or not) is gathered together with the embeddings whatever calls it.
+    """
+
+    def __init__(self, lm: PreTrainedModel) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(
+        self, input_ids: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """input_ids [B, T], rows [S] into the flattened B * T positions, targets [S] -> logprobs [S], entropy [S] (nats, float32)."""
+        hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        logits = self.lm.get_output_embeddings()(hidden.flatten(0, 1)[rows])
+        logits = final_transform(logits.float(), self.lm.config) / temperature
+        logprobs = torch.log_softmax(logits, dim=-1)
+        with torch.no_grad():
+            entropy = -(logprobs.exp() * logprobs).sum(-1)
+        # A sum over one element instead of a squeeze: FSDP hooks must not sit on a view.
+        return logprobs.gather(-1, targets[:, None]).sum(-1), entropy
+
+
+def final_transform(logits: torch.Tensor, config: object) -> torch.Tensor:
+    """What some architectures do after the head: Gemma caps, Granite divides, Cohere multiplies."""
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = cap * torch.tanh(logits / cap)
+    if divisor := getattr(config, "logits_scaling", None):
+        logits = logits / divisor
+    if scale := getattr(config, "logit_scale", None):
+        logits = logits * scale
+    return logits
+
+
+def load_model(path: str, *, attn: str, trust_remote_code: bool = False) -> ScoringModel:
+    """The model in float32 (master weights), in training mode with every dropout off."""
+    lm = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, attn_implementation=attn, trust_remote_code=trust_remote_code, low_cpu_mem_usage=True
+    )
+    for module in lm.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0  # the engine has none, and the two must agree on every token
+    return ScoringModel(lm)

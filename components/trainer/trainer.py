@@ -1,0 +1,229 @@
+"""One rank of the trainer. Every public method is called on all ranks alike, between which FSDP2 exchanges shards.
+
+    forward_backward(batch) -> optim_step() -> publish()      save(dir)
+
+`policy_version` is the number of optimizer steps in the weights.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from ..algorithms.objective import Objective
+from ..types import TrainBatch
+from ..weights import BucketWriter, Canary, Manifest
+from .microbatch import Microbatch, cut, empty_microbatch
+from .optimizer import OptimizerSettings, learning_rate, make_optimizer
+from .scoring import load_model
+from .sharding import make_mesh, shard
+
+
+class StalenessError(RuntimeError):
+    """A batch holds a token that is older, or newer, than the bound allows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSettings:
+    """`max_policy_lag` None: the batches carry no policy tokens (supervised training). `publish_dtype`: what engines are sent."""
+
+    model_path: str
+    objective: Objective
+    optimizer: OptimizerSettings
+    num_ranks: int
+    device: str
+    compute_dtype: str
+    publish_dtype: str
+    attn: str
+    temperature: float
+    max_policy_lag: int | None
+    max_tokens_per_microbatch: int
+    gradient_checkpointing: bool
+    bucket_bytes: int
+    canary_sequences: list[list[int]]
+    num_threads: int
+    seed: int
+    timeout_s: float
+    trust_remote_code: bool = False
+
+
+class Trainer:
+    def __init__(self, settings: TrainerSettings, *, rank: int, init_method: str) -> None:
+        self._settings = settings
+        self._rank = rank
+        self._device = torch.device("cuda", torch.cuda.current_device()) if settings.device == "cuda" else torch.device("cpu")
+        if settings.num_threads:
+            torch.set_num_threads(settings.num_threads)
+        torch.manual_seed(settings.seed)
+        dist.init_process_group(
+            "nccl" if settings.device == "cuda" else "gloo",
+            init_method=init_method,
+            rank=rank,
+            world_size=settings.num_ranks,
+            timeout=timedelta(seconds=settings.timeout_s),
+        )
+        model = load_model(settings.model_path, attn=settings.attn, trust_remote_code=settings.trust_remote_code).to(self._device)
+        self._config = model.lm.config
+        self._model = shard(
+            model,
+            make_mesh(settings.device, settings.num_ranks),
+            compute_dtype=getattr(torch, settings.compute_dtype),
+            gradient_checkpointing=settings.gradient_checkpointing,
+        )
+        self._optimizer = make_optimizer(self._model.parameters(), settings.optimizer)
+        self._sums = self._maxima = torch.zeros(0)
+        self._pending_writer: tuple[int, BucketWriter, Canary] | None = None
+        self.policy_version = 0
+
+    def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
+        """Add this step's gradient. `batch` is this rank's share; returns metrics of the whole step (the same on every rank).
+
+        Raises `StalenessError` when a token breaks the bound, before anything is computed.
+        """
+        self._check_versions(batch)
+        started = time.monotonic()
+        microbatches = cut(batch, max_tokens=self._settings.max_tokens_per_microbatch) if len(batch.prompt_lengths) else []
+        # Every rank runs the same number of passes, because each pass is a collective.
+        num_passes = self._reduce(torch.tensor([float(len(microbatches))]), dist.ReduceOp.MAX).int().item()
+        objective = self._settings.objective
+        sums = torch.zeros(objective.num_sums, dtype=torch.float64, device=self._device)
+        maxima = torch.full((objective.num_maxima,), float("-inf"), dtype=torch.float64, device=self._device)
+        for i in range(int(num_passes)):
+            microbatch = microbatches[i] if i < len(microbatches) else empty_microbatch()
+            loss_sums, loss_maxima = self._backward(microbatch.to(self._device), batch)
+            sums += loss_sums
+            maxima = torch.maximum(maxima, loss_maxima)
+        sums = self._reduce(sums, dist.ReduceOp.SUM)
+        maxima = self._reduce(maxima, dist.ReduceOp.MAX)
+        elapsed = time.monotonic() - started
+        num_tokens = int(batch.num_tokens)
+        return {
+            **objective.metrics(sums, maxima),
+            "step/forward_backward_s": elapsed,
+            "train/tokens_per_s": num_tokens / elapsed,
+        }
+
+    def optim_step(self) -> dict[str, float]:
+        """One optimizer step; `policy_version` grows by one. A gradient that is not finite raises before any weight changes."""
+        started = time.monotonic()
+        parameters = list(self._model.parameters())
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self._settings.optimizer.max_grad_norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not torch.isfinite(norm):
+            raise FloatingPointError(f"gradient norm is {norm.item()} at policy version {self.policy_version}; lower optimizer.lr or check rewards")
+        lr = learning_rate(self._settings.optimizer, self.policy_version)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.policy_version += 1
+        return {"train/grad_norm": norm.item(), "train/lr": lr, "step/optim_s": time.monotonic() - started}
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Gather the weights tensor by tensor (a collective) and score the canary with them. Rank 0 keeps the copy for `publication`."""
+        writer = BucketWriter(self._settings.bucket_bytes)
+        dtype = getattr(torch, self._settings.publish_dtype)
+        names: dict[int, str] = {}
+        for name, parameter in self._model.lm.named_parameters(remove_duplicate=False):
+            if id(parameter) in names:
+                # A tied tensor: the engine may keep a packed copy of it under this other name, so it is named, not left out.
+                writer.add_alias(name, alias_of=names[id(parameter)])
+                continue
+            names[id(parameter)] = name
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            if self._rank == 0:
+                writer.add(name, full.to(dtype))
+        canary = self._score_canary()
+        if self._rank == 0:
+            self._pending_writer = (self.policy_version, writer, canary)
+
+    def publication(self) -> tuple[Manifest, list[np.ndarray]]:
+        """Rank 0: the manifest and buckets of the last `publish`. Hashing happens here; it may run beside the next step."""
+        assert self._pending_writer is not None, "publication() is for rank 0, after publish()"
+        (policy_version, writer, canary), self._pending_writer = self._pending_writer, None
+        entries, buckets = writer.finish()
+        num_bytes = sum(b.numel() for b in buckets)
+        return Manifest(policy_version, entries, len(buckets), num_bytes, canary), [b.numpy() for b in buckets]
+
+    @torch.no_grad()
+    def save(self, directory: str) -> None:
+        """Write the weights as a Hugging Face directory (a collective; rank 0 writes)."""
+        state = {}
+        for name, parameter in self._model.lm.named_parameters():
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            if self._rank == 0:
+                state[name] = full.detach().to(getattr(torch, self._settings.publish_dtype)).cpu().clone()
+        if self._rank == 0:
+            from .export import write_hf
+
+            write_hf(self._settings.model_path, state, Path(directory), trust_remote_code=self._settings.trust_remote_code)
+        dist.barrier()
+
+    def measure(self, batch: TrainBatch) -> dict[str, float]:
+        """Seconds of one whole step on this batch with nothing else running; weights, optimizer and version stay as they were.
+
+        The optimizer steps with a learning rate of 0 and is then made anew, so that the first real step starts from nothing.
+        """
+        times = {}
+        for _ in range(2):  # the first pass warms allocators and kernels
+            started = time.monotonic()
+            self.forward_backward(batch)
+            times["forward_backward_s"] = time.monotonic() - started
+        for group in self._optimizer.param_groups:
+            group["lr"] = 0.0
+        started = time.monotonic()
+        self._optimizer.step()
+        times["optim_s"] = time.monotonic() - started
+        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer = make_optimizer(self._model.parameters(), self._settings.optimizer)
+        return times
+
+    def close(self) -> None:
+        dist.destroy_process_group()
+
+    def _backward(self, microbatch: Microbatch, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, entropy = self._model(microbatch.input_ids, microbatch.rows, microbatch.targets, self._settings.temperature)
+        loss = self._settings.objective.loss(
+            logprobs,
+            entropy,
+            microbatch,
+            policy_version=self.policy_version,
+            num_sequences=int(batch.num_sequences),
+            num_tokens=int(batch.num_tokens),
+        )
+        # FSDP averages gradients over ranks; every loss is already divided by the counts of the whole step, so the parts must add up.
+        (loss.total * self._settings.num_ranks).backward()
+        return loss.sums, loss.maxima
+
+    def _check_versions(self, batch: TrainBatch) -> None:
+        bound = self._settings.max_policy_lag
+        versions = batch.policy_versions[batch.loss_mask]
+        if bound is None or not len(versions):
+            return
+        oldest, newest = int(versions.min()), int(versions.max())
+        if self.policy_version - oldest > bound or newest > self.policy_version:
+            raise StalenessError(
+                f"refused a batch at trainer version {self.policy_version}: its tokens have versions {oldest} to {newest}, "
+                f"so lags {self.policy_version - newest} to {self.policy_version - oldest}; staleness.max_policy_lag is {bound}"
+            )
+
+    def _score_canary(self) -> Canary:
+        sequences = torch.tensor(self._settings.canary_sequences, device=self._device)
+        count, length = sequences.shape
+        rows = (torch.arange(count)[:, None] * length + torch.arange(length - 1)).flatten().to(self._device)
+        logprobs, _ = self._model(sequences, rows, sequences[:, 1:].flatten(), 1.0)
+        return Canary(self._settings.canary_sequences, logprobs.view(count, length - 1).tolist())
+
+    def _reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
+        if self._settings.num_ranks > 1 and tensor.numel():
+            tensor = tensor.to(self._device)
+            dist.all_reduce(tensor, op=op)
+        return tensor

@@ -1,0 +1,1 @@
+"""Recipes: each wires the components into one job. `leeway ls` lists them."""

@@ -1,0 +1,323 @@
+"""Asynchronous RL: the driver wires the parts, watches them, and holds the loops.
+
+    taskset --> admit() --> Collector[N] --> ReplayBuffer ------------> Trainer[M ranks] ----> ParameterServer
+                  | (group, task, floor)       ^  | take(P groups)        | train_step             |
+                  | env + vLLM, per-token v    |  | in admission order    |                        |
+                  | put(group)                 |  v                       |                        |
+                  |                            +--+-- published(v+1) <----+------------------------+
+                  +<------- pull(v+1) when behind: pause, load, resume, canary, then release ------+
+
+The collectors' loops run in their actors. Here run: `_train_loop` (takes -> steps), one `_publish` after each published step (beside the
+next step), `_report_loop` (metrics, off the critical path). Synchronous RL is the same code with `staleness.max_policy_lag=0`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from leeway.config import Config, derive
+from leeway.monitor import build_monitor, read_metrics, reward_first, reward_last
+from leeway.recipes.checkpoints import Checkpoints
+from leeway.recipes.context import StageContext, StageResult, say
+from leeway.recipes.evaluation import evaluate
+from leeway.recipes.speeds import measure_speeds
+from leeway.runtime.launch import Launcher
+from leeway.runtime.limit import Speeds, limit_metrics
+from leeway.runtime.supervisor import Supervisor
+from leeway.tasks.prompting import Prompter
+from leeway.tasks.taskset import build_taskset
+
+
+async def run(context: StageContext) -> StageResult:
+    """GRPO with generation and training side by side. What to turn, by config section:
+
+    - `staleness.max_policy_lag`: how many optimizer steps the generating policy may lag; 0 is synchronous RL
+    - `train.groups_per_step`, `train.updates_per_batch`, `algorithm.*`, `optimizer.*`: what is learned from a batch
+    - `rollout.num_generators`, `train.num_ranks`: how the machine is split
+    - `env.name`, `env.reward`, `task.*`: what is learned
+    - `eval.*`: greedy accuracy on held-out tasks before, during and after
+    """
+    job = AsyncRL(context)
+    try:
+        return await job.run()
+    finally:
+        await job.stop()
+
+
+@dataclass(frozen=True)
+class _StepReport:
+    """One optimizer step, for the report loop."""
+
+    step: int
+    metrics: dict[str, float]
+    rollouts: list[dict]
+
+
+class AsyncRL:
+    def __init__(self, context: StageContext) -> None:
+        self._context = context
+        self._config: Config = context.config
+        self._numbers = derive(self._config)
+        self._supervisor = Supervisor()
+        self._launcher = Launcher(self._config, "async_rl", run_dir=context.dir, supervisor=self._supervisor)
+        self._parts = self._launcher.parts
+        assert self._config.model.path is not None
+        self._prompter = Prompter.load(self._config.model.path)
+        self._train_tasks = build_taskset(
+            self._config.task, seed=self._config.seed, split="train", eval_config=self._config.eval
+        )
+        self._eval_tasks = build_taskset(
+            self._config.task, seed=self._config.seed, split="eval", eval_config=self._config.eval
+        )
+        self._total_steps = self._num_steps()
+        self._monitor = build_monitor(
+            context.dir,
+            self._config.monitor,
+            self._config.model_dump(mode="json"),
+            self._total_steps,
+            f"{self._config.name} / {context.name}",
+        )
+        self._status = "failed"
+        self._version = 0
+        self._num_tokens = 0
+        self._max_lag = 0.0
+        self._served_gap = 0.0
+        self._num_pulls = 0.0
+        self._publishing: asyncio.Task[None] | None = None
+        self._reports: asyncio.Queue[_StepReport | None] = asyncio.Queue()
+        self._timeout_s = self._config.cluster.step_timeout_s
+
+    async def run(self) -> StageResult:
+        started = time.monotonic()
+        say(f"{self._context.name}: starting {self._config.rollout.num_generators} generator(s), {self._config.train.num_ranks} trainer rank(s)")
+        await self._launch()
+        await self._publish()
+        await self._until_served(0)
+        evals = {"before": await self._evaluate()} if self._config.eval.at_start else {}
+        speeds = await measure_speeds(self._config, self._parts, self._train_tasks.tasks)
+        begun = time.monotonic()
+        say(f"{self._context.name}: {self._total_steps} steps, lag bound {self._numbers.max_policy_lag}, up after {begun - started:.0f} s")
+        collecting = [
+            self._supervisor.watch(f"generator-{i}", c.collect.remote()) for i, c in enumerate(self._parts.collectors)
+        ]
+        reporting = asyncio.create_task(self._report_loop(speeds))
+        self._supervisor.watch("driver", reporting)
+        try:
+            await self._train_loop()
+        except asyncio.CancelledError:
+            # Interrupted: the ranks finish their step (calls to an actor run in order), then save.
+            self._status = "interrupted"
+            await asyncio.shield(self._save())
+            raise
+        rl_s = time.monotonic() - begun
+        self._reports.put_nowait(None)
+        await self._supervisor.wait(reporting, what="reports", timeout_s=self._timeout_s)
+        await self._wait(self._parts.buffer.close.remote(), "replay")
+        await self._wait(asyncio.gather(*collecting), "generators finishing")
+        await self._finish_publishing()
+        await self._until_served(self._version)
+        if self._config.eval.at_end:
+            evals["after"] = await self._evaluate()
+        folder = await self._save()
+        self._status = "done"
+        self._monitor.close("done")
+        return self._result(evals, folder, wall_s=time.monotonic() - started, rl_s=rl_s)
+
+    async def stop(self) -> None:
+        self._monitor.close(self._status)
+        await self._parts.stop()
+
+    async def _launch(self) -> None:
+        """Everything starts beside everything else; engines take longest."""
+        await asyncio.gather(self._launcher.param_server(), self._launcher.buffer())
+        await asyncio.gather(
+            self._launcher.trainers(total_steps=self._total_steps, canary_sequences=self._canary_sequences()),
+            self._launcher.collectors(),
+        )
+        self._context.pids.extend(self._parts.all_pids())
+        for i, collector in enumerate(self._parts.collectors):
+            self._supervisor.watch(f"generator-{i}", collector.keep_current.remote())
+
+    async def _train_loop(self) -> None:
+        """Consumes takes; waits for complete ones; unblocked by collectors' puts; produces policy versions."""
+        timeout_s, n = self._timeout_s, self._config.param_server.publish_every
+        buffer = self._parts.buffer
+        upcoming = buffer.take.remote(timeout_s)
+        while self._version < self._total_steps:
+            begun = time.monotonic()
+            take = await self._supervisor.wait(upcoming, what="replay", timeout_s=timeout_s + 10)
+            if take is None:
+                break
+            waited_s = time.monotonic() - begun
+            upcoming = buffer.take.remote(timeout_s)  # collected while this one is trained on
+            for batches in take.batches:
+                step_begun = begun if batches is take.batches[0] else time.monotonic()
+                publish = (self._version + 1) % n == 0 or self._version + 1 == self._total_steps
+                calls = [t.train_step.remote(b, publish) for t, b in zip(self._parts.trainers, batches, strict=True)]
+                metrics = (await self._wait(asyncio.gather(*map(_awaited, calls)), "trainer"))[0]
+                self._version += 1
+                if publish:
+                    await self._finish_publishing()
+                    self._publishing = asyncio.create_task(self._hand_out())
+                self._max_lag = max(self._max_lag, metrics.get("train/policy_lag/max", 0.0))
+                metrics |= take.metrics
+                metrics["step/wait_for_batch_s"] = waited_s if batches is take.batches[0] else 0.0
+                await self._maybe_evaluate()
+                metrics["step/total_s"] = time.monotonic() - step_begun
+                self._reports.put_nowait(_StepReport(self._version, metrics, take.rollouts))
+            replay = await self._wait(buffer.trained.remote(take.group_ids), "replay")
+            self._reports.put_nowait(_StepReport(self._version, replay, []))
+            self._num_tokens += int(take.metrics["train/response_tokens/total"])
+        await self._finish_publishing()
+
+    async def _publish(self) -> None:
+        """Gather the current weights on the trainer and hand them out."""
+        await self._wait(asyncio.gather(*(_awaited(t.publish.remote()) for t in self._parts.trainers)), "trainer")
+        await self._hand_out()
+
+    async def _hand_out(self) -> None:
+        """Upload what rank 0 has gathered, make it available, and let more groups start. Runs beside the next step."""
+        version = self._version
+        publication = await self._wait(self._parts.trainers[0].publication.remote(), "trainer-0")
+        assert publication.manifest.policy_version == version, "the trainer and the driver count steps differently"
+        await self._wait(self._parts.param_server.publish.remote(publication), "param_server")
+        await self._wait(self._parts.buffer.published.remote(version), "replay")
+
+    async def _finish_publishing(self) -> None:
+        if self._publishing is not None:
+            await self._publishing
+            self._publishing = None
+
+    async def _report_loop(self, speeds: Speeds) -> None:
+        """Consumes step reports; waits for steps; asks the collectors for theirs; ends with None."""
+        while (report := await self._reports.get()) is not None:
+            metrics = dict(report.metrics)
+            if "step/total_s" in metrics:
+                metrics["train/tokens_per_s"] = metrics["train/response_tokens/total"] / metrics["step/total_s"]
+                metrics |= limit_metrics(
+                    speeds,
+                    response_tokens=metrics["train/response_tokens/total"] / self._config.train.updates_per_batch,
+                    trained_tokens=metrics["train/tokens_in_pass"] / self._config.train.updates_per_batch,
+                    longest_response_tokens=metrics["train/response_tokens/max"],
+                    max_policy_lag=self._numbers.max_policy_lag,
+                    step_s=metrics["step/total_s"],
+                )
+                self._monitor.log(report.step, metrics, role="trainer")
+                self._monitor.rollouts(report.step, report.rollouts)
+                stats = [await _awaited(c.stats.remote()) for c in self._parts.collectors]
+                collector = reduce_stats(stats)
+                self._served_gap = max(self._served_gap, collector["param_server/served_gap/max"])
+                self._num_pulls += collector["param_server/pulls"]
+                self._monitor.log(report.step, collector, role="collector")
+            else:
+                self._monitor.log(report.step, metrics, role="replay")
+
+    async def _maybe_evaluate(self) -> None:
+        """In mid-run: training stands still until the engines serve this version and have evaluated it."""
+        every = self._config.eval.every
+        if not every or self._version % every or self._version == self._total_steps:
+            return
+        await self._finish_publishing()
+        await self._until_served(self._version)
+        await self._evaluate()
+
+    async def _evaluate(self) -> dict[str, float]:
+        """Held-out accuracy of the current version; an empty dict where nothing is held out."""
+        if not self._eval_tasks.tasks:
+            return {}
+        metrics = await evaluate(
+            self._config, self._parts, self._eval_tasks.tasks, name=self._eval_tasks.name, policy_version=self._version
+        )
+        self._monitor.log(self._version, metrics, role="evaluation")
+        accuracy = metrics.get(f"eval/{self._eval_tasks.name}/exact_match", metrics[f"eval/{self._eval_tasks.name}/reward"])
+        say(f"{self._context.name}: held-out accuracy {accuracy:.3f} at version {self._version}")
+        return {k.rsplit("/", 1)[1]: v for k, v in metrics.items()}
+
+    async def _until_served(self, version: int) -> None:
+        calls = [_awaited(c.until_verified.remote(version)) for c in self._parts.collectors]
+        await self._wait(asyncio.gather(*calls), "generators")
+
+    async def _save(self) -> str | None:
+        if self._config.checkpoint.save_hf == "never" or not self._parts.trainers:
+            return None
+        checkpoints = Checkpoints(
+            self._context.dir / "checkpoints",
+            keep_last=self._config.checkpoint.keep_last,
+            trainers=self._parts.trainers,
+            supervisor=self._supervisor,
+        )
+        return str(await checkpoints.save(self._version))
+
+    async def _wait(self, call: Any, what: str) -> Any:
+        return await self._supervisor.wait(call, what=what, timeout_s=self._timeout_s)
+
+    def _num_steps(self) -> int:
+        train = self._config.train
+        if train.steps is not None:
+            return train.steps
+        assert train.epochs is not None
+        groups = round(train.epochs * len(self._train_tasks))
+        return -(-groups // train.groups_per_step) * train.updates_per_batch
+
+    def _canary_sequences(self) -> list[list[int]]:
+        """Token sequences from real prompts and answers, all of one length, long enough to fill blocks of the prefix cache."""
+        server, room = self._config.param_server, self._config.rollout.max_model_len - 1
+        length = min(server.canary_tokens, room)
+        sequences = []
+        for i in range(server.canary_prompts):
+            tasks = itertools.islice(itertools.cycle(self._train_tasks.tasks), i, None)
+            pieces = (self._prompter.encode_example(t.prompt, t.answer) for t in tasks)
+            tokens = itertools.chain.from_iterable(prompt + response for prompt, response in pieces)
+            sequences.append(list(itertools.islice(tokens, length)))
+        return sequences
+
+    def _result(self, evals: dict[str, Any], folder: str | None, *, wall_s: float, rl_s: float) -> StageResult:
+        rows = list(read_metrics(self._context.dir / "metrics.jsonl"))
+        second_half = [r["limit/efficiency"] for r in rows if "limit/efficiency" in r and r["step"] > self._version / 2]
+        dropped = max((r["replay/dropped_stale"] for r in rows if "replay/dropped_stale" in r), default=0.0)
+        first, last = reward_first(rows), reward_last(rows)
+        summary = {
+            "steps": self._version,
+            "wall_s": round(wall_s, 1),
+            "rl_s": round(rl_s, 1),
+            "tokens": self._num_tokens,
+            "reward_first": first,
+            "reward_last": last,
+            "eval": evals,
+            "max_policy_lag": self._numbers.max_policy_lag,
+            "max_policy_lag_observed": int(self._max_lag),
+            "dropped_stale": int(dropped),
+            "served_gap_max": self._served_gap,
+            "pulls": int(self._num_pulls),
+            "efficiency_second_half": sum(second_half) / len(second_half) if second_half else None,
+            "processes": self._parts.processes,
+        }
+        lines = [f"reward {first:.3f} -> {last:.3f}" if first is not None and last is not None else "no reward was seen"]
+        if "before" in evals and "after" in evals and evals["before"]:
+            name = "exact_match" if "exact_match" in evals["after"] else "reward"
+            lines.append(f"held-out {name} {evals['before'][name]:.3f} -> {evals['after'][name]:.3f}")
+        if second_half:
+            lines.append(f"{summary['efficiency_second_half']:.0%} of the speed limit in the second half")
+        return StageResult(summary=summary, model_path=folder, goodbye=lines)
+
+
+def reduce_stats(stats: list[dict[str, float]]) -> dict[str, float]:
+    """One set of numbers for all collectors: rates and counts add up, shares of time are averaged, maxima are kept."""
+    reduced: dict[str, float] = {}
+    for name in {name for s in stats for name in s}:
+        values = [s[name] for s in stats if name in s]
+        if name.endswith(("/max", "_gap", "_s")) and not name.endswith("tokens_per_s"):
+            reduced[name] = max(values)
+        elif name.endswith(("_frac", "/bytes")):
+            reduced[name] = sum(values) / len(values)
+        else:
+            reduced[name] = sum(values)
+    return reduced
+
+
+async def _awaited(ref: Any) -> Any:
+    return await ref

@@ -1,0 +1,44 @@
+"""Saved weights of a stage: checkpoints/step-000050/hf/, and latest.json pointing at the newest complete one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from leeway.runtime.supervisor import Supervisor
+
+SAVE_TIMEOUT_S = 600.0
+
+
+class Checkpoints:
+    """Saves through all trainer ranks (a collective), then points `latest.json` at the result, then removes old ones."""
+
+    def __init__(self, directory: Path, *, keep_last: int, trainers: Sequence[Any], supervisor: Supervisor) -> None:
+        self._directory = directory
+        self._keep_last = keep_last
+        self._trainers = trainers
+        self._supervisor = supervisor
+
+    async def save(self, step: int) -> Path:
+        folder = self._directory / f"step-{step:06d}"
+        saves = [t.save.remote(str(folder / "hf")) for t in self._trainers]
+        await self._supervisor.wait(asyncio.gather(*map(_awaited, saves)), what="saving weights", timeout_s=SAVE_TIMEOUT_S)
+        (folder / "state.json").write_text(json.dumps({"policy_version": step}) + "\n")
+        partial = self._directory / "latest.json.partial"
+        partial.write_text(json.dumps({"step": step, "path": folder.name}) + "\n")
+        partial.replace(self._directory / "latest.json")
+        self._remove_old()
+        return folder / "hf"
+
+    def _remove_old(self) -> None:
+        folders = sorted(self._directory.glob("step-*"))
+        for folder in folders[: -self._keep_last]:
+            shutil.rmtree(folder)
+
+
+async def _awaited(ref: Any) -> Any:
+    return await ref

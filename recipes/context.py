@@ -1,0 +1,37 @@
+"""What a recipe is given and what it gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from leeway.config import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageContext:
+    """One stage to run. `config.model.path` is set: the last stage's weights, or what the run starts from.
+
+    `pids` collects the processes that the stage starts, so that the run can make sure that none is left.
+    """
+
+    name: str
+    recipe: str
+    config: Config
+    dir: Path
+    pids: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageResult:
+    """`model_path`: a Hugging Face folder with the stage's weights (None: it trained nothing). `goodbye`: lines for the terminal."""
+
+    summary: dict[str, Any]
+    model_path: str | None
+    goodbye: list[str] = field(default_factory=list)
+
+
+def say(text: str) -> None:
+    """One line for the terminal."""
+    print(f"leeway: {text}", flush=True)

@@ -1,0 +1,41 @@
+"""Held-out evaluation over all collectors, on one stated policy version."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from leeway.config import Config
+from leeway.runtime.launch import Parts
+from leeway.types import Task, Trajectory
+
+
+async def evaluate(config: Config, parts: Parts, tasks: Sequence[Task], *, name: str, policy_version: int) -> dict[str, float]:
+    """`eval/<name>/...` of one trajectory per task. Tasks are dealt to the collectors; the result does not depend on how many."""
+    calls = [
+        c.evaluate.remote(list(tasks[i :: len(parts.collectors)]), config.eval.temperature, policy_version)
+        for i, c in enumerate(parts.collectors)
+    ]
+    results = await parts.supervisor.wait(
+        asyncio.gather(*map(_awaited, calls)), what="evaluation", timeout_s=config.cluster.step_timeout_s
+    )
+    return summarise([t for part in results for t in part], name=name, policy_version=policy_version)
+
+
+def summarise(trajectories: Sequence[Trajectory], *, name: str, policy_version: int) -> dict[str, float]:
+    num = len(trajectories)
+    metrics = {
+        f"eval/{name}/reward": sum(t.reward for t in trajectories) / num,
+        f"eval/{name}/num_tasks": float(num),
+        f"eval/{name}/policy_version": float(policy_version),
+        f"eval/{name}/response_tokens_mean": sum(len(t.response_tokens) for t in trajectories) / num,
+    }
+    for metric in sorted({m for t in trajectories for m in t.metrics}):
+        values = [t.metrics[metric] for t in trajectories if metric in t.metrics]
+        metrics[f"eval/{name}/{metric}"] = sum(values) / len(values)
+    return metrics
+
+
+async def _awaited(ref: Any) -> Any:
+    return await ref

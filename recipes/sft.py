@@ -1,0 +1,127 @@
+"""Supervised finetuning on a taskset's reference answers: the warm-up before RL, or a job of its own.
+
+    taskset -> prompt + answer tokens -> [batches, one ahead] -> Trainer[N ranks] -> checkpoints/
+
+The response ends with the token that ends a turn, and is trained on it. Held-out questions are left out here too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import ray
+
+from leeway.config import Config
+from leeway.monitor import build_monitor
+from leeway.recipes.checkpoints import Checkpoints
+from leeway.recipes.context import StageContext, StageResult, say
+from leeway.runtime.launch import Launcher
+from leeway.runtime.supervisor import Supervisor
+from leeway.tasks.prompting import Prompter
+from leeway.tasks.taskset import TaskSet, build_taskset
+from leeway.types import NO_VERSION, Task, TrainBatch, Trajectory, batch_trajectories
+
+
+async def run(context: StageContext) -> StageResult:
+    """Train for `train.steps` (or `train.epochs`) on batches of `train.batch_size` sequences."""
+    config = context.config
+    assert config.model.path is not None
+    prompter = Prompter.load(config.model.path)
+    taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
+    total_steps = num_steps(config, len(taskset))
+    launcher = Launcher(config, "sft", run_dir=context.dir, supervisor=Supervisor())
+    parts = launcher.parts
+    monitor = build_monitor(
+        context.dir, config.monitor, config.model_dump(mode="json"), total_steps, f"{config.name} / {context.name}"
+    )
+    status = "failed"
+    started = time.monotonic()
+    try:
+        say(f"{context.name}: {total_steps} supervised steps of {config.train.batch_size}, {len(taskset)} tasks")
+        canary = [list(itertools.islice(itertools.cycle(prompter.encode(taskset.tasks[0].prompt)), 2))]
+        await launcher.trainers(total_steps=total_steps, canary_sequences=canary)
+        context.pids.extend(parts.all_pids())
+        num_tokens, loss = await _train(config, launcher, monitor, _batches(config, taskset, prompter), total_steps)
+        checkpoints = Checkpoints(
+            context.dir / "checkpoints", keep_last=config.checkpoint.keep_last, trainers=parts.trainers, supervisor=parts.supervisor
+        )
+        folder = await checkpoints.save(total_steps)
+        status = "done"
+    finally:
+        monitor.close(status)
+        await parts.stop()
+    summary = {
+        "steps": total_steps,
+        "wall_s": round(time.monotonic() - started, 1),
+        "tokens": num_tokens,
+        "loss_last": loss,
+        "processes": parts.processes,
+    }
+    return StageResult(summary=summary, model_path=str(folder), goodbye=[f"{context.name}: loss {loss:.3f}, weights in {folder}"])
+
+
+def num_steps(config: Config, num_tasks: int) -> int:
+    if config.train.steps is not None:
+        return config.train.steps
+    assert config.train.epochs is not None
+    return max(1, round(config.train.epochs * num_tasks / config.train.batch_size))
+
+
+async def _train(
+    config: Config, launcher: Launcher, monitor: Any, batches: Iterator[list[TrainBatch]], total_steps: int
+) -> tuple[int, float]:
+    """Consumes batches, waits for the ranks. The next batch is made while they compute. Returns (trained tokens, last loss)."""
+    parts, timeout_s = launcher.parts, config.cluster.step_timeout_s
+    upcoming = _put(next(batches))
+    num_tokens, loss = 0, float("nan")
+    for step in range(1, total_steps + 1):
+        begun = time.monotonic()
+        refs, tokens = upcoming
+        calls = [_awaited(t.train_step.remote(ref, False)) for t, ref in zip(parts.trainers, refs, strict=True)]
+        pending = asyncio.gather(*calls)
+        if step < total_steps:
+            upcoming = await asyncio.to_thread(lambda: _put(next(batches)))
+        metrics = (await parts.supervisor.wait(pending, what="trainer", timeout_s=timeout_s))[0]
+        total_s = time.monotonic() - begun
+        num_tokens += tokens
+        loss = metrics["train/loss/sft"]
+        monitor.log(step, metrics | {"step/total_s": total_s, "train/tokens_per_s": tokens / total_s})
+    return num_tokens, loss
+
+
+def _put(batches: Sequence[TrainBatch]) -> tuple[list[Any], int]:
+    return [ray.put(batch) for batch in batches], int(batches[0].num_tokens)
+
+
+def _batches(config: Config, taskset: TaskSet, prompter: Prompter) -> Iterator[list[TrainBatch]]:
+    """For ever: one batch per rank, of `train.batch_size` examples together."""
+    examples = (_example(task, prompter) for task in taskset.forever())
+    while True:
+        chosen = list(itertools.islice(examples, config.train.batch_size))
+        num_tokens = sum(len(t.response_tokens) for t in chosen)
+        shares = [chosen[rank :: config.train.num_ranks] for rank in range(config.train.num_ranks)]
+        yield [
+            batch_trajectories(share, [0.0] * len(share), num_sequences=len(chosen), num_tokens=num_tokens) for share in shares
+        ]
+
+
+def _example(task: Task, prompter: Prompter) -> Trajectory:
+    prompt, response = prompter.encode_example(task.prompt, task.answer)
+    return Trajectory(
+        prompt_tokens=prompt,
+        response_tokens=response,
+        loss_mask=[True] * len(response),
+        behavior_logprobs=[0.0] * len(response),
+        policy_versions=[NO_VERSION] * len(response),
+        reward=0.0,
+        finish_reason="stop",
+        text=task.answer,
+    )
+
+
+async def _awaited(ref: Any) -> Any:
+    return await ref

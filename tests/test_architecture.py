@@ -1,0 +1,119 @@
+"""Imports run one way, heavy libraries have doors, inside is relative: held by reading every file's imports."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+COMPONENTS = ROOT / "components"
+
+LAYERS = [
+    {"types", "weights", "failures"},
+    {"config", "monitor"},
+    {"tasks", "envs", "algorithms"},
+    {"collector", "replay", "param_server", "trainer"},
+    {"runtime"},
+    {"recipes", "cli"},
+]
+MIDDLE = LAYERS[3]
+RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
+
+
+def files() -> list[Path]:
+    """Our own source, each file once (links are not followed)."""
+    inside = [
+        p for p in COMPONENTS.rglob("*.py") if not {"recipes", "configs"} & {*p.relative_to(COMPONENTS).parts[:1]}
+    ]
+    return sorted([*inside, *(ROOT / "recipes").rglob("*.py")])
+
+
+def part_of(file: Path) -> str:
+    if file.is_relative_to(ROOT / "recipes"):
+        return "recipes"
+    return file.relative_to(COMPONENTS).parts[0].removesuffix(".py")
+
+
+def package_of(file: Path) -> list[str]:
+    if file.is_relative_to(ROOT / "recipes"):
+        return ["leeway", *file.relative_to(ROOT).parent.parts]
+    return ["leeway", *file.relative_to(COMPONENTS).parent.parts]
+
+
+def imports(file: Path) -> Iterator[tuple[int, str, int]]:
+    """(line, absolute dotted module, relative level) of every import anywhere in the file."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name, 0
+        elif isinstance(node, ast.ImportFrom):
+            base = package_of(file)[: len(package_of(file)) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:  # `from .. import replay` names a part too
+                yield node.lineno, f"{module}.{alias.name}", node.level
+
+
+def where(file: Path, line: int) -> str:
+    return f"{file.relative_to(ROOT)}:{line}"
+
+
+SOURCES = files()
+
+
+def test_there_is_something_to_check() -> None:
+    assert {"config", "cli", "types"} <= {part_of(f) for f in SOURCES}
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_imports_run_one_way(file: Path) -> None:
+    source = part_of(file)
+    if source == "__init__":  # the public API names every part, lazily
+        return
+    assert source in RANK, f"{file.relative_to(ROOT)}: {source} has no place in LAYERS"
+    for line, module, _ in imports(file):
+        names = module.split(".")
+        if names[0] != "leeway" or len(names) < 2 or names[1] not in RANK or names[1] == source:
+            continue
+        target = names[1]
+        assert RANK[target] <= RANK[source], f"{where(file, line)}: {source} must not import {target}"
+        assert not {source, target} <= MIDDLE, f"{where(file, line)}: {source} and {target} never import each other"
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_imports_inside_components_are_relative(file: Path) -> None:
+    relative = not file.is_relative_to(ROOT / "recipes")
+    for line, module, level in imports(file):
+        first = module.split(".")[0]
+        assert first not in ("components", "configs"), f"{where(file, line)}: nothing is named {first}"
+        if relative:
+            assert level or first != "leeway", f"{where(file, line)}: write a relative import"
+        else:
+            assert first != "recipes", f"{where(file, line)}: write leeway.recipes"
+
+
+def may_import(file: Path, library: str) -> bool:
+    part, name = part_of(file), file.name
+    if library == "vllm":
+        return part == "collector" and name.startswith("engine")
+    if library == "ray":
+        return name == "actor.py" or part in ("runtime", "recipes")
+    if library in ("omegaconf", "yaml"):
+        return part == "config"
+    return part == "monitor" and library in name  # wandb, tensorboard, mlflow: their own sink
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_libraries_come_in_by_their_doors(file: Path) -> None:
+    for line, module, level in imports(file):
+        names = module.split(".")
+        library = "tensorboard" if module.startswith("torch.utils.tensorboard") else names[0]
+        if not level and library in ("vllm", "ray", "omegaconf", "yaml", "wandb", "tensorboard", "mlflow"):
+            assert may_import(file, library), f"{where(file, line)}: {library} does not belong here"
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_files_stay_small(file: Path) -> None:
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= 400

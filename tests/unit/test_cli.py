@@ -1,0 +1,148 @@
+"""The command line, run as users run it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+HEAVY = ("torch", "ray", "vllm", "transformers", "torchrl", "tensordict", "matplotlib", "wandb", "tensorboard")
+
+
+def leeway(*args: str, cwd: Path, path: Path = SRC) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(path), "COLUMNS": "200"}
+    command = [sys.executable, "-c", "from leeway.cli.main import main; main()", *args]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--help"],
+        ["run", "--help"],
+        ["ls"],
+        ["cat", "quickstart"],
+        ["cp", "quickstart", "copy.yaml"],
+        ["validate", "quickstart"],
+        ["validate", "gsm8k_qwen2_5_1_5b"],
+    ],
+)
+def test_light_commands_load_nothing_heavy(args: list[str], tmp_path: Path) -> None:
+    code = (
+        "import json, sys\n"
+        "from leeway.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        "except SystemExit as end:\n    code = end.code\n"
+        f"print(json.dumps([code, sorted(set(sys.modules) & set({HEAVY!r}))]))\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) in ([0, []], [None, []])
+
+
+def test_ls_shows_each_config_with_its_description(tmp_path: Path) -> None:
+    done = leeway("ls", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "quickstart  " in done.stdout
+    assert "two-digit" in done.stdout
+    assert "async_rl" in done.stdout
+
+
+def test_cat_and_cp_give_the_same_file(tmp_path: Path) -> None:
+    text = leeway("cat", "quickstart", cwd=tmp_path).stdout
+    assert text.startswith("# A tiny model")
+    assert leeway("cp", "quickstart", "mine.yaml", cwd=tmp_path).returncode == 0
+    assert (tmp_path / "mine.yaml").read_text() == text
+    assert leeway("validate", "mine.yaml", cwd=tmp_path).returncode == 0
+
+
+def test_cp_never_overwrites(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("precious")
+    done = leeway("cp", "quickstart", "mine.yaml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "exists" in done.stderr
+    assert (tmp_path / "mine.yaml").read_text() == "precious"
+
+
+def test_validate_prints_derived_numbers_and_what_is_missing(tmp_path: Path) -> None:
+    done = leeway("validate", "gsm8k_qwen2_5_1_5b", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "max outstanding groups  1217" in done.stdout  # 64 * (19 + 1) - 64 + 1
+    assert "GPUs needed             8" in done.stdout
+    assert "lacks: task.path: missing file" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (["validate", "quickstart", "staleness.max_lag=1"], "staleness.max_policy_lag"),
+        (["run", "asyncrl", "--config", "quickstart"], "did you mean async_rl?"),
+        (["run", "async_rl", "--config", "gsm8k_qwen2_5_1_5b", "model.path=/no/such/model"], "missing model path"),
+        (["run", "async_rl"], "--config"),
+        (["run", "async_rl", "--config", "quickstart", "train.steps=5"], "stages.async_rl.train.steps"),
+        (["frobnicate"], "frobnicate"),
+        (["cat", "nothing"], "quickstart"),
+    ],
+)
+def test_wrong_input_exits_2_without_a_traceback(args: list[str], word: str, tmp_path: Path) -> None:
+    done = leeway(*args, cwd=tmp_path)
+    assert done.returncode == 2
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_run_refuses_a_folder_that_holds_a_run(tmp_path: Path) -> None:
+    folder = tmp_path / "runs/leeway/quickstart"
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text("{}")
+    done = leeway("run", "async_rl", "--config", "quickstart", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "holds another run" in done.stderr
+    assert "name=" in done.stderr
+
+
+def test_run_hands_stages_to_the_runner_and_returns_its_code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import types
+
+    from leeway.cli import main as cli
+
+    seen: dict[str, object] = {}
+
+    def run_stages(stages: list, run_dir: Path, config_name: str, argv: list[str]) -> int:
+        seen.update(names=[s.name for s in stages], run_dir=run_dir, config_name=config_name)
+        return 1
+
+    runner = types.ModuleType("leeway.recipes.runner")
+    runner.run_stages = run_stages  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "leeway.recipes.runner", runner)
+    monkeypatch.setattr(cli, "check_run", lambda *_: [])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["run", "async_rl", "--config", "quickstart", "name=x"])
+    assert end.value.code == 1
+    assert seen == {"names": ["sft", "async_rl"], "run_dir": Path("runs/leeway/x"), "config_name": "quickstart"}
+
+
+def test_a_failing_run_exits_1_and_says_why_last(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from leeway.cli import main as cli
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("the trainer\nfell over")
+
+    monkeypatch.setattr(cli, "check_run", broken)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["run", "async_rl", "--config", "quickstart"])
+    assert end.value.code == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "leeway: failed: RuntimeError: the trainer fell over"

@@ -1,0 +1,453 @@
+"""Settings: what is accepted, what is refused and in which words, stages, and the numbers that follow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from leeway.config import (
+    Config,
+    ConfigError,
+    Hardware,
+    bundled_configs,
+    check_run,
+    derive,
+    load_config,
+    plan_run,
+    run_yaml,
+    to_yaml,
+)
+from leeway.config.check import earlier_run
+from leeway.config.derived import least_target_policy_lag, max_outstanding_groups
+from leeway.config.keys import all_keys
+
+BIG_MACHINE = Hardware(cores=tuple(range(64)), num_gpus=8, memory_gib=512.0)
+SMALL_MACHINE = Hardware(cores=(0, 1), num_gpus=0, memory_gib=16.0)
+
+MINIMAL = """
+model: {path: org/model}
+task: {path: tasks.jsonl}
+train: {steps: 12}
+"""
+
+
+def write(folder: Path, text: str) -> str:
+    file = folder / "my.yaml"
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+@pytest.fixture
+def minimal(tmp_path: Path) -> str:
+    return write(tmp_path, MINIMAL)
+
+
+@pytest.fixture
+def staged(tmp_path: Path) -> str:
+    return write(
+        tmp_path,
+        """
+name: two
+model: {path: org/model}
+task: {path: tasks.jsonl}
+rollout: {max_prompt_tokens: 10, max_response_tokens: 10, max_model_len: 64}
+optimizer: {lr: 0.5}
+stages:
+  warmup: {recipe: sft, train: {steps: 7}, optimizer: {lr: 0.25}}
+  rl: {recipe: async_rl, train: {steps: 8, groups_per_step: 4}}
+""",
+    )
+
+
+def refused(name_or_file: str, *overrides: str, recipe: str = "async_rl") -> str:
+    with pytest.raises(ConfigError) as error:
+        load_config(name_or_file, overrides, recipe=recipe)
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+# Reading
+
+
+def test_defaults_fill_a_sparse_file(minimal: str) -> None:
+    config = load_config(minimal)
+    assert config.train.steps == 12
+    assert config.staleness.max_policy_lag == 2
+    assert config.run_dir == Path("runs/leeway/run")
+
+
+def test_overrides_are_yaml_values(minimal: str) -> None:
+    config = load_config(
+        minimal,
+        [
+            "optimizer.lr=1e-4",
+            "staleness.target_policy_lag=null",
+            "task.prompt_template=a={prompt}=b",
+            "cluster.engine_cores=[3, 4]",
+            "cluster.engine_cores.0=1",
+            "env.options={depth: 2}",
+            "env.options.width=5",
+        ],
+    )
+    assert config.optimizer.lr == 1e-4
+    assert config.staleness.target_policy_lag is None
+    assert config.task.prompt_template == "a={prompt}=b"
+    assert config.cluster.engine_cores == [1, 4]
+    assert config.env.options == {"depth": 2, "width": 5}
+
+
+def test_text_stays_text(minimal: str) -> None:
+    config = load_config(minimal, ["name=007", "monitor.wandb=off", "task.prompt_template=Q: {prompt}\nA:"])
+    assert (config.name, config.monitor.wandb) == ("007", "off")
+    assert config.task.prompt_template == "Q: {prompt}\nA:"
+    assert load_config(minimal, ["task.system_prompt='[a]'"]).task.system_prompt == "[a]"
+
+
+def test_off_in_a_file_is_the_word(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, MINIMAL + "monitor: {wandb: off, console: off}\n"))
+    assert (config.monitor.wandb, config.monitor.console) == ("off", "off")
+
+
+def test_environment_variables_and_references_resolve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(
+        tmp_path,
+        "model: {path: '${oc.env:LEEWAY_TEST_MODEL,org/fallback}'}\ntask: {path: t.jsonl}\n"
+        "train: {steps: 6, groups_per_step: 8}\nstaleness: {reorder_window: '${train.groups_per_step}'}\n",
+    )
+    assert load_config(file).model.path == "org/fallback"
+    assert load_config(file, ["train.groups_per_step=16"]).staleness.reorder_window == 16
+    monkeypatch.setenv("LEEWAY_TEST_MODEL", "org/other")
+    assert load_config(file).model.path == "org/other"
+
+
+def test_unresolvable_reference_is_one_line(minimal: str) -> None:
+    assert "train.groups_per_step" in refused(minimal, "train.groups_per_step=${no.such.key}")
+
+
+def test_resolved_yaml_loads_again(minimal: str, tmp_path: Path) -> None:
+    config = load_config(minimal, ["optimizer.lr=1e-4", "seed=3", "staleness.in_flight=off"])
+    assert load_config(write(tmp_path, to_yaml(config))) == config
+
+
+def test_every_field_is_described() -> None:
+    def walk(model: type) -> None:
+        for name, field in model.model_fields.items():
+            assert field.description, f"{model.__name__}.{name}"
+
+    from leeway.config.keys import _section_of
+
+    walk(Config)
+    for annotation in all_keys().values():
+        section = _section_of(annotation)
+        if section is not None:
+            walk(section)
+
+
+def test_a_copy_starts_from_other_weights() -> None:
+    config = load_config("quickstart").with_model_path("/weights")
+    assert (config.model.path, config.model.init) == ("/weights", None)
+    assert config.model.dtype == "float32"
+
+
+# Refusing
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("staleness.max_lag=3", ["staleness.max_lag", "nearest: staleness.max_policy_lag"]),
+        ("trian.steps=3", ["trian.steps", "nearest: train.steps"]),
+        ("max_policy_lag=3", ["nearest: staleness.max_policy_lag"]),
+        ("train.steps.x=3", ["train.steps.x"]),
+        ("train.steps", ["key=value"]),
+        ("seed=abc", ["seed: got 'abc'", "integer", "default 0"]),
+        ("seed=1.5", ["seed: got 1.5"]),
+        ("rollout.num_generators=true", ["rollout.num_generators: got True", "number"]),
+        ("rollout.num_generators=0", ["rollout.num_generators: got 0", "greater than 0"]),
+        ("rollout.temperature=0", ["rollout.temperature: got 0", "greater than 0"]),
+        ("optimizer.lr=.nan", ["optimizer.lr: got nan", "finite"]),
+        ("algorithm.group_size=1", ["algorithm.group_size: got 1", "greater than or equal to 2"]),
+        ("staleness.in_flight=later", ["staleness.in_flight: got 'later'", "'recompute'"]),
+        ("cluster.engine_cores.0=1", ["cluster.engine_cores.0", "existing list"]),
+        ("name=../up", ["name: got '../up'"]),
+        ("model.path=null", ["model.path: got null", "exactly one"]),
+        ("model.path=Qwen 2.5", ["model.path: got 'Qwen 2.5'", "org/name"]),
+        ("model.init={}", ["both model.path=org/model and model.init", "model.init=null"]),
+        ("task.path=null", ["task.path: got null", "jsonl"]),
+        ("task.dataset=chain_sum", ["task.dataset: got 'chain_sum'", "task.dataset=null"]),
+        ("task.name=reasoning_gym", ["task.dataset: got null"]),
+        ("task.prompt_template=hello", ["task.prompt_template", "{prompt}"]),
+        ("train.steps=null", ["neither train.steps nor train.epochs"]),
+        ("train.epochs=2", ["both train.steps and train.epochs"]),
+        ("train.updates_per_batch=5", ["train.updates_per_batch: got 5", "divisor of train.groups_per_step 64"]),
+        ("train.updates_per_batch=8", ["train.steps: got 12", "multiple of train.updates_per_batch 8", "use 16"]),
+        ("rollout.max_model_len=100", ["rollout.max_model_len: got 100", "2048"]),
+        ("rollout.engine.seed=1", ["rollout.engine.seed", "use seed"]),
+        ("rollout.engine.quantization=fp8", ["rollout.engine.quantization", "leave quantization out"]),
+        ("rollout.engine.tensor_parallel_size=two", ["rollout.engine.tensor_parallel_size: got 'two'"]),
+        ("env.name=single_trun", ["env.name: got 'single_trun'", "did you mean single_turn?"]),
+        ("env.reward=no_such_pkg.mod:f", ["env.reward", "no_such_pkg.mod"]),
+        ("env.reward=my-mod:f", ["env.reward", "pkg.mod:function"]),
+        ("env.reward=reasoning_gym", ["env.reward: got 'reasoning_gym'"]),
+        ("eval.every=5", ["eval.every", "eval.path"]),
+    ],
+)
+def test_refusals_name_key_got_expected_fix(minimal: str, override: str, parts: list[str]) -> None:
+    text = refused(minimal, override)
+    for part in parts:
+        assert part in text, text
+
+
+def test_unknown_key_in_a_file(tmp_path: Path) -> None:
+    assert "nearest: rollout.temperature" in refused(write(tmp_path, MINIMAL + "rollout: {temprature: 1}\n"))
+
+
+@pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2\n", "model: ${oops\n", "1: 2\n", "model: 3\n"])
+def test_files_that_are_not_settings(tmp_path: Path, text: str) -> None:
+    refused(write(tmp_path, text))
+
+
+def test_unknown_config_names_the_nearest() -> None:
+    assert "did you mean quickstart?" in refused("quickstrat")
+
+
+def test_eval_every_meets_published_weights(minimal: str) -> None:
+    text = refused(minimal, "eval.path=e.jsonl", "eval.every=5", "param_server.publish_every=2")
+    assert "multiple of param_server.publish_every 2" in text
+
+
+def test_a_users_module_is_found_but_not_imported(
+    minimal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_pkg").mkdir()
+    (tmp_path / "my_pkg/__init__.py").write_text("raise RuntimeError('imported')\n")
+    (tmp_path / "my_pkg/env.py").write_text("raise RuntimeError('imported')\nclass MyEnv: pass\n")
+    monkeypatch.chdir(tmp_path)
+    assert load_config(minimal, ["env.name=my_pkg.env:MyEnv"]).env.name == "my_pkg.env:MyEnv"
+    assert "has no YourEnv" in refused(minimal, "env.name=my_pkg.env:YourEnv")
+
+
+def test_rl_rules_do_not_bind_supervised_training(minimal: str) -> None:
+    overrides = ["train.updates_per_batch=8", "staleness.max_policy_lag=0", "train.steps=3"]
+    assert load_config(minimal, overrides, recipe="sft").train.steps == 3
+    refused(minimal, *overrides)
+
+
+# Staleness
+
+
+def test_window_defaults_to_a_batch_where_the_bound_allows(minimal: str) -> None:
+    assert derive(load_config(minimal)).reorder_window == 64
+    assert derive(load_config(minimal, ["staleness.max_policy_lag=0"])).reorder_window == 1
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["staleness.max_policy_lag=0", "staleness.reorder_window=64"],
+        ["staleness.max_policy_lag=1", "train.updates_per_batch=4"],
+        ["staleness.max_policy_lag=3", "param_server.publish_every=9"],
+        ["staleness.max_policy_lag=9", "staleness.target_policy_lag=2", "staleness.reorder_window=300"],
+    ],
+)
+def test_an_impossible_bound_is_refused_and_each_way_out_works(minimal: str, overrides: list[str]) -> None:
+    text = refused(minimal, *overrides)
+    ways = [way.split(";")[-1].strip() for way in text.split(";")[-1].split(", or ")]
+    assert len(ways) >= 1
+    for way in ways:
+        verb, key, *_, number = way.replace("to >=", "").replace("to <=", "").replace(" to ", " ").split()
+        assert verb in ("raise", "lower")
+        fixed = [*(o for o in overrides if not o.startswith(key)), f"{key}={number}"]
+        load_config(minimal, fixed)
+        off_by_one = int(number) - 1 if verb == "raise" else int(number) + 1
+        if off_by_one >= 0 and key != "train.updates_per_batch":
+            refused(minimal, *(o for o in overrides if not o.startswith(key)), f"{key}={off_by_one}")
+
+
+def test_target_above_the_bound_is_refused(minimal: str) -> None:
+    assert "at most staleness.max_policy_lag 2" in refused(minimal, "staleness.target_policy_lag=3")
+
+
+@given(P=st.integers(1, 12), m=st.integers(1, 4), n=st.integers(1, 5), W=st.integers(1, 30), extra=st.integers(0, 6))
+def test_outstanding_groups_is_the_maximum_of_the_admission_rule(P: int, m: int, n: int, W: int, extra: int) -> None:
+    u = m
+    T = least_target_policy_lag(P, u, n, W) + extra
+    most = 0
+    for take in range(12):
+        published = u * take // n * n
+        rank = take * P
+        while u * ((rank + W - 1) // P + 1) - 1 - T <= published:
+            rank += 1
+        most = max(most, rank - take * P)
+        assert rank - take * P >= P  # a possible rule always admits a whole batch
+    assert max_outstanding_groups(P, u, W, T) == most
+
+
+def test_outstanding_groups_never_exceed_the_run(minimal: str) -> None:
+    assert derive(load_config(minimal, ["train.steps=1"])).max_outstanding_groups == 64
+
+
+# Stages
+
+
+def test_stages_merge_deeply(staged: str) -> None:
+    warmup, rl = plan_run(staged, "async_rl")
+    assert [(warmup.name, warmup.recipe), (rl.name, rl.recipe)] == [("warmup", "sft"), ("rl", "async_rl")]
+    assert (warmup.config.optimizer.lr, rl.config.optimizer.lr) == (0.25, 0.5)
+    assert (warmup.config.train.groups_per_step, rl.config.train.groups_per_step) == (64, 4)
+    assert rl.dir == Path("runs/leeway/two/stages/rl")
+    assert rl.config.run_dir == Path("runs/leeway/two")
+
+
+def test_stages_run_up_to_the_recipe_asked_for(staged: str) -> None:
+    assert [s.name for s in plan_run(staged, "sft")] == ["warmup"]
+    assert [s.name for s in plan_run(staged, None)] == ["warmup", "rl"]
+    alone = plan_run(staged, "evaluate", ["task.holdout_frac=0.1"])
+    assert [(s.name, s.dir) for s in alone] == [("evaluate", Path("runs/leeway/two"))]
+
+
+def test_overrides_reach_every_stage_that_does_not_set_the_key(staged: str) -> None:
+    warmup, rl = plan_run(staged, "async_rl", ["seed=5", "optimizer.eps=1e-3"])
+    assert (warmup.config.seed, rl.config.seed) == (5, 5)
+    assert (warmup.config.optimizer.eps, rl.config.optimizer.eps) == (1e-3, 1e-3)
+
+
+@pytest.mark.parametrize("override", ["optimizer.lr=0.1", "optimizer={lr: 0.1}"])
+def test_an_override_that_a_stage_hides_is_refused(staged: str, override: str) -> None:
+    text = refused(staged, override)
+    assert "stages.warmup.optimizer.lr would hide it" in text
+    assert f"write stages.warmup.{override}" in text
+
+
+def test_only_stages_that_run_can_hide(staged: str) -> None:
+    assert plan_run(staged, "sft", ["train.groups_per_step=32"])[0].config.train.groups_per_step == 32
+    refused(staged, "train.groups_per_step=32")
+
+
+def test_an_override_can_name_its_stage(staged: str) -> None:
+    warmup, rl = plan_run(staged, "async_rl", ["stages.warmup.train.steps=1", "stages.rl.optimizer.lr=0.125"])
+    assert (warmup.config.train.steps, rl.config.train.steps) == (1, 8)
+    assert (warmup.config.optimizer.lr, rl.config.optimizer.lr) == (0.25, 0.125)
+
+
+def test_a_stage_can_be_left_out(staged: str) -> None:
+    assert [s.name for s in plan_run(staged, "async_rl", ["stages.warmup=null"])] == ["rl"]
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("stages.warmpu.train.steps=1", ["stages.warmpu", "nearest: stages.warmup"]),
+        ("stages.warmup.train.stepz=1", ["stages.warmup.train.stepz", "nearest: stages.warmup.train.steps"]),
+        ("stages.warmup.train.steps=x", ["stages.warmup.train.steps: got 'x'"]),
+        ("stages.warmpu.train.stepz=1", ["stages.warmpu", "nearest: stages.warmup"]),
+        ("stages.warmup.recipe=stf", ["stages.warmup.recipe: got 'stf'", "did you mean sft?"]),
+        ("stages.rl.train.updates_per_batch=3", ["stages.rl.train.updates_per_batch: got 3"]),
+        ("stages.rl.output_dir=x", ["stages.rl.output_dir", "top of the file"]),
+    ],
+)
+def test_errors_in_stages_name_the_stage(staged: str, override: str, parts: list[str]) -> None:
+    text = refused(staged, override)
+    for part in parts:
+        assert part in text, text
+
+
+def test_run_yaml_of_stages_loads_again(staged: str, tmp_path: Path) -> None:
+    stages = plan_run(staged, "async_rl", ["stages.rl.seed=4"])
+    text = run_yaml(stages)
+    assert plan_run(write(tmp_path, text), "async_rl") == stages
+    assert OmegaConf.create(text).stages.rl.seed == 4
+
+
+def test_run_yaml_of_one_recipe_has_no_stages(minimal: str, tmp_path: Path) -> None:
+    stages = plan_run(minimal, "async_rl")
+    assert "stages" not in OmegaConf.create(run_yaml(stages))
+    assert plan_run(write(tmp_path, run_yaml(stages)), "async_rl") == stages
+
+
+# Machine and files
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "generators", "ranks"),
+    [("gsm8k_qwen2_5_1_5b", 8, 4, 4), ("gsm8k_qwen2_5_1_5b_sync", 2, 1, 1), ("qwen2_5_3b_async_grpo", 6, 4, 2)],
+)
+def test_gpu_configs_ask_for_what_they_say(name: str, gpus: int, generators: int, ranks: int) -> None:
+    config = load_config(name)
+    assert derive(config).gpus_needed == gpus
+    assert derive(config).processes == {"generator": generators, "trainer": ranks}
+    keys = [p.key for p in check_run(config, "async_rl", SMALL_MACHINE)]
+    assert "cluster.device" in keys
+
+
+def test_tensor_parallel_engines_count_their_gpus() -> None:
+    config = load_config("gsm8k_qwen2_5_1_5b", ["rollout.engine.tensor_parallel_size=2"])
+    assert derive(config).gpus == {"generator": 8, "trainer": 4}
+
+
+def test_the_async_gsm8k_job() -> None:
+    config, d = load_config("gsm8k_qwen2_5_1_5b"), derive(load_config("gsm8k_qwen2_5_1_5b"))
+    assert (config.param_server.publish_every, d.max_policy_lag, d.sequences_per_take) == (10, 19, 512)
+
+
+def test_quickstart_runs_on_a_small_machine() -> None:
+    for stage in plan_run("quickstart", "async_rl"):
+        assert [p for p in check_run(stage.config, stage.recipe, SMALL_MACHINE) if "package" not in p.text] == []
+
+
+def test_missing_files_are_problems_not_errors(minimal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(minimal, ["model.path=./nothing"])
+    found = {p.key: str(p) for p in check_run(config, "sft", BIG_MACHINE)}
+    assert set(found) == {"model.path", "task.path"}
+    assert "missing model path" in found["model.path"]
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "nothing/config.json").write_text("{}")
+    (tmp_path / "tasks.jsonl").write_text("")
+    assert check_run(config, "sft", BIG_MACHINE) == []
+
+
+def test_too_few_cores_and_absent_cores(minimal: str) -> None:
+    cpu = ["cluster.device=cpu", "model.path=org/m"]
+    keys = [
+        p.key for p in check_run(load_config(minimal, [*cpu, "rollout.num_generators=2"]), "async_rl", SMALL_MACHINE)
+    ]
+    assert "cluster.pin_cores" in keys
+    keys = [
+        p.key for p in check_run(load_config(minimal, [*cpu, "cluster.engine_cores=[7]"]), "async_rl", SMALL_MACHINE)
+    ]
+    assert "cluster.engine_cores" in keys
+
+
+def test_a_folder_that_holds_a_run(minimal: str, tmp_path: Path) -> None:
+    config = load_config(minimal, [f"output_dir={tmp_path}"])
+    assert earlier_run(config) is None
+    config.run_dir.mkdir(parents=True)
+    assert earlier_run(config) is None
+    (config.run_dir / "metrics.jsonl").touch()
+    problem = earlier_run(config)
+    assert problem is not None
+    assert "name=" in problem.text
+    assert str(config.run_dir) in problem.text
+
+
+@pytest.mark.parametrize("name", sorted(bundled_configs()))
+def test_bundled_configs_begin_with_a_description_and_their_command(name: str) -> None:
+    lines = bundled_configs()[name].read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert any(f"leeway run async_rl --config {name}" in line for line in lines[:5])
+    plan_run(name, None)
+
+
+def test_builtin_names_are_those_of_the_registries() -> None:
+    from leeway.config import names
+    from leeway.envs.registry import ENVIRONMENTS
+    from leeway.envs.rewards import REWARDS
+
+    assert sorted(names.ENVIRONMENTS) == sorted(ENVIRONMENTS)
+    assert sorted(names.REWARDS) == sorted(REWARDS)

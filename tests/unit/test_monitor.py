@@ -1,0 +1,490 @@
+"""The monitor against real files: what is written, what is refused, and what a broken sink may and may not do."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas
+import pytest
+from rich.console import Console
+
+from leeway.monitor import (
+    Monitor,
+    MonitorError,
+    Record,
+    Sink,
+    build_monitor,
+    read_metrics,
+    reward_first,
+    reward_last,
+    weights_sha256,
+    write_summary,
+)
+from leeway.monitor.console import ConsoleSink, who_waits
+from leeway.monitor.curves import build_figure, draw_curves
+from leeway.monitor.jsonl import JsonlSink
+from leeway.monitor.series import bin_shares, read_series
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Settings:
+    console: str = "off"
+    wandb: str = "off"
+    tensorboard: bool = False
+    rollouts_per_step: int = 16
+
+
+class BrokenSink(Sink):
+    name = "broken"
+
+    def __init__(self, *, required: bool) -> None:
+        self.required = required
+        self.num_calls = 0
+
+    def log(self, record: Record) -> None:
+        self.num_calls += 1
+        raise OSError("disk full")
+
+    def close(self, status: str) -> None:
+        raise OSError("disk full")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    def refuse(token: str) -> Any:
+        raise AssertionError(f"{token} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+# metrics.jsonl
+
+
+def test_rows_are_on_disk_before_the_monitor_is_closed(tmp_path: Path) -> None:
+    monitor = build_monitor(tmp_path / "run", Settings(), {}, 10, "rl")
+    monitor.log(1, {"train/reward/mean": np.float32(0.5), "train/sequences": np.int64(64)})  # type: ignore[dict-item]
+    monitor.log(1, {"collector/pause_s": 0.25}, role="collector")
+    first, second = lines(tmp_path / "run" / "metrics.jsonl")
+    assert first.pop("time") > 1.7e9
+    assert first == {"step": 1, "role": "trainer", "train/reward/mean": 0.5, "train/sequences": 64}
+    assert (second["role"], second["collector/pause_s"]) == ("collector", 0.25)
+    monitor.close("done")
+
+
+def test_nonfinite_numbers_stay_json_and_keep_their_kind(tmp_path: Path) -> None:
+    monitor = build_monitor(tmp_path, Settings(), {}, None, "rl")
+    monitor.log(1, {"a": math.nan, "b": -math.inf, "c": 1.0})
+    monitor.log(2, {"a": 3.0, "b": 4.0, "c": 1.0})
+    monitor.close("done")
+    first, second = lines(tmp_path / "metrics.jsonl")
+    assert (first["a"], first["b"], first["c"]) == (None, None, 1.0)
+    assert first["nonfinite"] == {"a": "nan", "b": "-inf"}
+    assert "nonfinite" not in second
+    frame = pandas.read_json(tmp_path / "metrics.jsonl", lines=True)
+    assert str(frame.dtypes["a"]) == "float64"
+    assert np.nanmean(frame["a"].to_numpy()) == 3.0
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [({"step": 1.0}, "'step' is taken"), ({"x": "1.0"}, "'x': got '1.0'"), ({"x": None}, "'x': got None")],
+)
+def test_what_is_not_a_metric_is_refused_by_name(tmp_path: Path, metrics: dict[str, Any], message: str) -> None:
+    monitor = build_monitor(tmp_path, Settings(), {}, None, "rl")
+    with pytest.raises(ValueError, match=message):
+        monitor.log(1, metrics)
+    monitor.close("failed")
+    assert lines(tmp_path / "metrics.jsonl") == []
+
+
+def test_an_earlier_runs_metrics_are_set_aside_not_mixed_or_lost(tmp_path: Path) -> None:
+    for run in (1, 2, 3):
+        monitor = build_monitor(tmp_path, Settings(), {}, None, "rl")
+        monitor.log(run, {"x": run})
+        monitor.close("done")
+    assert [row["x"] for row in lines(tmp_path / "metrics.jsonl")] == [3]
+    assert [row["x"] for row in lines(tmp_path / "metrics-1.jsonl")] == [1]
+    assert [row["x"] for row in lines(tmp_path / "metrics-2.jsonl")] == [2]
+
+
+def test_reading_forgives_only_a_torn_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "trai')
+    assert [row["step"] for row in read_metrics(path)] == [1, 2]
+    path.write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2"):
+        read_metrics(path)
+
+
+# rollouts
+
+
+def test_rollouts_are_sampled_over_the_whole_step_and_strict_json(tmp_path: Path) -> None:
+    monitor = Monitor(tmp_path, config={}, sinks=[], rollouts_per_step=4)
+    monitor.rollouts(12, [{"index": i, "text": "é", "logprobs": [-math.inf, -0.5]} for i in range(64)])
+    rows = lines(tmp_path / "rollouts" / "step-000012.jsonl")
+    assert [row["index"] for row in rows] == [0, 16, 32, 48]
+    assert rows[0] == {"index": 0, "text": "é", "logprobs": [None, -0.5]}
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step-000012.jsonl"]
+
+
+def test_no_rollouts_are_written_when_switched_off(tmp_path: Path) -> None:
+    Monitor(tmp_path, config={}, sinks=[], rollouts_per_step=0).rollouts(1, [{"text": "x"}])
+    assert not (tmp_path / "rollouts").exists()
+
+
+# broken sinks
+
+
+def test_a_broken_view_is_switched_off_named_and_the_record_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = BrokenSink(required=False)
+    monitor = Monitor(tmp_path, config={}, sinks=[broken, JsonlSink(tmp_path / "metrics.jsonl")])
+    with caplog.at_level("WARNING"):
+        for step in (1, 2, 3):
+            monitor.log(step, {"x": 1.0})
+        monitor.close("done")
+    assert broken.num_calls == 1
+    assert monitor.failed_sinks == {"broken": "OSError: disk full"}
+    assert len(caplog.records) == 1
+    assert "broken failed and is switched off" in caplog.text
+    assert len(lines(tmp_path / "metrics.jsonl")) == 3
+
+
+def test_a_broken_record_ends_the_run_after_the_others_had_their_turn(tmp_path: Path) -> None:
+    monitor = Monitor(tmp_path, config={}, sinks=[BrokenSink(required=True), JsonlSink(tmp_path / "metrics.jsonl")])
+    with pytest.raises(OSError, match="disk full"):
+        monitor.log(1, {"x": 1.0})
+    assert len(lines(tmp_path / "metrics.jsonl")) == 1
+    with pytest.raises(OSError, match="disk full"):
+        monitor.close("failed")
+    monitor.close("failed")
+    with pytest.raises(RuntimeError, match="after close"):
+        monitor.log(2, {"x": 1.0})
+
+
+# console
+
+
+def plain_console(clock: list[float], total_steps: int | None = 100) -> tuple[ConsoleSink, io.StringIO]:
+    out = io.StringIO()
+    console = Console(file=out, width=60)
+    return ConsoleSink(
+        mode="auto", total_steps=total_steps, title="rl [a]", console=console, clock=lambda: clock[0]
+    ), out
+
+
+def record(step: int, **metrics: float) -> Record:
+    return Record(
+        step=step, time=0.0, role="trainer", metrics={key.replace("__", "/"): value for key, value in metrics.items()}
+    )
+
+
+def test_auto_off_a_terminal_prints_a_line_every_few_seconds_and_never_the_same_state_twice() -> None:
+    clock = [0.0]
+    sink, out = plain_console(clock)
+    for step in range(1, 101):
+        clock[0] = step * 0.5
+        sink.log(record(step, train__reward__mean=step / 100))
+    sink.close("done")
+    text = out.getvalue().splitlines()
+    assert text[0] == "rl [a] step 1/100  reward 0.010"
+    assert [int(re.findall(r"step (\d+)/", line)[0]) for line in text[:-1]] == [
+        1,
+        11,
+        21,
+        31,
+        41,
+        51,
+        61,
+        71,
+        81,
+        91,
+        100,
+    ]
+    assert text[-1] == "rl [a]: done at step 100 after 50.0 s"
+
+
+def test_evaluations_are_printed_at_once() -> None:
+    clock = [0.0]
+    sink, out = plain_console(clock)
+    sink.log(record(1, train__reward__mean=0.5))
+    sink.log(record(1, eval__gsm8k__exact_match=0.25))
+    assert out.getvalue().splitlines()[-1] == "rl [a] step 1: eval/gsm8k/exact_match 0.250"
+
+
+def test_live_mode_shows_the_bar_and_the_status_line() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(
+        mode="live", total_steps=4, title="rl [a]", console=Console(file=out, width=120, force_terminal=True)
+    )
+    sink.log(record(3, train__reward__mean=0.5, step__total_s=1.0, step__wait_for_batch_s=0.4))
+    sink.close("interrupted")
+    assert "rl [a]" in out.getvalue()
+    assert "3/4" in out.getvalue()
+    assert "reward 0.500 | 1.00 s/step | trainer waits for a batch 40 %" in out.getvalue()
+    assert "rl [a]: interrupted at step 3" in out.getvalue()
+
+
+def test_who_waits_names_the_side_that_waits_more() -> None:
+    trainer = {"step/total_s": 1.0, "step/wait_for_batch_s": 0.3}
+    assert who_waits({**trainer, "collector/wait_for_slot_frac": 0.1}) == ["trainer waits for a batch 30 %"]
+    assert who_waits({**trainer, "collector/wait_for_slot_frac": 0.5}) == ["collectors wait for a slot 50 %"]
+    assert who_waits({"step/total_s": 1.0, "step/wait_for_batch_s": 0.01}) == ["nobody waits"]
+    assert who_waits({"step/total_s": 0.0, "step/wait_for_batch_s": 0.0}) == []
+
+
+# tensorboard, wandb
+
+
+def test_tensorboard_events_hold_the_same_numbers(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monitor = build_monitor(tmp_path, Settings(tensorboard=True), {}, None, "rl")
+    monitor.log(3, {"train/reward/mean": 0.25, "train/grad_norm": math.inf})
+    monitor.log(7, {"train/reward/mean": 0.75, "train/sequences": 64})
+    monitor.close("done")
+    assert monitor.failed_sinks == {}
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/reward/mean")] == [(3, 0.25), (7, 0.75)]
+    assert events.Scalars("train/grad_norm")[0].value == math.inf
+    assert [(e.step, e.value) for e in events.Scalars("train/sequences")] == [(7, 64.0)]
+
+
+def test_wandb_offline_leaves_a_run_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # anything that did reach for the network would fail
+    monitor = build_monitor(tmp_path, Settings(wandb="offline"), {"project": "p", "seed": 3}, None, "rl")
+    monitor.log(5, {"train/reward/mean": 0.125})
+    monitor.log(4, {"collector/pause_s": 0.5}, role="collector")  # a late row of an older step must not be lost
+    monitor.close("done")
+    assert monitor.failed_sinks == {}
+    (binary,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    content = binary.read_bytes()
+    assert all(text in content for text in (b"train/reward/mean", b"collector/pause_s", b"0.125"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "package"), [(Settings(wandb="offline"), "wandb"), (Settings(tensorboard=True), "tensorboard")]
+)
+def test_a_missing_package_is_refused_before_any_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Settings, package: str
+) -> None:
+    import importlib.machinery
+    import importlib.util
+
+    # What Python finds when the package is missing and the working directory holds a folder of that name.
+    folder = importlib.machinery.ModuleSpec(package, None, is_package=True)
+    for found in (None, folder):
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
+        with pytest.raises(
+            MonitorError, match=rf"monitor\.{package}: .*pip install {package}.*or set monitor\.{package}="
+        ):
+            build_monitor(tmp_path / "run", settings, {}, None, "rl")
+    assert not (tmp_path / "run").exists()
+
+
+def test_importing_and_running_the_monitor_loads_nothing_heavy(tmp_path: Path) -> None:
+    code = f"""
+import sys, types
+from pathlib import Path
+from leeway.monitor import build_monitor, write_summary
+settings = types.SimpleNamespace(console="plain", wandb="off", tensorboard=True, rollouts_per_step=1)
+monitor = build_monitor(Path({str(tmp_path)!r}), settings, {{}}, 1, "rl")
+monitor.log(1, {{"x": 1.0}})
+monitor.close("done")
+print("loaded:", [m for m in ("torch", "ray", "vllm", "matplotlib", "wandb", "tensorflow") if m in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONPATH": str(ROOT / "src")}
+    )
+    assert done.stdout.splitlines()[-1] == "loaded: []"
+
+
+# summary
+
+
+def test_summary_has_one_order_and_replaces_the_file_whole(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "summary.json"
+    write_summary(path, {"status": "running", "filler": "x" * 1000})
+    write_summary(path, {"zeta": 1, "versions": {"torch": "2"}, "alpha": math.nan, "steps": 3, "status": "done"})
+    summary = json.loads(path.read_text())
+    assert list(summary) == ["status", "steps", "versions", "alpha", "zeta"]
+    assert summary["alpha"] is None
+    assert [p.name for p in path.parent.iterdir()] == ["summary.json"]
+    with pytest.raises(TypeError):
+        write_summary(path, {"status": object()})
+    assert json.loads(path.read_text()) == summary
+
+
+def test_reward_first_and_last_are_means_over_5_and_20_rl_steps() -> None:
+    rows: list[dict[str, Any]] = [
+        {"step": 0, "eval/a/reward": 9.0},
+        *({"step": s, "train/loss/sft": 1.0} for s in range(5)),
+    ]
+    rows += [{"step": step, "train/reward/mean": float(step)} for step in range(1, 101)]
+    rows.append({"step": 101, "train/reward/mean": None})
+    assert reward_first(rows) == 3.0
+    assert reward_last(rows) == 90.5
+    assert reward_first([]) is None
+    assert reward_last(rows[:8]) == 1.5
+
+
+def test_weights_sha256_is_the_hash_of_the_shards_in_order_of_name(tmp_path: Path) -> None:
+    (tmp_path / "model-00002.safetensors").write_bytes(b"world")
+    (tmp_path / "model-00001.safetensors").write_bytes(b"hello")
+    (tmp_path / "config.json").write_text("{}")
+    assert weights_sha256(tmp_path) == hashlib.sha256(b"helloworld").hexdigest()
+    (tmp_path / "model-00002.safetensors").write_bytes(b"worle")
+    assert weights_sha256(tmp_path) != hashlib.sha256(b"helloworld").hexdigest()
+    with pytest.raises(ValueError, match=r"no \*\.safetensors"):
+        weights_sha256(tmp_path / "nowhere")
+
+
+# curves
+
+
+def rl_rows(num_steps: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = [
+        {"step": 0, "role": "eval", "eval/addition/exact_match": 0.4, "eval/addition/reward": 0.45, "limit/step_s": 0.8}
+    ]
+    for step in range(1, num_steps + 1):
+        row = {
+            "train/reward/mean": 0.5 + 0.001 * step,
+            "train/policy_lag/mean": 1.5,
+            "train/policy_lag/max": 2,
+            "train/tokens_per_s": 100.0,
+        }
+        row |= {
+            "step/total_s": 2.0,
+            "step/wait_for_batch_s": 0.5,
+            "step/forward_backward_s": 1.0,
+            "step/optim_s": 0.1,
+            "step/publish_s": 0.2,
+        }
+        rows.append({"step": step, "role": "trainer", **row, "limit/efficiency": 0.4 if step > 1 else None})
+        shares = {"collector/wait_for_slot_frac": 0.3, "collector/pause_frac": 0.1, "collector/generate_frac": 0.6}
+        rows.append({"step": step, "role": "collector", "collector/tokens_per_s": 150.0, **shares})
+    rows.append({"step": num_steps, "role": "eval", "eval/addition/exact_match": 0.7, "eval/addition/reward": 0.75})
+    return rows
+
+
+def panels(figure: Any) -> dict[str, Any]:
+    return {ax.get_title(loc="left").split(" (")[0]: ax for ax in figure.axes}
+
+
+def legend(ax: Any) -> list[str]:
+    return [text.get_text() for text in ax.get_legend().get_texts()]
+
+
+def test_curves_show_every_question_with_its_numbers() -> None:
+    stages = [
+        ("warm-up", read_series([{"step": s, "train/loss/sft": 1 / s} for s in range(1, 50)])),
+        ("rl", read_series(rl_rows(200))),
+    ]
+    by_title = panels(build_figure(stages, title="t", max_policy_lag=2))
+    assert list(by_title) == [
+        "Supervised loss",
+        "Reward and held-out evaluation",
+        "Policy lag of trained tokens",
+        "Trainer",
+        "Collectors",
+        "Throughput",
+        "Time per step",
+        "Efficiency",
+    ]
+    reward = by_title["Reward and held-out evaluation"]
+    held_out = next(line for line in reward.get_lines() if line.get_label() == "held-out exact match")
+    assert held_out.get_xydata().tolist() == [[0.0, 0.4], [200.0, 0.7]]
+    assert {text.get_text() for text in reward.texts} == {"0.4", "0.7"}
+    lag = by_title["Policy lag of trained tokens"]
+    bound = next(line for line in lag.get_lines() if line.get_label() == "bound (2)")
+    assert set(bound.get_ydata()) == {2}
+    assert lag.get_ylim()[1] > 2
+    expected = ["forward + backward 50 %", "optimizer 5 %", "publish 10 %", "waits for a batch 25 %", "other 10 %"]
+    assert legend(by_title["Trainer"]) == expected
+    assert legend(by_title["Collectors"]) == ["generates 60 %", "paused for weights 10 %", "waits for a slot 30 %"]
+    assert "reached (median 40 %)" in legend(by_title["Efficiency"])
+    limit = next(line for line in by_title["Time per step"].get_lines() if "limit" in str(line.get_label()))
+    assert set(limit.get_ydata()) == {0.8}
+
+
+def test_no_text_of_the_picture_overlaps_another() -> None:
+    figure = build_figure([("rl", read_series(rl_rows(200)))], title="t", max_policy_lag=2)
+    figure.draw_without_rendering()
+    boxes = [(ax, box) for ax in figure.axes if (box := ax.get_tightbbox()) is not None]
+    assert len(boxes) == 7
+    for i, (one, box) in enumerate(boxes):
+        assert box.x0 >= 0, one.get_title(loc="left")
+        assert box.x1 <= figure.bbox.x1, one.get_title(loc="left")
+        for other, other_box in boxes[i + 1 :]:
+            overlap = box.overlaps(other_box)
+            assert not overlap, (one.get_title(loc="left"), other.get_title(loc="left"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "titles"),
+    [
+        ([{"step": 1, "train/reward/mean": 0.5}], ["Reward and held-out evaluation"]),
+        ([{"step": 0, "eval/a/exact_match": 0.5}], ["Reward and held-out evaluation"]),
+        ([{"step": 1, "step/total_s": 1.0, "train/reward/mean": None}], ["Time per step"]),
+        ([{"step": 1, "collector/pause_frac": 0.5}, {"step": 900, "collector/pause_frac": 0.1}], ["Collectors"]),
+        ([{"step": 1, "step/wait_for_batch_s": 0.0, "step/forward_backward_s": 0.0}], ["Trainer"]),
+        (
+            [{"step": 1, "train/reward/mean": -5.0, "eval/a/exact_match": 0.5, "eval/a/reward": -4.0}],
+            ["Reward and held-out evaluation"],
+        ),
+        ([], []),
+    ],
+)
+def test_curves_of_short_and_partial_runs(tmp_path: Path, rows: list[dict[str, Any]], titles: list[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert list(panels(build_figure([("", read_series(read_metrics(path)))]))) == titles
+    draw_curves([("", path)], tmp_path / "out" / "curves.png")
+    assert (tmp_path / "out" / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["curves.png"]
+
+
+def test_rewards_beyond_0_to_1_are_compared_with_held_out_rewards() -> None:
+    figure = build_figure(
+        [("", read_series([{"step": 1, "train/reward/mean": -5.0, "eval/a/exact_match": 0.5, "eval/a/reward": -4.0}]))]
+    )
+    assert legend(figure.axes[0]) == ["training reward", "held-out reward"]
+
+
+def test_shares_weigh_steps_by_their_time_and_sum_to_a_hundred() -> None:
+    rows = [{"step": s, "wait": 1.0 if s == 2 else 0.0, "total": 9.0 if s == 2 else 1.0} for s in (1, 2)]
+    series = read_series(rows)
+    _, width, shares = bin_shares({"wait": series["wait"]}, series["total"], max_bins=1)
+    assert width == 2
+    assert shares["wait"] == pytest.approx([10.0])
+    assert shares["other"] == pytest.approx([90.0])
+    overlapping = read_series([{"step": 1, "a": 0.9, "b": 0.6}])
+    _, _, shares = bin_shares(overlapping, None, max_bins=10)
+    assert (shares["a"][0], shares["b"][0], shares["other"][0]) == pytest.approx((60.0, 40.0, 0.0))
+
+
+# docs
+
+
+def test_every_metric_this_package_names_is_explained_in_the_docs() -> None:
+    explained = set(re.findall(r"`([a-z_]+/[a-z_/<>0-9]+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    named: set[str] = set()
+    for path in (ROOT / "components" / "monitor").glob("*.py"):
+        named |= set(re.findall(r'"((?:train|collector|step|limit|replay|param_server)/[a-z_/]+)"', path.read_text()))
+    assert len(named) > 15
+    assert named <= explained, named - explained

@@ -1,0 +1,125 @@
+"""Prompts as real templates write them: one BOS, and a response that ends with the token that ends a turn."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from leeway.tasks import Prompter
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'] | trim + '<|eot_id|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+)
+# Qwen3 opens an empty thought before the answer; the generation prompt does not write it.
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}"
+    "{% if m['role'] == 'assistant' %}{{ '<think></think>' }}{% endif %}"
+    "{{ m['content'] + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+# Says how many messages there are, so the beginning of a conversation depends on its end.
+REWRITING = "{{ messages | length }}{% for m in messages %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
+
+SPECIALS = ["<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+PLAIN = ["<unk>", "user", "assistant", "system", "\n", " ", "a", "b", "c", "<think></think>", "<", ">", "2", "3"]
+
+
+def tokenizer(template=None, *, writes_bos=False, writes_eos=False, eos="<eos>"):
+    vocab = {token: i for i, token in enumerate(SPECIALS + PLAIN)}
+    core = Tokenizer(WordLevel(vocab, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("user|assistant|system|<think></think>|[\\s\\S]"), "isolated")
+    if writes_bos or writes_eos:
+        single = ("<bos> " if writes_bos else "") + "$A" + (" <eos>" if writes_eos else "")
+        core.post_processor = TemplateProcessing(single=single, special_tokens=[("<bos>", 0), ("<eos>", 1)])
+    core.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", bos_token="<bos>", eos_token=eos)
+    made.add_special_tokens({"additional_special_tokens": SPECIALS})
+    made.chat_template = template
+    return made
+
+
+def ids(made, text):
+    return made(text, add_special_tokens=False)["input_ids"]
+
+
+def test_chatml_response_ends_with_the_end_of_turn():
+    made = tokenizer(CHATML)
+    prompter = Prompter(made)
+    prompt, response = prompter.encode_example("a b", "c")
+    assert prompt == prompter.encode("a b") == ids(made, "<|im_start|>user\na b<|im_end|>\n<|im_start|>assistant\n")
+    assert response == ids(made, "c<|im_end|>")
+    assert prompter.stop_token_ids == sorted([SPECIALS.index("<eos>"), SPECIALS.index("<|im_end|>")])
+    assert prompter.decode(response) == "c"
+
+
+def test_llama3_writes_exactly_one_bos():
+    made = tokenizer(LLAMA3, writes_bos=True, eos="<|eot_id|>")
+    prompter = Prompter(made)
+    for prompt in ("a", [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]):
+        tokens, response = prompter.encode_example(prompt, " c ")  # this template trims
+        assert tokens.count(0) == 1
+        assert tokens[0] == 0
+        assert response == ids(made, "c<|eot_id|>")
+    assert prompter.stop_token_ids == [SPECIALS.index("<|eot_id|>")]
+
+
+def test_text_written_before_the_answer_is_part_of_the_response():
+    made = tokenizer(THINKING)
+    prompt, response = Prompter(made).encode_example("a", "c")
+    assert response == ids(made, "<think></think>c<|im_end|>")
+    assert prompt[-1] == ids(made, "\n")[0]
+
+
+def test_several_turns():
+    made = tokenizer(CHATML)
+    messages = [
+        {"role": r, "content": c} for r, c in (("system", "a"), ("user", "b"), ("assistant", "c"), ("user", "a"))
+    ]
+    prompt, response = Prompter(made).encode_example(messages, "b b")
+    assert made.decode(prompt).count("<|im_start|>") == 5
+    assert response == ids(made, "b b<|im_end|>")
+    with pytest.raises(ValueError, match="user message last"):
+        Prompter(made).encode(messages[:3])
+
+
+def test_template_that_rewrites_the_prompt_is_refused_for_examples_only():
+    prompter = Prompter(tokenizer(REWRITING))
+    assert prompter.encode("a")
+    with pytest.raises(ValueError, match="chat template"):
+        prompter.encode_example("a", "b")
+
+
+def test_plain_text_keeps_own_bos_and_never_ends_with_eos():
+    made = tokenizer(writes_bos=True, writes_eos=True)
+    prompter = Prompter(made, extra_stop_token_ids=[6])
+    prompt, response = prompter.encode_example("a b", "c")
+    assert prompt == [0, *ids(made, "a b")]
+    assert response == [*ids(made, "c"), 1]
+    assert prompter.stop_token_ids == [1, 6]
+    assert prompter.encode([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]) == [
+        0,
+        *ids(made, "a\nb"),
+    ]
+    assert prompter.decode([*ids(made, "b 2"), 6]) == "b 2"
+
+
+def test_empty_plain_prompt_is_refused():
+    with pytest.raises(ValueError, match="empty text"):
+        Prompter(tokenizer()).encode("")
+
+
+def test_tokenizer_without_any_end_is_refused():
+    made = tokenizer()
+    made.eos_token = None
+    with pytest.raises(ValueError, match="no EOS"):
+        Prompter(made)

@@ -1,0 +1,170 @@
+"""Rewards: what they pay, and that checking an answer never stalls, from any thread."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from leeway.envs import rewards
+from leeway.envs.guarded import ScorerPool
+from leeway.envs.rewards import exact_match, math_verify, reasoning_gym, resolve_reward
+from leeway.tasks.reasoning_gym_tasks import generate_rows
+from leeway.types import Task
+
+ENDLESS = "9**9**9**9**9"
+
+
+def make(answer, **info):
+    return Task(task_id="t", prompt="p", answer=answer, info=info)
+
+
+def gym_task(dataset, **options):
+    (row,) = generate_rows(dataset, options=options, size=1, seed=3)
+    # As it arrives after a trip through a JSON ledger.
+    return Task(task_id="t", prompt="p", answer=row.answer, info=json.loads(json.dumps(row.info)))
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "expected"),
+    [
+        ("-12", " -12\n", 1),
+        ("-12", "12", 0),
+        ("-12", "-12 apples", 0),
+        ("a  b", "a b", 1),
+        ("", "", 1),
+        ("7", "#### 7", 0),
+    ],
+)
+def test_exact_match(answer, text, expected):
+    assert exact_match(make(answer), text) == expected
+
+
+def test_exact_match_after_the_mark_of_the_tasks():
+    task = make("7", answer_after="####")
+    assert [exact_match(task, t) for t in ("3+4\n#### 7", "#### 7\n#### 8", "7", "three")] == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "expected"),
+    [
+        ("72", "48/2 = 24, so 48+24 = 72\n#### 72", 1),
+        ("72", "#### 71", 0),
+        ("1,234", "The answer is 1234.", 1),
+        ("-12", "\\boxed{-12}", 1),
+        ("\\frac{1}{2}", "so it is $0.5$", 1),
+        ("3/4", "\\boxed{\\frac{6}{8}}", 1),
+        ("18", "\\boxed{18} dollars, not 20", 1),
+        ("72", "", 0),
+        ("", "72", 0),
+        ("72", "no number", 0),
+        ("x", "(" * 20000, 0),
+        ("72", "x" * 200000 + " 72", 1),
+    ],
+)
+def test_math_verify(answer, text, expected):
+    started = time.monotonic()
+    assert math_verify(make(answer), text) == expected
+    assert time.monotonic() - started < 15
+
+
+def test_math_verify_works_from_threads_and_from_a_loop():
+    cases = [(make(str(i)), f"so {i % 7}") for i in range(40)]
+    expected = [float(i == i % 7) for i in range(40)]
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(lambda case: math_verify(*case), cases)) == expected
+
+    async def all_at_once():
+        return await asyncio.gather(*(asyncio.to_thread(math_verify, *case) for case in cases))
+
+    assert asyncio.run(all_at_once()) == expected
+
+
+def test_endless_computation_costs_the_deadline_and_nothing_more():
+    pool = ScorerPool("math_verify", num_workers=1, deadline_s=0.5)
+    assert pool.score("72", "72") == 1.0
+    started = time.monotonic()
+    assert pool.score("72", ENDLESS) == 0.0
+    assert time.monotonic() - started < 1.5
+    assert pool.score("72", "72") == 1.0
+    pool.close()
+
+
+def test_killed_process_is_replaced_and_none_is_left_behind():
+    pool = ScorerPool("math_verify", num_workers=1)
+    assert pool.score("1", "1") == 1.0
+    pid = pool._idle[0]._process.pid
+    os.kill(pid, signal.SIGKILL)
+    assert pool.score("1", "1") == 1.0
+    last = pool._idle[0]._process.pid
+    assert last != pid
+    pool.close()
+    for gone in (pid, last):
+        with pytest.raises(ProcessLookupError):
+            os.kill(gone, 0)
+
+
+def test_process_ends_with_its_parent():
+    pool = ScorerPool("math_verify", num_workers=1)
+    assert pool.score("1", "1") == 1.0
+    process = pool._idle[0]._process
+    assert process.stdin is not None
+    process.stdin.close()  # what the kernel does when the parent is killed
+    assert process.wait(timeout=5) == 0
+
+
+def test_checker_that_cannot_start_says_why(monkeypatch):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="math_verify process did not start"):
+        ScorerPool("math_verify", start_timeout_s=5).score("1", "1")
+
+
+def test_reasoning_gym_scores_with_the_datasets_own_function():
+    task = gym_task("chain_sum", min_terms=2, max_terms=2, min_digits=2, max_digits=2)
+    assert reasoning_gym(task, f" {task.answer} ") == 1.0
+    assert reasoning_gym(task, "1x") == 0.0
+    assert 0.0 < reasoning_gym(task, f"it is {task.answer}") < 1.0
+    assert not rewards._parses_text(task)
+    with pytest.raises(ValueError, match=r"task\.name=reasoning_gym"):
+        reasoning_gym(make("1"), "1")
+
+
+@pytest.mark.parametrize(
+    "dataset", ["spiral_matrix", "countdown", "rubiks_cube", "rearc", "zebra_puzzles", "prime_factorization"]
+)
+def test_entry_survives_json(dataset):
+    task = gym_task(dataset)
+    if task.answer:
+        assert reasoning_gym(task, task.answer) == 1.0
+    assert reasoning_gym(task, "nonsense") < 0.1
+
+
+def test_dataset_that_computes_what_the_model_wrote_runs_under_the_deadline(monkeypatch):
+    monkeypatch.setattr(rewards, "_reasoning_gym_pool", ScorerPool("reasoning_gym", num_workers=1, deadline_s=1.0))
+    task = gym_task("countdown")
+    assert rewards._parses_text(task)
+    started = time.monotonic()
+    assert reasoning_gym(task, task.answer) == 1.0
+    assert reasoning_gym(task, ENDLESS) < 1.0
+    assert time.monotonic() - started < 15
+    rewards._reasoning_gym_pool.close()
+
+
+def test_resolve():
+    assert resolve_reward("exact_match") is exact_match
+    assert resolve_reward("json:dumps") is json.dumps
+    for name, message in [
+        ("exact_mtach", "'exact_match'"),
+        ("no_such_pkg.rewards:f", "no module 'no_such_pkg'"),
+        ("json:no_such", "has no 'no_such'"),
+        ("json:__name__", "expected a function"),
+    ]:
+        with pytest.raises(ValueError, match=message) as caught:
+            resolve_reward(name)
+        assert "env.reward" in str(caught.value)
+        assert "\n" not in str(caught.value)
