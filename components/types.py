@@ -85,10 +85,13 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         lengths = {
-            name: len(getattr(self, name)) for name in ("response_tokens", "loss_mask", "behavior_logprobs", "policy_versions")
+            name: len(getattr(self, name))
+            for name in ("response_tokens", "loss_mask", "behavior_logprobs", "policy_versions")
         }
         if len(set(lengths.values())) != 1:
-            raise ValueError(f"Trajectory: per-token lists differ in length: {lengths}; give one entry per response token")
+            raise ValueError(
+                f"Trajectory: per-token lists differ in length: {lengths}; give one entry per response token"
+            )
         if not self.prompt_tokens:
             raise ValueError("Trajectory: prompt_tokens is empty; a policy needs at least one token to continue from")
         if not isinstance(self.reward, int | float) or self.reward != self.reward:
@@ -127,7 +130,9 @@ class Group:
 
     def policy_versions(self) -> tuple[int, int]:
         """(oldest, newest) policy version that sampled a token of this group."""
-        versions = [v for t in self.trajectories for v, sampled in zip(t.policy_versions, t.loss_mask, strict=True) if sampled]
+        versions = [
+            v for t in self.trajectories for v, sampled in zip(t.policy_versions, t.loss_mask, strict=True) if sampled
+        ]
         if not versions:
             raise ValueError(f"group {self.group_id}: no token was sampled by the policy; nothing to train on")
         return min(versions), max(versions)

@@ -135,10 +135,14 @@ class BucketWriter:
         return entries, self._full
 
 
-def read_bucket(bucket: torch.Tensor, entries: Iterable[TensorEntry], *, policy_version: int) -> Iterator[tuple[str, torch.Tensor]]:
+def read_bucket(
+    bucket: torch.Tensor, entries: Iterable[TensorEntry], *, policy_version: int
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Named tensors of one bucket, as views of its bytes; each is checked against its hash before it is handed out."""
     for entry in entries:
         data = bucket[entry.offset : entry.offset + entry.num_bytes]
         if sha256_of(data) != entry.sha256:
-            raise HandOverError("bytes", policy_version, f"tensor {entry.name} does not match its SHA-256 in the manifest")
+            raise HandOverError(
+                "bytes", policy_version, f"tensor {entry.name} does not match its SHA-256 in the manifest"
+            )
         yield entry.name, data.view(getattr(torch, entry.dtype)).view(entry.shape)

@@ -26,7 +26,7 @@ from leeway.recipes.context import StageContext, StageResult, say
 from leeway.recipes.evaluation import evaluate
 from leeway.recipes.speeds import measure_speeds
 from leeway.runtime.launch import Launcher
-from leeway.runtime.limit import Speeds, limit_metrics
+from leeway.runtime.limit import LimitMeter, Speeds
 from leeway.runtime.supervisor import Supervisor
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.taskset import build_taskset
@@ -93,14 +93,18 @@ class AsyncRL:
 
     async def run(self) -> StageResult:
         started = time.monotonic()
-        say(f"{self._context.name}: starting {self._config.rollout.num_generators} generator(s), {self._config.train.num_ranks} trainer rank(s)")
+        say(
+            f"{self._context.name}: starting {self._config.rollout.num_generators} generator(s), {self._config.train.num_ranks} trainer rank(s)"
+        )
         await self._launch()
         await self._publish()
         await self._until_served(0)
         evals = {"before": await self._evaluate()} if self._config.eval.at_start else {}
         speeds = await measure_speeds(self._config, self._parts, self._train_tasks.tasks)
         begun = time.monotonic()
-        say(f"{self._context.name}: {self._total_steps} steps, lag bound {self._numbers.max_policy_lag}, up after {begun - started:.0f} s")
+        say(
+            f"{self._context.name}: {self._total_steps} steps, lag bound {self._numbers.max_policy_lag}, up after {begun - started:.0f} s"
+        )
         collecting = [
             self._supervisor.watch(f"generator-{i}", c.collect.remote()) for i, c in enumerate(self._parts.collectors)
         ]
@@ -181,11 +185,13 @@ class AsyncRL:
 
     async def _hand_out(self) -> None:
         """Upload what rank 0 has gathered, make it available, and let more groups start. Runs beside the next step."""
+        started = time.monotonic()
         version = self._version
         publication = await self._wait(self._parts.trainers[0].publication.remote(), "trainer-0")
         assert publication.manifest.policy_version == version, "the trainer and the driver count steps differently"
         await self._wait(self._parts.param_server.publish.remote(publication), "param_server")
         await self._wait(self._parts.buffer.published.remote(version), "replay")
+        self._reports.put_nowait(_StepReport(version, {"param_server/publish_s": time.monotonic() - started}, []))
 
     async def _finish_publishing(self) -> None:
         if self._publishing is not None:
@@ -194,27 +200,26 @@ class AsyncRL:
 
     async def _report_loop(self, speeds: Speeds) -> None:
         """Consumes step reports; waits for steps; asks the collectors for theirs; ends with None."""
+        limit = LimitMeter(speeds, max_policy_lag=self._numbers.max_policy_lag)
         while (report := await self._reports.get()) is not None:
             metrics = dict(report.metrics)
             if "step/total_s" in metrics:
                 metrics["train/tokens_per_s"] = metrics["train/response_tokens/total"] / metrics["step/total_s"]
-                metrics |= limit_metrics(
-                    speeds,
+                metrics |= limit.step(
                     response_tokens=metrics["train/response_tokens/total"] / self._config.train.updates_per_batch,
                     trained_tokens=metrics["train/tokens_in_pass"] / self._config.train.updates_per_batch,
                     longest_response_tokens=metrics["train/response_tokens/max"],
-                    max_policy_lag=self._numbers.max_policy_lag,
                     step_s=metrics["step/total_s"],
                 )
                 self._monitor.log(report.step, metrics, role="trainer")
                 self._monitor.rollouts(report.step, report.rollouts)
                 stats = [await _awaited(c.stats.remote()) for c in self._parts.collectors]
                 collector = reduce_stats(stats)
-                self._served_gap = max(self._served_gap, collector["param_server/served_gap/max"])
+                self._served_gap = max(self._served_gap, collector.get("param_server/served_gap/max", 0.0))
                 self._num_pulls += collector["param_server/pulls"]
                 self._monitor.log(report.step, collector, role="collector")
             else:
-                self._monitor.log(report.step, metrics, role="replay")
+                self._monitor.log(report.step, metrics, role="driver")
 
     async def _maybe_evaluate(self) -> None:
         """In mid-run: training stands still until the engines serve this version and have evaluated it."""
@@ -233,7 +238,9 @@ class AsyncRL:
             self._config, self._parts, self._eval_tasks.tasks, name=self._eval_tasks.name, policy_version=self._version
         )
         self._monitor.log(self._version, metrics, role="evaluation")
-        accuracy = metrics.get(f"eval/{self._eval_tasks.name}/exact_match", metrics[f"eval/{self._eval_tasks.name}/reward"])
+        accuracy = metrics.get(
+            f"eval/{self._eval_tasks.name}/exact_match", metrics[f"eval/{self._eval_tasks.name}/reward"]
+        )
         say(f"{self._context.name}: held-out accuracy {accuracy:.3f} at version {self._version}")
         return {k.rsplit("/", 1)[1]: v for k, v in metrics.items()}
 
@@ -277,7 +284,8 @@ class AsyncRL:
 
     def _result(self, evals: dict[str, Any], folder: str | None, *, wall_s: float, rl_s: float) -> StageResult:
         rows = list(read_metrics(self._context.dir / "metrics.jsonl"))
-        second_half = [r["limit/efficiency"] for r in rows if "limit/efficiency" in r and r["step"] > self._version / 2]
+        late = [r for r in rows if "limit/step_s" in r and r["step"] > self._version / 2]
+        efficiency = sum(r["limit/step_s"] for r in late) / sum(r["step/total_s"] for r in late) if late else None
         dropped = max((r["replay/dropped_stale"] for r in rows if "replay/dropped_stale" in r), default=0.0)
         first, last = reward_first(rows), reward_last(rows)
         summary = {
@@ -293,15 +301,17 @@ class AsyncRL:
             "dropped_stale": int(dropped),
             "served_gap_max": self._served_gap,
             "pulls": int(self._num_pulls),
-            "efficiency_second_half": sum(second_half) / len(second_half) if second_half else None,
+            "efficiency_second_half": efficiency,
             "processes": self._parts.processes,
         }
-        lines = [f"reward {first:.3f} -> {last:.3f}" if first is not None and last is not None else "no reward was seen"]
+        lines = [
+            f"reward {first:.3f} -> {last:.3f}" if first is not None and last is not None else "no reward was seen"
+        ]
         if "before" in evals and "after" in evals and evals["before"]:
             name = "exact_match" if "exact_match" in evals["after"] else "reward"
             lines.append(f"held-out {name} {evals['before'][name]:.3f} -> {evals['after'][name]:.3f}")
-        if second_half:
-            lines.append(f"{summary['efficiency_second_half']:.0%} of the speed limit in the second half")
+        if efficiency is not None:
+            lines.append(f"{efficiency:.0%} of the speed limit in the second half")
         return StageResult(summary=summary, model_path=folder, goodbye=lines)
 
 

@@ -26,7 +26,9 @@ class Checkpoints:
     async def save(self, step: int) -> Path:
         folder = self._directory / f"step-{step:06d}"
         saves = [t.save.remote(str(folder / "hf")) for t in self._trainers]
-        await self._supervisor.wait(asyncio.gather(*map(_awaited, saves)), what="saving weights", timeout_s=SAVE_TIMEOUT_S)
+        await self._supervisor.wait(
+            asyncio.gather(*map(_awaited, saves)), what="saving weights", timeout_s=SAVE_TIMEOUT_S
+        )
         (folder / "state.json").write_text(json.dumps({"policy_version": step}) + "\n")
         partial = self._directory / "latest.json.partial"
         partial.write_text(json.dumps({"step": step, "path": folder.name}) + "\n")

@@ -1,6 +1,6 @@
 """Evaluate the model at `model.path` on the held-out tasks: engines only, serving the model's own weights.
 
-    taskset (eval split) -> Collector[N] -> summary.json, rollouts/
+taskset (eval split) -> Collector[N] -> summary.json, rollouts/
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ async def run(context: StageContext) -> StageResult:
     taskset = build_taskset(config.task, seed=config.seed, split="eval", eval_config=config.eval)
     launcher = Launcher(config, "evaluate", run_dir=context.dir, supervisor=Supervisor())
     parts = launcher.parts
-    monitor = build_monitor(context.dir, config.monitor, config.model_dump(mode="json"), 1, f"{config.name} / {context.name}")
+    monitor = build_monitor(
+        context.dir, config.monitor, config.model_dump(mode="json"), 1, f"{config.name} / {context.name}"
+    )
     status = "failed"
     started = time.monotonic()
     try:
@@ -40,4 +42,3 @@ async def run(context: StageContext) -> StageResult:
     }
     lines = [f"{k} = {v:.4g}" for k, v in metrics.items()]
     return StageResult(summary=summary, model_path=None, goodbye=lines)
-

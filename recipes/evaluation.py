@@ -11,7 +11,9 @@ from leeway.runtime.launch import Parts
 from leeway.types import Task, Trajectory
 
 
-async def evaluate(config: Config, parts: Parts, tasks: Sequence[Task], *, name: str, policy_version: int) -> dict[str, float]:
+async def evaluate(
+    config: Config, parts: Parts, tasks: Sequence[Task], *, name: str, policy_version: int
+) -> dict[str, float]:
     """`eval/<name>/...` of one trajectory per task. Tasks are dealt to the collectors; the result does not depend on how many."""
     calls = [
         c.evaluate.remote(list(tasks[i :: len(parts.collectors)]), config.eval.temperature, policy_version)

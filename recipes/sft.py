@@ -47,7 +47,10 @@ async def run(context: StageContext) -> StageResult:
         context.pids.extend(parts.all_pids())
         num_tokens, loss = await _train(config, launcher, monitor, _batches(config, taskset, prompter), total_steps)
         checkpoints = Checkpoints(
-            context.dir / "checkpoints", keep_last=config.checkpoint.keep_last, trainers=parts.trainers, supervisor=parts.supervisor
+            context.dir / "checkpoints",
+            keep_last=config.checkpoint.keep_last,
+            trainers=parts.trainers,
+            supervisor=parts.supervisor,
         )
         folder = await checkpoints.save(total_steps)
         status = "done"
@@ -61,7 +64,9 @@ async def run(context: StageContext) -> StageResult:
         "loss_last": loss,
         "processes": parts.processes,
     }
-    return StageResult(summary=summary, model_path=str(folder), goodbye=[f"{context.name}: loss {loss:.3f}, weights in {folder}"])
+    return StageResult(
+        summary=summary, model_path=str(folder), goodbye=[f"{context.name}: loss {loss:.3f}, weights in {folder}"]
+    )
 
 
 def num_steps(config: Config, num_tasks: int) -> int:
@@ -105,7 +110,8 @@ def _batches(config: Config, taskset: TaskSet, prompter: Prompter) -> Iterator[l
         num_tokens = sum(len(t.response_tokens) for t in chosen)
         shares = [chosen[rank :: config.train.num_ranks] for rank in range(config.train.num_ranks)]
         yield [
-            batch_trajectories(share, [0.0] * len(share), num_sequences=len(chosen), num_tokens=num_tokens) for share in shares
+            batch_trajectories(share, [0.0] * len(share), num_sequences=len(chosen), num_tokens=num_tokens)
+            for share in shares
         ]
 
 

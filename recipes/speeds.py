@@ -28,10 +28,15 @@ async def measure_speeds(config: Config, parts: Parts, tasks: Sequence[Task]) ->
     alone_s, alone = await _timed_rollouts(config, parts, chosen[:1])
     wanted = config.train.groups_per_step * config.algorithm.group_size
     batch = (trajectories * -(-wanted // len(trajectories)))[:wanted]
-    refs, metrics = await _wait(config, parts, parts.buffer.sample_batch.remote(batch, config.algorithm.group_size), "replay")
+    refs, metrics = await _wait(
+        config, parts, parts.buffer.sample_batch.remote(batch, config.algorithm.group_size), "replay"
+    )
     calls = [t.measure.remote(ref) for t, ref in zip(parts.trainers, refs, strict=True)]
     times = (await _wait(config, parts, asyncio.gather(*map(_awaited, calls)), "trainer"))[0]
-    pauses = [(await _wait(config, parts, c.stats.remote(), "generators")).get("collector/pause_s", 0.0) for c in parts.collectors]
+    pauses = [
+        (await _wait(config, parts, c.stats.remote(), "generators")).get("collector/pause_s", 0.0)
+        for c in parts.collectors
+    ]
     return Speeds(
         generate_s_per_token=generate_s / max(1, response_tokens),
         train_s_per_token=times["forward_backward_s"] / max(1.0, metrics["train/tokens_in_pass"]),

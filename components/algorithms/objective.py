@@ -77,7 +77,12 @@ class PolicyObjective:
             logprobs, tokens.behavior_logprobs, tokens.advantages, clip_low=self.clip_low, clip_high=self.clip_high
         )
         total = aggregate(
-            per_token, tokens.mask, tokens.segments, how=self.aggregation, num_sequences=num_sequences, num_tokens=num_tokens
+            per_token,
+            tokens.mask,
+            tokens.segments,
+            how=self.aggregation,
+            num_sequences=num_sequences,
+            num_tokens=num_tokens,
         )
         with torch.no_grad():
             sums, maxima = token_sums(
@@ -114,7 +119,12 @@ class SupervisedObjective:
         num_tokens: int,
     ) -> Loss:
         total = aggregate(
-            -logprobs, tokens.mask, tokens.segments, how="token_mean", num_sequences=num_sequences, num_tokens=num_tokens
+            -logprobs,
+            tokens.mask,
+            tokens.segments,
+            how="token_mean",
+            num_sequences=num_sequences,
+            num_tokens=num_tokens,
         )
         with torch.no_grad():
             count = tokens.mask.sum().double()

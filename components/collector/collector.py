@@ -21,7 +21,7 @@ from torchrl.collectors import BaseCollector
 
 from ..types import Admission, Group, Task, Trajectory
 from .clock import ActivityClock
-from .hand_over import HandOver
+from .hand_over import HandOver, PullReport
 from .policy import EnginePolicy, derived_seed
 
 
@@ -141,7 +141,9 @@ class Collector(BaseCollector):
         await self._hand_over.until_verified(policy_version)
         async with self._hand_over.hold():
             if self._hand_over.verified != policy_version:
-                raise RuntimeError(f"asked to evaluate version {policy_version}, but this engine already serves {self._hand_over.verified}")
+                raise RuntimeError(
+                    f"asked to evaluate version {policy_version}, but this engine already serves {self._hand_over.verified}"
+                )
             return await self.rollouts(tasks, temperature=temperature, group_size=1)
 
     async def rollouts(self, tasks: list[Task], *, temperature: float, group_size: int) -> list[Trajectory]:
@@ -150,7 +152,9 @@ class Collector(BaseCollector):
 
         async def one(task: Task) -> list[Trajectory]:
             async with room, asyncio.timeout(self._settings.timeout_s):
-                return await self._environment.rollout(task, self._policy(temperature=temperature, group_size=group_size, seed=None))
+                return await self._environment.rollout(
+                    task, self._policy(temperature=temperature, group_size=group_size, seed=None)
+                )
 
         return [t for group in await asyncio.gather(*map(one, tasks)) for t in group]
 
@@ -170,9 +174,7 @@ class Collector(BaseCollector):
             "collector/groups_finished": float(finished),
             "collector/groups_retried": float(retried),
             "collector/in_flight_groups": float(len(self._in_flight)),
-            "param_server/pulls": float(self._hand_over.num_pulls),
-            "param_server/served_gap/max": self._hand_over.gap_max,
-            **self._hand_over.last,
+            **_pull_metrics(self._hand_over.drain_reports()),
         }
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
@@ -197,7 +199,9 @@ class Collector(BaseCollector):
         self._clock.set_in_flight(max(1, len(self._in_flight)))
         for attempt in range(self._settings.retries + 1):
             seed = derived_seed(self._seed, admission.group_id, attempt) if self._settings.seeded else None
-            policy = self._policy(temperature=self._settings.temperature, group_size=self._settings.group_size, seed=seed)
+            policy = self._policy(
+                temperature=self._settings.temperature, group_size=self._settings.group_size, seed=seed
+            )
             try:
                 async with asyncio.timeout(self._settings.timeout_s):
                     trajectories = await self._environment.rollout(admission.task, policy)
@@ -237,10 +241,25 @@ def _checked_group(admission: Admission, trajectories: Any, group_size: int) -> 
     if not isinstance(trajectories, list) or not all(isinstance(t, Trajectory) for t in trajectories):
         raise TypeError(f"rollout() returned {type(trajectories).__name__}; expected a list of leeway.Trajectory")
     if len(trajectories) != group_size:
-        raise ValueError(f"rollout() returned {len(trajectories)} trajectories; expected policy.group_size = {group_size}")
+        raise ValueError(
+            f"rollout() returned {len(trajectories)} trajectories; expected policy.group_size = {group_size}"
+        )
     group = Group(group_id=admission.group_id, task_id=admission.task.task_id, trajectories=trajectories)
     group.policy_versions()  # raises where nothing was sampled
     return group
+
+
+def _pull_metrics(pulls: list[PullReport]) -> dict[str, float]:
+    if not pulls:
+        return {"param_server/pulls": 0.0}
+    return {
+        "param_server/pulls": float(len(pulls)),
+        "param_server/pull_s": sum(p.pull_s for p in pulls) / len(pulls),
+        "param_server/canary_s": sum(p.canary_s for p in pulls) / len(pulls),
+        "param_server/served_gap/max": max(p.served_gap for p in pulls),
+        "param_server/bytes": float(pulls[-1].num_bytes),
+        "collector/pause_s": sum(p.pause_s for p in pulls) / len(pulls),
+    }
 
 
 def _reason(error: BaseException, timeout_s: float) -> str:

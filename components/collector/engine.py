@@ -81,7 +81,9 @@ class Engine:
         if settings.device == "cpu":
             args |= dict(distributed_executor_backend="uni")
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(args | settings.options)))
-        self._shared_memory = Path(tempfile.mkdtemp(prefix="leeway-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+        self._shared_memory = Path(
+            tempfile.mkdtemp(prefix="leeway-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        )
         self._initialised = False
 
     async def generate(
@@ -147,7 +149,9 @@ class Engine:
                 await self._load_bucket(manifest, index, bucket)
                 index += 1
             if index != manifest.num_buckets:
-                raise HandOverError("bytes", manifest.policy_version, f"got {index} buckets, expected {manifest.num_buckets}")
+                raise HandOverError(
+                    "bytes", manifest.policy_version, f"got {index} buckets, expected {manifest.num_buckets}"
+                )
             await self._llm.finish_weight_update(weight_version=str(manifest.policy_version))
             if in_flight == "keep":
                 # New requests must not read what an older version cached; running ones keep their own blocks.
@@ -178,7 +182,9 @@ class Engine:
             await asyncio.to_thread(bucket.tofile, path)
             await self._llm.update_weights(
                 WeightTransferUpdateRequest(
-                    update_info=dict(path=str(path), entries_json=json.dumps(entries), policy_version=manifest.policy_version)
+                    update_info=dict(
+                        path=str(path), entries_json=json.dumps(entries), policy_version=manifest.policy_version
+                    )
                 )
             )
         finally:
@@ -212,7 +218,9 @@ class Engine:
 
     async def _final_output(self, prompt_tokens: list[int], params: Any) -> Any:
         final = None
-        async for output in self._llm.generate({"prompt_token_ids": prompt_tokens}, params, request_id=uuid.uuid4().hex):
+        async for output in self._llm.generate(
+            {"prompt_token_ids": prompt_tokens}, params, request_id=uuid.uuid4().hex
+        ):
             final = output
         assert final is not None, "vLLM ended a request without an output"
         return final

@@ -28,7 +28,6 @@ from ..weights import HandOverError, TensorEntry, read_bucket
 from .engine_worker_env import BACKEND, PARENT_ENV
 
 
-
 def die_with_parent() -> None:
     """End this process when the collector that started it is gone.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,17 @@ Pull = Callable[[int, float], Awaitable[tuple[Manifest, AsyncIterator[np.ndarray
 class LoadsWeights(Protocol):
     async def load_weights(self, manifest: Manifest, buckets: AsyncIterator[np.ndarray], *, in_flight: str) -> Any: ...
     async def score(self, canary: Canary) -> float: ...
+
+
+@dataclass(frozen=True)
+class PullReport:
+    """One pull. `pull_s`: from noticing a version to serving it; of that `canary_s` for the proof and `pause_s` without generation."""
+
+    pull_s: float
+    canary_s: float
+    pause_s: float
+    served_gap: float
+    num_bytes: int
 
 
 class HandOver:
@@ -50,9 +62,7 @@ class HandOver:
         self._hold = asyncio.Lock()
         self._wanted = 0
         self.verified = verified
-        self.num_pulls = 0
-        self.gap_max = 0.0
-        self.last: dict[str, float] = {}
+        self._pulls: list[PullReport] = []
 
     async def run(self) -> None:
         """Consumes publications; waits for the parameter server. Raises `HandOverError` when a check fails."""
@@ -102,12 +112,9 @@ class HandOver:
         async with self._changed:
             self.verified = manifest.policy_version
             self._changed.notify_all()
-        self.num_pulls += 1
-        self.gap_max = max(self.gap_max, gap)
-        self.last = {
-            "param_server/pull_s": time.monotonic() - started,
-            "param_server/canary_s": time.monotonic() - loaded,
-            "param_server/served_gap": gap,
-            "param_server/bytes": float(manifest.num_bytes),
-            "collector/pause_s": times.pause_s,
-        }
+        self._pulls.append(PullReport(time.monotonic() - started, time.monotonic() - loaded, times.pause_s, gap, manifest.num_bytes))
+
+    def drain_reports(self) -> list[PullReport]:
+        """The pulls since the last call."""
+        reports, self._pulls = self._pulls, []
+        return reports

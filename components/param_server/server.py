@@ -34,7 +34,9 @@ class ParameterServer:
         """The newest publication as soon as it is newer than `newer_than`; None when nothing newer came in `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: self._newest is not None and self._newest.manifest.policy_version > newer_than)
+                await self._changed.wait_for(
+                    lambda: self._newest is not None and self._newest.manifest.policy_version > newer_than
+                )
                 return self._newest
         except TimeoutError:
             return None

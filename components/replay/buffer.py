@@ -1,8 +1,8 @@
 """The replay buffer: who may start, what was finished, what is trained next. A torchrl `ReplayBuffer` that waits instead of losing.
 
-    collectors --admit()--> [slots] --put()--> [places] --take()--> trainer
-                               ^                                       |
-                               +------------- published(v) <----------+
+collectors --admit()--> [slots] --put()--> [places] --take()--> trainer
+                           ^                                       |
+                           +------------- published(v) <----------+
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._slot_writer = FreeSlotWriter(capacity)
         self._chosen_sampler = ChosenSampler()
         super().__init__(
-            storage=make_storage(capacity), writer=self._slot_writer, sampler=self._chosen_sampler, collate_fn=lambda groups: groups
+            storage=make_storage(capacity),
+            writer=self._slot_writer,
+            sampler=self._chosen_sampler,
+            collate_fn=lambda groups: groups,
         )
         self._tasks = tasks
         self._next_task = next(tasks, None)
@@ -95,7 +98,9 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             await self._wait(
                 lambda: self._closed or self._next_task is None or self._num_free_slots() > 0,
                 timeout_s,
-                lambda: f"a slot (published version {self._published}, {self._window.num_outstanding} groups outstanding)",
+                lambda: (
+                    f"a slot (published version {self._published}, {self._window.num_outstanding} groups outstanding)"
+                ),
             )
             if self._closed or self._next_task is None:
                 return []
@@ -133,7 +138,11 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             return None
         async with self._changed:
             await self._wait(
-                lambda: self._no_progress() or self._ended() or self._window.missing_for_take(last=self._next_task is None) is None,
+                lambda: (
+                    self._no_progress()
+                    or self._ended()
+                    or self._window.missing_for_take(last=self._next_task is None) is None
+                ),
                 timeout_s,
                 lambda: str(self._window.missing_for_take(last=self._next_task is None)),
             )
@@ -176,7 +185,9 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             filtered=self._ledger.count(GroupState.FILTERED),
             failed=self._ledger.count(GroupState.FAILED),
             retries=self._ledger.num_retries,
-            admitted=self._window.alive + self._ledger.count(GroupState.FILTERED) + self._ledger.count(GroupState.FAILED),
+            admitted=self._window.alive
+            + self._ledger.count(GroupState.FILTERED)
+            + self._ledger.count(GroupState.FAILED),
         )
 
     def _num_free_slots(self) -> int:

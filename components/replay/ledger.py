@@ -68,7 +68,9 @@ class Ledger:
     def retry(self, group_id: int) -> int:
         """Count one more attempt of a group in flight; returns the number of retries so far."""
         entry = self._alive[group_id]
-        assert entry.state is GroupState.ADMITTED, f"group {group_id} is {entry.state}; only a group in flight is retried"
+        assert entry.state is GroupState.ADMITTED, (
+            f"group {group_id} is {entry.state}; only a group in flight is retried"
+        )
         entry.retries += 1
         self.num_retries += 1
         return entry.retries

@@ -21,7 +21,9 @@ class FreeSlotWriter(Writer):
 
     def add(self, data: Any) -> int:
         if not self._free and self._num_used == self._capacity:
-            raise RuntimeError(f"replay buffer: all {self._capacity} places hold groups nobody has taken; admission must stop before")
+            raise RuntimeError(
+                f"replay buffer: all {self._capacity} places hold groups nobody has taken; admission must stop before"
+            )
         index = self._free.pop() if self._free else self._num_used
         self._num_used = max(self._num_used, index + 1)
         self._storage.set(index, data)

@@ -142,7 +142,9 @@ class Launcher:
         config, gpus = self._config, 1 if self._config.cluster.device == "cuda" else 0
         num_ranks = config.train.num_ranks
         self.parts.trainers = [
-            TrainerRank.options(num_gpus=gpus).remote(**self._common(f"trainer-{rank}"), cores=self._cores.trainers[rank])
+            TrainerRank.options(num_gpus=gpus).remote(
+                **self._common(f"trainer-{rank}"), cores=self._cores.trainers[rank]
+            )
             for rank in range(num_ranks)
         ]
         address = await self._wait(self.parts.trainers[0].address.remote(), "trainer-0")

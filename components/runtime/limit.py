@@ -8,6 +8,7 @@ can be no further behind than L + 1 steps, each at least its longest trajectory,
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 
@@ -22,25 +23,34 @@ class Speeds:
     hand_over_s: float
 
 
-def limit_metrics(
-    speeds: Speeds,
-    *,
-    response_tokens: float,
-    trained_tokens: float,
-    longest_response_tokens: float,
-    max_policy_lag: int,
-    step_s: float,
-) -> dict[str, float]:
-    """The limit of one optimizer step (`response_tokens` generated for it, `trained_tokens` through the trainer) against its `step_s`."""
-    generate_s = speeds.generate_s_per_token * response_tokens
-    train_s = speeds.train_s_per_token * trained_tokens + speeds.optim_s
-    longest_s = speeds.serial_s_per_token * longest_response_tokens
-    serial_s = (longest_s + train_s + speeds.hand_over_s) / (max_policy_lag + 1)
-    limit_s = max(generate_s, train_s, serial_s)
-    return {
-        "limit/generate_s": generate_s,
-        "limit/train_s": train_s,
-        "limit/serial_s": serial_s,
-        "limit/step_s": limit_s,
-        "limit/efficiency": limit_s / step_s,
-    }
+class LimitMeter:
+    """The limit of each optimizer step, and how near the last `WINDOW` of them came to it together.
+
+    Single steps say little: a batch that was ready early makes its step look faster than the limit, and the one before it slower.
+    """
+
+    WINDOW = 20
+
+    def __init__(self, speeds: Speeds, *, max_policy_lag: int) -> None:
+        self._speeds = speeds
+        self._max_policy_lag = max_policy_lag
+        self._recent: deque[tuple[float, float]] = deque(maxlen=self.WINDOW)
+
+    def step(
+        self, *, response_tokens: float, trained_tokens: float, longest_response_tokens: float, step_s: float
+    ) -> dict[str, float]:
+        """`limit/*` of a step for which `response_tokens` were generated and `trained_tokens` passed through the trainer."""
+        speeds = self._speeds
+        generate_s = speeds.generate_s_per_token * response_tokens
+        train_s = speeds.train_s_per_token * trained_tokens + speeds.optim_s
+        longest_s = speeds.serial_s_per_token * longest_response_tokens
+        serial_s = (longest_s + train_s + speeds.hand_over_s) / (self._max_policy_lag + 1)
+        limit_s = max(generate_s, train_s, serial_s)
+        self._recent.append((limit_s, step_s))
+        return {
+            "limit/generate_s": generate_s,
+            "limit/train_s": train_s,
+            "limit/serial_s": serial_s,
+            "limit/step_s": limit_s,
+            "limit/efficiency": sum(limit for limit, _ in self._recent) / sum(seconds for _, seconds in self._recent),
+        }

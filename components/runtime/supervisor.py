@@ -39,7 +39,9 @@ class Supervisor:
         except TimeoutError as error:
             if main.done() and not main.cancelled():  # the call itself timed out and says why
                 raise as_part_failure(what, error) from None
-            raise PartFailed(what, f"no answer for {timeout_s:g} s; raise cluster.step_timeout_s if that is normal here") from None
+            raise PartFailed(
+                what, f"no answer for {timeout_s:g} s; raise cluster.step_timeout_s if that is normal here"
+            ) from None
         except Exception as error:
             raise as_part_failure(what, error) from None
         finally:

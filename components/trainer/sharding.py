@@ -14,7 +14,9 @@ def make_mesh(device_type: str, num_ranks: int) -> DeviceMesh:
     return init_device_mesh(device_type, (num_ranks,))
 
 
-def shard(model: ScoringModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, gradient_checkpointing: bool) -> ScoringModel:
+def shard(
+    model: ScoringModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, gradient_checkpointing: bool
+) -> ScoringModel:
     """Shard in place. Master weights, gradients' reduction and the optimizer stay in float32; compute runs in `compute_dtype`."""
     if gradient_checkpointing:
         model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
