@@ -17,6 +17,8 @@ class PartFailed(RuntimeError):
     It is text only: unpickling vLLM's or torch's exceptions in the driver would import those libraries there, which takes seconds.
     """
 
+    exit_code = 1
+
     def __init__(self, part: str, cause: str, details: str = "") -> None:
         super().__init__(part, cause, details)
         self.part, self.cause, self.details = part, cause, details

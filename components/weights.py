@@ -40,14 +40,30 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
-class Canary:
-    """Fixed token sequences and what the trainer says of them, at temperature 1.
+class CanaryPrompts:
+    """Fixed token sequences that every published version is scored on.
 
-    `sequences` holds C lists of T tokens. `logprobs[c][t]` is the log-probability of token t + 1 after tokens 0..t (T - 1 numbers).
+    `scored`: as the policy meets them (a prompt and its answer), of any lengths. `cached`: contexts of more than one block of the
+    engine's prefix cache, after which one further token is asked for.
     """
 
-    sequences: list[list[int]]
+    scored: list[list[int]]
+    cached: list[list[int]]
+
+
+@dataclass(frozen=True)
+class Canary:
+    """What the trainer says of the canary prompts under one version, at temperature 1.
+
+    `logprobs[c][t]` is the log-probability of token t + 1 of `prompts.scored[c]` after tokens 0..t. `next_tokens[c]` is the likeliest
+    token after `prompts.cached[c]`, and `next_logprobs[c]` its log-probability: the token that floating point disturbs least, in
+    contexts that are not what the policy was trained on.
+    """
+
+    prompts: CanaryPrompts
     logprobs: list[list[float]]
+    next_tokens: list[int]
+    next_logprobs: list[float]
 
 
 @dataclass(frozen=True)
@@ -59,12 +75,18 @@ class Manifest:
     num_buckets: int
     num_bytes: int
     canary: Canary
+    digest: str
 
-    @property
-    def digest(self) -> str:
-        """One hash over names, types, shapes and contents of all tensors."""
-        lines = sorted(f"{e.name} {e.dtype} {e.shape} {e.sha256}" for e in self.entries)
-        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    def check(self) -> None:
+        """Raises `HandOverError` when the entries are not those that were published."""
+        if (got := digest_of(self.entries)) != self.digest:
+            raise HandOverError("bytes", self.policy_version, f"the manifest's digest is {self.digest[:16]}, its entries give {got[:16]}")
+
+
+def digest_of(entries: Iterable[TensorEntry]) -> str:
+    """One SHA-256 over names, types, shapes and contents of all tensors."""
+    lines = sorted(f"{e.name} {e.dtype} {e.shape} {e.sha256}" for e in entries)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -97,8 +97,9 @@ def _type(field: Schema) -> str:
         return f"list of {len(field['prefixItems'])} numbers"
     if field["type"] == "array":
         return f"list of {_type(field['items']).replace('integer', 'integers')}"
-    names = {"object": "mapping", "string": "text", "boolean": "true, false", "null": "null"}
-    return names.get(field["type"], field["type"]) + _range(field)
+    kind: str = field["type"]
+    names = {"object": "mapping", "string": "text", "boolean": "true, false"}
+    return names.get(kind, kind) + _range(field)
 
 
 def _range(field: Schema) -> str:

@@ -30,6 +30,7 @@ from leeway.runtime.limit import LimitMeter, Speeds
 from leeway.runtime.supervisor import Supervisor
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.taskset import build_taskset
+from leeway.weights import CanaryPrompts
 
 
 async def run(context: StageContext) -> StageResult:
@@ -83,6 +84,7 @@ class AsyncRL:
         )
         self._status = "failed"
         self._version = 0
+        self._published = -1
         self._num_tokens = 0
         self._max_lag = 0.0
         self._served_gap = 0.0
@@ -115,7 +117,7 @@ class AsyncRL:
         except asyncio.CancelledError:
             # Interrupted: the ranks finish their step (calls to an actor run in order), then save.
             self._status = "interrupted"
-            await asyncio.shield(self._save())
+            await asyncio.shield(self._checkpoints.at_end(self._version))
             raise
         rl_s = time.monotonic() - begun
         self._reports.put_nowait(None)
@@ -126,10 +128,11 @@ class AsyncRL:
         await self._until_served(self._version)
         if self._config.eval.at_end:
             evals["after"] = await self._evaluate()
-        folder = await self._save()
+        await self._collect_stats()
+        folder = await self._checkpoints.at_end(self._version)
         self._status = "done"
         self._monitor.close("done")
-        return self._result(evals, folder, wall_s=time.monotonic() - started, rl_s=rl_s)
+        return self._result(evals, str(folder) if folder else None, wall_s=time.monotonic() - started, rl_s=rl_s)
 
     async def stop(self) -> None:
         self._monitor.close(self._status)
@@ -139,10 +142,16 @@ class AsyncRL:
         """Everything starts beside everything else; engines take longest."""
         await asyncio.gather(self._launcher.param_server(), self._launcher.buffer())
         await asyncio.gather(
-            self._launcher.trainers(total_steps=self._total_steps, canary_sequences=self._canary_sequences()),
+            self._launcher.trainers(total_steps=self._total_steps, canary=self._canary()),
             self._launcher.collectors(),
         )
         self._context.pids.extend(self._parts.all_pids())
+        self._checkpoints = Checkpoints(
+            self._context.dir / "checkpoints",
+            settings=self._config.checkpoint,
+            trainers=self._parts.trainers,
+            supervisor=self._supervisor,
+        )
         for i, collector in enumerate(self._parts.collectors):
             self._supervisor.watch(f"generator-{i}", collector.keep_current.remote())
 
@@ -170,6 +179,7 @@ class AsyncRL:
                 self._max_lag = max(self._max_lag, metrics.get("train/policy_lag/max", 0.0))
                 metrics |= take.metrics
                 metrics["step/wait_for_batch_s"] = waited_s if batches is take.batches[0] else 0.0
+                await self._checkpoints.after_step(self._version)
                 await self._maybe_evaluate()
                 metrics["step/total_s"] = time.monotonic() - step_begun
                 self._reports.put_nowait(_StepReport(self._version, metrics, take.rollouts))
@@ -177,6 +187,8 @@ class AsyncRL:
             self._reports.put_nowait(_StepReport(self._version, replay, []))
             self._num_tokens += int(take.metrics["train/response_tokens/total"])
         await self._finish_publishing()
+        if self._published < self._version:  # the tasks ended between two publications
+            await self._publish()
 
     async def _publish(self) -> None:
         """Gather the current weights on the trainer and hand them out."""
@@ -191,6 +203,7 @@ class AsyncRL:
         assert publication.manifest.policy_version == version, "the trainer and the driver count steps differently"
         await self._wait(self._parts.param_server.publish.remote(publication), "param_server")
         await self._wait(self._parts.buffer.published.remote(version), "replay")
+        self._published = version
         self._reports.put_nowait(_StepReport(version, {"param_server/publish_s": time.monotonic() - started}, []))
 
     async def _finish_publishing(self) -> None:
@@ -213,13 +226,16 @@ class AsyncRL:
                 )
                 self._monitor.log(report.step, metrics, role="trainer")
                 self._monitor.rollouts(report.step, report.rollouts)
-                stats = [await _awaited(c.stats.remote()) for c in self._parts.collectors]
-                collector = reduce_stats(stats)
-                self._served_gap = max(self._served_gap, collector.get("param_server/served_gap/max", 0.0))
-                self._num_pulls += collector["param_server/pulls"]
-                self._monitor.log(report.step, collector, role="collector")
+                await self._collect_stats()
             else:
                 self._monitor.log(report.step, metrics, role="driver")
+
+    async def _collect_stats(self) -> None:
+        """Log what the collectors did since the last time."""
+        stats = reduce_stats([await _awaited(c.stats.remote()) for c in self._parts.collectors])
+        self._served_gap = max(self._served_gap, stats.get("param_server/served_gap/max", 0.0))
+        self._num_pulls += stats["param_server/pulls"]
+        self._monitor.log(self._version, stats, role="collector")
 
     async def _maybe_evaluate(self) -> None:
         """In mid-run: training stands still until the engines serve this version and have evaluated it."""
@@ -234,7 +250,7 @@ class AsyncRL:
         """Held-out accuracy of the current version; an empty dict where nothing is held out."""
         if not self._eval_tasks.tasks:
             return {}
-        metrics = await evaluate(
+        metrics, _ = await evaluate(
             self._config, self._parts, self._eval_tasks.tasks, name=self._eval_tasks.name, policy_version=self._version
         )
         self._monitor.log(self._version, metrics, role="evaluation")
@@ -248,17 +264,6 @@ class AsyncRL:
         calls = [_awaited(c.until_verified.remote(version)) for c in self._parts.collectors]
         await self._wait(asyncio.gather(*calls), "generators")
 
-    async def _save(self) -> str | None:
-        if self._config.checkpoint.save_hf == "never" or not self._parts.trainers:
-            return None
-        checkpoints = Checkpoints(
-            self._context.dir / "checkpoints",
-            keep_last=self._config.checkpoint.keep_last,
-            trainers=self._parts.trainers,
-            supervisor=self._supervisor,
-        )
-        return str(await checkpoints.save(self._version))
-
     async def _wait(self, call: Any, what: str) -> Any:
         return await self._supervisor.wait(call, what=what, timeout_s=self._timeout_s)
 
@@ -270,17 +275,18 @@ class AsyncRL:
         groups = round(train.epochs * len(self._train_tasks))
         return -(-groups // train.groups_per_step) * train.updates_per_batch
 
-    def _canary_sequences(self) -> list[list[int]]:
-        """Token sequences from real prompts and answers, all of one length, long enough to fill blocks of the prefix cache."""
+    def _canary(self) -> CanaryPrompts:
+        """Real prompts with their answers, one by one and (for the prefix cache) one after the other."""
         server, room = self._config.param_server, self._config.rollout.max_model_len - 1
         length = min(server.canary_tokens, room)
-        sequences = []
-        for i in range(server.canary_prompts):
-            tasks = itertools.islice(itertools.cycle(self._train_tasks.tasks), i, None)
-            pieces = (self._prompter.encode_example(t.prompt, t.answer) for t in tasks)
-            tokens = itertools.chain.from_iterable(prompt + response for prompt, response in pieces)
-            sequences.append(list(itertools.islice(tokens, length)))
-        return sequences
+        tasks = self._train_tasks.tasks
+        examples = [
+            list(itertools.chain(*self._prompter.encode_example(tasks[i % len(tasks)].prompt, tasks[i % len(tasks)].answer)))
+            for i in range(max(server.canary_prompts, length))
+        ]
+        scored = [example[:length] for example in examples[: server.canary_prompts]]
+        chains = [itertools.chain.from_iterable(examples[i:] + examples[:i]) for i in range(max(1, server.canary_prompts // 2))]
+        return CanaryPrompts(scored=scored, cached=[list(itertools.islice(chain, length)) for chain in chains])
 
     def _result(self, evals: dict[str, Any], folder: str | None, *, wall_s: float, rl_s: float) -> StageResult:
         rows = list(read_metrics(self._context.dir / "metrics.jsonl"))
@@ -303,6 +309,7 @@ class AsyncRL:
             "pulls": int(self._num_pulls),
             "efficiency_second_half": efficiency,
             "processes": self._parts.processes,
+            "failed_sinks": self._monitor.failed_sinks,
         }
         lines = [
             f"reward {first:.3f} -> {last:.3f}" if first is not None and last is not None else "no reward was seen"

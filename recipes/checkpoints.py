@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from leeway.config.learning import CheckpointConfig
 from leeway.runtime.supervisor import Supervisor
 
 SAVE_TIMEOUT_S = 600.0
@@ -17,11 +18,20 @@ SAVE_TIMEOUT_S = 600.0
 class Checkpoints:
     """Saves through all trainer ranks (a collective), then points `latest.json` at the result, then removes old ones."""
 
-    def __init__(self, directory: Path, *, keep_last: int, trainers: Sequence[Any], supervisor: Supervisor) -> None:
+    def __init__(self, directory: Path, *, settings: CheckpointConfig, trainers: Sequence[Any], supervisor: Supervisor) -> None:
         self._directory = directory
-        self._keep_last = keep_last
+        self._settings = settings
         self._trainers = trainers
         self._supervisor = supervisor
+
+    async def after_step(self, step: int) -> None:
+        """Save where `checkpoint.every` says so."""
+        if self._settings.every and step % self._settings.every == 0:
+            await self.save(step)
+
+    async def at_end(self, step: int) -> Path | None:
+        """The last weights, unless `checkpoint.save_hf` is never."""
+        return None if self._settings.save_hf == "never" else await self.save(step)
 
     async def save(self, step: int) -> Path:
         folder = self._directory / f"step-{step:06d}"
@@ -38,7 +48,7 @@ class Checkpoints:
 
     def _remove_old(self) -> None:
         folders = sorted(self._directory.glob("step-*"))
-        for folder in folders[: -self._keep_last]:
+        for folder in folders[: -self._settings.keep_last]:
             shutil.rmtree(folder)
 
 

@@ -6,6 +6,7 @@ taskset (eval split) -> Collector[N] -> summary.json, rollouts/
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 
 from leeway.monitor import build_monitor
 from leeway.recipes.context import StageContext, StageResult, say
@@ -29,8 +30,9 @@ async def run(context: StageContext) -> StageResult:
         say(f"{context.name}: {len(taskset)} held-out tasks, temperature {config.eval.temperature:g}")
         await launcher.collectors(load_weights=True)
         context.pids.extend(parts.all_pids())
-        metrics = await evaluate(config, parts, taskset.tasks, name=taskset.name, policy_version=0)
+        metrics, trajectories = await evaluate(config, parts, taskset.tasks, name=taskset.name, policy_version=0)
         monitor.log(0, metrics, role="evaluation")
+        monitor.rollouts(0, [asdict(t) for t in trajectories])
         status = "done"
     finally:
         monitor.close(status)

@@ -13,8 +13,8 @@ from leeway.types import Task, Trajectory
 
 async def evaluate(
     config: Config, parts: Parts, tasks: Sequence[Task], *, name: str, policy_version: int
-) -> dict[str, float]:
-    """`eval/<name>/...` of one trajectory per task. Tasks are dealt to the collectors; the result does not depend on how many."""
+) -> tuple[dict[str, float], list[Trajectory]]:
+    """(`eval/<name>/...`, one trajectory per task). Tasks are dealt to the collectors; the result does not depend on how many."""
     calls = [
         c.evaluate.remote(list(tasks[i :: len(parts.collectors)]), config.eval.temperature, policy_version)
         for i, c in enumerate(parts.collectors)
@@ -22,7 +22,8 @@ async def evaluate(
     results = await parts.supervisor.wait(
         asyncio.gather(*map(_awaited, calls)), what="evaluation", timeout_s=config.cluster.step_timeout_s
     )
-    return summarise([t for part in results for t in part], name=name, policy_version=policy_version)
+    trajectories = [t for part in results for t in part]
+    return summarise(trajectories, name=name, policy_version=policy_version), trajectories
 
 
 def summarise(trajectories: Sequence[Trajectory], *, name: str, policy_version: int) -> dict[str, float]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import json
 import os
 import signal
 import sys
@@ -32,6 +31,7 @@ def run_stages(stages: Sequence[Stage], run_dir: Path, config_name: str, argv: S
         for stage in stages:
             check_sinks(stage.config.monitor)
             _check_plugins(stage.config)
+        _check_hand_on(stages)
     except (MonitorError, ValueError) as error:
         print(f"leeway: refused: {error}", file=sys.stderr)
         return 2
@@ -62,7 +62,7 @@ class _Run:
             status, cause = "interrupted", f"interrupted by {self._interrupted_by.name}"
             code = 128 + self._interrupted_by
         except PartFailed as failure:
-            status, cause, code = "failed", str(failure), 1
+            status, cause, code = "failed", str(failure), failure.exit_code
             if failure.details:
                 print(failure.details, file=sys.stderr)
         except Exception as error:
@@ -73,6 +73,7 @@ class _Run:
         finally:
             await asyncio.to_thread(self._leave_cluster)
         self._write_summary(status, cause)
+        self._draw()
         self._say_goodbye(status, cause)
         return code
 
@@ -147,12 +148,27 @@ class _Run:
         }
         write_summary(self._run_dir / "summary.json", summary)
 
+    def _draw(self) -> None:
+        """One picture of all stages, whether or not the run was completed."""
+        files = [(s.name, s.dir / "metrics.jsonl") for s in self._stages if (s.dir / "metrics.jsonl").exists()]
+        if not files:
+            return
+        from leeway.monitor.curves import draw_curves
+
+        config = self._stages[-1].config
+        draw_curves(
+            files,
+            self._run_dir / "curves.png",
+            title=f"{config.project} / {config.name}",
+            max_policy_lag=config.staleness.max_policy_lag,
+        )
+
     def _say_goodbye(self, status: str, cause: str) -> None:
         last = list(self._results.values())[-1] if self._results else None
         if status == "completed" and last is not None:
             for line in last.goodbye:
                 say(line)
-            say(f"done in {time.monotonic() - self._started:.0f} s: {self._run_dir}/summary.json")
+            say(f"done in {time.monotonic() - self._started:.0f} s: {self._run_dir}/summary.json, curves.png")
         else:
             print(f"leeway: {status}: {cause}", file=sys.stderr)
 
@@ -164,6 +180,14 @@ def _check_plugins(config: Config) -> None:
     build_environment(config.env)
 
 
+def _check_hand_on(stages: Sequence[Stage]) -> None:
+    for stage in stages[:-1]:
+        if stage.recipe != "evaluate" and stage.config.checkpoint.save_hf == "never":
+            raise ValueError(
+                f"stages.{stage.name}.checkpoint.save_hf: got never, expected last or always: the next stage starts from its weights"
+            )
+
+
 def _versions() -> dict[str, str]:
     found = {}
     for package in PACKAGES:
@@ -173,9 +197,3 @@ def _versions() -> dict[str, str]:
             continue
     return found
 
-
-def write_latest(checkpoints: Path, step: int) -> None:
-    """Point `latest.json` at a checkpoint that is complete; written last and atomically."""
-    partial = checkpoints / "latest.json.partial"
-    partial.write_text(json.dumps({"step": step, "path": f"step-{step:06d}"}) + "\n")
-    partial.replace(checkpoints / "latest.json")

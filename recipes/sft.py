@@ -11,12 +11,13 @@ import asyncio
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from leeway.config import Config
-from leeway.monitor import build_monitor
+from leeway.monitor import Monitor, build_monitor
 from leeway.recipes.checkpoints import Checkpoints
 from leeway.recipes.context import StageContext, StageResult, say
 from leeway.runtime.launch import Launcher
@@ -24,6 +25,7 @@ from leeway.runtime.supervisor import Supervisor
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.taskset import TaskSet, build_taskset
 from leeway.types import NO_VERSION, Task, TrainBatch, Trajectory, batch_trajectories
+from leeway.weights import CanaryPrompts
 
 
 async def run(context: StageContext) -> StageResult:
@@ -42,17 +44,13 @@ async def run(context: StageContext) -> StageResult:
     started = time.monotonic()
     try:
         say(f"{context.name}: {total_steps} supervised steps of {config.train.batch_size}, {len(taskset)} tasks")
-        canary = [list(itertools.islice(itertools.cycle(prompter.encode(taskset.tasks[0].prompt)), 2))]
-        await launcher.trainers(total_steps=total_steps, canary_sequences=canary)
+        await launcher.trainers(total_steps=total_steps, canary=CanaryPrompts(scored=[], cached=[]))  # nothing is published
         context.pids.extend(parts.all_pids())
-        num_tokens, loss = await _train(config, launcher, monitor, _batches(config, taskset, prompter), total_steps)
         checkpoints = Checkpoints(
-            context.dir / "checkpoints",
-            keep_last=config.checkpoint.keep_last,
-            trainers=parts.trainers,
-            supervisor=parts.supervisor,
+            context.dir / "checkpoints", settings=config.checkpoint, trainers=parts.trainers, supervisor=parts.supervisor
         )
-        folder = await checkpoints.save(total_steps)
+        trained = await _train(config, launcher, monitor, checkpoints, _batches(config, taskset, prompter), total_steps)
+        folder = await checkpoints.at_end(total_steps)
         status = "done"
     finally:
         monitor.close(status)
@@ -60,12 +58,12 @@ async def run(context: StageContext) -> StageResult:
     summary = {
         "steps": total_steps,
         "wall_s": round(time.monotonic() - started, 1),
-        "tokens": num_tokens,
-        "loss_last": loss,
+        "tokens": trained.num_tokens,
+        "loss_last": trained.loss,
         "processes": parts.processes,
     }
     return StageResult(
-        summary=summary, model_path=str(folder), goodbye=[f"{context.name}: loss {loss:.3f}, weights in {folder}"]
+        summary=summary, model_path=str(folder) if folder else None, goodbye=[f"{context.name}: loss {trained.loss:.3f}, weights in {folder}"]
     )
 
 
@@ -76,13 +74,24 @@ def num_steps(config: Config, num_tasks: int) -> int:
     return max(1, round(config.train.epochs * num_tasks / config.train.batch_size))
 
 
+@dataclass(frozen=True)
+class _Trained:
+    num_tokens: int = 0
+    loss: float = float("nan")
+
+
 async def _train(
-    config: Config, launcher: Launcher, monitor: Any, batches: Iterator[list[TrainBatch]], total_steps: int
-) -> tuple[int, float]:
-    """Consumes batches, waits for the ranks. The next batch is made while they compute. Returns (trained tokens, last loss)."""
+    config: Config,
+    launcher: Launcher,
+    monitor: Monitor,
+    checkpoints: Checkpoints,
+    batches: Iterator[list[TrainBatch]],
+    total_steps: int,
+) -> _Trained:
+    """Consumes batches, waits for the ranks. The next batch is made while they compute."""
     parts, timeout_s = launcher.parts, config.cluster.step_timeout_s
+    trained = _Trained()
     upcoming = _put(next(batches))
-    num_tokens, loss = 0, float("nan")
     for step in range(1, total_steps + 1):
         begun = time.monotonic()
         refs, tokens = upcoming
@@ -91,11 +100,11 @@ async def _train(
         if step < total_steps:
             upcoming = await asyncio.to_thread(lambda: _put(next(batches)))
         metrics = (await parts.supervisor.wait(pending, what="trainer", timeout_s=timeout_s))[0]
+        await checkpoints.after_step(step)
         total_s = time.monotonic() - begun
-        num_tokens += tokens
-        loss = metrics["train/loss/sft"]
+        trained = _Trained(trained.num_tokens + tokens, metrics["train/loss/sft"])
         monitor.log(step, metrics | {"step/total_s": total_s, "train/tokens_per_s": tokens / total_s})
-    return num_tokens, loss
+    return trained
 
 
 def _put(batches: Sequence[TrainBatch]) -> tuple[list[Any], int]:

@@ -101,7 +101,7 @@ class Engine:
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
-            n=n,
+            n=n if temperature else 1,
             temperature=temperature,
             max_tokens=max_tokens,
             stop_token_ids=list(stop_token_ids),
@@ -112,7 +112,8 @@ class Engine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         outputs = (await self._final_output(list(prompt_tokens), params)).outputs
-        return [_sampled_tokens(o) for o in sorted(outputs, key=lambda o: o.index)]
+        completions = [_sampled_tokens(o) for o in sorted(outputs, key=lambda o: o.index)]
+        return completions if temperature else completions * n  # greedy: n times the same, sampled once
 
     async def score(self, canary: Canary) -> float:
         """Largest |logprob difference| between this engine and the canary's own numbers, by two routes.
@@ -120,10 +121,10 @@ class Engine:
         1. Prompt logprobs, which never read the prefix cache: the weights compute the same function.
         2. The last token after a prompt that an earlier version may have left in the prefix cache: no stale cache is read.
         """
-        gaps = await asyncio.gather(
-            *(self._scored_gap(s, lp) for s, lp in zip(canary.sequences, canary.logprobs, strict=True)),
-            *(self._continued_gap(s, lp[-1]) for s, lp in zip(canary.sequences, canary.logprobs, strict=True)),
-        )
+        prompts = canary.prompts
+        scored = [self._scored_gap(s, lp) for s, lp in zip(prompts.scored, canary.logprobs, strict=True)]
+        cached = zip(prompts.cached, canary.next_tokens, canary.next_logprobs, strict=True)
+        gaps = await asyncio.gather(*scored, *(self._continued_gap(*c) for c in cached))
         return max(gaps)
 
     async def load_weights(
@@ -201,20 +202,19 @@ class Engine:
         got = [scored[t][sequence[t]].logprob for t in range(1, len(sequence))]
         return max(abs(a - b) for a, b in zip(got, expected, strict=True))
 
-    async def _continued_gap(self, sequence: list[int], expected: float) -> float:
+    async def _continued_gap(self, context: list[int], token: int, expected: float) -> float:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        last = sequence[-1]
         params = SamplingParams(
             max_tokens=1,
             temperature=1.0,
-            logprob_token_ids=[last],
+            logprob_token_ids=[token],
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = (await self._final_output(sequence[:-1], params)).outputs[0]
-        return abs(output.logprobs[0][last].logprob - expected)
+        output = (await self._final_output(context, params)).outputs[0]
+        return abs(output.logprobs[0][token].logprob - expected)
 
     async def _final_output(self, prompt_tokens: list[int], params: Any) -> Any:
         final = None

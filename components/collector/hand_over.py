@@ -96,6 +96,7 @@ class HandOver:
 
     async def _take_over(self, manifest: Manifest, buckets: AsyncIterator[np.ndarray]) -> None:
         started = time.monotonic()
+        manifest.check()
         self._on_pause(True)
         try:
             times = await self._engine.load_weights(manifest, buckets, in_flight=self._in_flight)

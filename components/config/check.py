@@ -81,14 +81,6 @@ def _missing_hardware(config: Config, recipe: str, hardware: Hardware) -> list[P
             )
         )
     cores = [*(config.cluster.engine_cores or []), *(config.cluster.trainer_cores or [])]
-    if need.cpus_needed > hardware.num_cpus and config.cluster.pin_cores:
-        problems.append(
-            Problem(
-                key="cluster.pin_cores",
-                text=f"missing hardware: got {hardware.num_cpus} CPU cores, expected {need.cpus_needed} for {roles}; "
-                "set cluster.pin_cores=false to share cores, or lower the numbers of processes",
-            )
-        )
     absent = sorted(set(cores) - set(hardware.cores))
     if absent:
         problems.append(

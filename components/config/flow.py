@@ -59,7 +59,9 @@ class ParamServerConfig(Section):
     transport: Literal["object_store"] = Field(default="object_store", description="how the bytes travel")
     bucket_bytes: PositiveInt = Field(default=268435456, description="most bytes of weights that travel in one piece")
     canary_prompts: PositiveInt = Field(default=4, description="prompts that prove the served weights after each pull")
-    canary_tokens: PositiveInt = Field(default=48, description="tokens per canary prompt")
+    canary_tokens: PositiveInt = Field(
+        default=160, description="tokens of the contexts that prove the prefix cache; more than one block of it"
+    )
     served_tolerance: PositiveFloat | None = Field(
         default=None, description="largest logprob gap of engine and trainer; null: 1e-4 in float32, 0.1 in bfloat16"
     )

@@ -53,10 +53,12 @@ def check_rules(config: Config, recipe: str, named: Named = str) -> None:
         raise _no_heldout(config, named("task.holdout_frac"))
     if recipe in TRAINING_RECIPES:
         steps_or_epochs_is_set(config, named)
+        checkpoints_hold_weights(config, named)
     if recipe == "async_rl":
         batches_divide(config, named)
         staleness_is_possible(config, named)
         evaluations_meet_published_weights(config, named)
+        a_step_outlasts_its_rollouts(config, named)
 
 
 def model_is_loaded_or_built(config: Config, named: Named) -> None:
@@ -288,4 +290,26 @@ def evaluations_meet_published_weights(config: Config, named: Named) -> None:
             got=every,
             expected=f"a multiple of param_server.publish_every {n}: only published weights are evaluated",
             fix=f"use {max(1, round(every / n)) * n}",
+        )
+
+
+def checkpoints_hold_weights(config: Config, named: Named) -> None:
+    if config.checkpoint.every and config.checkpoint.save_hf != "always":
+        raise ConfigError(
+            named("checkpoint.save_hf"),
+            got=config.checkpoint.save_hf,
+            expected=f"always, because checkpoint.every is {config.checkpoint.every}",
+            fix="set checkpoint.save_hf=always, or checkpoint.every=0",
+        )
+
+
+def a_step_outlasts_its_rollouts(config: Config, named: Named) -> None:
+    rollout, step_s = config.rollout, config.cluster.step_timeout_s
+    longest_s = rollout.timeout_s * (rollout.retries + 1)
+    if step_s <= longest_s:
+        raise ConfigError(
+            named("cluster.step_timeout_s"),
+            got=step_s,
+            expected=f"more than rollout.timeout_s * (rollout.retries + 1) = {longest_s:g}: a step waits for its slowest group",
+            fix=f"use {2 * longest_s:g}, or lower rollout.timeout_s",
         )

@@ -37,7 +37,7 @@ class ClusterConfig(Section):
     kv_cache_gib: PositiveFloat = Field(default=1.0, description="KV cache per engine in GiB (device cpu)")
     object_store_mb: int = Field(default=512, ge=80, description="Ray object store in MB")
     start_timeout_s: PositiveFloat = Field(default=300.0, description="seconds until every process must be up")
-    step_timeout_s: PositiveFloat = Field(default=1800.0, description="seconds any one step may take")
+    step_timeout_s: PositiveFloat = Field(default=3600.0, description="seconds any one step may take")
 
 
 class LogConfig(Section):

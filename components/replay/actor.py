@@ -105,7 +105,7 @@ class ReplayBufferActor:
         """The take was trained on; returns the state of the buffer."""
         await self._buffer.trained(group_ids)
         stats = asdict(self._buffer.stats())
-        return {f"replay/{name}": float(value) for name, value in stats.items()} | {"replay/dropped_stale": 0.0}
+        return {f"replay/{name}": float(value) for name, value in stats.items()}
 
     @as_text
     async def published(self, policy_version: int) -> None:

@@ -108,26 +108,27 @@ def _take_metrics(groups: Sequence[Group], advantages: dict[int, list[float]]) -
 
 
 def _readable(groups: Sequence[Group], advantages: dict[int, list[float]], limit: int) -> list[dict]:
-    rows = []
-    for group in groups:
-        for i, t in enumerate(group.trajectories):
-            if len(rows) == limit:
-                return rows
-            rows.append(
-                {
-                    "group_id": group.group_id,
-                    "task_id": group.task_id,
-                    "sequence_id": i,
-                    "prompt_tokens": t.prompt_tokens,
-                    "response_tokens": t.response_tokens,
-                    "text": t.text,
-                    "reward": t.reward,
-                    "advantage": advantages[group.group_id][i],
-                    "finish_reason": t.finish_reason,
-                    "policy_versions": t.policy_versions,
-                    "behavior_logprobs": t.behavior_logprobs,
-                    "loss_mask": t.loss_mask,
-                    "metrics": t.metrics,
-                }
-            )
-    return rows
+    """At most `limit` trajectories, spread evenly over the take."""
+    every = [(g, i) for g in groups for i in range(len(g.trajectories))]
+    count = min(limit, len(every))
+    chosen = [every[k * len(every) // count] for k in range(count)]
+    return [_row(g, i, advantages[g.group_id][i]) for g, i in chosen]
+
+
+def _row(group: Group, index: int, advantage: float) -> dict:
+    t = group.trajectories[index]
+    return {
+        "group_id": group.group_id,
+        "task_id": group.task_id,
+        "sequence_id": index,
+        "prompt_tokens": t.prompt_tokens,
+        "response_tokens": t.response_tokens,
+        "text": t.text,
+        "reward": t.reward,
+        "advantage": advantage,
+        "finish_reason": t.finish_reason,
+        "policy_versions": t.policy_versions,
+        "behavior_logprobs": t.behavior_logprobs,
+        "loss_mask": t.loss_mask,
+        "metrics": t.metrics,
+    }

@@ -40,6 +40,7 @@ class BufferStats:
     failed: int
     retries: int
     admitted: int
+    dropped_stale: int
 
 
 def equal_rewards(group: Group) -> str | None:
@@ -185,9 +186,13 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             filtered=self._ledger.count(GroupState.FILTERED),
             failed=self._ledger.count(GroupState.FAILED),
             retries=self._ledger.num_retries,
-            admitted=self._window.alive
-            + self._ledger.count(GroupState.FILTERED)
-            + self._ledger.count(GroupState.FAILED),
+            admitted=self._ledger.num_admitted,
+            # Nothing is dropped for being stale: whatever was admitted and is nowhere else would be counted here.
+            dropped_stale=self._ledger.num_admitted
+            - self._window.num_taken
+            - self._window.num_outstanding
+            - self._ledger.count(GroupState.FILTERED)
+            - self._ledger.count(GroupState.FAILED),
         )
 
     def _num_free_slots(self) -> int:

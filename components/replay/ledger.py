@@ -79,5 +79,9 @@ class Ledger:
         return self._ended[state] + sum(e.state is state for e in self._alive.values())
 
     @property
+    def num_admitted(self) -> int:
+        return self._last_admitted + 1
+
+    @property
     def reasons(self) -> dict[str, int]:
         return dict(self._reasons)

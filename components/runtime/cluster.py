@@ -12,10 +12,13 @@ import psutil
 import ray
 
 from ..config import Config, derive
+from ..failures import PartFailed
 
 
-class ClusterError(RuntimeError):
+class ClusterError(PartFailed):
     """The cluster cannot hold the run; said before any part starts."""
+
+    exit_code = 2
 
 
 def connect(config: Config) -> None:
@@ -41,7 +44,8 @@ def connect(config: Config) -> None:
     have = ray.cluster_resources()
     if have.get("GPU", 0) < need.gpus_needed or have.get("CPU", 0) < need.cpus_needed:
         raise ClusterError(
-            f"cluster.address: the cluster has {have.get('GPU', 0):g} GPUs and {have.get('CPU', 0):g} CPUs, expected "
+            "cluster.address",
+            f"the cluster has {have.get('GPU', 0):g} GPUs and {have.get('CPU', 0):g} CPUs, expected "
             f"{need.gpus_needed} and {need.cpus_needed}; lower rollout.num_generators or train.num_ranks, or add nodes"
         )
 

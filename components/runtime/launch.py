@@ -19,6 +19,7 @@ from ..replay.actor import ReplayBufferRemote
 from ..trainer.actor import TrainerRank
 from ..trainer.optimizer import OptimizerSettings
 from ..trainer.trainer import TrainerSettings
+from ..weights import CanaryPrompts
 from .placement import Cores, place
 from .supervisor import Supervisor
 
@@ -59,7 +60,7 @@ def objective_of(config: Config, recipe: str) -> Objective:
 
 
 def trainer_settings(
-    config: Config, recipe: str, *, total_steps: int, canary_sequences: list[list[int]], cores: list[int]
+    config: Config, recipe: str, *, total_steps: int, canary: CanaryPrompts, cores: list[int]
 ) -> TrainerSettings:
     assert config.model.path is not None
     o = config.optimizer
@@ -87,7 +88,7 @@ def trainer_settings(
         max_tokens_per_microbatch=config.train.max_tokens_per_microbatch,
         gradient_checkpointing=config.train.gradient_checkpointing,
         bucket_bytes=config.param_server.bucket_bytes,
-        canary_sequences=canary_sequences,
+        canary=canary,
         num_threads=len(cores),
         seed=config.seed,
         timeout_s=config.cluster.step_timeout_s,
@@ -138,7 +139,7 @@ class Launcher:
         self._cores: Cores = place(config, recipe)
         self.parts = Parts(supervisor)
 
-    async def trainers(self, *, total_steps: int, canary_sequences: list[list[int]]) -> None:
+    async def trainers(self, *, total_steps: int, canary: CanaryPrompts) -> None:
         config, gpus = self._config, 1 if self._config.cluster.device == "cuda" else 0
         num_ranks = config.train.num_ranks
         self.parts.trainers = [
@@ -154,7 +155,7 @@ class Launcher:
                     config,
                     self._recipe,
                     total_steps=total_steps,
-                    canary_sequences=canary_sequences,
+                    canary=canary,
                     cores=self._cores.trainers[rank],
                 ),
                 rank,

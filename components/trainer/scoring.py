@@ -18,15 +18,20 @@ class ScoringModel(nn.Module):
         self.lm = lm
 
     def forward(
-        self, input_ids: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor, temperature: float
+        self, input_ids: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor | None, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """input_ids [B, T], rows [S] into the flattened B * T positions, targets [S] -> logprobs [S], entropy [S] (nats, float32)."""
+        """input_ids [B, T], rows [S] into the flattened B * T positions -> (logprobs, entropy [S]), in nats, float32.
+
+        With targets [S]: `logprobs` [S] of those. Without: of the whole vocabulary, [S, V].
+        """
         hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         logits = self.lm.get_output_embeddings()(hidden.flatten(0, 1)[rows])
         logits = final_transform(logits.float(), self.lm.config) / temperature
         logprobs = torch.log_softmax(logits, dim=-1)
         with torch.no_grad():
             entropy = -(logprobs.exp() * logprobs).sum(-1)
+        if targets is None:
+            return logprobs, entropy
         # A sum over one element instead of a squeeze: FSDP hooks must not sit on a view.
         return logprobs.gather(-1, targets[:, None]).sum(-1), entropy
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ..algorithms.objective import Objective
 from ..types import TrainBatch
-from ..weights import BucketWriter, Canary, Manifest
+from ..weights import BucketWriter, Canary, CanaryPrompts, Manifest, digest_of
 from .microbatch import Microbatch, cut, empty_microbatch
 from .optimizer import OptimizerSettings, learning_rate, make_optimizer
 from .scoring import load_model
@@ -47,7 +47,7 @@ class TrainerSettings:
     max_tokens_per_microbatch: int
     gradient_checkpointing: bool
     bucket_bytes: int
-    canary_sequences: list[list[int]]
+    canary: CanaryPrompts
     num_threads: int
     seed: int
     timeout_s: float
@@ -159,7 +159,8 @@ class Trainer:
         (policy_version, writer, canary), self._pending_writer = self._pending_writer, None
         entries, buckets = writer.finish()
         num_bytes = sum(b.numel() for b in buckets)
-        return Manifest(policy_version, entries, len(buckets), num_bytes, canary), [b.numpy() for b in buckets]
+        manifest = Manifest(policy_version, entries, len(buckets), num_bytes, canary, digest_of(entries))
+        return manifest, [b.numpy() for b in buckets]
 
     @torch.no_grad()
     def save(self, directory: str) -> None:
@@ -229,11 +230,21 @@ class Trainer:
             )
 
     def _score_canary(self) -> Canary:
-        sequences = torch.tensor(self._settings.canary_sequences, device=self._device)
-        count, length = sequences.shape
-        rows = (torch.arange(count)[:, None] * length + torch.arange(length - 1)).flatten().to(self._device)
-        logprobs, _ = self._model(sequences, rows, sequences[:, 1:].flatten(), 1.0)
-        return Canary(self._settings.canary_sequences, logprobs.view(count, length - 1).tolist())
+        """One forward over all canary prompts (a collective), padded on the right; see `Canary`."""
+        prompts = self._settings.canary
+        sequences = [*prompts.scored, *prompts.cached]
+        width = max(len(s) for s in sequences)
+        input_ids = torch.zeros(len(sequences), width, dtype=torch.int64, device=self._device)
+        for i, sequence in enumerate(sequences):
+            input_ids[i, : len(sequence)] = torch.tensor(sequence)
+        rows = [i * width + t for i, s in enumerate(prompts.scored) for t in range(len(s) - 1)]
+        last = [i * width + len(s) - 1 for i, s in enumerate(sequences) if i >= len(prompts.scored)]
+        targets = torch.tensor([token for s in prompts.scored for token in s[1:]], dtype=torch.int64, device=self._device)
+        logprobs, _ = self._model(input_ids, torch.tensor(rows + last, device=self._device), None, 1.0)
+        scored = logprobs[: len(rows)].gather(-1, targets[:, None]).squeeze(-1)
+        likeliest = logprobs[len(rows) :].max(dim=-1)
+        pieces = torch.split(scored, [len(s) - 1 for s in prompts.scored])
+        return Canary(prompts, [p.tolist() for p in pieces], likeliest.indices.tolist(), likeliest.values.tolist())
 
     def _reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         if self._settings.num_ranks > 1 and tensor.numel():

@@ -118,7 +118,7 @@ def test_an_admitted_group_may_be_generated_by_the_newest_published_weights():
 
 
 def test_the_next_take_can_always_be_admitted_before_the_next_publication():
-    """After k takes the version is u k, and the newest published one may be n - 1 behind: P (k + 1) groups must be admissible."""
+    """After k takes the version is u k, of which n - 1 may be unpublished: P (k + 1) groups must be admissible."""
     for P, u, n, W, T, L in ALL_SETTINGS:
         r = rule(P, u, n, W, T, L)
         for k in range(8):
@@ -130,7 +130,8 @@ def test_one_lag_less_than_the_rule_asks_would_get_stuck():
     for P, u, n, W, _, _ in ALL_SETTINGS:
         least = rule(P, u, n, W, 50, 50).min_target_lag
         if least == 0 or math.gcd(u, n) > 1:
-            continue  # with a common factor a take never starts n - 1 steps after a publication, and the rule has room to spare
+            # With a common factor no take starts n - 1 steps after a publication: the rule has room to spare.
+            continue
         stuck = [
             k
             for k in range(30)
@@ -140,7 +141,7 @@ def test_one_lag_less_than_the_rule_asks_would_get_stuck():
         assert stuck, (P, u, n, W)
 
 
-# ---------------------------------------------------------------------------------------------------------------- window
+# -------------------------------------------------------------------------------------------------------- window
 
 
 def filled(number: int, finished=(), **settings) -> Window:

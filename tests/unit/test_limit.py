@@ -56,9 +56,9 @@ def test_efficiency_is_taken_over_the_last_steps_together():
     meter = LimitMeter(SPEEDS, max_policy_lag=1)
 
     def step(seconds: float) -> float:
-        return meter.step(
-            response_tokens=1000.0, trained_tokens=2000.0, longest_response_tokens=200.0, step_s=seconds
-        )["limit/efficiency"]
+        return meter.step(response_tokens=1000.0, trained_tokens=2000.0, longest_response_tokens=200.0, step_s=seconds)[
+            "limit/efficiency"
+        ]
 
     # A batch that was ready early makes one step look faster than the limit and the one before it slower.
     step(9.0)

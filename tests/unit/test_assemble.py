@@ -1,0 +1,258 @@
+"""From the groups of a take to what each trainer rank is handed."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import Counter
+
+import pytest
+import torch
+
+from leeway.algorithms.advantages import grpo_advantage
+from leeway.replay.assemble import Assembler, Take, num_trajectory_tokens, split_evenly
+from leeway.types import NO_VERSION, Group, TrainBatch, Trajectory
+
+
+def trajectory(name: int, *, reward: float, prompt=3, response=4, masked=0, version=0, **extra) -> Trajectory:
+    """`name` is the first token of prompt and response, so that every trajectory can be told from every other one."""
+    return Trajectory(
+        prompt_tokens=[name, *range(prompt - 1)],
+        response_tokens=[name, *range(response - 1)],
+        loss_mask=[False] * masked + [True] * (response - masked),
+        behavior_logprobs=[0.0] * masked + [-0.5] * (response - masked),
+        policy_versions=[NO_VERSION] * masked + [version] * (response - masked),
+        reward=reward,
+        finish_reason=extra.pop("finish_reason", "stop"),
+        text=f"text {name}",
+        **extra,
+    )
+
+
+def random_groups(rng: random.Random, number: int, size: int) -> list[Group]:
+    names = iter(range(100, 10_000))
+    groups = []
+    for group_id in range(number):
+        kind = rng.choice(("mixed", "mixed", "equal"))
+        groups.append(
+            Group(
+                group_id=group_id,
+                task_id=f"task-{group_id}",
+                trajectories=[
+                    trajectory(
+                        next(names),
+                        reward=1.0 if kind == "equal" else float(i % 2),
+                        prompt=rng.randint(1, 9),
+                        response=(response := rng.randint(2, 30)),
+                        masked=rng.randint(0, response - 1),
+                    )
+                    for i in range(size)
+                ],
+            )
+        )
+    return groups
+
+
+def assemble(groups: list[Group], *, u=1, ranks=1, skip=True, rollouts=0) -> Take:
+    return Assembler(
+        advantage=functools.partial(grpo_advantage, eps=1e-6),
+        updates_per_take=u,
+        num_ranks=ranks,
+        skip_zero_advantage=skip,
+        rollouts_per_take=rollouts,
+    )(7, groups)
+
+
+def rows(batch: TrainBatch) -> list[dict]:
+    """The batch taken apart again, one dict per trajectory."""
+    prompts = torch.split(batch.prompt_tokens, batch.prompt_lengths.tolist())
+    per_token = {
+        name: torch.split(getattr(batch, name), batch.response_lengths.tolist())
+        for name in ("response_tokens", "loss_mask", "behavior_logprobs", "policy_versions", "advantages")
+    }
+    return [
+        {"prompt_tokens": prompt.tolist(), **{name: parts[i].tolist() for name, parts in per_token.items()}}
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def names(batch: TrainBatch) -> list[int]:
+    return [row["prompt_tokens"][0] for row in rows(batch)]
+
+
+def test_trajectories_come_out_token_by_token_as_they_went_in():
+    groups = random_groups(random.Random(1), 4, 3)
+    take = assemble(groups, ranks=2, skip=False)
+    found = {row["prompt_tokens"][0]: row for batch in take.batches[0] for row in rows(batch)}
+    assert len(found) == 12
+    for group in groups:
+        rewards = torch.tensor([t.reward for t in group.trajectories])
+        for t, advantage in zip(group.trajectories, grpo_advantage(rewards).tolist(), strict=True):
+            row = found[t.prompt_tokens[0]]
+            assert row["prompt_tokens"] == t.prompt_tokens
+            assert row["response_tokens"] == t.response_tokens
+            assert row["loss_mask"] == t.loss_mask
+            assert row["policy_versions"] == t.policy_versions
+            assert row["behavior_logprobs"] == pytest.approx(t.behavior_logprobs)
+            assert row["advantages"] == pytest.approx([advantage] * len(t.response_tokens))
+
+
+def test_advantages_compare_rewards_within_a_group_only():
+    groups = [
+        Group(group_id=0, task_id="a", trajectories=[trajectory(1, reward=0.0), trajectory(2, reward=1.0)]),
+        Group(group_id=1, task_id="b", trajectories=[trajectory(3, reward=10.0), trajectory(4, reward=30.0)]),
+    ]
+    found = {
+        row["prompt_tokens"][0]: row["advantages"][0] for batch in assemble(groups).batches[0] for row in rows(batch)
+    }
+    # Two rewards are always half a sample deviation times sqrt(2) from their mean, whatever their scale.
+    assert [found[i] for i in (1, 2, 3, 4)] == pytest.approx([-(0.5**0.5), 0.5**0.5, -(0.5**0.5), 0.5**0.5], abs=1e-5)
+
+
+def test_skipping_zero_advantages_leaves_the_counts_of_the_whole_step():
+    groups = [
+        Group(group_id=0, task_id="a", trajectories=[trajectory(1, reward=1.0, masked=1), trajectory(2, reward=1.0)]),
+        Group(group_id=1, task_id="b", trajectories=[trajectory(3, reward=0.0), trajectory(4, reward=1.0)]),
+    ]
+    skipped, kept = assemble(groups, skip=True).batches[0][0], assemble(groups, skip=False).batches[0][0]
+    assert names(skipped) == [3, 4]
+    assert names(kept) == [1, 2, 3, 4]
+    for batch in (skipped, kept):
+        assert (int(batch.num_sequences), int(batch.num_tokens)) == (4, 3 + 4 + 4 + 4)
+
+
+def test_only_exact_zeros_are_skipped():
+    trajectories = [
+        trajectory(i, reward=r) for i, r in enumerate((0.0, 0.5, 1.0), start=1)
+    ]  # the middle one is the mean
+    take = assemble([Group(group_id=0, task_id="a", trajectories=trajectories)])
+    assert names(take.batches[0][0]) == [1, 3]
+
+
+def test_a_step_in_which_nothing_moves_is_an_empty_batch_with_its_counts():
+    groups = [Group(group_id=0, task_id="a", trajectories=[trajectory(1, reward=1.0), trajectory(2, reward=1.0)])]
+    take = assemble(groups, ranks=2)
+    for batch in take.batches[0]:
+        assert (len(batch.prompt_lengths), len(batch.response_tokens), int(batch.num_sequences)) == (0, 0, 2)
+    assert take.metrics["train/zero_advantage_frac"] == 1.0
+    assert take.metrics["train/tokens_in_pass"] == 0.0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_share_every_trajectory_once_and_evenly(ranks):
+    for seed in range(20):
+        rng = random.Random(seed)
+        groups = random_groups(rng, 8, 4)
+        [batches] = assemble(groups, ranks=ranks, skip=False).batches
+        assert len(batches) == ranks
+        assert Counter(n for b in batches for n in names(b)) == Counter(
+            t.prompt_tokens[0] for g in groups for t in g.trajectories
+        )
+        loads = [int(b.prompt_lengths.sum() + b.response_lengths.sum()) for b in batches]
+        longest = max(num_trajectory_tokens(t) for g in groups for t in g.trajectories)
+        assert max(loads) - min(loads) <= longest
+        assert len({(int(b.num_sequences), int(b.num_tokens)) for b in batches}) == 1
+
+
+def test_longest_first_keeps_two_long_ones_apart():
+    pairs = [(trajectory(i, reward=0.0, response=n), 1.0) for i, n in enumerate((5, 5, 50, 50, 5, 5), start=1)]
+    loads = [sum(num_trajectory_tokens(t) for t, _ in share) for share in split_evenly(pairs, 2)]
+    assert loads[0] == loads[1]
+
+
+def test_there_may_be_more_ranks_than_trajectories():
+    groups = [Group(group_id=0, task_id="a", trajectories=[trajectory(1, reward=0.0), trajectory(2, reward=1.0)])]
+    [batches] = assemble(groups, ranks=3).batches
+    assert sorted(len(b.prompt_lengths) for b in batches) == [0, 1, 1]
+
+
+@pytest.mark.parametrize("u", [1, 2, 3, 6])
+def test_updates_of_a_take_use_each_trajectory_once(u):
+    groups = random_groups(random.Random(u), 6, 4)
+    take = assemble(groups, u=u, ranks=2, skip=False)
+    assert len(take.batches) == u
+    seen = Counter(n for step in take.batches for b in step for n in names(b))
+    assert seen == Counter(t.prompt_tokens[0] for g in groups for t in g.trajectories)
+    by_name = {t.prompt_tokens[0]: (g.group_id, t) for g in groups for t in g.trajectories}
+    for step in take.batches:
+        used = [by_name[n] for b in step for n in names(b)]
+        assert len({g for g, _ in used}) == 6 // u, "a group was torn apart"
+        # Counts are of this optimizer step, not of the whole take.
+        assert {int(b.num_sequences) for b in step} == {len(used)}
+        assert {int(b.num_tokens) for b in step} == {sum(sum(t.loss_mask) for _, t in used)}
+
+
+def test_a_short_last_take_still_has_all_its_updates():
+    groups = random_groups(random.Random(0), 1, 4)
+    take = assemble(groups, u=2, skip=False)
+    assert [int(step[0].num_sequences) for step in take.batches] == [4, 0]
+
+
+def test_metrics_describe_the_whole_take_skipped_trajectories_too():
+    groups = [
+        Group(
+            group_id=0,
+            task_id="a",
+            trajectories=[
+                trajectory(1, reward=1.0, response=2, metrics={"exact_match": 1.0}),
+                trajectory(2, reward=1.0, response=4, metrics={"exact_match": 1.0}),
+            ],
+        ),
+        Group(
+            group_id=1,
+            task_id="b",
+            trajectories=[
+                trajectory(3, reward=0.0, response=6, metrics={"exact_match": 0.0, "tools": 3.0}),
+                trajectory(4, reward=2.0, response=8, finish_reason="length", metrics={"exact_match": 1.0}),
+            ],
+        ),
+    ]
+    metrics = assemble(groups).metrics
+    expected = {
+        "train/reward/mean": 1.0,
+        "train/reward/std": 0.5**0.5,
+        "train/sequences": 4.0,
+        "train/response_tokens/mean": 5.0,
+        "train/response_tokens/max": 8.0,
+        "train/response_tokens/total": 20.0,
+        "train/zero_advantage_frac": 0.5,
+        "train/truncated_frac": 0.25,
+        "train/accuracy/exact_match": 0.75,
+        "train/accuracy/tools": 3.0,
+        "train/tokens_in_pass": 3.0 + 6 + 3 + 8,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_oldest_version_ignores_tokens_of_the_environment():
+    groups = [
+        Group(
+            group_id=0,
+            task_id="a",
+            trajectories=[
+                trajectory(1, reward=0.0, version=5, masked=2),
+                trajectory(2, reward=1.0, version=3, masked=1),
+            ],
+        )
+    ]
+    assert assemble(groups).oldest_version == 3
+
+
+def test_rollouts_are_a_readable_sample_of_the_take():
+    groups = random_groups(random.Random(3), 3, 4)
+    assert assemble(groups, rollouts=0).rollouts == []
+    assert len(assemble(groups, rollouts=100).rollouts) == 12
+    rollouts = assemble(groups, rollouts=6).rollouts
+    assert [(r["group_id"], r["sequence_id"]) for r in rollouts] == [(0, 0), (0, 2), (1, 0), (1, 2), (2, 0), (2, 2)]
+    first = groups[0].trajectories[0]
+    assert rollouts[0]["text"] == first.text
+    assert rollouts[0]["behavior_logprobs"] == first.behavior_logprobs
+    assert rollouts[0]["policy_versions"] == first.policy_versions
+    take = assemble(groups)
+    assert (take.index, take.group_ids) == (7, [0, 1, 2])
+
+
+def test_the_same_groups_are_always_cut_the_same_way():
+    groups = random_groups(random.Random(5), 8, 4)
+    first, second = (assemble(groups, u=2, ranks=3) for _ in range(2))
+    assert [[names(b) for b in s] for s in first.batches] == [[names(b) for b in s] for s in second.batches]

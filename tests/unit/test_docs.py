@@ -1,0 +1,98 @@
+"""The documents say what is so: links lead somewhere, keys exist, tables are what the code computes."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from leeway.config import Config, load_config
+from leeway.config.keys import all_keys, is_free_form
+from leeway.replay.admission import AdmissionRule
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+KEY = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`")
+ASSIGNMENT = re.compile(r"(?<![\w./])((?:stages\.\w+\.)?[a-z_]+\.[a-z_.]+)=[^=\s]")
+HEADING = re.compile(r"### P = (\d+), u = (\d+), n = (\d+), W = (\d+), T = (\d+), L = (\d+)\n(.*?)(?=\n##)", re.DOTALL)
+
+
+@pytest.fixture(params=PAGES, ids=lambda page: page.name)
+def page(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
+def test_the_configuration_page_is_what_the_schema_says() -> None:
+    generated = runpy.run_path(str(ROOT / "docs/generate_config_reference.py"))["page"]()
+    fix = "PYTHONPATH=src python docs/generate_config_reference.py > docs/configuration.md"
+    assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == generated, fix
+
+
+def test_the_configuration_page_has_every_key() -> None:
+    written = set(re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs/configuration.md").read_text(encoding="utf-8"), re.M))
+    sections = {key for key in all_keys() if any(other.startswith(f"{key}.") for other in all_keys())}
+    assert written - sections == set(all_keys()) - sections
+
+
+def test_links_lead_to_files_of_the_project(page: Path) -> None:
+    for target in LINK.findall(page.read_text(encoding="utf-8")):
+        if re.match(r"https?://|mailto:|#", target):
+            continue
+        file = (page.parent / target.partition("#")[0]).resolve()
+        assert file.is_relative_to(ROOT), f"{page.name}: {target} leaves the project"
+        assert file.exists(), f"{page.name}: {target} does not exist"
+
+
+def test_settings_that_are_named_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for name in [*KEY.findall(text), *ASSIGNMENT.findall(text)]:
+        key = re.sub(r"^stages\.\w+\.", "", name)
+        if key.partition(".")[0] not in Config.model_fields or key.startswith("stages.") or key.endswith(".py"):
+            continue  # a file, a module, or NAME.key in words
+        parts = key.split(".")
+        known = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+        assert any(k in all_keys() and (k == key or is_free_form(k)) for k in known), f"{page.name}: no setting {name}"
+
+
+def test_the_checkpoint_of_the_readmes_run_is_the_one_that_the_quickstart_leaves() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    steps = load_config("quickstart").train.steps
+    assert re.findall(r"checkpoints/ +(step-\d+)", readme) == [f"step-{steps:06d}"]
+
+
+def test_the_readme_names_every_part() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for entry in (ROOT / "components").iterdir():
+        if entry.is_symlink() or entry.name.startswith("_"):
+            continue
+        assert f"(components/{entry.name})" in readme, f"README.md: Where things are has no {entry.name}"
+
+
+def test_the_examples_of_the_admission_rule_are_what_it_computes() -> None:
+    examples = HEADING.findall((ROOT / "docs/staleness.md").read_text(encoding="utf-8"))
+    assert len(examples) == 4
+    for *letters, text in examples:
+        P, u, n, W, T, L = map(int, letters)
+        rule = AdmissionRule(
+            groups_per_take=P, updates_per_take=u, publish_every=n, reorder_window=W, target_lag=T, max_lag=L
+        )
+        rows = [list(map(int, re.findall(r"\d+", line))) for line in text.splitlines() if re.match(r"\| \d", line)]
+        assert len(rows) >= 5
+        for rank, take, last_use, floor, starts in rows:
+            assert [take, last_use, floor] == [rule.last_take(rank), rule.last_use(rank), rule.floor(rank)]
+            assert rule.may_admit(rank, published=starts)
+            assert starts == 0 or not rule.may_admit(rank, published=starts - 1)
+
+
+def test_the_least_target_lags_are_what_the_rule_computes() -> None:
+    text = (ROOT / "docs/staleness.md").read_text(encoding="utf-8").split("| P | u | n | W | least T |")[1]
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", text.split("\n## ")[0], re.M)
+    assert rows
+    for P, u, n, W, least in (map(int, row) for row in rows):
+        rule = AdmissionRule(
+            groups_per_take=P, updates_per_take=u, publish_every=n, reorder_window=W, target_lag=least, max_lag=least
+        )
+        assert rule.min_target_lag == least

@@ -1,0 +1,93 @@
+"""Cores of engines and trainers."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from leeway.config import Config
+from leeway.runtime.placement import Cores, place
+
+
+def config_of(*, generators=1, ranks=1, **cluster: Any) -> Config:
+    return Config.model_validate(
+        {
+            "model": {"path": "/models/tiny"},
+            "task": {"path": "tasks.jsonl"},
+            "rollout": {"num_generators": generators},
+            "train": {"steps": 4, "num_ranks": ranks},
+            "cluster": {"device": "cpu", **cluster},
+        }
+    )
+
+
+def cores_of(available: int, recipe: str = "async_rl", **settings: Any) -> Cores:
+    return place(config_of(**settings), recipe, list(range(available)))
+
+
+def test_on_two_cores_the_engine_has_the_first_and_the_trainer_the_second():
+    assert cores_of(2) == Cores([[0]], [[1]])
+
+
+@pytest.mark.parametrize(
+    ("available", "settings", "engines", "trainers"),
+    [
+        (4, {}, [[0]], [[3]]),
+        (4, {"cpus_per_generator": 3}, [[0, 1, 2]], [[3]]),
+        (4, {"cpus_per_trainer": 2, "cpus_per_generator": 2}, [[0, 1]], [[2, 3]]),
+        (
+            8,
+            {"generators": 2, "ranks": 2, "cpus_per_generator": 2, "cpus_per_trainer": 2},
+            [[0, 1], [2, 3]],
+            [[4, 5], [6, 7]],
+        ),
+        # Too few: those of one role share, and the two roles do not.
+        (2, {"generators": 3}, [[0], [0], [0]], [[1]]),
+        (2, {"ranks": 2}, [[0]], [[1], [1]]),
+        (3, {"cpus_per_trainer": 8}, [[0]], [[1, 2]]),
+        (2, {"cpus_per_generator": 4, "cpus_per_trainer": 4}, [[0]], [[1]]),
+    ],
+)
+def test_trainers_get_the_last_cores(available, settings, engines, trainers):
+    assert cores_of(available, **settings) == Cores(engines, trainers)
+
+
+def test_one_core_or_no_pinning_leaves_everything_to_float():
+    assert cores_of(1) == Cores([[]], [[]])
+    assert cores_of(8, generators=2, ranks=3, pin_cores=False) == Cores([[]] * 2, [[]] * 3)
+    assert cores_of(8, device="cuda") == Cores([[]], [[]])
+
+
+def test_a_recipe_with_one_role_gives_it_what_there_is():
+    assert cores_of(4, "sft", cpus_per_trainer=4) == Cores([], [[0, 1, 2, 3]])
+    assert cores_of(1, "sft") == Cores([], [[0]])
+    evaluation = cores_of(4, "evaluate", generators=2, cpus_per_generator=2)
+    assert evaluation == Cores([[0, 1], [2, 3]], [])
+
+
+def test_chosen_cores_are_used():
+    chosen = cores_of(8, generators=2, engine_cores=[5, 3], trainer_cores=[7])
+    assert chosen == Cores([[5], [3]], [[7]])
+
+
+@pytest.mark.xfail(strict=True, reason="engines are dealt the cores before the trainers' default ones, chosen or not")
+def test_choosing_the_trainers_cores_keeps_engines_off_them():
+    cores = cores_of(2, trainer_cores=[0])
+    assert cores == Cores([[1]], [[0]])
+
+
+def test_every_process_is_placed_on_cores_that_exist_and_roles_never_mix():
+    for available, generators, ranks, g, t in itertools.product(
+        (2, 3, 4, 7), (1, 2, 3), (1, 2, 4), (1, 2, 5), (1, 2, 5)
+    ):
+        cores = cores_of(available, generators=generators, ranks=ranks, cpus_per_generator=g, cpus_per_trainer=t)
+        assert len(cores.engines) == generators
+        assert len(cores.trainers) == ranks
+        engine_cores = {c for process in cores.engines for c in process}
+        trainer_cores = {c for process in cores.trainers for c in process}
+        assert all(cores.engines)
+        assert all(cores.trainers)
+        assert engine_cores | trainer_cores <= set(range(available))
+        assert not engine_cores & trainer_cores

@@ -1,0 +1,528 @@
+"""The replay buffer: it waits instead of losing, and hands out every group once."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pickle
+from collections.abc import Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torchrl.data
+
+from leeway.replay.admission import AdmissionRule
+from leeway.replay.buffer import NO_PROGRESS_TAKES, NoProgressError, ReplayBuffer, equal_rewards
+from leeway.replay.ledger import GroupState, Ledger
+from leeway.replay.storage import FreeSlotWriter
+from leeway.types import Group, Task, Trajectory
+
+SOON_S = 5.0
+
+
+def trajectory(reward: float = 0.0, version: int = 0) -> Trajectory:
+    return Trajectory(
+        prompt_tokens=[1],
+        response_tokens=[2, 3],
+        loss_mask=[True, True],
+        behavior_logprobs=[-1.0, -1.0],
+        policy_versions=[version, version],
+        reward=reward,
+        finish_reason="stop",
+        text="",
+    )
+
+
+def group(group_id: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> Group:
+    return Group(group_id=group_id, task_id=f"task-{group_id}", trajectories=[trajectory(r) for r in rewards])
+
+
+def buffer_of(
+    *, num_tasks: int | None = None, num_takes: int | None = None, capacity: int = 64, filters=(), P=2, W=1, T=1, **rule
+) -> ReplayBuffer:
+    ids = itertools.count() if num_tasks is None else range(num_tasks)
+    settings: dict[str, int] = {
+        "groups_per_take": P,
+        "updates_per_take": 1,
+        "publish_every": 1,
+        "reorder_window": W,
+        "target_lag": T,
+        "max_lag": T,
+    }
+    return ReplayBuffer(
+        tasks=(Task(task_id=f"task-{i}", prompt="") for i in ids),
+        rule=AdmissionRule(**(settings | rule)),
+        num_takes=num_takes,
+        capacity=capacity,
+        assemble=lambda index, groups: SimpleNamespace(  # type: ignore[arg-type,return-value]
+            index=index, group_ids=[g.group_id for g in groups], groups=list(groups)
+        ),
+        filters=filters,
+    )
+
+
+async def admit(buffer: ReplayBuffer, limit: int = 100) -> list[int]:
+    return [a.group_id for a in await buffer.admit(limit, timeout_s=SOON_S)]
+
+
+async def take(buffer: ReplayBuffer) -> Any:
+    return await buffer.take(timeout_s=SOON_S)
+
+
+async def waits(call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Start a waiter and see that it waits."""
+    task = asyncio.create_task(call)
+    await still_waits(task)
+    return task
+
+
+async def still_waits(task: asyncio.Task[Any]) -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not task.done(), f"expected to wait, but got {task.result()!r}"
+
+
+async def goes_on(task: asyncio.Task[Any]) -> Any:
+    return await asyncio.wait_for(task, 1.0)
+
+
+def test_it_is_a_torchrl_replay_buffer():
+    assert isinstance(buffer_of(), torchrl.data.ReplayBuffer)
+
+
+def test_admit_waits_for_a_slot_and_goes_on_when_a_version_is_published():
+    async def scenario():
+        buffer = buffer_of(P=2, T=1)
+        await buffer.published(0)
+        assert await admit(buffer) == [0, 1, 2, 3]  # takes 0 and 1 may be under way at version 0
+        waiter = await waits(admit(buffer))
+        await buffer.published(1)
+        assert await goes_on(waiter) == [4, 5]
+
+    asyncio.run(scenario())
+
+
+def test_back_pressure_finished_groups_that_nobody_takes_stop_admission():
+    async def scenario():
+        buffer = buffer_of(P=2, T=1)
+        await buffer.published(0)
+        await buffer.put([group(g) for g in await admit(buffer)])
+        waiter = await waits(admit(buffer))
+        await take(buffer)  # taking does not make room by itself: the next groups would be too old at their use
+        await still_waits(waiter)
+        await buffer.published(1)
+        assert await goes_on(waiter) == [4, 5]
+
+    asyncio.run(scenario())
+
+
+def test_admit_gives_what_was_asked_for_at_most_and_the_tasks_in_order():
+    async def scenario():
+        buffer = buffer_of(P=4, T=0)
+        await buffer.published(0)
+        first = await buffer.admit(3, timeout_s=SOON_S)
+        second = await buffer.admit(3, timeout_s=SOON_S)
+        assert [(a.group_id, a.task.task_id) for a in first + second] == [(i, f"task-{i}") for i in range(4)]
+
+    asyncio.run(scenario())
+
+
+def test_every_waiting_collector_is_served_and_no_task_twice():
+    async def scenario():
+        buffer = buffer_of(P=6, T=0)
+        waiters = [await waits(admit(buffer, 2)) for _ in range(3)]
+        await buffer.published(0)
+        assert sorted([group_id for w in waiters for group_id in await goes_on(w)]) == [0, 1, 2, 3, 4, 5]
+
+    asyncio.run(scenario())
+
+
+def test_floors_come_from_the_rank():
+    async def scenario():
+        buffer = buffer_of(P=2, T=1)
+        for version in range(4):
+            await buffer.published(version)
+        assert [a.floor for a in await buffer.admit(100, timeout_s=SOON_S)] == [0, 0, 0, 0, 1, 1, 2, 2, 3, 3]
+
+    asyncio.run(scenario())
+
+
+def test_take_waits_for_a_whole_batch_in_admission_order():
+    async def scenario():
+        buffer = buffer_of(P=2, T=1)
+        await buffer.published(0)
+        await admit(buffer)
+        waiter = await waits(take(buffer))
+        await buffer.put([group(3), group(1)])
+        await still_waits(waiter)
+        await buffer.put([group(0)])
+        first = await goes_on(waiter)
+        assert (first.index, first.group_ids) == (0, [0, 1])
+        waiter = await waits(take(buffer))
+        await buffer.put([group(2)])
+        second = await goes_on(waiter)
+        assert (second.index, second.group_ids) == (1, [2, 3])
+
+    asyncio.run(scenario())
+
+
+def test_a_take_holds_the_very_groups_that_were_put():
+    async def scenario():
+        buffer = buffer_of(P=3, T=2, W=3)
+        await buffer.published(0)
+        await admit(buffer)
+        groups = [group(g, (float(g), -1.0)) for g in range(7)]
+        await buffer.put([groups[6], groups[2], groups[4], groups[0]])
+        assert (await take(buffer)).groups == [groups[0], groups[2], groups[4]]
+        await buffer.put([groups[5], groups[3], groups[1]])
+        assert (await take(buffer)).groups == [groups[1], groups[3], groups[5]]
+
+    asyncio.run(scenario())
+
+
+def test_consume_once_a_second_delivery_raises_in_every_state():
+    async def scenario():
+        buffer = buffer_of(P=2, T=1, filters=[equal_rewards])
+        await buffer.published(0)
+        await admit(buffer)
+        await buffer.put([group(0), group(1), group(2, (1.0, 1.0))])
+        with pytest.raises(RuntimeError, match="group 0 cannot become generated: it is generated"):
+            await buffer.put([group(0)])
+        with pytest.raises(RuntimeError, match=r"group 2 .* it is ended"):
+            await buffer.put([group(2)])
+        taken = await take(buffer)
+        with pytest.raises(RuntimeError, match="group 0 cannot become generated: it is taken"):
+            await buffer.put([group(0)])
+        await buffer.trained(taken.group_ids)
+        with pytest.raises(RuntimeError, match=r"group 0 .* it is ended"):
+            await buffer.put([group(0)])
+        with pytest.raises(RuntimeError, match=r"group 99 .* never admitted"):
+            await buffer.put([group(99)])
+        with pytest.raises(RuntimeError, match="group 0 cannot become trained"):
+            await buffer.trained([0])
+
+    asyncio.run(scenario())
+
+
+def test_a_group_is_trained_only_after_it_was_taken():
+    async def scenario():
+        buffer = buffer_of(P=2, T=1)
+        await buffer.published(0)
+        await admit(buffer)
+        await buffer.put([group(0)])
+        with pytest.raises(RuntimeError, match="group 0 cannot become trained: it is generated"):
+            await buffer.trained([0])
+
+    asyncio.run(scenario())
+
+
+def test_unread_groups_are_never_overwritten_even_over_many_rounds():
+    async def scenario():
+        buffer = buffer_of(P=2, T=1, capacity=4)  # exactly as many places as groups may be outstanding
+        next_group = 0
+        for version in range(50):
+            await buffer.published(version)
+            new = await admit(buffer)
+            # The newest first, so that places are written in an order of their own.
+            await buffer.put([group(g, (float(g), 0.5)) for g in reversed(new)])
+            taken = await take(buffer)
+            assert taken.group_ids == [next_group, next_group + 1]
+            assert [g.trajectories[0].reward for g in taken.groups] == [float(next_group), float(next_group + 1)]
+            next_group += 2
+
+    asyncio.run(scenario())
+
+
+def test_the_writer_refuses_when_every_place_is_unread():
+    buffer = torchrl.data.ReplayBuffer(
+        storage=torchrl.data.ListStorage(max_size=2), writer=(writer := FreeSlotWriter(2)), collate_fn=lambda x: x
+    )
+    assert [buffer.add("a"), buffer.add("b")] == [0, 1]
+    with pytest.raises(RuntimeError, match="all 2 places hold groups nobody has taken"):
+        buffer.add("c")
+    assert buffer[0] == "a"
+    assert buffer[1] == "b"
+    writer.release([0])
+    assert buffer.add("c") == 0
+    assert buffer[1] == "b"
+    with pytest.raises(RuntimeError, match="all 2 places"):
+        buffer.add("d")
+
+
+def test_a_time_out_of_admit_says_what_it_waited_for():
+    async def scenario():
+        buffer = buffer_of(P=2, T=0)
+        await buffer.published(0)
+        await admit(buffer)
+        with pytest.raises(TimeoutError, match=r"waited 0.02 s for a slot \(published version 0, 2 groups outstanding"):
+            await buffer.admit(1, timeout_s=0.02)
+
+    asyncio.run(scenario())
+
+
+def test_a_time_out_of_take_names_the_missing_groups():
+    async def scenario():
+        buffer = buffer_of(P=2, T=0)
+        await buffer.published(0)
+        with pytest.raises(TimeoutError, match=r"waited 0.02 s for 2 more finished groups for take 0"):
+            await buffer.take(timeout_s=0.02)
+        await admit(buffer)
+        await buffer.put([group(1)])
+        with pytest.raises(TimeoutError, match=r"group 0 and 0 more that must be in take 0"):
+            await buffer.take(timeout_s=0.02)
+        # A wait that was given up leaves nothing behind.
+        await buffer.put([group(0)])
+        assert (await take(buffer)).group_ids == [0, 1]
+
+    asyncio.run(scenario())
+
+
+def test_a_filtered_group_is_replaced_before_the_take():
+    async def scenario():
+        buffer = buffer_of(P=2, T=0, filters=[equal_rewards])
+        await buffer.published(0)
+        assert await admit(buffer) == [0, 1]
+        waiting_take, waiting_admit = await waits(take(buffer)), await waits(admit(buffer))
+        await buffer.put([group(0, (1.0, 1.0)), group(1)])
+        assert await goes_on(waiting_admit) == [2]
+        await still_waits(waiting_take)
+        await buffer.put([group(2)])
+        assert (await goes_on(waiting_take)).group_ids == [1, 2]
+        assert buffer.stats().filtered == 1
+
+    asyncio.run(scenario())
+
+
+def test_the_first_filter_that_objects_gives_the_reason():
+    assert equal_rewards(group(0, (0.5, 0.5, 0.5))) == "equal rewards"
+    assert equal_rewards(group(0, (0.5, 0.5, 0.25))) is None
+
+    async def scenario():
+        buffer = buffer_of(P=1, T=0, filters=[lambda g: None, lambda g: "too long", lambda g: "never asked"])
+        await buffer.published(0)
+        await admit(buffer)
+        await buffer.put([group(0)])
+        for _ in range(NO_PROGRESS_TAKES - 1):
+            [g] = await admit(buffer)
+            await buffer.put([group(g)])
+        with pytest.raises(NoProgressError, match="last reason: too long"):
+            await take(buffer)
+
+    asyncio.run(scenario())
+
+
+def test_a_group_that_failed_for_good_is_replaced():
+    async def scenario():
+        buffer = buffer_of(P=2, T=0)
+        await buffer.published(0)
+        await admit(buffer)
+        await buffer.retried(0)
+        waiter = await waits(admit(buffer))
+        await buffer.fail(0, "the environment is broken")
+        assert await goes_on(waiter) == [2]
+        await buffer.put([group(1), group(2)])
+        assert (await take(buffer)).group_ids == [1, 2]
+        with pytest.raises(RuntimeError, match="group 0"):
+            await buffer.put([group(0)])
+        assert (buffer.stats().failed, buffer.stats().retries) == (1, 1)
+
+    asyncio.run(scenario())
+
+
+def test_group_after_group_lost_ends_the_run_with_the_reason_instead_of_waiting():
+    async def scenario():
+        buffer = buffer_of(P=2, T=0)
+        await buffer.published(0)
+        waiter = await waits(take(buffer))
+        lost = 0
+        while lost < NO_PROGRESS_TAKES * 2 - 1:
+            for group_id in await admit(buffer, 1):
+                await buffer.fail(group_id, "no such tool")
+                lost += 1
+        await still_waits(waiter)
+        [group_id] = await admit(buffer, 1)
+        await buffer.fail(group_id, "no such tool")
+        with pytest.raises(NoProgressError, match=r"40 groups in a row .*no such tool.*filter_zero_variance"):
+            await goes_on(waiter)
+
+    asyncio.run(scenario())
+
+
+def test_a_take_resets_the_count_of_lost_groups():
+    async def scenario():
+        buffer = buffer_of(P=1, T=0)
+        for version in range(3):
+            await buffer.published(version)
+            for _ in range(NO_PROGRESS_TAKES - 1):
+                [group_id] = await admit(buffer)
+                await buffer.fail(group_id, "unlucky")
+            [group_id] = await admit(buffer)
+            await buffer.put([group(group_id)])
+            assert (await take(buffer)).group_ids == [group_id]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.xfail(
+    strict=True, reason="NoProgressError although a complete take is ready: take() asks _no_progress() first"
+)
+def test_a_complete_take_is_served_however_many_other_groups_were_lost():
+    async def scenario():
+        buffer = buffer_of(P=1, T=1)
+        await buffer.published(0)
+        await admit(buffer, 1)
+        await buffer.put([group(0)])
+        for _ in range(NO_PROGRESS_TAKES):
+            [group_id] = await admit(buffer, 1)
+            await buffer.fail(group_id, "unlucky")
+        assert (await take(buffer)).group_ids == [0]
+
+    asyncio.run(scenario())
+
+
+def test_close_frees_waiting_collectors_with_an_empty_list():
+    async def scenario():
+        buffer = buffer_of(P=2, T=0)
+        waiters = [await waits(admit(buffer)) for _ in range(3)]
+        await buffer.close()
+        assert [await goes_on(w) for w in waiters] == [[], [], []]
+        assert await admit(buffer) == []
+
+    asyncio.run(scenario())
+
+
+def test_what_was_in_flight_at_the_close_can_still_be_delivered():
+    async def scenario():
+        buffer = buffer_of(P=2, T=0)
+        await buffer.published(0)
+        await admit(buffer)
+        await buffer.close()
+        await buffer.put([group(0), group(1)])
+        assert buffer.stats().groups_ready == 2
+
+    asyncio.run(scenario())
+
+
+def test_the_end_of_the_tasks_ends_admission_and_makes_the_last_take_short():
+    async def scenario():
+        buffer = buffer_of(P=2, T=5, num_tasks=5)
+        await buffer.published(0)
+        assert await admit(buffer) == [0, 1, 2, 3, 4]
+        assert await admit(buffer) == []
+        await buffer.put([group(g) for g in range(4)])
+        assert (await take(buffer)).group_ids == [0, 1]
+        assert (await take(buffer)).group_ids == [2, 3]
+        waiter = await waits(take(buffer))
+        await buffer.put([group(4)])
+        assert (await goes_on(waiter)).group_ids == [4]
+        assert await take(buffer) is None
+
+    asyncio.run(scenario())
+
+
+def test_a_take_that_waits_ends_when_the_last_group_is_lost():
+    async def scenario():
+        buffer = buffer_of(P=2, T=5, num_tasks=1)
+        await buffer.published(0)
+        await admit(buffer)
+        waiter = await waits(take(buffer))
+        await buffer.fail(0, "gone")
+        assert await goes_on(waiter) is None
+
+    asyncio.run(scenario())
+
+
+def test_no_tasks_at_all_is_an_end_and_not_a_wait():
+    async def scenario():
+        buffer = buffer_of(num_tasks=0)
+        assert await admit(buffer) == []
+        assert await take(buffer) is None
+
+    asyncio.run(scenario())
+
+
+def test_no_more_groups_start_than_the_run_will_ever_take():
+    async def scenario():
+        buffer = buffer_of(P=2, T=9, num_takes=2)
+        await buffer.published(0)
+        assert await admit(buffer) == [0, 1, 2, 3]
+        waiter = await waits(admit(buffer))  # one of them may still be lost
+        await buffer.fail(2, "gone")
+        assert await goes_on(waiter) == [4]
+        await buffer.put([group(g) for g in (0, 1, 3, 4)])
+        assert (await take(buffer)).group_ids == [0, 1]
+        assert (await take(buffer)).group_ids == [3, 4]
+        assert await take(buffer) is None
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.xfail(strict=True, reason="admit() does not know that num_takes were served: it waits until its time-out")
+def test_when_all_takes_were_served_collectors_are_told_that_there_will_be_no_slot():
+    async def scenario():
+        buffer = buffer_of(P=2, T=9, num_takes=1)
+        await buffer.published(0)
+        await buffer.put([group(g) for g in await admit(buffer)])
+        waiter = await waits(admit(buffer))
+        await take(buffer)
+        assert await goes_on(waiter) == []
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.xfail(strict=True, reason="take() looks at num_takes before it waits, never after")
+def test_of_two_that_wait_for_the_only_take_the_second_is_told_that_it_is_over():
+    async def scenario():
+        buffer = buffer_of(P=2, T=9, num_takes=1)
+        await buffer.published(0)
+        waiters = [await waits(take(buffer)) for _ in range(2)]
+        await admit(buffer)
+        await buffer.put([group(0), group(1)])
+        results = [await goes_on(w) for w in waiters]
+        assert [r is None for r in results].count(True) == 1
+
+    asyncio.run(scenario())
+
+
+def test_versions_are_published_in_order():
+    async def scenario():
+        buffer = buffer_of()
+        await buffer.published(3)
+        for version in (3, 2):
+            with pytest.raises(AssertionError, match=f"version {version} published after 3"):
+                await buffer.published(version)
+
+    asyncio.run(scenario())
+
+
+def test_stats_count_every_life():
+    async def scenario():
+        buffer = buffer_of(P=2, T=2, filters=[equal_rewards])
+        await buffer.published(0)
+        await admit(buffer)
+        await buffer.put([group(0), group(1), group(2, (1.0, 1.0)), group(3)])
+        await buffer.fail(4, "gone")
+        await take(buffer)
+        s = buffer.stats()
+        assert (s.admitted, s.slots_in_use, s.groups_ready, s.groups_taken, s.filtered, s.failed) == (6, 2, 1, 2, 1, 1)
+
+    asyncio.run(scenario())
+
+
+def test_it_does_not_leave_its_process():
+    with pytest.raises(TypeError, match="hand out its actor"):
+        pickle.dumps(buffer_of())
+
+
+def test_the_ledger_counts_reasons_and_forgets_ended_lives():
+    ledger = Ledger()
+    for group_id in range(3):
+        ledger.admit(group_id)
+    ledger.move(0, GroupState.FILTERED, "equal rewards")
+    ledger.move(1, GroupState.FILTERED, "equal rewards")
+    ledger.move(2, GroupState.FAILED, "time-out")
+    assert ledger.reasons == {"filtered: equal rewards": 2, "failed: time-out": 1}
+    assert (ledger.count(GroupState.FILTERED), ledger.count(GroupState.ADMITTED)) == (2, 0)
+    with pytest.raises(RuntimeError, match="group 0 cannot become taken: it is ended"):
+        ledger.move(0, GroupState.TAKEN)

@@ -1,0 +1,203 @@
+"""Waiting for one part never outlasts the death of another."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from leeway.failures import PartFailed, as_text
+from leeway.runtime.supervisor import Supervisor, as_part_failure
+
+LONG_S = 30.0
+
+
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+async def after(seconds: float, result: Any) -> Any:
+    await asyncio.sleep(seconds)
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def play(scenario: Callable[[Supervisor], Awaitable[None]]) -> None:
+    async def main() -> None:
+        supervisor = Supervisor()
+        async with asyncio.timeout(5):
+            await scenario(supervisor)
+        supervisor.forget_all()
+
+    asyncio.run(main())
+
+
+def test_the_result_of_a_call_comes_back():
+    async def scenario(supervisor):
+        supervisor.watch("generator-0", for_ever())
+        assert await supervisor.wait(after(0.01, 7), what="replay", timeout_s=LONG_S) == 7
+
+    play(scenario)
+
+
+def test_a_watched_part_that_fails_ends_a_wait_at_once_by_its_name():
+    async def scenario(supervisor):
+        supervisor.watch("generator-0", for_ever())
+        supervisor.watch("generator-1", after(0.05, ValueError("no such\n   model")))
+        started = time.monotonic()
+        with pytest.raises(PartFailed) as caught:
+            await supervisor.wait(for_ever(), what="replay", timeout_s=LONG_S)
+        assert time.monotonic() - started < 1
+        assert caught.value.part == "generator-1"
+        assert str(caught.value) == "generator-1: ValueError: no such model"
+
+    play(scenario)
+
+
+def test_a_part_that_failed_before_the_wait_ends_it_too():
+    async def scenario(supervisor):
+        supervisor.watch("generator-1", after(0, RuntimeError("gone")))
+        await asyncio.sleep(0.02)
+        with pytest.raises(PartFailed, match="generator-1: RuntimeError: gone"):
+            await supervisor.wait(for_ever(), what="replay", timeout_s=LONG_S)
+
+    play(scenario)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="the first wait that sees a failure forgets it: every other wait goes on until its own time-out"
+)
+def test_a_failed_part_keeps_ending_waits():
+    async def scenario(supervisor):
+        supervisor.watch("generator-1", after(0, RuntimeError("gone")))
+        for _ in range(2):
+            with pytest.raises(PartFailed, match="generator-1"):
+                await supervisor.wait(for_ever(), what="replay", timeout_s=0.3)
+
+    play(scenario)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="the first wait that sees a failure forgets it: every other wait goes on until its own time-out"
+)
+def test_of_two_waits_side_by_side_both_end_when_a_part_dies():
+    async def scenario(supervisor):
+        supervisor.watch("generator-1", after(0.02, RuntimeError("gone")))
+        waits = [
+            asyncio.create_task(supervisor.wait(for_ever(), what=what, timeout_s=0.5)) for what in ("replay", "trainer")
+        ]
+        results = await asyncio.gather(*waits, return_exceptions=True)
+        assert [str(r) for r in results] == ["generator-1: RuntimeError: gone"] * 2
+
+    play(scenario)
+
+
+def test_a_part_that_ends_in_peace_does_not_end_the_wait():
+    async def scenario(supervisor):
+        supervisor.watch("generator-0", after(0.0, None))
+        supervisor.watch("generator-1", after(0.01, None))
+        assert await supervisor.wait(after(0.05, "batch"), what="replay", timeout_s=LONG_S) == "batch"
+
+    play(scenario)
+
+
+def test_a_time_out_names_what_was_waited_for_and_for_how_long_and_cancels_it():
+    cancelled = []
+
+    async def stubborn() -> None:
+        try:
+            await for_ever()
+        finally:
+            cancelled.append(True)
+
+    async def scenario(supervisor):
+        with pytest.raises(PartFailed, match=r"^replay: no answer for 0.05 s; raise cluster\.\w+_timeout_s"):
+            await supervisor.wait(stubborn(), what="replay", timeout_s=0.05)
+        await asyncio.sleep(0)
+        assert cancelled == [True]
+
+    play(scenario)
+
+
+def test_an_inner_failure_is_told_in_its_own_words():
+    async def scenario(supervisor):
+        with pytest.raises(PartFailed, match=r"^trainer: ValueError: bad batch$"):
+            await supervisor.wait(after(0.01, ValueError("bad batch")), what="trainer", timeout_s=LONG_S)
+
+    play(scenario)
+
+
+def test_a_failure_that_names_its_part_already_keeps_that_name():
+    async def scenario(supervisor):
+        inner = PartFailed("trainer-3", "StalenessError: refused a batch", "its traceback")
+        with pytest.raises(PartFailed) as caught:
+            await supervisor.wait(after(0.01, inner), what="trainer", timeout_s=LONG_S)
+        assert (caught.value.part, caught.value.details) == ("trainer-3", "its traceback")
+
+    play(scenario)
+
+
+def test_a_time_out_of_the_call_itself_is_not_taken_for_the_waits_own():
+    async def scenario(supervisor):
+        inner = TimeoutError("waited 5 s for group 3 that must be in take 1")
+        with pytest.raises(PartFailed, match=r"^replay: TimeoutError: waited 5 s for group 3"):
+            await supervisor.wait(after(0.01, inner), what="replay", timeout_s=LONG_S)
+
+    play(scenario)
+
+
+def test_parts_that_are_ended_on_purpose_are_no_failures():
+    async def scenario(supervisor):
+        supervisor.watch("generator-0", for_ever())
+        supervisor.watch("generator-1", after(0, RuntimeError("killed on purpose")))
+        await asyncio.sleep(0.01)
+        supervisor.forget_all()
+        assert await supervisor.wait(after(0.01, 1), what="saving", timeout_s=LONG_S) == 1
+
+    play(scenario)
+
+
+def test_an_interrupt_goes_through_and_cancels_the_call():
+    async def scenario(supervisor):
+        call = asyncio.ensure_future(for_ever())
+        waiting = asyncio.create_task(supervisor.wait(call, what="replay", timeout_s=LONG_S))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await asyncio.sleep(0)
+        assert call.cancelled()
+
+    play(scenario)
+
+
+def test_a_failure_becomes_one_line_and_keeps_its_details():
+    failure = as_part_failure("replay", KeyError("a\nb"))
+    assert "\n" not in str(failure)
+    assert failure.part == "replay"
+    same = PartFailed("x", "y")
+    assert as_part_failure("replay", same) is same
+
+
+def test_an_actors_exception_leaves_it_as_text_with_its_role():
+    class Actor:
+        role = "trainer-1"
+
+        @as_text
+        async def step(self, fail: bool) -> int:
+            if fail:
+                raise ValueError("first line\nsecond line")
+            return 3
+
+    async def main() -> None:
+        assert await Actor().step(False) == 3
+        with pytest.raises(PartFailed) as caught:
+            await Actor().step(True)
+        assert str(caught.value) == "trainer-1: ValueError: first line second line"
+        assert "test_supervisor.py" in caught.value.details
+
+    asyncio.run(main())
