@@ -709,9 +709,11 @@ def test_a_plain_for_loop_raises_when_a_hand_over_fails(queues):
 def test_leaving_a_plain_for_loop_early_ends_its_thread(queues):
     rig = ready_rig(200, max_in_flight=1)
     for _ in rig.collector:
+        while not queues[0].full():  # the thread runs ahead until it can go no further
+            time.sleep(0.001)
         break
     rig.collector.shutdown()
-    deadline = time.monotonic() + 1
+    deadline = time.monotonic() + 0.5
     while collector_threads() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert collector_threads() == []

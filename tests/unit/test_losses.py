@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -294,6 +295,21 @@ def test_diagnostics_in_closed_form():
     assert metrics == pytest.approx(expected, abs=1e-6)
 
 
+def test_kl_is_the_one_from_the_behaviour_policy_to_the_current_one():
+    # k3 of KL(behaviour || now) under the behaviour's samples: r - 1 - ln r, which for one token tells r from 1 / r.
+    for ratio in (2.0, 0.5, 3.0):
+        metrics = step_metrics(*sums_of([math.log(ratio) - 1.0], [-1.0]))
+        assert metrics["train/kl/mean"] == pytest.approx(ratio - 1 - math.log(ratio), abs=1e-6)
+    # Over all of a small vocabulary, weighted by the behaviour policy, it is the KL itself.
+    behaviour, now = [0.5, 0.3, 0.2], [0.2, 0.2, 0.6]
+    k3 = [
+        step_metrics(*sums_of([math.log(q)], [math.log(p)]))["train/kl/mean"]
+        for p, q in zip(behaviour, now, strict=True)
+    ]
+    exact = sum(p * math.log(p / q) for p, q in zip(behaviour, now, strict=True))
+    assert sum(p * k for p, k in zip(behaviour, k3, strict=True)) == pytest.approx(exact, abs=1e-6)
+
+
 def test_bounds_of_kl_and_effective_sample_size():
     rng = random.Random(4)
     for _ in range(50):
@@ -336,7 +352,7 @@ def test_sums_add_up_and_maxima_are_the_larger():
 # ---------------------------------------------------------------------------------------------------- objectives
 
 
-def tokens_of(seed: int):
+def tokens_of(seed: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
     rng = random.Random(seed)
     losses, mask, segments = random_tokens(rng, 6)
     n = len(losses)
@@ -355,7 +371,7 @@ def tokens_of(seed: int):
 def test_policy_objective_is_loss_and_aggregate_put_together(how):
     logp, entropy, tokens = tokens_of(0)
     counts = {"num_sequences": 6, "num_tokens": int(tokens.mask.sum())}
-    objective = PolicyObjective(aggregation=how, **CLIPS)
+    objective = PolicyObjective(aggregation=how, clip_low=LOW, clip_high=HIGH)
     loss = objective.loss(logp, entropy, tokens, policy_version=6, **counts)
     per_token = [
         loss_formula(*x)

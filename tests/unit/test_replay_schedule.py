@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -158,7 +159,7 @@ class Run:
         await self._publish(0)
         publishing: asyncio.Task[None] | None = None
         while True:
-            take = await self.buffer.take(timeout_s=STUCK_S)
+            take: Any = await self.buffer.take(timeout_s=STUCK_S)
             if take is None:
                 break
             self.takes.append([g.group_id for g in take.groups])
