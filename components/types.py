@@ -9,6 +9,7 @@ Nothing is padded here; padding or packing happens inside the trainer only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,7 +95,7 @@ class Trajectory:
             )
         if not self.prompt_tokens:
             raise ValueError("Trajectory: prompt_tokens is empty; a policy needs at least one token to continue from")
-        if not isinstance(self.reward, int | float) or self.reward != self.reward:
+        if not isinstance(self.reward, int | float) or not math.isfinite(self.reward):
             raise ValueError(f"Trajectory: reward is {self.reward!r}; expected a finite number")
 
     @classmethod

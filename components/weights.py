@@ -80,7 +80,11 @@ class Manifest:
     def check(self) -> None:
         """Raises `HandOverError` when the entries are not those that were published."""
         if (got := digest_of(self.entries)) != self.digest:
-            raise HandOverError("bytes", self.policy_version, f"the manifest's digest is {self.digest[:16]}, its entries give {got[:16]}")
+            raise HandOverError(
+                "bytes",
+                self.policy_version,
+                f"the manifest's digest is {self.digest[:16]}, its entries give {got[:16]}",
+            )
 
 
 def digest_of(entries: Iterable[TensorEntry]) -> str:

@@ -176,6 +176,7 @@ class AsyncRL:
                 if publish:
                     await self._finish_publishing()
                     self._publishing = asyncio.create_task(self._hand_out())
+                    self._supervisor.watch("publishing", self._publishing)
                 self._max_lag = max(self._max_lag, metrics.get("train/policy_lag/max", 0.0))
                 metrics |= take.metrics
                 metrics["step/wait_for_batch_s"] = waited_s if batches is take.batches[0] else 0.0
@@ -281,11 +282,18 @@ class AsyncRL:
         length = min(server.canary_tokens, room)
         tasks = self._train_tasks.tasks
         examples = [
-            list(itertools.chain(*self._prompter.encode_example(tasks[i % len(tasks)].prompt, tasks[i % len(tasks)].answer)))
+            list(
+                itertools.chain(
+                    *self._prompter.encode_example(tasks[i % len(tasks)].prompt, tasks[i % len(tasks)].answer)
+                )
+            )
             for i in range(max(server.canary_prompts, length))
         ]
         scored = [example[:length] for example in examples[: server.canary_prompts]]
-        chains = [itertools.chain.from_iterable(examples[i:] + examples[:i]) for i in range(max(1, server.canary_prompts // 2))]
+        chains = [
+            itertools.chain.from_iterable(examples[i:] + examples[:i])
+            for i in range(max(1, server.canary_prompts // 2))
+        ]
         return CanaryPrompts(scored=scored, cached=[list(itertools.islice(chain, length)) for chain in chains])
 
     def _result(self, evals: dict[str, Any], folder: str | None, *, wall_s: float, rl_s: float) -> StageResult:

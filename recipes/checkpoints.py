@@ -18,7 +18,9 @@ SAVE_TIMEOUT_S = 600.0
 class Checkpoints:
     """Saves through all trainer ranks (a collective), then points `latest.json` at the result, then removes old ones."""
 
-    def __init__(self, directory: Path, *, settings: CheckpointConfig, trainers: Sequence[Any], supervisor: Supervisor) -> None:
+    def __init__(
+        self, directory: Path, *, settings: CheckpointConfig, trainers: Sequence[Any], supervisor: Supervisor
+    ) -> None:
         self._directory = directory
         self._settings = settings
         self._trainers = trainers

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,8 @@ from leeway.tasks.prompting import Prompter
 from leeway.tasks.taskset import TaskSet, build_taskset
 from leeway.types import NO_VERSION, Task, TrainBatch, Trajectory, batch_trajectories
 from leeway.weights import CanaryPrompts
+
+LOSS_WINDOW = 20
 
 
 async def run(context: StageContext) -> StageResult:
@@ -44,26 +47,33 @@ async def run(context: StageContext) -> StageResult:
     started = time.monotonic()
     try:
         say(f"{context.name}: {total_steps} supervised steps of {config.train.batch_size}, {len(taskset)} tasks")
-        await launcher.trainers(total_steps=total_steps, canary=CanaryPrompts(scored=[], cached=[]))  # nothing is published
+        await launcher.trainers(
+            total_steps=total_steps, canary=CanaryPrompts(scored=[], cached=[])
+        )  # nothing is published
         context.pids.extend(parts.all_pids())
         checkpoints = Checkpoints(
-            context.dir / "checkpoints", settings=config.checkpoint, trainers=parts.trainers, supervisor=parts.supervisor
+            context.dir / "checkpoints",
+            settings=config.checkpoint,
+            trainers=parts.trainers,
+            supervisor=parts.supervisor,
         )
         trained = await _train(config, launcher, monitor, checkpoints, _batches(config, taskset, prompter), total_steps)
-        folder = await checkpoints.at_end(total_steps)
+        folder = await checkpoints.at_end(trained.num_steps)
         status = "done"
     finally:
         monitor.close(status)
         await parts.stop()
     summary = {
-        "steps": total_steps,
+        "steps": trained.num_steps,
         "wall_s": round(time.monotonic() - started, 1),
         "tokens": trained.num_tokens,
         "loss_last": trained.loss,
         "processes": parts.processes,
     }
     return StageResult(
-        summary=summary, model_path=str(folder) if folder else None, goodbye=[f"{context.name}: loss {trained.loss:.3f}, weights in {folder}"]
+        summary=summary,
+        model_path=str(folder) if folder else None,
+        goodbye=[f"{context.name}: {trained.num_steps} steps, loss {trained.loss:.3f}, weights in {folder}"],
     )
 
 
@@ -76,8 +86,9 @@ def num_steps(config: Config, num_tasks: int) -> int:
 
 @dataclass(frozen=True)
 class _Trained:
+    num_steps: int = 0
     num_tokens: int = 0
-    loss: float = float("nan")
+    loss: float = float("nan")  # mean of the last LOSS_WINDOW steps
 
 
 async def _train(
@@ -91,6 +102,8 @@ async def _train(
     """Consumes batches, waits for the ranks. The next batch is made while they compute."""
     parts, timeout_s = launcher.parts, config.cluster.step_timeout_s
     trained = _Trained()
+    recent: deque[float] = deque(maxlen=LOSS_WINDOW)
+    stop_below = config.train.stop_below_loss
     upcoming = _put(next(batches))
     for step in range(1, total_steps + 1):
         begun = time.monotonic()
@@ -102,8 +115,11 @@ async def _train(
         metrics = (await parts.supervisor.wait(pending, what="trainer", timeout_s=timeout_s))[0]
         await checkpoints.after_step(step)
         total_s = time.monotonic() - begun
-        trained = _Trained(trained.num_tokens + tokens, metrics["train/loss/sft"])
+        recent.append(metrics["train/loss/sft"])
+        trained = _Trained(step, trained.num_tokens + tokens, sum(recent) / len(recent))
         monitor.log(step, metrics | {"step/total_s": total_s, "train/tokens_per_s": tokens / total_s})
+        if stop_below is not None and len(recent) == LOSS_WINDOW and trained.loss < stop_below:
+            break
     return trained
 
 

@@ -16,7 +16,8 @@ def clipped_ratio_loss(
     `old_logprobs` are those of the behaviour policy: the engine's, at the version that sampled each token. The gradient flows through
     `logprobs` only. Source: PPO, arXiv 1707.06347, eq. 7; the asymmetric range is DAPO's, arXiv 2503.14476, section 3.1.
     """
-    ratio = torch.exp(logprobs - old_logprobs)
+    # Past e^20 the ratio is far outside any clip range; without the clamp, float32 overflows and inf * 0 is NaN.
+    ratio = torch.exp((logprobs - old_logprobs).clamp(max=20.0))
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -torch.minimum(ratio * advantages, clipped * advantages)
 

@@ -60,7 +60,7 @@ class CollectorActor:
             pull,
             in_flight=config.staleness.in_flight,
             tolerance=tolerance,
-            pull_every=config.rollout.pull_every,
+            pull_every=config.rollout.pull_every * config.param_server.publish_every,  # in optimizer steps
             deadline_s=deadline_s,
             on_pause=clock.set_paused,
             verified=0 if engine.load_weights else -1,

@@ -51,7 +51,7 @@ class CollectorSettings:
 
 
 class Collector(BaseCollector):
-    """Iterate it (`async for` or plain `for`) to get lists of finished groups, as many as finished at the same moment."""
+    """Iterate it (`async for groups in collector.groups()`, or plain `for`) to get lists of finished groups, as many as finished at the same moment."""
 
     def __init__(
         self,
@@ -112,29 +112,47 @@ class Collector(BaseCollector):
                 task.cancel()
 
     def iterator(self) -> Iterator[list[Group]]:
-        """The same for synchronous callers: the loop runs in a thread of its own, at most two batches ahead."""
+        """The same for synchronous callers: the loop runs in a thread of its own, at most two batches ahead.
+
+        Raises what the loop or the hand-over of weights raised. Leaving the iteration early ends the thread.
+        """
         ready: queue.Queue[list[Group] | BaseException | None] = queue.Queue(maxsize=2)
+        left = threading.Event()
 
-        async def fill() -> None:
-            pulling = asyncio.create_task(self._hand_over.run())
-            try:
-                async for finished in self.groups():
-                    await asyncio.to_thread(ready.put, finished)
-            finally:
-                pulling.cancel()
+        async def put(item: list[Group] | BaseException | None) -> None:
+            while not left.is_set():
+                try:
+                    return ready.put_nowait(item)
+                except queue.Full:
+                    await asyncio.sleep(0.01)
 
-        def run() -> None:
-            try:
-                asyncio.run(fill())
-                ready.put(None)
-            except BaseException as error:
-                ready.put(error)
+        async def collect() -> None:
+            async for finished in self.groups():
+                await put(finished)
+                if left.is_set():
+                    return
 
-        threading.Thread(target=run, daemon=True, name="leeway-collector").start()
-        while (item := ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
+        async def run() -> None:
+            collecting, pulling = asyncio.create_task(collect()), asyncio.create_task(self._hand_over.run())
+            done, _ = await asyncio.wait({collecting, pulling}, return_when=asyncio.FIRST_COMPLETED)
+            error = next((task.exception() for task in done), None)
+            for task in (collecting, pulling):
+                task.cancel()
+            await asyncio.gather(collecting, pulling, return_exceptions=True)
+            await put(error)
+
+        thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True, name="leeway-collector")
+        thread.start()
+        try:
+            while (item := ready.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            left.set()
+
+    def __len__(self) -> int:
+        raise TypeError("a collector has no length: it ends when admission does")
 
     async def evaluate(self, tasks: list[Task], *, temperature: float, policy_version: int) -> list[Trajectory]:
         """One trajectory per task, under exactly `policy_version`: newer weights are held back meanwhile. Nothing of it is trained on."""
@@ -203,14 +221,18 @@ class Collector(BaseCollector):
                 temperature=self._settings.temperature, group_size=self._settings.group_size, seed=seed
             )
             try:
-                async with asyncio.timeout(self._settings.timeout_s):
+                async with asyncio.timeout(self._settings.timeout_s) as deadline:
                     trajectories = await self._environment.rollout(admission.task, policy)
                 group = _checked_group(admission, trajectories, self._settings.group_size)
                 break
             except Exception as error:
                 if self._is_engine_lost(error):
                     raise EngineLost(f"the inference engine died: {error}") from None
-                reason = _reason(error, self._settings.timeout_s)
+                reason = (
+                    f"rollout took longer than rollout.timeout_s = {self._settings.timeout_s:g} s"
+                    if deadline.expired()
+                    else _reason(error)
+                )
                 if attempt == self._settings.retries:
                     await self._fail(admission.group_id, reason)
                     return None
@@ -262,8 +284,6 @@ def _pull_metrics(pulls: list[PullReport]) -> dict[str, float]:
     }
 
 
-def _reason(error: BaseException, timeout_s: float) -> str:
-    if isinstance(error, TimeoutError):
-        return f"rollout took longer than rollout.timeout_s = {timeout_s:g} s"
+def _reason(error: BaseException) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import tempfile
 import time
@@ -125,7 +126,7 @@ class Engine:
         scored = [self._scored_gap(s, lp) for s, lp in zip(prompts.scored, canary.logprobs, strict=True)]
         cached = zip(prompts.cached, canary.next_tokens, canary.next_logprobs, strict=True)
         gaps = await asyncio.gather(*scored, *(self._continued_gap(*c) for c in cached))
-        return max(gaps)
+        return largest(gaps)
 
     async def load_weights(
         self, manifest: Manifest, buckets: AsyncIterator[np.ndarray], *, in_flight: str
@@ -200,7 +201,7 @@ class Engine:
         )
         scored = (await self._final_output(sequence, params)).prompt_logprobs
         got = [scored[t][sequence[t]].logprob for t in range(1, len(sequence))]
-        return max(abs(a - b) for a, b in zip(got, expected, strict=True))
+        return largest([abs(a - b) for a, b in zip(got, expected, strict=True)])
 
     async def _continued_gap(self, context: list[int], token: int, expected: float) -> float:
         from vllm import SamplingParams
@@ -232,6 +233,11 @@ class LoadTimes:
 
     pause_s: float
     drain_s: float
+
+
+def largest(gaps: list[float]) -> float:
+    """The largest gap, NaN if any is: `max` alone loses a NaN that does not come first."""
+    return math.nan if any(math.isnan(g) for g in gaps) else max(gaps)
 
 
 def _sampled_tokens(output: Any) -> SampledTokens:

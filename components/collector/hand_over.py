@@ -25,6 +25,10 @@ class LoadsWeights(Protocol):
     async def score(self, canary: Canary) -> float: ...
 
 
+POLL_S = 10.0
+"""How long one question to the parameter server may stay open; the next one follows at once."""
+
+
 @dataclass(frozen=True)
 class PullReport:
     """One pull. `pull_s`: from noticing a version to serving it; of that `canary_s` for the proof and `pause_s` without generation."""
@@ -67,7 +71,15 @@ class HandOver:
     async def run(self) -> None:
         """Consumes publications; waits for the parameter server. Raises `HandOverError` when a check fails."""
         while True:
-            pulled = await self._pull(max(self.verified, self._next_version() - 1), 10.0)
+            newer_than = max(self.verified, self._next_version() - 1)
+            pulling = asyncio.ensure_future(self._pull(newer_than, POLL_S))
+            wanted = asyncio.ensure_future(self._wanted_below(newer_than))
+            try:
+                await asyncio.wait({pulling, wanted}, return_when=asyncio.FIRST_COMPLETED)
+                pulled = pulling.result() if pulling.done() else None  # a new floor: ask again, for less
+            finally:
+                pulling.cancel()
+                wanted.cancel()
             if pulled is not None:
                 async with self._hold:
                     await self._take_over(*pulled)
@@ -80,14 +92,20 @@ class HandOver:
         """Wait until weights of at least this version were proven. Raises TimeoutError naming both versions."""
         if self.verified >= policy_version:
             return
-        self._wanted = max(self._wanted, policy_version)
         try:
             async with asyncio.timeout(self._deadline_s), self._changed:
+                self._wanted = max(self._wanted, policy_version)
+                self._changed.notify_all()
                 await self._changed.wait_for(lambda: self.verified >= policy_version)
         except TimeoutError:
             raise TimeoutError(
                 f"waited {self._deadline_s:g} s for weights of version {policy_version}; this engine serves version {self.verified}"
             ) from None
+
+    async def _wanted_below(self, newer_than: int) -> None:
+        """Returns when a group needs a version that a pull for something newer than `newer_than` would pass over."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.verified < self._wanted <= newer_than)
 
     def _next_version(self) -> int:
         """Nothing older is worth a pause, unless a group that may not start yet needs it."""
@@ -113,7 +131,9 @@ class HandOver:
         async with self._changed:
             self.verified = manifest.policy_version
             self._changed.notify_all()
-        self._pulls.append(PullReport(time.monotonic() - started, time.monotonic() - loaded, times.pause_s, gap, manifest.num_bytes))
+        self._pulls.append(
+            PullReport(time.monotonic() - started, time.monotonic() - loaded, times.pause_s, gap, manifest.num_bytes)
+        )
 
     def drain_reports(self) -> list[PullReport]:
         """The pulls since the last call."""

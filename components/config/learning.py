@@ -50,6 +50,9 @@ class TrainConfig(Section):
     groups_per_step: PositiveInt = Field(default=64, description="groups (tasks) taken for one batch")
     updates_per_batch: PositiveInt = Field(default=1, description="optimizer steps per batch; divides groups_per_step")
     batch_size: PositiveInt = Field(default=128, description="sequences per optimizer step (recipe sft)")
+    stop_below_loss: PositiveFloat | None = Field(
+        default=None, description="end early once the loss of the last 20 steps is below this (recipe sft)"
+    )
     num_ranks: PositiveInt = Field(default=1, description="trainer processes; weights are sharded over them")
     max_tokens_per_microbatch: PositiveInt = Field(
         default=16384, description="most tokens in one forward and backward pass"

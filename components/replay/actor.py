@@ -6,7 +6,7 @@ import asyncio
 import functools
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,8 @@ class ReplayBufferActor:
             Group(group_id=i, task_id="", trajectories=trajectories[i : i + group_size])
             for i in range(0, len(trajectories), group_size)
         ]
-        take = self._assembler(0, groups)
+        # All of it in one step, trajectories without an advantage included: speed is measured per token.
+        take = replace(self._assembler, skip_zero_advantage=False, updates_per_take=1)(0, groups)
         return [ray.put(batch) for batch in take.batches[0]], take.metrics
 
 

@@ -97,13 +97,13 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         """
         async with self._changed:
             await self._wait(
-                lambda: self._closed or self._next_task is None or self._num_free_slots() > 0,
+                lambda: self._no_more_admissions() or self._num_free_slots() > 0,
                 timeout_s,
                 lambda: (
                     f"a slot (published version {self._published}, {self._window.num_outstanding} groups outstanding)"
                 ),
             )
-            if self._closed or self._next_task is None:
+            if self._no_more_admissions():
                 return []
             return [self._admit_one() for _ in range(min(limit, self._num_free_slots())) if self._next_task is not None]
 
@@ -135,8 +135,6 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
         Raises TimeoutError naming what is missing, and `NoProgressError` when group after group is lost.
         """
-        if self._num_takes is not None and self._window.num_takes >= self._num_takes:
-            return None
         async with self._changed:
             await self._wait(
                 lambda: (
@@ -147,7 +145,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
                 timeout_s,
                 lambda: str(self._window.missing_for_take(last=self._next_task is None)),
             )
-            if self._no_progress():
+            if not self._ended() and self._no_progress():
                 raise NoProgressError(
                     f"{self._lost_in_a_row} groups in a row left without being trained (last reason: {self._last_reason}); "
                     "the tasks are all too easy or too hard, or the environment fails: check rollouts, rewards and replay.filter_zero_variance"
@@ -224,10 +222,17 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._last_reason = reason
 
     def _no_progress(self) -> bool:
-        return self._lost_in_a_row >= NO_PROGRESS_TAKES * self._rule.groups_per_take
+        lost_too_many = self._lost_in_a_row >= NO_PROGRESS_TAKES * self._rule.groups_per_take
+        return lost_too_many and self._window.missing_for_take(last=self._next_task is None) is not None
+
+    def _all_taken(self) -> bool:
+        return self._num_takes is not None and self._window.num_takes >= self._num_takes
 
     def _ended(self) -> bool:
-        return self._next_task is None and self._window.num_outstanding == 0
+        return self._all_taken() or (self._next_task is None and self._window.num_outstanding == 0)
+
+    def _no_more_admissions(self) -> bool:
+        return self._closed or self._next_task is None or self._all_taken()
 
     async def _wait(self, ready: Callable[[], bool], timeout_s: float, missing: Callable[[], str]) -> None:
         """`self._changed` is held by the caller."""

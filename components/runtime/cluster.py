@@ -46,7 +46,7 @@ def connect(config: Config) -> None:
         raise ClusterError(
             "cluster.address",
             f"the cluster has {have.get('GPU', 0):g} GPUs and {have.get('CPU', 0):g} CPUs, expected "
-            f"{need.gpus_needed} and {need.cpus_needed}; lower rollout.num_generators or train.num_ranks, or add nodes"
+            f"{need.gpus_needed} and {need.cpus_needed}; lower rollout.num_generators or train.num_ranks, or add nodes",
         )
 
 

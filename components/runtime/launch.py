@@ -204,7 +204,9 @@ class Launcher:
         self.parts.supervisor.watch(role, actor.alive.remote())
 
     async def _wait(self, call: Any, role: str) -> Any:
-        return await self.parts.supervisor.wait(call, what=role, timeout_s=self._config.cluster.start_timeout_s)
+        return await self.parts.supervisor.wait(
+            call, what=role, timeout_s=self._config.cluster.start_timeout_s, deadline="cluster.start_timeout_s"
+        )
 
 
 async def _awaited(ref: Any) -> Any:

@@ -30,8 +30,9 @@ def place(config: Config, recipe: str, available: list[int] | None = None) -> Co
         return Cores([[]] * num_engines, [[]] * num_trainers)
     for_trainers = min(num_trainers * config.cluster.cpus_per_trainer, len(cores) - (1 if num_engines else 0))
     split = len(cores) - for_trainers
-    trainer_cores = config.cluster.trainer_cores or cores[split:]
-    engine_cores = config.cluster.engine_cores or cores[:split]
+    taken = config.cluster.engine_cores or []
+    trainer_cores = config.cluster.trainer_cores or [c for c in cores[split:] if c not in taken] or cores[split:]
+    engine_cores = config.cluster.engine_cores or [c for c in cores if c not in trainer_cores] or cores[:split]
     return Cores(
         _deal(engine_cores, num_engines, config.cluster.cpus_per_generator),
         _deal(trainer_cores, num_trainers, config.cluster.cpus_per_trainer),

@@ -25,8 +25,13 @@ class Supervisor:
         self._watched[future] = part
         return future
 
-    async def wait(self, call: Awaitable[T], *, what: str, timeout_s: float) -> T:
-        """The result of `call`. Raises `PartFailed` naming what failed, or what was waited for and for how long."""
+    async def wait(
+        self, call: Awaitable[T], *, what: str, timeout_s: float, deadline: str = "cluster.step_timeout_s"
+    ) -> T:
+        """The result of `call`. Raises `PartFailed` naming what failed, or what was waited for and for how long.
+
+        `deadline` names the setting that `timeout_s` came from.
+        """
         main = asyncio.ensure_future(_awaited(call))
         try:
             async with asyncio.timeout(timeout_s):
@@ -39,9 +44,7 @@ class Supervisor:
         except TimeoutError as error:
             if main.done() and not main.cancelled():  # the call itself timed out and says why
                 raise as_part_failure(what, error) from None
-            raise PartFailed(
-                what, f"no answer for {timeout_s:g} s; raise cluster.step_timeout_s if that is normal here"
-            ) from None
+            raise PartFailed(what, f"no answer for {timeout_s:g} s; raise {deadline} if that is normal here") from None
         except Exception as error:
             raise as_part_failure(what, error) from None
         finally:
@@ -57,9 +60,9 @@ class Supervisor:
         for future, part in list(self._watched.items()):
             if not future.done():
                 continue
-            del self._watched[future]
             if (error := future.exception()) is not None:
-                raise as_part_failure(part, error)
+                raise as_part_failure(part, error)  # kept: every other wait must end by it too
+            del self._watched[future]
 
 
 def as_part_failure(part: str, error: BaseException) -> PartFailed:

@@ -52,7 +52,11 @@ def load_model(path: str, *, attn: str, trust_remote_code: bool = False) -> Scor
     lm = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation=attn, trust_remote_code=trust_remote_code, low_cpu_mem_usage=True
     )
+    # The engine has no dropout, and the two must agree on every token. Some models keep a rate beside nn.Dropout modules.
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
-            module.p = 0.0  # the engine has none, and the two must agree on every token
-    return ScoringModel(lm)
+            module.p = 0.0
+        elif isinstance(rate := getattr(module, "attention_dropout", None), float) and rate:
+            module.attention_dropout = 0.0
+    lm.config.attention_dropout = 0.0
+    return ScoringModel(lm).train()  # gradient checkpointing works in training mode only

@@ -223,6 +223,10 @@ class Trainer:
         if bound is None or not len(versions):
             return
         oldest, newest = int(versions.min()), int(versions.max())
+        if oldest < 0:
+            raise StalenessError(
+                f"refused a batch at trainer version {self.policy_version}: a sampled token has version {oldest}"
+            )
         if self.policy_version - oldest > bound or newest > self.policy_version:
             raise StalenessError(
                 f"refused a batch at trainer version {self.policy_version}: its tokens have versions {oldest} to {newest}, "
@@ -239,7 +243,9 @@ class Trainer:
             input_ids[i, : len(sequence)] = torch.tensor(sequence)
         rows = [i * width + t for i, s in enumerate(prompts.scored) for t in range(len(s) - 1)]
         last = [i * width + len(s) - 1 for i, s in enumerate(sequences) if i >= len(prompts.scored)]
-        targets = torch.tensor([token for s in prompts.scored for token in s[1:]], dtype=torch.int64, device=self._device)
+        targets = torch.tensor(
+            [token for s in prompts.scored for token in s[1:]], dtype=torch.int64, device=self._device
+        )
         logprobs, _ = self._model(input_ids, torch.tensor(rows + last, device=self._device), None, 1.0)
         scored = logprobs[: len(rows)].gather(-1, targets[:, None]).squeeze(-1)
         likeliest = logprobs[len(rows) :].max(dim=-1)

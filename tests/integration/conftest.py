@@ -1,0 +1,139 @@
+"""Real runs of the installed command on a CPU: real Ray, real vLLM, a tiny model, in folders of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LEEWAY = [sys.executable, "-c", "from leeway.cli.main import main; main()"]
+
+
+@dataclass
+class Run:
+    """One finished `leeway` command."""
+
+    code: int
+    output: str
+    dir: Path
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.dir / "summary.json").read_text())
+
+    def metrics(self, stage: str = "async_rl") -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.dir / f"stages/{stage}/metrics.jsonl").read_text().splitlines()]
+
+    def series(self, name: str) -> list[float]:
+        return [row[name] for row in self.metrics() if name in row]
+
+    def last_line(self) -> str:
+        return self.output.strip().splitlines()[-1]
+
+
+class Started:
+    """A `leeway` command that is under way, in a process group of its own and with a mark in its environment."""
+
+    def __init__(self, args: list[str], *, cwd: Path, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self._mark = f"leeway-test-{time.monotonic_ns()}"
+        self._log = cwd / f"{self._mark}.txt"
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*LEEWAY, *args],
+                cwd=cwd,
+                env={**os.environ, "LEEWAY_TEST_MARK": self._mark, "PYTHONPATH": str(ROOT / "src")},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def wait(self, timeout_s: float) -> Run:
+        self.process.wait(timeout_s)
+        return Run(self.process.returncode, self.output(), self.run_dir)
+
+    def wait_for(self, text: str, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while text not in self.output():
+            assert self.process.poll() is None, f"ended before it said {text!r}:\n{self.output()}"
+            assert time.monotonic() < deadline, f"did not say {text!r} in {timeout_s:g} s:\n{self.output()}"
+            time.sleep(0.1)
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process that inherited this command's environment, wherever its parents went."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("LEEWAY_TEST_MARK") == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return found
+
+    def left_over(self, grace_s: float) -> list[str]:
+        """Command lines of processes that are still there after `grace_s`."""
+        deadline = time.monotonic() + grace_s
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return [" ".join(p.cmdline())[:200] for p in left if p.is_running()]
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(10)
+        for process in self.processes():
+            process.kill()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    """start(recipe, *overrides, config=...) -> Started; whatever it started is ended with the test."""
+    started: list[Started] = []
+
+    def begin(recipe: str, *overrides: str, config: str = "quickstart", name: str = "run") -> Started:
+        args = ["run", recipe, "--config", config, f"output_dir={tmp_path}/runs", f"name={name}", *overrides]
+        command = Started(args, cwd=tmp_path, run_dir=tmp_path / "runs/leeway" / name)
+        started.append(command)
+        return command
+
+    yield begin
+    for command in started:
+        command.end()
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's model after its supervised warm-up, as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("warm")
+    command = Started(
+        ["run", "sft", "--config", "quickstart", f"output_dir={folder}", "name=warm", "monitor.console=off"],
+        cwd=folder,
+        run_dir=folder / "leeway/warm",
+    )
+    try:
+        run = command.wait(240)
+        assert run.code == 0, run.output
+        latest = json.loads((run.dir / "stages/sft/checkpoints/latest.json").read_text())
+        return run.dir / "stages/sft/checkpoints" / latest["path"] / "hf"
+    finally:
+        command.end()
+
+
+@pytest.fixture
+def from_warm(warm: Path) -> list[str]:
+    """Overrides that start RL from the warmed-up model, without the supervised stage."""
+    return ["stages.sft=null", "model.init=null", f"model.path={warm}", "monitor.console=plain"]

@@ -1,0 +1,88 @@
+"""The job itself: the reward rises, trainer and engine agree, the bound holds, and everything a run promises is there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TOLERANCE = 1e-4
+
+
+@pytest.mark.timeout(400)
+def test_asynchronous_rl_learns_within_the_bound(start: Any, from_warm: list[str]) -> None:
+    command = start("async_rl", *from_warm, "stages.async_rl.train.steps=80", "monitor.tensorboard=true")
+    run = command.wait(300)
+    assert run.code == 0, run.output
+    summary = run.summary
+    assert summary["status"] == "completed"
+    assert summary["steps"] == 80
+
+    # It learns: sampled reward in training, greedy accuracy on questions that it never trained on.
+    assert 0.2 <= summary["reward_first"] <= 0.55
+    assert summary["reward_last"] >= summary["reward_first"] + 0.08
+    assert summary["eval"]["after"]["exact_match"] > summary["eval"]["before"]["exact_match"] + 0.05
+
+    # It is asynchronous, and inside the bound at every step.
+    assert max(run.series("train/policy_lag/max")) in (1, 2)
+    assert summary["max_policy_lag_observed"] <= 2
+    assert summary["dropped_stale"] == 0
+    assert run.series("replay/groups_taken")[-1] == 80 * 32
+
+    # Served = trained, at every one of the pulls.
+    assert summary["pulls"] >= 40
+    assert 0 < summary["served_gap_max"] <= TOLERANCE
+
+    # Every trained trajectory that was written down carries a version and a logprob for every token.
+    rows = [json.loads(line) for f in run.dir.glob("stages/async_rl/rollouts/*.jsonl") for line in f.open()]
+    assert len(rows) == 80 * 16
+    assert len({(r["group_id"], r["sequence_id"]) for r in rows}) == len(rows), "a trajectory was trained on twice"
+    for row in rows:
+        assert len(row["policy_versions"]) == len(row["behavior_logprobs"]) == len(row["response_tokens"])
+        assert min(row["policy_versions"]) >= 0
+
+    for name in ("config.yaml", "summary.json", "curves.png"):
+        assert (run.dir / name).stat().st_size > 0
+    assert list(run.dir.glob("stages/async_rl/tensorboard/*tfevents*"))
+    assert {"trainer-0", "generator-0", "replay", "param_server"} <= set(summary["processes"])
+    assert summary["versions"]["vllm"]
+    assert command.left_over(grace_s=10) == []
+
+    _weights_load_and_evaluate_the_same(start, run.dir, summary)
+
+
+def _weights_load_and_evaluate_the_same(start: Any, run_dir: Path, summary: dict[str, Any]) -> None:
+    """The saved weights serve on their own what the last version served in the run."""
+    from transformers import AutoModelForCausalLM
+
+    folder = run_dir / "stages/async_rl/checkpoints/step-000080/hf"
+    assert AutoModelForCausalLM.from_pretrained(folder).config.model_type == "qwen2"
+    again = start("evaluate", "stages.sft=null", "model.init=null", f"model.path={folder}", name="again").wait(200)
+    assert again.code == 0, again.output
+    after, alone = summary["eval"]["after"], again.summary["eval"]["held_out"]
+    assert alone["exact_match"] == after["exact_match"]
+    assert alone["response_tokens_mean"] == after["response_tokens_mean"]
+
+
+@pytest.mark.timeout(300)
+def test_lockstep_with_two_generators_and_two_ranks(start: Any, from_warm: list[str]) -> None:
+    """Lag 0 by the same code: every token is of the trainer's own version, so trainer and engine can be compared on all of them."""
+    command = start(
+        "async_rl",
+        *from_warm,
+        "stages.async_rl.train.steps=6",
+        "staleness.max_policy_lag=0",
+        "rollout.num_generators=2",
+        "train.num_ranks=2",
+        "eval.at_start=false",
+        "eval.at_end=false",
+    )
+    run = command.wait(240)
+    assert run.code == 0, run.output
+    assert run.series("train/policy_lag/max") == [0.0] * 6
+    gaps = run.series("train/logprob_gap/max")
+    assert len(gaps) == 6
+    assert 0 < max(gaps) <= TOLERANCE
+    assert {"generator-0", "generator-1", "trainer-0", "trainer-1"} <= set(run.summary["processes"])
