@@ -48,6 +48,8 @@ class CollectorActor:
         except Exception as error:
             # vLLM says "see root cause above", which is in the log of this process.
             raise PartFailed(self.role, f"the engine did not start: {error}", tail(self._log_file)) from None
+        if engine.load_weights:
+            await self._engine.serve_own_weights()
         deadline_s = config.cluster.step_timeout_s
 
         async def pull(newer_than: int, timeout_s: float) -> tuple[Manifest, AsyncIterator[np.ndarray]] | None:

@@ -86,6 +86,11 @@ class Engine:
             tempfile.mkdtemp(prefix="leeway-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
         )
         self._initialised = False
+        self._half_loaded = False
+
+    async def serve_own_weights(self) -> None:
+        """Label the weights that the engine was started with as version 0."""
+        await self._llm.update_weight_version("0")
 
     async def generate(
         self,
@@ -145,6 +150,9 @@ class Engine:
         await self._llm.pause_generation(mode="wait" if in_flight == "off" else "keep", clear_cache=in_flight != "keep")
         paused = time.monotonic()
         try:
+            if self._half_loaded:
+                await self._llm.collective_rpc("abandon_weight_update")
+            self._half_loaded = True
             await self._llm.start_weight_update()
             index = 0
             async for bucket in buckets:
@@ -155,6 +163,7 @@ class Engine:
                     "bytes", manifest.policy_version, f"got {index} buckets, expected {manifest.num_buckets}"
                 )
             await self._llm.finish_weight_update(weight_version=str(manifest.policy_version))
+            self._half_loaded = False
             if in_flight == "keep":
                 # New requests must not read what an older version cached; running ones keep their own blocks.
                 await self._llm.reset_prefix_cache()
@@ -171,6 +180,7 @@ class Engine:
 
     def shutdown(self) -> None:
         self._llm.shutdown()
+        del self._llm  # its finaliser needs modules that are gone at interpreter exit
         for file in self._shared_memory.glob("*"):
             file.unlink(missing_ok=True)
         self._shared_memory.rmdir()

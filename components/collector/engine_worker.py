@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -46,7 +47,13 @@ def die_with_parent() -> None:
 
 
 class WorkerExtension:
-    """Nothing to add to vLLM's worker: naming this class is what makes the worker import this module."""
+    """Becomes part of vLLM's worker; naming this class is also what makes the worker import this module."""
+
+    def abandon_weight_update(self: Any) -> None:
+        """End a hand-over that failed half-way, so that the next one can start. What is loaded now must not be served."""
+        engine = self.weight_transfer_engine
+        finalize_layerwise_reload(engine.model, engine.model_config)
+        self._weight_update_active = False
 
 
 @dataclass

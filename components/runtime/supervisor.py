@@ -39,8 +39,6 @@ class Supervisor:
                     await asyncio.wait({main, *self._watched}, return_when=asyncio.FIRST_COMPLETED)
                     self._raise_failures()
             return main.result()
-        except PartFailed:
-            raise
         except TimeoutError as error:
             if main.done() and not main.cancelled():  # the call itself timed out and says why
                 raise as_part_failure(what, error) from None
@@ -67,9 +65,10 @@ class Supervisor:
 
 def as_part_failure(part: str, error: BaseException) -> PartFailed:
     """What the user is told: the failing part's own words where there are any."""
-    cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
-    if isinstance(cause, PartFailed):
-        return cause
+    # What an actor raised arrives as an object that is both a RayTaskError and the original type; `cause` is the original.
+    original = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+    if isinstance(original, PartFailed):
+        return original
     if isinstance(error, ray.exceptions.RayActorError):
         return PartFailed(part, f"the process died ({' '.join(str(error).split())[:300]})", str(error))
     return PartFailed(part, f"{type(error).__name__}: {' '.join(str(error).split())}", str(error))

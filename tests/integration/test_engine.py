@@ -1,0 +1,261 @@
+"""One real engine against a trainer's publications: exact versions in flight, and every broken hand-over caught by name.
+
+The trainer's side is the plain Hugging Face model in float32: its logprobs are the truth that the engine is held to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from leeway.collector.clock import ActivityClock
+from leeway.collector.engine import Engine, EngineSettings
+from leeway.collector.hand_over import HandOver
+from leeway.weights import BucketWriter, Canary, CanaryPrompts, HandOverError, Manifest, digest_of
+
+TOLERANCE = 1e-4
+VOCABULARY = 96
+pytestmark = pytest.mark.timeout(200)
+
+
+class Publisher:
+    """A float32 model that moves, and its publications."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(
+            "qwen2",
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            intermediate_size=128,
+            tie_word_embeddings=True,
+            max_position_embeddings=256,
+            initializer_range=0.1,
+            eos_token_id=1,
+        )
+        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        self.model.save_pretrained(folder)
+        self.version = -1
+        self.states: dict[int, dict[str, torch.Tensor]] = {}
+        generator = torch.Generator().manual_seed(1)
+        draw = lambda n, t: torch.randint(2, VOCABULARY, (n, t), generator=generator).tolist()  # noqa: E731
+        self.prompts = CanaryPrompts(scored=draw(4, 24), cached=draw(2, 80))
+
+    @torch.no_grad()
+    def next(self) -> tuple[Manifest, list[np.ndarray]]:
+        """Move the weights, then publish them as the next version."""
+        self.version += 1
+        if self.version:
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+        self.states[self.version] = copy.deepcopy(self.model.state_dict())
+        return self.publication()
+
+    @torch.no_grad()
+    def publication(self) -> tuple[Manifest, list[np.ndarray]]:
+        writer = BucketWriter(50_000)
+        for name, parameter in self.model.named_parameters():
+            writer.add(name, parameter)
+        writer.add_alias("lm_head.weight", alias_of="model.embed_tokens.weight")
+        entries, buckets = writer.finish()
+        assert len(buckets) > 3, "the stream must come in several pieces"
+        manifest = Manifest(self.version, entries, len(buckets), 0, self.canary(), digest_of(entries))
+        return manifest, [b.numpy() for b in buckets]
+
+    @torch.no_grad()
+    def canary(self) -> Canary:
+        scored = [self.logprobs(s)[1:] for s in self.prompts.scored]
+        best = [self.model(torch.tensor([s])).logits[0, -1].log_softmax(-1).max(-1) for s in self.prompts.cached]
+        return Canary(self.prompts, scored, [int(b.indices) for b in best], [float(b.values) for b in best])
+
+    @torch.no_grad()
+    def logprobs(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
+        """Of each token given those before it; 0.0 for the first."""
+        logits = self.model(torch.tensor([tokens])).logits[0] / temperature
+        picked = logits.log_softmax(-1)[:-1].gather(-1, torch.tensor(tokens)[1:, None])[:, 0]
+        return [0.0, *picked.tolist()]
+
+    def logprobs_of(self, version: int, tokens: list[int], temperature: float) -> list[float]:
+        now = copy.deepcopy(self.model.state_dict())
+        self.model.load_state_dict(self.states[version])
+        try:
+            return self.logprobs(tokens, temperature)
+        finally:
+            self.model.load_state_dict(now)
+
+
+class Served:
+    """An engine with its hand-over, driven from tests that are not coroutines."""
+
+    def __init__(self, folder: Path) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.publisher = Publisher(folder)
+        self.engine = Engine(
+            EngineSettings(
+                model_path=str(folder),
+                dtype="float32",
+                device="cpu",
+                max_model_len=256,
+                seed=0,
+                options={"enforce_eager": True, "block_size": 32, "max_num_seqs": 64},
+                cores=[],
+                kv_cache_gib=1.0,
+            )
+        )
+
+    def run(self, coroutine: Any) -> Any:
+        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 60))
+
+    def hand_over(self, in_flight: str = "recompute") -> HandOver:
+        async def nothing(newer_than: int, timeout_s: float) -> None:
+            await asyncio.sleep(timeout_s)
+
+        return HandOver(
+            self.engine,
+            nothing,
+            in_flight=in_flight,
+            tolerance=TOLERANCE,
+            pull_every=1,
+            deadline_s=30,
+            on_pause=ActivityClock().set_paused,
+        )
+
+    def give(self, manifest: Manifest, buckets: list[np.ndarray], in_flight: str = "recompute") -> float:
+        """Hand over one publication with all checks; returns the gap. Raises HandOverError."""
+        return self.run(self.give_async(manifest, buckets, in_flight))
+
+    async def give_async(self, manifest: Manifest, buckets: list[np.ndarray], in_flight: str = "recompute") -> float:
+        hand_over = self.hand_over(in_flight)
+        await hand_over._take_over(manifest, _stream(buckets))
+        return hand_over.drain_reports()[0].served_gap
+
+    def recover(self) -> None:
+        """After a refused hand-over the engine is paused and half loaded: a whole good version repairs it."""
+        assert self.give(*self.publisher.next()) <= TOLERANCE
+
+
+async def _stream(buckets: list[np.ndarray]) -> AsyncIterator[np.ndarray]:
+    for bucket in buckets:
+        yield bucket
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("model"))
+    served.recover()
+    yield served
+    served.engine.shutdown()
+    served.loop.close()
+
+
+def test_clean_hand_overs_raise_no_alarm(served: Served) -> None:
+    gaps = [served.give(*served.publisher.next()) for _ in range(20)]
+    assert 0 < max(gaps) <= TOLERANCE
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_tokens_in_flight_are_exact_for_their_own_version(served: Served, temperature: float) -> None:
+    """Completions that live through three updates: each token's logprob is that of the weights its version names."""
+
+    async def rollouts_and_updates() -> list[Any]:
+        prompts = [[2 + (7 * i + j) % 90 for j in range(12)] for i in range(12)]
+        running = [
+            asyncio.ensure_future(
+                served.engine.generate(p, n=2, temperature=temperature, max_tokens=160, stop_token_ids=[])
+            )
+            for p in prompts
+        ]
+        for _ in range(3):
+            await asyncio.sleep(0.15)
+            await served.give_async(*served.publisher.next())
+        return list(zip(prompts, await asyncio.gather(*running), strict=True))
+
+    results = served.run(rollouts_and_updates())
+    completions = [(p, c) for p, cs in results for c in cs]
+    assert any(len(set(c.policy_versions)) >= 3 for _, c in completions), "no completion lived through the updates"
+    worst = 0.0
+    for prompt, completion in completions:
+        tokens = [*prompt, *completion.tokens]
+        for version in set(completion.policy_versions):
+            truth = served.publisher.logprobs_of(version, tokens, temperature)[len(prompt) :]
+            pairs = zip(completion.policy_versions, completion.logprobs, truth, strict=True)
+            worst = max(worst, *(abs(got - want) for v, got, want in pairs if v == version))
+    assert 0 < worst <= TOLERANCE
+
+
+def _flip_a_byte(manifest: Manifest, buckets: list[np.ndarray]) -> tuple[Manifest, list[np.ndarray]]:
+    broken = [b.copy() for b in buckets]
+    broken[1][100] ^= 0x10
+    return manifest, broken
+
+
+def _without(name: str) -> Callable[[Manifest, list[np.ndarray]], tuple[Manifest, list[np.ndarray]]]:
+    def mutate(manifest: Manifest, buckets: list[np.ndarray]) -> tuple[Manifest, list[np.ndarray]]:
+        entries = [e for e in manifest.entries if e.name != name]
+        assert len(entries) == len(manifest.entries) - 1
+        return replace(manifest, entries=entries, digest=digest_of(entries)), buckets
+
+    return mutate
+
+
+def _swap_two(manifest: Manifest, buckets: list[np.ndarray]) -> tuple[Manifest, list[np.ndarray]]:
+    """Two tensors of one shape change names, consistently: no hash can see it."""
+    a, b = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
+    names = {a: b, b: a}
+    entries = [replace(e, name=names.get(e.name, e.name)) for e in manifest.entries]
+    return replace(manifest, entries=entries, digest=digest_of(entries)), buckets
+
+
+def _lose_a_bucket(manifest: Manifest, buckets: list[np.ndarray]) -> tuple[Manifest, list[np.ndarray]]:
+    return manifest, buckets[:-1]
+
+
+def _lose_an_entry(manifest: Manifest, buckets: list[np.ndarray]) -> tuple[Manifest, list[np.ndarray]]:
+    return replace(manifest, entries=manifest.entries[1:]), buckets
+
+
+@pytest.mark.parametrize(
+    ("mutate", "check", "names"),
+    [
+        (_flip_a_byte, "bytes", "SHA-256"),
+        (_lose_a_bucket, "bytes", "buckets"),
+        (_lose_an_entry, "bytes", "digest"),
+        (_without("model.layers.1.mlp.down_proj.weight"), "load", "model.layers.1.mlp.down_proj"),
+        (_without("lm_head.weight"), "load", "lm_head"),
+        (_swap_two, "compute", "canary"),
+    ],
+    ids=["byte flipped", "bucket lost", "entry lost", "tensor left out", "tied head left out", "tensors swapped"],
+)
+def test_a_broken_hand_over_is_refused_by_name(served: Served, mutate: Any, check: str, names: str) -> None:
+    manifest, buckets = served.publisher.next()
+    with pytest.raises(HandOverError) as refused:
+        served.give(*mutate(manifest, buckets))
+    assert refused.value.check == check
+    assert refused.value.policy_version == manifest.policy_version
+    assert names in str(refused.value)
+    served.recover()
+
+
+def test_a_prefix_cache_kept_across_versions_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second route of the canary: prompt logprobs never read the cache, the continuation of a cached context does."""
+    served.recover()  # leaves the canary's contexts in the prefix cache
+    llm = served.engine._llm
+    pause = llm.pause_generation
+    monkeypatch.setattr(llm, "pause_generation", lambda **kwargs: pause(**(kwargs | {"clear_cache": False})))
+    with pytest.raises(HandOverError, match="compute check"):
+        served.give(*served.publisher.next())
+    monkeypatch.undo()
+    served.recover()
