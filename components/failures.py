@@ -14,7 +14,7 @@ T = TypeVar("T")
 class PartFailed(RuntimeError):
     """A part of the run failed. `part` names it, `cause` is one line, `details` is its own traceback.
 
-    It is text only: unpickling vLLM's or torch's exceptions in the driver would import those libraries there, which takes seconds.
+    It is text only: unpickling vLLM's or torch's exceptions in the driver would import those libraries: seconds.
     """
 
     exit_code = 1

@@ -3,8 +3,8 @@
     Task -> Admission -> Completion -> Trajectory -> Group -> TrainBatch (one trainer rank's share of a step)
 
 Letters: G trajectories of one group, N trajectories of a batch, S response tokens of all of them laid end to end.
-Lists of plain numbers travel between actors: pickling 512 short trajectories takes 1 ms that way and 170 ms as tensordicts.
-Nothing is padded here; padding or packing happens inside the trainer only.
+Lists of plain numbers travel between actors: pickling 512 short trajectories takes 1 ms that way and 170 ms as
+tensordicts. Nothing is padded here; padding or packing happens inside the trainer only.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Completion:
 class Trajectory:
     """One finished attempt at a task: a prompt, then everything that followed, token by token.
 
-    `response_tokens`, `loss_mask`, `behavior_logprobs` and `policy_versions` have one entry per token after the prompt. Where
-    `loss_mask` is False the environment wrote the token: its logprob is 0.0 and its version `NO_VERSION`.
+    `response_tokens`, `loss_mask`, `behavior_logprobs` and `policy_versions` have one entry per token after the prompt.
+    Where `loss_mask` is False the environment wrote the token: its logprob is 0.0 and its version `NO_VERSION`.
     `metrics` are named numbers beside the reward (for example {"exact_match": 1.0}).
 
     Example: prompt "12+34=", the policy sampled "46" and the stop token under version 7:
@@ -142,11 +142,12 @@ class Group:
 class TrainBatch(TensorClass):
     """N trajectories laid end to end, unpadded: one trainer rank's share of one optimizer step.
 
-    `num_sequences` and `num_tokens` count the whole step over all ranks: losses divide by them, so the gradient is the same however
-    the step was cut into ranks and microbatches.
+    `num_sequences` and `num_tokens` count the whole step over all ranks: losses divide by them, so the gradient is the
+    same however the step was cut into ranks and microbatches.
 
-    Example, two trajectories with prompts of 2 tokens and responses of 1 and 3 tokens: `prompt_tokens` [4], `prompt_lengths` [2, 2],
-    `response_tokens` [4], `response_lengths` [1, 3]. Supervised examples are the same with `policy_versions` = NO_VERSION.
+    Example, two trajectories with prompts of 2 tokens and responses of 1 and 3 tokens: `prompt_tokens` [4],
+    `prompt_lengths` [2, 2], `response_tokens` [4], `response_lengths` [1, 3]. Supervised examples are the same with
+    `policy_versions` = NO_VERSION.
     """
 
     prompt_tokens: torch.Tensor  # int64 [sum of prompt lengths]

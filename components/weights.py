@@ -1,8 +1,9 @@
 """Published weights: what a policy version looks like on its way from the trainer to the engines.
 
-A publication is a `Manifest` and a few flat byte buckets. The manifest lists every tensor under its Hugging Face name with its place in
-the buckets and its SHA-256, and carries a `Canary`: a few token sequences with the log-probabilities the *trainer* gives them under
-exactly these weights, so that whoever loads them can prove it computes the same function.
+A publication is a `Manifest` and a few flat byte buckets. The manifest lists every tensor under its Hugging Face name
+with its place in the buckets and its SHA-256, and carries a `Canary`: a few token sequences with the log-probabilities
+the *trainer* gives them under exactly these weights, so that whoever loads them can prove it computes the same
+function.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 
 
 class HandOverError(RuntimeError):
-    """A hand-over of weights failed one of its checks: `bytes`, `load` or `compute`. The engine must not serve these weights."""
+    """A hand-over failed its check of `bytes`, `load` or `compute`: the engine must not serve these weights."""
 
     def __init__(self, check: str, policy_version: int, detail: str) -> None:
         super().__init__(check, policy_version, detail)
@@ -28,7 +29,7 @@ class HandOverError(RuntimeError):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a publication: bytes `[offset, offset + num_bytes)` of bucket `bucket`. Tied tensors share their bytes."""
+    """One tensor of a publication: bytes `[offset, offset + num_bytes)` of a bucket; tied tensors share their bytes."""
 
     name: str
     dtype: str
@@ -43,8 +44,8 @@ class TensorEntry:
 class CanaryPrompts:
     """Fixed token sequences that every published version is scored on.
 
-    `scored`: as the policy meets them (a prompt and its answer), of any lengths. `cached`: contexts of more than one block of the
-    engine's prefix cache, after which one further token is asked for.
+    `scored`: as the policy meets them (a prompt and its answer), of any lengths. `cached`: contexts of more than one
+    block of the engine's prefix cache, after which one further token is asked for.
     """
 
     scored: list[list[int]]
@@ -55,9 +56,9 @@ class CanaryPrompts:
 class Canary:
     """What the trainer says of the canary prompts under one version, at temperature 1.
 
-    `logprobs[c][t]` is the log-probability of token t + 1 of `prompts.scored[c]` after tokens 0..t. `next_tokens[c]` is the likeliest
-    token after `prompts.cached[c]`, and `next_logprobs[c]` its log-probability: the token that floating point disturbs least, in
-    contexts that are not what the policy was trained on.
+    `logprobs[c][t]` is the log-probability of token t + 1 of `prompts.scored[c]` after tokens 0..t. `next_tokens[c]` is
+    the likeliest token after `prompts.cached[c]`, and `next_logprobs[c]` its log-probability: the token that floating
+    point disturbs least, in contexts that are not what the policy was trained on.
     """
 
     prompts: CanaryPrompts
@@ -95,7 +96,10 @@ def digest_of(entries: Iterable[TensorEntry]) -> str:
 
 @dataclass(frozen=True)
 class Publication:
-    """A manifest and where its buckets are. A bucket reference is opaque here: it is whatever the transport resolves."""
+    """A manifest and where its buckets are.
+
+    A bucket reference is opaque here: it is whatever the transport resolves.
+    """
 
     manifest: Manifest
     bucket_refs: list[Any]
@@ -108,14 +112,14 @@ def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def sha256_of(data: torch.Tensor) -> str:
     """SHA-256 of a uint8 CPU tensor."""
-    return hashlib.sha256(data.numpy()).hexdigest()
+    return hashlib.sha256(data.numpy().data).hexdigest()
 
 
 class BucketWriter:
     """Lays a stream of named tensors into buckets of at most `bucket_bytes` (a larger tensor gets a bucket of its own).
 
-    `add` copies, so the caller may let its tensor go at once. A tensor that was already added under another name (`alias_of`) costs
-    no bytes: its entry points at the same place.
+    `add` copies, so the caller may let its tensor go at once. A tensor that was already added under another name
+    (`alias_of`) costs no bytes: its entry points at the same place.
     """
 
     ALIGNMENT = 64
@@ -147,7 +151,7 @@ class BucketWriter:
         self._pieces, self._size = [], 0
 
     def finish(self) -> tuple[list[TensorEntry], list[torch.Tensor]]:
-        """All entries and all buckets (uint8). Hashing happens here, so that it can run beside the next training step."""
+        """All entries and all buckets (uint8); hashing happens here, so that it can run beside the next step."""
         if self._pieces:
             self._close_bucket()
         entries = [

@@ -7,8 +7,9 @@
                   |                            +--+-- published(v+1) <----+------------------------+
                   +<------- pull(v+1) when behind: pause, load, resume, canary, then release ------+
 
-The collectors' loops run in their actors. Here run: `_train_loop` (takes -> steps), one `_publish` after each published step (beside the
-next step), `_report_loop` (metrics, off the critical path). Synchronous RL is the same code with `staleness.max_policy_lag=0`.
+The collectors' loops run in their actors. Here run: `_train_loop` (takes -> steps), one `_publish` after each published
+step (beside the next step), `_report_loop` (metrics, off the critical path). Synchronous RL is the same code with
+`staleness.max_policy_lag=0`.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class AsyncRL:
     async def run(self) -> StageResult:
         started = time.monotonic()
         say(
-            f"{self._context.name}: starting {self._config.rollout.num_generators} generator(s), {self._config.train.num_ranks} trainer rank(s)"
+            f"{self._context.name}: starting {self._config.rollout.num_generators} generator(s), "
+            f"{self._config.train.num_ranks} trainer rank(s)"
         )
         await self._launch()
         await self._publish()
@@ -105,7 +107,8 @@ class AsyncRL:
         speeds = await measure_speeds(self._config, self._parts, self._train_tasks.tasks)
         begun = time.monotonic()
         say(
-            f"{self._context.name}: {self._total_steps} steps, lag bound {self._numbers.max_policy_lag}, up after {begun - started:.0f} s"
+            f"{self._context.name}: {self._total_steps} steps, lag bound {self._numbers.max_policy_lag}, "
+            f"up after {begun - started:.0f} s"
         )
         collecting = [
             self._supervisor.watch(f"generator-{i}", c.collect.remote()) for i, c in enumerate(self._parts.collectors)

@@ -16,7 +16,7 @@ SAVE_TIMEOUT_S = 600.0
 
 
 class Checkpoints:
-    """Saves through all trainer ranks (a collective), then points `latest.json` at the result, then removes old ones."""
+    """Saves through all trainer ranks (a collective), points `latest.json` at the result, then removes old ones."""
 
     def __init__(
         self, directory: Path, *, settings: CheckpointConfig, trainers: Sequence[Any], supervisor: Supervisor

@@ -25,7 +25,10 @@ class StageContext:
 
 @dataclass(frozen=True, kw_only=True)
 class StageResult:
-    """`model_path`: a Hugging Face folder with the stage's weights (None: it trained nothing). `goodbye`: lines for the terminal."""
+    """What a stage came to.
+
+    `model_path`: a Hugging Face folder with its weights (None: it trained nothing). `goodbye`: lines to print.
+    """
 
     summary: dict[str, Any]
     model_path: str | None

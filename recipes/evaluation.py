@@ -14,7 +14,10 @@ from leeway.types import Task, Trajectory
 async def evaluate(
     config: Config, parts: Parts, tasks: Sequence[Task], *, name: str, policy_version: int
 ) -> tuple[dict[str, float], list[Trajectory]]:
-    """(`eval/<name>/...`, one trajectory per task). Tasks are dealt to the collectors; the result does not depend on how many."""
+    """(`eval/<name>/...`, one trajectory per task).
+
+    Tasks are dealt to the collectors; the result does not depend on how many.
+    """
     calls = [
         c.evaluate.remote(list(tasks[i :: len(parts.collectors)]), config.eval.temperature, policy_version)
         for i, c in enumerate(parts.collectors)

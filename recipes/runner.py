@@ -1,7 +1,7 @@
 """Runs the stages of a run in sequence, each from the last one's weights, and writes what the whole came to.
 
-One Ray cluster, one signal handler and one summary serve all stages. Exit codes: 0 done, 1 failed (the last line says why),
-130 / 143 interrupted.
+One Ray cluster, one signal handler and one summary serve all stages. Exit codes: 0 done, 1 failed (the last line says
+why), 130 / 143 interrupted.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _Run:
             model_path = result.model_path or model_path
 
     def _prepare_model(self) -> str:
-        """The folder (or hub id) that the first stage starts from; built from the task text where the config asks for that."""
+        """The folder (or hub id) that the first stage starts from; built from the task text where so configured."""
         config = self._stages[0].config
         if config.model.init is None:
             assert config.model.path is not None
@@ -184,7 +184,8 @@ def _check_hand_on(stages: Sequence[Stage]) -> None:
     for stage in stages[:-1]:
         if stage.recipe != "evaluate" and stage.config.checkpoint.save_hf == "never":
             raise ValueError(
-                f"stages.{stage.name}.checkpoint.save_hf: got never, expected last or always: the next stage starts from its weights"
+                f"stages.{stage.name}.checkpoint.save_hf: got never, expected last or always: "
+                "the next stage starts from its weights"
             )
 
 

@@ -1,4 +1,4 @@
-"""Measure each side of a run with the other idle, a few seconds at the start, so that contention cannot hide in the limit."""
+"""Measure each side of a run with the other idle, so that contention cannot hide in the limit; at the start."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from leeway.types import Task, Trajectory
 
 
 async def measure_speeds(config: Config, parts: Parts, tasks: Sequence[Task]) -> Speeds:
-    """Roll out as many groups as will ever be in flight, twice (the second time counts); one group alone; then one training step.
+    """Roll out as many groups as will ever be in flight; one group alone; then one training step.
 
-    Nothing of it is trained on: the optimizer's learning rate is 0 and its state is made anew.
+    The groups in flight are rolled out twice and the shorter time counts. Nothing of it is trained on: the optimizer's
+    learning rate is 0 and its state is made anew.
     """
     count = min(derive(config).max_outstanding_groups, 2 * config.train.groups_per_step)
     chosen = [tasks[i % len(tasks)] for i in range(count)]

@@ -11,7 +11,7 @@ AdvantageFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 def grpo_advantage(rewards: torch.Tensor, *, eps: float = 1e-6) -> torch.Tensor:
-    """`(R - mean_g) / (std_g + eps)`, rewards [G] -> [G]; the sample standard deviation, and zeros where all rewards are equal.
+    """`(R - mean_g) / (std_g + eps)`, rewards [G] -> [G]; std_g of the sample; zeros where all rewards are equal.
 
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2.
     """

@@ -25,7 +25,7 @@ def token_sums(
 
     Only clips that act are counted: above the range with A > 0, below it with A < 0. `kl` is the k3 estimate
     `exp(-d) - 1 + d`, d = logp_behaviour - logp_now, of KL(behaviour || now) under the behaviour policy's samples
-    (Schulman, "Approximating KL divergence"). `gap` is |trainer - engine| on tokens of lag 0, where both hold the same weights.
+    (Schulman, "Approximating KL divergence"). `gap` is |trainer - engine| on tokens of lag 0: of the same weights.
     """
     d = (logprobs - behavior_logprobs)[mask].double()
     ratio = d.exp()
@@ -55,7 +55,7 @@ def token_sums(
 
 
 def step_metrics(sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
-    """Means, shares and maxima of a whole optimizer step; numbers that do not exist (no token of lag 0) are left out."""
+    """Means, shares and maxima of a whole optimizer step, without numbers that do not exist (no token of lag 0)."""
     s = dict(zip(SUMS, sums.tolist(), strict=True))
     m = dict(zip(MAXIMA, maxima.tolist(), strict=True))
     n = s["tokens"]

@@ -36,8 +36,10 @@ class Loss:
 
 
 class Objective(Protocol):
-    num_sums: int
-    num_maxima: int
+    @property
+    def num_sums(self) -> int: ...
+    @property
+    def num_maxima(self) -> int: ...
 
     def loss(
         self,

@@ -13,8 +13,9 @@ def clipped_ratio_loss(
 ) -> torch.Tensor:
     """`-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)` with `r = exp(logprobs - old_logprobs)`, all [S] -> [S].
 
-    `old_logprobs` are those of the behaviour policy: the engine's, at the version that sampled each token. The gradient flows through
-    `logprobs` only. Source: PPO, arXiv 1707.06347, eq. 7; the asymmetric range is DAPO's, arXiv 2503.14476, section 3.1.
+    `old_logprobs` are those of the behaviour policy: the engine's, at the version that sampled each token. The gradient
+    flows through `logprobs` only. Source: PPO, arXiv 1707.06347, eq. 7; the asymmetric range is DAPO's, arXiv
+    2503.14476, section 3.1.
     """
     # Past e^20 the ratio is far outside any clip range; without the clamp, float32 overflows and inf * 0 is NaN.
     ratio = torch.exp((logprobs - old_logprobs).clamp(max=20.0))
@@ -33,7 +34,8 @@ def aggregate(
 ) -> torch.Tensor:
     """Sum of `losses` [S] over the tokens in `mask` [S], each with its share of the whole step; returns a scalar.
 
-    `num_sequences` and `num_tokens` count the whole optimizer step over all microbatches and ranks, so that the parts simply add up:
+    `num_sequences` and `num_tokens` count the whole optimizer step over all microbatches and ranks, so that the parts
+    simply add up:
 
     - `token_mean`: every token weighs 1 / num_tokens (DAPO).
     - `seq_mean_token_mean`: every token weighs 1 / (its sequence's tokens x num_sequences) (GRPO).

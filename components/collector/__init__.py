@@ -1,1 +1,1 @@
-"""Generators: environments run against vLLM and become trajectory groups, under weights that were proven equal to the trainer's."""
+"""Generators: environments run against vLLM and give trajectory groups, under weights proven equal to the trainer's."""

@@ -25,7 +25,7 @@ from .hand_over import HandOver
 
 
 class CollectorActor:
-    """Runs one engine. `start` brings it up; `keep_current` and `collect` run until admission ends or something fails."""
+    """Runs one engine: `start` brings it up; `keep_current` and `collect` run until admission ends or a part fails."""
 
     def __init__(self, *, role: str, log_file: Path, log_level: str) -> None:
         self.role = role
@@ -121,4 +121,5 @@ async def _fetch(bucket_refs: list[Any]) -> AsyncIterator[np.ndarray]:
         yield await ref
 
 
-CollectorRemote = ray.remote(num_cpus=0, max_concurrency=1000)(CollectorActor)
+# Ray's overloads do not name max_concurrency.
+CollectorRemote = ray.remote(num_cpus=0, max_concurrency=1000)(CollectorActor)  # type: ignore[call-overload]

@@ -7,7 +7,10 @@ from collections.abc import Callable
 
 
 class ActivityClock:
-    """Adds up seconds per activity. The activity at any moment: paused, else generating if any group is in flight, else waiting."""
+    """Adds up seconds per activity.
+
+    The activity at any moment: paused, else generating if any group is in flight, else waiting.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now

@@ -35,8 +35,11 @@ class EngineLost(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class CollectorSettings:
-    """`max_in_flight` groups at a time. `seeded`: every request has its own seed, derived from the group (never with KV recomputed
-    in flight on a CPU, where vLLM cannot rewind a request's generator)."""
+    """What a collector holds its groups to: at most `max_in_flight` of them at a time.
+
+    `seeded`: every request has its own seed, derived from the group (never with KV recomputed in flight on a CPU, where
+    vLLM cannot rewind a request's generator).
+    """
 
     group_size: int
     temperature: float
@@ -51,7 +54,10 @@ class CollectorSettings:
 
 
 class Collector(BaseCollector):
-    """Iterate it (`async for groups in collector.groups()`, or plain `for`) to get lists of finished groups, as many as finished at the same moment."""
+    """Iterate it to get lists of finished groups, as many as finished at the same moment.
+
+    `async for groups in collector.groups()`, or plain `for`.
+    """
 
     def __init__(
         self,
@@ -85,7 +91,10 @@ class Collector(BaseCollector):
         self._num_retried = 0
 
     async def groups(self) -> AsyncIterator[list[Group]]:
-        """Finished groups until admission ends. Waits for a slot when nothing is in flight; raises when the engine is lost."""
+        """Finished groups until admission ends.
+
+        Waits for a slot when nothing is in flight; raises when the engine is lost.
+        """
         admitting: asyncio.Future[list[Admission]] | None = None
         ended = False
         try:
@@ -101,7 +110,7 @@ class Collector(BaseCollector):
                     ended = not admissions
                     for admission in admissions:
                         self._in_flight.add(asyncio.create_task(self._run_group(admission)))
-                finished = [g for task in done & self._in_flight if (g := task.result()) is not None]
+                finished = [g for task in self._in_flight & done if (g := task.result()) is not None]
                 self._in_flight -= done
                 self._clock.set_in_flight(len(self._in_flight))
                 if finished:
@@ -155,12 +164,16 @@ class Collector(BaseCollector):
         raise TypeError("a collector has no length: it ends when admission does")
 
     async def evaluate(self, tasks: list[Task], *, temperature: float, policy_version: int) -> list[Trajectory]:
-        """One trajectory per task, under exactly `policy_version`: newer weights are held back meanwhile. Nothing of it is trained on."""
+        """One trajectory per task, under exactly `policy_version`: newer weights are held back meanwhile.
+
+        Nothing of it is trained on.
+        """
         await self._hand_over.until_verified(policy_version)
         async with self._hand_over.hold():
             if self._hand_over.verified != policy_version:
                 raise RuntimeError(
-                    f"asked to evaluate version {policy_version}, but this engine already serves {self._hand_over.verified}"
+                    f"asked to evaluate version {policy_version}, "
+                    f"but this engine already serves {self._hand_over.verified}"
                 )
             return await self.rollouts(tasks, temperature=temperature, group_size=1)
 

@@ -1,4 +1,4 @@
-"""The inference engine: vLLM's `AsyncLLM`, with weights that come from publications and logprobs that a trainer can reproduce."""
+"""The inference engine: vLLM's `AsyncLLM` under published weights, with logprobs that a trainer can reproduce."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from . import engine_worker_env as worker_env
 class EngineSettings:
     """Everything an engine is started with. `cores` are CPU cores for vLLM's compute threads (empty: not pinned).
 
-    `load_weights`: serve the weights in `model_path`; otherwise start from noise and serve nothing before a verified load.
+    `load_weights`: serve the weights in `model_path`; else start from noise and serve nothing before a verified load.
     """
 
     model_path: str
@@ -102,7 +102,7 @@ class Engine:
         stop_token_ids: Sequence[int],
         seed: int | None = None,
     ) -> list[SampledTokens]:
-        """Sample n completions of one prompt; every token comes with its logprob under the distribution it was drawn from."""
+        """Sample n completions of one prompt; each token with its logprob under the distribution it was drawn from."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -125,7 +125,7 @@ class Engine:
         """Largest |logprob difference| between this engine and the canary's own numbers, by two routes.
 
         1. Prompt logprobs, which never read the prefix cache: the weights compute the same function.
-        2. The last token after a prompt that an earlier version may have left in the prefix cache: no stale cache is read.
+        2. The token after a prompt that an earlier version may have left in the prefix cache: no stale cache is read.
         """
         prompts = canary.prompts
         scored = [self._scored_gap(s, lp) for s, lp in zip(prompts.scored, canary.logprobs, strict=True)]
@@ -136,10 +136,11 @@ class Engine:
     async def load_weights(
         self, manifest: Manifest, buckets: AsyncIterator[np.ndarray], *, in_flight: str
     ) -> LoadTimes:
-        """Replace the weights by those of `manifest`, in flight. Buckets are uint8 arrays in manifest order, fetched one at a time.
+        """Replace the weights by those of `manifest`, in flight.
 
-        Requests in flight are kept and go on under the new weights: with "recompute" their KV cache is rebuilt first, with "keep" it
-        is not, with "off" they finish before the load. Raises `HandOverError` naming the check that failed; the engine stays paused then.
+        Buckets are uint8 arrays in manifest order, fetched one at a time. Requests in flight are kept and go on under
+        the new weights: with "recompute" their KV cache is rebuilt first, with "keep" it is not, with "off" they finish
+        before the load. Raises `HandOverError` naming the check that failed; the engine stays paused then.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 

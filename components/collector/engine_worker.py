@@ -1,7 +1,7 @@
 """Runs inside vLLM's own worker process: takes published weights in, and proves that all of the model was loaded.
 
-vLLM imports this module there because the engine names `WorkerExtension` as its `worker_extension_cls`; importing it registers the
-weight transfer backend "leeway".
+vLLM imports this module there because the engine names `WorkerExtension` as its `worker_extension_cls`; importing it
+registers the weight transfer backend "leeway".
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class WorkerExtension:
     """Becomes part of vLLM's worker; naming this class is also what makes the worker import this module."""
 
     def abandon_weight_update(self: Any) -> None:
-        """End a hand-over that failed half-way, so that the next one can start. What is loaded now must not be served."""
+        """End a hand-over that failed half-way, so that the next one can start.
+
+        What is loaded now must not be served.
+        """
         engine = self.weight_transfer_engine
         finalize_layerwise_reload(engine.model, engine.model_config)
         self._weight_update_active = False
@@ -111,8 +114,9 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, BucketInfo]):
 def uncovered_parameters(model: torch.nn.Module) -> list[str]:
     """Names of layers with parameters that the load in progress has not written completely.
 
-    vLLM puts a layer's *old* values back, without an error, when nothing was loaded into it. That is how a tied output head stays old
-    on CPU, where the head's packed copy is a tensor of its own. Layers without parameters (rotary embeddings) have nothing to load.
+    vLLM puts a layer's *old* values back, without an error, when nothing was loaded into it. That is how a tied output
+    head stays old on CPU, where the head's packed copy is a tensor of its own. Layers without parameters (rotary
+    embeddings) have nothing to load.
     """
     missing = []
     for name, layer in model.named_modules():
@@ -126,7 +130,7 @@ def uncovered_parameters(model: torch.nn.Module) -> list[str]:
 
 
 def _num_loadable(layer: torch.nn.Module) -> int:
-    """Elements of a layer's own parameters that a checkpoint can fill; padding rows of a vocabulary are not among them."""
+    """Elements of a layer's own parameters that a checkpoint can fill: all but the padding rows of a vocabulary."""
     total = sum(p.numel() for p in layer.parameters(recurse=False))
     if isinstance(layer, VocabParallelEmbedding):
         padding_rows = layer.num_embeddings_per_partition - layer.shard_indices.num_org_elements

@@ -14,11 +14,13 @@ def prepare(*, device: str, cores: list[int], kv_cache_gib: float, eager: bool) 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     if eager:
-        # "eager" still leaves a few small functions to the compiler, which cost 16 s at the first request on a CPU and gain nothing.
+        # "eager" still compiles a few small functions, which costs 16 s at the first request on a CPU and gains
+        # nothing.
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
     if device != "cpu":
         return
-    # Without this, the "uni" executor silently becomes "mp" on CPU, whose extra worker process spins on a core even when idle.
+    # Without this, the "uni" executor silently becomes "mp" on CPU, whose worker process spins on a core even when
+    # idle.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gib)))
     if cores:

@@ -1,7 +1,8 @@
 """Which weights an engine serves, and the proof that they are the trainer's.
 
-A version goes through: pulled -> loaded (bytes and coverage checked) -> resumed -> canary passed = `verified`. Tokens of a version that
-is loaded and not yet verified exist, because the canary can only be scored after resuming; whoever holds them waits in `until_verified`.
+A version goes through: pulled -> loaded (bytes and coverage checked) -> resumed -> canary passed = `verified`. Tokens
+of a version that is loaded and not yet verified exist, because the canary can only be scored after resuming; whoever
+holds them waits in `until_verified`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ POLL_S = 10.0
 
 @dataclass(frozen=True)
 class PullReport:
-    """One pull. `pull_s`: from noticing a version to serving it; of that `canary_s` for the proof and `pause_s` without generation."""
+    """One pull: its seconds, the largest gap on the canary, and its size.
+
+    `pull_s`: from noticing a version to serving it; of that `canary_s` for the proof and `pause_s` without generation.
+    """
 
     pull_s: float
     canary_s: float
@@ -99,7 +103,8 @@ class HandOver:
                 await self._changed.wait_for(lambda: self.verified >= policy_version)
         except TimeoutError:
             raise TimeoutError(
-                f"waited {self._deadline_s:g} s for weights of version {policy_version}; this engine serves version {self.verified}"
+                f"waited {self._deadline_s:g} s for weights of version {policy_version}; "
+                f"this engine serves version {self.verified}"
             ) from None
 
     async def _wanted_below(self, newer_than: int) -> None:
@@ -126,7 +131,8 @@ class HandOver:
             raise HandOverError(
                 "compute",
                 manifest.policy_version,
-                f"engine and trainer differ by {gap:.3g} nats on the canary; param_server.served_tolerance is {self._tolerance:g}",
+                f"engine and trainer differ by {gap:.3g} nats on the canary; "
+                f"param_server.served_tolerance is {self._tolerance:g}",
             )
         async with self._changed:
             self.verified = manifest.policy_version

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from ..types import Completion, Message
 
@@ -17,7 +17,10 @@ class Generates(Protocol):
 
 
 class EnginePolicy:
-    """One group's view of the engine. `seed` makes its samples a function of (weights, prompt, seed); None leaves them free."""
+    """One group's view of the engine.
+
+    `seed` makes its samples a function of (weights, prompt, seed); None leaves them free.
+    """
 
     def __init__(
         self,
@@ -49,7 +52,7 @@ class EnginePolicy:
     async def generate(
         self, prompt: str | list[Message] | list[int], *, n: int | None = None, max_tokens: int | None = None
     ) -> list[Completion]:
-        tokens = prompt if _is_tokens(prompt) else self.encode(prompt)  # type: ignore[arg-type]
+        tokens: list[int] = prompt if _is_tokens(prompt) else self.prompter.encode(prompt)
         first_turn = self._num_calls == 0
         room = self._max_model_len - len(tokens)
         if (first_turn and len(tokens) > self._max_prompt_tokens) or room < 1:
@@ -83,10 +86,10 @@ class EnginePolicy:
 
 
 def derived_seed(*parts: int) -> int:
-    """A 31-bit seed from several numbers; near numbers give unrelated seeds (vLLM adds the index of a completion to it)."""
+    """A 31-bit seed from several numbers; near numbers give unrelated seeds (vLLM adds a completion's index to it)."""
     digest = hashlib.sha256(",".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1
 
 
-def _is_tokens(prompt: Any) -> bool:
+def _is_tokens(prompt: Any) -> TypeGuard[list[int]]:
     return isinstance(prompt, list) and bool(prompt) and isinstance(prompt[0], int)

@@ -69,7 +69,6 @@ def _missing_hardware(config: Config, recipe: str, hardware: Hardware) -> list[P
     if config.cluster.address is not None:  # the cluster's nodes are elsewhere; Ray's placement will say
         return []
     need = derive(config, recipe)
-    roles = ", ".join(f"{count} {role}{'s' * (count > 1)}" for role, count in need.processes.items() if count)
     problems = []
     if need.gpus_needed > hardware.num_gpus:
         split = " + ".join(f"{count} for {role}s" for role, count in need.gpus.items() if count)

@@ -310,6 +310,7 @@ def a_step_outlasts_its_rollouts(config: Config, named: Named) -> None:
         raise ConfigError(
             named("cluster.step_timeout_s"),
             got=step_s,
-            expected=f"more than rollout.timeout_s * (rollout.retries + 1) = {longest_s:g}: a step waits for its slowest group",
+            expected=f"more than rollout.timeout_s * (rollout.retries + 1) = {longest_s:g}: "
+            "a step waits for its slowest group",
             fix=f"use {2 * longest_s:g}, or lower rollout.timeout_s",
         )

@@ -1,4 +1,7 @@
-"""The parameter server as a Ray actor. Buckets stay in the object store (one copy per node); only references pass through here."""
+"""The parameter server as a Ray actor.
+
+Buckets stay in the object store (one copy per node); only references pass through here.
+"""
 
 from __future__ import annotations
 
@@ -36,4 +39,5 @@ class ParameterServerActor:
         return await self._server.pull(newer_than=newer_than, timeout_s=timeout_s)
 
 
-ParameterServerRemote = ray.remote(num_cpus=0, max_concurrency=1000)(ParameterServerActor)
+# Ray's overloads do not name max_concurrency.
+ParameterServerRemote = ray.remote(num_cpus=0, max_concurrency=1000)(ParameterServerActor)  # type: ignore[call-overload]

@@ -10,8 +10,8 @@ from ..weights import Publication
 class ParameterServer:
     """Pull-based, so a collector may join, leave or die at any time.
 
-    Only the newest version is kept: whoever is in the middle of a pull holds references of its own, and the memory of an older version
-    goes when the last of them does.
+    Only the newest version is kept: whoever is in the middle of a pull holds references of its own, and the memory of
+    an older version goes when the last of them does.
     """
 
     def __init__(self) -> None:
@@ -25,13 +25,14 @@ class ParameterServer:
         async with self._changed:
             if self._newest is not None and manifest.policy_version <= self._newest.manifest.policy_version:
                 raise ValueError(
-                    f"published version {manifest.policy_version} after {self._newest.manifest.policy_version}; versions must increase"
+                    f"published version {manifest.policy_version} after {self._newest.manifest.policy_version}; "
+                    "versions must increase"
                 )
             self._newest = publication
             self._changed.notify_all()
 
     async def pull(self, *, newer_than: int, timeout_s: float) -> Publication | None:
-        """The newest publication as soon as it is newer than `newer_than`; None when nothing newer came in `timeout_s`."""
+        """The newest publication as soon as it is newer than `newer_than`; None when none came in `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(

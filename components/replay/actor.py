@@ -137,4 +137,5 @@ def _tasks(taskset: TaskSet, epochs: float | None) -> Iterator[Task]:
         yield next(stream)
 
 
-ReplayBufferRemote = ray.remote(num_cpus=0, max_concurrency=1000)(ReplayBufferActor)
+# Ray's overloads do not name max_concurrency.
+ReplayBufferRemote = ray.remote(num_cpus=0, max_concurrency=1000)(ReplayBufferActor)  # type: ignore[call-overload]

@@ -1,7 +1,7 @@
 """The admission rule: when a group may start, under which weights at least, and which groups a take must hold.
 
-Letters as in the design: P groups per take, u optimizer steps per take, n steps between publications, W reorder window, T target lag,
-L bound on the lag. All integers; the lag's unit is optimizer steps.
+Letters as in the design: P groups per take, u optimizer steps per take, n steps between publications, W reorder window,
+T target lag, L bound on the lag. All integers; the lag's unit is optimizer steps.
 """
 
 from __future__ import annotations
@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionRule:
-    """Pure arithmetic over ranks. `rank` r of a group = groups alive before it (taken, or admitted and not yet gone) at admission."""
+    """Pure arithmetic over ranks.
+
+    `rank` r of a group = groups alive before it (taken, or admitted and not yet gone) at admission.
+    """
 
     groups_per_take: int  # P
     updates_per_take: int  # u
@@ -24,7 +27,8 @@ class AdmissionRule:
         if self.min_target_lag > self.target_lag or self.target_lag > self.max_lag:
             raise ValueError(
                 f"admission rule: reorder_window={self.reorder_window}, updates_per_batch={self.updates_per_take}, "
-                f"publish_every={self.publish_every} need {self.min_target_lag} <= target_policy_lag <= max_policy_lag, "
+                f"publish_every={self.publish_every} need "
+                f"{self.min_target_lag} <= target_policy_lag <= max_policy_lag, "
                 f"got target {self.target_lag}, max {self.max_lag}"
             )
 
@@ -51,6 +55,6 @@ class AdmissionRule:
         return self.last_use(rank) - self.target_lag <= published
 
     def num_admissible(self, *, published: int) -> int:
-        """How many groups may be alive at most while `published` is the newest version (ranks 0 .. number - 1 may start)."""
+        """How many groups may be alive at most while `published` is the newest version: ranks below that may start."""
         takes = (published + self.target_lag + 1) // self.updates_per_take  # largest d + 1 that the rule lets start
         return max(0, takes * self.groups_per_take - (self.reorder_window - 1))

@@ -14,8 +14,8 @@ from ..types import Group, TrainBatch, Trajectory, batch_trajectories
 class Take:
     """The groups of one batch, ready to train on.
 
-    `batches[i][rank]` is what a rank trains on in the i-th optimizer step of this take. `metrics` describe the whole take. `rollouts`
-    are its trajectories in readable form (a sample of them).
+    `batches[i][rank]` is what a rank trains on in the i-th optimizer step of this take. `metrics` describe the whole
+    take. `rollouts` are its trajectories in readable form (a sample of them).
     """
 
     index: int

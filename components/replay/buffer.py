@@ -1,4 +1,6 @@
-"""The replay buffer: who may start, what was finished, what is trained next. A torchrl `ReplayBuffer` that waits instead of losing.
+"""The replay buffer: who may start, what was finished, what is trained next.
+
+A torchrl `ReplayBuffer` that waits instead of losing:
 
 collectors --admit()--> [slots] --put()--> [places] --take()--> trainer
                            ^                                       |
@@ -52,8 +54,8 @@ def equal_rewards(group: Group) -> str | None:
 class ReplayBuffer(torchrl.data.ReplayBuffer):
     """Blocking, back-pressured, consume-once, whole groups only. One asyncio loop; any number of waiters.
 
-    `tasks` is drawn from here only, so no two collectors ever get the same one. `num_takes` ends the run after so many takes
-    (None: when the tasks end).
+    `tasks` is drawn from here only, so no two collectors ever get the same one. `num_takes` ends the run after so many
+    takes (None: when the tasks end).
     """
 
     def __init__(
@@ -147,8 +149,10 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             )
             if not self._ended() and self._no_progress():
                 raise NoProgressError(
-                    f"{self._lost_in_a_row} groups in a row left without being trained (last reason: {self._last_reason}); "
-                    "the tasks are all too easy or too hard, or the environment fails: check rollouts, rewards and replay.filter_zero_variance"
+                    f"{self._lost_in_a_row} groups in a row left without being trained "
+                    f"(last reason: {self._last_reason}); "
+                    "the tasks are all too easy or too hard, or the environment fails: "
+                    "check rollouts, rewards and replay.filter_zero_variance"
                 )
             if self._ended():
                 return None

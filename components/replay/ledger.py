@@ -1,7 +1,7 @@
 """The life of every group: admitted -> generated -> taken -> trained, or filtered(reason), or failed(reason).
 
-Each group goes through exactly one such life, and each change is checked: a group that is delivered twice, or trained without having
-been taken, is our own mistake and raises.
+Each group goes through exactly one such life, and each change is checked: a group that is delivered twice, or trained
+without having been taken, is our own mistake and raises.
 """
 
 from __future__ import annotations

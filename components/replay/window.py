@@ -17,8 +17,9 @@ class _Outstanding:
 class Window:
     """Ranks, order and the choice of a take; no waiting, no storage, no tasks.
 
-    `alive` = groups taken so far + groups outstanding, which is the rank of the next group to be admitted. When a group leaves without
-    being taken, those behind it move up one rank: they can only be taken earlier than promised, so their floors stay valid.
+    `alive` = groups taken so far + groups outstanding, which is the rank of the next group to be admitted. When a group
+    leaves without being taken, those behind it move up one rank: they can only be taken earlier than promised, so their
+    floors stay valid.
     """
 
     def __init__(self, rule: AdmissionRule) -> None:
@@ -58,12 +59,18 @@ class Window:
             group.rank -= 1
 
     def missing_for_take(self, *, last: bool) -> str | None:
-        """None when the next take can be served; else what it still waits for. `last`: no further group will ever be admitted."""
+        """None when the next take can be served; else what it still waits for.
+
+        `last`: no further group will ever be admitted.
+        """
         chosen, waiting_for, size = self._plan(last=last)
         if waiting_for:
             return f"group {waiting_for[0]} and {len(waiting_for) - 1} more that must be in take {self.num_takes}"
         if len(chosen) < size:
-            return f"{size - len(chosen)} more finished groups for take {self.num_takes} (of {self.num_outstanding} outstanding)"
+            return (
+                f"{size - len(chosen)} more finished groups for take {self.num_takes} "
+                f"(of {self.num_outstanding} outstanding)"
+            )
         return None
 
     def take(self, *, last: bool) -> list[int]:

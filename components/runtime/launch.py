@@ -43,7 +43,8 @@ class Parts:
             await asyncio.wait(calls, timeout=grace_s)
         for call in calls:
             # An engine that is already dead cannot say goodbye; killing its actor below is all that is left to do.
-            call.cancelled() or call.cancel() or call.exception()
+            if not call.cancel() and not call.cancelled():
+                call.exception()  # asked for, so that nobody warns about it
         for actor in [*self.collectors, *self.trainers, self.buffer, self.param_server]:
             if actor is not None:
                 ray.kill(actor)
@@ -124,7 +125,8 @@ def collector_settings(config: Config) -> CollectorSettings:
         timeout_s=r.timeout_s,
         retries=r.retries,
         seed=config.seed,
-        # Only where no request lives through a change of weights: a rebuilt KV cache would have to rewind a request's generator.
+        # Only where no request lives through a change of weights: a rebuilt KV cache would have to rewind a request's
+        # generator.
         seeded=lockstep,
     )
 
@@ -176,7 +178,10 @@ class Launcher:
         self._started("param_server", self.parts.param_server, process)
 
     async def collectors(self, *, load_weights: bool = False) -> None:
-        """Engines start beside each other. `load_weights`: serve the model's own weights, without a parameter server."""
+        """Engines start beside each other.
+
+        `load_weights`: serve the model's own weights, without a parameter server.
+        """
         config = self._config
         gpus = derive(config, self._recipe).gpus["generator"] // config.rollout.num_generators
         names = [f"generator-{i}" for i in range(config.rollout.num_generators)]

@@ -2,8 +2,9 @@
 
     T_step >= max(Wg / Ng, Wt / Nt, (Lmax + Tt + Ts) / (L + 1))
 
-Wg / Ng: all generators together make one take's tokens. Wt / Nt: the trainer makes one step. The third term: with lag bound L, a take
-can be no further behind than L + 1 steps, each at least its longest trajectory, one training and one stop for weights long.
+Wg / Ng: all generators together make one take's tokens. Wt / Nt: the trainer makes one step. The third term: with lag
+bound L, a take can be no further behind than L + 1 steps, each at least its longest trajectory, one training and one
+stop for weights long.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Measured at the start, each side with the other idle. Seconds per token; `serial_*` along one trajectory alone."""
+    """Measured at the start, each side with the other idle.
+
+    Seconds per token; `serial_*` along one trajectory alone.
+    """
 
     generate_s_per_token: float
     train_s_per_token: float
@@ -26,7 +30,7 @@ class Speeds:
 class LimitMeter:
     """The limit of each optimizer step, and how near the last `WINDOW` of them came to it together.
 
-    Single steps say little: a batch that was ready early makes its step look faster than the limit, and the one before it slower.
+    Single steps say little: a batch that was ready early makes its step look too fast, and the one before too slow.
     """
 
     WINDOW = 20
@@ -39,7 +43,7 @@ class LimitMeter:
     def step(
         self, *, response_tokens: float, trained_tokens: float, longest_response_tokens: float, step_s: float
     ) -> dict[str, float]:
-        """`limit/*` of a step for which `response_tokens` were generated and `trained_tokens` passed through the trainer."""
+        """`limit/*` of a step with `response_tokens` to generate and `trained_tokens` to pass through the trainer."""
         speeds = self._speeds
         generate_s = speeds.generate_s_per_token * response_tokens
         train_s = speeds.train_s_per_token * trained_tokens + speeds.optim_s

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-import ray
+from ray.exceptions import RayActorError, RayTaskError
 
 from ..failures import PartFailed
 
@@ -65,11 +65,11 @@ class Supervisor:
 
 def as_part_failure(part: str, error: BaseException) -> PartFailed:
     """What the user is told: the failing part's own words where there are any."""
-    # What an actor raised arrives as an object that is both a RayTaskError and the original type; `cause` is the original.
-    original = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+    # What an actor raised arrives as both a RayTaskError and the original's own type; `cause` is the original.
+    original = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(original, PartFailed):
         return original
-    if isinstance(error, ray.exceptions.RayActorError):
+    if isinstance(error, RayActorError):
         return PartFailed(part, f"the process died ({' '.join(str(error).split())[:300]})", str(error))
     return PartFailed(part, f"{type(error).__name__}: {' '.join(str(error).split())}", str(error))
 

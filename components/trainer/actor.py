@@ -95,4 +95,5 @@ class TrainerActor:
         return await asyncio.get_running_loop().run_in_executor(self._compute, function)
 
 
-TrainerRank = ray.remote(num_cpus=0, max_concurrency=100)(TrainerActor)
+# Ray's overloads do not name max_concurrency.
+TrainerRank = ray.remote(num_cpus=0, max_concurrency=100)(TrainerActor)  # type: ignore[call-overload]

@@ -13,8 +13,8 @@ from ..types import TrainBatch
 class Microbatch:
     """B sequences padded on the right to T tokens, and where their S trained tokens are.
 
-    The logprob of response token s is read at `rows[s]` of the flattened [B * T] positions (one before the token itself). Right padding
-    needs no attention mask: under causal attention no real token looks at a padded one.
+    The logprob of response token s is read at `rows[s]` of the flattened [B * T] positions (one before the token
+    itself). Right padding needs no attention mask: under causal attention no real token looks at a padded one.
     """
 
     input_ids: torch.Tensor  # int64 [B, T]
@@ -31,7 +31,7 @@ class Microbatch:
 
 
 def cut(batch: TrainBatch, *, max_tokens: int) -> list[Microbatch]:
-    """Microbatches of at most `max_tokens` padded tokens (a longer single sequence gets its own), similar lengths together."""
+    """Microbatches of at most `max_tokens` padded tokens, similar lengths together; a longer sequence gets its own."""
     total = batch.prompt_lengths + batch.response_lengths
     order = torch.argsort(total, stable=True).tolist()
     lengths = total.tolist()

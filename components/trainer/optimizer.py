@@ -11,7 +11,10 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """`schedule` runs over `total_steps` optimizer steps and ends at `min_lr_frac` of `lr`; the first `warmup_steps` rise linearly."""
+    """AdamW's settings and those of its schedule.
+
+    The first `warmup_steps` rise linearly; `schedule` runs over `total_steps` and ends at `min_lr_frac` of `lr`.
+    """
 
     lr: float
     betas: tuple[float, float]

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 
 class ScoringModel(nn.Module):
-    """Wraps a causal LM; the output head runs only on the positions that are asked for, never on whole padded sequences.
+    """Wraps a causal LM; the output head runs only on the positions asked for, never on whole padded sequences.
 
     It is the FSDP root, so that the head (tied or not) is gathered together with the embeddings whatever calls it.
     """
@@ -25,7 +25,9 @@ class ScoringModel(nn.Module):
         With targets [S]: `logprobs` [S] of those. Without: of the whole vocabulary, [S, V].
         """
         hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-        logits = self.lm.get_output_embeddings()(hidden.flatten(0, 1)[rows])
+        head = self.lm.get_output_embeddings()
+        assert head is not None, "a causal LM has an output head"
+        logits = head(hidden.flatten(0, 1)[rows])
         logits = final_transform(logits.float(), self.lm.config) / temperature
         logprobs = torch.log_softmax(logits, dim=-1)
         with torch.no_grad():
@@ -52,11 +54,11 @@ def load_model(path: str, *, attn: str, trust_remote_code: bool = False) -> Scor
     lm = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation=attn, trust_remote_code=trust_remote_code, low_cpu_mem_usage=True
     )
-    # The engine has no dropout, and the two must agree on every token. Some models keep a rate beside nn.Dropout modules.
+    # The engine has no dropout, and both must agree on every token. Some models keep a rate beside nn.Dropout modules.
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         elif isinstance(rate := getattr(module, "attention_dropout", None), float) and rate:
-            module.attention_dropout = 0.0
+            module.attention_dropout = 0.0  # type: ignore[assignment]  # torch's stub knows tensors and modules only
     lm.config.attention_dropout = 0.0
     return ScoringModel(lm).train()  # gradient checkpointing works in training mode only

@@ -17,7 +17,7 @@ def make_mesh(device_type: str, num_ranks: int) -> DeviceMesh:
 def shard(
     model: ScoringModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, gradient_checkpointing: bool
 ) -> ScoringModel:
-    """Shard in place. Master weights, gradients' reduction and the optimizer stay in float32; compute runs in `compute_dtype`."""
+    """Shard in place: compute in `compute_dtype`; master weights, gradient reduction and optimizer in float32."""
     if gradient_checkpointing:
         model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = MixedPrecisionPolicy(

@@ -32,7 +32,10 @@ class StalenessError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
-    """`max_policy_lag` None: the batches carry no policy tokens (supervised training). `publish_dtype`: what engines are sent."""
+    """What a rank is started with; the same for all of them.
+
+    `max_policy_lag` None: batches carry no policy tokens (supervised training). `publish_dtype`: what engines get.
+    """
 
     model_path: str
     objective: Objective
@@ -87,9 +90,9 @@ class Trainer:
         self.policy_version = 0
 
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
-        """Add this step's gradient. `batch` is this rank's share; returns metrics of the whole step (the same on every rank).
+        """Add this step's gradient; returns metrics of the whole step (the same on every rank).
 
-        Raises `StalenessError` when a token breaks the bound, before anything is computed.
+        `batch` is this rank's share. Raises `StalenessError` when a token breaks the bound, before any computing.
         """
         self._check_versions(batch)
         started = time.monotonic()
@@ -117,14 +120,18 @@ class Trainer:
         }
 
     def optim_step(self) -> dict[str, float]:
-        """One optimizer step; `policy_version` grows by one. A gradient that is not finite raises before any weight changes."""
+        """One optimizer step; `policy_version` grows by one.
+
+        A gradient that is not finite raises before any weight changes.
+        """
         started = time.monotonic()
         parameters = list(self._model.parameters())
         norm = torch.nn.utils.clip_grad_norm_(parameters, self._settings.optimizer.max_grad_norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if not torch.isfinite(norm):
             raise FloatingPointError(
-                f"gradient norm is {norm.item()} at policy version {self.policy_version}; lower optimizer.lr or check rewards"
+                f"gradient norm is {norm.item()} at policy version {self.policy_version}; "
+                "lower optimizer.lr or check rewards"
             )
         lr = learning_rate(self._settings.optimizer, self.policy_version)
         for group in self._optimizer.param_groups:
@@ -136,13 +143,16 @@ class Trainer:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Gather the weights tensor by tensor (a collective) and score the canary with them. Rank 0 keeps the copy for `publication`."""
+        """Gather the weights tensor by tensor (a collective) and score the canary with them.
+
+        Rank 0 keeps the copy for `publication`.
+        """
         writer = BucketWriter(self._settings.bucket_bytes)
         dtype = getattr(torch, self._settings.publish_dtype)
         names: dict[int, str] = {}
         for name, parameter in self._model.lm.named_parameters(remove_duplicate=False):
             if id(parameter) in names:
-                # A tied tensor: the engine may keep a packed copy of it under this other name, so it is named, not left out.
+                # Tied: the engine may keep a packed copy of it under this other name, so it is named, not left out.
                 writer.add_alias(name, alias_of=names[id(parameter)])
                 continue
             names[id(parameter)] = name
@@ -154,7 +164,10 @@ class Trainer:
             self._pending_writer = (self.policy_version, writer, canary)
 
     def publication(self) -> tuple[Manifest, list[np.ndarray]]:
-        """Rank 0: the manifest and buckets of the last `publish`. Hashing happens here; it may run beside the next step."""
+        """Rank 0: the manifest and buckets of the last `publish`.
+
+        Hashing happens here; it may run beside the next step.
+        """
         assert self._pending_writer is not None, "publication() is for rank 0, after publish()"
         (policy_version, writer, canary), self._pending_writer = self._pending_writer, None
         entries, buckets = writer.finish()
@@ -179,9 +192,9 @@ class Trainer:
         dist.barrier()
 
     def measure(self, batch: TrainBatch) -> dict[str, float]:
-        """Seconds of one whole step on this batch with nothing else running; weights, optimizer and version stay as they were.
+        """Seconds of one step on this batch, nothing else running; weights, optimizer and version stay as they were.
 
-        The optimizer steps with a learning rate of 0 and is then made anew, so that the first real step starts from nothing.
+        The optimizer steps with a learning rate of 0 and is then made anew, so that the first real step starts fresh.
         """
         passes = []
         for _ in range(3):  # the first one warms allocators and kernels
@@ -213,7 +226,7 @@ class Trainer:
             num_sequences=int(batch.num_sequences),
             num_tokens=int(batch.num_tokens),
         )
-        # FSDP averages gradients over ranks; every loss is already divided by the counts of the whole step, so the parts must add up.
+        # FSDP averages gradients over ranks; losses are divided by the whole step's counts, so the parts must add up.
         (loss.total * self._settings.num_ranks).backward()
         return loss.sums, loss.maxima
 
@@ -229,8 +242,10 @@ class Trainer:
             )
         if self.policy_version - oldest > bound or newest > self.policy_version:
             raise StalenessError(
-                f"refused a batch at trainer version {self.policy_version}: its tokens have versions {oldest} to {newest}, "
-                f"so lags {self.policy_version - newest} to {self.policy_version - oldest}; staleness.max_policy_lag is {bound}"
+                f"refused a batch at trainer version {self.policy_version}: "
+                f"its tokens have versions {oldest} to {newest}, "
+                f"so lags {self.policy_version - newest} to {self.policy_version - oldest}; "
+                f"staleness.max_policy_lag is {bound}"
             )
 
     def _score_canary(self) -> Canary:

@@ -1,4 +1,4 @@
-"""One real engine against a trainer's publications: exact versions in flight, and every broken hand-over caught by name.
+"""One real engine against a trainer's publications: exact in flight, and every broken hand-over refused by name.
 
 The trainer's side is the plain Hugging Face model in float32: its logprobs are the truth that the engine is held to.
 """
@@ -254,7 +254,7 @@ def test_a_prefix_cache_kept_across_versions_is_refused(served: Served, monkeypa
     served.recover()  # leaves the canary's contexts in the prefix cache
     llm = served.engine._llm
     pause = llm.pause_generation
-    monkeypatch.setattr(llm, "pause_generation", lambda **kwargs: pause(**(kwargs | {"clear_cache": False})))
+    monkeypatch.setattr(llm, "pause_generation", lambda mode, clear_cache: pause(mode=mode, clear_cache=False))
     with pytest.raises(HandOverError, match="compute check"):
         served.give(*served.publisher.next())
     monkeypatch.undo()

@@ -18,8 +18,8 @@ class ShortAnswers(Environment):
     async def rollout(self, task: Task, policy) -> list[Trajectory]:
         prompt = policy.encode(task.prompt)
         completions = await policy.generate(prompt)
-        return [Trajectory.from_completion(prompt, c, reward=bonus(len(c.tokens)), metrics={"short": float(len(c.tokens) < 4)})
-                for c in completions]
+        return [Trajectory.from_completion(prompt, c, reward=bonus(len(c.tokens)),
+                                           metrics={"short": float(len(c.tokens) < 4)}) for c in completions]
 '''
 
 

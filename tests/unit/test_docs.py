@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import runpy
 from pathlib import Path
@@ -11,12 +12,14 @@ import pytest
 from leeway.config import Config, load_config
 from leeway.config.keys import all_keys, is_free_form
 from leeway.replay.admission import AdmissionRule
+from leeway.replay.buffer import BufferStats
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 KEY = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`")
 ASSIGNMENT = re.compile(r"(?<![\w./])((?:stages\.\w+\.)?[a-z_]+\.[a-z_.]+)=[^=\s]")
+METRIC = re.compile(r'"((?:train|collector|param_server|replay|step|limit)/[a-z_/]*[a-z])"')
 HEADING = re.compile(r"### P = (\d+), u = (\d+), n = (\d+), W = (\d+), T = (\d+), L = (\d+)\n(.*?)(?=\n##)", re.DOTALL)
 
 
@@ -61,6 +64,18 @@ def test_the_checkpoint_of_the_readmes_run_is_the_one_that_the_quickstart_leaves
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     steps = load_config("quickstart").train.steps
     assert re.findall(r"checkpoints/ +(step-\d+)", readme) == [f"step-{steps:06d}"]
+
+
+def test_every_metric_that_is_logged_is_explained() -> None:
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
+    sources = [*(ROOT / "recipes").glob("*.py")]
+    for part in ("algorithms", "collector", "replay", "runtime", "trainer"):
+        sources += (ROOT / "components" / part).glob("*.py")
+    logged = {f"replay/{field.name}" for field in dataclasses.fields(BufferStats)}
+    for file in sources:
+        logged |= set(METRIC.findall(file.read_text(encoding="utf-8")))
+    assert len(logged) > 50
+    assert sorted(name for name in logged if f"`{name}`" not in page) == []
 
 
 def test_the_readme_names_every_part() -> None:

@@ -72,7 +72,6 @@ def test_chosen_cores_are_used():
     assert chosen == Cores([[5], [3]], [[7]])
 
 
-@pytest.mark.xfail(strict=True, reason="engines are dealt the cores before the trainers' default ones, chosen or not")
 def test_choosing_the_trainers_cores_keeps_engines_off_them():
     cores = cores_of(2, trainer_cores=[0])
     assert cores == Cores([[1]], [[0]])

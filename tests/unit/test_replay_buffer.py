@@ -364,9 +364,6 @@ def test_a_take_resets_the_count_of_lost_groups():
     asyncio.run(scenario())
 
 
-@pytest.mark.xfail(
-    strict=True, reason="NoProgressError although a complete take is ready: take() asks _no_progress() first"
-)
 def test_a_complete_take_is_served_however_many_other_groups_were_lost():
     async def scenario():
         buffer = buffer_of(P=1, T=1)
@@ -458,7 +455,6 @@ def test_no_more_groups_start_than_the_run_will_ever_take():
     asyncio.run(scenario())
 
 
-@pytest.mark.xfail(strict=True, reason="admit() does not know that num_takes were served: it waits until its time-out")
 def test_when_all_takes_were_served_collectors_are_told_that_there_will_be_no_slot():
     async def scenario():
         buffer = buffer_of(P=2, T=9, num_takes=1)
@@ -471,7 +467,6 @@ def test_when_all_takes_were_served_collectors_are_told_that_there_will_be_no_sl
     asyncio.run(scenario())
 
 
-@pytest.mark.xfail(strict=True, reason="take() looks at num_takes before it waits, never after")
 def test_of_two_that_wait_for_the_only_take_the_second_is_told_that_it_is_over():
     async def scenario():
         buffer = buffer_of(P=2, T=9, num_takes=1)

@@ -68,9 +68,6 @@ def test_a_part_that_failed_before_the_wait_ends_it_too():
     play(scenario)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the first wait that sees a failure forgets it: every other wait goes on until its own time-out"
-)
 def test_a_failed_part_keeps_ending_waits():
     async def scenario(supervisor):
         supervisor.watch("generator-1", after(0, RuntimeError("gone")))
@@ -81,9 +78,6 @@ def test_a_failed_part_keeps_ending_waits():
     play(scenario)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the first wait that sees a failure forgets it: every other wait goes on until its own time-out"
-)
 def test_of_two_waits_side_by_side_both_end_when_a_part_dies():
     async def scenario(supervisor):
         supervisor.watch("generator-1", after(0.02, RuntimeError("gone")))
