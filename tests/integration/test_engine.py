@@ -250,7 +250,7 @@ def test_a_broken_hand_over_is_refused_by_name(served: Served, mutate: Any, chec
 
 
 def test_a_prefix_cache_kept_across_versions_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second route of the canary: prompt logprobs never read the cache, the continuation of a cached context does."""
+    """The canary's second route: prompt logprobs never read the cache, the continuation of a cached context does."""
     served.recover()  # leaves the canary's contexts in the prefix cache
     llm = served.engine._llm
     pause = llm.pause_generation

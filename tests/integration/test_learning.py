@@ -68,7 +68,7 @@ def _weights_load_and_evaluate_the_same(start: Any, run_dir: Path, summary: dict
 
 @pytest.mark.timeout(300)
 def test_lockstep_with_two_generators_and_two_ranks(start: Any, from_warm: list[str]) -> None:
-    """Lag 0 by the same code: every token is of the trainer's own version, so the two can be compared on all of them."""
+    """Lag 0 by the same code: every token is of the trainer's own version, so both can be compared on all of them."""
     command = start(
         "async_rl",
         *from_warm,
