@@ -101,6 +101,18 @@ class AsyncRL:
             f"{self._config.train.num_ranks} trainer rank(s)"
         )
         await self._launch()
+        try:
+            result = await self._run_launched(started)
+        except asyncio.CancelledError:
+            # Interrupted: the ranks finish their step (calls to an actor run in order), then save.
+            self._status = "interrupted"
+            await asyncio.shield(self._checkpoints.at_end())
+            raise
+        self._status = "done"
+        return result
+
+    async def _run_launched(self, started: float) -> StageResult:
+        """Hand out version 0, evaluate, measure, train, evaluate, save."""
         await self._publish()
         await self._until_served(0)
         evals = {"before": await self._evaluate()} if self._config.eval.at_start else {}
@@ -110,32 +122,27 @@ class AsyncRL:
             f"{self._context.name}: {self._total_steps} steps, lag bound {self._numbers.max_policy_lag}, "
             f"up after {begun - started:.0f} s"
         )
+        await self._collect_and_train(speeds)
+        rl_s = time.monotonic() - begun
+        await self._until_served(self._version)
+        if self._config.eval.at_end:
+            evals["after"] = await self._evaluate()
+        await self._collect_stats()
+        folder = await self._checkpoints.at_end()
+        return self._result(evals, str(folder) if folder else None, wall_s=time.monotonic() - started, rl_s=rl_s)
+
+    async def _collect_and_train(self, speeds: Speeds) -> None:
+        """Start the collectors' loops and the reports, train to the end, and see all of them end."""
         collecting = [
             self._supervisor.watch(f"generator-{i}", c.collect.remote()) for i, c in enumerate(self._parts.collectors)
         ]
         reporting = asyncio.create_task(self._report_loop(speeds))
         self._supervisor.watch("driver", reporting)
-        try:
-            await self._train_loop()
-        except asyncio.CancelledError:
-            # Interrupted: the ranks finish their step (calls to an actor run in order), then save.
-            self._status = "interrupted"
-            await asyncio.shield(self._checkpoints.at_end(self._version))
-            raise
-        rl_s = time.monotonic() - begun
+        await self._train_loop()
         self._reports.put_nowait(None)
         await self._supervisor.wait(reporting, what="reports", timeout_s=self._timeout_s)
         await self._wait(self._parts.buffer.close.remote(), "replay")
         await self._wait(asyncio.gather(*collecting), "generators finishing")
-        await self._finish_publishing()
-        await self._until_served(self._version)
-        if self._config.eval.at_end:
-            evals["after"] = await self._evaluate()
-        await self._collect_stats()
-        folder = await self._checkpoints.at_end(self._version)
-        self._status = "done"
-        self._monitor.close("done")
-        return self._result(evals, str(folder) if folder else None, wall_s=time.monotonic() - started, rl_s=rl_s)
 
     async def stop(self) -> None:
         self._monitor.close(self._status)

@@ -29,13 +29,17 @@ class Checkpoints:
     async def after_step(self, step: int) -> None:
         """Save where `checkpoint.every` says so."""
         if self._settings.every and step % self._settings.every == 0:
-            await self.save(step)
+            await self.save()
 
-    async def at_end(self, step: int) -> Path | None:
+    async def at_end(self) -> Path | None:
         """The last weights, unless `checkpoint.save_hf` is never."""
-        return None if self._settings.save_hf == "never" else await self.save(step)
+        return None if self._settings.save_hf == "never" else await self.save()
 
-    async def save(self, step: int) -> Path:
+    async def save(self) -> Path:
+        """Save what the ranks hold. They are asked for the step, because an interrupt may come in the middle of one."""
+        step = await self._supervisor.wait(
+            self._trainers[0].policy_version.remote(), what="trainer-0", timeout_s=SAVE_TIMEOUT_S
+        )
         folder = self._directory / f"step-{step:06d}"
         saves = [t.save.remote(str(folder / "hf")) for t in self._trainers]
         await self._supervisor.wait(

@@ -83,9 +83,9 @@ class _Run:
 
         model_path = await asyncio.to_thread(self._prepare_model)
         say(f"run folder {self._run_dir}")
-        connect(self._stages[0].config)
-        # After connecting, because ray installs a SIGTERM handler of its own.
         self._handle_signals()
+        connect(self._stages[0].config)
+        self._handle_signals()  # again, because ray installs a SIGTERM handler of its own
         for stage in self._stages:
             stage_dir = stage.dir.absolute()
             stage_dir.mkdir(parents=True, exist_ok=True)

@@ -57,8 +57,13 @@ async def run(context: StageContext) -> StageResult:
             trainers=parts.trainers,
             supervisor=parts.supervisor,
         )
-        trained = await _train(config, launcher, monitor, checkpoints, _batches(config, taskset, prompter), total_steps)
-        folder = await checkpoints.at_end(trained.num_steps)
+        try:
+            batches = _batches(config, taskset, prompter)
+            trained = await _train(config, launcher, monitor, checkpoints, batches, total_steps)
+        except asyncio.CancelledError:
+            await asyncio.shield(checkpoints.at_end())
+            raise
+        folder = await checkpoints.at_end()
         status = "done"
     finally:
         monitor.close(status)

@@ -84,6 +84,11 @@ class TrainerActor:
         return await self._in_order(lambda: self._trainer.measure(batch))
 
     @as_text
+    async def policy_version(self) -> int:
+        """Answered after every step that was asked for before."""
+        return await self._in_order(lambda: self._trainer.policy_version)
+
+    @as_text
     async def save(self, directory: str) -> None:
         await self._in_order(lambda: self._trainer.save(directory))
 
