@@ -26,6 +26,7 @@ from leeway.recipes.checkpoints import Checkpoints
 from leeway.recipes.context import StageContext, StageResult, say
 from leeway.recipes.evaluation import evaluate
 from leeway.recipes.speeds import measure_speeds
+from leeway.replay.actor import TakeRefs
 from leeway.runtime.launch import Launcher
 from leeway.runtime.limit import LimitMeter, Speeds
 from leeway.runtime.supervisor import Supervisor
@@ -52,11 +53,12 @@ async def run(context: StageContext) -> StageResult:
 
 @dataclass(frozen=True)
 class _StepReport:
-    """One optimizer step, for the report loop."""
+    """Something to log at a step. With a `take`: one of its optimizer steps."""
 
     step: int
     metrics: dict[str, float]
-    rollouts: list[dict]
+    take: TakeRefs | None = None
+    first_of_take: bool = False
 
 
 class AsyncRL:
@@ -91,6 +93,7 @@ class AsyncRL:
         self._served_gap = 0.0
         self._num_pulls = 0.0
         self._publishing: asyncio.Task[None] | None = None
+        self._stepping: asyncio.Future[list[dict[str, float]]] | None = None
         self._reports: asyncio.Queue[_StepReport | None] = asyncio.Queue()
         self._timeout_s = self._config.cluster.step_timeout_s
 
@@ -104,19 +107,25 @@ class AsyncRL:
         try:
             result = await self._run_launched(started)
         except asyncio.CancelledError:
-            # Interrupted: the ranks finish their step (calls to an actor run in order), then save.
             self._status = "interrupted"
-            await asyncio.shield(self._checkpoints.at_end())
+            await asyncio.shield(self._save_interrupted())
             raise
         self._status = "done"
         return result
+
+    async def _save_interrupted(self) -> None:
+        """The ranks finish the step that they are in, all of them, then save."""
+        if self._stepping is not None:
+            await asyncio.wait({self._stepping}, timeout=self._timeout_s)
+        await self._checkpoints.at_end()
 
     async def _run_launched(self, started: float) -> StageResult:
         """Hand out version 0, evaluate, measure, train, evaluate, save."""
         await self._publish()
         await self._until_served(0)
         evals = {"before": await self._evaluate()} if self._config.eval.at_start else {}
-        speeds = await measure_speeds(self._config, self._parts, self._train_tasks.tasks)
+        pause_s = (await self._collect_stats()).get("collector/pause_s", 0.0)
+        speeds = await measure_speeds(self._config, self._parts, self._train_tasks.tasks, hand_over_s=pause_s)
         begun = time.monotonic()
         say(
             f"{self._context.name}: {self._total_steps} steps, lag bound {self._numbers.max_policy_lag}, "
@@ -145,8 +154,10 @@ class AsyncRL:
         await self._wait(asyncio.gather(*collecting), "generators finishing")
 
     async def stop(self) -> None:
-        self._monitor.close(self._status)
-        await self._parts.stop()
+        try:
+            self._monitor.close(self._status)
+        finally:
+            await self._parts.stop()
 
     async def _launch(self) -> None:
         """Everything starts beside everything else; engines take longest."""
@@ -155,7 +166,7 @@ class AsyncRL:
             self._launcher.trainers(total_steps=self._total_steps, canary=self._canary()),
             self._launcher.collectors(),
         )
-        self._context.pids.extend(self._parts.all_pids())
+        self._context.processes.extend(self._parts.local_processes())
         self._checkpoints = Checkpoints(
             self._context.dir / "checkpoints",
             settings=self._config.checkpoint,
@@ -170,6 +181,7 @@ class AsyncRL:
         timeout_s, n = self._timeout_s, self._config.param_server.publish_every
         buffer = self._parts.buffer
         upcoming = buffer.take.remote(timeout_s)
+        last_end = time.monotonic()
         while self._version < self._total_steps:
             begun = time.monotonic()
             take = await self._supervisor.wait(upcoming, what="replay", timeout_s=timeout_s + 10)
@@ -177,29 +189,34 @@ class AsyncRL:
                 break
             waited_s = time.monotonic() - begun
             upcoming = buffer.take.remote(timeout_s)  # collected while this one is trained on
-            for batches in take.batches:
-                step_begun = begun if batches is take.batches[0] else time.monotonic()
+            for i, batches in enumerate(take.batches):
                 publish = (self._version + 1) % n == 0 or self._version + 1 == self._total_steps
-                calls = [t.train_step.remote(b, publish) for t, b in zip(self._parts.trainers, batches, strict=True)]
-                metrics = (await self._wait(asyncio.gather(*map(_awaited, calls)), "trainer"))[0]
-                self._version += 1
+                metrics = await self._step(batches, publish)
                 if publish:
                     await self._finish_publishing()
                     self._publishing = asyncio.create_task(self._hand_out())
                     self._supervisor.watch("publishing", self._publishing)
-                self._max_lag = max(self._max_lag, metrics.get("train/policy_lag/max", 0.0))
-                metrics |= take.metrics
-                metrics["step/wait_for_batch_s"] = waited_s if batches is take.batches[0] else 0.0
                 await self._checkpoints.after_step(self._version)
                 await self._maybe_evaluate()
-                metrics["step/total_s"] = time.monotonic() - step_begun
-                self._reports.put_nowait(_StepReport(self._version, metrics, take.rollouts))
+                now = time.monotonic()
+                metrics |= {"step/wait_for_batch_s": waited_s if i == 0 else 0.0, "step/total_s": now - last_end}
+                last_end = now
+                self._reports.put_nowait(_StepReport(self._version, metrics, take, first_of_take=i == 0))
             replay = await self._wait(buffer.trained.remote(take.group_ids), "replay")
-            self._reports.put_nowait(_StepReport(self._version, replay, []))
+            self._reports.put_nowait(_StepReport(self._version, replay))
             self._num_tokens += int(take.metrics["train/response_tokens/total"])
         await self._finish_publishing()
         if self._published < self._version:  # the tasks ended between two publications
             await self._publish()
+
+    async def _step(self, batches: list[Any], publish: bool) -> dict[str, float]:
+        """One optimizer step on all ranks."""
+        calls = [t.train_step.remote(b, publish) for t, b in zip(self._parts.trainers, batches, strict=True)]
+        self._stepping = asyncio.gather(*map(_awaited, calls))
+        metrics = (await self._wait(asyncio.shield(self._stepping), "trainer"))[0]
+        self._version += 1
+        self._max_lag = max(self._max_lag, metrics.get("train/policy_lag/max", 0.0))
+        return metrics
 
     async def _publish(self) -> None:
         """Gather the current weights on the trainer and hand them out."""
@@ -215,7 +232,7 @@ class AsyncRL:
         await self._wait(self._parts.param_server.publish.remote(publication), "param_server")
         await self._wait(self._parts.buffer.published.remote(version), "replay")
         self._published = version
-        self._reports.put_nowait(_StepReport(version, {"param_server/publish_s": time.monotonic() - started}, []))
+        self._reports.put_nowait(_StepReport(version, {"param_server/publish_s": time.monotonic() - started}))
 
     async def _finish_publishing(self) -> None:
         if self._publishing is not None:
@@ -225,28 +242,34 @@ class AsyncRL:
     async def _report_loop(self, speeds: Speeds) -> None:
         """Consumes step reports; waits for steps; asks the collectors for theirs; ends with None."""
         limit = LimitMeter(speeds, max_policy_lag=self._numbers.max_policy_lag)
+        updates = self._config.train.updates_per_batch
         while (report := await self._reports.get()) is not None:
-            metrics = dict(report.metrics)
-            if "step/total_s" in metrics:
-                metrics["train/tokens_per_s"] = metrics["train/response_tokens/total"] / metrics["step/total_s"]
-                metrics |= limit.step(
-                    response_tokens=metrics["train/response_tokens/total"] / self._config.train.updates_per_batch,
-                    trained_tokens=metrics["train/tokens_in_pass"] / self._config.train.updates_per_batch,
-                    longest_response_tokens=metrics["train/response_tokens/max"],
-                    step_s=metrics["step/total_s"],
-                )
-                self._monitor.log(report.step, metrics, role="trainer")
-                self._monitor.rollouts(report.step, report.rollouts)
-                await self._collect_stats()
-            else:
-                self._monitor.log(report.step, metrics, role="driver")
+            if report.take is None:
+                self._monitor.log(report.step, report.metrics, role="driver")
+                continue
+            take, step_s = report.take.metrics, report.metrics["step/total_s"]
+            response_tokens = take["train/response_tokens/total"] / updates
+            metrics = report.metrics | limit.step(
+                response_tokens=response_tokens,
+                trained_tokens=take["train/tokens_in_pass"] / updates,
+                longest_response_tokens=take["train/response_tokens/max"],
+                step_s=step_s,
+            )
+            metrics["train/tokens_per_s"] = response_tokens / step_s
+            if report.first_of_take:  # what describes the take is said once
+                metrics |= take
+                self._monitor.rollouts(report.step, report.take.rollouts)
+            self._monitor.log(report.step, metrics, role="trainer")
+            await self._collect_stats()
 
-    async def _collect_stats(self) -> None:
+    async def _collect_stats(self) -> dict[str, float]:
         """Log what the collectors did since the last time."""
-        stats = reduce_stats([await _awaited(c.stats.remote()) for c in self._parts.collectors])
+        calls = asyncio.gather(*(_awaited(c.stats.remote()) for c in self._parts.collectors))
+        stats = reduce_stats(await self._wait(calls, "generators"))
         self._served_gap = max(self._served_gap, stats.get("param_server/served_gap/max", 0.0))
         self._num_pulls += stats["param_server/pulls"]
         self._monitor.log(self._version, stats, role="collector")
+        return stats
 
     async def _maybe_evaluate(self) -> None:
         """In mid-run: training stands still until the engines serve this version and have evaluated it."""
@@ -292,12 +315,8 @@ class AsyncRL:
         length = min(server.canary_tokens, room)
         tasks = self._train_tasks.tasks
         examples = [
-            list(
-                itertools.chain(
-                    *self._prompter.encode_example(tasks[i % len(tasks)].prompt, tasks[i % len(tasks)].answer)
-                )
-            )
-            for i in range(max(server.canary_prompts, length))
+            self._prompter.encode(task.prompt) + self._prompter.encode_plain(task.answer)
+            for task in itertools.islice(itertools.cycle(tasks), max(server.canary_prompts, length))
         ]
         scored = [example[:length] for example in examples[: server.canary_prompts]]
         chains = [

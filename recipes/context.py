@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from leeway.config import Config
 
 
@@ -13,14 +15,14 @@ from leeway.config import Config
 class StageContext:
     """One stage to run. `config.model.path` is set: the last stage's weights, or what the run starts from.
 
-    `pids` collects the processes that the stage starts, so that the run can make sure that none is left.
+    `processes` collects those that the stage starts, so that the run can make sure that none is left.
     """
 
     name: str
     recipe: str
     config: Config
     dir: Path
-    pids: list[int]
+    processes: list[psutil.Process]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ async def run(context: StageContext) -> StageResult:
     try:
         say(f"{context.name}: {len(taskset)} held-out tasks, temperature {config.eval.temperature:g}")
         await launcher.collectors(load_weights=True)
-        context.pids.extend(parts.all_pids())
+        context.processes.extend(parts.local_processes())
         metrics, trajectories = await evaluate(config, parts, taskset.tasks, name=taskset.name, policy_version=0)
         monitor.log(0, metrics, role="evaluation")
         monitor.rollouts(0, [asdict(t) for t in trajectories])

@@ -17,6 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from leeway.config import Config, Stage, run_yaml
 from leeway.failures import PartFailed
 from leeway.monitor import MonitorError, check_sinks, weights_sha256, write_summary
@@ -31,8 +33,9 @@ def run_stages(stages: Sequence[Stage], run_dir: Path, config_name: str, argv: S
         for stage in stages:
             check_sinks(stage.config.monitor)
             _check_plugins(stage.config)
+            _check_tasks(stage)
         _check_hand_on(stages)
-    except (MonitorError, ValueError) as error:
+    except (MonitorError, ValueError, OSError) as error:
         print(f"leeway: refused: {error}", file=sys.stderr)
         return 2
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -50,7 +53,7 @@ class _Run:
         self._started = time.monotonic()
         self._results: dict[str, StageResult] = {}
         self._interrupted_by: signal.Signals | None = None
-        self._pids: list[int] = []
+        self._processes: list[psutil.Process] = []
 
     async def main(self) -> int:
         status, cause, code = "completed", "all steps were done", 0
@@ -71,6 +74,7 @@ class _Run:
 
             traceback.print_exc()
         finally:
+            self._ignore_signals()  # what is left is short, and cutting it short would leave processes behind
             await asyncio.to_thread(self._leave_cluster)
         self._write_summary(status, cause)
         self._draw()
@@ -94,7 +98,7 @@ class _Run:
                 recipe=stage.recipe,
                 config=stage.config.with_model_path(model_path),
                 dir=stage_dir,
-                pids=self._pids,
+                processes=self._processes,
             )
             recipe: Callable[..., Any] = importlib.import_module(f"leeway.recipes.{stage.recipe}").run
             result: StageResult = await recipe(context)
@@ -128,17 +132,22 @@ class _Run:
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
 
+    def _ignore_signals(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, lambda: None)
+
     def _leave_cluster(self) -> None:
         if "leeway.runtime.cluster" in sys.modules:
             from leeway.runtime.cluster import disconnect
 
-            disconnect(self._pids)
+            disconnect(self._processes)
 
     def _write_summary(self, status: str, cause: str) -> None:
-        last = list(self._results.values())[-1].summary if self._results else {}
-        model_path = next((r.model_path for r in reversed(self._results.values()) if r.model_path), None)
+        # An earlier stage's numbers must not pass for those of a run that did not get through.
+        last = list(self._results.values())[-1] if status == "completed" else None
+        model_path = last.model_path if last else None
         summary: dict[str, Any] = {
-            **last,
+            **(last.summary if last else {}),
             "status": status,
             "cause": cause,
             "wall_s": round(time.monotonic() - self._started, 1),
@@ -178,6 +187,15 @@ def _check_plugins(config: Config) -> None:
     from leeway.envs.registry import build_environment
 
     build_environment(config.env)
+
+
+def _check_tasks(stage: Stage) -> None:
+    """Read the tasks once: a wrong dataset, option or line is the user's to repair before anything starts."""
+    from leeway.tasks.taskset import build_taskset
+
+    config = stage.config
+    split = "eval" if stage.recipe == "evaluate" else "train"
+    build_taskset(config.task, seed=config.seed, split=split, eval_config=config.eval)
 
 
 def _check_hand_on(stages: Sequence[Stage]) -> None:

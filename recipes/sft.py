@@ -50,7 +50,7 @@ async def run(context: StageContext) -> StageResult:
         await launcher.trainers(
             total_steps=total_steps, canary=CanaryPrompts(scored=[], cached=[])
         )  # nothing is published
-        context.pids.extend(parts.all_pids())
+        context.processes.extend(parts.local_processes())
         checkpoints = Checkpoints(
             context.dir / "checkpoints",
             settings=config.checkpoint,
@@ -146,7 +146,8 @@ def _batches(config: Config, taskset: TaskSet, prompter: Prompter) -> Iterator[l
 
 
 def _example(task: Task, prompter: Prompter) -> Trajectory:
-    prompt, response = prompter.encode_example(task.prompt, task.answer)
+    # The whole worked answer where the file has one; `task.answer` may be only what follows a mark.
+    prompt, response = prompter.encode_example(task.prompt, str(task.info.get("solution", task.answer)))
     return Trajectory(
         prompt_tokens=prompt,
         response_tokens=response,

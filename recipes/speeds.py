@@ -13,7 +13,7 @@ from leeway.runtime.limit import Speeds
 from leeway.types import Task, Trajectory
 
 
-async def measure_speeds(config: Config, parts: Parts, tasks: Sequence[Task]) -> Speeds:
+async def measure_speeds(config: Config, parts: Parts, tasks: Sequence[Task], *, hand_over_s: float) -> Speeds:
     """Roll out as many groups as will ever be in flight; one group alone; then one training step.
 
     The groups in flight are rolled out twice and the shorter time counts. Nothing of it is trained on: the optimizer's
@@ -34,16 +34,12 @@ async def measure_speeds(config: Config, parts: Parts, tasks: Sequence[Task]) ->
     )
     calls = [t.measure.remote(ref) for t, ref in zip(parts.trainers, refs, strict=True)]
     times = (await _wait(config, parts, asyncio.gather(*map(_awaited, calls)), "trainer"))[0]
-    pauses = [
-        (await _wait(config, parts, c.stats.remote(), "generators")).get("collector/pause_s", 0.0)
-        for c in parts.collectors
-    ]
     return Speeds(
         generate_s_per_token=generate_s / max(1, response_tokens),
         train_s_per_token=times["forward_backward_s"] / max(1.0, metrics["train/tokens_in_pass"]),
         optim_s=times["optim_s"],
         serial_s_per_token=alone_s / max(len(t.response_tokens) for t in alone),
-        hand_over_s=max(pauses),
+        hand_over_s=hand_over_s,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import RECIPES, Config, Hardware, Stage, bundled_configs, check_run, derive
+from ..config import RECIPES, Config, Hardware, Stage, bundled_configs, check_run, derive, run_yaml
 from ..config.check import earlier_run
 
 
@@ -22,8 +22,8 @@ def recipe_table() -> str:
 
 
 def describe(name_or_file: str, stages: Sequence[Stage], hardware: Hardware, overrides: Sequence[str] = ()) -> str:
-    """What `validate` prints: per stage the derived numbers, then what this machine lacks, or how to run it."""
-    lines = [f"{name_or_file}: ok", ""]
+    """What `validate` prints: the resolved settings, the numbers that follow, what this machine lacks."""
+    lines = [run_yaml(stages), f"{name_or_file}: ok", ""]
     for stage in stages:
         lines += [f"{stage.name} (recipe {stage.recipe})", _table(_rows(stage)), ""]
     problems = dict.fromkeys(str(p) for stage in stages for p in check_run(stage.config, stage.recipe, hardware))

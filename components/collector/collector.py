@@ -9,6 +9,7 @@ Everything that waits for somebody else is a callable handed in, so that the who
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 import traceback
@@ -24,6 +25,8 @@ from .clock import ActivityClock
 from .hand_over import HandOver, PullReport
 from .policy import EnginePolicy, derived_seed
 
+logger = logging.getLogger(__name__)
+
 
 class RunsTasks(Protocol):
     async def rollout(self, task: Task, policy: Any) -> list[Trajectory]: ...
@@ -31,6 +34,10 @@ class RunsTasks(Protocol):
 
 class EngineLost(RuntimeError):
     """The engine died; nothing that it was generating can be finished here."""
+
+
+class RolloutFailed(RuntimeError):
+    """A task failed in every attempt; the message is the last attempt's reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,16 +185,25 @@ class Collector(BaseCollector):
             return await self.rollouts(tasks, temperature=temperature, group_size=1)
 
     async def rollouts(self, tasks: list[Task], *, temperature: float, group_size: int) -> list[Trajectory]:
-        """Run tasks outside of admission, at most `max_in_flight` at a time; for evaluation and for measuring speed."""
+        """Run tasks outside of admission, at most `max_in_flight` at a time; for evaluation and for measuring speed.
+
+        A task that fails for good is left out and logged; when all of them do, it raises with the last one's reason.
+        """
         room = asyncio.Semaphore(self._settings.max_in_flight)
+        failures: list[RolloutFailed] = []
 
         async def one(task: Task) -> list[Trajectory]:
-            async with room, asyncio.timeout(self._settings.timeout_s):
-                return await self._environment.rollout(
-                    task, self._policy(temperature=temperature, group_size=group_size, seed=None)
-                )
+            async with room:
+                try:
+                    return await self._attempts(task, group_size=group_size, temperature=temperature)
+                except RolloutFailed as failure:
+                    failures.append(failure)
+                    return []
 
-        return [t for group in await asyncio.gather(*map(one, tasks)) for t in group]
+        groups = await asyncio.gather(*map(one, tasks))
+        if failures and len(failures) == len(tasks):
+            raise RuntimeError(f"all {len(tasks)} tasks failed; the last one: {failures[-1]}")
+        return [t for group in groups for t in group]
 
     def stats(self) -> dict[str, float]:
         """What happened since the last call."""
@@ -228,31 +244,43 @@ class Collector(BaseCollector):
         """One group through all of its attempts; None when it failed for good (and was reported as such)."""
         await self._hand_over.until_verified(admission.floor)
         self._clock.set_in_flight(max(1, len(self._in_flight)))
-        for attempt in range(self._settings.retries + 1):
-            seed = derived_seed(self._seed, admission.group_id, attempt) if self._settings.seeded else None
-            policy = self._policy(
-                temperature=self._settings.temperature, group_size=self._settings.group_size, seed=seed
+        s = self._settings
+        try:
+            trajectories = await self._attempts(
+                admission.task, group_size=s.group_size, temperature=s.temperature, group_id=admission.group_id
             )
+        except RolloutFailed as failure:
+            await self._fail(admission.group_id, str(failure))
+            return None
+        group = Group(group_id=admission.group_id, task_id=admission.task.task_id, trajectories=trajectories)
+        await self._hand_over.until_verified(group.policy_versions()[1])
+        return group
+
+    async def _attempts(
+        self, task: Task, *, group_size: int, temperature: float, group_id: int | None = None
+    ) -> list[Trajectory]:
+        """The trajectories of one task, tried again `retries` times; raises `RolloutFailed` after the last.
+
+        `group_id`: an admitted group, whose retries are counted and whose samples may be seeded.
+        """
+        s = self._settings
+        reason = ""
+        for attempt in range(s.retries + 1):
+            if attempt and group_id is not None:
+                self._num_retried += 1
+                await self._retried(group_id)
+            seed = derived_seed(self._seed, group_id, attempt) if s.seeded and group_id is not None else None
+            policy = self._policy(temperature=temperature, group_size=group_size, seed=seed)
             try:
-                async with asyncio.timeout(self._settings.timeout_s) as deadline:
-                    trajectories = await self._environment.rollout(admission.task, policy)
-                group = _checked_group(admission, trajectories, self._settings.group_size)
-                break
+                async with asyncio.timeout(s.timeout_s) as deadline:
+                    return _checked(await self._environment.rollout(task, policy), group_size)
             except Exception as error:
                 if self._is_engine_lost(error):
                     raise EngineLost(f"the inference engine died: {error}") from None
-                reason = (
-                    f"rollout took longer than rollout.timeout_s = {self._settings.timeout_s:g} s"
-                    if deadline.expired()
-                    else _reason(error)
-                )
-                if attempt == self._settings.retries:
-                    await self._fail(admission.group_id, reason)
-                    return None
-                self._num_retried += 1
-                await self._retried(admission.group_id)
-        await self._hand_over.until_verified(group.policy_versions()[1])
-        return group
+                too_long = f"rollout took longer than rollout.timeout_s = {s.timeout_s:g} s"
+                reason = too_long if deadline.expired() else _reason(error)
+                logger.warning("task %s, attempt %d: %s", task.task_id, attempt, reason, exc_info=error)
+        raise RolloutFailed(reason)
 
     def _policy(self, *, temperature: float, group_size: int, seed: int | None) -> EnginePolicy:
         s = self._settings
@@ -272,16 +300,17 @@ class Collector(BaseCollector):
         self._num_tokens += count
 
 
-def _checked_group(admission: Admission, trajectories: Any, group_size: int) -> Group:
+def _checked(trajectories: Any, group_size: int) -> list[Trajectory]:
+    """What an environment returned, if it is what it must be."""
     if not isinstance(trajectories, list) or not all(isinstance(t, Trajectory) for t in trajectories):
         raise TypeError(f"rollout() returned {type(trajectories).__name__}; expected a list of leeway.Trajectory")
     if len(trajectories) != group_size:
         raise ValueError(
             f"rollout() returned {len(trajectories)} trajectories; expected policy.group_size = {group_size}"
         )
-    group = Group(group_id=admission.group_id, task_id=admission.task.task_id, trajectories=trajectories)
-    group.policy_versions()  # raises where nothing was sampled
-    return group
+    if not any(any(t.loss_mask) for t in trajectories):
+        raise ValueError("rollout() returned trajectories of which no token was sampled by the policy; nothing to train on")
+    return trajectories
 
 
 def _pull_metrics(pulls: list[PullReport]) -> dict[str, float]:

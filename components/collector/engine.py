@@ -54,6 +54,10 @@ class Engine:
     """Verbs: `generate`, `load_weights`, `score`. Unless told otherwise it starts with random weights."""
 
     def __init__(self, settings: EngineSettings) -> None:
+        self._shared_memory = Path(
+            tempfile.mkdtemp(prefix="leeway-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+        )
+        os.environ[worker_env.MEMORY_ENV] = str(self._shared_memory)
         worker_env.prepare(
             device=settings.device,
             cores=settings.cores,
@@ -82,9 +86,6 @@ class Engine:
         if settings.device == "cpu":
             args |= dict(distributed_executor_backend="uni")
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(args | settings.options)))
-        self._shared_memory = Path(
-            tempfile.mkdtemp(prefix="leeway-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-        )
         self._initialised = False
         self._half_loaded = False
 

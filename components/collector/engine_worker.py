@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import shutil
 import threading
 import time
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from ..weights import HandOverError, TensorEntry, read_bucket
-from .engine_worker_env import BACKEND, PARENT_ENV
+from .engine_worker_env import BACKEND, CORES_ENV, MEMORY_ENV, PARENT_ENV
 
 
 def die_with_parent() -> None:
@@ -41,9 +42,16 @@ def die_with_parent() -> None:
     def watch() -> None:
         while os.path.exists(f"/proc/{parent}"):
             time.sleep(0.5)
+        shutil.rmtree(os.environ.get(MEMORY_ENV, ""), ignore_errors=True)  # buckets that nobody will read
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="leeway-parent-watch").start()
+
+
+def pin_to_cores() -> None:
+    """Keep the thread that computes, and every thread it starts, on the engine's cores."""
+    if cores := os.environ.get(CORES_ENV):
+        os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
 
 
 class WorkerExtension:
@@ -140,3 +148,4 @@ def _num_loadable(layer: torch.nn.Module) -> int:
 
 WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryWeightEngine)
 die_with_parent()
+pin_to_cores()

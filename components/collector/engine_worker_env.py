@@ -7,6 +7,8 @@ import os
 BACKEND = "leeway"
 WORKER_EXTENSION = "leeway.collector.engine_worker.WorkerExtension"
 PARENT_ENV = "LEEWAY_ENGINE_PARENT"
+CORES_ENV = "LEEWAY_ENGINE_CORES"
+MEMORY_ENV = "LEEWAY_ENGINE_MEMORY"
 
 
 def prepare(*, device: str, cores: list[int], kv_cache_gib: float, eager: bool) -> None:
@@ -24,5 +26,6 @@ def prepare(*, device: str, cores: list[int], kv_cache_gib: float, eager: bool) 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gib)))
     if cores:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+        # vLLM binds threads in its multi-process executor only; the worker module pins the engine's process itself.
+        os.environ[CORES_ENV] = ",".join(map(str, cores))
         os.environ["OMP_NUM_THREADS"] = str(len(cores))

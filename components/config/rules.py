@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from .derived import derive, least_target_policy_lag
 from .errors import ConfigError, words
@@ -81,12 +82,12 @@ def model_is_loaded_or_built(config: Config, named: Named) -> None:
 
 def is_local_path(path: str) -> bool:
     """Whether `path` is written as a path of this machine rather than as a hub id."""
-    return path.startswith(("/", ".", "~")) or path.endswith("/")
+    return path.startswith(("/", ".", "~")) or path.endswith("/") or path.count("/") > 1 or Path(path).is_dir()
 
 
 def model_path_is_a_path_or_a_hub_id(config: Config, named: Named) -> None:
     path = config.model.path
-    if path is None or is_local_path(path) or re.fullmatch(r"[\w.\-]+(/[\w.\-]+)+", path):
+    if path is None or is_local_path(path) or re.fullmatch(r"[\w.\-]+/[\w.\-]+", path):
         return
     raise ConfigError(
         named("model.path"),

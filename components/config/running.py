@@ -35,7 +35,9 @@ class ClusterConfig(Section):
         default=None, description="cores of the trainers; null: the last ones"
     )
     kv_cache_gib: PositiveFloat = Field(default=1.0, description="KV cache per engine in GiB (device cpu)")
-    object_store_mb: int = Field(default=512, ge=80, description="Ray object store in MB")
+    object_store_mb: int | None = Field(
+        default=None, ge=80, description="Ray object store in MB; null: what Ray takes (a third of memory)"
+    )
     start_timeout_s: PositiveFloat = Field(default=300.0, description="seconds until every process must be up")
     step_timeout_s: PositiveFloat = Field(default=3600.0, description="seconds any one step may take")
 

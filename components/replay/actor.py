@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,11 +17,14 @@ from ..algorithms.advantages import ADVANTAGES
 from ..config import Config, derive
 from ..failures import as_text
 from ..monitor.logs import log_to_file
+from ..tasks.prompting import Prompter
 from ..tasks.taskset import TaskSet, build_taskset
 from ..types import Admission, Group, Task, Trajectory
 from .admission import AdmissionRule
 from .assemble import Assembler
 from .buffer import ReplayBuffer, equal_rewards
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +53,11 @@ class ReplayBufferActor:
             skip_zero_advantage=train.skip_zero_advantage,
             rollouts_per_take=config.monitor.rollouts_per_step,
         )
+        assert config.model.path is not None
+        self._prompter = Prompter.load(config.model.path)
+        self._num_too_long = 0
         self._buffer = ReplayBuffer(
-            tasks=_tasks(self._taskset, train.epochs),
+            tasks=self._fitting(_tasks(self._taskset, train.epochs)),
             rule=AdmissionRule(
                 groups_per_take=train.groups_per_step,
                 updates_per_take=train.updates_per_batch,
@@ -64,6 +71,23 @@ class ReplayBufferActor:
             assemble=self._assembler,
             filters=[equal_rewards] if config.replay.filter_zero_variance else [],
         )
+
+    def _fitting(self, tasks: Iterator[Task]) -> Iterator[Task]:
+        """Leave out tasks whose prompt is longer than `rollout.max_prompt_tokens`, and count them."""
+        limit, in_a_row = self._config.rollout.max_prompt_tokens, 0
+        for task in tasks:
+            length = len(self._prompter.encode(task.prompt))
+            if length <= limit:
+                in_a_row = 0
+                yield task
+                continue
+            self._num_too_long += 1
+            in_a_row += 1
+            logger.warning("task %s left out: prompt of %d tokens", task.task_id, length)
+            if in_a_row >= len(self._taskset):
+                raise ValueError(
+                    f"rollout.max_prompt_tokens: got {limit}, but every prompt is longer (the last: {length}); raise it"
+                )
 
     async def start(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "node": ray.util.get_node_ip_address(), "tasks": len(self._taskset)}
@@ -105,7 +129,8 @@ class ReplayBufferActor:
         """The take was trained on; returns the state of the buffer."""
         await self._buffer.trained(group_ids)
         stats = asdict(self._buffer.stats())
-        return {f"replay/{name}": float(value) for name, value in stats.items()}
+        counts = {f"replay/{name}": float(value) for name, value in stats.items()}
+        return counts | {"replay/too_long": float(self._num_too_long)}
 
     @as_text
     async def published(self, policy_version: int) -> None:

@@ -36,7 +36,7 @@ def connect(config: Config) -> None:
         ray.init(
             num_cpus=max(os.cpu_count() or 1, need.cpus_needed),
             include_dashboard=False,
-            object_store_memory=config.cluster.object_store_mb * 2**20,
+            object_store_memory=store_mb * 2**20 if (store_mb := config.cluster.object_store_mb) else None,
             **options,
         )
         return
@@ -50,11 +50,11 @@ def connect(config: Config) -> None:
         )
 
 
-def disconnect(pids: list[int], *, grace_s: float = 10.0) -> None:
+def disconnect(processes: list[psutil.Process], *, grace_s: float = 10.0) -> None:
     """Leave Ray, then make sure that none of the run's processes on this machine is left."""
     ray.shutdown()
     deadline = time.monotonic() + grace_s
-    left = [p for pid in pids if (p := _process(pid)) is not None]
+    left = [p for p in processes if p.is_running()]
     while left and time.monotonic() < deadline:
         _, left = psutil.wait_procs(left, timeout=0.2)
     for process in left:
@@ -76,10 +76,3 @@ def user_module_paths(config: Config) -> list[Path]:
         path = Path(origin)
         paths.append(path.parent if path.name == "__init__.py" else path)
     return paths
-
-
-def _process(pid: int) -> psutil.Process | None:
-    try:
-        return psutil.Process(pid)
-    except psutil.NoSuchProcess:
-        return None

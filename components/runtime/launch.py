@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import ray
 
 from ..algorithms.objective import Objective, PolicyObjective, SupervisedObjective
@@ -49,8 +50,16 @@ class Parts:
             if actor is not None:
                 ray.kill(actor)
 
-    def all_pids(self) -> list[int]:
-        return [pid for p in self.processes.values() for pid in (p["pid"], *p.get("engine_pids", []))]
+    def local_processes(self) -> list[psutil.Process]:
+        """The run's processes on this machine; each knows its start time, so a reused id is no match."""
+        here = ray.util.get_node_ip_address()
+        pids = [
+            pid
+            for process in self.processes.values()
+            if process["node"] == here
+            for pid in (process["pid"], *process.get("engine_pids", []))
+        ]
+        return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
 
 
 def objective_of(config: Config, recipe: str) -> Objective:
@@ -165,8 +174,10 @@ class Launcher:
             )
             for rank, actor in enumerate(self.parts.trainers)
         ]
-        for rank, start in enumerate(starts):
-            self._started(f"trainer-{rank}", self.parts.trainers[rank], await self._wait(start, f"trainer-{rank}"))
+        # Awaited together: the rank that fails must be heard, not the one that waits for it.
+        processes = await asyncio.gather(*(self._wait(s, f"trainer-{rank}") for rank, s in enumerate(starts)))
+        for rank, process in enumerate(processes):
+            self._started(f"trainer-{rank}", self.parts.trainers[rank], process)
 
     async def buffer(self) -> None:
         self.parts.buffer = ReplayBufferRemote.remote(self._config, role="replay", log_file=self._logs / "replay.log")

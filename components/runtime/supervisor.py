@@ -44,6 +44,10 @@ class Supervisor:
                 raise as_part_failure(what, error) from None
             raise PartFailed(what, f"no answer for {timeout_s:g} s; raise {deadline} if that is normal here") from None
         except Exception as error:
+            # A part that died often shows first as an error of one that was talking to it: give the death a moment.
+            if self._watched and type(error) is not PartFailed:
+                await asyncio.wait(self._watched, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+                self._raise_failures()
             raise as_part_failure(what, error) from None
         finally:
             main.cancel()
@@ -58,7 +62,7 @@ class Supervisor:
         for future, part in list(self._watched.items()):
             if not future.done():
                 continue
-            if (error := future.exception()) is not None:
+            if not future.cancelled() and (error := future.exception()) is not None:
                 raise as_part_failure(part, error)  # kept: every other wait must end by it too
             del self._watched[future]
 

@@ -55,6 +55,10 @@ class Prompter:
             raise ValueError("prompt: got empty text, expected at least one token for the policy to continue from")
         return tokens
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of bare text, without template or special tokens."""
+        return self._tokens(text)
+
     def encode_example(self, prompt: str | Sequence[Message], answer: str) -> tuple[list[int], list[int]]:
         """(prompt tokens [T], response tokens [R]) of a supervised example; the response ends with the stop token.
 

@@ -85,7 +85,6 @@ class Trainer:
             gradient_checkpointing=settings.gradient_checkpointing,
         )
         self._optimizer = make_optimizer(self._model.parameters(), settings.optimizer)
-        self._sums = self._maxima = torch.zeros(0)
         self._pending_writer: tuple[int, BucketWriter, Canary] | None = None
         self.policy_version = 0
 
