@@ -169,7 +169,7 @@ def draw_step_time(ax: Axes, stage: Stage) -> None:
         top = 1.35 * float(np.percentile(metrics["step/total_s"].values, 98))
         _line(ax, metrics["step/total_s"], TRAIN, "measured", reduce=np.median)
     for name, label, style in (
-        ("limit/serial_s", "generate, then train", ":"),
+        ("limit/serial_s", "longest rollout + training, over L + 1", ":"),
         ("limit/step_s", "limit (no schedule is faster)", "--"),
     ):
         if name in metrics:

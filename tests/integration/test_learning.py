@@ -13,12 +13,12 @@ TOLERANCE = 1e-4
 
 @pytest.mark.timeout(400)
 def test_asynchronous_rl_learns_within_the_bound(start: Any, from_warm: list[str]) -> None:
-    command = start("async_rl", *from_warm, "stages.async_rl.train.steps=80", "monitor.tensorboard=true")
+    command = start("async_rl", *from_warm, "stages.async_rl.train.steps=60", "monitor.tensorboard=true")
     run = command.wait(300)
     assert run.code == 0, run.output
     summary = run.summary
     assert summary["status"] == "completed"
-    assert summary["steps"] == 80
+    assert summary["steps"] == 60
 
     # It learns: sampled reward in training, greedy accuracy on questions that it never trained on.
     assert 0.2 <= summary["reward_first"] <= 0.55
@@ -29,15 +29,15 @@ def test_asynchronous_rl_learns_within_the_bound(start: Any, from_warm: list[str
     assert max(run.series("train/policy_lag/max")) in (1, 2)
     assert summary["max_policy_lag_observed"] <= 2
     assert summary["dropped_stale"] == 0
-    assert run.series("replay/groups_taken")[-1] == 80 * 32
+    assert run.series("replay/groups_taken")[-1] == 60 * 48
 
     # Served = trained, at every one of the pulls.
-    assert summary["pulls"] >= 40
+    assert summary["pulls"] >= 30
     assert 0 < summary["served_gap_max"] <= TOLERANCE
 
     # Every trained trajectory that was written down carries a version and a logprob for every token.
     rows = [json.loads(line) for f in run.dir.glob("stages/async_rl/rollouts/*.jsonl") for line in f.open()]
-    assert len(rows) == 80 * 16
+    assert len(rows) == 60 * 16
     assert len({(r["group_id"], r["sequence_id"]) for r in rows}) == len(rows), "a trajectory was trained on twice"
     for row in rows:
         assert len(row["policy_versions"]) == len(row["behavior_logprobs"]) == len(row["response_tokens"])
@@ -57,7 +57,7 @@ def _weights_load_and_evaluate_the_same(start: Any, run_dir: Path, summary: dict
     """The saved weights serve on their own what the last version served in the run."""
     from transformers import AutoModelForCausalLM
 
-    folder = run_dir / "stages/async_rl/checkpoints/step-000080/hf"
+    folder = run_dir / "stages/async_rl/checkpoints/step-000060/hf"
     assert AutoModelForCausalLM.from_pretrained(folder).config.model_type == "qwen2"
     again = start("evaluate", "stages.sft=null", "model.init=null", f"model.path={folder}", name="again").wait(200)
     assert again.code == 0, again.output
