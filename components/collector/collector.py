@@ -309,7 +309,9 @@ def _checked(trajectories: Any, group_size: int) -> list[Trajectory]:
             f"rollout() returned {len(trajectories)} trajectories; expected policy.group_size = {group_size}"
         )
     if not any(any(t.loss_mask) for t in trajectories):
-        raise ValueError("rollout() returned trajectories of which no token was sampled by the policy; nothing to train on")
+        raise ValueError(
+            "rollout() returned trajectories of which no token was sampled by the policy; nothing to train on"
+        )
     return trajectories
 
 

@@ -37,6 +37,7 @@ class EngineSettings:
     cores: list[int]
     kv_cache_gib: float
     load_weights: bool = False
+    seeded: bool = False
     trust_remote_code: bool = False
 
 
@@ -85,6 +86,10 @@ class Engine:
         )
         if settings.device == "cpu":
             args |= dict(distributed_executor_backend="uni")
+            if settings.seeded:
+                # Prefilling a prompt in parts throws a sampled token away; vLLM then rewinds the request's generator by an
+                # offset, which CPU generators do not have, and the engine dies.
+                args |= dict(enable_chunked_prefill=False)
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(args | settings.options)))
         self._initialised = False
         self._half_loaded = False

@@ -117,13 +117,18 @@ def engine_settings(config: Config, *, cores: list[int], load_weights: bool) -> 
         cores=cores,
         kv_cache_gib=config.cluster.kv_cache_gib,
         load_weights=load_weights,
+        seeded=requests_are_seeded(config),
     )
+
+
+def requests_are_seeded(config: Config) -> bool:
+    """Only where no request lives through a change of weights: a rebuilt KV cache would rewind its generator."""
+    return config.staleness.max_policy_lag == 0 or config.staleness.in_flight == "off"
 
 
 def collector_settings(config: Config) -> CollectorSettings:
     numbers = derive(config)
     r = config.rollout
-    lockstep = config.staleness.max_policy_lag == 0 or config.staleness.in_flight == "off"
     return CollectorSettings(
         group_size=config.algorithm.group_size,
         temperature=r.temperature,
@@ -134,9 +139,7 @@ def collector_settings(config: Config) -> CollectorSettings:
         timeout_s=r.timeout_s,
         retries=r.retries,
         seed=config.seed,
-        # Only where no request lives through a change of weights: a rebuilt KV cache would have to rewind a request's
-        # generator.
-        seeded=lockstep,
+        seeded=requests_are_seeded(config),
     )
 
 
