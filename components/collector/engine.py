@@ -87,8 +87,8 @@ class Engine:
         if settings.device == "cpu":
             args |= dict(distributed_executor_backend="uni")
             if settings.seeded:
-                # Prefilling a prompt in parts throws a sampled token away; vLLM then rewinds the request's generator by an
-                # offset, which CPU generators do not have, and the engine dies.
+                # Prefilling a prompt in parts throws a sampled token away; vLLM then rewinds the request's
+                # generator by an offset, which CPU generators do not have, and the engine dies.
                 args |= dict(enable_chunked_prefill=False)
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(args | settings.options)))
         self._initialised = False
