@@ -9,6 +9,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -287,8 +288,11 @@ def test_wandb_offline_leaves_a_run_without_network(tmp_path: Path, monkeypatch:
     monitor.close("done")
     assert monitor.failed_sinks == {}
     (binary,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    content = _without_block_headers(binary.read_bytes())
-    assert all(text in content for text in (b"train/reward/mean", b"collector/pause_s", b"0.125"))
+    expected = (b"train/reward/mean", b"collector/pause_s", b"0.125")
+    deadline = time.monotonic() + 30  # wandb's own service may still be writing the file's last block after finish()
+    while not all(text in _without_block_headers(binary.read_bytes()) for text in expected):
+        assert time.monotonic() < deadline, f"{binary} holds not all of {expected}"
+        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(
