@@ -189,6 +189,7 @@ class AsyncRL:
                 break
             waited_s = time.monotonic() - begun
             upcoming = buffer.take.remote(timeout_s)  # collected while this one is trained on
+            proximal = await self._begin_take(take)
             for i, batches in enumerate(take.batches):
                 publish = (self._version + 1) % n == 0 or self._version + 1 == self._total_steps
                 metrics = await self._step(batches, publish)
@@ -200,6 +201,7 @@ class AsyncRL:
                 await self._maybe_evaluate()
                 now = time.monotonic()
                 metrics |= {"step/wait_for_batch_s": waited_s if i == 0 else 0.0, "step/total_s": now - last_end}
+                metrics |= proximal if i == 0 else {}
                 last_end = now
                 self._reports.put_nowait(_StepReport(self._version, metrics, take, first_of_take=i == 0))
             replay = await self._wait(buffer.trained.remote(take.group_ids), "replay")
@@ -208,6 +210,16 @@ class AsyncRL:
         await self._finish_publishing()
         if self._published < self._version:  # the tasks ended between two publications
             await self._publish()
+
+    async def _begin_take(self, take: TakeRefs) -> dict[str, float]:
+        """Later steps of a take compare with the policy that took it: score it now, once, where that is asked for."""
+        if self._config.algorithm.correction == "none" or len(take.batches) == 1:
+            return {}
+        calls = [
+            t.begin_take.remote(*shares)
+            for t, shares in zip(self._parts.trainers, zip(*take.batches, strict=True), strict=True)
+        ]
+        return (await self._wait(asyncio.gather(*map(_awaited, calls)), "trainer"))[0]
 
     async def _step(self, batches: list[Any], publish: bool) -> dict[str, float]:
         """One optimizer step on all ranks."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import torch
 
 SUMS = (
-    "tokens", "ratio", "clipped_low", "clipped_high", "ratio_squared", "entropy", "kl", "lag", "gap", "gap_tokens",
+    "tokens", "ratio", "clipped_low", "clipped_high", "off_ratio", "off_ratio_squared", "weight", "masked",
+    "entropy", "kl", "lag", "gap", "gap_tokens",
 )  # fmt: skip
-MAXIMA = ("ratio_max", "lag_max", "neg_lag_min", "gap_max")
+MAXIMA = ("ratio_max", "weight_max", "lag_max", "neg_lag_min", "gap_max")
 
 
 def token_sums(
     *,
     logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
     behavior_logprobs: torch.Tensor,
+    weights: torch.Tensor,
     entropy: torch.Tensor,
     lags: torch.Tensor,
     advantages: torch.Tensor,
@@ -23,12 +26,16 @@ def token_sums(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(sums [len(SUMS)], maxima [len(MAXIMA)]) over the tokens in `mask`; all inputs [S], no gradient.
 
-    Only clips that act are counted: above the range with A > 0, below it with A < 0. `kl` is the k3 estimate
-    `exp(-d) - 1 + d`, d = logp_behaviour - logp_now, of KL(behaviour || now) under the behaviour policy's samples
-    (Schulman, "Approximating KL divergence"). `gap` is |trainer - engine| on tokens of lag 0: of the same weights.
+    `ratio` is the one that the loss clips: now / `old_logprobs`. Only clips that act are counted: above the range with
+    A > 0, below it with A < 0. `off_ratio` is now / behaviour, however the loss corrects for it; `weights` are the
+    correction's. `kl` is the k3 estimate `exp(-d) - 1 + d`, d = logp_behaviour - logp_now, of KL(behaviour || now)
+    under the behaviour policy's samples (Schulman, "Approximating KL divergence"). `gap` is |trainer - engine| on
+    tokens of lag 0: of the same weights.
     """
     d = (logprobs - behavior_logprobs)[mask].double()
-    ratio = d.exp()
+    off_ratio = d.exp()
+    ratio = (logprobs - old_logprobs)[mask].double().exp()
+    weight = weights[mask].double()
     lag = lags[mask].double()
     adv = advantages[mask]
     fresh = d[lag == 0].abs()
@@ -37,9 +44,12 @@ def token_sums(
         ratio.sum(),
         ((ratio < 1 - clip_low) & (adv < 0)).double().sum(),
         ((ratio > 1 + clip_high) & (adv > 0)).double().sum(),
-        ratio.square().sum(),
+        off_ratio.sum(),
+        off_ratio.square().sum(),
+        weight.sum(),
+        (weight == 0).double().sum(),
         entropy[mask].double().sum(),
-        (ratio - 1 - d).sum(),
+        (off_ratio - 1 - d).sum(),
         lag.sum(),
         fresh.sum(),
         torch.tensor(float(fresh.numel()), dtype=torch.float64, device=d.device),
@@ -47,6 +57,7 @@ def token_sums(
     low = torch.tensor(float("-inf"), dtype=torch.float64, device=d.device)
     maxima = torch.stack([
         ratio.max() if ratio.numel() else low,
+        weight.max() if weight.numel() else low,
         lag.max() if lag.numel() else low,
         -lag.min() if lag.numel() else low,
         fresh.max() if fresh.numel() else low,
@@ -67,7 +78,10 @@ def step_metrics(sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
         "train/ratio/clipped_low_frac": s["clipped_low"] / n,
         "train/ratio/clipped_high_frac": s["clipped_high"] / n,
         "train/ratio/clipped_frac": (s["clipped_low"] + s["clipped_high"]) / n,
-        "train/ess_frac": s["ratio"] ** 2 / (n * s["ratio_squared"]),
+        "train/ess_frac": s["off_ratio"] ** 2 / (n * s["off_ratio_squared"]),
+        "train/correction_weight/mean": s["weight"] / n,
+        "train/correction_weight/max": m["weight_max"],
+        "train/correction_weight/masked_frac": s["masked"] / n,
         "train/entropy/mean": s["entropy"] / n,
         "train/kl/mean": s["kl"] / n,
         "train/policy_lag/mean": s["lag"] / n,

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from .corrections import NO_CORRECTION, Correction
 from .diagnostics import MAXIMA, SUMS, step_metrics, token_sums
 from .policy_loss import aggregate, clipped_ratio_loss
 
@@ -24,6 +25,8 @@ class Tokens(Protocol):
     def policy_versions(self) -> torch.Tensor: ...
     @property
     def advantages(self) -> torch.Tensor: ...
+    @property
+    def proximal_logprobs(self) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,10 @@ class Loss:
 
 
 class Objective(Protocol):
+    """`needs_proximal`: whether `Tokens.proximal_logprobs` is read (see `corrections`)."""
+
+    @property
+    def needs_proximal(self) -> bool: ...
     @property
     def num_sums(self) -> int: ...
     @property
@@ -57,13 +64,18 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyObjective:
-    """GRPO's clipped ratio against the behaviour logprobs."""
+    """The clipped ratio of GRPO: against the behaviour logprobs, or against the proximal ones with a correction."""
 
     clip_low: float
     clip_high: float
     aggregation: str
+    correction: Correction = NO_CORRECTION
     num_sums: int = len(SUMS) + 1
     num_maxima: int = len(MAXIMA)
+
+    @property
+    def needs_proximal(self) -> bool:
+        return self.correction.needs_proximal
 
     def loss(
         self,
@@ -75,8 +87,10 @@ class PolicyObjective:
         num_sequences: int,
         num_tokens: int,
     ) -> Loss:
-        per_token = clipped_ratio_loss(
-            logprobs, tokens.behavior_logprobs, tokens.advantages, clip_low=self.clip_low, clip_high=self.clip_high
+        old = tokens.proximal_logprobs if self.needs_proximal else tokens.behavior_logprobs
+        weights = self.correction.weights(old, tokens.behavior_logprobs, mask=tokens.mask, segments=tokens.segments)
+        per_token = weights * clipped_ratio_loss(
+            logprobs, old, tokens.advantages, clip_low=self.clip_low, clip_high=self.clip_high
         )
         total = aggregate(
             per_token,
@@ -89,7 +103,9 @@ class PolicyObjective:
         with torch.no_grad():
             sums, maxima = token_sums(
                 logprobs=logprobs,
+                old_logprobs=old,
                 behavior_logprobs=tokens.behavior_logprobs,
+                weights=weights,
                 entropy=entropy,
                 lags=policy_version - tokens.policy_versions,
                 advantages=tokens.advantages,
@@ -109,6 +125,7 @@ class SupervisedObjective:
 
     num_sums: int = 3
     num_maxima: int = 0
+    needs_proximal: bool = False
 
     def loss(
         self,

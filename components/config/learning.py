@@ -16,7 +16,17 @@ class AlgorithmConfig(Section):
     group_size: int = Field(default=8, ge=2, description="completions per task")
     advantage: Literal["grpo"] = Field(default="grpo", description="how rewards of a group become advantages")
     policy_loss: Literal["clip"] = Field(default="clip", description="how ratios and advantages become a loss")
-    correction: Literal["none"] = Field(default="none", description="correction for off-policy data")
+    correction: Literal["none", "decoupled", "tis", "icepop", "mis"] = Field(
+        default="none",
+        description="correction for off-policy data: none, importance weights (decoupled), truncated (tis), or tokens "
+        "outside a range left out, the others weighted (icepop) or not (mis)",
+    )
+    correction_cap: PositiveFloat = Field(default=2.0, description="correction=tis: largest weight")
+    correction_low: NonNegativeFloat = Field(default=0.5, description="correction=icepop, mis: least ratio kept")
+    correction_high: PositiveFloat = Field(default=2.0, description="correction=icepop, mis: largest ratio kept")
+    correction_level: Literal["token", "sequence"] = Field(
+        default="token", description="whose ratio of proximal to behaviour policy: each token's, or its sequence's"
+    )
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0, description="ratios below 1 - clip_low are clipped")
     clip_high: PositiveFloat = Field(default=0.28, description="ratios above 1 + clip_high are clipped")
     aggregation: Literal["seq_mean_token_mean", "token_mean"] = Field(

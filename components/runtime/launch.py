@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import ray
 
+from ..algorithms.corrections import Correction
 from ..algorithms.objective import Objective, PolicyObjective, SupervisedObjective
 from ..collector.actor import CollectorRemote
 from ..collector.collector import CollectorSettings
@@ -66,7 +67,10 @@ def objective_of(config: Config, recipe: str) -> Objective:
     if recipe == "sft":
         return SupervisedObjective()
     a = config.algorithm
-    return PolicyObjective(clip_low=a.clip_low, clip_high=a.clip_high, aggregation=a.aggregation)
+    correction = Correction(
+        kind=a.correction, cap=a.correction_cap, low=a.correction_low, high=a.correction_high, level=a.correction_level
+    )
+    return PolicyObjective(clip_low=a.clip_low, clip_high=a.clip_high, aggregation=a.aggregation, correction=correction)
 
 
 def trainer_settings(

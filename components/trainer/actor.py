@@ -6,12 +6,14 @@ import asyncio
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
+import torch
 
 from ..failures import as_text
 from ..monitor.logs import log_to_file
@@ -30,6 +32,7 @@ class TrainerActor:
         if cores:
             os.sched_setaffinity(0, cores)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._proximal: deque[torch.Tensor] = deque()
 
     async def address(self) -> str:
         """Where the ranks meet; asked of rank 0."""
@@ -53,11 +56,23 @@ class TrainerActor:
         await asyncio.Event().wait()
 
     @as_text
+    async def begin_take(self, *batches: TrainBatch) -> dict[str, float]:
+        """Score a take of several steps under the weights of now, where the objective compares with them later."""
+
+        def score() -> dict[str, float]:
+            started = time.monotonic()
+            self._proximal = deque(self._trainer.token_logprobs(batch) for batch in batches)
+            return {"step/proximal_s": time.monotonic() - started}
+
+        return await self._in_order(score)
+
+    @as_text
     async def train_step(self, batch: TrainBatch, publish: bool) -> dict[str, float]:
         """forward_backward, optim_step and, if asked, the gathering of the new weights."""
 
         def step() -> dict[str, float]:
-            metrics = self._trainer.forward_backward(batch) | self._trainer.optim_step()
+            proximal = self._proximal.popleft() if self._proximal else None
+            metrics = self._trainer.forward_backward(batch, proximal_logprobs=proximal) | self._trainer.optim_step()
             started = time.monotonic()
             if publish:
                 self._trainer.publish()

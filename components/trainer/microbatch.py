@@ -25,13 +25,20 @@ class Microbatch:
     behavior_logprobs: torch.Tensor  # float32 [S]
     policy_versions: torch.Tensor  # int64 [S]
     advantages: torch.Tensor  # float32 [S]
+    proximal_logprobs: torch.Tensor  # float32 [S]; the behaviour ones where no objective asks for them
+    places: torch.Tensor  # int64 [S], where each token is in the batch
 
     def to(self, device: torch.device) -> Microbatch:
         return Microbatch(**{name: tensor.to(device, non_blocking=True) for name, tensor in vars(self).items()})
 
 
-def cut(batch: TrainBatch, *, max_tokens: int) -> list[Microbatch]:
-    """Microbatches of at most `max_tokens` padded tokens, similar lengths together; a longer sequence gets its own."""
+def cut(batch: TrainBatch, *, max_tokens: int, proximal_logprobs: torch.Tensor | None = None) -> list[Microbatch]:
+    """Microbatches of at most `max_tokens` padded tokens, similar lengths together; a longer sequence gets its own.
+
+    `proximal_logprobs` [S]: in the batch's order.
+    """
+    if proximal_logprobs is None:
+        proximal_logprobs = batch.behavior_logprobs
     total = batch.prompt_lengths + batch.response_lengths
     order = torch.argsort(total, stable=True).tolist()
     lengths = total.tolist()
@@ -44,7 +51,7 @@ def cut(batch: TrainBatch, *, max_tokens: int) -> list[Microbatch]:
             chunks.append([i])
     prompt_starts = _starts(batch.prompt_lengths)
     response_starts = _starts(batch.response_lengths)
-    return [_pad(batch, chunk, prompt_starts, response_starts) for chunk in chunks]
+    return [_pad(batch, proximal_logprobs, chunk, prompt_starts, response_starts) for chunk in chunks]
 
 
 def empty_microbatch() -> Microbatch:
@@ -59,6 +66,8 @@ def empty_microbatch() -> Microbatch:
         behavior_logprobs=none.float(),
         policy_versions=none,
         advantages=none.float(),
+        proximal_logprobs=none.float(),
+        places=none,
     )
 
 
@@ -66,7 +75,13 @@ def _starts(lengths: torch.Tensor) -> list[int]:
     return [0, *torch.cumsum(lengths, 0).tolist()]
 
 
-def _pad(batch: TrainBatch, chunk: list[int], prompt_starts: list[int], response_starts: list[int]) -> Microbatch:
+def _pad(
+    batch: TrainBatch,
+    proximal_logprobs: torch.Tensor,
+    chunk: list[int],
+    prompt_starts: list[int],
+    response_starts: list[int],
+) -> Microbatch:
     prompts = [batch.prompt_tokens[prompt_starts[i] : prompt_starts[i + 1]] for i in chunk]
     spans = [slice(response_starts[i], response_starts[i + 1]) for i in chunk]
     sequences = [torch.cat([p, batch.response_tokens[s]]) for p, s in zip(prompts, spans, strict=True)]
@@ -90,4 +105,6 @@ def _pad(batch: TrainBatch, chunk: list[int], prompt_starts: list[int], response
         behavior_logprobs=gather("behavior_logprobs"),
         policy_versions=gather("policy_versions"),
         advantages=gather("advantages"),
+        proximal_logprobs=torch.cat([proximal_logprobs[s] for s in spans]),
+        places=torch.cat([torch.arange(s.start, s.stop) for s in spans]),
     )

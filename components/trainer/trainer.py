@@ -1,6 +1,6 @@
 """One rank of the trainer. Every public method is called on all ranks alike, between which FSDP2 exchanges shards.
 
-    forward_backward(batch) -> optim_step() -> publish()      save(dir)
+    forward_backward(batch) -> optim_step() -> publish()      token_logprobs(batch)      save(dir)
 
 `policy_version` is the number of optimizer steps in the weights.
 """
@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -88,24 +89,21 @@ class Trainer:
         self._pending_writer: tuple[int, BucketWriter, Canary] | None = None
         self.policy_version = 0
 
-    def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
+    def forward_backward(self, batch: TrainBatch, *, proximal_logprobs: torch.Tensor | None = None) -> dict[str, float]:
         """Add this step's gradient; returns metrics of the whole step (the same on every rank).
 
-        `batch` is this rank's share. Raises `StalenessError` when a token breaks the bound, before any computing.
+        `batch` is this rank's share; `proximal_logprobs` [S] what `token_logprobs` said of it when it was taken (None:
+        it was taken under the weights of now). Raises `StalenessError` when a token breaks the bound, before any
+        computing.
         """
         self._check_versions(batch)
         started = time.monotonic()
-        microbatches = (
-            cut(batch, max_tokens=self._settings.max_tokens_per_microbatch) if len(batch.prompt_lengths) else []
-        )
-        # Every rank runs the same number of passes, because each pass is a collective.
-        num_passes = self._reduce(torch.tensor([float(len(microbatches))]), dist.ReduceOp.MAX).int().item()
         objective = self._settings.objective
         sums = torch.zeros(objective.num_sums, dtype=torch.float64, device=self._device)
         maxima = torch.full((objective.num_maxima,), float("-inf"), dtype=torch.float64, device=self._device)
-        for i in range(int(num_passes)):
-            microbatch = microbatches[i] if i < len(microbatches) else empty_microbatch()
-            loss_sums, loss_maxima = self._backward(microbatch.to(self._device), batch)
+        current_is_proximal = objective.needs_proximal and proximal_logprobs is None
+        for microbatch in self._passes(batch, proximal_logprobs):
+            loss_sums, loss_maxima = self._backward(microbatch, batch, current_is_proximal=current_is_proximal)
             sums += loss_sums
             maxima = torch.maximum(maxima, loss_maxima)
         sums = self._reduce(sums, dist.ReduceOp.SUM)
@@ -117,6 +115,17 @@ class Trainer:
             "step/forward_backward_s": elapsed,
             "train/tokens_per_s": num_tokens / elapsed,
         }
+
+    @torch.no_grad()
+    def token_logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """Logprobs [S] of this rank's response tokens under the weights of now, on the CPU (a collective)."""
+        logprobs = torch.zeros(len(batch.response_tokens))
+        for microbatch in self._passes(batch):
+            scored, _ = self._model(
+                microbatch.input_ids, microbatch.rows, microbatch.targets, self._settings.temperature
+            )
+            logprobs[microbatch.places.cpu()] = scored.cpu()
+        return logprobs
 
     def optim_step(self) -> dict[str, float]:
         """One optimizer step; `policy_version` grows by one.
@@ -213,10 +222,22 @@ class Trainer:
     def close(self) -> None:
         dist.destroy_process_group()
 
-    def _backward(self, microbatch: Microbatch, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _passes(self, batch: TrainBatch, proximal_logprobs: torch.Tensor | None = None) -> Iterator[Microbatch]:
+        """This rank's microbatches on its device, then empty ones: each pass is a collective of all ranks."""
+        limit = self._settings.max_tokens_per_microbatch
+        own = cut(batch, max_tokens=limit, proximal_logprobs=proximal_logprobs) if len(batch.prompt_lengths) else []
+        num_passes = int(self._reduce(torch.tensor([float(len(own))]), dist.ReduceOp.MAX).item())
+        for i in range(num_passes):
+            yield (own[i] if i < len(own) else empty_microbatch()).to(self._device)
+
+    def _backward(
+        self, microbatch: Microbatch, batch: TrainBatch, *, current_is_proximal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs, entropy = self._model(
             microbatch.input_ids, microbatch.rows, microbatch.targets, self._settings.temperature
         )
+        if current_is_proximal:
+            microbatch = replace(microbatch, proximal_logprobs=logprobs.detach())
         loss = self._settings.objective.loss(
             logprobs,
             entropy,

@@ -251,7 +251,9 @@ def sums_of(logp, old, *, adv=None, mask=None, lags=None, entropy=None):
     n = len(logp)
     return token_sums(
         logprobs=torch.tensor(logp),
+        old_logprobs=torch.tensor(old),
         behavior_logprobs=torch.tensor(old),
+        weights=torch.ones(n),
         entropy=torch.tensor([0.5] * n if entropy is None else entropy),
         lags=torch.tensor([1] * n if lags is None else lags, dtype=torch.int64),
         advantages=torch.tensor([1.0] * n if adv is None else adv),
@@ -283,6 +285,9 @@ def test_diagnostics_in_closed_form():
         # k3: r - 1 - ln r, twice for each ratio
         "train/kl/mean": ((1 - ln2) + (-0.5 + ln2)) / 2,
         "train/entropy/mean": 1.5,
+        "train/correction_weight/mean": 1.0,
+        "train/correction_weight/max": 1.0,
+        "train/correction_weight/masked_frac": 0.0,
         "train/policy_lag/mean": 2.0,
         "train/policy_lag/max": 5.0,
         "train/policy_lag/min": 0.0,

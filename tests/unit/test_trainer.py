@@ -160,6 +160,7 @@ class Recorder:
     """An objective that writes down what it is given."""
 
     num_sums: int = 1
+    needs_proximal: bool = False
     num_maxima: int = 0
     seen: dict[tuple[int, ...], list[float]] = dataclasses.field(default_factory=dict)
     entropies: dict[tuple[int, ...], list[float]] = dataclasses.field(default_factory=dict)
