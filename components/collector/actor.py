@@ -50,6 +50,24 @@ class CollectorActor:
             raise PartFailed(self.role, f"the engine did not start: {error}", tail(self._log_file)) from None
         if engine.load_weights:
             await self._engine.serve_own_weights()
+        self._own_weights, self._model_path = engine.load_weights, engine.model_path
+        self._begin(config, settings, tolerance, buffer, param_server)
+        return {"pid": os.getpid(), "node": ray.util.get_node_ip_address(), "engine_pids": self._engine.process_ids()}
+
+    @as_text
+    async def begin(
+        self, config: Config, settings: CollectorSettings, tolerance: float, buffer: Any, param_server: Any
+    ) -> None:
+        """Another run on the same engine, which serves nothing before it has pulled that run's weights.
+
+        The last run's `collect` must have returned; its hand-over loop ends here.
+        """
+        self._hand_over.close()
+        self._begin(config, settings, tolerance, buffer, param_server)
+
+    def _begin(
+        self, config: Config, settings: CollectorSettings, tolerance: float, buffer: Any, param_server: Any
+    ) -> None:
         deadline_s = config.cluster.step_timeout_s
 
         async def pull(newer_than: int, timeout_s: float) -> tuple[Manifest, AsyncIterator[np.ndarray]] | None:
@@ -65,13 +83,13 @@ class CollectorActor:
             pull_every=config.rollout.pull_every * config.param_server.publish_every,  # in optimizer steps
             deadline_s=deadline_s,
             on_pause=clock.set_paused,
-            verified=0 if engine.load_weights else -1,
+            verified=0 if self._own_weights else -1,
         )
         self._buffer = buffer
         self._collector = Collector(
             engine=self._engine,
             environment=build_environment(config.env),
-            prompter=Prompter.load(engine.model_path),
+            prompter=Prompter.load(self._model_path),
             hand_over=self._hand_over,
             clock=clock,
             admit=lambda limit: buffer.admit.remote(limit, timeout_s=deadline_s),
@@ -80,14 +98,13 @@ class CollectorActor:
             is_engine_lost=is_engine_lost,
             settings=settings,
         )
-        return {"pid": os.getpid(), "node": ray.util.get_node_ip_address(), "engine_pids": self._engine.process_ids()}
 
     async def alive(self) -> None:
         await asyncio.Event().wait()
 
     @as_text
     async def keep_current(self) -> None:
-        """The hand-over loop; ends only by failing."""
+        """The hand-over loop; ends with the run, or by failing."""
         await self._hand_over.run()
 
     @as_text

@@ -71,22 +71,32 @@ class HandOver:
         self._wanted = 0
         self.verified = verified
         self._pulls: list[PullReport] = []
+        self._closed = asyncio.Event()
 
     async def run(self) -> None:
-        """Consumes publications; waits for the parameter server. Raises `HandOverError` when a check fails."""
-        while True:
+        """Consumes publications until closed; waits for the parameter server.
+
+        Raises `HandOverError` when a check fails.
+        """
+        while not self._closed.is_set():
             newer_than = max(self.verified, self._next_version() - 1)
             pulling = asyncio.ensure_future(self._pull(newer_than, POLL_S))
             wanted = asyncio.ensure_future(self._wanted_below(newer_than))
+            closed = asyncio.ensure_future(self._closed.wait())
             try:
-                await asyncio.wait({pulling, wanted}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({pulling, wanted, closed}, return_when=asyncio.FIRST_COMPLETED)
                 pulled = pulling.result() if pulling.done() else None  # a new floor: ask again, for less
             finally:
                 pulling.cancel()
                 wanted.cancel()
+                closed.cancel()
             if pulled is not None:
                 async with self._hold:
                     await self._take_over(*pulled)
+
+    def close(self) -> None:
+        """No more pulls: `run` returns."""
+        self._closed.set()
 
     def hold(self) -> asyncio.Lock:
         """While this lock is held the weights do not change (evaluation of one version)."""

@@ -27,6 +27,10 @@ class ParameterServerActor:
     async def start(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
 
+    async def begin(self) -> None:
+        """Another run: versions count from 0 again."""
+        self._server = ParameterServer()
+
     async def alive(self) -> None:
         await asyncio.Event().wait()
 

@@ -42,6 +42,9 @@ class ReplayBufferActor:
     def __init__(self, config: Config, *, role: str, log_file: Path) -> None:
         self.role = role
         log_to_file(log_file, config.log.level)
+        self._begin(config)
+
+    def _begin(self, config: Config) -> None:
         self._config = config
         numbers = derive(config)
         train = config.train
@@ -91,6 +94,11 @@ class ReplayBufferActor:
 
     async def start(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "node": ray.util.get_node_ip_address(), "tasks": len(self._taskset)}
+
+    @as_text
+    async def begin(self, config: Config) -> None:
+        """Another run: tasks from the first on, nothing outstanding. The last one's waiters must have left."""
+        self._begin(config)
 
     async def alive(self) -> None:
         await asyncio.Event().wait()

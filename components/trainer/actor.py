@@ -51,6 +51,12 @@ class TrainerActor:
         self._trainer = await self._in_order(lambda: Trainer(settings, rank=rank, init_method=init_method))
         return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
 
+    @as_text
+    async def begin(self, settings: Any) -> None:
+        """Another run with the same ranks."""
+        self._proximal.clear()
+        await self._in_order(lambda: self._trainer.begin(settings))
+
     async def alive(self) -> None:
         """Never returns: a call that is pending shows at once when the process dies."""
         await asyncio.Event().wait()

@@ -67,7 +67,6 @@ class Trainer:
         )
         if settings.num_threads:
             torch.set_num_threads(settings.num_threads)
-        torch.manual_seed(settings.seed)
         dist.init_process_group(
             "nccl" if settings.device == "cuda" else "gloo",
             init_method=init_method,
@@ -75,6 +74,13 @@ class Trainer:
             world_size=settings.num_ranks,
             timeout=timedelta(seconds=settings.timeout_s),
         )
+        self.begin(settings)
+
+    def begin(self, settings: TrainerSettings) -> None:
+        """Start over at version 0 from `settings.model_path`; the ranks and their device stay what they were."""
+        assert (settings.num_ranks, settings.device) == (self._settings.num_ranks, self._settings.device)
+        self._settings = settings
+        torch.manual_seed(settings.seed)
         model = load_model(settings.model_path, attn=settings.attn, trust_remote_code=settings.trust_remote_code).to(
             self._device
         )
