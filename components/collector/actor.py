@@ -51,6 +51,7 @@ class CollectorActor:
         if engine.load_weights:
             await self._engine.serve_own_weights()
         deadline_s = config.cluster.step_timeout_s
+        name = f"{self.role}/{os.getpid()}"  # of this process: what is started in its place asks under another
 
         async def pull(newer_than: int, timeout_s: float) -> tuple[Manifest, AsyncIterator[np.ndarray]] | None:
             publication = await param_server.pull.remote(newer_than=newer_than, timeout_s=timeout_s)
@@ -74,13 +75,18 @@ class CollectorActor:
             prompter=Prompter.load(engine.model_path),
             hand_over=self._hand_over,
             clock=clock,
-            admit=lambda limit: buffer.admit.remote(limit, timeout_s=deadline_s),
-            retried=lambda group_id: buffer.retried.remote(group_id),
-            fail=lambda group_id, reason: buffer.fail.remote(group_id, reason),
+            admit=lambda limit: buffer.admit.remote(limit, timeout_s=deadline_s, collector=name),
+            retried=lambda admission: buffer.retried.remote(admission.group_id, admission.attempt),
+            fail=lambda admission, reason: buffer.fail.remote(admission.group_id, reason, admission.attempt),
             is_engine_lost=is_engine_lost,
             settings=settings,
         )
-        return {"pid": os.getpid(), "node": ray.util.get_node_ip_address(), "engine_pids": self._engine.process_ids()}
+        return {
+            "name": name,
+            "pid": os.getpid(),
+            "node": ray.util.get_node_ip_address(),
+            "engine_pids": self._engine.process_ids(),
+        }
 
     async def alive(self) -> None:
         await asyncio.Event().wait()

@@ -75,8 +75,8 @@ class Collector(BaseCollector):
         hand_over: HandOver,
         clock: ActivityClock,
         admit: Callable[[int], Awaitable[list[Admission]]],
-        retried: Callable[[int], Awaitable[None]],
-        fail: Callable[[int, str], Awaitable[None]],
+        retried: Callable[[Admission], Awaitable[None]],
+        fail: Callable[[Admission, str], Awaitable[None]],
         is_engine_lost: Callable[[BaseException], bool],
         settings: CollectorSettings,
     ) -> None:
@@ -247,29 +247,35 @@ class Collector(BaseCollector):
         s = self._settings
         try:
             trajectories = await self._attempts(
-                admission.task, group_size=s.group_size, temperature=s.temperature, group_id=admission.group_id
+                admission.task, group_size=s.group_size, temperature=s.temperature, admission=admission
             )
         except RolloutFailed as failure:
-            await self._fail(admission.group_id, str(failure))
+            await self._fail(admission, str(failure))
             return None
-        group = Group(group_id=admission.group_id, task_id=admission.task.task_id, trajectories=trajectories)
+        group = Group(
+            group_id=admission.group_id,
+            task_id=admission.task.task_id,
+            trajectories=trajectories,
+            attempt=admission.attempt,
+        )
         await self._hand_over.until_verified(group.policy_versions()[1])
         return group
 
     async def _attempts(
-        self, task: Task, *, group_size: int, temperature: float, group_id: int | None = None
+        self, task: Task, *, group_size: int, temperature: float, admission: Admission | None = None
     ) -> list[Trajectory]:
         """The trajectories of one task, tried again `retries` times; raises `RolloutFailed` after the last.
 
-        `group_id`: an admitted group, whose retries are counted and whose samples may be seeded.
+        `admission`: of an admitted group, whose retries are counted and whose samples may be seeded.
         """
         s = self._settings
         reason = ""
         for attempt in range(s.retries + 1):
-            if attempt and group_id is not None:
+            if attempt and admission:
                 self._num_retried += 1
-                await self._retried(group_id)
-            seed = derived_seed(self._seed, group_id, attempt) if s.seeded and group_id is not None else None
+                await self._retried(admission)
+            # Not of `admission.attempt`: a group that is issued again because its collector died samples the same.
+            seed = derived_seed(self._seed, admission.group_id, attempt) if s.seeded and admission else None
             policy = self._policy(temperature=temperature, group_size=group_size, seed=seed)
             try:
                 async with asyncio.timeout(s.timeout_s) as deadline:

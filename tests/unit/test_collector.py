@@ -94,11 +94,11 @@ class Slots:
         admissions = [a for a in given if a is not None]
         return admissions if admissions or self.ended else await self.admit(limit)
 
-    async def retried(self, group_id: int) -> None:
-        self.retried_ids.append(group_id)
+    async def retried(self, admission: Admission) -> None:
+        self.retried_ids.append(admission.group_id)
 
-    async def fail(self, group_id: int, reason: str) -> None:
-        self.failures[group_id] = reason
+    async def fail(self, admission: Admission, reason: str) -> None:
+        self.failures[admission.group_id] = reason
 
 
 class Answer:
@@ -366,6 +366,29 @@ def test_a_group_that_fails_is_tried_again_under_a_seed_of_its_own():
     assert rig.slots.failures == {}
     rig_at_once = play_to_the_end(Fails(0))
     assert rig.engine.requests[-1]["seed"] != rig_at_once.engine.requests[-1]["seed"]
+
+
+def test_a_group_that_was_issued_again_says_so_and_samples_as_it_would_have():
+    """A collector that dies changes nothing of what its groups become."""
+
+    def played(attempt: int) -> Rig:
+        rig = Rig()
+
+        async def main() -> None:
+            admission = Admission(group_id=3, task=Task(task_id="t", prompt="2 + 2"), floor=0, attempt=attempt)
+            rig.slots.waiting.put_nowait(admission)
+            rig.slots.end()
+            pulling = asyncio.create_task(rig.hand_over.run())
+            await rig.publish(0)
+            await asyncio.wait_for(rig.collect(), 5)
+            pulling.cancel()
+
+        asyncio.run(main())
+        return rig
+
+    first, again = played(0), played(2)
+    assert [[g.attempt for b in rig.out for g in b] for rig in (first, again)] == [[0], [2]]
+    assert first.engine.requests[-1]["seed"] == again.engine.requests[-1]["seed"]
 
 
 def test_after_its_retries_a_group_fails_with_the_reason_and_the_place():
