@@ -40,7 +40,10 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """The right to start one group, and the oldest policy version that may generate it (`floor`)."""
+    """The right to start one group, and the oldest policy version that may generate it (`floor`).
+
+    `attempt` counts how often the group was issued before: above 0 after a collector that held it was lost.
+    """
 
     group_id: int
     task: Task
@@ -123,11 +126,15 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The G finished trajectories of one task, as they travel from a collector to the replay buffer."""
+    """The G finished trajectories of one task, as they travel from a collector to the replay buffer.
+
+    `attempt` is that of the admission they come from.
+    """
 
     group_id: int
     task_id: str
     trajectories: list[Trajectory]
+    attempt: int = 0
 
     def policy_versions(self) -> tuple[int, int]:
         """(oldest, newest) policy version that sampled a token of this group."""

@@ -51,8 +51,15 @@ class CollectorActor:
         if engine.load_weights:
             await self._engine.serve_own_weights()
         self._own_weights, self._model_path = engine.load_weights, engine.model_path
+        # Of this process: what is started in its place asks for groups under another name.
+        self._name = f"{self.role}/{os.getpid()}"
         self._begin(config, settings, tolerance, buffer, param_server)
-        return {"pid": os.getpid(), "node": ray.util.get_node_ip_address(), "engine_pids": self._engine.process_ids()}
+        return {
+            "name": self._name,
+            "pid": os.getpid(),
+            "node": ray.util.get_node_ip_address(),
+            "engine_pids": self._engine.process_ids(),
+        }
 
     @as_text
     async def begin(
@@ -82,7 +89,9 @@ class CollectorActor:
             tolerance=tolerance,
             pull_every=config.rollout.pull_every * config.param_server.publish_every,  # in optimizer steps
             deadline_s=deadline_s,
-            on_pause=clock.set_paused,
+            paused=lambda: clock.doing("pause"),
+            on_quarantine=lambda error: self._collector.discard(str(error)),
+            max_failures=config.param_server.quarantine_pulls,
             verified=0 if self._own_weights else -1,
         )
         self._buffer = buffer
@@ -92,9 +101,10 @@ class CollectorActor:
             prompter=Prompter.load(self._model_path),
             hand_over=self._hand_over,
             clock=clock,
-            admit=lambda limit: buffer.admit.remote(limit, timeout_s=deadline_s),
-            retried=lambda group_id: buffer.retried.remote(group_id),
-            fail=lambda group_id, reason: buffer.fail.remote(group_id, reason),
+            admit=lambda limit: buffer.admit.remote(limit, timeout_s=deadline_s, collector=self._name),
+            retried=lambda admission: buffer.retried.remote(admission.group_id, admission.attempt),
+            give_back=lambda reason: buffer.give_back.remote(self._name, reason),
+            fail=lambda admission, reason: buffer.fail.remote(admission.group_id, reason, admission.attempt),
             is_engine_lost=is_engine_lost,
             settings=settings,
         )

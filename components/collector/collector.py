@@ -75,8 +75,9 @@ class Collector(BaseCollector):
         hand_over: HandOver,
         clock: ActivityClock,
         admit: Callable[[int], Awaitable[list[Admission]]],
-        retried: Callable[[int], Awaitable[None]],
-        fail: Callable[[int, str], Awaitable[None]],
+        retried: Callable[[Admission], Awaitable[None]],
+        give_back: Callable[[str], Awaitable[Any]],
+        fail: Callable[[Admission, str], Awaitable[None]],
         is_engine_lost: Callable[[BaseException], bool],
         settings: CollectorSettings,
     ) -> None:
@@ -88,6 +89,7 @@ class Collector(BaseCollector):
         self._clock = clock
         self._admit = admit
         self._retried = retried
+        self._give_back = give_back
         self._fail = fail
         self._is_engine_lost = is_engine_lost
         self._settings = settings
@@ -108,7 +110,7 @@ class Collector(BaseCollector):
             while not (ended and not self._in_flight):
                 free = self._settings.max_in_flight - len(self._in_flight)
                 if admitting is None and not ended and free > 0:
-                    admitting = asyncio.ensure_future(self._admit(free))
+                    admitting = asyncio.ensure_future(self._admit_when_serving(free))
                 waiting_for = self._in_flight | ({admitting} if admitting else set())
                 done, _ = await asyncio.wait(waiting_for, return_when=asyncio.FIRST_COMPLETED)
                 if admitting in done:
@@ -117,15 +119,24 @@ class Collector(BaseCollector):
                     ended = not admissions
                     for admission in admissions:
                         self._in_flight.add(asyncio.create_task(self._run_group(admission)))
-                finished = [g for task in self._in_flight & done if (g := task.result()) is not None]
+                ended_groups = [task for task in self._in_flight & done if not task.cancelled()]
+                finished = [g for task in ended_groups if (g := task.result()) is not None]
                 self._in_flight -= done
-                self._clock.set_in_flight(len(self._in_flight))
                 if finished:
                     self._num_finished += len(finished)
                     yield finished
         finally:
             for task in [*self._in_flight, *([admitting] if admitting else [])]:
                 task.cancel()
+
+    async def discard(self, reason: str) -> None:
+        """Give away everything in flight: what this engine generated is not to be trusted."""
+        unfinished = [task for task in self._in_flight if not task.done()]
+        for task in unfinished:
+            task.cancel()
+        await self._give_back(reason)
+        if unfinished:
+            await asyncio.wait(unfinished)  # aborted at the engine before it is used again
 
     def iterator(self) -> Iterator[list[Group]]:
         """The same for synchronous callers: the loop runs in a thread of its own, at most two batches ahead.
@@ -182,7 +193,8 @@ class Collector(BaseCollector):
                     f"asked to evaluate version {policy_version}, "
                     f"but this engine already serves {self._hand_over.verified}"
                 )
-            return await self.rollouts(tasks, temperature=temperature, group_size=1)
+            with self._clock.doing("evaluate"):
+                return await self.rollouts(tasks, temperature=temperature, group_size=1)
 
     async def rollouts(self, tasks: list[Task], *, temperature: float, group_size: int) -> list[Trajectory]:
         """Run tasks outside of admission, at most `max_in_flight` at a time; for evaluation and for measuring speed.
@@ -214,13 +226,12 @@ class Collector(BaseCollector):
         retried, self._num_retried = self._num_retried, 0
         return {
             "collector/tokens_per_s": tokens / total,
-            "collector/generate_frac": seconds["generate"] / total,
-            "collector/wait_for_slot_frac": seconds["wait_for_slot"] / total,
-            "collector/pause_frac": seconds["pause"] / total,
+            **{f"collector/{activity}_frac": spent / total for activity, spent in seconds.items()},
             "collector/wait_for_slot_s": seconds["wait_for_slot"],
             "collector/groups_finished": float(finished),
             "collector/groups_retried": float(retried),
             "collector/in_flight_groups": float(len(self._in_flight)),
+            "collector/quarantines": float(self._hand_over.num_quarantines),
             **_pull_metrics(self._hand_over.drain_reports()),
         }
 
@@ -242,38 +253,51 @@ class Collector(BaseCollector):
 
     async def _run_group(self, admission: Admission) -> Group | None:
         """One group through all of its attempts; None when it failed for good (and was reported as such)."""
-        await self._hand_over.until_verified(admission.floor)
-        self._clock.set_in_flight(max(1, len(self._in_flight)))
+        with self._clock.doing("wait_for_weights"):
+            await self._hand_over.until_verified(admission.floor)
         s = self._settings
         try:
             trajectories = await self._attempts(
-                admission.task, group_size=s.group_size, temperature=s.temperature, group_id=admission.group_id
+                admission.task, group_size=s.group_size, temperature=s.temperature, admission=admission
             )
         except RolloutFailed as failure:
-            await self._fail(admission.group_id, str(failure))
+            await self._fail(admission, str(failure))
             return None
-        group = Group(group_id=admission.group_id, task_id=admission.task.task_id, trajectories=trajectories)
-        await self._hand_over.until_verified(group.policy_versions()[1])
+        group = Group(
+            group_id=admission.group_id,
+            task_id=admission.task.task_id,
+            trajectories=trajectories,
+            attempt=admission.attempt,
+        )
+        with self._clock.doing("withheld"):
+            await self._hand_over.until_verified(group.policy_versions()[1])
         return group
 
+    async def _admit_when_serving(self, limit: int) -> list[Admission]:
+        """Groups are asked for by engines that could start them: not by one in quarantine."""
+        await self._hand_over.until_verified(0)
+        return await self._admit(limit)
+
     async def _attempts(
-        self, task: Task, *, group_size: int, temperature: float, group_id: int | None = None
+        self, task: Task, *, group_size: int, temperature: float, admission: Admission | None = None
     ) -> list[Trajectory]:
         """The trajectories of one task, tried again `retries` times; raises `RolloutFailed` after the last.
 
-        `group_id`: an admitted group, whose retries are counted and whose samples may be seeded.
+        `admission`: of an admitted group, whose retries are counted and whose samples may be seeded.
         """
         s = self._settings
         reason = ""
         for attempt in range(s.retries + 1):
-            if attempt and group_id is not None:
+            if attempt and admission:
                 self._num_retried += 1
-                await self._retried(group_id)
-            seed = derived_seed(self._seed, group_id, attempt) if s.seeded and group_id is not None else None
+                await self._retried(admission)
+            # Not of `admission.attempt`: a group that is issued again because its collector died samples the same.
+            seed = derived_seed(self._seed, admission.group_id, attempt) if s.seeded and admission else None
             policy = self._policy(temperature=temperature, group_size=group_size, seed=seed)
             try:
                 async with asyncio.timeout(s.timeout_s) as deadline:
-                    return _checked(await self._environment.rollout(task, policy), group_size)
+                    with self._clock.doing("environment"):
+                        return _checked(await self._environment.rollout(task, policy), group_size)
             except Exception as error:
                 if self._is_engine_lost(error):
                     raise EngineLost(f"the inference engine died: {error}") from None
@@ -294,6 +318,7 @@ class Collector(BaseCollector):
             max_model_len=s.max_model_len,
             seed=seed,
             count_tokens=self._count_tokens,
+            generating=lambda: self._clock.doing("generate"),
         )
 
     def _count_tokens(self, count: int) -> None:

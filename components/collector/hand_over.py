@@ -8,14 +8,18 @@ holds them waits in `until_verified`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..weights import Canary, HandOverError, Manifest
+
+logger = logging.getLogger(__name__)
 
 Pull = Callable[[int, float], Awaitable[tuple[Manifest, AsyncIterator[np.ndarray]] | None]]
 """pull(newer_than, timeout_s) -> the newest publication, or None when nothing newer came in time."""
@@ -56,7 +60,9 @@ class HandOver:
         tolerance: float,
         pull_every: int,
         deadline_s: float,
-        on_pause: Callable[[bool], None],
+        paused: Callable[[], AbstractContextManager[None]],
+        on_quarantine: Callable[[HandOverError], Awaitable[Any]],
+        max_failures: int,
         verified: int = -1,
     ) -> None:
         self._engine = engine
@@ -65,7 +71,11 @@ class HandOver:
         self._tolerance = tolerance
         self._pull_every = pull_every
         self._deadline_s = deadline_s
-        self._on_pause = on_pause
+        self._paused = paused
+        self._on_quarantine = on_quarantine
+        self._max_failures = max_failures
+        self._num_failures = 0
+        self.num_quarantines = 0
         self._changed = asyncio.Condition()
         self._hold = asyncio.Lock()
         self._wanted = 0
@@ -76,7 +86,8 @@ class HandOver:
     async def run(self) -> None:
         """Consumes publications until closed; waits for the parameter server.
 
-        Raises `HandOverError` when a check fails.
+        An engine that fails a check is quarantined: it serves nothing, and what it has in flight is given away, until a
+        later pull passes every check. Raises the `HandOverError` of the last of `max_failures` + 1 failures in a row.
         """
         while not self._closed.is_set():
             newer_than = max(self.verified, self._next_version() - 1)
@@ -92,7 +103,12 @@ class HandOver:
                 closed.cancel()
             if pulled is not None:
                 async with self._hold:
-                    await self._take_over(*pulled)
+                    try:
+                        await self._take_over(*pulled)
+                    except HandOverError as error:
+                        await self._quarantine(error)
+                    else:
+                        self._num_failures = 0
 
     def close(self) -> None:
         """No more pulls: `run` returns."""
@@ -130,11 +146,8 @@ class HandOver:
     async def _take_over(self, manifest: Manifest, buckets: AsyncIterator[np.ndarray]) -> None:
         started = time.monotonic()
         manifest.check()
-        self._on_pause(True)
-        try:
+        with self._paused():
             times = await self._engine.load_weights(manifest, buckets, in_flight=self._in_flight)
-        finally:
-            self._on_pause(False)
         loaded = time.monotonic()
         gap = await self._engine.score(manifest.canary)
         if not gap <= self._tolerance:
@@ -150,6 +163,16 @@ class HandOver:
         self._pulls.append(
             PullReport(time.monotonic() - started, time.monotonic() - loaded, times.pause_s, gap, manifest.num_bytes)
         )
+
+    async def _quarantine(self, error: HandOverError) -> None:
+        # Nothing that this engine holds was proven: not what it generated under this version, and not what comes next.
+        self.verified = -1
+        self._num_failures += 1
+        if self._num_failures > self._max_failures:
+            raise error
+        self.num_quarantines += 1
+        logger.error("quarantined, failure %d in a row: %s", self._num_failures, error)
+        await self._on_quarantine(error)
 
     def drain_reports(self) -> list[PullReport]:
         """The pulls since the last call."""

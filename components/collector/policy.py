@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeGuard
 
 from ..types import Completion, Message
@@ -34,6 +35,7 @@ class EnginePolicy:
         max_model_len: int,
         seed: int | None,
         count_tokens: Callable[[int], None],
+        generating: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._engine = engine
         self.prompter = prompter
@@ -45,6 +47,7 @@ class EnginePolicy:
         self._seed = seed
         self._num_calls = 0
         self._count_tokens = count_tokens
+        self._generating = generating
 
     def encode(self, prompt: str | list[Message]) -> list[int]:
         return self.prompter.encode(prompt)
@@ -62,14 +65,15 @@ class EnginePolicy:
             )
         seed = None if self._seed is None else derived_seed(self._seed, self._num_calls)
         self._num_calls += 1
-        sampled = await self._engine.generate(
-            tokens,
-            n=self.group_size if n is None else n,
-            temperature=self._temperature,
-            max_tokens=min(self._max_response_tokens if max_tokens is None else max_tokens, room),
-            stop_token_ids=self.prompter.stop_token_ids,
-            seed=seed,
-        )
+        with self._generating():
+            sampled = await self._engine.generate(
+                tokens,
+                n=self.group_size if n is None else n,
+                temperature=self._temperature,
+                max_tokens=min(self._max_response_tokens if max_tokens is None else max_tokens, room),
+                stop_token_ids=self.prompter.stop_token_ids,
+                seed=seed,
+            )
         self._count_tokens(sum(len(s.tokens) for s in sampled))
         # vLLM may hand out hundreds of completions in one event loop turn: let the loop breathe before decoding them.
         await asyncio.sleep(0)

@@ -62,6 +62,10 @@ class ParamServerConfig(Section):
     canary_tokens: PositiveInt = Field(
         default=160, description="tokens of the contexts that prove the prefix cache; more than one block of it"
     )
+    quarantine_pulls: NonNegativeInt = Field(
+        default=2,
+        description="pulls with which an engine that failed a check may prove itself again",
+    )
     served_tolerance: PositiveFloat | None = Field(
         default=None, description="largest logprob gap of engine and trainer; null: 1e-4 in float32, 0.1 in bfloat16"
     )

@@ -104,20 +104,32 @@ class ReplayBufferActor:
         await asyncio.Event().wait()
 
     @as_text
-    async def admit(self, limit: int, timeout_s: float) -> list[Admission]:
-        return await self._buffer.admit(limit, timeout_s=timeout_s)
+    async def admit(self, limit: int, timeout_s: float, collector: str) -> list[Admission]:
+        return await self._buffer.admit(limit, timeout_s=timeout_s, collector=collector)
 
     @as_text
     async def put(self, groups: Sequence[Group]) -> None:
         await self._buffer.put(groups)
 
     @as_text
-    async def retried(self, group_id: int) -> None:
-        await self._buffer.retried(group_id)
+    async def retried(self, group_id: int, attempt: int) -> None:
+        await self._buffer.retried(group_id, attempt=attempt)
 
     @as_text
-    async def fail(self, group_id: int, reason: str) -> None:
-        await self._buffer.fail(group_id, reason)
+    async def fail(self, group_id: int, reason: str, attempt: int) -> None:
+        await self._buffer.fail(group_id, reason, attempt=attempt)
+
+    @as_text
+    async def reissue(self, group_ids: list[int], reason: str) -> None:
+        await self._buffer.reissue(group_ids, reason)
+
+    @as_text
+    async def give_back(self, collector: str, reason: str) -> list[int]:
+        return await self._buffer.give_back(collector, reason)
+
+    @as_text
+    async def lost(self, collector: str, reason: str) -> list[int]:
+        return await self._buffer.lost(collector, reason)
 
     @as_text
     async def take(self, timeout_s: float) -> TakeRefs | None:

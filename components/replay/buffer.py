@@ -10,8 +10,9 @@ collectors --admit()--> [slots] --put()--> [places] --take()--> trainer
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torchrl.data
@@ -23,6 +24,8 @@ from .ledger import GroupState, Ledger
 from .storage import ChosenSampler, FreeSlotWriter, make_storage
 from .window import Window
 
+logger = logging.getLogger(__name__)
+
 GroupFilter = Callable[[Group], str | None]
 """A group -> why it must not be trained on, or None."""
 
@@ -31,6 +34,14 @@ NO_PROGRESS_TAKES = 20
 
 class NoProgressError(RuntimeError):
     """So many groups in a row were filtered or failed that the run would go on without ever training."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A group in flight: its admission, and the name of the collector that works on it (None: waits for one)."""
+
+    admission: Admission
+    collector: str | None
 
 
 @dataclass(frozen=True)
@@ -85,52 +96,96 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._window = Window(rule)
         self._ledger = Ledger()
         self._place: dict[int, int] = {}
-        self._task_ids: dict[int, str] = {}
+        self._in_flight: dict[int, _Held] = {}
+        self._to_reissue: list[int] = []
+        self._attempts: dict[int, int] = {}  # of groups that were ever issued again: few
+        self._lost_collectors: set[str] = set()
         self._published = -1
         self._lost_in_a_row = 0
         self._last_reason = ""
         self._closed = False
         self._changed = asyncio.Condition()
 
-    async def admit(self, limit: int, *, timeout_s: float) -> list[Admission]:
-        """Wait for at least one slot, then start up to `limit` groups. An empty list: there will never be another one.
+    async def admit(self, limit: int, *, timeout_s: float, collector: str = "") -> list[Admission]:
+        """Wait for at least one group, then start up to `limit`. An empty list: there will never be another one.
 
+        Groups to issue again come first, in their order. `collector` is who asks, so that `lost` knows what it holds.
         Raises TimeoutError, naming what it waited for.
         """
         async with self._changed:
             await self._wait(
-                lambda: self._no_more_admissions() or self._num_free_slots() > 0,
+                lambda: self._no_more_admissions(collector) or bool(self._to_reissue) or self._num_free_slots() > 0,
                 timeout_s,
                 lambda: (
                     f"a slot (published version {self._published}, {self._window.num_outstanding} groups outstanding)"
                 ),
             )
-            if self._no_more_admissions():
+            if self._no_more_admissions(collector):
                 return []
-            return [self._admit_one() for _ in range(min(limit, self._num_free_slots())) if self._next_task is not None]
+            issued: list[Admission] = []
+            while len(issued) < limit and (self._to_reissue or self._num_free_slots() > 0):
+                issued.append(self._issue_again() if self._to_reissue else self._admit_one())
+            self._in_flight |= {a.group_id: _Held(a, collector) for a in issued}
+            return issued
 
     async def put(self, groups: Sequence[Group]) -> None:
-        """Deliver finished groups. Each is stored, or filtered with a reason. Delivering one twice raises."""
+        """Deliver finished groups. Each is stored, or filtered with a reason. Delivering one twice raises.
+
+        A group of an attempt that has been issued again since then is not taken: the newer attempt is the one.
+        """
         async with self._changed:
             for group in groups:
+                if self._superseded(group.group_id, group.attempt):
+                    continue
                 reason = next((r for f in self._filters if (r := f(group)) is not None), None)
                 if reason is not None:
                     self._lose(group.group_id, GroupState.FILTERED, reason)
                     continue
                 self._ledger.move(group.group_id, GroupState.GENERATED)
+                del self._in_flight[group.group_id]
                 self._place[group.group_id] = self.add(group)
                 self._window.finish(group.group_id)
             self._changed.notify_all()
 
-    async def retried(self, group_id: int) -> None:
-        """A collector starts this group again: same rank, same floor."""
-        self._ledger.retry(group_id)
+    async def retried(self, group_id: int, *, attempt: int = 0) -> None:
+        """The collector that holds this group starts it again: same rank, same floor."""
+        if not self._superseded(group_id, attempt):
+            self._ledger.retry(group_id)
 
-    async def fail(self, group_id: int, reason: str) -> None:
+    async def fail(self, group_id: int, reason: str, *, attempt: int = 0) -> None:
         """This group has failed for good."""
         async with self._changed:
-            self._lose(group_id, GroupState.FAILED, reason)
+            if not self._superseded(group_id, attempt):
+                self._lose(group_id, GroupState.FAILED, reason)
+                self._changed.notify_all()
+
+    async def reissue(self, group_ids: Sequence[int], reason: str) -> None:
+        """Take these groups in flight from whoever holds them; the next `admit` calls hand them out, before new ones.
+
+        They keep their slot, rank and floor, so the bound and the order hold as if they had only taken longer. What
+        the former holder still says of them is ignored from now on. Raises RuntimeError, and changes nothing, when one
+        of them is not in flight.
+        """
+        async with self._changed:
+            self._reissue(group_ids, reason)
             self._changed.notify_all()
+
+    async def give_back(self, collector: str, reason: str) -> list[int]:
+        """This collector cannot finish what it holds: issue it again to whoever asks; returns the groups' ids."""
+        async with self._changed:
+            held = [g for g, h in self._in_flight.items() if h.collector == collector]
+            self._reissue(held, reason)
+            self._changed.notify_all()
+            return held
+
+    async def lost(self, collector: str, reason: str) -> list[int]:
+        """This collector is gone: as `give_back`, and never again a group for it.
+
+        Its name is never admitted again, lest a call that it left waiting here is given groups that nobody receives: a
+        collector that is started in its place asks under another name.
+        """
+        self._lost_collectors.add(collector)
+        return await self.give_back(collector, reason)
 
     async def take(self, *, timeout_s: float) -> Take | None:
         """Wait for the next take; None when the tasks have ended or all takes were served.
@@ -198,6 +253,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         )
 
     def _num_free_slots(self) -> int:
+        if self._next_task is None:
+            return 0
         limit = self._rule.num_admissible(published=self._published)
         if self._num_takes is not None:
             limit = min(limit, self._num_takes * self._rule.groups_per_take)
@@ -210,6 +267,28 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._ledger.admit(group_id)
         return Admission(group_id=group_id, task=task, floor=floor)
 
+    def _issue_again(self) -> Admission:
+        group_id = self._to_reissue.pop(0)
+        return replace(self._in_flight[group_id].admission, attempt=self._attempts[group_id])
+
+    def _reissue(self, group_ids: Sequence[int], reason: str) -> None:
+        for group_id in group_ids:
+            if group_id not in self._in_flight or group_id in self._to_reissue:
+                was = "waiting for that already" if group_id in self._to_reissue else self._ledger.state(group_id)
+                raise RuntimeError(f"group {group_id} cannot be issued again: it is {was}")
+        for group_id in set(group_ids):
+            self._ledger.retry(group_id, reason)
+            self._attempts[group_id] = self._attempts.get(group_id, 0) + 1
+            self._in_flight[group_id] = replace(self._in_flight[group_id], collector=None)
+        self._to_reissue = sorted({*self._to_reissue, *group_ids})
+
+    def _superseded(self, group_id: int, attempt: int) -> bool:
+        """Whether a collector speaks of an attempt that was taken from it."""
+        newest = self._attempts.get(group_id, 0)
+        if attempt < newest:
+            logger.info("group %d: attempt %d comes late, attempt %d was issued", group_id, attempt, newest)
+        return attempt < newest
+
     def _consume(self, group_ids: list[int]) -> list[Group]:
         places = [self._place.pop(g) for g in group_ids]
         self._chosen_sampler.chosen = places
@@ -221,6 +300,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
     def _lose(self, group_id: int, state: GroupState, reason: str) -> None:
         self._ledger.move(group_id, state, reason)
+        del self._in_flight[group_id]
         self._window.drop(group_id)
         self._lost_in_a_row += 1
         self._last_reason = reason
@@ -235,8 +315,10 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     def _ended(self) -> bool:
         return self._all_taken() or (self._next_task is None and self._window.num_outstanding == 0)
 
-    def _no_more_admissions(self) -> bool:
-        return self._closed or self._next_task is None or self._all_taken()
+    def _no_more_admissions(self, collector: str) -> bool:
+        # Tasks may have ended while others work on the last ones: if one of them is lost, its groups need a taker.
+        tasks_ended = self._next_task is None and not self._in_flight
+        return self._closed or tasks_ended or self._all_taken() or collector in self._lost_collectors
 
     async def _wait(self, ready: Callable[[], bool], timeout_s: float, missing: Callable[[], str]) -> None:
         """`self._changed` is held by the caller."""

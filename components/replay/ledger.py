@@ -56,8 +56,7 @@ class Ledger:
         """Raises RuntimeError when the group is unknown, has ended, or cannot go to `state` from where it is."""
         entry = self._alive.get(group_id)
         if entry is None or state not in _NEXT[entry.state]:
-            was = entry.state if entry else ("ended" if group_id <= self._last_admitted else "never admitted")
-            raise RuntimeError(f"ledger: group {group_id} cannot become {state}: it is {was}")
+            raise RuntimeError(f"ledger: group {group_id} cannot become {state}: it is {self.state(group_id)}")
         entry.state = state
         if not _NEXT[state]:
             self._ended[state] += 1
@@ -65,15 +64,23 @@ class Ledger:
                 self._reasons[f"{state}: {reason}"] += 1
             del self._alive[group_id]
 
-    def retry(self, group_id: int) -> int:
+    def retry(self, group_id: int, reason: str = "") -> int:
         """Count one more attempt of a group in flight; returns the number of retries so far."""
         entry = self._alive[group_id]
         assert entry.state is GroupState.ADMITTED, (
             f"group {group_id} is {entry.state}; only a group in flight is retried"
         )
+        if reason:
+            self._reasons[f"issued again: {reason}"] += 1
         entry.retries += 1
         self.num_retries += 1
         return entry.retries
+
+    def state(self, group_id: int) -> str:
+        """In words; a life that has ended is only counted, so "ended" is all that is known of it."""
+        if entry := self._alive.get(group_id):
+            return entry.state
+        return "ended" if group_id <= self._last_admitted else "never admitted"
 
     def count(self, state: GroupState) -> int:
         return self._ended[state] + sum(e.state is state for e in self._alive.values())

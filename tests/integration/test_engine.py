@@ -130,7 +130,9 @@ class Served:
             tolerance=TOLERANCE,
             pull_every=1,
             deadline_s=30,
-            on_pause=ActivityClock().set_paused,
+            paused=lambda: ActivityClock().doing("pause"),
+            on_quarantine=nothing,  # type: ignore[arg-type]  # never called: the first failure raises
+            max_failures=0,
         )
 
     def give(self, manifest: Manifest, buckets: list[np.ndarray], in_flight: str = "recompute") -> float:

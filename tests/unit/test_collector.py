@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from torchrl.collectors import BaseCollector
 
-from leeway.collector.clock import ActivityClock
+from leeway.collector.clock import ACTIVITIES, ActivityClock
 from leeway.collector.collector import Collector, CollectorSettings, EngineLost
 from leeway.collector.hand_over import HandOver
 from leeway.param_server.server import ParameterServer
@@ -75,6 +75,10 @@ class Slots:
         self.limits: list[int] = []
         self.retried_ids: list[int] = []
         self.failures: dict[int, str] = {}
+        self.given_back: list[str] = []
+
+    async def give_back(self, reason: str) -> None:
+        self.given_back.append(reason)
 
     def add(self, *floors: int, first: int = 0) -> None:
         for i, floor in enumerate(floors, start=first):
@@ -94,11 +98,11 @@ class Slots:
         admissions = [a for a in given if a is not None]
         return admissions if admissions or self.ended else await self.admit(limit)
 
-    async def retried(self, group_id: int) -> None:
-        self.retried_ids.append(group_id)
+    async def retried(self, admission: Admission) -> None:
+        self.retried_ids.append(admission.group_id)
 
-    async def fail(self, group_id: int, reason: str) -> None:
-        self.failures[group_id] = reason
+    async def fail(self, admission: Admission, reason: str) -> None:
+        self.failures[admission.group_id] = reason
 
 
 class Answer:
@@ -114,11 +118,18 @@ class Rig:
         self.engine, self.server, self.slots = FakeEngine(), ParameterServer(), Slots()
         self.clock = ActivityClock()
         self.environment = environment or Answer()
-        pull_settings = {"in_flight": "recompute", "tolerance": 1e-4, "pull_every": 1, "deadline_s": 5.0}
+        pull_settings = {
+            "in_flight": "recompute",
+            "tolerance": 1e-4,
+            "pull_every": 1,
+            "deadline_s": 5.0,
+            "max_failures": 0,
+        }
         self.hand_over = HandOver(
             self.engine,
             self._pull,
-            on_pause=self.clock.set_paused,
+            paused=lambda: self.clock.doing("pause"),
+            on_quarantine=lambda error: self.collector.discard(str(error)),
             **{k: changes.pop(k, v) for k, v in pull_settings.items()},  # type: ignore[arg-type]
         )
         settings: dict[str, Any] = {
@@ -141,6 +152,7 @@ class Rig:
             clock=self.clock,
             admit=self.slots.admit,
             retried=self.slots.retried,
+            give_back=self.slots.give_back,
             fail=self.slots.fail,
             is_engine_lost=lambda error: isinstance(error, EngineDied),
             settings=CollectorSettings(**(settings | changes)),
@@ -317,7 +329,7 @@ def test_groups_of_weights_that_failed_their_canary_never_come_out():
         rig.engine.canary_gate.set()
         with pytest.raises(HandOverError, match="compute"):
             await pulling
-        with pytest.raises(TimeoutError, match="version 1; this engine serves version 0"):
+        with pytest.raises(TimeoutError, match="version 1; this engine serves version -1"):
             await collecting
         assert rig.out == []
 
@@ -366,6 +378,29 @@ def test_a_group_that_fails_is_tried_again_under_a_seed_of_its_own():
     assert rig.slots.failures == {}
     rig_at_once = play_to_the_end(Fails(0))
     assert rig.engine.requests[-1]["seed"] != rig_at_once.engine.requests[-1]["seed"]
+
+
+def test_a_group_that_was_issued_again_says_so_and_samples_as_it_would_have():
+    """A collector that dies changes nothing of what its groups become."""
+
+    def played(attempt: int) -> Rig:
+        rig = Rig()
+
+        async def main() -> None:
+            admission = Admission(group_id=3, task=Task(task_id="t", prompt="2 + 2"), floor=0, attempt=attempt)
+            rig.slots.waiting.put_nowait(admission)
+            rig.slots.end()
+            pulling = asyncio.create_task(rig.hand_over.run())
+            await rig.publish(0)
+            await asyncio.wait_for(rig.collect(), 5)
+            pulling.cancel()
+
+        asyncio.run(main())
+        return rig
+
+    first, again = played(0), played(2)
+    assert [[g.attempt for b in rig.out for g in b] for rig in (first, again)] == [[0], [2]]
+    assert first.engine.requests[-1]["seed"] == again.engine.requests[-1]["seed"]
 
 
 def test_after_its_retries_a_group_fails_with_the_reason_and_the_place():
@@ -615,7 +650,7 @@ def test_stats_are_of_the_time_since_the_last_call():
         assert first["param_server/served_gap/max"] == 0.0
         assert first["collector/tokens_per_s"] > 0
         assert second["collector/tokens_per_s"] == 0
-        shares = sum(first[f"collector/{name}_frac"] for name in ("generate", "wait_for_slot", "pause"))
+        shares = sum(first[f"collector/{name}_frac"] for name in ACTIVITIES)
         assert shares == pytest.approx(1.0)
 
     play(scenario)
@@ -703,3 +738,38 @@ def test_leaving_a_plain_for_loop_early_ends_its_thread(queues):
     while collector_threads() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert collector_threads() == []
+
+
+def test_quarantine_gives_back_what_is_in_flight_and_none_of_it_comes_out_later():
+    """Groups under way, and one that is finished and withheld, are given back; none of their tokens gets out."""
+
+    async def scenario(rig: Rig, collecting: asyncio.Task[None]) -> None:
+        rig.slots.add(0)
+        await settle()
+        assert rig.group_ids == [0]
+        gate, gaps = asyncio.Event(), [0.3, 0.0]
+
+        async def score(canary: Canary) -> float:
+            await gate.wait()
+            return gaps.pop(0)
+
+        rig.engine.score = score
+        await rig.publish(1)  # loaded; its canary is still being scored
+        rig.slots.add(0, 0, first=1)
+        await settle()
+        assert rig.group_ids == [0]  # 1 and 2 are generated by version 1, and withheld
+        gate.set()
+        await settle()
+        assert rig.slots.given_back == [
+            "hand-over of policy version 1 failed the compute check: engine and trainer differ by 0.3 nats on the "
+            "canary; param_server.served_tolerance is 0.0001"
+        ]
+        assert rig.group_ids == [0]  # the same version passed now, and still nothing of before comes out
+        assert rig.hand_over.verified == 1
+        rig.slots.add(0, first=3)
+        await settle()
+        assert rig.group_ids == [0, 3]
+        rig.slots.end()
+        await collecting
+
+    play(scenario, max_failures=1)

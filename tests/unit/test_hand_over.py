@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from leeway.collector.clock import ActivityClock
+from leeway.collector.clock import ACTIVITIES, ActivityClock
 from leeway.collector.hand_over import HandOver
 from leeway.param_server.server import ParameterServer
 from leeway.weights import Canary, CanaryPrompts, HandOverError, Manifest, Publication, digest_of
@@ -60,8 +61,28 @@ class Rig:
         self.engine, self.server = FakeEngine(), ParameterServer()
         self.pauses: list[bool] = []
         self.asked: list[int] = []
-        settings: dict[str, Any] = {"in_flight": "recompute", "tolerance": 1e-4, "pull_every": 1, "deadline_s": 5.0}
-        self.hand_over = HandOver(self.engine, self.pull, on_pause=self.pauses.append, **(settings | changes))
+        settings: dict[str, Any] = {
+            "in_flight": "recompute",
+            "tolerance": 1e-4,
+            "pull_every": 1,
+            "deadline_s": 5.0,
+            "max_failures": 0,
+        }
+        self.quarantines: list[str] = []
+        self.hand_over = HandOver(
+            self.engine, self.pull, paused=self.paused, on_quarantine=self.quarantined, **(settings | changes)
+        )
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self.pauses.append(True)
+        try:
+            yield
+        finally:
+            self.pauses.append(False)
+
+    async def quarantined(self, error: HandOverError) -> None:
+        self.quarantines.append(error.check)
 
     async def pull(self, newer_than: int, timeout_s: float) -> tuple[Manifest, AsyncIterator[np.ndarray]] | None:
         self.asked.append(newer_than)
@@ -144,7 +165,7 @@ def test_a_canary_that_differs_fails_the_hand_over_by_number(gap):
             HandOverError, match=r"version 1 failed the compute check: .* by .* nats.*tolerance is 0.0001"
         ):
             await asyncio.wait_for(running, 1)
-        assert rig.hand_over.verified == 0
+        assert rig.hand_over.verified == -1
         assert len(rig.hand_over.drain_reports()) == 1
 
     play(scenario)
@@ -157,7 +178,7 @@ def test_a_load_that_fails_ends_the_hand_over_and_the_pause():
         await rig.publish(1)
         with pytest.raises(HandOverError, match="load check: no published tensor reached lm_head"):
             await asyncio.wait_for(running, 1)
-        assert rig.hand_over.verified == 0
+        assert rig.hand_over.verified == -1
         assert rig.pauses == [True, False, True, False]
 
     play(scenario)
@@ -287,6 +308,46 @@ def test_no_nan_is_lost_among_the_gaps_of_a_canary(at):
     assert not asyncio.run(engine.score(canary)) <= 1e-4
 
 
+@pytest.mark.parametrize("check", ["load", "compute"])
+def test_a_failed_check_quarantines_until_a_later_pull_passes_every_check(check):
+    async def scenario(rig, running):
+        await rig.publish(0)
+        assert rig.hand_over.verified == 0
+        if check == "load":
+            rig.engine.load_error = HandOverError("load", 1, "a layer was left out")
+        else:
+            rig.engine.gap = lambda version: 0.5 if len(rig.engine.scores) < 3 else 0.0  # wrong once more, then right
+        await rig.publish(1)
+        waiter = asyncio.create_task(rig.hand_over.until_verified(0))
+        if check == "load":
+            # It tried as often as it may, and what was verified before counts no more.
+            with pytest.raises(HandOverError, match="version 1 failed the load check: a layer was left out"):
+                await running
+            assert not waiter.done()
+            assert rig.quarantines == ["load"] * 2
+            waiter.cancel()
+        else:
+            await asyncio.wait_for(waiter, 1)
+            assert rig.quarantines == ["compute"]
+            assert rig.engine.loads == [0, 1, 1]  # the same version again: nothing newer was there
+            assert rig.hand_over.verified == 1
+            assert rig.hand_over.num_quarantines == 1
+
+    play(scenario, max_failures=2)
+
+
+def test_a_quarantined_engine_may_prove_itself_with_the_next_version_and_failures_count_in_a_row():
+    async def scenario(rig, running):
+        rig.engine.gap = lambda version: 0.5 if rig.engine.loads.count(version) < 3 else 0.0
+        for version in (0, 1, 2):  # each fails twice, then passes: never three in a row
+            await rig.publish(version)
+            await asyncio.wait_for(rig.hand_over.until_verified(version), 1)
+        assert rig.engine.loads == [0] * 3 + [1] * 3 + [2] * 3
+        assert rig.hand_over.num_quarantines == 6
+
+    play(scenario, max_failures=2)
+
+
 def test_the_clock_adds_up_to_wall_time():
     now = [0.0]
     clock = ActivityClock(lambda: now[0])
@@ -294,15 +355,23 @@ def test_the_clock_adds_up_to_wall_time():
     def after(seconds: float) -> None:
         now[0] += seconds
 
+    nothing = dict.fromkeys(ACTIVITIES, 0.0)
     after(1)
-    clock.set_in_flight(2)
-    after(10)
-    clock.set_paused(True)
-    after(100)
-    clock.set_in_flight(0)  # a pause is a pause whatever is in flight
-    after(1000)
-    clock.set_paused(False)
+    with clock.doing("environment"):
+        after(2)
+        with clock.doing("generate"), clock.doing("generate"):
+            after(10)
+            with clock.doing("pause"):  # a pause is a pause whatever is in flight
+                after(100)
+            after(20)
+        after(1000)
+        with clock.doing("withheld"):  # something else is still under way
+            after(3)
+    with clock.doing("wait_for_weights"):
+        after(7)
     after(10_000)
-    assert clock.drain() == {"generate": 10.0, "wait_for_slot": 10_001.0, "pause": 1100.0}
+    assert clock.drain() == nothing | {
+        "generate": 30.0, "pause": 100.0, "environment": 1005.0, "wait_for_weights": 7.0, "wait_for_slot": 10_001.0,
+    }  # fmt: skip
     after(5)
-    assert clock.drain() == {"generate": 0.0, "wait_for_slot": 5.0, "pause": 0.0}
+    assert clock.drain() == nothing | {"wait_for_slot": 5.0}
