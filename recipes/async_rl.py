@@ -8,31 +8,32 @@
                   +<------- pull(v+1) when behind: pause, load, resume, canary, then release ------+
 
 The collectors' loops run in their actors. Here run: `_train_loop` (takes -> steps), one `_publish` after each published
-step (beside the next step), `_report_loop` (metrics, off the critical path). Synchronous RL is the same code with
+step (beside the next step), `Reporter.run` (metrics, off the critical path). Synchronous RL is the same code with
 `staleness.max_policy_lag=0`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from dataclasses import dataclass
 from typing import Any
 
 from leeway.config import Config, derive
-from leeway.monitor import build_monitor, read_metrics, reward_first, reward_last
+from leeway.monitor import build_monitor
+from leeway.recipes.canary import canary_prompts
 from leeway.recipes.checkpoints import Checkpoints
 from leeway.recipes.context import StageContext, StageResult, say
 from leeway.recipes.evaluation import evaluate
+from leeway.recipes.kept import KeptPublications
+from leeway.recipes.rl_report import Reporter, StepClock, StepReport, in_words
 from leeway.recipes.speeds import measure_speeds
 from leeway.replay.actor import TakeRefs
 from leeway.runtime.launch import Launcher
-from leeway.runtime.limit import LimitMeter, Speeds
-from leeway.runtime.supervisor import Supervisor
+from leeway.runtime.limit import Speeds
+from leeway.runtime.supervisor import Supervisor, together
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.taskset import build_taskset
-from leeway.weights import CanaryPrompts
 
 
 async def run(context: StageContext) -> StageResult:
@@ -44,38 +45,37 @@ async def run(context: StageContext) -> StageResult:
     - `env.name`, `env.reward`, `task.*`: what is learned
     - `eval.*`: greedy accuracy on held-out tasks before, during and after
     """
-    job = AsyncRL(context)
+    launcher = Launcher(context.config, "async_rl", run_dir=context.dir, supervisor=Supervisor())
     try:
-        return await job.run()
+        return await AsyncRL(context, launcher).run()
     finally:
-        await job.stop()
+        await launcher.parts.stop()
 
 
 @dataclass(frozen=True)
-class _StepReport:
-    """Something to log at a step. With a `take`: one of its optimizer steps."""
+class EvalPoint:
+    """Held-out accuracy of one version, and how many seconds of training it took to get there."""
 
-    step: int
-    metrics: dict[str, float]
-    take: TakeRefs | None = None
-    first_of_take: bool = False
+    policy_version: int
+    train_s: float
+    accuracy: float
 
 
 class AsyncRL:
-    def __init__(self, context: StageContext) -> None:
+    """One run. `launcher` holds the parts: started by the first run that is given it, and begun again by the next."""
+
+    def __init__(self, context: StageContext, launcher: Launcher, *, speeds: Speeds | None = None) -> None:
         self._context = context
         self._config: Config = context.config
         self._numbers = derive(self._config)
-        self._supervisor = Supervisor()
-        self._launcher = Launcher(self._config, "async_rl", run_dir=context.dir, supervisor=self._supervisor)
-        self._parts = self._launcher.parts
+        self._launcher = launcher
+        self._parts = launcher.parts
+        self._supervisor = self._parts.supervisor
         assert self._config.model.path is not None
         self._prompter = Prompter.load(self._config.model.path)
-        self._train_tasks = build_taskset(
-            self._config.task, seed=self._config.seed, split="train", eval_config=self._config.eval
-        )
-        self._eval_tasks = build_taskset(
-            self._config.task, seed=self._config.seed, split="eval", eval_config=self._config.eval
+        self._train_tasks, self._eval_tasks = (
+            build_taskset(self._config.task, seed=self._config.seed, split=split, eval_config=self._config.eval)
+            for split in ("train", "eval")
         )
         self._total_steps = self._num_steps()
         self._monitor = build_monitor(
@@ -85,33 +85,35 @@ class AsyncRL:
             self._total_steps,
             f"{self._config.name} / {context.name}",
         )
+        self._report = Reporter(self._config, self._parts, self._monitor)
+        self._kept = KeptPublications(
+            every=self._config.train.audit_every,
+            reach=self._numbers.max_policy_lag + self._config.param_server.publish_every,
+        )
         self._status = "failed"
         self._version = 0
         self._published = -1
-        self._num_tokens = 0
-        self._max_lag = 0.0
-        self._served_gap = 0.0
-        self._num_pulls = 0.0
         self._publishing: asyncio.Task[None] | None = None
         self._stepping: asyncio.Future[list[dict[str, float]]] | None = None
-        self._reports: asyncio.Queue[_StepReport | None] = asyncio.Queue()
         self._timeout_s = self._config.cluster.step_timeout_s
+        self._train_s = 0.0
+        self.speeds = speeds
+        self.eval_points: list[EvalPoint] = []
 
     async def run(self) -> StageResult:
         started = time.monotonic()
-        say(
-            f"{self._context.name}: starting {self._config.rollout.num_generators} generator(s), "
-            f"{self._config.train.num_ranks} trainer rank(s)"
-        )
-        await self._launch()
         try:
-            result = await self._run_launched(started)
-        except asyncio.CancelledError:
-            self._status = "interrupted"
-            await asyncio.shield(self._save_interrupted())
-            raise
-        self._status = "done"
-        return result
+            await self._launch()
+            try:
+                result = await self._run_launched(started)
+            except asyncio.CancelledError:
+                self._status = "interrupted"
+                await asyncio.shield(self._save_interrupted())
+                raise
+            self._status = "done"
+            return result
+        finally:
+            self._monitor.close(self._status)
 
     async def _save_interrupted(self) -> None:
         """The ranks finish the step that they are in, all of them, then save."""
@@ -124,19 +126,20 @@ class AsyncRL:
         await self._publish()
         await self._until_served(0)
         evals = {"before": await self._evaluate()} if self._config.eval.at_start else {}
-        pause_s = (await self._collect_stats()).get("collector/pause_s", 0.0)
-        speeds = await measure_speeds(self._config, self._parts, self._train_tasks.tasks, hand_over_s=pause_s)
+        if self.speeds is None:
+            pause_s = (await self._report.collect_stats(0)).get("collector/pause_s", 0.0)
+            self.speeds = await measure_speeds(self._config, self._parts, self._train_tasks.tasks, hand_over_s=pause_s)
         begun = time.monotonic()
         say(
             f"{self._context.name}: {self._total_steps} steps, lag bound {self._numbers.max_policy_lag}, "
             f"up after {begun - started:.0f} s"
         )
-        await self._collect_and_train(speeds)
+        await self._collect_and_train(self.speeds)
         rl_s = time.monotonic() - begun
         await self._until_served(self._version)
         if self._config.eval.at_end:
             evals["after"] = await self._evaluate()
-        await self._collect_stats()
+        await self._report.collect_stats(self._version)
         folder = await self._checkpoints.at_end()
         return self._result(evals, str(folder) if folder else None, wall_s=time.monotonic() - started, rl_s=rl_s)
 
@@ -145,28 +148,29 @@ class AsyncRL:
         collecting = [
             self._supervisor.watch(f"generator-{i}", c.collect.remote()) for i, c in enumerate(self._parts.collectors)
         ]
-        reporting = asyncio.create_task(self._report_loop(speeds))
+        reporting = asyncio.create_task(self._report.run(speeds))
         self._supervisor.watch("driver", reporting)
         await self._train_loop()
-        self._reports.put_nowait(None)
+        self._report.end()
         await self._supervisor.wait(reporting, what="reports", timeout_s=self._timeout_s)
         await self._wait(self._parts.buffer.close.remote(), "replay")
         await self._wait(asyncio.gather(*collecting), "generators finishing")
 
-    async def stop(self) -> None:
-        try:
-            self._monitor.close(self._status)
-        finally:
-            await self._parts.stop()
-
     async def _launch(self) -> None:
         """Everything starts beside everything else; engines take longest."""
-        await asyncio.gather(self._launcher.param_server(), self._launcher.buffer())
-        await asyncio.gather(
-            self._launcher.trainers(total_steps=self._total_steps, canary=self._canary()),
-            self._launcher.collectors(),
-        )
-        self._context.processes.extend(self._parts.local_processes())
+        canary = canary_prompts(self._config, self._prompter, self._train_tasks.tasks)
+        if self._parts.buffer is not None:
+            await self._launcher.begin(self._config, total_steps=self._total_steps, canary=canary)
+        else:
+            say(
+                f"{self._context.name}: starting {self._config.rollout.num_generators} generator(s), "
+                f"{self._config.train.num_ranks} trainer rank(s)"
+            )
+            await asyncio.gather(self._launcher.param_server(), self._launcher.buffer())
+            await asyncio.gather(
+                self._launcher.trainers(total_steps=self._total_steps, canary=canary), self._launcher.collectors()
+            )
+            self._context.processes.extend(self._parts.local_processes())
         self._checkpoints = Checkpoints(
             self._context.dir / "checkpoints",
             settings=self._config.checkpoint,
@@ -181,35 +185,55 @@ class AsyncRL:
         timeout_s, n = self._timeout_s, self._config.param_server.publish_every
         buffer = self._parts.buffer
         upcoming = buffer.take.remote(timeout_s)
-        last_end = time.monotonic()
+        clock = StepClock()
         while self._version < self._total_steps:
-            begun = time.monotonic()
-            take = await self._supervisor.wait(upcoming, what="replay", timeout_s=timeout_s + 10)
+            with clock.waiting("wait_for_batch"):
+                take = await self._supervisor.wait(upcoming, what="replay", timeout_s=timeout_s + 10)
             if take is None:
                 break
-            waited_s = time.monotonic() - begun
             upcoming = buffer.take.remote(timeout_s)  # collected while this one is trained on
-            proximal = await self._begin_take(take)
+            with clock.waiting("audit"):
+                of_take = await self._audit(take)
+            of_take |= await self._begin_take(take)
             for i, batches in enumerate(take.batches):
                 publish = (self._version + 1) % n == 0 or self._version + 1 == self._total_steps
-                metrics = await self._step(batches, publish)
+                metrics = await self._step(batches, publish) | (of_take if i == 0 else {})
                 if publish:
-                    await self._finish_publishing()
+                    with clock.waiting("wait_for_publish"):
+                        await self._finish_publishing()
                     self._publishing = asyncio.create_task(self._hand_out())
                     self._supervisor.watch("publishing", self._publishing)
-                await self._checkpoints.after_step(self._version)
-                await self._maybe_evaluate()
-                now = time.monotonic()
-                metrics |= {"step/wait_for_batch_s": waited_s if i == 0 else 0.0, "step/total_s": now - last_end}
-                metrics |= proximal if i == 0 else {}
-                last_end = now
-                self._reports.put_nowait(_StepReport(self._version, metrics, take, first_of_take=i == 0))
+                with clock.waiting("checkpoint"):
+                    await self._checkpoints.after_step(self._version)
+                with clock.waiting("evaluate"):
+                    await self._maybe_evaluate()
+                times = clock.end(metrics)
+                self._train_s += times["step/total_s"] - times["step/evaluate_s"]
+                self._report.put(StepReport(self._version, metrics | times, take, first_of_take=i == 0))
             replay = await self._wait(buffer.trained.remote(take.group_ids), "replay")
-            self._reports.put_nowait(_StepReport(self._version, replay))
-            self._num_tokens += int(take.metrics["train/response_tokens/total"])
+            self._report.put(StepReport(self._version, replay))
         await self._finish_publishing()
         if self._published < self._version:  # the tasks ended between two publications
             await self._publish()
+
+    async def _audit(self, take: TakeRefs) -> dict[str, float]:
+        """Where it is due: the take's tokens of every older version, scored again under exactly those weights."""
+        audits = []
+        for publication in self._kept.due(self._version):
+            calls = [
+                t.audit.remote(batch, publication)
+                for t, batch in zip(self._parts.trainers, take.batches[0], strict=True)
+            ]
+            audits.append((await self._wait(together(calls), "trainer"))[0])
+        tokens = sum(a["tokens"] for a in audits)
+        if not tokens:
+            return {}
+        return {
+            "train/audit_gap/mean": sum(a["sum"] for a in audits) / tokens,
+            "train/audit_gap/max": max(a["max"] for a in audits),
+            "train/audit_tokens": tokens,
+            "train/audit_versions": float(sum(a["tokens"] > 0 for a in audits)),
+        }
 
     async def _begin_take(self, take: TakeRefs) -> dict[str, float]:
         """Later steps of a take compare with the policy that took it: score it now, once, where that is asked for."""
@@ -219,20 +243,19 @@ class AsyncRL:
             t.begin_take.remote(*shares)
             for t, shares in zip(self._parts.trainers, zip(*take.batches, strict=True), strict=True)
         ]
-        return (await self._wait(asyncio.gather(*map(_awaited, calls)), "trainer"))[0]
+        return (await self._wait(together(calls), "trainer"))[0]
 
     async def _step(self, batches: list[Any], publish: bool) -> dict[str, float]:
         """One optimizer step on all ranks."""
         calls = [t.train_step.remote(b, publish) for t, b in zip(self._parts.trainers, batches, strict=True)]
-        self._stepping = asyncio.gather(*map(_awaited, calls))
+        self._stepping = together(calls)
         metrics = (await self._wait(asyncio.shield(self._stepping), "trainer"))[0]
         self._version += 1
-        self._max_lag = max(self._max_lag, metrics.get("train/policy_lag/max", 0.0))
         return metrics
 
     async def _publish(self) -> None:
         """Gather the current weights on the trainer and hand them out."""
-        await self._wait(asyncio.gather(*(_awaited(t.publish.remote()) for t in self._parts.trainers)), "trainer")
+        await self._wait(together(t.publish.remote() for t in self._parts.trainers), "trainer")
         await self._hand_out()
 
     async def _hand_out(self) -> None:
@@ -244,44 +267,13 @@ class AsyncRL:
         await self._wait(self._parts.param_server.publish.remote(publication), "param_server")
         await self._wait(self._parts.buffer.published.remote(version), "replay")
         self._published = version
-        self._reports.put_nowait(_StepReport(version, {"param_server/publish_s": time.monotonic() - started}))
+        self._kept.add(publication)
+        self._report.put(StepReport(version, {"param_server/publish_s": time.monotonic() - started}))
 
     async def _finish_publishing(self) -> None:
         if self._publishing is not None:
             await self._publishing
             self._publishing = None
-
-    async def _report_loop(self, speeds: Speeds) -> None:
-        """Consumes step reports; waits for steps; asks the collectors for theirs; ends with None."""
-        limit = LimitMeter(speeds, max_policy_lag=self._numbers.max_policy_lag)
-        updates = self._config.train.updates_per_batch
-        while (report := await self._reports.get()) is not None:
-            if report.take is None:
-                self._monitor.log(report.step, report.metrics, role="driver")
-                continue
-            take, step_s = report.take.metrics, report.metrics["step/total_s"]
-            response_tokens = take["train/response_tokens/total"] / updates
-            metrics = report.metrics | limit.step(
-                response_tokens=response_tokens,
-                trained_tokens=take["train/tokens_in_pass"] / updates,
-                longest_response_tokens=take["train/response_tokens/max"],
-                step_s=step_s,
-            )
-            metrics["train/tokens_per_s"] = response_tokens / step_s
-            if report.first_of_take:  # what describes the take is said once
-                metrics |= take
-                self._monitor.rollouts(report.step, report.take.rollouts)
-            self._monitor.log(report.step, metrics, role="trainer")
-            await self._collect_stats()
-
-    async def _collect_stats(self) -> dict[str, float]:
-        """Log what the collectors did since the last time."""
-        calls = asyncio.gather(*(_awaited(c.stats.remote()) for c in self._parts.collectors))
-        stats = reduce_stats(await self._wait(calls, "generators"))
-        self._served_gap = max(self._served_gap, stats.get("param_server/served_gap/max", 0.0))
-        self._num_pulls += stats["param_server/pulls"]
-        self._monitor.log(self._version, stats, role="collector")
-        return stats
 
     async def _maybe_evaluate(self) -> None:
         """In mid-run: training stands still until the engines serve this version and have evaluated it."""
@@ -304,11 +296,12 @@ class AsyncRL:
             f"eval/{self._eval_tasks.name}/exact_match", metrics[f"eval/{self._eval_tasks.name}/reward"]
         )
         say(f"{self._context.name}: held-out accuracy {accuracy:.3f} at version {self._version}")
+        self.eval_points.append(EvalPoint(self._version, self._train_s, accuracy))
         return {k.rsplit("/", 1)[1]: v for k, v in metrics.items()}
 
     async def _until_served(self, version: int) -> None:
-        calls = [_awaited(c.until_verified.remote(version)) for c in self._parts.collectors]
-        await self._wait(asyncio.gather(*calls), "generators")
+        calls = [c.until_verified.remote(version) for c in self._parts.collectors]
+        await self._wait(together(calls), "generators")
 
     async def _wait(self, call: Any, what: str) -> Any:
         return await self._supervisor.wait(call, what=what, timeout_s=self._timeout_s)
@@ -321,69 +314,23 @@ class AsyncRL:
         groups = round(train.epochs * len(self._train_tasks))
         return -(-groups // train.groups_per_step) * train.updates_per_batch
 
-    def _canary(self) -> CanaryPrompts:
-        """Real prompts with their answers, one by one and (for the prefix cache) one after the other."""
-        server, room = self._config.param_server, self._config.rollout.max_model_len - 1
-        length = min(server.canary_tokens, room)
-        tasks = self._train_tasks.tasks
-        examples = [
-            self._prompter.encode(task.prompt) + self._prompter.encode_plain(task.answer)
-            for task in itertools.islice(itertools.cycle(tasks), max(server.canary_prompts, length))
-        ]
-        scored = [example[:length] for example in examples[: server.canary_prompts]]
-        chains = [
-            itertools.chain.from_iterable(examples[i:] + examples[:i])
-            for i in range(max(1, server.canary_prompts // 2))
-        ]
-        return CanaryPrompts(scored=scored, cached=[list(itertools.islice(chain, length)) for chain in chains])
-
     def _result(self, evals: dict[str, Any], folder: str | None, *, wall_s: float, rl_s: float) -> StageResult:
-        rows = list(read_metrics(self._context.dir / "metrics.jsonl"))
-        late = [r for r in rows if "limit/step_s" in r and r["step"] > self._version / 2]
-        efficiency = sum(r["limit/step_s"] for r in late) / sum(r["step/total_s"] for r in late) if late else None
-        dropped = max((r["replay/dropped_stale"] for r in rows if "replay/dropped_stale" in r), default=0.0)
-        first, last = reward_first(rows), reward_last(rows)
-        summary = {
-            "steps": self._version,
+        summary = self._report.summary(steps=self._version) | {
             "wall_s": round(wall_s, 1),
             "rl_s": round(rl_s, 1),
-            "tokens": self._num_tokens,
-            "reward_first": first,
-            "reward_last": last,
             "eval": evals,
             "max_policy_lag": self._numbers.max_policy_lag,
-            "max_policy_lag_observed": int(self._max_lag),
-            "dropped_stale": int(dropped),
-            "served_gap_max": self._served_gap,
-            "pulls": int(self._num_pulls),
-            "efficiency_second_half": efficiency,
             "processes": self._parts.processes,
             "failed_sinks": self._monitor.failed_sinks,
         }
+        first, last = summary["reward_first"], summary["reward_last"]
         lines = [
             f"reward {first:.3f} -> {last:.3f}" if first is not None and last is not None else "no reward was seen"
         ]
         if "before" in evals and "after" in evals and evals["before"]:
             name = "exact_match" if "exact_match" in evals["after"] else "reward"
             lines.append(f"held-out {name} {evals['before'][name]:.3f} -> {evals['after'][name]:.3f}")
-        if efficiency is not None:
+        lines += in_words(summary["time_shares"])
+        if (efficiency := summary["efficiency_second_half"]) is not None:
             lines.append(f"{efficiency:.0%} of the speed limit in the second half")
         return StageResult(summary=summary, model_path=folder, goodbye=lines)
-
-
-def reduce_stats(stats: list[dict[str, float]]) -> dict[str, float]:
-    """One set of numbers for all collectors: rates and counts add up, shares of time are averaged, maxima are kept."""
-    reduced: dict[str, float] = {}
-    for name in {name for s in stats for name in s}:
-        values = [s[name] for s in stats if name in s]
-        if name.endswith(("/max", "_gap", "_s")) and not name.endswith("tokens_per_s"):
-            reduced[name] = max(values)
-        elif name.endswith(("_frac", "/bytes")):
-            reduced[name] = sum(values) / len(values)
-        else:
-            reduced[name] = sum(values)
-    return reduced
-
-
-async def _awaited(ref: Any) -> Any:
-    return await ref

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from leeway.config.learning import CheckpointConfig
-from leeway.runtime.supervisor import Supervisor
+from leeway.runtime.supervisor import Supervisor, together
 
 SAVE_TIMEOUT_S = 600.0
 
@@ -42,9 +41,7 @@ class Checkpoints:
         )
         folder = self._directory / f"step-{step:06d}"
         saves = [t.save.remote(str(folder / "hf")) for t in self._trainers]
-        await self._supervisor.wait(
-            asyncio.gather(*map(_awaited, saves)), what="saving weights", timeout_s=SAVE_TIMEOUT_S
-        )
+        await self._supervisor.wait(together(saves), what="saving weights", timeout_s=SAVE_TIMEOUT_S)
         (folder / "state.json").write_text(json.dumps({"policy_version": step}) + "\n")
         partial = self._directory / "latest.json.partial"
         partial.write_text(json.dumps({"step": step, "path": folder.name}) + "\n")
@@ -56,7 +53,3 @@ class Checkpoints:
         folders = sorted(self._directory.glob("step-*"))
         for folder in folders[: -self._settings.keep_last]:
             shutil.rmtree(folder)
-
-
-async def _awaited(ref: Any) -> Any:
-    return await ref

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 from leeway.config import Config
 from leeway.runtime.launch import Parts
+from leeway.runtime.supervisor import together
 from leeway.types import Task, Trajectory
 
 
@@ -22,9 +21,7 @@ async def evaluate(
         c.evaluate.remote(list(tasks[i :: len(parts.collectors)]), config.eval.temperature, policy_version)
         for i, c in enumerate(parts.collectors)
     ]
-    results = await parts.supervisor.wait(
-        asyncio.gather(*map(_awaited, calls)), what="evaluation", timeout_s=config.cluster.step_timeout_s
-    )
+    results = await parts.supervisor.wait(together(calls), what="evaluation", timeout_s=config.cluster.step_timeout_s)
     trajectories = [t for part in results for t in part]
     return summarise(trajectories, name=name, policy_version=policy_version), trajectories
 
@@ -41,7 +38,3 @@ def summarise(trajectories: Sequence[Trajectory], *, name: str, policy_version: 
         values = [t.metrics[metric] for t in trajectories if metric in t.metrics]
         metrics[f"eval/{name}/{metric}"] = sum(values) / len(values)
     return metrics
-
-
-async def _awaited(ref: Any) -> Any:
-    return await ref

@@ -22,7 +22,7 @@ from leeway.monitor import Monitor, build_monitor
 from leeway.recipes.checkpoints import Checkpoints
 from leeway.recipes.context import StageContext, StageResult, say
 from leeway.runtime.launch import Launcher
-from leeway.runtime.supervisor import Supervisor
+from leeway.runtime.supervisor import Supervisor, together
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.taskset import TaskSet, build_taskset
 from leeway.types import NO_VERSION, Task, TrainBatch, Trajectory, batch_trajectories
@@ -113,8 +113,8 @@ async def _train(
     for step in range(1, total_steps + 1):
         begun = time.monotonic()
         refs, tokens = upcoming
-        calls = [_awaited(t.train_step.remote(ref, False)) for t, ref in zip(parts.trainers, refs, strict=True)]
-        pending = asyncio.gather(*calls)
+        calls = [t.train_step.remote(ref, False) for t, ref in zip(parts.trainers, refs, strict=True)]
+        pending = together(calls)
         if step < total_steps:
             upcoming = await asyncio.to_thread(lambda: _put(next(batches)))
         metrics = (await parts.supervisor.wait(pending, what="trainer", timeout_s=timeout_s))[0]
@@ -158,7 +158,3 @@ def _example(task: Task, prompter: Prompter) -> Trajectory:
         finish_reason="stop",
         text=task.answer,
     )
-
-
-async def _awaited(ref: Any) -> Any:
-    return await ref

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from leeway.config import Config, derive
 from leeway.runtime.launch import Parts
 from leeway.runtime.limit import Speeds
+from leeway.runtime.supervisor import together
 from leeway.types import Task, Trajectory
 
 
@@ -33,7 +33,7 @@ async def measure_speeds(config: Config, parts: Parts, tasks: Sequence[Task], *,
         config, parts, parts.buffer.sample_batch.remote(batch, config.algorithm.group_size), "replay"
     )
     calls = [t.measure.remote(ref) for t, ref in zip(parts.trainers, refs, strict=True)]
-    times = (await _wait(config, parts, asyncio.gather(*map(_awaited, calls)), "trainer"))[0]
+    times = (await _wait(config, parts, together(calls), "trainer"))[0]
     return Speeds(
         generate_s_per_token=generate_s / max(1, response_tokens),
         train_s_per_token=times["forward_backward_s"] / max(1.0, metrics["train/tokens_in_pass"]),
@@ -50,13 +50,9 @@ async def _timed_rollouts(config: Config, parts: Parts, tasks: Sequence[Task]) -
         for i, c in enumerate(parts.collectors)
         if (share := tasks[i :: len(parts.collectors)])
     ]
-    results = await _wait(config, parts, asyncio.gather(*map(_awaited, calls)), "generators")
+    results = await _wait(config, parts, together(calls), "generators")
     return time.monotonic() - started, [t for part in results for t in part]
 
 
 async def _wait(config: Config, parts: Parts, call: Any, what: str) -> Any:
     return await parts.supervisor.wait(call, what=what, timeout_s=config.cluster.step_timeout_s)
-
-
-async def _awaited(ref: Any) -> Any:
-    return await ref

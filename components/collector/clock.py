@@ -6,7 +6,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-ACTIVITIES = ("pause", "evaluate", "generate", "environment", "withheld", "wait_for_weights", "wait_for_slot")
+ACTIVITIES: tuple[str, ...] = (
+    "pause",
+    "evaluate",
+    "generate",
+    "environment",
+    "withheld",
+    "wait_for_weights",
+    "wait_for_slot",
+)
 """In order of precedence: the activity at any moment is the first of these that something is in.
 
 `pause`: weights are loaded, nothing is generated. `evaluate`: held-out tasks. `generate`: the engine has a request.

@@ -15,7 +15,7 @@ class Derived:
 
     Lags are in optimizer steps, the window in groups. `max_outstanding_groups` is the largest number of groups that are
     admitted and not yet taken at any time. `num_takes` and `total_groups` are None where train.epochs decides. CPUs and
-    GPUs are per role, for all its processes.
+    GPUs are per role, for all its processes. `lockstep`: no group is in flight when weights change.
     """
 
     reorder_window: int
@@ -31,6 +31,7 @@ class Derived:
     cpus: dict[str, int]
     gpus: dict[str, int]
     served_tolerance: float
+    lockstep: bool
 
     @property
     def cpus_needed(self) -> int:
@@ -81,6 +82,8 @@ def derive(config: Config, recipe: str = "async_rl") -> Derived:
             "generator": processes["generator"] * gpus_per_engine if on_gpu else 0,
             "trainer": processes["trainer"] if on_gpu else 0,
         },
+        # At the least target, a group starts only once everything before its own take has been published.
+        lockstep=window == 1 and target == least_target_policy_lag(P, u, n, 1),
         served_tolerance=config.param_server.served_tolerance or (1e-4 if config.model.dtype == "float32" else 0.1),
     )
 

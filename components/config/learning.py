@@ -67,6 +67,11 @@ class TrainConfig(Section):
     max_tokens_per_microbatch: PositiveInt = Field(
         default=16384, description="most tokens in one forward and backward pass"
     )
+    audit_every: NonNegativeInt = Field(
+        default=0,
+        description="optimizer steps between audits: tokens of older versions scored again under kept publications of "
+        "exactly those; 0: never",
+    )
     skip_zero_advantage: bool = Field(default=True, description="save the work on trajectories that move nothing")
     gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
 

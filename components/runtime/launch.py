@@ -23,7 +23,7 @@ from ..trainer.optimizer import OptimizerSettings
 from ..trainer.trainer import TrainerSettings
 from ..weights import CanaryPrompts
 from .placement import Cores, place
-from .supervisor import Supervisor
+from .supervisor import Supervisor, awaited, together
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Parts:
     async def stop(self, *, grace_s: float = 10.0) -> None:
         """End every part on purpose: engines are asked first, then all actors are killed."""
         self.supervisor.forget_all()
-        calls = [asyncio.ensure_future(_awaited(c.shutdown.remote())) for c in self.collectors]
+        calls = [asyncio.ensure_future(awaited(c.shutdown.remote())) for c in self.collectors]
         if calls:
             await asyncio.wait(calls, timeout=grace_s)
         for call in calls:
@@ -127,7 +127,7 @@ def engine_settings(config: Config, *, cores: list[int], load_weights: bool) -> 
 
 def requests_are_seeded(config: Config) -> bool:
     """Only where no request lives through a change of weights: a rebuilt KV cache would rewind its generator."""
-    return config.staleness.max_policy_lag == 0 or config.staleness.in_flight == "off"
+    return derive(config).lockstep or config.staleness.in_flight == "off"
 
 
 def collector_settings(config: Config) -> CollectorSettings:
@@ -156,6 +156,32 @@ class Launcher:
         self._logs = (run_dir / "logs").absolute()
         self._cores: Cores = place(config, recipe)
         self.parts = Parts(supervisor)
+
+    async def begin(self, config: Config, *, total_steps: int, canary: CanaryPrompts) -> None:
+        """Another run of async_rl on the parts that are running: as many of them, on the same cores."""
+        self._config = config
+        parts = self.parts
+        await self._wait(together([parts.param_server.begin.remote(), parts.buffer.begin.remote(config)]), "replay")
+        trainers = [
+            actor.begin.remote(
+                trainer_settings(
+                    config, self._recipe, total_steps=total_steps, canary=canary, cores=self._cores.trainers[rank]
+                )
+            )
+            for rank, actor in enumerate(parts.trainers)
+        ]
+        collectors = [
+            actor.begin.remote(
+                config,
+                collector_settings(config),
+                derive(config).served_tolerance,
+                parts.buffer,
+                parts.param_server,
+            )
+            for actor in parts.collectors
+        ]
+        await self._wait(together(trainers), "trainer")
+        await self._wait(together(collectors), "generators")
 
     async def trainers(self, *, total_steps: int, canary: CanaryPrompts) -> None:
         config, gpus = self._config, 1 if self._config.cluster.device == "cuda" else 0
@@ -230,7 +256,3 @@ class Launcher:
         return await self.parts.supervisor.wait(
             call, what=role, timeout_s=self._config.cluster.start_timeout_s, deadline="cluster.start_timeout_s"
         )
-
-
-async def _awaited(ref: Any) -> Any:
-    return await ref

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from typing import Any, TypeVar
 
 from ray.exceptions import RayActorError, RayTaskError
@@ -21,7 +21,7 @@ class Supervisor:
 
     def watch(self, part: str, call: Awaitable[Any]) -> asyncio.Future[Any]:
         """`call` runs until the part ends: returning is fine, failing ends the run by the part's name."""
-        future = asyncio.ensure_future(_awaited(call))
+        future = asyncio.ensure_future(awaited(call))
         self._watched[future] = part
         return future
 
@@ -32,7 +32,7 @@ class Supervisor:
 
         `deadline` names the setting that `timeout_s` came from.
         """
-        main = asyncio.ensure_future(_awaited(call))
+        main = asyncio.ensure_future(awaited(call))
         try:
             async with asyncio.timeout(timeout_s):
                 while not main.done():
@@ -78,5 +78,11 @@ def as_part_failure(part: str, error: BaseException) -> PartFailed:
     return PartFailed(part, f"{type(error).__name__}: {' '.join(str(error).split())}", str(error))
 
 
-async def _awaited(call: Awaitable[T]) -> T:
+async def awaited(call: Awaitable[T]) -> T:
+    """A coroutine of `call`, which may be an object reference of Ray."""
     return await call
+
+
+def together(calls: Iterable[Awaitable[T]]) -> asyncio.Future[list[T]]:
+    """All results in order; the first failure fails them all."""
+    return asyncio.gather(*map(awaited, calls))

@@ -73,6 +73,12 @@ class TrainerActor:
         return await self._in_order(score)
 
     @as_text
+    async def audit(self, batch: TrainBatch, publication: Publication) -> dict[str, float]:
+        """See `Trainer.audit`; `publication` is a kept one."""
+        buckets = [await ref for ref in publication.bucket_refs]
+        return await self._in_order(lambda: self._trainer.audit(batch, publication.manifest, buckets))
+
+    @as_text
     async def train_step(self, batch: TrainBatch, publish: bool) -> dict[str, float]:
         """forward_backward, optim_step and, if asked, the gathering of the new weights."""
 

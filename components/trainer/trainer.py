@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from ..algorithms.objective import Objective
 from ..types import TrainBatch
 from ..weights import BucketWriter, Canary, CanaryPrompts, Manifest, digest_of
+from .audit import published_weights
 from .microbatch import Microbatch, cut, empty_microbatch
 from .optimizer import OptimizerSettings, learning_rate, make_optimizer
 from .scoring import load_model
@@ -132,6 +133,21 @@ class Trainer:
             )
             logprobs[microbatch.places.cpu()] = scored.cpu()
         return logprobs
+
+    @torch.no_grad()
+    def audit(self, batch: TrainBatch, manifest: Manifest, buckets: Sequence[np.ndarray]) -> dict[str, float]:
+        """How far engine and trainer are apart on tokens of an older version, under the weights of that version.
+
+        `batch` is this rank's share, `manifest` and `buckets` a kept publication (a collective). Returns the `sum`,
+        `max` and number (`tokens`) of |trainer - engine| in nats over all ranks. The weights stay as they were.
+        """
+        with published_weights(self._model.lm, manifest, buckets):
+            logprobs = self.token_logprobs(batch)
+        chosen = batch.loss_mask & (batch.policy_versions == manifest.policy_version)
+        gaps = (logprobs - batch.behavior_logprobs)[chosen].abs().double()
+        total = self._reduce(torch.stack([gaps.sum(), torch.tensor(float(len(gaps)))]), dist.ReduceOp.SUM)
+        largest = self._reduce(gaps.max()[None] if len(gaps) else torch.zeros(1).double(), dist.ReduceOp.MAX)
+        return {"sum": total[0].item(), "tokens": total[1].item(), "max": largest.item()}
 
     def optim_step(self) -> dict[str, float]:
         """One optimizer step; `policy_version` grows by one.

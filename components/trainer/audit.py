@@ -1,0 +1,48 @@
+"""An older policy version back in the trainer for a moment, from its own publication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ..weights import Manifest, read_bucket
+
+
+@contextmanager
+def published_weights(model: nn.Module, manifest: Manifest, buckets: Sequence[np.ndarray]) -> Iterator[None]:
+    """Inside, `model` (sharded or not) has the weights of `manifest`; outside, its own again, bit for bit.
+
+    Every rank reads the whole publication and keeps its own shards of it. Costs one more copy of the rank's shards.
+    """
+    parameters = dict(model.named_parameters())
+    own = {name: _local(p).detach().clone() for name, p in parameters.items()}
+    try:
+        with torch.no_grad():
+            for index, bucket in enumerate(buckets):
+                entries = [e for e in manifest.entries if e.bucket == index and e.name in parameters]
+                # A copy, because what comes out of an object store is read-only.
+                memory = torch.from_numpy(np.array(bucket))
+                for name, tensor in read_bucket(memory, entries, policy_version=manifest.policy_version):
+                    _local(parameters[name]).copy_(_shard_like(parameters[name], tensor))
+        yield
+    finally:
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                _local(parameter).copy_(own[name])
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _shard_like(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return full
+    full = full.to(parameter.device, parameter.dtype)
+    # No rank sends anything: each has read the same bytes.
+    return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()

@@ -1,0 +1,191 @@
+"""What a run of async_rl says of itself: metrics while it runs, sums over it at the end; off the critical path."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from leeway.config import Config, derive
+from leeway.monitor import Monitor, read_metrics, reward_first, reward_last
+from leeway.replay.actor import TakeRefs
+from leeway.runtime.launch import Parts
+from leeway.runtime.limit import LimitMeter, Speeds
+from leeway.runtime.supervisor import together
+
+WORK = ("step/forward_backward_s", "step/optim_s", "step/publish_s", "step/proximal_s")
+"""What a trainer does in a step; the rest of the step it waits."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """Something to log at a step. With a `take`: one of its optimizer steps."""
+
+    step: int
+    metrics: dict[str, float]
+    take: TakeRefs | None = None
+    first_of_take: bool = False
+
+
+class StepClock:
+    """Splits a step's wall time by what the driver waited for; `end` closes the step and opens the next."""
+
+    def __init__(self) -> None:
+        self._since = time.monotonic()
+        self._spent: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            self._spent[f"step/{what}_s"] += time.monotonic() - begun
+
+    def end(self, work: dict[str, float]) -> dict[str, float]:
+        """`step/*` of the step that ends now; `work` holds the seconds that the trainer measured itself."""
+        now = time.monotonic()
+        total, self._since = now - self._since, now
+        spent, self._spent = {"step/wait_for_batch_s": 0.0, **self._spent}, defaultdict(float)
+        known = sum(spent.values()) + sum(work.get(name, 0.0) for name in WORK)
+        return spent | {"step/total_s": total, "step/other_s": max(0.0, total - known)}
+
+
+class Reporter:
+    """Logs step reports in the order they come in, asks the collectors for theirs, and keeps the run's sums."""
+
+    def __init__(self, config: Config, parts: Parts, monitor: Monitor) -> None:
+        self._config = config
+        self._parts = parts
+        self._monitor = monitor
+        self._queue: asyncio.Queue[StepReport | None] = asyncio.Queue()
+        self._seconds = {"trainer": defaultdict[str, float](float), "generator": defaultdict[str, float](float)}
+        self._last_stats = time.monotonic()
+        self._maxima: defaultdict[str, float] = defaultdict(float)
+        self._num_pulls = 0.0
+        self._num_tokens = 0
+        self._training = False
+
+    def put(self, report: StepReport) -> None:
+        self._queue.put_nowait(report)
+
+    def end(self) -> None:
+        self._queue.put_nowait(None)
+
+    async def run(self, speeds: Speeds) -> None:
+        """Consumes step reports; waits for steps; asks the collectors for theirs; returns after `end`."""
+        limit = LimitMeter(speeds, max_policy_lag=derive(self._config).max_policy_lag)
+        updates = self._config.train.updates_per_batch
+        await self.collect_stats(0)  # what came before the first step is not the run's
+        self._training = True
+        while (report := await self._queue.get()) is not None:
+            if report.take is None:
+                self._monitor.log(report.step, report.metrics, role="driver")
+                continue
+            take, step_s = report.take.metrics, report.metrics["step/total_s"]
+            response_tokens = take["train/response_tokens/total"] / updates
+            metrics = report.metrics | limit.step(
+                response_tokens=response_tokens,
+                trained_tokens=take["train/tokens_in_pass"] / updates,
+                longest_response_tokens=take["train/response_tokens/max"],
+                step_s=step_s,
+            )
+            metrics["train/tokens_per_s"] = response_tokens / step_s
+            if report.first_of_take:  # what describes the take is said once
+                metrics |= take
+                self._num_tokens += int(take["train/response_tokens/total"])
+                self._monitor.rollouts(report.step, report.take.rollouts)
+            self._sum_up(metrics)
+            self._monitor.log(report.step, metrics, role="trainer")
+            await self.collect_stats(report.step)
+        self._training = False
+
+    async def collect_stats(self, step: int) -> dict[str, float]:
+        """Log what the collectors did since the last time."""
+        calls = together(c.stats.remote() for c in self._parts.collectors)
+        stats = reduce_stats(
+            await self._parts.supervisor.wait(calls, what="generators", timeout_s=self._config.cluster.step_timeout_s)
+        )
+        now = time.monotonic()
+        seconds, self._last_stats = now - self._last_stats, now
+        if self._training:
+            for name, value in stats.items():
+                if name.endswith("_frac"):
+                    cause = name.removeprefix("collector/").removesuffix("_frac")
+                    self._seconds["generator"][cause] += value * seconds
+        self._keep_maximum("served_gap_max", stats.get("param_server/served_gap/max", 0.0))
+        self._keep_maximum("quarantines", stats["collector/quarantines"])
+        self._num_pulls += stats["param_server/pulls"]
+        self._monitor.log(step, stats, role="collector")
+        return stats
+
+    def shares(self) -> dict[str, dict[str, float]]:
+        """Of the trainer's and the generators' wall time: the share of each activity, largest first."""
+        shares = {}
+        for role, seconds in self._seconds.items():
+            total = sum(seconds.values())
+            largest_first = sorted(seconds.items(), key=lambda item: -item[1])
+            shares[role] = {cause: s / total for cause, s in largest_first if total and s / total >= 0.001}
+        return shares
+
+    def summary(self, *, steps: int) -> dict[str, Any]:
+        """The part of summary.json that comes from metrics."""
+        rows = list(read_metrics(self._monitor.run_dir / "metrics.jsonl"))
+        late = [r for r in rows if "limit/step_s" in r and r["step"] > steps / 2]
+        efficiency = sum(r["limit/step_s"] for r in late) / sum(r["step/total_s"] for r in late) if late else None
+        dropped = max((r["replay/dropped_stale"] for r in rows if "replay/dropped_stale" in r), default=0.0)
+        audits = {"audit_gap_max": self._maxima["audit_gap_max"]} if "audit_gap_max" in self._maxima else {}
+        return {
+            "steps": steps,
+            "tokens": self._num_tokens,
+            "reward_first": reward_first(rows),
+            "reward_last": reward_last(rows),
+            "max_policy_lag_observed": int(self._maxima["max_policy_lag_observed"]),
+            "dropped_stale": int(dropped),
+            "served_gap_max": float(self._maxima["served_gap_max"]),
+            "quarantines": int(self._maxima["quarantines"]),
+            "pulls": int(self._num_pulls),
+            "efficiency_second_half": efficiency,
+            "time_shares": self.shares(),
+            **audits,
+        }
+
+    def _sum_up(self, metrics: dict[str, float]) -> None:
+        self._keep_maximum("max_policy_lag_observed", metrics.get("train/policy_lag/max", 0.0))
+        if "train/audit_gap/max" in metrics:
+            self._keep_maximum("audit_gap_max", metrics["train/audit_gap/max"])
+        seconds = self._seconds["trainer"]
+        for name, value in metrics.items():
+            if name.startswith("step/") and name != "step/total_s":
+                part = "work" if name in WORK else name.removeprefix("step/").removesuffix("_s")
+                seconds[part] += value
+
+    def _keep_maximum(self, name: str, value: float) -> None:
+        self._maxima[name] = max(self._maxima[name], value)
+
+
+def in_words(shares: dict[str, dict[str, float]]) -> list[str]:
+    """One line per role: where its time went."""
+
+    def line(causes: dict[str, float]) -> str:
+        return ", ".join(f"{cause.replace('_', ' ')} {share:.0%}" for cause, share in causes.items() if share >= 0.005)
+
+    return [f"{role}: {line(causes)}" for role, causes in shares.items()]
+
+
+def reduce_stats(stats: list[dict[str, float]]) -> dict[str, float]:
+    """One set of numbers for all collectors: rates and counts add up, shares of time are averaged, maxima are kept."""
+    reduced: dict[str, float] = {}
+    for name in {name for s in stats for name in s}:
+        values = [s[name] for s in stats if name in s]
+        if name.endswith(("/max", "_gap", "_s")) and not name.endswith("tokens_per_s"):
+            reduced[name] = max(values)
+        elif name.endswith(("_frac", "/bytes")):
+            reduced[name] = sum(values) / len(values)
+        else:
+            reduced[name] = sum(values)
+    return reduced
