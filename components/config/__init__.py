@@ -8,9 +8,11 @@ from .load import bundled_configs, config_path, load_config, to_yaml
 from .names import RECIPES
 from .schema import Config
 from .stages import Stage, plan_run, resolve_stages, run_yaml
+from .study import Cell, frontier_cells
 
 __all__ = [
     "RECIPES",
+    "Cell",
     "Config",
     "ConfigError",
     "Derived",
@@ -21,6 +23,7 @@ __all__ = [
     "check_run",
     "config_path",
     "derive",
+    "frontier_cells",
     "load_config",
     "plan_run",
     "resolve_stages",

@@ -8,6 +8,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from .base import Section
 
+CorrectionName = Literal["none", "decoupled", "tis", "icepop", "mis"]
+
 
 class AlgorithmConfig(Section):
     """The policy-gradient objective."""
@@ -16,7 +18,7 @@ class AlgorithmConfig(Section):
     group_size: int = Field(default=8, ge=2, description="completions per task")
     advantage: Literal["grpo"] = Field(default="grpo", description="how rewards of a group become advantages")
     policy_loss: Literal["clip"] = Field(default="clip", description="how ratios and advantages become a loss")
-    correction: Literal["none", "decoupled", "tis", "icepop", "mis"] = Field(
+    correction: CorrectionName = Field(
         default="none",
         description="correction for off-policy data: none, importance weights (decoupled), truncated (tis), or tokens "
         "outside a range left out, the others weighted (icepop) or not (mis)",
@@ -74,6 +76,26 @@ class TrainConfig(Section):
     )
     skip_zero_advantage: bool = Field(default=True, description="save the work on trajectories that move nothing")
     gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
+
+
+class FrontierConfig(Section):
+    """What the recipe frontier compares: one run per lag bound, correction and seed."""
+
+    max_policy_lags: list[Literal["lockstep"] | NonNegativeInt] = Field(
+        default=["lockstep", 2, 4, 8],
+        min_length=1,
+        description="bounds to compare; lockstep: the least that train.updates_per_batch and publish_every allow",
+    )
+    corrections: list[CorrectionName] = Field(
+        default=["none", "decoupled", "tis"], min_length=1, description="values of algorithm.correction to compare"
+    )
+    seeds: PositiveInt = Field(default=5, description="runs of each, with seeds from the run's own on")
+    evaluations: PositiveInt = Field(
+        default=3, description="held-out evaluations per run, evenly spaced, the last at the end"
+    )
+    margin: PositiveFloat = Field(
+        default=0.02, description="accuracy that a bound may cost and still count as not inferior to lockstep"
+    )
 
 
 class CheckpointConfig(Section):

@@ -16,9 +16,12 @@ from .errors import ConfigError, words
 RECIPES = {
     "async_rl": "train with RL: engines generate while the trainer learns, within staleness.max_policy_lag",
     "sft": "train on the tasks' own answers (supervised)",
+    "frontier": "how much lag a config can bear: async_rl over lag bounds, corrections and seeds",
     "evaluate": "measure the model on held-out tasks",
 }
 TRAINING_RECIPES = ("async_rl", "sft")
+STUDIES = {"frontier": "async_rl"}
+"""Recipes that run another one many times, in place of the last stage that has it."""
 ENVIRONMENTS = ("single_turn",)
 REWARDS = ("exact_match", "math_verify", "reasoning_gym")
 

@@ -60,6 +60,12 @@ def check_rules(config: Config, recipe: str, named: Named = str) -> None:
         staleness_is_possible(config, named)
         evaluations_meet_published_weights(config, named)
         a_step_outlasts_its_rollouts(config, named)
+    if recipe == "frontier":
+        from .study import frontier_cells  # it checks each of its runs by these same rules
+
+        if not has_heldout_tasks(config):
+            raise _no_heldout(config, named("task.holdout_frac"))
+        frontier_cells(config)
 
 
 def model_is_loaded_or_built(config: Config, named: Named) -> None:

@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeInt
 from .base import Section
 from .flow import ParamServerConfig, ReplayConfig, RolloutConfig, StalenessConfig
 from .inputs import EnvConfig, EvalConfig, ModelConfig, TaskConfig
-from .learning import AlgorithmConfig, CheckpointConfig, OptimizerConfig, TrainConfig
+from .learning import AlgorithmConfig, CheckpointConfig, FrontierConfig, OptimizerConfig, TrainConfig
 from .running import ClusterConfig, LogConfig, MonitorConfig
 
 
@@ -32,6 +32,7 @@ class Config(Section):
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="objective")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW")
     train: TrainConfig = Field(default_factory=TrainConfig, description="steps and batches")
+    frontier: FrontierConfig = Field(default_factory=FrontierConfig, description="what the recipe frontier compares")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saved weights")
     monitor: MonitorConfig = Field(default_factory=MonitorConfig, description="progress and loggers")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="processes and hardware")

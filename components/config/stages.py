@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from .errors import ConfigError, words
 from .keys import check_known
 from .load import build_config, config_path, read_tree
-from .names import RECIPES, nearest
+from .names import RECIPES, STUDIES, nearest
 from .overrides import Override, Tree, apply_override, leaves, merge, parse_overrides
 from .schema import Config
 
@@ -49,6 +49,10 @@ def resolve_stages(raw: Tree, recipe: str | None, overrides: Sequence[str] = ())
     check_known({name: value for name, value in tree.items() if name != "stages"})
     trees = _stage_trees(tree)
     recipes = {name: _recipe_of(name, stage) for name, stage in trees.items()}
+    studied = [name for name in recipes if recipes[name] == STUDIES.get(recipe or "")]
+    if recipe not in recipes.values() and studied:
+        assert recipe is not None
+        recipes[studied[-1]] = recipe
     if recipe is not None:
         last = max((i for i, name in enumerate(recipes) if recipes[name] == recipe), default=-1)
         selected = list(recipes)[: last + 1]

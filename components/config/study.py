@@ -1,0 +1,86 @@
+"""Which runs the recipe `frontier` is made of: one per lag bound, correction and seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .derived import least_target_policy_lag
+from .rules import check_rules
+from .schema import Config
+
+WHEN_A_FLOOR_ASKS = 1_000_000_000
+"""`rollout.pull_every` of a run whose engines pull only what a group's floor asks for, so that the lag is the bound."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One run of the study. `lockstep`: its bound is the least that its batches allow."""
+
+    name: str
+    max_policy_lag: int
+    lockstep: bool
+    correction: str
+    seed: int
+    config: Config
+
+
+def frontier_cells(config: Config) -> list[Cell]:
+    """All runs, seed by seed, so that a study cut short has compared something; the smallest bound first.
+
+    Each has real lag forced to its bound: strict order, target at the bound, and weights pulled as late as the bound
+    allows. Raises ConfigError for the first that is not possible.
+    """
+    study, train = config.frontier, config.train
+    least = least_target_policy_lag(
+        train.groups_per_step, train.updates_per_batch, config.param_server.publish_every, 1
+    )
+    lags = sorted({least if lag == "lockstep" else lag for lag in study.max_policy_lags})
+    return [
+        _cell(config, lag=lag, least=least, correction=correction, seed=config.seed + i)
+        for i in range(study.seeds)
+        for lag in lags
+        for correction in dict.fromkeys(study.corrections)
+    ]
+
+
+def _cell(config: Config, *, lag: int, least: int, correction: str, seed: int) -> Cell:
+    lockstep = lag == least
+    changed = _updated(
+        config,
+        {
+            "seed": seed,
+            "staleness": {"max_policy_lag": lag, "target_policy_lag": None, "reorder_window": 1},
+            "algorithm": {"correction": correction},
+            "rollout": {"pull_every": WHEN_A_FLOOR_ASKS},
+            "eval": {"at_start": True, "at_end": True, "every": _eval_every(config)},
+            "checkpoint": {"save_hf": "never", "every": 0},
+            "monitor": {"console": "off", "wandb": "off", "tensorboard": False, "rollouts_per_step": 0},
+        },
+    )
+    check_rules(changed, "async_rl", lambda key: "frontier.max_policy_lags" if key.startswith("staleness") else key)
+    return Cell(
+        name=f"lag-{lag}-{correction}-seed-{seed}",
+        max_policy_lag=lag,
+        lockstep=lockstep,
+        correction=correction,
+        seed=seed,
+        config=changed,
+    )
+
+
+def _eval_every(config: Config) -> int:
+    """Steps between evaluations in mid-run: whole batches, and versions that are published."""
+    train, n = config.train, config.param_server.publish_every
+    if train.steps is None or config.frontier.evaluations == 1:
+        return 0
+    unit = train.updates_per_batch * n
+    return max(unit, round(train.steps / config.frontier.evaluations / unit) * unit)
+
+
+def _updated(config: Config, changes: dict[str, Any]) -> Config:
+    sections = {
+        name: getattr(config, name).model_copy(update=change) if isinstance(change, dict) else change
+        for name, change in changes.items()
+    }
+    return config.model_copy(update=sections)
