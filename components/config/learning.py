@@ -67,6 +67,11 @@ class TrainConfig(Section):
     max_tokens_per_microbatch: PositiveInt = Field(
         default=16384, description="most tokens in one forward and backward pass"
     )
+    packing: Literal["auto", "padded"] = Field(
+        default="auto",
+        description="auto: sequences back to back and a group's prompt computed once, where model.attn is sdpa and the "
+        "model allows it; padded: one row each",
+    )
     skip_zero_advantage: bool = Field(default=True, description="save the work on trajectories that move nothing")
     gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
 
