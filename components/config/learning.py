@@ -74,6 +74,11 @@ class TrainConfig(Section):
         description="optimizer steps between audits: tokens of older versions scored again under kept publications of "
         "exactly those; 0: never",
     )
+    packing: Literal["auto", "padded"] = Field(
+        default="auto",
+        description="auto: sequences back to back and a group's prompt computed once, where model.attn is sdpa and the "
+        "model allows it; padded: one row each",
+    )
     skip_zero_advantage: bool = Field(default=True, description="save the work on trajectories that move nothing")
     gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
 

@@ -40,7 +40,7 @@ class Assembler:
         advantages = {g.group_id: self._advantages(g) for g in groups}
         steps = [list(groups[i :: self.updates_per_take]) for i in range(self.updates_per_take)]
         batches = [self._step(step, advantages) for step in steps]
-        in_pass = sum(int(b.prompt_lengths.sum() + b.response_lengths.sum()) for step in batches for b in step)
+        in_pass = sum(_num_pass_tokens(b) for step in batches for b in step)
         return Take(
             index=index,
             group_ids=[g.group_id for g in groups],
@@ -69,20 +69,39 @@ class Assembler:
 
 
 def split_evenly(pairs: Sequence[tuple[Trajectory, float]], num_shares: int) -> list[list[tuple[Trajectory, float]]]:
-    """Split into shares of nearly equal token counts: longest first, each to the lightest share. Deterministic."""
-    shares: list[list[tuple[Trajectory, float]]] = [[] for _ in range(num_shares)]
+    """Split into shares of nearly equal work: largest first, each to the lightest share. Deterministic.
+
+    Trajectories of one prompt stay together, because a rank computes a prompt that they share once. Where that would
+    leave one share with a twentieth more work than the mean, they are cut into smaller pieces.
+    """
     if num_shares == 1:
         return [list(pairs)]
-    loads = [0] * num_shares
-    for pair in sorted(pairs, key=lambda p: -num_trajectory_tokens(p[0])):
-        lightest = loads.index(min(loads))
-        shares[lightest].append(pair)
-        loads[lightest] += num_trajectory_tokens(pair[0])
-    return shares
+    clusters: dict[tuple[int, ...], list[tuple[Trajectory, float]]] = {}
+    for pair in pairs:
+        clusters.setdefault(tuple(pair[0].prompt_tokens), []).append(pair)
+    size = max((len(c) for c in clusters.values()), default=1)
+    while True:
+        pieces = [c[i : i + size] for c in clusters.values() for i in range(0, len(c), size)]
+        shares: list[list[tuple[Trajectory, float]]] = [[] for _ in range(num_shares)]
+        loads = [0] * num_shares
+        for piece in sorted(pieces, key=lambda piece: -num_pass_tokens(piece)):
+            lightest = loads.index(min(loads))
+            shares[lightest] += piece
+            loads[lightest] += num_pass_tokens(piece)
+        if size == 1 or max(loads) * num_shares <= 1.05 * sum(loads):
+            return shares
+        size = -(-size // 2)
 
 
-def num_trajectory_tokens(trajectory: Trajectory) -> int:
-    return len(trajectory.prompt_tokens) + len(trajectory.response_tokens)
+def num_pass_tokens(pairs: Sequence[tuple[Trajectory, float]]) -> int:
+    """Tokens that go through the model for trajectories of one prompt."""
+    return len(pairs[0][0].prompt_tokens) + sum(len(t.response_tokens) for t, _ in pairs)
+
+
+def _num_pass_tokens(batch: TrainBatch) -> int:
+    """Tokens of a share that go through the model: a prompt that several trajectories share counts once."""
+    prompts = {p.numpy().tobytes(): len(p) for p in torch.split(batch.prompt_tokens, batch.prompt_lengths.tolist())}
+    return sum(prompts.values()) + len(batch.response_tokens)
 
 
 def _take_metrics(groups: Sequence[Group], advantages: dict[int, list[float]]) -> dict[str, float]:

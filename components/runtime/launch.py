@@ -106,6 +106,7 @@ def trainer_settings(
         num_threads=len(cores),
         seed=config.seed,
         timeout_s=config.cluster.step_timeout_s,
+        packing=config.train.packing,
     )
 
 

@@ -1,26 +1,35 @@
-"""Cut a rank's unpadded batch into padded microbatches. Padding exists here and nowhere else."""
+"""Cut a rank's unpadded batch into the passes it is computed in: packed rows, or padded ones."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
 from ..types import TrainBatch
+from .layout import Layout, Segment, make_layout
+
+Packing = Literal["shared", "packed", "padded"]
+"""Sequences back to back in one row, those of one prompt sharing it; back to back only; or each in a padded row."""
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """B sequences padded on the right to T tokens, and where their S trained tokens are.
+    """B rows of T tokens, and where their S trained tokens are.
 
-    The logprob of response token s is read at `rows[s]` of the flattened [B * T] positions (one before the token
-    itself). Right padding needs no attention mask: under causal attention no real token looks at a padded one.
+    The logprob of response token s is read at `rows[s]` of the flattened [B * T] positions: where the token before it
+    stands. Packed: one row, `position_ids` and `layout` say what stands where. Padded: both are None, and right padding
+    needs no attention mask, because under causal attention no real token looks at a padded one.
     """
 
     input_ids: torch.Tensor  # int64 [B, T]
+    position_ids: torch.Tensor | None  # int64 [B, T]
+    layout: Layout | None
     rows: torch.Tensor  # int64 [S]
     targets: torch.Tensor  # int64 [S]
-    segments: torch.Tensor  # int64 [S], sequence index 0 .. B - 1
+    segments: torch.Tensor  # int64 [S], index of the sequence in this microbatch
     mask: torch.Tensor  # bool [S]
     behavior_logprobs: torch.Tensor  # float32 [S]
     policy_versions: torch.Tensor  # int64 [S]
@@ -29,36 +38,36 @@ class Microbatch:
     places: torch.Tensor  # int64 [S], where each token is in the batch
 
     def to(self, device: torch.device) -> Microbatch:
-        return Microbatch(**{name: tensor.to(device, non_blocking=True) for name, tensor in vars(self).items()})
+        moved = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, torch.Tensor)
+        }
+        return replace(self, **moved, layout=None if self.layout is None else self.layout.to(device))
 
 
-def cut(batch: TrainBatch, *, max_tokens: int, proximal_logprobs: torch.Tensor | None = None) -> list[Microbatch]:
-    """Microbatches of at most `max_tokens` padded tokens, similar lengths together; a longer sequence gets its own.
+def cut(
+    batch: TrainBatch, *, max_tokens: int, packing: Packing = "shared", proximal_logprobs: torch.Tensor | None = None
+) -> list[Microbatch]:
+    """Microbatches of at most `max_tokens` tokens (padding included); a longer sequence gets its own.
 
     `proximal_logprobs` [S]: in the batch's order.
     """
-    if proximal_logprobs is None:
-        proximal_logprobs = batch.behavior_logprobs
-    total = batch.prompt_lengths + batch.response_lengths
-    order = torch.argsort(total, stable=True).tolist()
-    lengths = total.tolist()
-    chunks: list[list[int]] = []
-    for i in reversed(order):
-        # Longest first: the first sequence of a chunk is its width.
-        if chunks and lengths[chunks[-1][0]] * (len(chunks[-1]) + 1) <= max_tokens:
-            chunks[-1].append(i)
-        else:
-            chunks.append([i])
-    prompt_starts = _starts(batch.prompt_lengths)
-    response_starts = _starts(batch.response_lengths)
-    return [_pad(batch, proximal_logprobs, chunk, prompt_starts, response_starts) for chunk in chunks]
+    sequences = _Sequences(batch, batch.behavior_logprobs if proximal_logprobs is None else proximal_logprobs)
+    if packing == "padded":
+        return [_pad(sequences, chunk) for chunk in _similar(sequences, max_tokens)]
+    clusters = sequences.by_prompt() if packing == "shared" else [[i] for i in range(len(sequences.lengths))]
+    return [_pack(sequences, chunk) for chunk in _fill(sequences, clusters, max_tokens)]
 
 
-def empty_microbatch() -> Microbatch:
+def empty_microbatch(*, packed: bool) -> Microbatch:
     """One token and nothing to train on, for a rank that has run out of work while others have not."""
     none = torch.zeros(0, dtype=torch.int64)
+    token = torch.zeros(1, 1, dtype=torch.int64)
     return Microbatch(
-        input_ids=torch.zeros(1, 1, dtype=torch.int64),
+        input_ids=token,
+        position_ids=token if packed else None,
+        layout=make_layout([Segment(0, 1)]) if packed else None,
         rows=none,
         targets=none,
         segments=none,
@@ -71,40 +80,136 @@ def empty_microbatch() -> Microbatch:
     )
 
 
-def _starts(lengths: torch.Tensor) -> list[int]:
-    return [0, *torch.cumsum(lengths, 0).tolist()]
+class _Sequences:
+    """The batch's sequences, by index."""
+
+    def __init__(self, batch: TrainBatch, proximal_logprobs: torch.Tensor) -> None:
+        self.batch = batch
+        self.proximal_logprobs = proximal_logprobs
+        self.prompt_lengths: list[int] = batch.prompt_lengths.tolist()
+        self.response_lengths: list[int] = batch.response_lengths.tolist()
+        self.lengths = [p + r for p, r in zip(self.prompt_lengths, self.response_lengths, strict=True)]
+        self._prompts = torch.split(batch.prompt_tokens, self.prompt_lengths)
+        self._spans = list(
+            zip(_starts(self.response_lengths), _starts(self.response_lengths)[1:], strict=False)
+        )  # of response tokens
+
+    def prompt(self, i: int) -> torch.Tensor:
+        return self._prompts[i]
+
+    def response(self, i: int) -> torch.Tensor:
+        start, stop = self._spans[i]
+        return self.batch.response_tokens[start:stop]
+
+    def by_prompt(self) -> list[list[int]]:
+        """Sequences with the same prompt together, in the order in which the prompts first appear."""
+        clusters: dict[bytes, list[int]] = {}
+        for i, prompt in enumerate(self._prompts):
+            clusters.setdefault(prompt.numpy().tobytes(), []).append(i)
+        return list(clusters.values())
+
+    def fields(self, chunk: Sequence[int]) -> dict[str, torch.Tensor]:
+        """What a microbatch of these sequences, in this order, says of its tokens."""
+        places = torch.cat([torch.arange(*self._spans[i]) for i in chunk])
+        return {
+            "targets": self.batch.response_tokens[places],
+            "segments": torch.repeat_interleave(
+                torch.arange(len(chunk)), torch.tensor([self.response_lengths[i] for i in chunk])
+            ),
+            "mask": self.batch.loss_mask[places],
+            "behavior_logprobs": self.batch.behavior_logprobs[places],
+            "policy_versions": self.batch.policy_versions[places],
+            "advantages": self.batch.advantages[places],
+            "proximal_logprobs": self.proximal_logprobs[places],
+            "places": places,
+        }
 
 
-def _pad(
-    batch: TrainBatch,
-    proximal_logprobs: torch.Tensor,
-    chunk: list[int],
-    prompt_starts: list[int],
-    response_starts: list[int],
-) -> Microbatch:
-    prompts = [batch.prompt_tokens[prompt_starts[i] : prompt_starts[i + 1]] for i in chunk]
-    spans = [slice(response_starts[i], response_starts[i + 1]) for i in chunk]
-    sequences = [torch.cat([p, batch.response_tokens[s]]) for p, s in zip(prompts, spans, strict=True)]
-    width = max(len(s) for s in sequences)
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return [0, *torch.cumsum(torch.tensor(lengths, dtype=torch.int64), 0).tolist()]
+
+
+# ------------------------------------------------------------------------------------------------------- packed
+
+
+def _fill(sequences: _Sequences, clusters: list[list[int]], max_tokens: int) -> list[list[list[int]]]:
+    """Clusters into microbatches, longest first, so that attention finds similar lengths together."""
+    order = sorted(clusters, key=lambda c: -max(sequences.lengths[i] for i in c))
+    chunks: list[list[list[int]]] = []
+    room = 0
+    for cluster in order:
+        prompt = sequences.prompt_lengths[cluster[0]]
+        piece: list[int] = []
+        for i in cluster:
+            own = max(0, sequences.response_lengths[i] - 1)
+            needed = own if piece else prompt + own
+            if not chunks or needed > room:
+                # A cluster that is cut brings its prompt along again.
+                chunks.append([])
+                room, needed, piece = max_tokens, prompt + own, []
+            if not piece:
+                chunks[-1].append(piece)
+            piece.append(i)
+            room -= needed
+    return chunks
+
+
+def _pack(sequences: _Sequences, clusters: list[list[int]]) -> Microbatch:
+    """One row. The last token of a response is left out: nothing is predicted from it, and nothing attends to it."""
+    tokens, positions, rows, segments, end = [], [], [], [], 0
+    for cluster in clusters:
+        prompt = sequences.prompt(cluster[0])
+        prompt_start, prompt_length = end, len(prompt)
+        tokens.append(prompt)
+        positions.append(torch.arange(prompt_length))
+        end += prompt_length
+        if len(cluster) > 1:
+            segments.append(Segment(prompt_start, prompt_length))
+        for i in cluster:
+            response = sequences.response(i)
+            own = max(0, len(response) - 1)
+            tokens.append(response[:own])
+            positions.append(torch.arange(prompt_length, prompt_length + own))
+            if len(cluster) > 1:
+                segments.append(Segment(end, own, prompt_start, prompt_length))
+            else:
+                segments.append(Segment(prompt_start, prompt_length + own))
+            if len(response):
+                rows += [torch.tensor([prompt_start + prompt_length - 1]), torch.arange(end, end + own)]
+            end += own
+    return Microbatch(
+        input_ids=torch.cat(tokens)[None],
+        position_ids=torch.cat(positions)[None],
+        layout=make_layout(segments),
+        rows=torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64),
+        **sequences.fields([i for cluster in clusters for i in cluster]),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- padded
+
+
+def _similar(sequences: _Sequences, max_tokens: int) -> list[list[int]]:
+    """Sequences of similar length together, so that little is padded."""
+    chunks: list[list[int]] = []
+    for i in sorted(range(len(sequences.lengths)), key=lambda i: -sequences.lengths[i]):
+        # Longest first: the first sequence of a chunk is its width.
+        if chunks and sequences.lengths[chunks[-1][0]] * (len(chunks[-1]) + 1) <= max_tokens:
+            chunks[-1].append(i)
+        else:
+            chunks.append([i])
+    return chunks
+
+
+def _pad(sequences: _Sequences, chunk: list[int]) -> Microbatch:
+    width = max(sequences.lengths[i] for i in chunk)
     input_ids = torch.zeros(len(chunk), width, dtype=torch.int64)
     rows = []
-    for b, (sequence, prompt) in enumerate(zip(sequences, prompts, strict=True)):
-        input_ids[b, : len(sequence)] = sequence
-        rows.append(torch.arange(b * width + len(prompt) - 1, b * width + len(sequence) - 1))
-
-    def gather(name: str) -> torch.Tensor:
-        tensor = getattr(batch, name)
-        return torch.cat([tensor[s] for s in spans])
-
+    for b, i in enumerate(chunk):
+        prompt, length = sequences.prompt_lengths[i], sequences.lengths[i]
+        input_ids[b, :prompt] = sequences.prompt(i)
+        input_ids[b, prompt:length] = sequences.response(i)
+        rows.append(torch.arange(b * width + prompt - 1, b * width + length - 1))
     return Microbatch(
-        input_ids=input_ids,
-        rows=torch.cat(rows),
-        targets=gather("response_tokens"),
-        segments=torch.repeat_interleave(torch.arange(len(chunk)), torch.tensor([s.stop - s.start for s in spans])),
-        mask=gather("loss_mask"),
-        behavior_logprobs=gather("behavior_logprobs"),
-        policy_versions=gather("policy_versions"),
-        advantages=gather("advantages"),
-        proximal_logprobs=torch.cat([proximal_logprobs[s] for s in spans]),
-        places=torch.cat([torch.arange(s.start, s.stop) for s in spans]),
+        input_ids=input_ids, position_ids=None, layout=None, rows=torch.cat(rows), **sequences.fields(chunk)
     )

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from .attention import NAME as PACKED
+from .attention import is_packable
+from .layout import Layout
+
+logger = logging.getLogger(__name__)
 
 
 class ScoringModel(nn.Module):
@@ -17,14 +25,28 @@ class ScoringModel(nn.Module):
         super().__init__()
         self.lm = lm
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether packed rows can be scored."""
+        return self.lm.config._attn_implementation == PACKED
+
     def forward(
-        self, input_ids: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor | None, temperature: float
+        self,
+        input_ids: torch.Tensor,
+        rows: torch.Tensor,
+        targets: torch.Tensor | None,
+        temperature: float,
+        *,
+        position_ids: torch.Tensor | None = None,
+        layout: Layout | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """input_ids [B, T], rows [S] into the flattened B * T positions -> (logprobs, entropy [S]), in nats, float32.
 
-        With targets [S]: `logprobs` [S] of those. Without: of the whole vocabulary, [S, V].
+        With targets [S]: `logprobs` [S] of those. Without: of the whole vocabulary, [S, V]. `position_ids` and
+        `layout`: see `Microbatch`; only a model that `is_packed` takes them.
         """
-        hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        packed = {} if layout is None else {"position_ids": position_ids, "layout": layout}
+        hidden = self.lm.base_model(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
         head = self.lm.get_output_embeddings()
         assert head is not None, "a causal LM has an output head"
         logits = head(hidden.flatten(0, 1)[rows])
@@ -49,8 +71,11 @@ def final_transform(logits: torch.Tensor, config: object) -> torch.Tensor:
     return logits
 
 
-def load_model(path: str, *, attn: str, trust_remote_code: bool = False) -> ScoringModel:
-    """The model in float32 (master weights), in training mode with every dropout off."""
+def load_model(path: str, *, attn: str, packing: str = "auto", trust_remote_code: bool = False) -> ScoringModel:
+    """The model in float32 (master weights), in training mode with every dropout off.
+
+    `packing`: see `TrainerSettings`. What cannot be packed is padded.
+    """
     lm = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation=attn, trust_remote_code=trust_remote_code, low_cpu_mem_usage=True
     )
@@ -61,4 +86,9 @@ def load_model(path: str, *, attn: str, trust_remote_code: bool = False) -> Scor
         elif isinstance(rate := getattr(module, "attention_dropout", None), float) and rate:
             module.attention_dropout = 0.0  # type: ignore[assignment]  # torch's stub knows tensors and modules only
     lm.config.attention_dropout = 0.0
+    if packing != "padded" and attn == "sdpa":
+        if is_packable(lm):
+            lm.set_attn_implementation(PACKED)
+        else:
+            logger.warning("%s mixes tokens in ways that packing does not know: batches are padded", type(lm).__name__)
     return ScoringModel(lm).train()  # gradient checkpointing works in training mode only

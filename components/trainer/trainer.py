@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from ..algorithms.objective import Objective
 from ..types import TrainBatch
 from ..weights import BucketWriter, Canary, CanaryPrompts, Manifest, digest_of
 from .audit import published_weights
-from .microbatch import Microbatch, cut, empty_microbatch
+from .microbatch import Microbatch, Packing, cut, empty_microbatch
 from .optimizer import OptimizerSettings, learning_rate, make_optimizer
 from .scoring import load_model
 from .sharding import make_mesh, shard
@@ -37,6 +38,7 @@ class TrainerSettings:
     """What a rank is started with; the same for all of them.
 
     `max_policy_lag` None: batches carry no policy tokens (supervised training). `publish_dtype`: what engines get.
+    `packing`: how sequences lie in a pass, see `Packing`; "auto" is shared where the model's attention allows it.
     """
 
     model_path: str
@@ -57,6 +59,7 @@ class TrainerSettings:
     seed: int
     timeout_s: float
     trust_remote_code: bool = False
+    packing: Packing | Literal["auto"] = "auto"
 
 
 class Trainer:
@@ -82,9 +85,15 @@ class Trainer:
         assert (settings.num_ranks, settings.device) == (self._settings.num_ranks, self._settings.device)
         self._settings = settings
         torch.manual_seed(settings.seed)
-        model = load_model(settings.model_path, attn=settings.attn, trust_remote_code=settings.trust_remote_code).to(
-            self._device
-        )
+        model = load_model(
+            settings.model_path,
+            attn=settings.attn,
+            packing=settings.packing,
+            trust_remote_code=settings.trust_remote_code,
+        ).to(self._device)
+        self._packing: Packing = "padded"
+        if model.is_packed:
+            self._packing = "shared" if settings.packing == "auto" else settings.packing
         self._config = model.lm.config
         self._model = shard(
             model,
@@ -128,9 +137,7 @@ class Trainer:
         """Logprobs [S] of this rank's response tokens under the weights of now, on the CPU (a collective)."""
         logprobs = torch.zeros(len(batch.response_tokens))
         for microbatch in self._passes(batch):
-            scored, _ = self._model(
-                microbatch.input_ids, microbatch.rows, microbatch.targets, self._settings.temperature
-            )
+            scored, _ = self._score(microbatch)
             logprobs[microbatch.places.cpu()] = scored.cpu()
         return logprobs
 
@@ -246,18 +253,29 @@ class Trainer:
 
     def _passes(self, batch: TrainBatch, proximal_logprobs: torch.Tensor | None = None) -> Iterator[Microbatch]:
         """This rank's microbatches on its device, then empty ones: each pass is a collective of all ranks."""
-        limit = self._settings.max_tokens_per_microbatch
-        own = cut(batch, max_tokens=limit, proximal_logprobs=proximal_logprobs) if len(batch.prompt_lengths) else []
+        own = []
+        if len(batch.prompt_lengths):
+            limit = self._settings.max_tokens_per_microbatch
+            own = cut(batch, max_tokens=limit, packing=self._packing, proximal_logprobs=proximal_logprobs)
         num_passes = int(self._reduce(torch.tensor([float(len(own))]), dist.ReduceOp.MAX).item())
         for i in range(num_passes):
-            yield (own[i] if i < len(own) else empty_microbatch()).to(self._device)
+            yield (own[i] if i < len(own) else empty_microbatch(packed=self._packing != "padded")).to(self._device)
+
+    def _score(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs and entropies [S] of a microbatch's tokens (a collective)."""
+        return self._model(
+            microbatch.input_ids,
+            microbatch.rows,
+            microbatch.targets,
+            self._settings.temperature,
+            position_ids=microbatch.position_ids,
+            layout=microbatch.layout,
+        )
 
     def _backward(
         self, microbatch: Microbatch, batch: TrainBatch, *, current_is_proximal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropy = self._model(
-            microbatch.input_ids, microbatch.rows, microbatch.targets, self._settings.temperature
-        )
+        logprobs, entropy = self._score(microbatch)
         if current_is_proximal:
             microbatch = replace(microbatch, proximal_logprobs=logprobs.detach())
         loss = self._settings.objective.loss(

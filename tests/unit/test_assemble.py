@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import random
 from collections import Counter
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from leeway.algorithms.advantages import grpo_advantage
-from leeway.replay.assemble import Assembler, Take, num_trajectory_tokens, split_evenly
+from leeway.replay.assemble import Assembler, Take, split_evenly
 from leeway.types import NO_VERSION, Group, TrainBatch, Trajectory
 
 
@@ -149,15 +150,42 @@ def test_ranks_share_every_trajectory_once_and_evenly(ranks):
             t.prompt_tokens[0] for g in groups for t in g.trajectories
         )
         loads = [int(b.prompt_lengths.sum() + b.response_lengths.sum()) for b in batches]
-        longest = max(num_trajectory_tokens(t) for g in groups for t in g.trajectories)
+        longest = max(len(t.prompt_tokens + t.response_tokens) for g in groups for t in g.trajectories)
         assert max(loads) - min(loads) <= longest
         assert len({(int(b.num_sequences), int(b.num_tokens)) for b in batches}) == 1
 
 
 def test_longest_first_keeps_two_long_ones_apart():
     pairs = [(trajectory(i, reward=0.0, response=n), 1.0) for i, n in enumerate((5, 5, 50, 50, 5, 5), start=1)]
-    loads = [sum(num_trajectory_tokens(t) for t, _ in share) for share in split_evenly(pairs, 2)]
+    loads = [sum(len(t.prompt_tokens + t.response_tokens) for t, _ in share) for share in split_evenly(pairs, 2)]
     assert loads[0] == loads[1]
+
+
+def group_pairs(number: int, lengths: list[int]) -> list[tuple[Trajectory, float]]:
+    """Groups of trajectories with one prompt each and responses of these lengths."""
+    return [
+        (dataclasses.replace(trajectory(i, reward=0.0, response=n), prompt_tokens=[i, 0, 0]), 1.0)
+        for i in range(number)
+        for n in lengths
+    ]
+
+
+def test_trajectories_of_one_prompt_stay_together_where_the_balance_allows_it():
+    shares = split_evenly(group_pairs(6, [4, 9, 2]), 2)
+    prompts = [{tuple(t.prompt_tokens) for t, _ in share} for share in shares]
+    assert not prompts[0] & prompts[1]
+    assert [len(share) for share in shares] == [9, 9]
+    # One group for two ranks: half of it each.
+    assert [len(share) for share in split_evenly(group_pairs(1, [5, 5, 5, 5]), 2)] == [2, 2]
+
+
+def test_a_shared_prompt_is_counted_once():
+    pairs = group_pairs(2, [4, 5])
+    groups = [
+        Group(group_id=i, task_id="t", trajectories=[dataclasses.replace(t, reward=float(r)) for r, t in enumerate(g)])
+        for i, g in enumerate([[pairs[0][0], pairs[1][0]], [pairs[2][0], pairs[3][0]]])
+    ]
+    assert assemble(groups).metrics["train/tokens_in_pass"] == 2 * (3 + 4 + 5)
 
 
 def test_there_may_be_more_ranks_than_trajectories():

@@ -143,6 +143,13 @@ def random_trajectories(seed: int, number: int, *, version: int = 0) -> list[Tra
     return out
 
 
+def in_pairs(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Every second trajectory answers the prompt of the one before it."""
+    return [
+        dataclasses.replace(t, prompt_tokens=trajectories[i - i % 2].prompt_tokens) for i, t in enumerate(trajectories)
+    ]
+
+
 def batch_of(trajectories: Sequence[Trajectory], *, share: slice = slice(None), seed: int = 1) -> TrainBatch:
     """One rank's share of a step made of all `trajectories`."""
     rng = random.Random(seed)
@@ -162,22 +169,22 @@ class Recorder:
     num_sums: int = 1
     needs_proximal: bool = False
     num_maxima: int = 0
-    seen: dict[tuple[int, ...], list[float]] = dataclasses.field(default_factory=dict)
-    entropies: dict[tuple[int, ...], list[float]] = dataclasses.field(default_factory=dict)
+    seen: dict[int, float] = dataclasses.field(default_factory=dict)  # by place in the batch
+    entropies: dict[int, float] = dataclasses.field(default_factory=dict)
 
     def loss(self, logprobs, entropy, tokens, *, policy_version, num_sequences, num_tokens) -> Loss:
-        for i, row in enumerate(tokens.input_ids.tolist()):
-            where = tokens.segments == i
-            self.seen[tuple(row)] = logprobs[where].tolist()
-            self.entropies[tuple(row)] = entropy[where].tolist()
+        places = tokens.places.tolist()
+        assert not self.seen.keys() & set(places), "a token was trained on twice"
+        self.seen |= dict(zip(places, logprobs.tolist(), strict=True))
+        self.entropies |= dict(zip(places, entropy.tolist(), strict=True))
         return Loss(logprobs.sum() * 0.0, torch.zeros(1, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
 
     def metrics(self, sums, maxima) -> dict[str, float]:
         return {}
 
-    def of(self, sequence: list[int], which: str = "seen") -> list[float]:
-        [row] = [row for row in self.seen if list(row[: len(sequence)]) == sequence]
-        return getattr(self, which)[row]
+    def of(self, trajectories: Sequence[Trajectory], index: int, which: str = "seen") -> list[float]:
+        start = sum(len(t.response_tokens) for t in trajectories[:index])
+        return [getattr(self, which)[start + i] for i in range(len(trajectories[index].response_tokens))]
 
 
 def reference_model(path: Path) -> Any:
@@ -222,20 +229,20 @@ def test_logprobs_and_entropy_are_those_of_transformers_on_each_sequence_alone(
     trainer = make(objective=recorder, temperature=temperature, max_tokens_per_microbatch=max_tokens)
     trainer.forward_backward(batch_of(trajectories))
     model = reference_model(model_path)
-    for t in trajectories:
+    for i, t in enumerate(trajectories):
         sequence = t.prompt_tokens + t.response_tokens
         rows = reference_logprobs(model, sequence, temperature)[len(t.prompt_tokens) - 1 : -1]
         expected = rows.gather(-1, torch.tensor(t.response_tokens)[:, None])[:, 0].tolist()
-        assert recorder.of(sequence) == pytest.approx(expected, abs=1e-5)
+        assert recorder.of(trajectories, i) == pytest.approx(expected, abs=1e-5)
         entropy = -(rows.exp() * rows).sum(-1)
-        assert recorder.of(sequence, "entropies") == pytest.approx(entropy.tolist(), abs=1e-5)
+        assert recorder.of(trajectories, i, "entropies") == pytest.approx(entropy.tolist(), abs=1e-5)
 
 
-def test_microbatches_keep_to_the_limit_and_hold_everything_once():
+def test_padded_microbatches_keep_to_the_limit_and_hold_everything_once():
     for seed in range(30):
         trajectories = random_trajectories(seed, 20)
         limit = random.Random(seed).randint(10, 200)
-        pieces = cut(batch_of(trajectories), max_tokens=limit)
+        pieces = cut(batch_of(trajectories), max_tokens=limit, packing="padded")
         found = []
         for piece in pieces:
             rows, width = piece.input_ids.shape
@@ -623,7 +630,7 @@ trainer.close()
 @pytest.mark.timeout(90)
 def test_two_ranks_take_the_same_steps_as_one(make, model_path, tmp_path):
     # Unequal shares: several passes against one, then a rank that has nothing at all.
-    steps = [(random_trajectories(seed, 9), split) for seed, split in ((0, 6), (1, 1), (2, 9))]
+    steps = [(in_pairs(random_trajectories(seed, 9)), split) for seed, split in ((0, 6), (1, 1), (2, 9))]
     settings = settings_of(model_path, num_ranks=2, max_tokens_per_microbatch=60)
     address = free_address()
     others = [batch_of(trajectories, share=slice(split, None)) for trajectories, split in steps]

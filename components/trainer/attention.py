@@ -1,0 +1,135 @@
+"""Attention over a packed row, as an attention implementation of transformers.
+
+Every model that takes an attention implementation hands it the queries, keys and values of the whole row, and passes
+`layout` on to it. Masks are made here, from the layout, so transformers is asked for none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from .layout import Bucket, Layout, padded_layout
+
+NAME = "leeway_packed"
+# Layers that see other tokens through attention only, whose window the layer itself hands to its attention.
+KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def is_packable(lm: PreTrainedModel) -> bool:
+    """Whether all that passes between tokens of `lm` goes through `packed_attention`, in a way that it knows."""
+    layers = getattr(lm.config, "layer_types", None) or ["full_attention"]
+    has_sinks = any(name.endswith("sinks") for name, _ in lm.named_parameters())
+    return (
+        bool(lm._supports_attention_backend)
+        and bool(lm._supports_sdpa)
+        and set(layers) <= KNOWN_LAYERS
+        and not has_sinks
+    )
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    layout: Layout | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [B, H, T, D], key and value [B, H_kv, T, D] -> [B, T, H, D]; without a layout, each row on its own."""
+    assert attention_mask is None, "masks come from the layout"
+    num_rows, width = query.shape[0], query.shape[2]
+    if layout is None:
+        layout = padded_layout(num_rows, width, query.device)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [B * T, H, D]
+    if softcap is None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        out = _variable_length(q, k, v, layout, scaling, sliding_window)
+    else:
+        outputs = [_padded(q, k, v, bucket, scaling, sliding_window, softcap) for bucket in layout.buckets]
+        out = (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).index_select(0, layout.restore)
+    return out.unflatten(0, (num_rows, width)), None
+
+
+def _padded(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bucket: Bucket,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """[T, H, D] -> [n * Q, H, D]: one batched call for the segments of a bucket."""
+
+    def gather(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return x.index_select(0, index.flatten()).view(*index.shape, *x.shape[1:]).transpose(1, 2)
+
+    queries, keys, values = gather(q, bucket.query_index), gather(k, bucket.key_index), gather(v, bucket.key_index)
+    if (groups := q.shape[1] // k.shape[1]) > 1:
+        keys, values = keys.repeat_interleave(groups, dim=1), values.repeat_interleave(groups, dim=1)
+    mask = bucket.mask(window, q.dtype)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling
+        )
+    else:
+        out = _capped(queries, keys, values, bucket, window, scaling, softcap)
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _capped(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bucket: Bucket,
+    window: int | None,
+    scaling: float | None,
+    softcap: float,
+) -> torch.Tensor:
+    """Scores capped by a tanh (Gemma 2), which no fused kernel of torch knows."""
+    scores = queries @ keys.transpose(-1, -2) * (queries.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap)
+    mask = bucket.mask(window, scores.dtype)
+    if mask is None:
+        length = scores.shape[-1]
+        hidden = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    else:
+        scores = scores + mask
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype) @ values
+
+
+def _variable_length(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout, scaling: float | None, window: int | None
+) -> torch.Tensor:
+    """Flash attention over segments of any lengths: no padding at all."""
+    from torch.nn.attention.varlen import varlen_attn  # CUDA builds only
+
+    if layout.key_index is not None:
+        k, v = k.index_select(0, layout.key_index), v.index_select(0, layout.key_index)
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        layout.query_starts,
+        layout.key_starts,
+        layout.max_queries,
+        layout.max_keys,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+AttentionInterface.register(NAME, packed_attention)

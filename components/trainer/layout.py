@@ -1,0 +1,196 @@
+"""Where the tokens of a packed row stand, and what each of them attends to.
+
+Sequences lie back to back in one row. Those with the same prompt share it:
+
+    row        | prompt A | a1 | a2 | a3 | prompt + response b | ...
+    positions  | 0 .. P-1 | P..| P..| P..| 0 ..                | ...
+    segments   |    0     | 1  | 2  | 3  |          4          | ...
+
+A `Segment` is a run of queries and the keys they see: its own tokens, after those of its prompt. Linear layers see
+every token once; only attention reads a shared prompt as often as there are responses.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+# Sequences of a bucket are padded to its longest. More padding than this share of the work opens a new bucket, where
+# the work is not so small that the calls cost more.
+PADDING_FRAC = 0.25
+SMALL_AREA = 1 << 15
+# Queries x keys of a bucket with a mask of its own: 16 MB in float32, and of a pass over all of them at most that.
+MAX_MASKED_AREA = 1 << 22
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`num_queries` tokens of the row from `start` on, after a prompt of `prompt_length` tokens at `prompt_start`."""
+
+    start: int
+    num_queries: int
+    prompt_start: int = 0
+    prompt_length: int = 0
+
+    @property
+    def num_keys(self) -> int:
+        return self.prompt_length + self.num_queries
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """n segments of similar shape, padded to Q queries and K keys; indices into the row.
+
+    Padded entries point at token 0: as keys they lie after every query, and as queries nobody reads them. `offsets`
+    [n]: position of each first query among its keys; None: the keys are the queries, and attention is plainly causal.
+    """
+
+    query_index: torch.Tensor  # int64 [n, Q]
+    key_index: torch.Tensor  # int64 [n, K]
+    offsets: torch.Tensor | None
+    _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
+        """What to add to the scores, [n or 1, 1, Q, K]; None where causal attention needs no mask.
+
+        A query sees itself and the `window` - 1 tokens before it (None: all of them). Kept, as all layers ask for it.
+        """
+        num_queries, num_keys = self.query_index.shape[1], self.key_index.shape[1]
+        if window is not None and window >= num_keys:
+            window = None
+        if self.offsets is None and window is None:
+            return None
+        if (window, dtype) not in self._masks:
+            device = self.query_index.device
+            offsets = torch.zeros(1, dtype=torch.int64, device=device) if self.offsets is None else self.offsets
+            # Padded queries may stand beyond all keys: they too must see something, or their softmax is 0 / 0.
+            queries = (offsets[:, None] + torch.arange(num_queries, device=device)).clamp(max=num_keys - 1)
+            distance = queries[:, :, None] - torch.arange(num_keys, device=device)
+            hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))
+            self._masks[window, dtype] = mask[:, None]
+        return self._masks[window, dtype]
+
+    def to(self, device: torch.device) -> Bucket:
+        offsets = None if self.offsets is None else self.offsets.to(device)
+        return Bucket(self.query_index.to(device), self.key_index.to(device), offsets)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A packed row of T tokens as attention needs it, in two forms of the same thing.
+
+    Padded: `buckets`, and `restore` [T] from their flattened queries, laid end to end, back to the row. Variable
+    length: the segments' queries in the row's order, cut at `query_starts` [n + 1], and their keys `key_index` cut at
+    `key_starts` [n + 1], causal from the lower right.
+    """
+
+    buckets: list[Bucket]
+    restore: torch.Tensor  # int64 [T]
+    query_starts: torch.Tensor  # int32 [n + 1]
+    key_starts: torch.Tensor  # int32 [n + 1]
+    key_index: torch.Tensor | None  # int64 [sum of keys]; None: the row itself
+    max_queries: int
+    max_keys: int
+
+    def to(self, device: torch.device) -> Layout:
+        if device == self.restore.device:
+            return self
+        return Layout(
+            [b.to(device) for b in self.buckets],
+            self.restore.to(device),
+            self.query_starts.to(device),
+            self.key_starts.to(device),
+            None if self.key_index is None else self.key_index.to(device),
+            self.max_queries,
+            self.max_keys,
+        )
+
+
+def padded_layout(num_rows: int, width: int, device: torch.device) -> Layout:
+    """Rows of `width` tokens, each attending to itself."""
+    index = torch.arange(num_rows * width, device=device)
+    starts = torch.arange(0, num_rows * width + 1, width, dtype=torch.int32, device=device)
+    rows = index.view(num_rows, width)
+    return Layout([Bucket(rows, rows, None)], index, starts, starts, None, width, width)
+
+
+def make_layout(segments: Sequence[Segment]) -> Layout:
+    """The layout of a row that `segments` cover from end to end, in order."""
+    assert all(a.start + a.num_queries == b.start for a, b in itertools.pairwise(segments))
+    num_tokens = segments[-1].start + segments[-1].num_queries
+    buckets, restore, done = [], torch.empty(num_tokens, dtype=torch.int64), 0
+    for chosen in _bucket(segments):
+        bucket, places = _pad(chosen)
+        restore[bucket.query_index.flatten()[places]] = places + done
+        done += bucket.query_index.numel()
+        buckets.append(bucket)
+    queries = torch.tensor([s.num_queries for s in segments])
+    keys = torch.tensor([s.num_keys for s in segments])
+    shared = any(s.prompt_length for s in segments)
+    return Layout(
+        buckets,
+        restore,
+        _starts(queries),
+        _starts(keys),
+        _key_index(segments, keys) if shared else None,
+        int(queries.max()),
+        int(keys.max()),
+    )
+
+
+def _bucket(segments: Sequence[Segment]) -> list[list[Segment]]:
+    """Segments of similar shape together, largest first; those that share a prompt apart from those that do not."""
+    buckets: list[list[Segment]] = []
+    widest, work = (0, 0), 0
+    order = sorted(segments, key=lambda s: (s.prompt_length == 0, s.num_keys, s.num_queries), reverse=True)
+    for segment in order:
+        if segment.num_queries == 0:
+            continue
+        own = segment.num_queries * segment.num_keys
+        grown = (max(widest[0], segment.num_queries), max(widest[1], segment.num_keys))
+        together = buckets and bool(buckets[-1][0].prompt_length) == bool(segment.prompt_length)
+        area = grown[0] * grown[1] * (len(buckets[-1]) + 1) if together else 0
+        fits = area <= (1 + PADDING_FRAC) * (work + own) + SMALL_AREA
+        if together and fits and (area <= MAX_MASKED_AREA or not segment.prompt_length):
+            buckets[-1].append(segment)
+            widest, work = grown, work + own
+        else:
+            buckets.append([segment])
+            widest, work = (segment.num_queries, segment.num_keys), own
+    return buckets
+
+
+def _pad(segments: Sequence[Segment]) -> tuple[Bucket, torch.Tensor]:
+    """The bucket of these segments, and where in its flattened queries the row's own tokens are."""
+    starts = torch.tensor([s.start for s in segments])[:, None]
+    own = torch.tensor([s.num_queries for s in segments])[:, None]
+    prompts = torch.tensor([s.prompt_length for s in segments])[:, None]
+    prompt_starts = torch.tensor([s.prompt_start for s in segments])[:, None]
+    keys = torch.arange(int((prompts + own).max()))
+    key_index = torch.where(keys < prompts, prompt_starts + keys, starts + keys - prompts)
+    key_index = torch.where(keys < prompts + own, key_index, 0)
+    width = int(own.max())
+    if not int(prompts.max()) or width * len(keys) > MAX_MASKED_AREA:
+        # A mask for so long a response costs more than to compute the prompt's queries again and drop them.
+        real = (keys >= prompts) & (keys < prompts + own)
+        return Bucket(key_index, key_index, None), real.flatten().nonzero()[:, 0]
+    queries = torch.arange(width)
+    query_index = torch.where(queries < own, starts + queries, 0)
+    return Bucket(query_index, key_index, prompts[:, 0]), (queries < own).flatten().nonzero()[:, 0]
+
+
+def _starts(lengths: torch.Tensor) -> torch.Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(torch.int32)
+
+
+def _key_index(segments: Sequence[Segment], num_keys: torch.Tensor) -> torch.Tensor:
+    segment = torch.repeat_interleave(torch.arange(len(segments)), num_keys)
+    keys = torch.arange(len(segment)) - _starts(num_keys).long()[segment]
+    prompts = torch.tensor([s.prompt_length for s in segments])[segment]
+    prompt_starts = torch.tensor([s.prompt_start for s in segments])[segment]
+    starts = torch.tensor([s.start for s in segments])[segment]
+    return torch.where(keys < prompts, prompt_starts + keys, starts + keys - prompts)

@@ -1,0 +1,236 @@
+"""Packed rows and shared prompts: the same numbers as one padded row per sequence, for every kind of attention."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from leeway.trainer import layout as layouts
+from leeway.trainer.attention import is_packable, packed_attention
+from leeway.trainer.layout import Segment, make_layout
+from leeway.trainer.microbatch import Microbatch, cut
+from leeway.trainer.scoring import ScoringModel, load_model
+from leeway.types import TrainBatch, Trajectory, batch_trajectories
+
+VOCAB = 64
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen2 untied": {"tie_word_embeddings": False},
+    "qwen3": {},
+    "llama": {},
+    "gemma": {},
+    "gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 8},  # capped scores, every other layer with a window
+    "gemma3_text": {"sliding_window": 5, "query_pre_attn_scalar": 8},
+    "mistral": {"sliding_window": 4},
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "granite": {},
+}
+
+
+def trajectory(rng: random.Random, prompt: list[int], response: int) -> Trajectory:
+    masked = rng.randint(0, response - 1) if rng.random() < 0.3 else 0
+    return Trajectory(
+        prompt_tokens=prompt,
+        response_tokens=[rng.randrange(VOCAB) for _ in range(response)],
+        loss_mask=[False] * masked + [True] * (response - masked),
+        behavior_logprobs=[0.0] * masked + [rng.uniform(-5, -3) for _ in range(response - masked)],
+        policy_versions=[0] * response,
+        reward=0.0,
+        finish_reason="stop",
+        text="",
+    )
+
+
+def groups(seed: int, number: int = 5, size: int = 4) -> list[Trajectory]:
+    """Groups of `size` with one prompt each, then some sequences of their own; lengths of one token among them."""
+    rng = random.Random(seed)
+    out = []
+    for _ in range(number):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
+        out += [trajectory(rng, prompt, rng.choice((1, rng.randint(2, 14)))) for _ in range(size)]
+    for _ in range(3):
+        out.append(trajectory(rng, [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))], rng.randint(1, 14)))
+    rng.shuffle(out)
+    return out
+
+
+def batch_of(trajectories: Sequence[Trajectory]) -> TrainBatch:
+    return batch_trajectories(trajectories, [0.0] * len(trajectories), num_sequences=1, num_tokens=1)
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ScoringModel]:
+    """load(architecture, packing) -> the same weights for every packing."""
+    folder = tmp_path_factory.mktemp("architectures")
+
+    def build(name: str, packing: str) -> ScoringModel:
+        path = folder / name
+        if not path.exists():
+            torch.manual_seed(0)
+            config = AutoConfig.for_model(name.split()[0], **(SIZES | ARCHITECTURES[name]))
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+        attn = "eager" if packing == "padded" else "sdpa"  # the padded side is transformers' plainest
+        return load_model(str(path), attn=attn, packing=packing)
+
+    return build
+
+
+def score(model: ScoringModel, batch: TrainBatch, packing: str, max_tokens: int = 10_000) -> tuple[torch.Tensor, dict]:
+    """Logprobs in the batch's order, and the gradient of a fixed random weighting of them."""
+    weights = torch.randn(len(batch.response_tokens), generator=torch.Generator().manual_seed(1))
+    logprobs = torch.full((len(batch.response_tokens),), float("nan"))
+    model.zero_grad()
+    for piece in cut(batch, max_tokens=max_tokens, packing=packing):  # type: ignore[arg-type]
+        scored, _ = model(
+            piece.input_ids, piece.rows, piece.targets, 0.7, position_ids=piece.position_ids, layout=piece.layout
+        )
+        (scored * weights[piece.places]).sum().backward()
+        logprobs[piece.places] = scored.detach()
+    return logprobs, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def check_same(got: tuple[torch.Tensor, dict], expected: tuple[torch.Tensor, dict]) -> None:
+    torch.testing.assert_close(got[0], expected[0], rtol=0, atol=2e-5)
+    assert got[1].keys() == expected[1].keys()
+    total = sum(float(g.double().square().sum()) for g in expected[1].values()) ** 0.5
+    for name, gradient in expected[1].items():
+        assert (got[1][name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7 * total, name
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_layout_gives_the_gradient_of_the_padded_one(load, name):
+    batch = batch_of(groups(0))
+    expected = score(load(name, "padded"), batch, "padded")
+    model = load(name, "auto")
+    assert model.is_packed
+    for packing in ("shared", "packed"):
+        for max_tokens in (10_000, 60):
+            check_same(score(model, batch, packing, max_tokens), expected)
+    # Rows without a layout, as the canary is scored.
+    check_same(score(model, batch, "padded"), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral"])
+def test_responses_too_long_for_a_mask_of_their_own(load, name, monkeypatch):
+    batch = batch_of(groups(1))
+    expected = score(load(name, "padded"), batch, "padded")
+    monkeypatch.setattr(layouts, "MAX_MASKED_AREA", 0)
+    monkeypatch.setattr(layouts, "SMALL_AREA", 0)
+    pieces = cut(batch, max_tokens=10_000)
+    assert pieces[0].layout is not None
+    assert all(bucket.offsets is None for bucket in pieces[0].layout.buckets)
+    check_same(score(load(name, "auto"), batch, "shared"), expected)
+
+
+def test_models_that_mix_tokens_otherwise_are_padded():
+    def model(name: str, **options: Any) -> Any:
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(SIZES | options)))
+
+    assert is_packable(model("qwen2"))
+    assert not is_packable(model("gpt_oss", num_local_experts=4, num_experts_per_tok=2))  # attention sinks
+    assert not is_packable(model("mamba", state_size=4, num_heads=2))  # a state runs from sequence to sequence
+
+
+def sequences_of(piece: Microbatch) -> list[list[int]]:
+    """Each sequence's tokens, put together by following its keys; the last token is not in the row."""
+    assert piece.layout is not None
+    tokens, starts = piece.input_ids[0], piece.layout.key_starts.tolist()
+    index = torch.arange(len(tokens)) if piece.layout.key_index is None else piece.layout.key_index
+    return [tokens[index[a:b]].tolist() for a, b in itertools.pairwise(starts)]
+
+
+def test_a_prompt_is_in_the_row_once_and_every_response_follows_it():
+    for seed in range(10):
+        trajectories = groups(seed)
+        [piece] = cut(batch_of(trajectories), max_tokens=10_000)
+        prompts = {tuple(t.prompt_tokens) for t in trajectories}
+        responses = sum(len(t.response_tokens) - 1 for t in trajectories)
+        assert piece.input_ids.shape[1] == sum(map(len, prompts)) + responses
+        seen = sequences_of(piece)
+        for t in trajectories:
+            assert t.prompt_tokens + t.response_tokens[:-1] in seen
+        # A logprob is read where the token before its target stands.
+        assert piece.position_ids is not None
+        for i, target, place in zip(piece.rows.tolist(), piece.targets.tolist(), piece.places.tolist(), strict=True):
+            where = torch.tensor([t for tr in trajectories for t in tr.response_tokens])
+            assert where[place] == target
+            before = [
+                (tr.prompt_tokens + tr.response_tokens)[len(tr.prompt_tokens) + k - 1]
+                for tr in trajectories
+                for k in range(len(tr.response_tokens))
+            ]
+            assert piece.input_ids[0, i] == before[place]
+
+
+@pytest.mark.parametrize("packing", ["shared", "packed"])
+def test_microbatches_keep_to_the_limit_and_hold_every_token_once(packing):
+    for seed in range(20):
+        trajectories = groups(seed, number=6)
+        limit = random.Random(seed).randint(10, 150)
+        pieces = cut(batch_of(trajectories), max_tokens=limit, packing=packing)
+        places = torch.cat([piece.places for piece in pieces])
+        assert sorted(places.tolist()) == list(range(sum(len(t.response_tokens) for t in trajectories)))
+        for piece in pieces:
+            alone = len(set(piece.segments.tolist())) == 1
+            assert piece.input_ids.shape[1] <= limit or alone
+        assert len(pieces) > 1 or limit > 100
+
+
+def test_the_padding_inside_attention_is_bounded():
+    rng = random.Random(0)
+    lengths = [int(rng.lognormvariate(5, 1)) + 1 for _ in range(200)]
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    layout = make_layout([Segment(s, n) for s, n in zip(starts, lengths, strict=True)])
+    area = sum(b.query_index.numel() * b.key_index.shape[1] for b in layout.buckets)
+    real = sum(n * n for n in lengths)
+    small = layouts.SMALL_AREA * len(layout.buckets)
+    assert area <= (1 + layouts.PADDING_FRAC) * real + small
+    assert len(layout.buckets) < 40
+
+
+def test_masks_are_bounded_whatever_the_group():
+    prompt, responses = 3000, [1500, 1400, 900, 20, 3]
+    starts = [prompt + sum(responses[:i]) for i in range(len(responses))]
+    segments = [Segment(0, prompt), *(Segment(s, n, 0, prompt) for s, n in zip(starts, responses, strict=True))]
+    for bucket in make_layout(segments).buckets:
+        mask = bucket.mask(None, torch.float32)
+        assert mask is None or mask.numel() <= layouts.MAX_MASKED_AREA
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [None, 5])
+def test_flash_attention_agrees_with_the_padded_form(window):
+    torch.manual_seed(0)
+    segments = [Segment(0, 9), Segment(9, 4, 0, 9), Segment(13, 7, 0, 9), Segment(20, 12)]
+    layout = make_layout(segments).to(torch.device("cuda"))
+    q, k, v = (torch.randn(1, h, 32, 64, device="cuda", requires_grad=True) for h in (4, 2, 2))
+    options: dict[str, Any] = {"layout": layout, "sliding_window": window}
+    expected, _ = packed_attention(torch.nn.Module(), q, k, v, None, **options)
+    got, _ = packed_attention(torch.nn.Module(), q.bfloat16(), k.bfloat16(), v.bfloat16(), None, **options)
+    torch.testing.assert_close(got.float(), expected, rtol=0.05, atol=0.05)
+    weights = torch.randn_like(expected)
+    for a, b in zip(
+        torch.autograd.grad((got.float() * weights).sum(), (q, k, v)),
+        torch.autograd.grad((expected * weights).sum(), (q, k, v)),
+        strict=True,
+    ):
+        assert (a - b).norm() <= 0.03 * b.norm()
