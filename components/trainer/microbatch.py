@@ -26,19 +26,28 @@ class Microbatch:
     policy_versions: torch.Tensor  # int64 [S]
     advantages: torch.Tensor  # float32 [S]
     proximal_logprobs: torch.Tensor  # float32 [S]; the behaviour ones where no objective asks for them
+    reference_logprobs: torch.Tensor  # float32 [S]; the behaviour ones where no objective asks for them
     places: torch.Tensor  # int64 [S], where each token is in the batch
 
     def to(self, device: torch.device) -> Microbatch:
         return Microbatch(**{name: tensor.to(device, non_blocking=True) for name, tensor in vars(self).items()})
 
 
-def cut(batch: TrainBatch, *, max_tokens: int, proximal_logprobs: torch.Tensor | None = None) -> list[Microbatch]:
+def cut(
+    batch: TrainBatch,
+    *,
+    max_tokens: int,
+    proximal_logprobs: torch.Tensor | None = None,
+    reference_logprobs: torch.Tensor | None = None,
+) -> list[Microbatch]:
     """Microbatches of at most `max_tokens` padded tokens, similar lengths together; a longer sequence gets its own.
 
-    `proximal_logprobs` [S]: in the batch's order.
+    `proximal_logprobs` and `reference_logprobs` [S]: in the batch's order.
     """
-    if proximal_logprobs is None:
-        proximal_logprobs = batch.behavior_logprobs
+    scored = {
+        name: batch.behavior_logprobs if logprobs is None else logprobs
+        for name, logprobs in (("proximal_logprobs", proximal_logprobs), ("reference_logprobs", reference_logprobs))
+    }
     total = batch.prompt_lengths + batch.response_lengths
     order = torch.argsort(total, stable=True).tolist()
     lengths = total.tolist()
@@ -51,7 +60,7 @@ def cut(batch: TrainBatch, *, max_tokens: int, proximal_logprobs: torch.Tensor |
             chunks.append([i])
     prompt_starts = _starts(batch.prompt_lengths)
     response_starts = _starts(batch.response_lengths)
-    return [_pad(batch, proximal_logprobs, chunk, prompt_starts, response_starts) for chunk in chunks]
+    return [_pad(batch, scored, chunk, prompt_starts, response_starts) for chunk in chunks]
 
 
 def empty_microbatch() -> Microbatch:
@@ -67,6 +76,7 @@ def empty_microbatch() -> Microbatch:
         policy_versions=none,
         advantages=none.float(),
         proximal_logprobs=none.float(),
+        reference_logprobs=none.float(),
         places=none,
     )
 
@@ -77,7 +87,7 @@ def _starts(lengths: torch.Tensor) -> list[int]:
 
 def _pad(
     batch: TrainBatch,
-    proximal_logprobs: torch.Tensor,
+    scored: dict[str, torch.Tensor],
     chunk: list[int],
     prompt_starts: list[int],
     response_starts: list[int],
@@ -105,6 +115,6 @@ def _pad(
         behavior_logprobs=gather("behavior_logprobs"),
         policy_versions=gather("policy_versions"),
         advantages=gather("advantages"),
-        proximal_logprobs=torch.cat([proximal_logprobs[s] for s in spans]),
         places=torch.cat([torch.arange(s.start, s.stop) for s in spans]),
+        **{name: torch.cat([logprobs[s] for s in spans]) for name, logprobs in scored.items()},
     )

@@ -18,11 +18,18 @@ class ScoringModel(nn.Module):
         self.lm = lm
 
     def forward(
-        self, input_ids: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor | None, temperature: float
+        self,
+        input_ids: torch.Tensor,
+        rows: torch.Tensor,
+        targets: torch.Tensor | None,
+        temperature: float,
+        *,
+        entropy_gradient: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """input_ids [B, T], rows [S] into the flattened B * T positions -> (logprobs, entropy [S]), in nats, float32.
 
-        With targets [S]: `logprobs` [S] of those. Without: of the whole vocabulary, [S, V].
+        With targets [S]: `logprobs` [S] of those. Without: of the whole vocabulary, [S, V]. A gradient through the
+        entropy keeps another [S, V] for the backward pass, so it is there only where asked for.
         """
         hidden = self.lm.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         head = self.lm.get_output_embeddings()
@@ -30,7 +37,7 @@ class ScoringModel(nn.Module):
         logits = head(hidden.flatten(0, 1)[rows])
         logits = final_transform(logits.float(), self.lm.config) / temperature
         logprobs = torch.log_softmax(logits, dim=-1)
-        with torch.no_grad():
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = -(logprobs.exp() * logprobs).sum(-1)
         if targets is None:
             return logprobs, entropy

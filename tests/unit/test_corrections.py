@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leeway.algorithms.corrections import NO_CORRECTION, Correction
@@ -34,6 +34,7 @@ def weight_formula(kind: str, ratio: float, *, cap: float, low: float, high: flo
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", ["token", "sequence"])
+@settings(max_examples=30, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4),
     seed=st.integers(0, 10_000),
@@ -54,6 +55,7 @@ def test_weights_are_the_formula(
         torch.tensor(behavior, dtype=f64),
         mask=torch.tensor(mask),
         segments=torch.tensor(segments),
+        advantages=torch.zeros(len(segments)),
     )
     for s, weight in enumerate(got.tolist()):
         others = [t for t in range(len(segments)) if segments[t] == segments[s] and mask[t]]
@@ -69,6 +71,7 @@ def test_a_huge_ratio_stays_finite(kind: str) -> None:
         torch.tensor([-500.0, 0.0]),
         mask=torch.tensor([True, True]),
         segments=torch.tensor([0, 1]),
+        advantages=torch.ones(2),
     )
     assert torch.isfinite(weights).all()
 
