@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from leeway.config import Config, Stage, run_yaml
+from leeway.config import Stage, run_yaml
 from leeway.failures import PartFailed
 from leeway.monitor import MonitorError, check_sinks, weights_sha256, write_summary
 from leeway.recipes.context import StageContext, StageResult, say
@@ -32,7 +32,7 @@ def run_stages(stages: Sequence[Stage], run_dir: Path, config_name: str, argv: S
     try:
         for stage in stages:
             check_sinks(stage.config.monitor)
-            _check_plugins(stage.config)
+            _check_plugins(stage)
             _check_tasks(stage)
         _check_hand_on(stages)
     except (MonitorError, ValueError, OSError) as error:
@@ -182,11 +182,15 @@ class _Run:
             print(f"leeway: {status}: {cause}", file=sys.stderr)
 
 
-def _check_plugins(config: Config) -> None:
+def _check_plugins(stage: Stage) -> None:
     """Import the user's own classes and functions in the driver first, where a mistake in them is the user's to see."""
     from leeway.envs.registry import build_environment
 
-    build_environment(config.env)
+    build_environment(stage.config.env)
+    if stage.recipe == "async_rl":
+        from leeway.algorithms.pieces import check_pieces
+
+        check_pieces(stage.config.algorithm)
 
 
 def _check_tasks(stage: Stage) -> None:

@@ -1,13 +1,34 @@
-"""Advantages of a group of completions of one task."""
+"""Advantages: what each trajectory of a take is worth, from the rewards alone.
+
+An advantage function maps rewards [N] of all trajectories of a take and `groups` [N], the index of each one's group
+(0, 0, 0, 1, 1, ...), to advantages [N]. Most look at one group only: those are written for a group's rewards [G] and
+lifted with `per_group`.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-AdvantageFunction = Callable[[torch.Tensor], torch.Tensor]
-"""Rewards [G] of one group -> advantages [G]."""
+AdvantageFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Rewards [N] and group indices [N] of a take -> advantages [N]."""
+
+
+def per_group(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Lift a function of one group's rewards, [G] -> [G], to a whole take; keyword arguments are handed through."""
+
+    def over_take(rewards: torch.Tensor, groups: torch.Tensor, **options: Any) -> torch.Tensor:
+        if not len(rewards):
+            return rewards
+        sizes = torch.unique_consecutive(groups, return_counts=True)[1].tolist()
+        return torch.cat([function(part, **options) for part in torch.split(rewards, sizes)])
+
+    over_take.__name__, over_take.__doc__, over_take.__module__ = function.__name__, function.__doc__, __name__
+    over_take.of_group = function  # type: ignore[attr-defined]  # whose options it takes
+    return over_take
 
 
 def grpo_advantage(rewards: torch.Tensor, *, eps: float = 1e-6) -> torch.Tensor:
@@ -15,11 +36,100 @@ def grpo_advantage(rewards: torch.Tensor, *, eps: float = 1e-6) -> torch.Tensor:
 
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2.
     """
-    centred = rewards - rewards.mean()
-    if rewards.numel() < 2 or bool((rewards == rewards[0]).all()):
-        # Exact zeros: rounding in the mean must not turn "no signal" into a tiny number divided by eps.
+    if rewards.numel() < 2 or _all_equal(rewards):
         return torch.zeros_like(rewards)
-    return centred / (rewards.std() + eps)
+    return (rewards - rewards.mean()) / (rewards.std() + eps)
 
 
-ADVANTAGES: dict[str, Callable[..., torch.Tensor]] = {"grpo": grpo_advantage}
+def mean_advantage(rewards: torch.Tensor) -> torch.Tensor:
+    """`R - mean_g`, [G] -> [G]. Source: Dr. GRPO, arXiv 2503.20783."""
+    return torch.zeros_like(rewards) if _all_equal(rewards) else rewards - rewards.mean()
+
+
+def rloo_advantage(rewards: torch.Tensor) -> torch.Tensor:
+    """`R - mean of the others = G / (G - 1) (R - mean_g)`, [G] -> [G]; zeros for a group of one.
+
+    Source: RLOO, arXiv 2402.14740.
+    """
+    count = rewards.numel()
+    return mean_advantage(rewards) * (count / (count - 1) if count > 1 else 0.0)
+
+
+def asymre_advantage(rewards: torch.Tensor, *, delta: float = -0.1) -> torch.Tensor:
+    """`R - (mean_g + delta)`, [G] -> [G]: delta < 0 leans towards good answers, which off-policy learning needs.
+
+    Source: AsymRE, arXiv 2506.20520.
+    """
+    return mean_advantage(rewards) - delta
+
+
+def log_mean_exp_advantage(rewards: torch.Tensor, *, tau: float = 1.0) -> torch.Tensor:
+    """`R - tau log mean_g exp(R / tau)`, [G] -> [G]: the soft value as baseline. Source: Kimi k1.5,
+    arXiv 2501.12599.
+
+    `tau` to infinity is the mean, to 0 the best of the group.
+    """
+    if _all_equal(rewards):
+        return torch.zeros_like(rewards)
+    return rewards - tau * (torch.logsumexp(rewards / tau, dim=0) - math.log(rewards.numel()))
+
+
+def balanced_advantage(rewards: torch.Tensor) -> torch.Tensor:
+    """`R - mean_g`, [G] -> [G], but 0 for negatives beyond as many as there are positives: the later ones are dropped.
+
+    A group's samples are exchangeable, so the order that they came in is as random as any. Source: RED-Drop, arXiv
+    2509.24203.
+    """
+    advantages = mean_advantage(rewards)
+    negative = advantages < 0
+    surplus = negative & (negative.cumsum(0) > (advantages > 0).sum())
+    return torch.where(surplus, 0.0, advantages)
+
+
+def reward_advantage(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """`R` itself, [N] -> [N]: rewards must already say good (> 0) and bad (< 0)."""
+    return rewards.clone()
+
+
+def batch_std_advantage(rewards: torch.Tensor, groups: torch.Tensor, *, eps: float = 1e-6) -> torch.Tensor:
+    """`(R - mean_g) / (std of all rewards of the take + eps)`, [N] -> [N].
+
+    One easy group cannot blow up a tiny deviation. Source: Lite PPO, arXiv 2508.08221.
+    """
+    centred = per_group(mean_advantage)(rewards, groups)
+    return centred / (rewards.std() + eps) if rewards.numel() > 1 else centred
+
+
+def whitened_advantage(rewards: torch.Tensor, groups: torch.Tensor, *, eps: float = 1e-6) -> torch.Tensor:
+    """`(R - mean) / (std + eps)` over all rewards of the take, groups or not, [N] -> [N].
+
+    Source: REINFORCE++, arXiv 2501.03262.
+    """
+    return grpo_advantage(rewards, eps=eps)
+
+
+def whitened_group_advantage(rewards: torch.Tensor, groups: torch.Tensor, *, eps: float = 1e-6) -> torch.Tensor:
+    """`R - mean_g`, then divided by the deviation of that over the take, [N] -> [N]: REINFORCE++ with a group baseline.
+
+    Source: REINFORCE++-baseline, arXiv 2501.03262.
+    """
+    return grpo_advantage(per_group(mean_advantage)(rewards, groups), eps=eps)
+
+
+def _all_equal(rewards: torch.Tensor) -> bool:
+    """Exact zeros for these: rounding in the mean must not turn "no signal" into a tiny number divided by eps."""
+    return bool((rewards == rewards[0]).all()) if rewards.numel() else True
+
+
+ADVANTAGES: dict[str, Callable[..., torch.Tensor]] = {
+    "grpo": per_group(grpo_advantage),
+    "mean": per_group(mean_advantage),
+    "batch_std": batch_std_advantage,
+    "rloo": per_group(rloo_advantage),
+    "whitened": whitened_advantage,
+    "whitened_group": whitened_group_advantage,
+    "asymre": per_group(asymre_advantage),
+    "log_mean_exp": per_group(log_mean_exp_advantage),
+    "balanced": per_group(balanced_advantage),
+    "reward": reward_advantage,
+}

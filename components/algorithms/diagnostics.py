@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import torch
 
-SUMS = (
+COUNTS = (
     "tokens", "ratio", "clipped_low", "clipped_high", "off_ratio", "off_ratio_squared", "weight", "masked",
     "entropy", "kl", "lag", "gap", "gap_tokens",
 )  # fmt: skip
 MAXIMA = ("ratio_max", "weight_max", "lag_max", "neg_lag_min", "gap_max")
 
+# Quantiles do not add up, counts per bin do. Bins are even in asinh(log ratio / SCALE): SCALE * BIN wide around ratio
+# 1, and BIN of the log ratio itself further out.
+SCALE, BIN, HALF = 0.01, 0.1, 75
+NUM_BINS = 2 * HALF + 1
+QUANTILES = {"p_01": 0.01, "p_50": 0.5, "p_99": 0.99}
+# First lag of each bucket; the last one is open.
+LAG_BUCKETS = (0, 1, 2, 4, 8)
+LAG_NAMES = ("lag_0", "lag_1", "lag_2_to_3", "lag_4_to_7", "lag_8_up")
+
+SUMS = (
+    *COUNTS,
+    *(f"bin_{i}" for i in range(NUM_BINS)),
+    *(f"tokens_{name}" for name in LAG_NAMES),
+    *(f"off_ratio_{name}" for name in LAG_NAMES),
+)
+
 
 def token_sums(
     *,
     logprobs: torch.Tensor,
-    old_logprobs: torch.Tensor,
+    clipped_ratio: torch.Tensor,
+    clips: str,
     behavior_logprobs: torch.Tensor,
     weights: torch.Tensor,
     entropy: torch.Tensor,
@@ -26,24 +46,30 @@ def token_sums(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(sums [len(SUMS)], maxima [len(MAXIMA)]) over the tokens in `mask`; all inputs [S], no gradient.
 
-    `ratio` is the one that the loss clips: now / `old_logprobs`. Only clips that act are counted: above the range with
-    A > 0, below it with A < 0. `off_ratio` is now / behaviour, however the loss corrects for it; `weights` are the
-    correction's. `kl` is the k3 estimate `exp(-d) - 1 + d`, d = logp_behaviour - logp_now, of KL(behaviour || now)
-    under the behaviour policy's samples (Schulman, "Approximating KL divergence"). `gap` is |trainer - engine| on
-    tokens of lag 0: of the same weights.
+    `clipped_ratio` is the one that the loss looks at. `clips`: "gradient" counts clips that act, above the range with
+    A > 0 and below it with A < 0; "weight" counts every ratio outside, because a weight is cut whatever A says; ""
+    counts none. `off_ratio` is now / behaviour, however the loss corrects for it; `weights` are the correction's. `kl`
+    is the k3 estimate `exp(-d) - 1 + d`, d = logp_behaviour - logp_now, of KL(behaviour || now) under the behaviour
+    policy's samples (Schulman, "Approximating KL divergence"). `gap` is |trainer - engine| on tokens of lag 0: of the
+    same weights.
     """
     d = (logprobs - behavior_logprobs)[mask].double()
     off_ratio = d.exp()
-    ratio = (logprobs - old_logprobs)[mask].double().exp()
+    ratio = clipped_ratio[mask].double()
     weight = weights[mask].double()
     lag = lags[mask].double()
     adv = advantages[mask]
     fresh = d[lag == 0].abs()
-    sums = torch.stack([
+    below, above = ratio < 1 - clip_low, ratio > 1 + clip_high
+    if clips == "gradient":
+        below, above = below & (adv < 0), above & (adv > 0)
+    elif not clips:
+        below, above = torch.zeros_like(below), torch.zeros_like(above)
+    counts = torch.stack([
         torch.tensor(float(mask.sum()), dtype=torch.float64, device=d.device),
         ratio.sum(),
-        ((ratio < 1 - clip_low) & (adv < 0)).double().sum(),
-        ((ratio > 1 + clip_high) & (adv > 0)).double().sum(),
+        below.double().sum(),
+        above.double().sum(),
         off_ratio.sum(),
         off_ratio.square().sum(),
         weight.sum(),
@@ -62,7 +88,11 @@ def token_sums(
         -lag.min() if lag.numel() else low,
         fresh.max() if fresh.numel() else low,
     ])  # fmt: skip
-    return sums, maxima
+    bins = torch.round(torch.asinh(d / SCALE) / BIN).clamp(-HALF, HALF).long() + HALF
+    histogram = torch.bincount(bins, minlength=NUM_BINS).double()
+    buckets = torch.bucketize(lag, lag.new_tensor(LAG_BUCKETS), right=True).clamp(min=1) - 1
+    by_lag = [torch.bincount(buckets, weights=w, minlength=len(LAG_NAMES)) for w in (torch.ones_like(d), off_ratio)]
+    return torch.cat([counts, histogram, *(b.double() for b in by_lag)]), maxima
 
 
 def step_metrics(sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
@@ -88,6 +118,18 @@ def step_metrics(sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
         "train/policy_lag/max": m["lag_max"],
         "train/policy_lag/min": -m["neg_lag_min"],
     }
+    histogram = [s[f"bin_{i}"] for i in range(NUM_BINS)]
+    metrics |= {f"train/off_policy_ratio/{name}": quantile(histogram, q) for name, q in QUANTILES.items()}
+    for name in LAG_NAMES:
+        if tokens := s[f"tokens_{name}"]:
+            metrics[f"train/off_policy_ratio/{name}"] = s[f"off_ratio_{name}"] / tokens
     if s["gap_tokens"]:
         metrics |= {"train/logprob_gap/mean": s["gap"] / s["gap_tokens"], "train/logprob_gap/max": m["gap_max"]}
     return metrics
+
+
+def quantile(histogram: list[float], q: float) -> float:
+    """The ratio at the centre of the bin where the share `q` of the tokens is reached."""
+    wanted = q * sum(histogram)
+    reached = next(i for i, seen in enumerate(itertools.accumulate(histogram)) if seen >= wanted and seen)
+    return math.exp(SCALE * math.sinh((reached - HALF) * BIN))

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
 
 import torch
 
-from .corrections import NO_CORRECTION, Correction
+from .aggregation import aggregate
+from .corrections import (
+    NO_CORRECTION,
+    Correction,
+    interpolated_proximal,
+    second_moment_limit,
+    sequence_mask,
+    squares_in_question,
+)
 from .diagnostics import MAXIMA, SUMS, step_metrics, token_sums
-from .policy_loss import aggregate, clipped_ratio_loss
+from .kl import adapted_coefficient, kl_estimate, penalties_to_go
+from .pieces import CLIP, PolicyLoss
+from .policy_loss import ratio_of, sequence_ratio_of
 
 
 class Tokens(Protocol):
@@ -27,6 +37,19 @@ class Tokens(Protocol):
     def advantages(self) -> torch.Tensor: ...
     @property
     def proximal_logprobs(self) -> torch.Tensor: ...
+    @property
+    def reference_logprobs(self) -> torch.Tensor: ...
+
+
+class ScoredTokens(Protocol):
+    """Response tokens of a rank's whole share of a step; see `types.TrainBatch`."""
+
+    @property
+    def loss_mask(self) -> torch.Tensor: ...
+    @property
+    def behavior_logprobs(self) -> torch.Tensor: ...
+    @property
+    def advantages(self) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -38,44 +61,23 @@ class Loss:
     maxima: torch.Tensor
 
 
-class Objective(Protocol):
-    """`needs_proximal`: whether `Tokens.proximal_logprobs` is read (see `corrections`)."""
+class Objective:
+    """What the trainer minimises. Flags say what it asks of the trainer beside `loss` and `metrics`:
 
-    @property
-    def needs_proximal(self) -> bool: ...
-    @property
-    def num_sums(self) -> int: ...
-    @property
-    def num_maxima(self) -> int: ...
+    - `needs_proximal`: `Tokens.proximal_logprobs` (see `corrections`).
+    - `needs_reference`: `Tokens.reference_logprobs`, of a frozen copy of the weights that training started from.
+    - `needs_entropy_gradient`: an `entropy` that carries a gradient.
+    - `needs_step_values`: that each step starts with `step_values` of every rank being handed to `for_step`.
 
-    def loss(
-        self,
-        logprobs: torch.Tensor,
-        entropy: torch.Tensor,
-        tokens: Tokens,
-        *,
-        policy_version: int,
-        num_sequences: int,
-        num_tokens: int,
-    ) -> Loss: ...
+    `sums` and `maxima` of a `Loss` have `num_sums` and `num_maxima` entries.
+    """
 
-    def metrics(self, sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyObjective:
-    """The clipped ratio of GRPO: against the behaviour logprobs, or against the proximal ones with a correction."""
-
-    clip_low: float
-    clip_high: float
-    aggregation: str
-    correction: Correction = NO_CORRECTION
-    num_sums: int = len(SUMS) + 1
-    num_maxima: int = len(MAXIMA)
-
-    @property
-    def needs_proximal(self) -> bool:
-        return self.correction.needs_proximal
+    num_sums: int
+    num_maxima: int
+    needs_proximal: bool = False
+    needs_reference: bool = False
+    needs_entropy_gradient: bool = False
+    needs_step_values: bool = False
 
     def loss(
         self,
@@ -87,45 +89,196 @@ class PolicyObjective:
         num_sequences: int,
         num_tokens: int,
     ) -> Loss:
-        old = tokens.proximal_logprobs if self.needs_proximal else tokens.behavior_logprobs
-        weights = self.correction.weights(old, tokens.behavior_logprobs, mask=tokens.mask, segments=tokens.segments)
-        per_token = weights * clipped_ratio_loss(
-            logprobs, old, tokens.advantages, clip_low=self.clip_low, clip_high=self.clip_high
+        raise NotImplementedError
+
+    def metrics(self, sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
+        raise NotImplementedError
+
+    def step_values(self, batch: ScoredTokens, proximal_logprobs: torch.Tensor) -> torch.Tensor:
+        """Numbers [K] of one rank's share of a step; see `needs_step_values`."""
+        raise NotImplementedError
+
+    def for_step(self, values: torch.Tensor) -> Self:
+        """This objective, knowing the step's values of all ranks."""
+        return self
+
+    def after_step(self, metrics: dict[str, float]) -> Self:
+        """The objective of the next step, given what `metrics` said of this one."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLPenalty:
+    """`coefficient` times the KL estimate from the reference policy, in the `loss` or in the `reward` (see `kl`).
+
+    In the reward it is taken off each token's return, without gradient, after advantages were made. `target`: the mean
+    KL per token towards which the coefficient moves from step to step; None leaves it.
+    """
+
+    coefficient: float = 0.0
+    estimator: str = "k3"
+    where: str = "loss"
+    target: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyObjective(Objective):
+    """A policy loss, weighed by a correction, aggregated, with a KL penalty and an entropy bonus beside it.
+
+    `aggregation_length` is the length that `fixed_length` divides by.
+    """
+
+    clip_low: float
+    clip_high: float
+    aggregation: str
+    policy_loss: PolicyLoss = CLIP
+    dual_clip: float | None = None
+    aggregation_length: int | None = None
+    correction: Correction = NO_CORRECTION
+    kl: KLPenalty = KLPenalty()
+    entropy_coefficient: float = 0.0
+    num_sums: int = len(SUMS) + 2
+    num_maxima: int = len(MAXIMA)
+
+    @property
+    def needs_proximal(self) -> bool:
+        return self.correction.needs_proximal
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.kl.coefficient > 0
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        return self.entropy_coefficient != 0
+
+    @property
+    def needs_step_values(self) -> bool:
+        return self.correction.kind == "m2po"
+
+    def step_values(self, batch: ScoredTokens, proximal_logprobs: torch.Tensor) -> torch.Tensor:
+        return squares_in_question(proximal_logprobs, batch.behavior_logprobs, batch.advantages, batch.loss_mask)
+
+    def for_step(self, values: torch.Tensor) -> Self:
+        limit = second_moment_limit(values, bound=self.correction.second_moment)
+        return replace(self, correction=replace(self.correction, second_moment_limit=limit))
+
+    def loss(
+        self,
+        logprobs: torch.Tensor,
+        entropy: torch.Tensor,
+        tokens: Tokens,
+        *,
+        policy_version: int,
+        num_sequences: int,
+        num_tokens: int,
+    ) -> Loss:
+        lags = policy_version - tokens.policy_versions
+        old = self._old_logprobs(logprobs, tokens, lags)
+        advantages, kl = self._penalised(logprobs, tokens)
+        weights = self._weights(logprobs, old, advantages, tokens)
+        per_token = weights * self.policy_loss(
+            logprobs,
+            old,
+            advantages,
+            mask=tokens.mask,
+            segments=tokens.segments,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            dual_clip=self.dual_clip,
         )
-        total = aggregate(
-            per_token,
-            tokens.mask,
-            tokens.segments,
-            how=self.aggregation,
-            num_sequences=num_sequences,
-            num_tokens=num_tokens,
-        )
+
+        def step_share(values: torch.Tensor) -> torch.Tensor:
+            return aggregate(
+                values,
+                tokens.mask,
+                tokens.segments,
+                how=self.aggregation,
+                num_sequences=num_sequences,
+                num_tokens=num_tokens,
+                length=self.aggregation_length,
+            )
+
+        policy = total = step_share(per_token)
+        if self.kl.coefficient and self.kl.where == "loss":
+            total = total + self.kl.coefficient * step_share(kl)
+        if self.needs_entropy_gradient:
+            total = total - self.entropy_coefficient * step_share(entropy)
         with torch.no_grad():
             sums, maxima = token_sums(
                 logprobs=logprobs,
-                old_logprobs=old,
+                clipped_ratio=self._clipped_ratio(logprobs, old, tokens),
+                clips=self.policy_loss.clips,
                 behavior_logprobs=tokens.behavior_logprobs,
                 weights=weights,
                 entropy=entropy,
-                lags=policy_version - tokens.policy_versions,
-                advantages=tokens.advantages,
+                lags=lags,
+                advantages=advantages,
                 mask=tokens.mask,
                 clip_low=self.clip_low,
                 clip_high=self.clip_high,
             )
-        return Loss(total, torch.cat([total.detach().double()[None], sums]), maxima)
+            own = torch.stack([policy.detach().double(), kl.detach()[tokens.mask].double().sum()])
+        return Loss(total, torch.cat([own, sums]), maxima)
 
     def metrics(self, sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
-        return {"train/loss/policy": sums[0].item(), **step_metrics(sums[1:], maxima)}
+        policy, kl = sums[:2].tolist()
+        metrics = {"train/loss/policy": policy, **step_metrics(sums[2:], maxima)}
+        num_tokens = sums[2 + SUMS.index("tokens")].item()
+        if self.needs_reference and num_tokens:
+            metrics |= {
+                "train/reference_kl/mean": kl / num_tokens,
+                "train/reference_kl/coefficient": self.kl.coefficient,
+            }
+        return metrics
+
+    def after_step(self, metrics: dict[str, float]) -> Self:
+        kl = metrics.get("train/reference_kl/mean")
+        if self.kl.target is None or kl is None:
+            return self
+        coefficient = adapted_coefficient(self.kl.coefficient, kl, target=self.kl.target)
+        return replace(self, kl=replace(self.kl, coefficient=coefficient))
+
+    def _old_logprobs(self, logprobs: torch.Tensor, tokens: Tokens, lags: torch.Tensor) -> torch.Tensor:
+        if self.correction.kind == "none":
+            return tokens.behavior_logprobs
+        if self.correction.interpolate:
+            return interpolated_proximal(logprobs, tokens.behavior_logprobs, lags)
+        return tokens.proximal_logprobs
+
+    def _penalised(self, logprobs: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+        """(advantages, KL estimates [S]): a penalty in the reward is already taken off the advantages."""
+        if not self.needs_reference:
+            return tokens.advantages, torch.zeros_like(logprobs)
+        behavior, reference = tokens.behavior_logprobs, tokens.reference_logprobs
+        if self.kl.where == "loss":
+            return tokens.advantages, kl_estimate(self.kl.estimator, logprobs, reference, behavior)
+        # A reward is a property of the sample: it compares the policy that sampled it with the reference.
+        kl = kl_estimate(self.kl.estimator, behavior, reference, behavior)
+        return tokens.advantages - self.kl.coefficient * penalties_to_go(kl, tokens.mask, tokens.segments), kl
+
+    def _weights(
+        self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, tokens: Tokens
+    ) -> torch.Tensor:
+        where = {"mask": tokens.mask, "segments": tokens.segments}
+        behavior = tokens.behavior_logprobs
+        weights = self.correction.weights(old, behavior, advantages=advantages, **where)
+        if (bound := self.correction.mask_divergence) is not None:
+            weights = weights * sequence_mask(logprobs, behavior, advantages, bound=bound, **where)
+        return weights
+
+    def _clipped_ratio(self, logprobs: torch.Tensor, old: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+        if self.policy_loss.name == "gspo":
+            return sequence_ratio_of(logprobs, old, tokens.mask, tokens.segments)
+        return ratio_of(logprobs, old)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SupervisedObjective:
+class SupervisedObjective(Objective):
     """Cross-entropy of the response tokens: token-mean over the step."""
 
     num_sums: int = 3
     num_maxima: int = 0
-    needs_proximal: bool = False
 
     def loss(
         self,

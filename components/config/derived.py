@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .presets import NOT_PROPORTIONAL, POLICY_LOSS_OPTIONS
 from .schema import Config
 
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -16,6 +17,8 @@ class Derived:
     Lags are in optimizer steps, the window in groups. `max_outstanding_groups` is the largest number of groups that are
     admitted and not yet taken at any time. `num_takes` and `total_groups` are None where train.epochs decides. CPUs and
     GPUs are per role, for all its processes. `lockstep`: no group is in flight when weights change.
+    `skip_zero_advantage`: train.skip_zero_advantage, where it changes nothing. `scores_proximal`: whether the trainer
+    scores a batch when it is taken.
     """
 
     reorder_window: int
@@ -32,6 +35,8 @@ class Derived:
     gpus: dict[str, int]
     served_tolerance: float
     lockstep: bool
+    skip_zero_advantage: bool
+    scores_proximal: bool
 
     @property
     def cpus_needed(self) -> int:
@@ -84,8 +89,20 @@ def derive(config: Config, recipe: str = "async_rl") -> Derived:
         },
         # At the least target, a group starts only once everything before its own take has been published.
         lockstep=window == 1 and target == least_target_policy_lag(P, u, n, 1),
+        skip_zero_advantage=train.skip_zero_advantage and _zero_advantage_moves_nothing(config),
+        scores_proximal=config.algorithm.correction != "none" and config.algorithm.correction_proximal == "recompute",
         served_tolerance=config.param_server.served_tolerance or (1e-4 if config.model.dtype == "float32" else 0.1),
     )
+
+
+def _zero_advantage_moves_nothing(config: Config) -> bool:
+    """Whether a trajectory without advantage has no gradient: not where a KL penalty or an entropy bonus moves it too.
+
+    A user's own loss may do anything.
+    """
+    a = config.algorithm
+    proportional = a.policy_loss in POLICY_LOSS_OPTIONS and a.policy_loss not in NOT_PROPORTIONAL
+    return proportional and not a.kl_coef and not a.entropy_coef
 
 
 def least_target_policy_lag(groups_per_step: int, updates_per_batch: int, publish_every: int, window: int) -> int:

@@ -2,26 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from .base import Section
+from .presets import ADVANTAGE_OPTIONS, POLICY_LOSS_OPTIONS
 
-CorrectionName = Literal["none", "decoupled", "tis", "icepop", "mis"]
+AlgorithmName = Literal[
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp", "asymre", "topr", "opmd", "opmd_kimi",
+    "sppo", "rec",
+]  # fmt: skip
+
+CorrectionName = Literal["none", "decoupled", "tis", "icepop", "mis", "m2po"]
 
 
 class AlgorithmConfig(Section):
-    """The policy-gradient objective."""
+    """The policy-gradient objective. `name` picks what is not set of all the rest; docs/algorithms.md has the table."""
 
-    name: Literal["grpo"] = Field(default="grpo", description="algorithm")
-    group_size: int = Field(default=8, ge=2, description="completions per task")
-    advantage: Literal["grpo"] = Field(default="grpo", description="how rewards of a group become advantages")
-    policy_loss: Literal["clip"] = Field(default="clip", description="how ratios and advantages become a loss")
+    name: AlgorithmName = Field(default="grpo", description="preset: picks what is not set itself of all the rest")
+    group_size: PositiveInt = Field(default=8, description="completions per task")
+    advantage: str = Field(
+        default="grpo",
+        description=f"how rewards become advantages: {', '.join(ADVANTAGE_OPTIONS)}, or pkg.mod:function",
+    )
+    advantage_options: dict[str, Any] = Field(
+        default_factory=dict, description="options of the advantage, such as delta (asymre) or tau (log_mean_exp)"
+    )
+    advantage_eps: PositiveFloat = Field(default=1e-6, description="added to the standard deviation of rewards")
+    overlong_buffer_frac: float = Field(
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="the last so much of max_response_tokens costs reward, rising to 1 at the limit; 0: nothing does",
+    )
+    rank_penalty: float = Field(
+        default=0.0, ge=0.0, le=1.0, description="share of its reward that the likeliest completion of a group loses"
+    )
+    policy_loss: str = Field(
+        default="clip",
+        description=f"how ratios and advantages become a loss: {', '.join(POLICY_LOSS_OPTIONS)}, or pkg.mod:function",
+    )
+    policy_loss_options: dict[str, Any] = Field(
+        default_factory=dict, description="options of the policy loss, such as tau_pos (sapo) or clip (rec)"
+    )
+    clip_low: float = Field(default=0.2, gt=0.0, le=1.0, description="ratios below 1 - clip_low are clipped")
+    clip_high: PositiveFloat = Field(default=0.28, description="ratios above 1 + clip_high are clipped")
+    dual_clip: float | None = Field(
+        default=None,
+        gt=1.0,
+        description="policy_loss=clip: bad answers cost at most so many advantages; null: no limit",
+    )
+    aggregation: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "fixed_length"] = Field(
+        default="seq_mean_token_mean",
+        description="mean over sequences of their token means, mean over all tokens, mean over sequences of their "
+        "token sums, or of these sums divided by rollout.max_response_tokens",
+    )
     correction: CorrectionName = Field(
         default="none",
-        description="correction for off-policy data: none, importance weights (decoupled), truncated (tis), or tokens "
-        "outside a range left out, the others weighted (icepop) or not (mis)",
+        description="correction for off-policy data: none, importance weights (decoupled), truncated (tis), tokens "
+        "outside a range left out, the others weighted (icepop) or not (mis), or weighted without outliers (m2po)",
     )
     correction_cap: PositiveFloat = Field(default=2.0, description="correction=tis: largest weight")
     correction_low: NonNegativeFloat = Field(default=0.5, description="correction=icepop, mis: least ratio kept")
@@ -29,14 +69,30 @@ class AlgorithmConfig(Section):
     correction_level: Literal["token", "sequence"] = Field(
         default="token", description="whose ratio of proximal to behaviour policy: each token's, or its sequence's"
     )
-    clip_low: float = Field(default=0.2, gt=0.0, lt=1.0, description="ratios below 1 - clip_low are clipped")
-    clip_high: PositiveFloat = Field(default=0.28, description="ratios above 1 + clip_high are clipped")
-    aggregation: Literal["seq_mean_token_mean", "token_mean"] = Field(
-        default="seq_mean_token_mean", description="mean over sequences of token means, or over all tokens"
+    correction_second_moment: PositiveFloat = Field(
+        default=0.04, description="correction=m2po: largest mean of (log ratio)^2 of the kept tokens"
     )
-    advantage_eps: PositiveFloat = Field(
-        default=1e-6, description="added to the standard deviation of a group's rewards"
+    correction_proximal: Literal["recompute", "interpolate"] = Field(
+        default="recompute",
+        description="proximal policy: scored when a batch is taken, or interpolated by lag between the behaviour and "
+        "the current policy",
     )
+    correction_mask_divergence: PositiveFloat | None = Field(
+        default=None,
+        description="sequences of negative advantage whose mean log(behaviour / current) is above this are left out; "
+        "null: none are",
+    )
+    kl_coef: NonNegativeFloat = Field(
+        default=0.0, description="weight of the KL from the reference policy; 0: no reference"
+    )
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "corrected_k3"] = Field(
+        default="k3", description="how that KL is estimated from sampled tokens"
+    )
+    kl_where: Literal["loss", "reward"] = Field(default="loss", description="where it enters")
+    kl_target: PositiveFloat | None = Field(
+        default=None, description="mean KL per token that kl_coef is moved towards; null: kl_coef stays"
+    )
+    entropy_coef: float = Field(default=0.0, description="weight of the entropy bonus in the loss")
 
 
 class OptimizerConfig(Section):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from .algorithm_rules import ALGORITHM_RULES
 from .derived import derive, least_target_policy_lag
 from .errors import ConfigError, words
 from .names import ENVIRONMENTS, REWARDS, TRAINING_RECIPES, check_name, engine_options, nearest
@@ -56,6 +57,8 @@ def check_rules(config: Config, recipe: str, named: Named = str) -> None:
         steps_or_epochs_is_set(config, named)
         checkpoints_hold_weights(config, named)
     if recipe == "async_rl":
+        for rule in ALGORITHM_RULES:
+            rule(config, named)
         batches_divide(config, named)
         staleness_is_possible(config, named)
         evaluations_meet_published_weights(config, named)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, NonNegativeInt
+from pydantic import Field, NonNegativeInt, model_validator
 
 from .base import Section
 from .flow import ParamServerConfig, ReplayConfig, RolloutConfig, StalenessConfig
 from .inputs import EnvConfig, EvalConfig, ModelConfig, TaskConfig
 from .learning import AlgorithmConfig, CheckpointConfig, FrontierConfig, OptimizerConfig, TrainConfig
+from .presets import with_preset
 from .running import ClusterConfig, LogConfig, MonitorConfig
 
 
@@ -40,6 +41,11 @@ class Config(Section):
     stages: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="recipes run in sequence, each with what it sets differently"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset_fills_in(cls, tree: Any) -> Any:
+        return with_preset(tree)
 
     @property
     def run_dir(self) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 
 import ray
 
-from ..algorithms.advantages import ADVANTAGES
+from ..algorithms.pieces import advantage_of
 from ..config import Config, derive
 from ..failures import as_text
 from ..monitor.logs import log_to_file
@@ -21,7 +20,7 @@ from ..tasks.prompting import Prompter
 from ..tasks.taskset import TaskSet, build_taskset
 from ..types import Admission, Group, Task, Trajectory
 from .admission import AdmissionRule
-from .assemble import Assembler
+from .assemble import Assembler, RewardShaping
 from .buffer import ReplayBuffer, equal_rewards
 
 logger = logging.getLogger(__name__)
@@ -47,13 +46,18 @@ class ReplayBufferActor:
     def _begin(self, config: Config) -> None:
         self._config = config
         numbers = derive(config)
-        train = config.train
+        train, algorithm = config.train, config.algorithm
         self._taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
         self._assembler = Assembler(
-            advantage=functools.partial(ADVANTAGES[config.algorithm.advantage], eps=config.algorithm.advantage_eps),
+            advantage=advantage_of(algorithm.advantage, algorithm.advantage_options, eps=algorithm.advantage_eps),
+            shaping=RewardShaping(
+                rank_penalty=algorithm.rank_penalty,
+                overlong_buffer_tokens=algorithm.overlong_buffer_frac * config.rollout.max_response_tokens,
+                max_response_tokens=config.rollout.max_response_tokens,
+            ),
             updates_per_take=train.updates_per_batch,
             num_ranks=train.num_ranks,
-            skip_zero_advantage=train.skip_zero_advantage,
+            skip_zero_advantage=numbers.skip_zero_advantage,
             rollouts_per_take=config.monitor.rollouts_per_step,
         )
         assert config.model.path is not None

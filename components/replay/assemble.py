@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..algorithms.advantages import AdvantageFunction
+from ..algorithms.shaping import overlong_penalty, rank_penalty
 from ..types import Group, TrainBatch, Trajectory, batch_trajectories
 
 
@@ -26,18 +28,48 @@ class Take:
     oldest_version: int
 
 
+def rewards_of(group: Group) -> torch.Tensor:
+    return torch.tensor([t.reward for t in group.trajectories], dtype=torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardShaping:
+    """Rewards [G] of a group, less what rank and length cost; see `algorithms.shaping`. 0: costs nothing."""
+
+    rank_penalty: float
+    overlong_buffer_tokens: float
+    max_response_tokens: int
+
+    def __call__(self, group: Group) -> torch.Tensor:
+        rewards = rewards_of(group)
+        if self.rank_penalty:
+            logprobs = torch.tensor([sum(t.behavior_logprobs) for t in group.trajectories])
+            rewards = rank_penalty(rewards, logprobs, strength=self.rank_penalty)
+        if self.overlong_buffer_tokens:
+            lengths = torch.tensor([len(t.response_tokens) for t in group.trajectories], dtype=torch.float32)
+            rewards = rewards + overlong_penalty(
+                lengths, max_tokens=self.max_response_tokens, buffer_tokens=self.overlong_buffer_tokens
+            )
+        return rewards
+
+
 @dataclass(frozen=True, kw_only=True)
 class Assembler:
-    """Turns groups into a `Take`. `advantage` maps the rewards [G] of a group to advantages [G]."""
+    """Turns groups into a `Take`.
 
-    advantage: Callable[[torch.Tensor], torch.Tensor]
+    `shaping` maps a group to what its advantages are made from, rewards [G] in the simplest case. `advantage` maps
+    these of the whole take, [N], and the index of each one's group, [N], to advantages [N].
+    """
+
+    advantage: AdvantageFunction
     updates_per_take: int
     num_ranks: int
     skip_zero_advantage: bool
     rollouts_per_take: int
+    shaping: Callable[[Group], torch.Tensor] = rewards_of
 
     def __call__(self, index: int, groups: Sequence[Group]) -> Take:
-        advantages = {g.group_id: self._advantages(g) for g in groups}
+        advantages = self._advantages(groups)
         steps = [list(groups[i :: self.updates_per_take]) for i in range(self.updates_per_take)]
         batches = [self._step(step, advantages) for step in steps]
         in_pass = sum(_num_pass_tokens(b) for step in batches for b in step)
@@ -50,8 +82,12 @@ class Assembler:
             oldest_version=min(g.policy_versions()[0] for g in groups),
         )
 
-    def _advantages(self, group: Group) -> list[float]:
-        return self.advantage(torch.tensor([t.reward for t in group.trajectories], dtype=torch.float32)).tolist()
+    def _advantages(self, groups: Sequence[Group]) -> dict[int, list[float]]:
+        shaped = [self.shaping(g) for g in groups]
+        sizes = [len(g.trajectories) for g in groups]
+        indices = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(sizes))
+        advantages = torch.split(self.advantage(torch.cat(shaped), indices), sizes)
+        return {g.group_id: a.tolist() for g, a in zip(groups, advantages, strict=True)}
 
     def _step(self, groups: Sequence[Group], advantages: dict[int, list[float]]) -> list[TrainBatch]:
         pairs = [(t, a) for g in groups for t, a in zip(g.trajectories, advantages[g.group_id], strict=True)]

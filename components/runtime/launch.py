@@ -10,8 +10,7 @@ from typing import Any
 import psutil
 import ray
 
-from ..algorithms.corrections import Correction
-from ..algorithms.objective import Objective, PolicyObjective, SupervisedObjective
+from ..algorithms.build import objective_of
 from ..collector.actor import CollectorRemote
 from ..collector.collector import CollectorSettings
 from ..collector.engine import EngineSettings
@@ -61,16 +60,6 @@ class Parts:
             for pid in (process["pid"], *process.get("engine_pids", []))
         ]
         return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-
-
-def objective_of(config: Config, recipe: str) -> Objective:
-    if recipe == "sft":
-        return SupervisedObjective()
-    a = config.algorithm
-    correction = Correction(
-        kind=a.correction, cap=a.correction_cap, low=a.correction_low, high=a.correction_high, level=a.correction_level
-    )
-    return PolicyObjective(clip_low=a.clip_low, clip_high=a.clip_high, aggregation=a.aggregation, correction=correction)
 
 
 def trainer_settings(

@@ -35,6 +35,7 @@ class Microbatch:
     policy_versions: torch.Tensor  # int64 [S]
     advantages: torch.Tensor  # float32 [S]
     proximal_logprobs: torch.Tensor  # float32 [S]; the behaviour ones where no objective asks for them
+    reference_logprobs: torch.Tensor  # float32 [S]; the behaviour ones where no objective asks for them
     places: torch.Tensor  # int64 [S], where each token is in the batch
 
     def to(self, device: torch.device) -> Microbatch:
@@ -47,13 +48,22 @@ class Microbatch:
 
 
 def cut(
-    batch: TrainBatch, *, max_tokens: int, packing: Packing = "shared", proximal_logprobs: torch.Tensor | None = None
+    batch: TrainBatch,
+    *,
+    max_tokens: int,
+    packing: Packing = "shared",
+    proximal_logprobs: torch.Tensor | None = None,
+    reference_logprobs: torch.Tensor | None = None,
 ) -> list[Microbatch]:
     """Microbatches of at most `max_tokens` tokens (padding included); a longer sequence gets its own.
 
-    `proximal_logprobs` [S]: in the batch's order.
+    `proximal_logprobs` and `reference_logprobs` [S]: in the batch's order.
     """
-    sequences = _Sequences(batch, batch.behavior_logprobs if proximal_logprobs is None else proximal_logprobs)
+    scored = {
+        name: batch.behavior_logprobs if logprobs is None else logprobs
+        for name, logprobs in (("proximal_logprobs", proximal_logprobs), ("reference_logprobs", reference_logprobs))
+    }
+    sequences = _Sequences(batch, scored)
     if packing == "padded":
         return [_pad(sequences, chunk) for chunk in _similar(sequences, max_tokens)]
     clusters = sequences.by_prompt() if packing == "shared" else [[i] for i in range(len(sequences.lengths))]
@@ -76,6 +86,7 @@ def empty_microbatch(*, packed: bool) -> Microbatch:
         policy_versions=none,
         advantages=none.float(),
         proximal_logprobs=none.float(),
+        reference_logprobs=none.float(),
         places=none,
     )
 
@@ -83,9 +94,9 @@ def empty_microbatch(*, packed: bool) -> Microbatch:
 class _Sequences:
     """The batch's sequences, by index."""
 
-    def __init__(self, batch: TrainBatch, proximal_logprobs: torch.Tensor) -> None:
+    def __init__(self, batch: TrainBatch, scored: dict[str, torch.Tensor]) -> None:
         self.batch = batch
-        self.proximal_logprobs = proximal_logprobs
+        self.scored = scored
         self.prompt_lengths: list[int] = batch.prompt_lengths.tolist()
         self.response_lengths: list[int] = batch.response_lengths.tolist()
         self.lengths = [p + r for p, r in zip(self.prompt_lengths, self.response_lengths, strict=True)]
@@ -120,8 +131,8 @@ class _Sequences:
             "behavior_logprobs": self.batch.behavior_logprobs[places],
             "policy_versions": self.batch.policy_versions[places],
             "advantages": self.batch.advantages[places],
-            "proximal_logprobs": self.proximal_logprobs[places],
             "places": places,
+            **{name: logprobs[places] for name, logprobs in self.scored.items()},
         }
 
 

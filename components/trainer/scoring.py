@@ -39,11 +39,13 @@ class ScoringModel(nn.Module):
         *,
         position_ids: torch.Tensor | None = None,
         layout: Layout | None = None,
+        entropy_gradient: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """input_ids [B, T], rows [S] into the flattened B * T positions -> (logprobs, entropy [S]), in nats, float32.
 
         With targets [S]: `logprobs` [S] of those. Without: of the whole vocabulary, [S, V]. `position_ids` and
-        `layout`: see `Microbatch`; only a model that `is_packed` takes them.
+        `layout`: see `Microbatch`; only a model that `is_packed` takes them. A gradient through the entropy keeps
+        another [S, V] for the backward pass, so it is there only where asked for.
         """
         packed = {} if layout is None else {"position_ids": position_ids, "layout": layout}
         hidden = self.lm.base_model(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
@@ -52,7 +54,7 @@ class ScoringModel(nn.Module):
         logits = head(hidden.flatten(0, 1)[rows])
         logits = final_transform(logits.float(), self.lm.config) / temperature
         logprobs = torch.log_softmax(logits, dim=-1)
-        with torch.no_grad():
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
             entropy = -(logprobs.exp() * logprobs).sum(-1)
         if targets is None:
             return logprobs, entropy

@@ -25,7 +25,8 @@ from ..weights import BucketWriter, Canary, CanaryPrompts, Manifest, digest_of
 from .audit import published_weights
 from .microbatch import Microbatch, Packing, cut, empty_microbatch
 from .optimizer import OptimizerSettings, learning_rate, make_optimizer
-from .scoring import load_model
+from .reference import load_reference
+from .scoring import ScoringModel, load_model
 from .sharding import make_mesh, shard
 
 
@@ -95,12 +96,22 @@ class Trainer:
         if model.is_packed:
             self._packing = "shared" if settings.packing == "auto" else settings.packing
         self._config = model.lm.config
+        mesh, compute_dtype = make_mesh(settings.device, settings.num_ranks), getattr(torch, settings.compute_dtype)
         self._model = shard(
-            model,
-            make_mesh(settings.device, settings.num_ranks),
-            compute_dtype=getattr(torch, settings.compute_dtype),
-            gradient_checkpointing=settings.gradient_checkpointing,
+            model, mesh, compute_dtype=compute_dtype, gradient_checkpointing=settings.gradient_checkpointing
         )
+        self._objective = settings.objective
+        self._reference: ScoringModel | None = None
+        if self._objective.needs_reference:
+            self._reference = load_reference(
+                settings.model_path,
+                mesh,
+                attn=settings.attn,
+                packing=settings.packing,
+                compute_dtype=compute_dtype,
+                device=self._device,
+                trust_remote_code=settings.trust_remote_code,
+            )
         self._optimizer = make_optimizer(self._model.parameters(), settings.optimizer)
         self._pending_writer: tuple[int, BucketWriter, Canary] | None = None
         self.policy_version = 0
@@ -114,30 +125,42 @@ class Trainer:
         """
         self._check_versions(batch)
         started = time.monotonic()
-        objective = self._settings.objective
+        objective = self._objective
+        if objective.needs_step_values:
+            if proximal_logprobs is None:
+                proximal_logprobs = self.token_logprobs(batch)
+            objective = objective.for_step(self._gathered(objective.step_values(batch, proximal_logprobs)))
+        reference_logprobs = self._score(self._reference, batch) if self._reference is not None else None
         sums = torch.zeros(objective.num_sums, dtype=torch.float64, device=self._device)
         maxima = torch.full((objective.num_maxima,), float("-inf"), dtype=torch.float64, device=self._device)
         current_is_proximal = objective.needs_proximal and proximal_logprobs is None
-        for microbatch in self._passes(batch, proximal_logprobs):
-            loss_sums, loss_maxima = self._backward(microbatch, batch, current_is_proximal=current_is_proximal)
+        for microbatch in self._passes(batch, proximal_logprobs, reference_logprobs):
+            loss_sums, loss_maxima = self._backward(
+                objective, microbatch, batch, current_is_proximal=current_is_proximal
+            )
             sums += loss_sums
             maxima = torch.maximum(maxima, loss_maxima)
         sums = self._reduce(sums, dist.ReduceOp.SUM)
         maxima = self._reduce(maxima, dist.ReduceOp.MAX)
         elapsed = time.monotonic() - started
         num_tokens = int(batch.num_tokens)
+        metrics = objective.metrics(sums, maxima)
+        self._objective = self._objective.after_step(metrics)
         return {
-            **objective.metrics(sums, maxima),
+            **metrics,
             "step/forward_backward_s": elapsed,
             "train/tokens_per_s": num_tokens / elapsed,
         }
 
-    @torch.no_grad()
     def token_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """Logprobs [S] of this rank's response tokens under the weights of now, on the CPU (a collective)."""
+        return self._score(self._model, batch)
+
+    @torch.no_grad()
+    def _score(self, model: ScoringModel, batch: TrainBatch) -> torch.Tensor:
         logprobs = torch.zeros(len(batch.response_tokens))
         for microbatch in self._passes(batch):
-            scored, _ = self._score(microbatch)
+            scored, _ = self._run(model, microbatch)
             logprobs[microbatch.places.cpu()] = scored.cpu()
         return logprobs
 
@@ -233,11 +256,12 @@ class Trainer:
 
         The optimizer steps with a learning rate of 0 and is then made anew, so that the first real step starts fresh.
         """
-        passes = []
+        passes, objective = [], self._objective
         for _ in range(3):  # the first one warms allocators and kernels
             started = time.monotonic()
             self.forward_backward(batch)
             passes.append(time.monotonic() - started)
+        self._objective = objective
         times = {"forward_backward_s": min(passes)}
         for group in self._optimizer.param_groups:
             group["lr"] = 0.0
@@ -251,34 +275,47 @@ class Trainer:
     def close(self) -> None:
         dist.destroy_process_group()
 
-    def _passes(self, batch: TrainBatch, proximal_logprobs: torch.Tensor | None = None) -> Iterator[Microbatch]:
+    def _passes(
+        self,
+        batch: TrainBatch,
+        proximal_logprobs: torch.Tensor | None = None,
+        reference_logprobs: torch.Tensor | None = None,
+    ) -> Iterator[Microbatch]:
         """This rank's microbatches on its device, then empty ones: each pass is a collective of all ranks."""
         own = []
         if len(batch.prompt_lengths):
-            limit = self._settings.max_tokens_per_microbatch
-            own = cut(batch, max_tokens=limit, packing=self._packing, proximal_logprobs=proximal_logprobs)
+            own = cut(
+                batch,
+                max_tokens=self._settings.max_tokens_per_microbatch,
+                packing=self._packing,
+                proximal_logprobs=proximal_logprobs,
+                reference_logprobs=reference_logprobs,
+            )
         num_passes = int(self._reduce(torch.tensor([float(len(own))]), dist.ReduceOp.MAX).item())
         for i in range(num_passes):
             yield (own[i] if i < len(own) else empty_microbatch(packed=self._packing != "padded")).to(self._device)
 
-    def _score(self, microbatch: Microbatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(
+        self, model: ScoringModel, microbatch: Microbatch, *, entropy_gradient: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs and entropies [S] of a microbatch's tokens (a collective)."""
-        return self._model(
+        return model(
             microbatch.input_ids,
             microbatch.rows,
             microbatch.targets,
             self._settings.temperature,
             position_ids=microbatch.position_ids,
             layout=microbatch.layout,
+            entropy_gradient=entropy_gradient,
         )
 
     def _backward(
-        self, microbatch: Microbatch, batch: TrainBatch, *, current_is_proximal: bool
+        self, objective: Objective, microbatch: Microbatch, batch: TrainBatch, *, current_is_proximal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, entropy = self._score(microbatch)
+        logprobs, entropy = self._run(self._model, microbatch, entropy_gradient=objective.needs_entropy_gradient)
         if current_is_proximal:
             microbatch = replace(microbatch, proximal_logprobs=logprobs.detach())
-        loss = self._settings.objective.loss(
+        loss = objective.loss(
             logprobs,
             entropy,
             microbatch,
@@ -326,6 +363,14 @@ class Trainer:
         likeliest = logprobs[len(rows) :].max(dim=-1)
         pieces = torch.split(scored, [len(s) - 1 for s in prompts.scored])
         return Canary(prompts, [p.tolist() for p in pieces], likeliest.indices.tolist(), likeliest.values.tolist())
+
+    def _gathered(self, values: torch.Tensor) -> torch.Tensor:
+        """Values [K] of every rank, end to end; K may differ from rank to rank."""
+        if self._settings.num_ranks == 1:
+            return values
+        shares: list[torch.Tensor | None] = [None] * self._settings.num_ranks
+        dist.all_gather_object(shares, values.cpu())
+        return torch.cat([share for share in shares if share is not None])
 
     def _reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
         if self._settings.num_ranks > 1 and tensor.numel():

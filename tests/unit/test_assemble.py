@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import random
 from collections import Counter
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from leeway.algorithms.advantages import grpo_advantage
+from leeway.algorithms.pieces import advantage_of
 from leeway.replay.assemble import Assembler, Take, split_evenly
 from leeway.types import NO_VERSION, Group, TrainBatch, Trajectory
 
@@ -56,7 +56,7 @@ def random_groups(rng: random.Random, number: int, size: int) -> list[Group]:
 
 def assemble(groups: list[Group], *, u=1, ranks=1, skip=True, rollouts=0) -> Take:
     return Assembler(
-        advantage=functools.partial(grpo_advantage, eps=1e-6),
+        advantage=advantage_of("grpo", eps=1e-6),
         updates_per_take=u,
         num_ranks=ranks,
         skip_zero_advantage=skip,

@@ -171,7 +171,7 @@ def test_a_copy_starts_from_other_weights() -> None:
         ("rollout.num_generators=0", ["rollout.num_generators: got 0", "greater than 0"]),
         ("rollout.temperature=0", ["rollout.temperature: got 0", "greater than 0"]),
         ("optimizer.lr=.nan", ["optimizer.lr: got nan", "finite"]),
-        ("algorithm.group_size=1", ["algorithm.group_size: got 1", "greater than or equal to 2"]),
+        ("algorithm.group_size=1", ["algorithm.group_size: got 1", "at least 2", "reinforce_pp"]),
         ("staleness.in_flight=later", ["staleness.in_flight: got 'later'", "'recompute'"]),
         ("cluster.engine_cores.0=1", ["cluster.engine_cores.0", "existing list"]),
         ("name=../up", ["name: got '../up'"]),

@@ -9,10 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leeway.algorithms.corrections import NO_CORRECTION, Correction
+from leeway.algorithms.corrections import (
+    NO_CORRECTION,
+    Correction,
+    interpolated_proximal,
+    second_moment_limit,
+    sequence_mask,
+    squares_in_question,
+)
 from leeway.algorithms.objective import PolicyObjective
 
 from .test_trainer import batch_of, make, model_path, random_trajectories  # noqa: F401  (fixtures)
@@ -34,6 +41,7 @@ def weight_formula(kind: str, ratio: float, *, cap: float, low: float, high: flo
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", ["token", "sequence"])
+@settings(max_examples=30, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4),
     seed=st.integers(0, 10_000),
@@ -54,6 +62,7 @@ def test_weights_are_the_formula(
         torch.tensor(behavior, dtype=f64),
         mask=torch.tensor(mask),
         segments=torch.tensor(segments),
+        advantages=torch.zeros(len(segments)),
     )
     for s, weight in enumerate(got.tolist()):
         others = [t for t in range(len(segments)) if segments[t] == segments[s] and mask[t]]
@@ -69,6 +78,7 @@ def test_a_huge_ratio_stays_finite(kind: str) -> None:
         torch.tensor([-500.0, 0.0]),
         mask=torch.tensor([True, True]),
         segments=torch.tensor([0, 1]),
+        advantages=torch.ones(2),
     )
     assert torch.isfinite(weights).all()
 
@@ -148,6 +158,99 @@ def test_masked_tokens_get_no_gradient_and_are_counted() -> None:
 def test_none_needs_no_proximal_policy() -> None:
     assert not NO_CORRECTION.needs_proximal
     assert all(Correction(kind=kind).needs_proximal for kind in KINDS[1:])
+
+
+# -------------------------------------------------------------------------------------- m2po, interpolation, masking
+
+
+def second_moment_formula(squares: list[float], bound: float) -> list[bool]:
+    """Drop the largest one by one until the mean of the rest is small enough: which are kept."""
+    kept = [True] * len(squares)
+    while any(kept) and sum(s for s, k in zip(squares, kept, strict=True) if k) / sum(kept) > bound:
+        kept[max((i for i, k in enumerate(kept) if k), key=lambda i: squares[i])] = False
+    return kept
+
+
+@settings(max_examples=60, deadline=None)
+@given(squares=st.lists(st.floats(0, 1), max_size=12, unique=True), bound=st.floats(0.001, 0.5))
+def test_m2pos_cut_leaves_the_second_moment_below_its_bound(squares: list[float], bound: float) -> None:
+    limit = second_moment_limit(torch.tensor(squares, dtype=f64), bound=bound)
+    assert [s < limit for s in squares] == second_moment_formula(squares, bound)
+
+
+def test_m2po_drops_only_what_is_pushed_further() -> None:
+    log_ratios, advantages = [0.1, 1.0, 1.0, -1.0, -1.0, 0.0], [1.0, 1.0, -1.0, -1.0, 1.0, 1.0]
+    behavior = torch.full((6,), -2.0, dtype=f64)
+    proximal, adv = behavior + torch.tensor(log_ratios, dtype=f64), torch.tensor(advantages, dtype=f64)
+    mask = torch.tensor([True] * 6)
+    squares = squares_in_question(proximal, behavior, adv, mask)
+    assert squares.tolist() == pytest.approx([0.01, 1.0, 1.0])
+    correction = Correction(kind="m2po", second_moment_limit=second_moment_limit(squares, bound=0.04))
+    got = correction.weights(proximal, behavior, mask=mask, segments=torch.arange(6), advantages=adv)
+    kept = [True, False, True, False, True, True]
+    assert got.tolist() == pytest.approx([math.exp(x) * k for x, k in zip(log_ratios, kept, strict=True)])
+
+
+def test_m2po_cuts_over_the_whole_step_however_it_was_cut_into_microbatches(make) -> None:  # noqa: F811
+    objective = PolicyObjective(
+        clip_low=0.2, clip_high=0.28, aggregation="token_mean", correction=Correction(kind="m2po", second_moment=2.0)
+    )
+    batch = batch_of(random_trajectories(6, 8))
+    found = []
+    for limit in (10_000, 20):
+        trainer = make(objective=objective, max_tokens_per_microbatch=limit)
+        metrics = trainer.forward_backward(batch)
+        found.append((gradients(trainer), metrics["train/correction_weight/masked_frac"]))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-6)
+    assert 0 < found[0][1] == found[1][1] < 1
+
+
+def test_the_interpolated_policy_lies_between_mu_and_pi_by_lag() -> None:
+    logp, behavior = torch.tensor([-1.0] * 4, dtype=f64), torch.tensor([-2.0] * 4, dtype=f64)
+    got = interpolated_proximal(logp.requires_grad_(), behavior, torch.tensor([0, 1, 2, 4]))
+    assert got.tolist() == [-2.0, -2.0, -1.5, -1.25]
+    assert not got.requires_grad
+
+
+def test_interpolated_decoupled_is_plain_ppo_up_to_lag_1_and_needs_no_scoring() -> None:
+    correction = Correction(kind="decoupled", interpolate=True)
+    assert not correction.needs_proximal
+    behavior, advantages = torch.rand(20, dtype=f64) - 1.5, torch.randn(20, dtype=f64)
+    tokens = tokens_of(behavior=behavior, proximal=behavior + 99.0, advantages=advantages)  # never read
+    results = []
+    for c, version in ((NO_CORRECTION, 1), (correction, 1), (correction, 3)):
+        objective = PolicyObjective(clip_low=0.2, clip_high=0.28, aggregation="token_mean", correction=c)
+        logp = (behavior + 0.5).requires_grad_()
+        objective.loss(
+            logp, -logp.detach(), tokens, policy_version=version, num_sequences=10, num_tokens=20
+        ).total.backward()
+        results.append(logp.grad)
+    assert torch.equal(results[0], results[1])
+    # At lag 3 two thirds of the way are done: pi / prox is e^(1/6), inside the range, and prox / mu e^(1/3).
+    torch.testing.assert_close(results[2], -advantages * math.exp(0.5) / 20)
+
+
+def test_sequences_that_the_policy_has_left_behind_are_masked() -> None:
+    behavior = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0, 0.0], dtype=f64)
+    logp = torch.tensor([-2.0, -1.5, -2.0, -1.5, -1.2, -9.0], dtype=f64)
+    arguments = {
+        "mask": torch.tensor([True, True, True, True, True, False]),
+        "segments": torch.tensor([0, 0, 1, 1, 2, 2]),
+        "bound": 0.5,
+    }
+    advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0], dtype=f64)
+    # Means of log(mu / pi): 0.75, 0.75 but a good answer, and 0.2 over the one token that counts.
+    assert sequence_mask(logp, behavior, advantages, **arguments).tolist() == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
+    objective = PolicyObjective(
+        clip_low=0.2, clip_high=0.28, aggregation="token_mean", correction=Correction(mask_divergence=0.5)
+    )
+    assert not objective.needs_proximal
+    x = logp.clone().requires_grad_()
+    tokens = tokens_of(behavior=behavior, proximal=behavior, advantages=advantages)
+    tokens.mask = arguments["mask"]
+    objective.loss(x, -x.detach(), tokens, policy_version=0, num_sequences=3, num_tokens=5).total.backward()
+    assert x.grad is not None
+    assert [bool(g) for g in x.grad.tolist()] == [False, False, True, True, True, False]
 
 
 # ------------------------------------------------------------------------------------------------------ the trainer

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from leeway.algorithms.advantages import grpo_advantage
+from leeway.algorithms.aggregation import aggregate
 from leeway.algorithms.diagnostics import MAXIMA, SUMS, step_metrics, token_sums
 from leeway.algorithms.objective import PolicyObjective, SupervisedObjective
-from leeway.algorithms.policy_loss import aggregate, clipped_ratio_loss
+from leeway.algorithms.policy_loss import clipped_ratio_loss
 
 LOW, HIGH = 0.2, 0.28
 CLIPS = {"clip_low": LOW, "clip_high": HIGH}
@@ -240,7 +241,7 @@ def test_one_token_and_no_token(how):
 
 
 def test_unknown_aggregation_is_named():
-    with pytest.raises(ValueError, match=r"'mean'.*token_mean or seq_mean_token_mean"):
+    with pytest.raises(ValueError, match=r"'mean'.*seq_mean_token_mean, token_mean"):
         aggregate(torch.ones(1), torch.ones(1).bool(), torch.zeros(1).long(), how="mean", num_sequences=1, num_tokens=1)
 
 
@@ -251,7 +252,8 @@ def sums_of(logp, old, *, adv=None, mask=None, lags=None, entropy=None):
     n = len(logp)
     return token_sums(
         logprobs=torch.tensor(logp),
-        old_logprobs=torch.tensor(old),
+        clipped_ratio=(torch.tensor(logp) - torch.tensor(old)).exp(),
+        clips="gradient",
         behavior_logprobs=torch.tensor(old),
         weights=torch.ones(n),
         entropy=torch.tensor([0.5] * n if entropy is None else entropy),
@@ -291,10 +293,31 @@ def test_diagnostics_in_closed_form():
         "train/policy_lag/mean": 2.0,
         "train/policy_lag/max": 5.0,
         "train/policy_lag/min": 0.0,
+        "train/off_policy_ratio/lag_0": 2.0,
+        "train/off_policy_ratio/lag_1": 0.5,
+        "train/off_policy_ratio/lag_2_to_3": 2.0,
+        "train/off_policy_ratio/lag_4_to_7": 0.5,
         "train/logprob_gap/mean": ln2,
         "train/logprob_gap/max": ln2,
     }
+    quantiles = [metrics.pop(f"train/off_policy_ratio/p_{q}") for q in ("01", "50", "99")]
+    assert quantiles == pytest.approx([0.5, 0.5, 2.0], rel=0.05)
     assert metrics == pytest.approx(expected, abs=1e-6)
+
+
+def test_quantiles_are_those_of_the_tokens_however_they_were_cut():
+    rng = random.Random(6)
+    shifts = sorted(rng.gauss(0, 0.5) for _ in range(2000))
+    rng.shuffle(shifts)
+    parts = [sums_of([x - 1.0 for x in part], [-1.0] * len(part)) for part in (shifts[:700], shifts[700:])]
+    sums, maxima = parts[0][0] + parts[1][0], torch.maximum(parts[0][1], parts[1][1])
+    metrics = step_metrics(sums, maxima)
+    for name, q in (("01", 0.01), ("50", 0.5), ("99", 0.99)):
+        exact = sorted(shifts)[int(q * 2000) - 1]
+        # A bin is a tenth of the log ratio wide, and 0.001 around ratio 1.
+        assert math.log(metrics[f"train/off_policy_ratio/p_{name}"]) == pytest.approx(exact, rel=0.06, abs=2e-3)
+    on_policy = step_metrics(*sums_of([-1.0] * 5, [-1.0] * 5))
+    assert [on_policy[f"train/off_policy_ratio/p_{q}"] for q in ("01", "50", "99")] == [1.0, 1.0, 1.0]
 
 
 def test_kl_is_the_one_from_the_behaviour_policy_to_the_current_one():

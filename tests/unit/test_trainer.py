@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from leeway.algorithms.objective import Loss, PolicyObjective, SupervisedObjective
+from leeway.algorithms.objective import Loss, Objective, PolicyObjective, SupervisedObjective
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.microbatch import cut
 from leeway.trainer.optimizer import OptimizerSettings, learning_rate
@@ -163,11 +163,10 @@ def batch_of(trajectories: Sequence[Trajectory], *, share: slice = slice(None), 
 
 
 @dataclasses.dataclass
-class Recorder:
+class Recorder(Objective):
     """An objective that writes down what it is given."""
 
     num_sums: int = 1
-    needs_proximal: bool = False
     num_maxima: int = 0
     seen: dict[int, float] = dataclasses.field(default_factory=dict)  # by place in the batch
     entropies: dict[int, float] = dataclasses.field(default_factory=dict)

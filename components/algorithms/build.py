@@ -1,0 +1,35 @@
+"""From the settings to the objective."""
+
+from __future__ import annotations
+
+from ..config import Config
+from .corrections import Correction
+from .objective import KLPenalty, Objective, PolicyObjective, SupervisedObjective
+from .pieces import policy_loss_of
+
+
+def objective_of(config: Config, recipe: str) -> Objective:
+    """What the trainer of `recipe` minimises. Raises ValueError in one line for a user's own piece that is wrong."""
+    if recipe == "sft":
+        return SupervisedObjective()
+    a = config.algorithm
+    return PolicyObjective(
+        policy_loss=policy_loss_of(a.policy_loss, a.policy_loss_options),
+        clip_low=a.clip_low,
+        clip_high=a.clip_high,
+        dual_clip=a.dual_clip,
+        aggregation=a.aggregation,
+        aggregation_length=config.rollout.max_response_tokens,
+        correction=Correction(
+            kind=a.correction,
+            cap=a.correction_cap,
+            low=a.correction_low,
+            high=a.correction_high,
+            level=a.correction_level,
+            second_moment=a.correction_second_moment,
+            interpolate=a.correction_proximal == "interpolate",
+            mask_divergence=a.correction_mask_divergence,
+        ),
+        kl=KLPenalty(coefficient=a.kl_coef, estimator=a.kl_estimator, where=a.kl_where, target=a.kl_target),
+        entropy_coefficient=a.entropy_coef,
+    )

@@ -1,0 +1,25 @@
+"""What is done to rewards before they become advantages. Rewards and lengths [G] are those of one group."""
+
+from __future__ import annotations
+
+import torch
+
+
+def overlong_penalty(lengths: torch.Tensor, *, max_tokens: int, buffer_tokens: float) -> torch.Tensor:
+    """0 up to `max_tokens - buffer_tokens`, then falling linearly to -1 at `max_tokens`: lengths [G] -> [G] <= 0.
+
+    Source: DAPO's soft overlong punishment, arXiv 2503.14476, section 3.4.
+    """
+    return ((max_tokens - buffer_tokens - lengths) / buffer_tokens).clamp(-1.0, 0.0)
+
+
+def rank_penalty(rewards: torch.Tensor, sequence_logprobs: torch.Tensor, *, strength: float) -> torch.Tensor:
+    """`R (1 - strength (G - rank) / G)`, rank 0 for the likeliest of the group: [G] -> [G].
+
+    A right answer that the policy already finds likely earns less than a rare one. `sequence_logprobs` [G] are those
+    of the behaviour policy. Source: unlikeliness reward, arXiv 2506.02355.
+    """
+    count = rewards.numel()
+    ranks = torch.empty(count, dtype=rewards.dtype)
+    ranks[torch.argsort(sequence_logprobs, descending=True, stable=True)] = torch.arange(count, dtype=rewards.dtype)
+    return rewards * (1 - strength * (count - ranks) / count)

@@ -1,0 +1,82 @@
+"""Rules of the `algorithm` section: names that exist, options that fit, and nothing that cannot learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .errors import ConfigError
+from .names import check_name, nearest
+from .presets import ADVANTAGE_OPTIONS, NEED_NO_GROUP, POLICY_LOSS_OPTIONS
+from .schema import Config
+
+Named = Callable[[str], str]
+
+
+def pieces_exist(config: Config, named: Named) -> None:
+    a = config.algorithm
+    for piece, name, options, known in (
+        ("advantage", a.advantage, a.advantage_options, ADVANTAGE_OPTIONS),
+        ("policy_loss", a.policy_loss, a.policy_loss_options, POLICY_LOSS_OPTIONS),
+    ):
+        check_name(named(f"algorithm.{piece}"), name, known, kind="function")
+        for option, value in options.items() if name in known else ():
+            if option not in known[name]:
+                guess = nearest(option, known[name])
+                raise ConfigError(
+                    named(f"algorithm.{piece}_options.{option}"),
+                    got=value,
+                    expected=f"an option of {name} ({', '.join(known[name]) or 'it has none'})",
+                    fix=f"did you mean {guess}?" if guess else "leave it out",
+                )
+
+
+def groups_are_large_enough(config: Config, named: Named) -> None:
+    a = config.algorithm
+    if a.group_size < 2 and a.advantage in ADVANTAGE_OPTIONS and a.advantage not in NEED_NO_GROUP:
+        raise ConfigError(
+            named("algorithm.group_size"),
+            got=a.group_size,
+            expected=f"at least 2, because advantage {a.advantage} compares completions of one task",
+            fix="use 8, or algorithm.name=reinforce_pp, which needs no group",
+        )
+
+
+def filters_leave_something(config: Config, named: Named) -> None:
+    if config.replay.filter_zero_variance and config.algorithm.group_size < 2:
+        raise ConfigError(
+            named("replay.filter_zero_variance"),
+            got=True,
+            expected="false where algorithm.group_size is 1: the rewards of a group of one are all equal",
+            fix="set replay.filter_zero_variance=false",
+        )
+
+
+def kl_target_has_something_to_move(config: Config, named: Named) -> None:
+    a = config.algorithm
+    if a.kl_target is not None and not a.kl_coef:
+        raise ConfigError(
+            named("algorithm.kl_coef"),
+            got=a.kl_coef,
+            expected="more than 0 where algorithm.kl_target is set: the coefficient is multiplied from step to step",
+            fix="set algorithm.kl_coef=0.01, or algorithm.kl_target=null",
+        )
+
+
+def interpolation_fits_the_correction(config: Config, named: Named) -> None:
+    a = config.algorithm
+    if a.correction_proximal == "interpolate" and a.correction == "m2po":
+        raise ConfigError(
+            named("algorithm.correction_proximal"),
+            got=a.correction_proximal,
+            expected="recompute where algorithm.correction is m2po, which looks at all ratios before the step",
+            fix="set algorithm.correction_proximal=recompute, or another correction",
+        )
+
+
+ALGORITHM_RULES = (
+    pieces_exist,
+    groups_are_large_enough,
+    filters_leave_something,
+    kl_target_has_something_to_move,
+    interpolation_fits_the_correction,
+)

@@ -1,0 +1,25 @@
+"""The reference policy: the weights that training started from, frozen and sharded like the policy."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from .scoring import ScoringModel, load_model
+from .sharding import shard
+
+
+def load_reference(
+    path: str,
+    mesh: DeviceMesh,
+    *,
+    attn: str,
+    packing: str,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool,
+) -> ScoringModel:
+    """A second copy of the model at `path` that no gradient reaches; costs its weights in float32 over all ranks."""
+    model = load_model(path, attn=attn, packing=packing, trust_remote_code=trust_remote_code).to(device)
+    model.requires_grad_(False)
+    return shard(model, mesh, compute_dtype=compute_dtype, gradient_checkpointing=False).eval()

@@ -1,0 +1,73 @@
+"""The trainer's frozen reference policy and its entropy gradient, against plain transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from leeway.algorithms.objective import KLPenalty, PolicyObjective
+from leeway.types import TrainBatch
+
+from .test_trainer import batch_of, make, model_path, random_trajectories  # noqa: F401  (fixtures)
+
+
+def objective_of(**changes) -> PolicyObjective:
+    return PolicyObjective(clip_low=0.2, clip_high=0.28, aggregation="token_mean", **changes)
+
+
+def gradients(trainer) -> torch.Tensor:
+    return torch.cat([p.grad.full_tensor().flatten() for p in trainer._model.parameters() if p.grad is not None])
+
+
+def test_the_reference_stays_where_training_started(make) -> None:  # noqa: F811
+    trainer = make(objective=objective_of(kl=KLPenalty(coefficient=0.1, estimator="k1", target=0.001)))
+    batch = batch_of(random_trajectories(1, 6))
+    start = trainer.token_logprobs(batch)
+    assert trainer.forward_backward(batch)["train/reference_kl/mean"] == pytest.approx(0.0, abs=1e-6)
+    trainer.optim_step()
+    moved = trainer.token_logprobs(batch)
+    metrics = trainer.forward_backward(batch)
+    expected = (moved - start)[batch.loss_mask].mean().item()
+    assert abs(expected) > 1e-3
+    assert metrics["train/reference_kl/mean"] == pytest.approx(expected, abs=1e-5)
+    # At the first step there was no KL, so the coefficient fell by 2 % and this step used the lower one.
+    assert metrics["train/reference_kl/coefficient"] == pytest.approx(0.098)
+
+
+def test_no_reference_is_loaded_where_nobody_asks(make) -> None:  # noqa: F811
+    assert make(objective=objective_of())._reference is None
+
+
+def test_measuring_speed_leaves_the_coefficient_alone(make) -> None:  # noqa: F811
+    trainer = make(objective=objective_of(kl=KLPenalty(coefficient=0.1, target=0.5)))
+    trainer.measure(batch_of(random_trajectories(2, 3)))
+    assert trainer._objective.kl.coefficient == 0.1
+
+
+def without_advantages(batch: TrainBatch) -> TrainBatch:
+    batch.advantages = torch.zeros_like(batch.advantages)
+    return batch
+
+
+def test_the_entropy_bonus_reaches_the_weights(make, model_path: Path) -> None:  # noqa: F811
+    trajectories = random_trajectories(3, 4)
+    trainer = make(objective=objective_of(entropy_coefficient=0.3))
+    trainer.forward_backward(without_advantages(batch_of(trajectories)))
+    got = gradients(trainer)
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    total, count = torch.zeros(()), sum(sum(t.loss_mask) for t in trajectories)
+    for t in trajectories:
+        logits = model(torch.tensor([[*t.prompt_tokens, *t.response_tokens]])).logits[0]
+        logprobs = torch.log_softmax(logits[len(t.prompt_tokens) - 1 : -1], -1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        total = total - 0.3 * entropy[torch.tensor(t.loss_mask)].sum() / count
+    total.backward()
+    expected = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-6)
+    assert got.norm() > 1e-3
+    plain = make(objective=objective_of())
+    plain.forward_backward(without_advantages(batch_of(trajectories)))
+    assert gradients(plain).norm() == 0.0
