@@ -14,7 +14,7 @@ from ..planning import lengths
 from ..planning.calibration import calibrate, open_run
 from ..planning.model import Calibration, Settings
 from ..planning.predict import Prediction, predict
-from ..planning.search import best, recommend, splits_of, sweep, variants
+from ..planning.search import best, best_split, recommend, sweep, variants
 
 DEFAULT_LAGS = (0, 1, 2, 4, 8)
 _EVENTS_IN_ALL = 1_200_000
@@ -189,11 +189,7 @@ def answer(calibration: Calibration, question: Question) -> tuple[list[Predictio
             "one of the two",
             "--gpus tries several splits itself",
         )
-        try:
-            splits = splits_of(calibration, base, q.gpus)
-        except ValueError as error:
-            raise ConfigError("--gpus", got=words(str(error)), expected="more devices", fix="raise it") from None
-        return _over_splits(calibration, base, lags, windows, splits), None
+        return _over_splits(calibration, base, lags, windows, q.gpus), None
     generators = _ints("--generators", q.generators, (base.generators,), least=1)
     trainers = _ints("--trainers", q.trainers, (base.trainers,), least=1)
     splits = [(g, t) for g in generators for t in trainers]
@@ -207,19 +203,17 @@ def answer(calibration: Calibration, question: Question) -> tuple[list[Predictio
 
 
 def _over_splits(
-    calibration: Calibration,
-    base: Settings,
-    lags: Sequence[int],
-    windows: Sequence[int],
-    splits: Sequence[tuple[int, int]],
+    calibration: Calibration, base: Settings, lags: Sequence[int], windows: Sequence[int], gpus: int
 ) -> list[Prediction]:
-    """Splits are compared at one lag bound; the others are tried on the best of them."""
-    middle = min(lags, key=lambda lag: (abs(lag - base.max_policy_lag), lag))
-    first = sweep(calibration, _possible(base, [middle], windows[-1:], splits), events=20_000)
-    chosen = min(first, key=lambda p: p.step_s).settings
-    rest = _possible(base, lags, windows, [(chosen.generators, chosen.trainers)])
-    seen = {p.settings for p in first}
-    return first + sweep(calibration, [s for s in rest if s not in seen], events=20_000)
+    """Every lag and window on the split that is best for the largest lag, and its neighbours at the present lag."""
+    present = min(lags, key=lambda lag: (abs(lag - base.max_policy_lag), lag))
+    widest = _possible(base, lags[-1:], windows[-1:], [(base.generators, base.trainers)])[0]
+    try:
+        chosen, around = best_split(calibration, widest, gpus)
+    except ValueError as error:
+        raise ConfigError("--gpus", got=words(str(error)), expected="more devices", fix="raise it") from None
+    asked = _possible(base, lags, windows, [chosen]) + _possible(base, [present], windows[-1:], around)
+    return sweep(calibration, asked, events=20_000)
 
 
 def _possible(

@@ -1,7 +1,7 @@
 """The speeds of a finished run's parts, from what it left behind: metrics.jsonl, config.yaml and rollouts/.
 
-Each side was measured alone at the start (docs/metrics.md, limit/); what both cost each other while they ran together is
-found by simulating the run itself until it generates for as many seconds per step as was measured.
+Each side was measured alone at the start (docs/metrics.md, limit/); what both cost each other while they ran together
+is found by simulating the run itself until it generates for as many seconds per step as was measured.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ A forward pass over the running sequences takes
     pass_s  +  token_s * (tokens in the pass)
 
 `pass_s` is what a pass costs however small it is (reading the weights, launching it), `token_s` what each token adds.
-Decoding puts one token of each running sequence into a pass, so n sequences advance together at 1 / (pass_s + token_s n)
-tokens a second each: throughput rises with n and saturates at 1 / token_s. Prompts, and what has to be recomputed after
-new weights, ride along in the passes at `token_s` per token.
+Decoding puts one token of each running sequence into a pass, so n sequences advance together at
+1 / (pass_s + token_s n) tokens a second each: throughput rises with n and saturates at 1 / token_s. Prompts, and what
+has to be recomputed after new weights, ride along in the passes at `token_s` per token.
 
 All running sequences advance alike, so the engine keeps one position (tokens that a sequence would have sampled since
 the beginning) and a heap of the positions at which sequences end, instead of counting tokens.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 _ROUNDING = 1e-6
@@ -104,8 +105,8 @@ class SimulatedEngine:
         work_s = self._stall_s + left * (self._pass_s + self._token_s * self.running)
         return self.now + work_s * self.slowdown
 
-    def submit(self, chunk: Chunk) -> None:
-        self._queue.append(chunk)
+    def submit(self, chunks: Iterable[Chunk]) -> None:
+        self._queue.extend(chunks)
         self._start_waiting()
 
     def finished(self) -> list[Chunk]:
@@ -120,7 +121,7 @@ class SimulatedEngine:
             self._running_starts -= chunk.size * chunk.started_at
             self._prefilled -= chunk.prompt_tokens
             done.append(chunk)
-        if done:
+        if self._queue:
             self._start_waiting()
         return done
 
@@ -134,10 +135,13 @@ class SimulatedEngine:
 
     def resume(self) -> None:
         self.paused = self.held = False
-        self._start_waiting()
+        if self._queue:
+            self._start_waiting()
 
     def versions_of(self, chunk: Chunk) -> list[tuple[int, float]]:
         """(version, tokens per sequence) of a chunk that has finished, newest first."""
+        if chunk.started_at >= self._loads[-1][0]:
+            return [(self.version, chunk.tokens)]
         end = chunk.started_at + chunk.tokens
         spans = []
         for position, version in reversed(self._loads):
@@ -150,7 +154,9 @@ class SimulatedEngine:
 
     def _start_waiting(self) -> None:
         queue = self._queue
-        while queue and not self.held and not self.paused:
+        if self.held or self.paused:
+            return
+        while queue:
             chunk = queue[0]
             if self.running and self.running + chunk.size > self._room:
                 return

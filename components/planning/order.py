@@ -18,6 +18,7 @@ class TakeOrder:
         self._size = rule.groups_per_take
         self._reach = rule.groups_per_take + rule.reorder_window - 1
         self._candidates: list[int] = []  # the first `_reach` outstanding groups
+        self._next = 0  # the first group that has not been a candidate yet
         self._finished: set[int] = set()
         self._num_ready = 0  # finished candidates
         self._num_missing = 0  # unfinished candidates that the next take must hold
@@ -37,12 +38,13 @@ class TakeOrder:
         self.num_admitted += 1
         if len(self._candidates) < self._reach:
             self._candidates.append(group_id)
+            self._next = group_id + 1
             self._num_missing += self._is_due(group_id)
         return group_id, self._rule.floor(group_id)
 
     def finish(self, group_id: int) -> None:
         self._finished.add(group_id)
-        if group_id <= self._candidates[-1]:
+        if group_id < self._next:
             self._num_ready += 1
             self._num_missing -= self._is_due(group_id)
 
@@ -57,10 +59,10 @@ class TakeOrder:
         rest = [g for g in self._candidates if g in self._finished and not self._is_due(g)]
         chosen = due + rest[: self._size - len(due)]
         gone = set(chosen)
-        following = self._candidates[-1] + 1
         self._candidates = [g for g in self._candidates if g not in gone]
-        room = self._reach - len(self._candidates)
-        self._candidates.extend(range(following, min(following + room, self.num_admitted)))
+        end = min(self._next + self._reach - len(self._candidates), self.num_admitted)
+        self._candidates.extend(range(self._next, end))
+        self._next = end
         self._finished -= gone
         self.num_takes += 1
         self._num_ready = sum(g in self._finished for g in self._candidates)

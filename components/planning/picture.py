@@ -91,7 +91,7 @@ def _lags(axes: Axes, predictions: Sequence[Prediction], best: Prediction) -> No
         places = [lag - 0.4 + (index + 0.5) * width for lag in p.lag_share]
         label = f"L={p.settings.max_policy_lag}, mean {p.lag_mean:.2f}"
         axes.bar(places, [100 * share for share in p.lag_share.values()], width, color=colour, label=label)
-    axes.set_title(f"Lag of the trained tokens, % ({split[0]} + {split[1]}, W={split[2]})")
+    axes.set_title(f"Lag of tokens, % ({split[0]} + {split[1]}, W={split[2]})")
     axes.set_xlabel("policy lag, optimizer steps")
     axes.set_xticks(range(max((p.lag_max for p in shown), default=0) + 1))
     axes.legend(fontsize=8.5)

@@ -46,16 +46,16 @@ def predict(calibration: Calibration, settings: Settings, *, events: int = _EVEN
     `events`: about how much to simulate; the time it takes is proportional to it (3-5 microseconds each). Raises
     ValueError where the admission rule refuses the settings.
     """
-    chunks = min(settings.group_size, 4)
     groups_per_update = settings.groups_per_step / settings.updates_per_batch
-    per_step = groups_per_update * chunks + 3 * settings.generators / settings.publish_every
-    if per_step * 40 > events:
-        chunks = min(settings.group_size, 2)
-        per_step = groups_per_update * chunks + 3 * settings.generators / settings.publish_every
+    pulls = settings.generators / settings.publish_every
+    chunks, least_steps, least_bursts = min(settings.group_size, 4), 12, 3
+    if (groups_per_update * chunks + pulls) * 40 > events:  # large batches: each step says more
+        chunks, least_steps, least_bursts = min(settings.group_size, 2), 8, 1
+    per_step = groups_per_update * chunks + pulls
     # All slots are free at the start, so takes come in bursts of L + 1 steps at first; means are over whole bursts.
     burst = max(settings.max_policy_lag + 1, settings.publish_every)
     burst = -(-burst // settings.updates_per_batch) * settings.updates_per_batch
-    recorded = max(12, 3 * burst, min(400, math.ceil(events / per_step)))
+    recorded = max(least_steps, least_bursts * burst, min(400, math.ceil(events / per_step)))
     recorded = -(-recorded // burst) * burst
     skip = burst + 2 * settings.updates_per_batch
     simulation = Simulation(

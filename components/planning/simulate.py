@@ -14,65 +14,12 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-
-import numpy as np
+from collections.abc import Callable, Iterable
 
 from .engine import Chunk, SimulatedEngine
 from .model import Calibration, Settings
 from .order import TakeOrder
-
-_BLOCK = 512
-"""Groups whose lengths are drawn at a time."""
-
-
-class _Group:
-    __slots__ = ("collector", "environment_s", "floor", "group_id", "newest", "open_chunks", "tokens", "versions")
-
-    def __init__(self, group_id: int, floor: int, collector: _Collector) -> None:
-        self.group_id = group_id
-        self.floor = floor
-        self.collector = collector
-        self.tokens = 0.0
-        self.newest = 0
-        self.open_chunks = 0
-        self.environment_s = 0.0
-        self.versions: dict[int, float] = {}
-
-
-class _Collector:
-    """One engine with what its collector and its hand-over remember."""
-
-    def __init__(self, engine: SimulatedEngine) -> None:
-        self.engine = engine
-        self.in_flight = 0
-        self.asked = 0  # groups asked for by the admission that is open; 0: none is
-        self.verified = 0
-        self.wanted = 0
-        self.pulling: int | None = None  # the version that is being taken over
-        self.loading = False  # paused, or waiting for the pause
-        self.waiting: list[_Group] = []  # for weights of their floor
-        self.withheld: list[_Group] = []
-        self.generating_s = 0.0
-        self.changed_at = 0.0
-
-
-@dataclass
-class Record:
-    """What was seen, from `started_at` on; seconds."""
-
-    steps: list[float] = field(default_factory=list)
-    waits: list[float] = field(default_factory=list)
-    lag_tokens: dict[int, float] = field(default_factory=dict)
-    started_at: float = 0.0
-    ended_at: float = 0.0
-    first_step: int = 0
-    train_s: float = 0.0
-    engine_busy_s: float = 0.0
-    generating_s: float = 0.0
-    num_events: int = 0
-    num_groups: int = 0
+from .parts import Collector, Draws, Group, Record
 
 
 class Simulation:
@@ -94,18 +41,13 @@ class Simulation:
         self._skip = skip
         self._rule = settings.rule
         self._order = TakeOrder(self._rule)
-        self._cuts = _cuts(settings.group_size, chunks_per_group)
-        self._seed = seed
-        self._lengths: list[list[float]] = []
-        self._environment_s: list[float] = []
-        self._factors = np.random.default_rng((seed, 1)).choice(
-            np.asarray(calibration.train_factors), size=num_steps + 1
-        )
+        self._draws = Draws(calibration, settings.group_size, chunks_per_group, seed)
+        self._factors = self._draws.train_factors(num_steps)
         limit = max(1, -(-settings.max_outstanding_groups // settings.generators))
         self._max_in_flight = limit
         keep = calibration.kept_frac  # filtered groups are generated as well, and nothing comes of them
         self._collectors = [
-            _Collector(
+            Collector(
                 SimulatedEngine(
                     pass_s=calibration.pass_s / keep,
                     token_s=calibration.token_s / keep,
@@ -117,7 +59,7 @@ class Simulation:
         self._asking = deque(self._collectors)
         for collector in self._collectors:
             collector.asked = limit
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, Group] = {}
         self._heap: list[tuple[float, int, Callable[..., None], tuple]] = []
         self._num_pushed = 0
         self._published = 0
@@ -157,7 +99,7 @@ class Simulation:
             self._set_in_flight(collector, collector.in_flight + count)
             for _ in range(count):
                 group_id, floor = self._order.admit()
-                group = self._groups[group_id] = _Group(group_id, floor, collector)
+                group = self._groups[group_id] = Group(group_id, floor, collector)
                 if collector.verified >= floor:
                     self._submit(group)
                 else:
@@ -166,55 +108,43 @@ class Simulation:
             self._ask(collector)
             self._reschedule(collector)
             if collector.waiting:
-                self._pull(collector)
+                self._pull([collector])
 
-    def _ask(self, collector: _Collector) -> None:
+    def _ask(self, collector: Collector) -> None:
         room = self._max_in_flight - collector.in_flight
         if not collector.asked and room > 0:
             collector.asked = room
             self._asking.append(collector)
 
-    def _submit(self, group: _Group) -> None:
-        lengths, group.environment_s = self._drawn(group.group_id)
-        group.open_chunks = len(self._cuts)
+    def _submit(self, group: Group) -> None:
+        lengths, group.environment_s = self._draws.of(group.group_id)
+        group.open_chunks = len(lengths)
         engine = group.collector.engine
         engine.advance(self._now)
         prompt = self._c.prefill_tokens(self._s.group_size) / self._s.group_size
-        for size, tokens in zip(self._cuts, lengths, strict=True):
-            engine.submit(Chunk(group, size, tokens, prompt * size))
+        engine.submit(
+            [Chunk(group, size, tokens, prompt * size) for size, tokens in zip(self._draws.sizes, lengths, strict=True)]
+        )
 
-    def _drawn(self, group_id: int) -> tuple[list[float], float]:
-        while group_id >= len(self._lengths):
-            block = len(self._lengths) // _BLOCK
-            rng = np.random.default_rng((self._seed, 2, block))
-            drawn = np.sort(self._c.lengths.draw_groups(rng, _BLOCK, self._s.group_size), axis=1)
-            starts = np.cumsum([0, *self._cuts[:-1]])
-            means = np.add.reduceat(drawn, starts, axis=1) / np.asarray(self._cuts)
-            self._lengths.extend(means.tolist())
-            outside = self._c.environment_s
-            rng = np.random.default_rng((self._seed, 3, block))
-            self._environment_s.extend(
-                [0.0] * _BLOCK if outside is None else outside.draw_groups(rng, _BLOCK, 1)[:, 0].tolist()
-            )
-        return self._lengths[group_id], self._environment_s[group_id]
-
-    def _reschedule(self, collector: _Collector) -> None:
+    def _reschedule(self, collector: Collector) -> None:
         engine = collector.engine
         engine.epoch += 1
         end = engine.next_end()
         if end < float("inf"):
             self._at(end, self._engine_done, collector, engine.epoch)
 
-    def _engine_done(self, collector: _Collector, epoch: int) -> None:
+    def _engine_done(self, collector: Collector, epoch: int) -> None:
         engine = collector.engine
         if epoch != engine.epoch:
             return
         engine.advance(self._now)
         for chunk in engine.finished():
-            group: _Group = chunk.group
-            for version, tokens in engine.versions_of(chunk):
+            group: Group = chunk.group
+            spans = engine.versions_of(chunk)
+            for version, tokens in spans:
                 group.versions[version] = group.versions.get(version, 0.0) + tokens * chunk.size
-                group.newest = max(group.newest, version)
+            if spans[0][0] > group.newest:
+                group.newest = spans[0][0]
             group.tokens += chunk.size * chunk.tokens
             group.open_chunks -= 1
             if not group.open_chunks:
@@ -222,11 +152,12 @@ class Simulation:
                     self._at(self._now + group.environment_s, self._group_done, group)
                 else:
                     self._group_done(group)
-        if collector.loading and not engine.paused and not engine.running:
-            self._start_pause(collector)
+        if collector.draining and not engine.running:
+            collector.draining = False
+            self._pause([collector])
         self._reschedule(collector)
 
-    def _group_done(self, group: _Group) -> None:
+    def _group_done(self, group: Group) -> None:
         collector = group.collector
         if group.newest > collector.verified:
             collector.withheld.append(group)
@@ -252,7 +183,8 @@ class Simulation:
             self._start_take()
 
     def _start_take(self) -> None:
-        assert self._take is not None and self._trainer_waits_since is not None
+        assert self._take is not None
+        assert self._trainer_waits_since is not None
         take, self._take = self._take, None
         waited = self._now - self._trainer_waits_since
         self._trainer_waits_since = None
@@ -260,11 +192,11 @@ class Simulation:
         self._serve_take()
         self._train([self._groups.pop(g) for g in take], 0, waited)
 
-    def _train(self, groups: list[_Group], update: int, waited: float) -> None:
+    def _train(self, groups: list[Group], update: int, waited: float) -> None:
         c, u = self._c, self._s.updates_per_batch
         share = groups[update::u]
         tokens = sum(g.tokens for g in share) + len(share) * c.prompt_tokens * self._s.group_size
-        compute_s = tokens * c.train_token_s / self._s.trainers * float(self._factors[self._version]) + c.optim_s
+        compute_s = tokens * c.train_token_s / self._s.trainers * self._factors[self._version] + c.optim_s
         if c.train_slowdown > 1 and not any(x.engine.running for x in self._collectors):
             compute_s /= c.train_slowdown
         if self._version >= self._skip:
@@ -281,7 +213,7 @@ class Simulation:
     def _publishes_after(self, version: int) -> bool:
         return version % self._s.publish_every == 0
 
-    def _step_done(self, groups: list[_Group], update: int, waited: float) -> None:
+    def _step_done(self, groups: list[Group], update: int, waited: float) -> None:
         self._version += 1
         go_on = lambda: self._after_step(groups, update, waited)  # noqa: E731
         if not self._publishes_after(self._version):
@@ -299,15 +231,14 @@ class Simulation:
     def _uploaded(self, version: int) -> None:
         self._uploading = False
         self._published = version
-        for collector in self._collectors:
-            self._pull(collector)
+        self._pull(self._collectors)
         self._admit()
         if self._after_upload is not None:
             go_on, self._after_upload = self._after_upload, None
             self._upload(self._version)
             go_on()
 
-    def _after_step(self, groups: list[_Group], update: int, waited: float) -> None:
+    def _after_step(self, groups: list[Group], update: int, waited: float) -> None:
         end = self._now + self._c.overhead_s
         record = self.record
         if self._version > self._skip:
@@ -338,52 +269,68 @@ class Simulation:
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
-    def _pull(self, collector: _Collector) -> None:
-        """Take over the newest version, if it is new enough to be worth a pause or a group waits for it."""
-        patient = collector.verified + self._s.pull_every
-        least = min(patient, collector.wanted) if collector.wanted > collector.verified else patient
-        if collector.pulling is not None or self._published < max(collector.verified + 1, least):
-            return
-        collector.pulling = self._published
-        collector.loading = True
-        engine = collector.engine
-        engine.advance(self._now)
-        if self._s.in_flight == "off" and engine.running:
-            engine.held = True
+    def _pull(self, collectors: Iterable[Collector]) -> None:
+        """Those take over the newest version for which it is worth a pause, or that a group waits with.
+
+        What they do at the same moment is one event for all of them: a fleet pulls together.
+        """
+        pausing = []
+        for collector in collectors:
+            verified, wanted = collector.verified, collector.wanted
+            least = verified + self._s.pull_every
+            if verified < wanted < least:
+                least = wanted
+            if collector.pulling is not None or self._published < least:
+                continue
+            collector.pulling = self._published
+            engine = collector.engine
+            engine.advance(self._now)
+            if self._s.in_flight == "off" and engine.running:
+                engine.held = collector.draining = True
+            else:
+                pausing.append(collector)
+        if pausing:
+            self._pause(pausing)
+
+    def _pause(self, collectors: list[Collector]) -> None:
+        for collector in collectors:
             self._account(collector)
-            return
-        self._start_pause(collector)
-        self._reschedule(collector)
+            collector.engine.paused = True
+            collector.engine.epoch += 1  # what was to end soon does not
+        self._at(self._now + self._c.pause_s, self._loaded, collectors)
 
-    def _start_pause(self, collector: _Collector) -> None:
-        self._account(collector)
-        collector.engine.paused = True
-        self._at(self._now + self._c.pause_s, self._loaded, collector)
+    def _loaded(self, collectors: list[Collector]) -> None:
+        recompute = self._s.in_flight == "recompute"
+        for collector in collectors:
+            assert collector.pulling is not None
+            engine = collector.engine
+            engine.advance(self._now)
+            self._account(collector)
+            engine.load(collector.pulling, recompute=recompute)
+            engine.resume()
+            if engine.running:
+                self._reschedule(collector)
+        self._at(self._now + self._c.canary_s, self._verified, collectors)
 
-    def _loaded(self, collector: _Collector) -> None:
-        assert collector.pulling is not None
-        engine = collector.engine
-        engine.advance(self._now)
-        self._account(collector)
-        engine.load(collector.pulling, recompute=self._s.in_flight == "recompute")
-        collector.loading = False
-        engine.resume()
-        self._reschedule(collector)
-        self._at(self._now + self._c.canary_s, self._verified, collector)
+    def _verified(self, collectors: list[Collector]) -> None:
+        for collector in collectors:
+            assert collector.pulling is not None
+            collector.verified, collector.pulling = collector.pulling, None
+            if collector.waiting:
+                self._start_waiting(collector)
+            if collector.withheld:
+                withheld, collector.withheld = collector.withheld, []
+                for group in withheld:
+                    self._group_done(group)
+        self._pull(collectors)
 
-    def _verified(self, collector: _Collector) -> None:
-        assert collector.pulling is not None
-        collector.verified, collector.pulling = collector.pulling, None
+    def _start_waiting(self, collector: Collector) -> None:
         ready = [g for g in collector.waiting if g.floor <= collector.verified]
         if ready:
             collector.waiting = [g for g in collector.waiting if g.floor > collector.verified]
             for group in ready:
                 self._submit(group)
             self._reschedule(collector)
-        withheld, collector.withheld = collector.withheld, []
-        for group in withheld:
-            self._group_done(group)
-        self._pull(collector)
 
     # ---- bookkeeping -------------------------------------------------------------------------------------------------
 
@@ -391,11 +338,11 @@ class Simulation:
         self._num_pushed += 1
         heapq.heappush(self._heap, (time, self._num_pushed, function, arguments))
 
-    def _set_in_flight(self, collector: _Collector, count: int) -> None:
+    def _set_in_flight(self, collector: Collector, count: int) -> None:
         self._account(collector)
         collector.in_flight = count
 
-    def _account(self, collector: _Collector) -> None:
+    def _account(self, collector: Collector) -> None:
         """Seconds in which a collector counts itself as generating: something in flight and nothing being loaded.
 
         Called before either of the two changes.
@@ -419,12 +366,3 @@ class Simulation:
             collector.engine.advance(self._now)
             self.record.generating_s += collector.generating_s
             self.record.engine_busy_s += collector.engine.busy_s
-
-
-def _cuts(group_size: int, num_chunks: int) -> list[int]:
-    """Sizes of a group's chunks from its shortest to its longest sequences; the longest one is alone."""
-    others = min(num_chunks, group_size) - 1
-    if others <= 0:
-        return [group_size]
-    rest = group_size - 1
-    return [rest // others + (i < rest % others) for i in range(others)] + [1]
