@@ -94,7 +94,12 @@ def known(
     if run is not None:
         _refuse_if(config is not None, "--config", "a config as well as --from", "one of the two", "leave one out")
         measured = calibrate(open_run(run))
-        calibration = replace(measured, settings=Settings.of(open_run(run, overrides).config))
+        changed = open_run(run, overrides).config
+        calibration = replace(
+            measured,
+            settings=Settings.of(changed),
+            max_sequences=int(changed.rollout.engine.get("max_num_seqs", measured.max_sequences)),
+        )
     else:
         calibration = _from_numbers(config, overrides, numbers, shape)
     given = {name: value for name, value in shape.items() if value is not None}

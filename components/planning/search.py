@@ -105,7 +105,7 @@ def sweep(calibration: Calibration, settings: Iterable[Settings], *, events: int
 
 
 def best(predictions: Sequence[Prediction]) -> Prediction:
-    """Of those that are as fast as the fastest: the smallest bound, then the fewest devices, then the least mean lag."""
+    """Of those as fast as the fastest: the one with the smallest bound, then the fewest devices, then the least lag."""
     fastest = min(p.step_s for p in predictions)
     good = [p for p in predictions if p.step_s <= fastest * (1 + EQUAL)]
     return min(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -36,7 +37,7 @@ def step_s(calibration: Calibration, lag: int, **changes: object) -> float:
     return predict(calibration, replace(calibration.settings.with_lag(lag), **changes)).step_s  # type: ignore[arg-type]
 
 
-# ---- closed forms --------------------------------------------------------------------------------------------------------
+# ---- closed forms ----------------------------------------------------------------------------------------------------
 
 
 def test_in_lockstep_a_step_is_generation_and_training_and_the_hand_over() -> None:
@@ -106,7 +107,7 @@ def test_updates_and_publications_are_counted_in_optimizer_steps() -> None:
     assert found.samples_per_s == pytest.approx(16 / (2 * found.step_s))
 
 
-# ---- the rule ------------------------------------------------------------------------------------------------------------
+# ---- the rule --------------------------------------------------------------------------------------------------------
 
 LONG_TAIL = lengths.lognormal(400, 1.0, 4000)
 
@@ -130,7 +131,7 @@ def test_a_larger_bound_is_never_slower() -> None:
     calibration = job(lengths=LONG_TAIL, pass_s=0.01, token_s=1e-5, train_token_s=1e-4)
     settings = replace(calibration.settings, groups_per_step=16, in_flight="keep")
     times = [predict(calibration, settings.with_lag(lag)).step_s for lag in (0, 1, 2, 4, 8)]
-    assert all(later <= earlier * 1.01 for earlier, later in zip(times, times[1:], strict=False))
+    assert all(later <= earlier * 1.01 for earlier, later in itertools.pairwise(times))
     assert times[0] > 2 * times[-1]
 
 
@@ -175,7 +176,8 @@ def test_takes_are_those_of_the_systems_own_window(P: int, u: int, n: int, W: in
     published = 0
     for _ in range(300):
         for _ in range(rng.randint(0, order.num_free_slots(published=published))):
-            assert order.admit() == (admitted := window.admit())
+            admitted = window.admit()
+            assert order.admit() == admitted
             running.append(admitted[0])
         if running and rng.random() < 0.8:
             group = running.pop(rng.randrange(len(running)))
@@ -204,7 +206,7 @@ def test_tokens_belong_to_the_version_that_was_loaded_when_they_were_sampled() -
     assert engine.versions_of(chunk) == [(4, pytest.approx(70.0)), (0, pytest.approx(30.0))]
 
 
-# ---- lengths -------------------------------------------------------------------------------------------------------------
+# ---- lengths ---------------------------------------------------------------------------------------------------------
 
 
 def test_distributions_have_the_mean_and_the_tail_that_were_asked_for() -> None:
@@ -231,7 +233,7 @@ def test_alike_ties_the_members_of_a_group_and_keeps_the_distribution() -> None:
     assert tied.longest_in_group(8) > LONG_TAIL.mean
 
 
-# ---- searching and advising ----------------------------------------------------------------------------------------------
+# ---- searching and advising ------------------------------------------------------------------------------------------
 
 
 def test_4096_devices_are_simulated_in_few_events() -> None:
