@@ -16,7 +16,7 @@ LAYERS = [
     {"config", "monitor"},
     {"tasks", "envs", "algorithms"},
     {"collector", "replay", "param_server", "trainer"},
-    {"runtime"},
+    {"runtime", "planning"},
     {"recipes", "cli"},
 ]
 MIDDLE = LAYERS[3]

@@ -1,4 +1,4 @@
-"""`leeway run | ls | cat | cp | validate`.
+"""`leeway run | plan | ls | cat | cp | validate`.
 
 Exit codes: 0 done, 1 the run failed (the last line says why), 2 the input was refused, 130 or 143 interrupted.
 Everything is checked before anything heavy is imported; only `run` imports torch, ray and vllm, and it does so last.
@@ -62,6 +62,122 @@ def run(
         raise typer.Exit(2)
     runner = importlib.import_module("leeway.recipes.runner")
     raise typer.Exit(runner.run_stages(stages, stages[0].config.run_dir, config, sys.argv))
+
+
+@app.command()
+def plan(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Settings of the run or config to change, e.g. staleness.in_flight=keep."
+        ),
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN", help="A finished run's folder, whose speeds are taken.")
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option("--config", "-c", metavar="NAME|FILE", help="Without a run: settings from a config.")
+    ] = None,
+    max_policy_lag: Annotated[
+        str | None, typer.Option("--max-policy-lag", "-L", metavar="N,N,...", help="Lag bounds. Default: 0,1,2,4,8.")
+    ] = None,
+    reorder_window: Annotated[
+        str | None, typer.Option("--reorder-window", "-W", metavar="N,N,...", help="Windows. Default: as it is.")
+    ] = None,
+    generators: Annotated[
+        str | None, typer.Option("--generators", metavar="N,N,...", help="Counts of engines. Default: as it is.")
+    ] = None,
+    trainers: Annotated[
+        str | None, typer.Option("--trainers", metavar="N,N,...", help="Counts of trainer ranks. Default: as it is.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option("--gpus", metavar="N", help="Devices in all; several splits of them are tried.")
+    ] = None,
+    gpus_per_generator: Annotated[
+        int | None, typer.Option("--gpus-per-generator", metavar="N", help="Devices of one engine.")
+    ] = None,
+    groups_per_step: Annotated[
+        int | None, typer.Option("--groups-per-step", min=1, metavar="N", help="Groups of a batch (default 64).")
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option("--group-size", min=1, metavar="N", help="Completions of a group (default 8).")
+    ] = None,
+    generate_tokens_per_s: Annotated[
+        float | None,
+        typer.Option("--generate-tokens-per-s", metavar="X", help="One full engine's sampled tokens a second."),
+    ] = None,
+    sequence_tokens_per_s: Annotated[
+        float | None,
+        typer.Option(
+            "--sequence-tokens-per-s",
+            metavar="X",
+            help="One sequence's, alone on an engine. Default: 2.5 times its share of a full one.",
+        ),
+    ] = None,
+    max_sequences: Annotated[
+        int | None, typer.Option("--max-sequences", metavar="N", help="Sequences that fill an engine (default 256).")
+    ] = None,
+    train_tokens_per_s: Annotated[
+        float | None,
+        typer.Option("--train-tokens-per-s", metavar="X", help="One trainer rank's, of prompts and responses."),
+    ] = None,
+    length: Annotated[
+        str | None,
+        typer.Option(
+            "--length", metavar="DIST", help="Response tokens: N, uniform:LOW,HIGH or lognormal:MEAN,SIGMA[,MAX]."
+        ),
+    ] = None,
+    prompt_tokens: Annotated[
+        float | None, typer.Option("--prompt-tokens", metavar="X", help="Mean tokens of a prompt.")
+    ] = None,
+    sync_s: Annotated[
+        float | None, typer.Option("--sync-s", metavar="X", help="Seconds that an engine stands still for new weights.")
+    ] = None,
+    publish_s: Annotated[
+        float | None, typer.Option("--publish-s", metavar="X", help="Seconds that a step pays for gathering weights.")
+    ] = None,
+    environment_s: Annotated[
+        str | None,
+        typer.Option("--environment-s", metavar="DIST", help="Seconds a group spends outside the engine, as --length."),
+    ] = None,
+    generator_speed: Annotated[
+        float | None, typer.Option("--generator-speed", metavar="X", help="Engines X times as fast; below 1: slower.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FOLDER", help="Where plan.png goes. Default: the run's folder, or here."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object; draw nothing unless --out is given.")
+    ] = False,
+) -> None:
+    """Simulate other settings of a job: step time, who is busy, lag; draws plan.png and recommends.
+
+    Example: leeway plan --from runs/leeway/quickstart --max-policy-lag 0,1,2,4 --reorder-window 1,48
+    """
+    planning = importlib.import_module("leeway.cli.plan")
+    numbers = planning.Numbers(
+        generate_tokens_per_s=generate_tokens_per_s,
+        sequence_tokens_per_s=sequence_tokens_per_s,
+        max_sequences=max_sequences,
+        train_tokens_per_s=train_tokens_per_s,
+        length=length,
+        prompt_tokens=prompt_tokens,
+        sync_s=sync_s,
+        publish_s=publish_s,
+        environment_s=environment_s,
+        generator_speed=generator_speed,
+    )
+    question = planning.Question(
+        max_policy_lag=max_policy_lag,
+        reorder_window=reorder_window,
+        generators=generators,
+        trainers=trainers,
+        gpus=gpus,
+        gpus_per_generator=gpus_per_generator,
+    )
+    shape = {"groups_per_step": groups_per_step, "group_size": group_size}
+    planning.plan(run, config, overrides or [], numbers, shape, question, out=out, as_json=as_json)
 
 
 @app.command()

@@ -25,6 +25,7 @@ def leeway(*args: str, cwd: Path, path: Path = SRC) -> subprocess.CompletedProce
     [
         ["--help"],
         ["run", "--help"],
+        ["plan", "--help"],
         ["ls"],
         ["cat", "quickstart"],
         ["cp", "quickstart", "copy.yaml"],

@@ -1,0 +1,115 @@
+"""How well `leeway plan` predicts: one run to calibrate on, then three others at other lag bounds and generator speeds.
+
+    python benchmarks/plan_accuracy.py                    # warm-up, 4 runs of 60 steps: about 10 minutes on two cores
+    python benchmarks/plan_accuracy.py --model FOLDER     # without the warm-up
+    python benchmarks/plan_accuracy.py --out FOLDER       # runs that are there already are not run again
+
+Nothing else should run on the machine: the step times of the runs are compared with each other. Prints predicted and
+measured seconds per step; exit code 1 where one of them is off by more than 10 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+TOLERANCE = 0.10
+
+
+@dataclass(frozen=True)
+class Case:
+    """`overrides`: what the real run is given; `options`: what the plan is told instead (lag bound, speeds)."""
+
+    name: str
+    overrides: tuple[str, ...]
+    options: tuple[str, ...]
+
+
+SLOW = ("env.name=slow_env:SlowSingleTurn", "env.options={delay_s: 1.0, sigma: 0.5}")
+CALIBRATION = Case("calibration", (), ())
+CASES = (
+    Case("lockstep", ("staleness.max_policy_lag=0",), ("-L", "0")),
+    Case("slow_environment", ("staleness.max_policy_lag=1", *SLOW), ("-L", "1", "--environment-s", "lognormal:1,0.5")),
+    Case(
+        "slow_engine",
+        ("staleness.max_policy_lag=4", "rollout.engine.max_num_seqs=16"),
+        ("-L", "4", "rollout.engine.max_num_seqs=16"),
+    ),
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs"), help="where the runs are kept (default: runs)")
+    parser.add_argument("--model", type=Path, help="weights to start from, instead of the quickstart's warm-up")
+    parser.add_argument("--steps", type=int, default=60)
+    options = parser.parse_args()
+    out = options.out.absolute()
+    model = options.model or warmed_up(out)
+    run_dirs = {case.name: finished_run(case, out, model, options.steps) for case in (CALIBRATION, *CASES)}
+    calibration = run_dirs[CALIBRATION.name]
+    print(f"\n{'':18}{'predicted s':>12}{'measured s':>12}{'error':>8}")
+    worst = 0.0
+    for case in (CALIBRATION, *CASES):
+        predicted, measured = predicted_step_s(calibration, case), measured_step_s(run_dirs[case.name])
+        error = predicted / measured - 1
+        print(f"{case.name:18}{predicted:12.3f}{measured:12.3f}{error:+8.1%}")
+        if case is not CALIBRATION:
+            worst = max(worst, abs(error))
+    print(f"largest error {worst:.1%}, of {TOLERANCE:.0%} allowed")
+    return int(worst > TOLERANCE)
+
+
+def leeway(*args: str, capture: bool = False) -> str:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", "from leeway.cli.main import main; main()", *args]
+    done = subprocess.run(
+        command, cwd=HERE, env=env, check=True, stdout=subprocess.PIPE if capture else None, text=True
+    )
+    return done.stdout or ""
+
+
+def warmed_up(out: Path) -> Path:
+    folder = out / "plan_accuracy" / "warm_up"
+    if not (folder / "summary.json").exists():
+        leeway("run", "sft", "--config", "quickstart", f"output_dir={out}", "project=plan_accuracy", "name=warm_up")
+    checkpoints = folder / "stages" / "sft" / "checkpoints"
+    return next(iter(sorted(checkpoints.glob("step-*/hf"))))
+
+
+def finished_run(case: Case, out: Path, model: Path, steps: int) -> Path:
+    folder = out / "plan_accuracy" / case.name
+    if not (folder / "summary.json").exists():
+        leeway(
+            *("run", "async_rl", "--config", "quickstart", f"output_dir={out}", "project=plan_accuracy"),
+            *(f"name={case.name}", "stages.sft=null", "model.init=null", f"model.path={model}"),
+            *("eval.at_start=false", "eval.at_end=false", "checkpoint.save_hf=never"),
+            *(f"stages.async_rl.train.steps={steps}", *case.overrides),
+        )
+    return folder
+
+
+def predicted_step_s(calibration: Path, case: Case) -> float:
+    options = case.options or ("-L", "2")
+    plan = json.loads(leeway("plan", "--from", str(calibration), "--json", *options, capture=True))
+    return plan["predictions"][0]["step_s"]
+
+
+def measured_step_s(folder: Path) -> float:
+    """Mean over the last four fifths of the steps, without the few that something else held up."""
+    lines = (folder / "stages" / "async_rl" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [row["step/total_s"] for row in map(json.loads, lines) if "step/total_s" in row]
+    settled = steps[len(steps) // 5 :]
+    usual = statistics.median(settled)
+    return statistics.fmean(s for s in settled if s <= 3 * usual)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""The speeds of a finished run's parts, from what it left behind: metrics.jsonl, config.yaml and rollouts/.
+
+Each side was measured alone at the start (docs/metrics.md, limit/); what both cost each other while they ran together
+is found by simulating the run itself until it generates for as many seconds per step as was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..config import Config, ConfigError, Stage, plan_run
+from ..config.errors import words
+from ..monitor import read_metrics
+from .lengths import Distribution, from_samples, lognormal
+from .model import Calibration, Settings
+from .predict import predict
+
+MIN_STEPS = 10
+_DEFAULT_MAX_SEQUENCES = 256
+_DEFAULT_BLOCK = 16
+_MAX_ROLLOUT_FILES = 400
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: the config of its `async_rl` stage, and that stage's folder."""
+
+    config: Config
+    dir: Path
+
+
+def open_run(folder: Path, overrides: Sequence[str] = ()) -> Run:
+    """Find the asynchronous stage of the run in `folder`; `overrides` change its settings (key=value).
+
+    Raises ConfigError in one line where there is none.
+    """
+    file = folder / "config.yaml"
+    if not file.is_file():
+        raise ConfigError(
+            "--from",
+            got=words(f"{folder} ({'no config.yaml in it' if folder.is_dir() else 'nothing there'})"),
+            expected="the folder of a finished run",
+            fix="e.g. runs/leeway/quickstart",
+        )
+    stages: list[Stage] = plan_run(str(file), "async_rl", overrides)
+    stage = stages[-1]
+    for candidate in (folder / "stages" / stage.name, folder):
+        if (candidate / "metrics.jsonl").is_file():
+            return Run(stage.config, candidate)
+    raise ConfigError(
+        "--from",
+        got=words(f"{folder} (no metrics.jsonl of stage {stage.name})"),
+        expected="a run of async_rl that took at least one step",
+        fix="run it first: leeway run async_rl ...",
+    )
+
+
+def calibrate(run: Run) -> Calibration:
+    """Measure `run`; takes about a second. Raises ConfigError where it was too short to tell."""
+    try:
+        rows = read_metrics(run.dir / "metrics.jsonl")
+    except (OSError, ValueError) as error:
+        raise ConfigError("--from", got=words(str(error)), expected="readable metrics", fix="use another run") from None
+    settings = Settings.of(run.config)
+    steps = _settled([r for r in rows if "limit/step_s" in r and "train/tokens_in_pass" in r])
+    if len(steps) < MIN_STEPS:
+        raise ConfigError(
+            "--from",
+            got=words(f"{len(steps)} usable steps in {run.dir / 'metrics.jsonl'}"),
+            expected=f"at least {MIN_STEPS} after the first fifth",
+            fix="use a longer run",
+        )
+    measured = _Measured(rows, steps, settings, run)
+    return _fitted(measured.calibration(), generating_s=measured.generating_s())
+
+
+class _Measured:
+    """Means and fits over the rows of a run; `steps` are those of the first optimizer step of each take."""
+
+    def __init__(self, rows: Sequence[Row], steps: Sequence[Row], settings: Settings, run: Run) -> None:
+        self._rows = rows
+        self._steps = steps
+        self._settings = settings
+        self._run = run
+        self._collector = [r for r in rows if r["role"] == "collector" and r["step"] >= steps[0]["step"]]
+        rollouts = list(_rollouts(run.dir / "rollouts"))
+        self._prompt_tokens = statistics.fmean(p for p, _ in rollouts) if rollouts else 0.0
+        self._lengths = self._distribution([tokens for _, tokens in rollouts])
+
+    def calibration(self) -> Calibration:
+        s, engine = self._settings, self._run.config.rollout.engine
+        block = int(engine.get("block_size", _DEFAULT_BLOCK))
+        shared = self._prompt_tokens // block * block if engine.get("enable_prefix_caching", True) else 0.0
+        room = int(engine.get("max_num_seqs", _DEFAULT_MAX_SEQUENCES))
+        pass_s, token_s = self._engine_speeds(room, shared)
+        per_token, factors, slowdown = self._trainer_speeds()
+        overhead_s = statistics.median(
+            max(0.0, r["step/total_s"] - sum(r.get(f"step/{name}_s", 0.0) for name in _PARTS)) for r in self._steps
+        )
+        return Calibration(
+            settings=s,
+            lengths=self._lengths,
+            prompt_tokens=self._prompt_tokens,
+            shared_prompt_tokens=shared,
+            pass_s=pass_s,
+            token_s=token_s,
+            max_sequences=room,
+            kept_frac=self._kept_frac(),
+            train_token_s=per_token,
+            train_slowdown=slowdown,
+            train_factors=factors,
+            optim_s=_median(self._steps, "step/optim_s"),
+            publish_s=_median(self._steps, "step/publish_s"),
+            overhead_s=overhead_s,
+            hand_on_s=overhead_s,
+            upload_s=_median(self._rows, "param_server/publish_s"),
+            pause_s=_median(self._collector, "collector/pause_s"),
+            canary_s=_median(self._collector, "param_server/canary_s"),
+            measured_step_s=statistics.fmean(r["step/total_s"] for r in self._steps),
+        )
+
+    def generating_s(self) -> float:
+        """Seconds per optimizer step in which a collector had something in flight and was not paused."""
+        share = statistics.fmean(r["collector/generate_frac"] for r in self._collector)
+        return share * statistics.fmean(r["step/total_s"] for r in self._steps)
+
+    def _distribution(self, samples: Sequence[int]) -> Distribution:
+        if samples:
+            return from_samples(samples)
+        mean, longest = self._mean("train/response_tokens/mean"), self._mean("train/response_tokens/max")
+        # No rollouts were kept: the sigma at which the batch's longest response is the one that was seen.
+        count = self._settings.groups_per_step * self._settings.group_size
+        sigmas = [0.0, *np.linspace(0.05, 2.0, 40).tolist()]
+        limit = max(mean, float(self._run.config.rollout.max_response_tokens))
+        tried = [lognormal(mean, sigma, limit) for sigma in sigmas]
+        return min(tried, key=lambda d: abs(d.longest_of(count) - longest))
+
+    def _engine_speeds(self, room: int, shared: float) -> tuple[float, float]:
+        """(pass_s, token_s) from two measurements at the start: one group alone, and as many as are ever in flight."""
+        s = self._settings
+        alone_tokens = self._lengths.longest_in_group(s.group_size)
+        alone_s = self._serial_s_per_token() * alone_tokens
+        prompts = shared + (self._prompt_tokens - shared) * s.group_size
+        per_group = self._lengths.mean * s.group_size
+        response_tokens = [r["train/response_tokens/total"] / s.updates_per_batch for r in self._steps]
+        per_token = statistics.median(
+            r["limit/generate_s"] / t for r, t in zip(self._steps, response_tokens, strict=True)
+        )
+        groups = -(-min(s.max_outstanding_groups, 2 * s.groups_per_step) // s.generators)  # on each engine
+        many_s = per_token * per_group * groups * s.generators
+        many_passes = max(groups * per_group / min(room, groups * s.group_size), alone_tokens)
+        passes_and_tokens = np.array(
+            [[alone_tokens, per_group + prompts], [many_passes, groups * (per_group + prompts)]]
+        )
+        pass_s, token_s = np.linalg.solve(passes_and_tokens, np.array([alone_s, many_s]))
+        if token_s <= 0:  # noise: a pass costs the same however full it is
+            return many_s / many_passes, 1e-9
+        if pass_s <= 0:
+            return 1e-9, many_s / passes_and_tokens[1, 1]
+        return float(pass_s), float(token_s)
+
+    def _serial_s_per_token(self) -> float:
+        """Undo limit/serial_s = (longest x this + train_s + hand_over_s) / (L + 1)."""
+        s = self._settings
+        hand_over_s = next((r["collector/pause_s"] for r in self._rows if "collector/pause_s" in r), 0.0)
+        return statistics.median(
+            max(0.0, r["limit/serial_s"] * (s.max_policy_lag + 1) - r["limit/train_s"] - hand_over_s)
+            / r["train/response_tokens/max"]
+            for r in self._steps
+        )
+
+    def _trainer_speeds(self) -> tuple[float, tuple[float, ...], float]:
+        """(seconds per token on one rank, how equal batches varied around it, in-run seconds / idle seconds)."""
+        s = self._settings
+        prompts = self._prompt_tokens * s.groups_per_step * s.group_size
+        tokens = [(r["train/response_tokens/total"] + prompts) / s.updates_per_batch for r in self._steps]
+        each = [r["step/forward_backward_s"] / t for r, t in zip(self._steps, tokens, strict=True)]
+        mean = statistics.fmean(each)
+        together = sum(r["step/forward_backward_s"] + r["step/optim_s"] for r in self._steps)
+        idle = sum(r["limit/train_s"] for r in self._steps)
+        return mean * s.trainers, tuple(e / mean for e in each), max(1.0, together / idle)
+
+    def _kept_frac(self) -> float:
+        last = next((r for r in reversed(self._rows) if "replay/groups_taken" in r), None)
+        if last is None or not last["replay/groups_taken"]:
+            return 1.0
+        lost = last["replay/filtered"] + last["replay/failed"]
+        return last["replay/groups_taken"] / (last["replay/groups_taken"] + lost)
+
+    def _mean(self, name: str) -> float:
+        return statistics.fmean(r[name] for r in self._steps)
+
+
+_PARTS = ("wait_for_batch", "forward_backward", "optim", "publish")
+
+
+def _fitted(calibration: Calibration, *, generating_s: float) -> Calibration:
+    """Slow generation beside training down until the simulated run generates as long per step as the real one did.
+
+    A factor below 1 means that the engines were faster in the run than when measured; it then holds at all times.
+    """
+
+    def slowed(factor: float) -> Calibration:
+        if factor >= 1:
+            return replace(calibration, generate_slowdown=factor)
+        return calibration.faster_generators(1 / factor)
+
+    def simulated_s(factor: float) -> float:
+        prediction = predict(slowed(factor), calibration.settings, events=12_000)
+        return prediction.generating_frac * prediction.step_s
+
+    low, high = 0.5, 4.0
+    if simulated_s(low) >= generating_s:
+        return slowed(low)
+    if simulated_s(high) <= generating_s:
+        return slowed(high)
+    for _ in range(7):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if simulated_s(middle) < generating_s else (low, middle)
+    return slowed(math.sqrt(low * high))
+
+
+def _settled(steps: Sequence[Row]) -> list[Row]:
+    """Without the first fifth (everything is new then) and without steps that something else held up."""
+    kept = list(steps[max(1, len(steps) // 5) :])
+    if not kept:
+        return []
+    usual = statistics.median(r["step/total_s"] for r in kept)
+    return [r for r in kept if r["step/total_s"] <= 5 * usual]
+
+
+def _median(rows: Iterable[Row], name: str) -> float:
+    values = [r[name] for r in rows if r.get(name) is not None]
+    return statistics.median(values) if values else 0.0
+
+
+def _rollouts(folder: Path) -> Iterable[tuple[int, int]]:
+    """(prompt tokens, response tokens) of the trajectories that were written down."""
+    files = sorted(folder.glob("step-*.jsonl"))
+    for file in files[-_MAX_ROLLOUT_FILES:]:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:  # cut short by a kill
+                continue
+            if "response_tokens" in row:
+                yield len(row["prompt_tokens"]), len(row["response_tokens"])

@@ -1,0 +1,141 @@
+"""What a plan is computed from: how fast the parts are (`Calibration`) and how they are run (`Settings`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..config import Config, derive
+from ..replay.admission import AdmissionRule
+from .lengths import Distribution
+
+IN_FLIGHT = ("recompute", "keep", "off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a job is run. Letters as in docs/staleness.md; `pull_every` counts optimizer steps.
+
+    `generators` are engines of `gpus_per_generator` devices each, `trainers` are ranks of one device each.
+    """
+
+    groups_per_step: int  # P
+    group_size: int  # G
+    generators: int = 1
+    trainers: int = 1
+    gpus_per_generator: int = 1
+    max_policy_lag: int = 2  # L
+    target_policy_lag: int = 2  # T
+    reorder_window: int = 1  # W
+    updates_per_batch: int = 1  # u
+    publish_every: int = 1  # n
+    pull_every: int = 1
+    in_flight: str = "recompute"
+
+    @property
+    def rule(self) -> AdmissionRule:
+        """Raises ValueError where the rule cannot hold."""
+        return AdmissionRule(
+            groups_per_take=self.groups_per_step,
+            updates_per_take=self.updates_per_batch,
+            publish_every=self.publish_every,
+            reorder_window=self.reorder_window,
+            target_lag=self.target_policy_lag,
+            max_lag=self.max_policy_lag,
+        )
+
+    @property
+    def max_outstanding_groups(self) -> int:
+        return self.rule.num_admissible(published=0)
+
+    @property
+    def num_gpus(self) -> int:
+        return self.generators * self.gpus_per_generator + self.trainers
+
+    def is_possible(self) -> bool:
+        try:
+            return self.rule is not None
+        except ValueError:
+            return False
+
+    def with_lag(self, max_policy_lag: int) -> Settings:
+        """Another bound; the target follows it, except where it was set lower on purpose."""
+        aimed_lower = self.target_policy_lag < self.max_policy_lag
+        target = min(self.target_policy_lag, max_policy_lag) if aimed_lower else max_policy_lag
+        return replace(self, max_policy_lag=max_policy_lag, target_policy_lag=target)
+
+    @classmethod
+    def of(cls, config: Config) -> Settings:
+        """Those of a run of `async_rl` with this config."""
+        numbers = derive(config)
+        gpus = numbers.gpus["generator"] // config.rollout.num_generators
+        return cls(
+            groups_per_step=config.train.groups_per_step,
+            group_size=config.algorithm.group_size,
+            generators=config.rollout.num_generators,
+            trainers=config.train.num_ranks,
+            gpus_per_generator=max(1, gpus),
+            max_policy_lag=numbers.max_policy_lag,
+            target_policy_lag=numbers.target_policy_lag,
+            reorder_window=numbers.reorder_window,
+            updates_per_batch=config.train.updates_per_batch,
+            publish_every=config.param_server.publish_every,
+            pull_every=config.rollout.pull_every * config.param_server.publish_every,
+            in_flight=config.staleness.in_flight,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """How fast the parts are; seconds and tokens. The defaults are an ideal machine: everything else takes no time.
+
+    One engine: a forward pass takes `pass_s` + `token_s` per token in it, at most `max_sequences` run at a time.
+    `generate_slowdown` >= 1: how much longer an engine takes while the trainer computes (they share a machine);
+    `train_slowdown` the same the other way round. `environment_s`: seconds of a group outside the engine, without using
+    it. `kept_frac`: share of generated groups that are not filtered.
+
+    The trainer: `train_token_s` per token of prompts and responses on one rank, `optim_s` and `publish_s` (gathering
+    the weights) once per step, `overhead_s` between steps. `train_factors`: how the time of equal batches was seen to
+    vary, mean 1. Weights: `upload_s` beside the next step, then an engine stands still for `pause_s`, and its new
+    tokens are withheld for `canary_s`. `hand_on_s`: from the last group of a batch to the trainer's start on it.
+
+    `settings` are what was measured under; `measured_step_s` is what came of it (None: nothing was measured).
+    """
+
+    settings: Settings
+    lengths: Distribution
+    prompt_tokens: float = 0.0
+    shared_prompt_tokens: float = 0.0  # of these, prefilled once per group (whole blocks of the prefix cache)
+    pass_s: float
+    token_s: float
+    max_sequences: int = 256
+    generate_slowdown: float = 1.0
+    environment_s: Distribution | None = None
+    kept_frac: float = 1.0
+    train_token_s: float
+    train_slowdown: float = 1.0
+    train_factors: tuple[float, ...] = (1.0,)
+    optim_s: float = 0.0
+    publish_s: float = 0.0
+    overhead_s: float = 0.0
+    upload_s: float = 0.0
+    pause_s: float = 0.0
+    canary_s: float = 0.0
+    hand_on_s: float = 0.0
+    measured_step_s: float | None = None
+
+    def faster_generators(self, factor: float) -> Calibration:
+        """Engines that are `factor` times as fast (below 1: slower)."""
+        return replace(self, pass_s=self.pass_s / factor, token_s=self.token_s / factor)
+
+    @property
+    def group_tokens(self) -> float:
+        """Mean response tokens of a group."""
+        return self.lengths.mean * self.settings.group_size
+
+    def prefill_tokens(self, group_size: int) -> float:
+        """Prompt tokens that a group's start puts through the engine."""
+        return self.shared_prompt_tokens + (self.prompt_tokens - self.shared_prompt_tokens) * group_size
+
+    def train_tokens(self, group_size: int) -> float:
+        """Mean tokens of a group in the trainer's passes."""
+        return (self.prompt_tokens + self.lengths.mean) * group_size

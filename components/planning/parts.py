@@ -1,0 +1,122 @@
+"""What the simulation moves around: groups, collectors, what is drawn for each group, what is written down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .engine import SimulatedEngine
+from .model import Calibration
+
+_BLOCK = 512
+"""Groups whose lengths are drawn at a time."""
+
+
+class Group:
+    __slots__ = ("collector", "environment_s", "floor", "group_id", "newest", "open_chunks", "tokens", "versions")
+
+    def __init__(self, group_id: int, floor: int, collector: Collector) -> None:
+        self.group_id = group_id
+        self.floor = floor
+        self.collector = collector
+        self.tokens = 0.0
+        self.newest = 0
+        self.open_chunks = 0
+        self.environment_s = 0.0
+        self.versions: dict[int, float] = {}
+
+
+class Collector:
+    """One engine with what its collector and its hand-over remember."""
+
+    __slots__ = (
+        "asked",
+        "changed_at",
+        "draining",
+        "engine",
+        "generating_s",
+        "in_flight",
+        "pulling",
+        "verified",
+        "waiting",
+        "wanted",
+        "withheld",
+    )
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self.engine = engine
+        self.in_flight = 0
+        self.asked = 0  # groups asked for by the admission that is open; 0: none is
+        self.verified = 0
+        self.wanted = 0
+        self.pulling: int | None = None  # the version that is being taken over
+        self.draining = False  # what runs is finished before the pause
+        self.waiting: list[Group] = []  # for weights of their floor
+        self.withheld: list[Group] = []
+        self.generating_s = 0.0
+        self.changed_at = 0.0
+
+
+@dataclass
+class Record:
+    """What was seen, from `started_at` on; seconds."""
+
+    steps: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    lag_tokens: dict[int, float] = field(default_factory=dict)
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    first_step: int = 0
+    train_s: float = 0.0
+    engine_busy_s: float = 0.0
+    generating_s: float = 0.0
+    num_events: int = 0
+    num_groups: int = 0
+
+
+class Draws:
+    """The lengths of every group, and how long each step's training takes; by group and step number only.
+
+    So two simulations with other settings see the same groups. A group is cut into `sizes` sequences that count as
+    equally long, from its shortest to its longest; the longest one is alone, and its length exact.
+    """
+
+    def __init__(self, calibration: Calibration, group_size: int, num_chunks: int, seed: int) -> None:
+        self._calibration = calibration
+        self._group_size = group_size
+        self._seed = seed
+        self.sizes = _sizes(group_size, num_chunks)
+        self._lengths: list[list[float]] = []
+        self._environment_s: list[float] = []
+
+    def of(self, group_id: int) -> tuple[list[float], float]:
+        """(mean length of each chunk in tokens, seconds in the environment)."""
+        while group_id >= len(self._lengths):
+            self._draw_block(len(self._lengths) // _BLOCK)
+        return self._lengths[group_id], self._environment_s[group_id]
+
+    def train_factors(self, num_steps: int) -> list[float]:
+        rng = np.random.default_rng((self._seed, 1))
+        return rng.choice(np.asarray(self._calibration.train_factors), size=num_steps + 1).tolist()
+
+    def _draw_block(self, block: int) -> None:
+        rng = np.random.default_rng((self._seed, 2, block))
+        drawn = np.sort(self._calibration.lengths.draw_groups(rng, _BLOCK, self._group_size), axis=1)
+        starts = np.cumsum([0, *self.sizes[:-1]])
+        self._lengths.extend((np.add.reduceat(drawn, starts, axis=1) / np.asarray(self.sizes)).tolist())
+        outside = self._calibration.environment_s
+        if outside is None:
+            self._environment_s.extend([0.0] * _BLOCK)
+        else:
+            rng = np.random.default_rng((self._seed, 3, block))
+            self._environment_s.extend(outside.draw_groups(rng, _BLOCK, 1)[:, 0].tolist())
+
+
+def _sizes(group_size: int, num_chunks: int) -> list[int]:
+    """Sizes of a group's chunks from its shortest to its longest sequences; the longest one is alone."""
+    others = min(num_chunks, group_size) - 1
+    if others <= 0:
+        return [group_size]
+    rest = group_size - 1
+    return [rest // others + (i < rest % others) for i in range(others)] + [1]

@@ -1,0 +1,368 @@
+"""The run as events: what starts when, what it waits for, and which version sampled each token.
+
+    admit (AdmissionRule) -> engine [queue, decoding] -> environment -> withheld until verified -> put -> take -> train
+       ^                        ^ pull: pause, load, canary                                                      |
+       +------ published <------+-------------------------------- upload <---------- gather <--------------------+
+
+Each function below is one event and mirrors one wait of the system: `recipes/async_rl.py` (trainer, publishing),
+`collector/collector.py` and `hand_over.py` (admission, floors, pulls), `replay/buffer.py` (takes). Time is only ever
+moved by the heap; nothing here is random except the lengths and factors, which are drawn by group and step number, so
+that two plans differ by their settings alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from .engine import Chunk, SimulatedEngine
+from .model import Calibration, Settings
+from .order import TakeOrder
+from .parts import Collector, Draws, Group, Record
+
+
+class Simulation:
+    """`run()` plays `num_steps` optimizer steps; the first `skip` of them are not recorded."""
+
+    def __init__(
+        self,
+        calibration: Calibration,
+        settings: Settings,
+        *,
+        num_steps: int,
+        skip: int,
+        chunks_per_group: int = 4,
+        seed: int = 0,
+    ) -> None:
+        self._c = calibration
+        self._s = settings
+        self._num_steps = num_steps
+        self._skip = skip
+        self._rule = settings.rule
+        self._order = TakeOrder(self._rule)
+        self._draws = Draws(calibration, settings.group_size, chunks_per_group, seed)
+        self._factors = self._draws.train_factors(num_steps)
+        limit = max(1, -(-settings.max_outstanding_groups // settings.generators))
+        self._max_in_flight = limit
+        keep = calibration.kept_frac  # filtered groups are generated as well, and nothing comes of them
+        self._collectors = [
+            Collector(
+                SimulatedEngine(
+                    pass_s=calibration.pass_s / keep,
+                    token_s=calibration.token_s / keep,
+                    max_sequences=calibration.max_sequences,
+                )
+            )
+            for _ in range(settings.generators)
+        ]
+        self._asking = deque(self._collectors)
+        for collector in self._collectors:
+            collector.asked = limit
+        self._groups: dict[int, Group] = {}
+        self._heap: list[tuple[float, int, Callable[..., None], tuple]] = []
+        self._num_pushed = 0
+        self._published = 0
+        self._version = 0
+        self._take_is_wanted = True
+        self._take: list[int] | None = None
+        self._trainer_waits_since: float | None = 0.0
+        self._training = False
+        self._uploading = False
+        self._after_upload: Callable[[], None] | None = None
+        self._last_end = 0.0
+        self._now = 0.0
+        self.record = Record()
+
+    def run(self) -> Record:
+        self._admit()
+        if self._skip == 0:
+            self._start_recording()
+        while self._heap and self._version < self._num_steps:
+            self._now, _, function, arguments = heapq.heappop(self._heap)
+            self.record.num_events += 1
+            function(*arguments)
+        assert self._version >= self._num_steps, "the simulated run stands still"
+        self._stop_recording()
+        return self.record
+
+    # ---- admission and engines ---------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        """Collectors are served in the order in which they asked, each with as many groups as it asked for."""
+        free = self._order.num_free_slots(published=self._published)
+        while free and self._asking:
+            collector = self._asking.popleft()
+            count = min(free, collector.asked)
+            free -= count
+            collector.asked = 0
+            self._set_in_flight(collector, collector.in_flight + count)
+            for _ in range(count):
+                group_id, floor = self._order.admit()
+                group = self._groups[group_id] = Group(group_id, floor, collector)
+                if collector.verified >= floor:
+                    self._submit(group)
+                else:
+                    collector.waiting.append(group)
+                    collector.wanted = max(collector.wanted, floor)
+            self._ask(collector)
+            self._reschedule(collector)
+            if collector.waiting:
+                self._pull([collector])
+
+    def _ask(self, collector: Collector) -> None:
+        room = self._max_in_flight - collector.in_flight
+        if not collector.asked and room > 0:
+            collector.asked = room
+            self._asking.append(collector)
+
+    def _submit(self, group: Group) -> None:
+        lengths, group.environment_s = self._draws.of(group.group_id)
+        group.open_chunks = len(lengths)
+        engine = group.collector.engine
+        engine.advance(self._now)
+        prompt = self._c.prefill_tokens(self._s.group_size) / self._s.group_size
+        engine.submit(
+            [Chunk(group, size, tokens, prompt * size) for size, tokens in zip(self._draws.sizes, lengths, strict=True)]
+        )
+
+    def _reschedule(self, collector: Collector) -> None:
+        engine = collector.engine
+        engine.epoch += 1
+        end = engine.next_end()
+        if end < float("inf"):
+            self._at(end, self._engine_done, collector, engine.epoch)
+
+    def _engine_done(self, collector: Collector, epoch: int) -> None:
+        engine = collector.engine
+        if epoch != engine.epoch:
+            return
+        engine.advance(self._now)
+        for chunk in engine.finished():
+            group: Group = chunk.group
+            spans = engine.versions_of(chunk)
+            for version, tokens in spans:
+                group.versions[version] = group.versions.get(version, 0.0) + tokens * chunk.size
+            if spans[0][0] > group.newest:
+                group.newest = spans[0][0]
+            group.tokens += chunk.size * chunk.tokens
+            group.open_chunks -= 1
+            if not group.open_chunks:
+                if group.environment_s:
+                    self._at(self._now + group.environment_s, self._group_done, group)
+                else:
+                    self._group_done(group)
+        if collector.draining and not engine.running:
+            collector.draining = False
+            self._pause([collector])
+        self._reschedule(collector)
+
+    def _group_done(self, group: Group) -> None:
+        collector = group.collector
+        if group.newest > collector.verified:
+            collector.withheld.append(group)
+            return
+        self._set_in_flight(collector, collector.in_flight - 1)
+        self._ask(collector)
+        self._order.finish(group.group_id)
+        if self._order.num_free_slots(published=self._published):
+            self._admit()
+        self._serve_take()
+
+    # ---- takes and the trainer ---------------------------------------------------------------------------------------
+
+    def _serve_take(self) -> None:
+        """At most one take is made ahead of the trainer."""
+        if self._take_is_wanted and self._order.is_complete():
+            self._take_is_wanted = False
+            self._at(self._now + self._c.hand_on_s, self._take_arrived, self._order.take())
+
+    def _take_arrived(self, take: list[int]) -> None:
+        self._take = take
+        if self._trainer_waits_since is not None:
+            self._start_take()
+
+    def _start_take(self) -> None:
+        assert self._take is not None
+        assert self._trainer_waits_since is not None
+        take, self._take = self._take, None
+        waited = self._now - self._trainer_waits_since
+        self._trainer_waits_since = None
+        self._take_is_wanted = True
+        self._serve_take()
+        self._train([self._groups.pop(g) for g in take], 0, waited)
+
+    def _train(self, groups: list[Group], update: int, waited: float) -> None:
+        c, u = self._c, self._s.updates_per_batch
+        share = groups[update::u]
+        tokens = sum(g.tokens for g in share) + len(share) * c.prompt_tokens * self._s.group_size
+        compute_s = tokens * c.train_token_s / self._s.trainers * self._factors[self._version] + c.optim_s
+        if c.train_slowdown > 1 and not any(x.engine.running for x in self._collectors):
+            compute_s /= c.train_slowdown
+        if self._version >= self._skip:
+            self.record.train_s += compute_s
+            for group in share:
+                for version, count in group.versions.items():
+                    lag = self._version - version
+                    self.record.lag_tokens[lag] = self.record.lag_tokens.get(lag, 0.0) + count
+        self._set_training(True)
+        publish_s = c.publish_s if self._publishes_after(self._version + 1) else 0.0
+        self._at(self._now + compute_s, self._set_training, False)
+        self._at(self._now + compute_s + publish_s, self._step_done, groups, update, waited)
+
+    def _publishes_after(self, version: int) -> bool:
+        return version % self._s.publish_every == 0
+
+    def _step_done(self, groups: list[Group], update: int, waited: float) -> None:
+        self._version += 1
+        go_on = lambda: self._after_step(groups, update, waited)  # noqa: E731
+        if not self._publishes_after(self._version):
+            go_on()
+        elif self._uploading:
+            self._after_upload = go_on
+        else:
+            self._upload(self._version)
+            go_on()
+
+    def _upload(self, version: int) -> None:
+        self._uploading = True
+        self._at(self._now + self._c.upload_s, self._uploaded, version)
+
+    def _uploaded(self, version: int) -> None:
+        self._uploading = False
+        self._published = version
+        self._pull(self._collectors)
+        self._admit()
+        if self._after_upload is not None:
+            go_on, self._after_upload = self._after_upload, None
+            self._upload(self._version)
+            go_on()
+
+    def _after_step(self, groups: list[Group], update: int, waited: float) -> None:
+        end = self._now + self._c.overhead_s
+        record = self.record
+        if self._version > self._skip:
+            record.steps.append(end - self._last_end)
+            record.waits.append(waited if update == 0 else 0.0)
+            record.num_groups += len(groups[update :: self._s.updates_per_batch])
+        self._last_end = end
+        if self._version == self._skip:
+            self._start_recording()
+        if update + 1 < self._s.updates_per_batch:
+            self._at(end, self._train, groups, update + 1, 0.0)
+        else:
+            self._at(end, self._next_take)
+
+    def _next_take(self) -> None:
+        self._trainer_waits_since = self._now
+        if self._take is not None:
+            self._start_take()
+
+    def _set_training(self, training: bool) -> None:
+        self._training = training
+        if self._c.generate_slowdown == 1.0:
+            return
+        for collector in self._collectors:
+            collector.engine.advance(self._now)
+            collector.engine.slowdown = self._c.generate_slowdown if training else 1.0
+            self._reschedule(collector)
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+
+    def _pull(self, collectors: Iterable[Collector]) -> None:
+        """Those take over the newest version for which it is worth a pause, or that a group waits with.
+
+        What they do at the same moment is one event for all of them: a fleet pulls together.
+        """
+        pausing = []
+        for collector in collectors:
+            verified, wanted = collector.verified, collector.wanted
+            least = verified + self._s.pull_every
+            if verified < wanted < least:
+                least = wanted
+            if collector.pulling is not None or self._published < least:
+                continue
+            collector.pulling = self._published
+            engine = collector.engine
+            engine.advance(self._now)
+            if self._s.in_flight == "off" and engine.running:
+                engine.held = collector.draining = True
+            else:
+                pausing.append(collector)
+        if pausing:
+            self._pause(pausing)
+
+    def _pause(self, collectors: list[Collector]) -> None:
+        for collector in collectors:
+            self._account(collector)
+            collector.engine.paused = True
+            collector.engine.epoch += 1  # what was to end soon does not
+        self._at(self._now + self._c.pause_s, self._loaded, collectors)
+
+    def _loaded(self, collectors: list[Collector]) -> None:
+        recompute = self._s.in_flight == "recompute"
+        for collector in collectors:
+            assert collector.pulling is not None
+            engine = collector.engine
+            engine.advance(self._now)
+            self._account(collector)
+            engine.load(collector.pulling, recompute=recompute)
+            engine.resume()
+            if engine.running:
+                self._reschedule(collector)
+        self._at(self._now + self._c.canary_s, self._verified, collectors)
+
+    def _verified(self, collectors: list[Collector]) -> None:
+        for collector in collectors:
+            assert collector.pulling is not None
+            collector.verified, collector.pulling = collector.pulling, None
+            if collector.waiting:
+                self._start_waiting(collector)
+            if collector.withheld:
+                withheld, collector.withheld = collector.withheld, []
+                for group in withheld:
+                    self._group_done(group)
+        self._pull(collectors)
+
+    def _start_waiting(self, collector: Collector) -> None:
+        ready = [g for g in collector.waiting if g.floor <= collector.verified]
+        if ready:
+            collector.waiting = [g for g in collector.waiting if g.floor > collector.verified]
+            for group in ready:
+                self._submit(group)
+            self._reschedule(collector)
+
+    # ---- bookkeeping -------------------------------------------------------------------------------------------------
+
+    def _at(self, time: float, function: Callable[..., None], *arguments: object) -> None:
+        self._num_pushed += 1
+        heapq.heappush(self._heap, (time, self._num_pushed, function, arguments))
+
+    def _set_in_flight(self, collector: Collector, count: int) -> None:
+        self._account(collector)
+        collector.in_flight = count
+
+    def _account(self, collector: Collector) -> None:
+        """Seconds in which a collector counts itself as generating: something in flight and nothing being loaded.
+
+        Called before either of the two changes.
+        """
+        if collector.in_flight and not collector.engine.paused:
+            collector.generating_s += self._now - collector.changed_at
+        collector.changed_at = self._now
+
+    def _start_recording(self) -> None:
+        self.record.started_at = self._now
+        for collector in self._collectors:
+            self._account(collector)
+            collector.engine.advance(self._now)
+            collector.generating_s = 0.0
+            collector.engine.busy_s = 0.0
+
+    def _stop_recording(self) -> None:
+        self.record.ended_at = self._now
+        for collector in self._collectors:
+            self._account(collector)
+            collector.engine.advance(self._now)
+            self.record.generating_s += collector.generating_s
+            self.record.engine_busy_s += collector.engine.busy_s

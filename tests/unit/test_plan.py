@@ -1,0 +1,280 @@
+"""The simulator against closed forms, the system's own rule classes and bounds; and the command that shows it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from leeway.planning import lengths
+from leeway.planning.engine import Chunk, SimulatedEngine
+from leeway.planning.lengths import Distribution
+from leeway.planning.model import Calibration, Settings
+from leeway.planning.order import TakeOrder
+from leeway.planning.predict import limit_s, predict
+from leeway.planning.search import advise, best, best_split, fitting, splits_of, sweep, variants
+from leeway.replay.admission import AdmissionRule
+from leeway.replay.window import Window
+
+FIXED = Distribution((100.0,))
+
+
+def job(**changes: object) -> Calibration:
+    """One engine that samples 1000 tokens/s in all, of 4 groups x 4 sequences x 100 tokens: 1.6 s. Training: 0.8 s."""
+    settings = Settings(groups_per_step=4, group_size=4, max_policy_lag=0, target_policy_lag=0, in_flight="keep")
+    plain = Calibration(
+        settings=settings, lengths=FIXED, pass_s=0.0, token_s=1e-3, train_token_s=0.5e-3, max_sequences=10_000
+    )
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def step_s(calibration: Calibration, lag: int, **changes: object) -> float:
+    return predict(calibration, replace(calibration.settings.with_lag(lag), **changes)).step_s  # type: ignore[arg-type]
+
+
+# ---- closed forms ----------------------------------------------------------------------------------------------------
+
+
+def test_in_lockstep_a_step_is_generation_and_training_and_the_hand_over() -> None:
+    parts = {"pause_s": 0.3, "canary_s": 0.05, "publish_s": 0.1, "upload_s": 0.07, "optim_s": 0.02, "overhead_s": 0.01}
+    found = step_s(job(**parts, hand_on_s=0.04), 0)
+    # The upload runs beside the overhead between two steps; everything else is one after the other.
+    assert found == pytest.approx(1.6 + 0.8 + 0.3 + 0.05 + 0.1 + 0.07 + 0.02 + 0.04, rel=1e-6)
+
+
+@pytest.mark.parametrize(("token_s", "train_token_s"), [(1e-3, 0.5e-3), (1e-3, 1.5e-3), (1e-3, 1e-3)])
+def test_with_a_large_lag_a_step_is_the_slower_side_alone(token_s: float, train_token_s: float) -> None:
+    found = step_s(job(token_s=token_s, train_token_s=train_token_s), 8)
+    assert found == pytest.approx(1600 * max(token_s, train_token_s), rel=0.01)
+
+
+def test_the_stop_for_weights_is_paid_by_generation_only() -> None:
+    assert step_s(job(pause_s=0.2), 8) == pytest.approx(1.8, rel=0.01)
+    assert step_s(job(pause_s=0.2, train_token_s=2e-3), 8) == pytest.approx(3.2, rel=0.01)
+
+
+def test_recomputing_what_is_in_flight_costs_a_prefill_of_it() -> None:
+    kept, again = (step_s(job(), 8, in_flight=way) for way in ("keep", "recompute"))
+    assert kept == pytest.approx(1.6, rel=0.01)
+    assert again > 1.1 * kept
+
+
+def test_prompts_are_prefilled_and_shared_blocks_once_per_group() -> None:
+    alone = step_s(job(prompt_tokens=50.0, train_token_s=1e-9), 0)
+    shared = step_s(job(prompt_tokens=50.0, shared_prompt_tokens=50.0, train_token_s=1e-9), 0)
+    assert alone == pytest.approx(1.6 + 16 * 50e-3, rel=1e-3)
+    assert shared == pytest.approx(1.6 + 4 * 50e-3, rel=1e-3)
+
+
+def test_generation_beside_training_is_slower_by_the_slowdown_for_as_long_as_it_trains() -> None:
+    # In 2 s of work a second passes beside each half second of training: 1.6 + (2 - 1) * 0.8 / 2.
+    assert step_s(job(generate_slowdown=2.0), 8) == pytest.approx(1.6 + 0.8 / 2, rel=0.02)
+    assert step_s(job(generate_slowdown=2.0), 0) == pytest.approx(2.4, rel=1e-6)
+
+
+def test_time_in_the_environment_delays_without_using_the_engine() -> None:
+    slow = job(environment_s=Distribution((2.0,)))
+    assert step_s(slow, 0) == pytest.approx(1.6 + 2.0 + 0.8, rel=1e-3)
+    assert step_s(slow, 8) == pytest.approx(1.6, rel=0.02)
+
+
+def test_an_engine_has_room_for_so_many_sequences() -> None:
+    """pass_s alone: n sequences advance as fast as one, so half the room takes twice the time."""
+
+    def speed(room: int) -> Calibration:
+        return job(pass_s=0.01, token_s=0.0, train_token_s=1e-9, max_sequences=room)
+
+    assert step_s(speed(16), 0) == pytest.approx(1.0, rel=1e-3)
+    assert step_s(speed(8), 0) == pytest.approx(2.0, rel=1e-3)
+
+
+def test_more_generators_and_more_trainers_share_the_work() -> None:
+    assert step_s(job(), 8, generators=2) == pytest.approx(0.8, rel=0.05)
+    assert step_s(job(train_token_s=4e-3), 8, trainers=4) == pytest.approx(1.6, rel=0.05)
+
+
+def test_updates_and_publications_are_counted_in_optimizer_steps() -> None:
+    found = predict(
+        job(train_token_s=2e-3, publish_s=0.4),
+        replace(job().settings.with_lag(7), updates_per_batch=2, publish_every=2),
+    )
+    assert found.step_s == pytest.approx(1.6 + 0.2, rel=0.02)  # half a batch, and every second step pays for publishing
+    assert found.samples_per_s == pytest.approx(16 / (2 * found.step_s))
+
+
+# ---- the rule --------------------------------------------------------------------------------------------------------
+
+LONG_TAIL = lengths.lognormal(400, 1.0, 4000)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2, 5])
+@pytest.mark.parametrize("window", [1, 8])
+@pytest.mark.parametrize("in_flight", ["recompute", "keep", "off"])
+def test_no_token_is_used_beyond_the_bound_and_the_bound_is_reached(lag: int, window: int, in_flight: str) -> None:
+    base = Settings(groups_per_step=8, group_size=4, generators=3, reorder_window=window, in_flight=in_flight)
+    settings = fitting(base.with_lag(lag))
+    assert settings is not None
+    calibration = job(settings=settings, lengths=LONG_TAIL, pass_s=0.01, token_s=1e-5, pause_s=0.5, canary_s=0.1)
+    found = predict(calibration, settings, events=4000)
+    assert found.lag_max <= lag
+    if settings.reorder_window == 1 and in_flight != "off":
+        assert found.lag_max == lag
+    assert sum(found.lag_share.values()) == pytest.approx(1)
+
+
+def test_a_larger_bound_is_never_slower() -> None:
+    calibration = job(lengths=LONG_TAIL, pass_s=0.01, token_s=1e-5, train_token_s=1e-4)
+    settings = replace(calibration.settings, groups_per_step=16, in_flight="keep")
+    times = [predict(calibration, settings.with_lag(lag)).step_s for lag in (0, 1, 2, 4, 8)]
+    assert all(later <= earlier * 1.01 for earlier, later in itertools.pairwise(times))
+    assert times[0] > 2 * times[-1]
+
+
+@pytest.mark.parametrize(("lag", "room"), [(0, 1.05), (1, 1.15), (3, 1.3)])
+def test_long_tails_gain_what_the_limit_says(lag: int, room: float) -> None:
+    """Where only the longest response decides, L + 1 steps share it: (Lmax + Tt + Ts) / (L + 1).
+
+    Nothing is faster than that, and strict order comes near to it: a long response holds up those that overlap with it.
+    """
+    calibration = job(lengths=LONG_TAIL, pass_s=0.01, token_s=0.0, train_token_s=1e-4, pause_s=0.5)
+    settings = replace(calibration.settings, groups_per_step=16, in_flight="keep").with_lag(lag)
+    found = predict(calibration, settings, events=80_000)
+    limit = limit_s(calibration, settings)
+    assert 0.97 * limit <= found.step_s <= room * limit
+
+
+def test_a_wider_window_uses_finished_groups_while_they_are_fresh() -> None:
+    rare = Distribution((*[10.0] * 199, 3000.0))
+    calibration = job(lengths=rare, pass_s=0.01, token_s=0.0, train_token_s=1e-6)
+    settings = replace(calibration.settings, groups_per_step=8, group_size=2).with_lag(8)
+    strict, wide = (predict(calibration, replace(settings, reorder_window=w)) for w in (1, 17))
+    assert wide.lag_mean < 0.85 * strict.lag_mean
+    assert wide.step_s < 1.02 * strict.step_s
+
+
+@hypothesis_settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 6),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 12),
+    st.integers(0, 9),
+    st.integers(0, 10**6),
+)
+def test_takes_are_those_of_the_systems_own_window(P: int, u: int, n: int, W: int, extra: int, seed: int) -> None:
+    target = u * (-(-(W - 1) // P) + 1) + n - 2 + extra
+    rule = AdmissionRule(
+        groups_per_take=P, updates_per_take=u, publish_every=n, reorder_window=W, target_lag=target, max_lag=target
+    )
+    order, window, rng = TakeOrder(rule), Window(rule), random.Random(seed)
+    running: list[int] = []
+    published = 0
+    for _ in range(300):
+        for _ in range(rng.randint(0, order.num_free_slots(published=published))):
+            admitted = window.admit()
+            assert order.admit() == admitted
+            running.append(admitted[0])
+        if running and rng.random() < 0.8:
+            group = running.pop(rng.randrange(len(running)))
+            order.finish(group)
+            window.finish(group)
+        complete = window.missing_for_take(last=False) is None
+        assert order.is_complete() == complete
+        if complete and rng.random() < 0.7:
+            assert order.take() == window.take(last=False)
+            published = max(published, window.num_takes * u - rng.randint(0, n))
+        assert order.num_outstanding == window.num_outstanding
+
+
+def test_tokens_belong_to_the_version_that_was_loaded_when_they_were_sampled() -> None:
+    engine = SimulatedEngine(pass_s=0.1, token_s=0.0, max_sequences=8)
+    chunk = Chunk(None, 1, 100.0, 0.0)
+    engine.submit([chunk])
+    engine.advance(3.0)
+    engine.paused = True
+    engine.advance(5.0)
+    engine.load(4, recompute=False)
+    engine.resume()
+    assert engine.next_end() == pytest.approx(12.0)
+    engine.advance(12.0)
+    assert engine.finished() == [chunk]
+    assert engine.versions_of(chunk) == [(4, pytest.approx(70.0)), (0, pytest.approx(30.0))]
+
+
+# ---- lengths ---------------------------------------------------------------------------------------------------------
+
+
+def test_distributions_have_the_mean_and_the_tail_that_were_asked_for() -> None:
+    assert lengths.lognormal(1200, 0.8).mean == pytest.approx(1200, rel=0.01)
+    assert lengths.parse("lognormal:1200,1,8192").largest == 8192
+    assert lengths.parse("uniform:10,30").mean == pytest.approx(20)
+    assert lengths.parse("7").quantiles == (7.0,)
+    halves = Distribution((0.0, 1.0))
+    assert halves.longest_of(1) == pytest.approx(0.5)
+    assert halves.longest_of(3) == pytest.approx(7 / 8)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "long", "lognormal:1200", "lognormal:a,b", "uniform:9,3", "lognormal:9,1,3", "nan"]
+)
+def test_distributions_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        lengths.parse(text, least=1.0)
+
+
+def test_alike_ties_the_members_of_a_group_and_keeps_the_distribution() -> None:
+    loose, tied = LONG_TAIL, replace(LONG_TAIL, alike=0.9)
+    assert tied.longest_in_group(8) < 0.7 * loose.longest_in_group(8)
+    assert tied.longest_in_group(8) > LONG_TAIL.mean
+
+
+# ---- searching and advising ------------------------------------------------------------------------------------------
+
+
+def test_4096_devices_are_simulated_in_few_events() -> None:
+    settings = Settings(groups_per_step=1024, group_size=16, generators=3072, trainers=1024).with_lag(2)
+    calibration = job(settings=settings, lengths=LONG_TAIL, pass_s=0.01, token_s=1e-5, train_token_s=1e-4, pause_s=1.0)
+    found = predict(calibration, settings, events=20_000)
+    assert found.num_events < 100_000
+    assert found.lag_max <= 2
+    assert found.step_s >= 0.9 * found.limit_s
+
+
+def test_the_even_split_gives_both_sides_as_much_to_do() -> None:
+    calibration = job(pass_s=0.0, token_s=3e-3, train_token_s=1e-3)
+    settings = replace(calibration.settings, groups_per_step=64).with_lag(8)
+    ((generators, trainers),) = splits_of(calibration, settings, 32)
+    assert (generators, trainers) == (24, 8)
+    (chosen, _) = best_split(calibration, settings, 32, events=4000)
+    assert sum(chosen) == 32
+    assert 6 <= chosen[1] <= 11
+    with pytest.raises(ValueError, match="1 devices"):
+        splits_of(calibration, settings, 1)
+
+
+def test_the_least_off_policy_of_equally_fast_settings_is_recommended() -> None:
+    calibration = job(train_token_s=4e-3)  # the trainer decides: nothing beyond L = 1 is gained
+    asked = variants(calibration.settings, lags=[0, 1, 2, 8], windows=[1, 4], splits=[(1, 1)])
+    assert fitting(replace(calibration.settings, reorder_window=4)) in asked  # lag 0: window 1
+    chosen = best(sweep(calibration, asked))
+    assert chosen.settings.max_policy_lag == 1
+    assert predict(calibration, replace(chosen.settings.with_lag(8), reorder_window=1)).step_s == pytest.approx(
+        chosen.step_s, rel=0.02
+    )
+
+
+def test_advice_names_the_change_that_helps_or_that_none_does() -> None:
+    lockstep = job(measured_step_s=3.0)
+    assert advise(lockstep).startswith("staleness.max_policy_lag=1 would cut the step from 3 s to 2 s (-33%)")
+    content = replace(lockstep, settings=lockstep.settings.with_lag(2), train_token_s=4e-3, measured_step_s=6.8)
+    assert "at 94% of its limit, and no other" in advise(content)
+
+
+def test_advice_moves_devices_to_the_side_that_needs_them() -> None:
+    settings = replace(job().settings, generators=2, trainers=6, groups_per_step=32).with_lag(4)
+    assert advise(job(settings=settings)).startswith("rollout.num_generators=")

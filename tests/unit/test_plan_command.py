@@ -1,0 +1,223 @@
+"""`leeway plan` as users run it, and its calibration on a run whose speeds are known."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from leeway.cli.main import main
+from leeway.config import plan_run, run_yaml
+from leeway.config.errors import ConfigError
+from leeway.planning.calibration import calibrate, open_run
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+HEAVY = ("torch", "ray", "vllm", "transformers", "torchrl", "tensordict")
+NUMBERS = ("--generate-tokens-per-s", "8000", "--train-tokens-per-s", "12000", "--length", "lognormal:300,1,2000")
+
+# The run below: 48 groups x 8 of 5 tokens after prompts of 10. A pass takes 10 ms and 50 us for each token in it.
+PASS_S, TOKEN_S = 0.010, 50e-6
+ALONE_S = 5 * PASS_S + 8 * 15 * TOKEN_S
+GROUPS_AT_ONCE = 96  # twice a batch
+MANY_S = GROUPS_AT_ONCE * 8 * 5 / 256 * PASS_S + GROUPS_AT_ONCE * 8 * 15 * TOKEN_S
+GENERATE_S = MANY_S / 2  # of one batch
+TRAIN_S, PAUSE_S, STEP_S = 0.6, 0.07, 0.65
+# In the run a batch's 384 sequences are 256 and then 128, and the collector counts the canary's time before them.
+GENERATING_S = 2 * 5 * PASS_S + 48 * 8 * 15 * TOKEN_S + 0.03
+
+
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def leeway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """The command, started in `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def command(*args: str) -> Done:
+        with pytest.raises(SystemExit) as end:
+            main(["plan", *args])
+        printed = capsys.readouterr()
+        return Done(int(end.value.code or 0), printed.out, printed.err)
+
+    return command
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """What a run of the quickstart's second stage leaves behind, with the speeds above."""
+    folder = tmp_path / "run"
+    overrides = ["stages.sft=null", "model.init=null", "model.path=some/model", "stages.async_rl.train.steps=40"]
+    stages = plan_run("quickstart", "async_rl", overrides)
+    stage = folder / "stages" / "async_rl"
+    (stage / "rollouts").mkdir(parents=True)
+    (folder / "config.yaml").write_text(run_yaml(stages))
+    rows: list[dict] = [{"step": 0, "role": "collector", "collector/pause_s": PAUSE_S, "collector/generate_frac": 0.0}]
+    for step in range(1, 41):
+        rows += [
+            {
+                "step": step,
+                "role": "trainer",
+                "limit/generate_s": GENERATE_S,
+                "limit/train_s": TRAIN_S,
+                "limit/serial_s": (ALONE_S + TRAIN_S + PAUSE_S) / 3,
+                "limit/step_s": TRAIN_S,
+                "step/forward_backward_s": TRAIN_S - 0.01,
+                "step/optim_s": 0.01,
+                "step/publish_s": 0.02,
+                "step/wait_for_batch_s": 0.01,
+                "step/total_s": STEP_S,
+                "train/response_tokens/total": 48 * 8 * 5.0,
+                "train/response_tokens/mean": 5.0,
+                "train/response_tokens/max": 5.0,
+                "train/tokens_in_pass": 48 * 8 * 15.0,
+            },
+            {
+                "step": step,
+                "role": "collector",
+                "collector/pause_s": PAUSE_S,
+                "collector/generate_frac": GENERATING_S / STEP_S,
+                "param_server/canary_s": 0.03,
+            },
+            {"step": step, "role": "driver", "param_server/publish_s": 0.03, "replay/groups_taken": 48.0 * step}
+            | {"replay/filtered": 0.0, "replay/failed": 0.0},
+        ]
+    (stage / "metrics.jsonl").write_text("".join(json.dumps(row | {"time": 0.0}) + "\n" for row in rows))
+    rollout = {"prompt_tokens": [1] * 10, "response_tokens": [2] * 5}
+    (stage / "rollouts" / "step-000001.jsonl").write_text((json.dumps(rollout) + "\n") * 16)
+    return folder
+
+
+def test_the_speeds_of_a_run_are_found_again(run: Path) -> None:
+    found = calibrate(open_run(run))
+    assert found.pass_s == pytest.approx(PASS_S, rel=0.02)
+    assert found.token_s == pytest.approx(TOKEN_S, rel=0.02)
+    assert found.train_token_s == pytest.approx((TRAIN_S - 0.01) / (48 * 8 * 15))
+    assert (found.pause_s, found.canary_s, found.upload_s) == pytest.approx((PAUSE_S, 0.03, 0.03))
+    assert found.overhead_s == pytest.approx(STEP_S - TRAIN_S - 0.03)
+    assert (found.prompt_tokens, found.lengths.mean, found.kept_frac) == (10, 5, 1)
+    assert found.measured_step_s == pytest.approx(STEP_S)
+    # It generated no longer than alone, so neither side slows the other down.
+    assert 0.9 < found.generate_slowdown < 1.1
+
+
+def test_generation_that_takes_longer_beside_training_is_seen(run: Path) -> None:
+    file = run / "stages/async_rl/metrics.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for row in rows:
+        if row.get("collector/generate_frac"):
+            row["collector/generate_frac"] *= 1.3
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert calibrate(open_run(run)).generate_slowdown > 1.15
+
+
+def test_a_run_that_is_too_short_or_none_is_refused(run: Path, tmp_path: Path) -> None:
+    file = run / "stages/async_rl/metrics.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:20]))
+    with pytest.raises(ConfigError, match="at least 10"):
+        calibrate(open_run(run))
+    file.unlink()
+    with pytest.raises(ConfigError, match=r"no metrics\.jsonl"):
+        open_run(run)
+    with pytest.raises(ConfigError, match="nothing there"):
+        open_run(tmp_path / "elsewhere")
+
+
+def test_plan_of_a_run_prints_a_table_a_recommendation_and_draws(run: Path, leeway: Callable[..., Done]) -> None:
+    done = leeway("--from", "run", "-L", "0,1,2", "--reorder-window", "1,48")
+    assert done.returncode == 0, done.stderr
+    assert "of limit" in done.stdout
+    assert "the run itself: 0.65 s a step measured" in done.stdout
+    assert "recommended: " in done.stdout
+    header = (run / "plan.png").read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", header[16:24])
+    assert width > 1000
+    assert height > 300
+    assert (run / "plan.png").stat().st_size > 20_000
+
+
+def test_settings_of_the_run_can_be_changed(run: Path, leeway: Callable[..., Done]) -> None:
+    plain, changed = (
+        json.loads(leeway("--from", "run", "-L", "2", "--json", *more).stdout)
+        for more in ((), ("stages.async_rl.train.groups_per_step=96", "rollout.num_generators=2"))
+    )
+    assert plain["as_it_is"]["settings"]["groups_per_step"] == 48
+    assert plain["as_it_is"]["step_s"] == pytest.approx(STEP_S, rel=0.1)
+    assert changed["as_it_is"]["settings"]["generators"] == 2
+    assert changed["as_it_is"]["step_s"] == pytest.approx(2 * plain["as_it_is"]["step_s"], rel=0.15)
+    assert not (run / "plan.png").exists()  # --json draws nothing
+
+
+def test_plan_of_numbers_tries_splits_of_the_devices(leeway: Callable[..., Done], tmp_path: Path) -> None:
+    done = leeway(*NUMBERS, "--gpus", "16", "-L", "1,2", "--json", "--out", "plans")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["predictions"]
+    assert {p["settings"]["generators"] + p["settings"]["trainers"] for p in found} == {16}
+    assert {p["settings"]["max_policy_lag"] for p in found} == {1, 2}
+    assert len({p["settings"]["generators"] for p in found}) >= 2
+    assert (tmp_path / "plans/plan.png").exists()
+
+
+def test_plan_of_a_bundled_config_takes_its_settings(leeway: Callable[..., Done]) -> None:
+    done = leeway("--config", "gsm8k_qwen2_5_1_5b", *NUMBERS, "-L", "19", "--json")
+    assert done.returncode == 0, done.stderr
+    settings = json.loads(done.stdout)["as_it_is"]["settings"]
+    config = plan_run("gsm8k_qwen2_5_1_5b", "async_rl")[-1].config
+    assert settings["groups_per_step"] == config.train.groups_per_step
+    assert settings["publish_every"] == config.param_server.publish_every
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        ((), "--generate-tokens-per-s: got nothing"),
+        (("--from", "nowhere"), "nothing there"),
+        (("--from", "nowhere", "--config", "quickstart"), "one of the two"),
+        ((*NUMBERS, "-L", "1,x"), "--max-policy-lag: got '1,x'"),
+        ((*NUMBERS, "-L", "-1"), "whole numbers of 0 or more"),
+        ((*NUMBERS, "--generators", "0"), "--generators"),
+        ((*NUMBERS, "--length", "long"), "--length: got 'long'"),
+        ((*NUMBERS, "--gpus", "1"), "more devices"),
+        ((*NUMBERS, "--gpus", "8", "--trainers", "2"), "--gpus tries several splits itself"),
+        ((*NUMBERS, "--generator-speed", "0"), "--generator-speed: got 0"),
+        ((*NUMBERS, "--sequence-tokens-per-s", "9000"), "--sequence-tokens-per-s"),
+        ((*NUMBERS, "train.steps=3"), "--from or --config"),
+        (("--config", "quickstart", *NUMBERS, "staleness.max_lag=1"), "staleness.max_policy_lag"),
+    ],
+)
+def test_wrong_input_exits_2_with_one_line(
+    args: tuple[str, ...], word: str, leeway: Callable[..., Done], tmp_path: Path
+) -> None:
+    done = leeway(*args)
+    assert done.returncode == 2
+    assert word in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_planning_loads_nothing_heavy(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom leeway.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    assert not end.code\n"
+        f"print(sorted(set(sys.modules) & set({HEAVY!r})))"
+    )
+    args = ["plan", *NUMBERS, "-L", "1", "--out", "."]
+    env = {**os.environ, "PYTHONPATH": str(SRC)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *args], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
