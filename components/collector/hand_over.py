@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..weights import Canary, HandOverError, Manifest
+from ..weights import Canary, CanaryGap, HandOverError, Manifest
 
 Pull = Callable[[int, float], Awaitable[tuple[Manifest, AsyncIterator[np.ndarray]] | None]]
 """pull(newer_than, timeout_s) -> the newest publication, or None when nothing newer came in time."""
@@ -23,7 +23,7 @@ Pull = Callable[[int, float], Awaitable[tuple[Manifest, AsyncIterator[np.ndarray
 
 class LoadsWeights(Protocol):
     async def load_weights(self, manifest: Manifest, buckets: AsyncIterator[np.ndarray], *, in_flight: str) -> Any: ...
-    async def score(self, canary: Canary) -> float: ...
+    async def score(self, canary: Canary) -> CanaryGap: ...
 
 
 POLL_S = 10.0
@@ -127,18 +127,20 @@ class HandOver:
             self._on_pause(False)
         loaded = time.monotonic()
         gap = await self._engine.score(manifest.canary)
-        if not gap <= self._tolerance:
+        if not gap.within(self._tolerance):
             raise HandOverError(
                 "compute",
                 manifest.policy_version,
-                f"engine and trainer differ by {gap:.3g} nats on the canary; "
+                f"engine and trainer differ on the canary by {gap}; "
                 f"param_server.served_tolerance is {self._tolerance:g}",
             )
         async with self._changed:
             self.verified = manifest.policy_version
             self._changed.notify_all()
         self._pulls.append(
-            PullReport(time.monotonic() - started, time.monotonic() - loaded, times.pause_s, gap, manifest.num_bytes)
+            PullReport(
+                time.monotonic() - started, time.monotonic() - loaded, times.pause_s, gap.largest, manifest.num_bytes
+            )
         )
 
     def drain_reports(self) -> list[PullReport]:
