@@ -9,6 +9,7 @@ function.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 
 
 class HandOverError(RuntimeError):
-    """A hand-over failed its check of `bytes`, `load` or `compute`: the engine must not serve these weights."""
+    """A hand-over failed a check (`bytes`, `load`, `compute`, `floor`): the engine must not serve these weights."""
 
     def __init__(self, check: str, policy_version: int, detail: str) -> None:
         super().__init__(check, policy_version, detail)
@@ -65,6 +66,25 @@ class Canary:
     logprobs: list[list[float]]
     next_tokens: list[int]
     next_logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class CanaryGap:
+    """Largest |logprob difference| of an engine from a canary, in nats, by its two routes; see `Engine.score`."""
+
+    scored: float
+    cached: float
+
+    @property
+    def largest(self) -> float:
+        """NaN if either is: `max` alone loses a NaN that does not come first."""
+        return math.nan if math.isnan(self.scored) or math.isnan(self.cached) else max(self.scored, self.cached)
+
+    def within(self, tolerance: float) -> bool:
+        return self.largest <= tolerance
+
+    def __str__(self) -> str:
+        return f"{self.scored:.3g} nats on scored prompts, {self.cached:.3g} after prompts in the prefix cache"
 
 
 @dataclass(frozen=True)

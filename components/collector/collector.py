@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from torchrl.collectors import BaseCollector
 
 from ..types import Admission, Group, Task, Trajectory
+from ..weights import HandOverError
 from .clock import ActivityClock
 from .hand_over import HandOver, PullReport
 from .policy import EnginePolicy, derived_seed
@@ -269,8 +270,16 @@ class Collector(BaseCollector):
             trajectories=trajectories,
             attempt=admission.attempt,
         )
+        oldest, newest = group.policy_versions()
+        if oldest < admission.floor:
+            raise HandOverError(
+                "floor",
+                oldest,
+                f"the engine sampled group {group.group_id} with weights of version {oldest} after version "
+                f"{self._hand_over.verified} was proven; the group's floor is {admission.floor}",
+            )
         with self._clock.doing("withheld"):
-            await self._hand_over.until_verified(group.policy_versions()[1])
+            await self._hand_over.until_verified(newest)
         return group
 
     async def _admit_when_serving(self, limit: int) -> list[Admission]:

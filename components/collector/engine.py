@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from ..weights import Canary, HandOverError, Manifest, TensorEntry
+from ..weights import Canary, CanaryGap, HandOverError, Manifest, TensorEntry
 from . import engine_worker_env as worker_env
 
 
@@ -127,7 +127,7 @@ class Engine:
         completions = [_sampled_tokens(o) for o in sorted(outputs, key=lambda o: o.index)]
         return completions if temperature else completions * n  # greedy: n times the same, sampled once
 
-    async def score(self, canary: Canary) -> float:
+    async def score(self, canary: Canary) -> CanaryGap:
         """Largest |logprob difference| between this engine and the canary's own numbers, by two routes.
 
         1. Prompt logprobs, which never read the prefix cache: the weights compute the same function.
@@ -137,7 +137,7 @@ class Engine:
         scored = [self._scored_gap(s, lp) for s, lp in zip(prompts.scored, canary.logprobs, strict=True)]
         cached = zip(prompts.cached, canary.next_tokens, canary.next_logprobs, strict=True)
         gaps = await asyncio.gather(*scored, *(self._continued_gap(*c) for c in cached))
-        return largest(gaps)
+        return CanaryGap(largest(gaps[: len(scored)]), largest(gaps[len(scored) :]))
 
     async def load_weights(
         self, manifest: Manifest, buckets: AsyncIterator[np.ndarray], *, in_flight: str
@@ -254,7 +254,7 @@ class LoadTimes:
 
 def largest(gaps: list[float]) -> float:
     """The largest gap, NaN if any is: `max` alone loses a NaN that does not come first."""
-    return math.nan if any(math.isnan(g) for g in gaps) else max(gaps)
+    return math.nan if any(math.isnan(g) for g in gaps) else max(gaps, default=0.0)
 
 
 def _sampled_tokens(output: Any) -> SampledTokens:

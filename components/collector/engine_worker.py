@@ -7,11 +7,13 @@ registers the weight transfer backend "leeway".
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +29,10 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from ..weights import HandOverError, TensorEntry, read_bucket
+from .engine_readback import Published, read_back
 from .engine_worker_env import BACKEND, CORES_ENV, MEMORY_ENV, PARENT_ENV
+
+logger = logging.getLogger(__name__)
 
 
 def die_with_parent() -> None:
@@ -82,7 +87,10 @@ class BucketInfo(WeightTransferUpdateInfo):
 
 
 class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, BucketInfo]):
-    """Loads buckets that lie in shared memory files; checks bytes before loading and coverage after it."""
+    """Loads buckets that lie in shared memory files.
+
+    Checks bytes before loading, coverage at its end, and reads the loaded weights back.
+    """
 
     init_info_cls = InitInfo
     update_info_cls = BucketInfo
@@ -92,11 +100,14 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, BucketInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)  # type: ignore[arg-type]
         self._policy_version = -1
+        self._published = self._nothing_published()
+        self._unread: list[str] = []
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
+        self._published = self._nothing_published()
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: BucketInfo) -> None:
@@ -107,13 +118,30 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, BucketInfo]):
             memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         bucket = torch.frombuffer(memory, dtype=torch.uint8)
         tensors = read_bucket(bucket, entries, policy_version=update_info.policy_version)
-        self.model.load_weights(tensors)  # type: ignore[operator]
+        self.model.load_weights(self._noted(tensors))  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
         missing = uncovered_parameters(self.model)
         if missing:
             raise HandOverError("load", self._policy_version, f"no published tensor reached {', '.join(missing)}")
         finalize_layerwise_reload(self.model, self.model_config)
+        result = read_back(self.model, self._published, dtype=self.model_config.dtype, turn=self._policy_version)
+        if result.differing:
+            where = ", ".join(result.differing)
+            raise HandOverError(
+                "load", self._policy_version, f"after the load, weights differ from those published in {where}"
+            )
+        if result.unread != self._unread:
+            self._unread = result.unread
+            logger.warning("only the canary proves these layers, their layout is unknown: %s", ", ".join(self._unread))
+
+    def _nothing_published(self) -> Published:
+        return Published(dtype=self.model_config.dtype, device=self.device)
+
+    def _noted(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors:
+            self._published.add(name, tensor)
+            yield name, tensor
 
     def shutdown(self) -> None:
         pass

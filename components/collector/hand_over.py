@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..weights import Canary, HandOverError, Manifest
+from ..weights import Canary, CanaryGap, HandOverError, Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ Pull = Callable[[int, float], Awaitable[tuple[Manifest, AsyncIterator[np.ndarray
 
 class LoadsWeights(Protocol):
     async def load_weights(self, manifest: Manifest, buckets: AsyncIterator[np.ndarray], *, in_flight: str) -> Any: ...
-    async def score(self, canary: Canary) -> float: ...
+    async def score(self, canary: Canary) -> CanaryGap: ...
 
 
 POLL_S = 10.0
@@ -150,18 +150,20 @@ class HandOver:
             times = await self._engine.load_weights(manifest, buckets, in_flight=self._in_flight)
         loaded = time.monotonic()
         gap = await self._engine.score(manifest.canary)
-        if not gap <= self._tolerance:
+        if not gap.within(self._tolerance):
             raise HandOverError(
                 "compute",
                 manifest.policy_version,
-                f"engine and trainer differ by {gap:.3g} nats on the canary; "
+                f"engine and trainer differ on the canary by {gap}; "
                 f"param_server.served_tolerance is {self._tolerance:g}",
             )
         async with self._changed:
             self.verified = manifest.policy_version
             self._changed.notify_all()
         self._pulls.append(
-            PullReport(time.monotonic() - started, time.monotonic() - loaded, times.pause_s, gap, manifest.num_bytes)
+            PullReport(
+                time.monotonic() - started, time.monotonic() - loaded, times.pause_s, gap.largest, manifest.num_bytes
+            )
         )
 
     async def _quarantine(self, error: HandOverError) -> None:

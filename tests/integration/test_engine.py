@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 
+from leeway.collector import engine_worker_env
 from leeway.collector.clock import ActivityClock
 from leeway.collector.engine import Engine, EngineSettings
 from leeway.collector.hand_over import HandOver
@@ -55,12 +58,12 @@ class Publisher:
         self.prompts = CanaryPrompts(scored=draw(4, 24), cached=draw(2, 80))
 
     @torch.no_grad()
-    def next(self) -> tuple[Manifest, list[np.ndarray]]:
+    def next(self, scale: float = 0.02) -> tuple[Manifest, list[np.ndarray]]:
         """Move the weights, then publish them as the next version."""
         self.version += 1
         if self.version:
             for parameter in self.model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.02)
+                parameter.add_(torch.randn_like(parameter) * scale)
         self.states[self.version] = copy.deepcopy(self.model.state_dict())
         return self.publication()
 
@@ -119,7 +122,7 @@ class Served:
     def run(self, coroutine: Any) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, 60))
 
-    def hand_over(self, in_flight: str = "recompute") -> HandOver:
+    def hand_over(self, in_flight: str = "recompute", *, deadline_s: float = 30) -> HandOver:
         async def nothing(newer_than: int, timeout_s: float) -> None:
             await asyncio.sleep(timeout_s)
 
@@ -129,7 +132,7 @@ class Served:
             in_flight=in_flight,
             tolerance=TOLERANCE,
             pull_every=1,
-            deadline_s=30,
+            deadline_s=deadline_s,
             paused=lambda: ActivityClock().doing("pause"),
             on_quarantine=nothing,  # type: ignore[arg-type]  # never called: the first failure raises
             max_failures=0,
@@ -144,9 +147,17 @@ class Served:
         await hand_over._take_over(manifest, _stream(buckets))
         return hand_over.drain_reports()[0].served_gap
 
+    def rpc(self, method: str, *args: Any) -> Any:
+        """Call a method of the engine's own process; see `engine_saboteur`."""
+        return self.run(self.engine._llm.collective_rpc(method, args=args))[0]
+
     def recover(self) -> None:
         """After a refused hand-over the engine is paused and half loaded: a whole good version repairs it."""
         assert self.give(*self.publisher.next()) <= TOLERANCE
+
+
+def _streamed(publication: tuple[Manifest, list[np.ndarray]]) -> tuple[Manifest, AsyncIterator[np.ndarray]]:
+    return publication[0], _stream(publication[1])
 
 
 async def _stream(buckets: list[np.ndarray]) -> AsyncIterator[np.ndarray]:
@@ -156,15 +167,21 @@ async def _stream(buckets: list[np.ndarray]) -> AsyncIterator[np.ndarray]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = Served(tmp_path_factory.mktemp("model"))
-    served.recover()
-    yield served
-    served.engine.shutdown()
-    served.loop.close()
+    with pytest.MonkeyPatch.context() as patch:
+        # The engine's process runs our own extension with faults that can be armed; without one it is ours.
+        patch.setattr(engine_worker_env, "WORKER_EXTENSION", "engine_saboteur.Saboteur")
+        patch.syspath_prepend(here := str(Path(__file__).parent))
+        patch.setenv("PYTHONPATH", os.pathsep.join([here, *sys.path]))
+        served = Served(tmp_path_factory.mktemp("model"))
+        served.recover()
+        yield served
+        served.engine.shutdown()
+        served.loop.close()
 
 
-def test_clean_hand_overs_raise_no_alarm(served: Served) -> None:
-    gaps = [served.give(*served.publisher.next()) for _ in range(20)]
+@pytest.mark.parametrize("scale", [1e-4, 0.02])
+def test_clean_hand_overs_raise_no_alarm(served: Served, scale: float) -> None:
+    gaps = [served.give(*served.publisher.next(scale)) for _ in range(20)]
     assert 0 < max(gaps) <= TOLERANCE
 
 
@@ -251,13 +268,81 @@ def test_a_broken_hand_over_is_refused_by_name(served: Served, mutate: Any, chec
     served.recover()
 
 
+MLP = "model.layers.0.mlp.gate_proj.weight"
+UP, OTHER_LAYER = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.gate_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("fault", "module", "index", "bit", "check", "names"),
+    [
+        ("flip", "model.embed_tokens", 3, 30, "load", "model.embed_tokens"),  # token 0: in no canary prompt
+        ("flip", "model.embed_tokens", 40 * 64, 31, "load", "model.embed_tokens"),
+        ("flip", "lm_head", 95 * 64 + 1, 31, "load", "lm_head"),
+        ("flip", "lm_head", 77, 0, "load", "lm_head"),  # the last bit of one weight, which no canary can see
+        ("flip", "model.norm", 9, 31, "load", "model.norm"),
+        ("flip", "model.layers.1.input_layernorm", 0, 23, "load", "model.layers.1"),
+        ("flip", "model.layers.0.self_attn.qkv_proj", 1000, 26, "load", "model.layers.0"),
+        ("flip", "model.layers.1.self_attn.o_proj", 2000, 31, "load", "model.layers.1"),
+        ("flip", "model.layers.0.mlp.gate_up_proj", 3000, 10, "load", "model.layers.0"),
+        ("flip", "model.layers.1.mlp.down_proj", 4000, 30, "load", "model.layers.1"),
+        ("half", "model.layers.1.mlp.down_proj", 0, 0, "load", "model.layers.1"),
+        ("half", "model.embed_tokens", 0, 0, "load", "model.embed_tokens"),
+        ("half", "lm_head", 0, 0, "load", "lm_head"),
+        ("swap", f"{MLP} {OTHER_LAYER}", 0, 0, "load", "model.layers.0, model.layers.1"),
+        ("swap", f"{MLP} {UP}", 0, 0, "compute", "scored prompts"),  # within a layer: sums are equal, the function not
+    ],
+)
+def test_a_load_that_went_wrong_inside_the_engine_is_refused_by_name(
+    served: Served, fault: str, module: str, index: int, bit: int, check: str, names: str
+) -> None:
+    served.rpc("arm", fault, module, index, bit)
+    manifest, buckets = served.publisher.next()
+    with pytest.raises(HandOverError) as refused:
+        served.give(manifest, buckets)
+    served.rpc("disarm")
+    assert (refused.value.check, refused.value.policy_version) == (check, manifest.policy_version)
+    assert names in str(refused.value)
+    served.recover()
+
+
+def test_what_is_read_back_is_what_the_engine_computes_with(served: Served) -> None:
+    """A weight changed where the read-back looks changes the function: it does not look at a copy."""
+    token = served.publisher.prompts.scored[0][2]
+    canary = served.publisher.canary()
+    assert served.run(served.engine.score(canary)).within(TOLERANCE)
+    modules = {"model.embed_tokens": token * 64, "lm_head": token * 64, "model.norm": 1}
+    for module, index in {**modules, **dict.fromkeys(PACKED, 100)}.items():
+        served.rpc("flip", module, index, 31)
+        assert not served.run(served.engine.score(canary)).within(TOLERANCE), module
+        served.rpc("flip", module, index, 31)
+    assert served.run(served.engine.score(canary)).within(TOLERANCE)
+
+
+PACKED = [
+    f"model.layers.{i}.{part}"
+    for i in (0, 1)
+    for part in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+]
+
+
+def test_an_engine_started_again_with_old_weights_serves_no_newer_group(served: Served) -> None:
+    """What it holds is not believed: it starts a group only after a proven load of at least the group's floor."""
+    hand_over = served.hand_over(deadline_s=0.2)  # of a collector that has just started on this engine
+    with pytest.raises(TimeoutError, match=f"weights of version {served.publisher.version}; .* serves version -1"):
+        served.run(hand_over.until_verified(served.publisher.version))
+    served.run(hand_over._take_over(*_streamed(served.publisher.publication())))  # the same old version, proven
+    floor = served.publisher.version + 1
+    with pytest.raises(TimeoutError, match=f"weights of version {floor}; .* serves version {floor - 1}"):
+        served.run(hand_over.until_verified(floor))
+
+
 def test_a_prefix_cache_kept_across_versions_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The canary's second route: prompt logprobs never read the cache, the continuation of a cached context does."""
     served.recover()  # leaves the canary's contexts in the prefix cache
     llm = served.engine._llm
     pause = llm.pause_generation
     monkeypatch.setattr(llm, "pause_generation", lambda mode, clear_cache: pause(mode=mode, clear_cache=False))
-    with pytest.raises(HandOverError, match="compute check"):
+    with pytest.raises(HandOverError, match=r"compute check: .* \d\.?\d*e-\d+ nats on scored .* prefix cache"):
         served.give(*served.publisher.next())
     monkeypatch.undo()
     served.recover()

@@ -20,7 +20,7 @@ from leeway.collector.collector import Collector, CollectorSettings, EngineLost
 from leeway.collector.hand_over import HandOver
 from leeway.param_server.server import ParameterServer
 from leeway.types import NO_VERSION, Admission, Completion, Group, Task, Trajectory
-from leeway.weights import Canary, CanaryPrompts, HandOverError, Manifest, Publication, digest_of
+from leeway.weights import Canary, CanaryGap, CanaryPrompts, HandOverError, Manifest, Publication, digest_of
 
 CANARY = Canary(CanaryPrompts(scored=[], cached=[]), [], [], [])
 PROMPTER = SimpleNamespace(
@@ -57,10 +57,10 @@ class FakeEngine:
         self.version = manifest.policy_version
         return SimpleNamespace(pause_s=0.5, drain_s=0.0)
 
-    async def score(self, canary: Canary) -> float:
+    async def score(self, canary: Canary) -> CanaryGap:
         if self.canary_gate is not None:
             await self.canary_gate.wait()
-        return self.gap
+        return CanaryGap(self.gap, self.gap)
 
     def shutdown(self) -> None:
         self.shut_down = True
@@ -401,6 +401,26 @@ def test_a_group_that_was_issued_again_says_so_and_samples_as_it_would_have():
     first, again = played(0), played(2)
     assert [[g.attempt for b in rig.out for g in b] for rig in (first, again)] == [[0], [2]]
     assert first.engine.requests[-1]["seed"] == again.engine.requests[-1]["seed"]
+
+
+def test_an_engine_that_went_back_to_old_weights_delivers_nothing():
+    """Restarted behind our back, say: what it samples is below the floor, whatever was proven before."""
+
+    async def main() -> None:
+        rig = Rig()
+        pulling = asyncio.create_task(rig.hand_over.run())
+        for version in (0, 1, 2):
+            await rig.publish(version)
+        rig.engine.version = 1
+        rig.slots.add(2)
+        rig.slots.end()
+        with pytest.raises(HandOverError, match=r"version 1 failed the floor check: .*group 0.*the group's floor is 2"):
+            await asyncio.wait_for(rig.collect(), 5)
+        assert rig.out == []
+        assert rig.slots.failures == {}
+        pulling.cancel()
+
+    asyncio.run(main())
 
 
 def test_after_its_retries_a_group_fails_with_the_reason_and_the_place():

@@ -16,7 +16,7 @@ import pytest
 from leeway.collector.clock import ACTIVITIES, ActivityClock
 from leeway.collector.hand_over import HandOver
 from leeway.param_server.server import ParameterServer
-from leeway.weights import Canary, CanaryPrompts, HandOverError, Manifest, Publication, digest_of
+from leeway.weights import Canary, CanaryGap, CanaryPrompts, HandOverError, Manifest, Publication, digest_of
 
 CANARY = Canary(CanaryPrompts(scored=[[1, 2]], cached=[[1, 2]]), [[-0.5]], [3], [-0.1])
 
@@ -46,12 +46,12 @@ class FakeEngine:
         self.loads.append(self.version)
         return SimpleNamespace(pause_s=0.25, drain_s=0.0)
 
-    async def score(self, canary: Canary) -> float:
+    async def score(self, canary: Canary) -> CanaryGap:
         assert canary == CANARY
         if self.gate is not None:
             await self.gate.wait()
         self.scores.append(self.version)
-        return self.gap(self.version)
+        return CanaryGap(self.gap(self.version), 0.0)
 
 
 class Rig:
@@ -305,7 +305,20 @@ def test_no_nan_is_lost_among_the_gaps_of_a_canary(at):
     engine: Any = object.__new__(Engine)
     engine._scored_gap = engine._continued_gap = next_gap
     canary = Canary(CanaryPrompts(scored=[[1, 2]] * 2, cached=[[1, 2]] * 2), [[-0.5]] * 2, [3] * 2, [-0.1] * 2)
-    assert not asyncio.run(engine.score(canary)) <= 1e-4
+    assert not asyncio.run(engine.score(canary)).within(1e-4)
+
+
+def test_a_canary_says_by_which_route_an_engine_differs():
+    async def scenario(rig, running):
+        rig.engine.score = lambda canary: answer(CanaryGap(2e-6, 0.5))
+        await rig.publish(0)
+        with pytest.raises(HandOverError, match=r"2e-06 nats on scored prompts, 0.5 after prompts in the prefix cache"):
+            await asyncio.wait_for(running, 1)
+
+    async def answer(gap: CanaryGap) -> CanaryGap:
+        return gap
+
+    play(scenario)
 
 
 @pytest.mark.parametrize("check", ["load", "compute"])

@@ -1,0 +1,149 @@
+"""What the engine computes with after a load, read back and compared bit for bit with what was published.
+
+The canary proves the function on a few prompts. A single wrong weight can hide from it: the embedding of a token that
+no canary prompt holds, a weight whose effect is below the tolerance. So after each load every weight is read back from
+where the engine's kernels read it, and compared. vLLM stacks layers (q, k and v are one matrix) and CPU kernels hold
+weights in packed form; both are got around without knowing how:
+
+- Stacking only puts rows below each other. So per decoder layer and matrix width, the sum over all rows of the bit
+  patterns of each column must be what was published: one integer per column, without rounding. A changed bit changes
+  its column's sum, always; several changes cancel with a chance of about 2^-32. What the sums do not see, rows that
+  changed places within a layer, moves logprobs by far more than the canary's tolerance.
+- A packed matrix is read by multiplying it with columns of the identity, which gives its columns back exactly. That
+  costs numel x width multiplications, so of large models each load reads a block of columns, the next load the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+
+MAX_MULTIPLICATIONS = 1e9
+"""Per load, for reading packed matrices: a few hundredths of a second of one core."""
+
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+Key = tuple[str, int]
+"""(decoder layer or module, width of its matrices; 1 for vectors)."""
+
+
+def layer_of(name: str) -> str:
+    """The decoder layer a parameter belongs to, or its module: the same for Hugging Face's names and vLLM's."""
+    parts = name.split(".")
+    index = next((i for i, part in enumerate(parts) if part.isdigit()), len(parts) - 2)
+    return ".".join(parts[: index + 1])
+
+
+def column_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum over rows of the bit patterns of each column: [..., K] -> int64 [K]; of a vector -> [1]."""
+    matrix = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1)
+    # Adding zero turns -0.0 into 0.0, as multiplying with the identity does.
+    return (matrix + 0.0).view(_BITS[matrix.dtype]).sum(0, dtype=torch.int64)
+
+
+class Published:
+    """The column sums of one publication, gathered while it streams in."""
+
+    def __init__(self, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self.sums: dict[Key, torch.Tensor] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        sums = column_sums(tensor.to(device=self._device, dtype=self._dtype))
+        key = (layer_of(name), len(sums) if tensor.dim() > 1 else 1)
+        self.sums[key] = self.sums[key] + sums if key in self.sums else sums
+
+
+@dataclass(frozen=True)
+class ReadBack:
+    """`differing`: layers that do not hold what was published. `unread`: layers that could not be compared."""
+
+    differing: list[str]
+    unread: list[str]
+
+
+@torch.no_grad()
+def read_back(model: torch.nn.Module, published: Published, *, dtype: torch.dtype, turn: int) -> ReadBack:
+    """Compare what `model` computes with to `published`.
+
+    `turn` chooses the block of columns where reading all of them would cost too much.
+    """
+    # A module under two names (a tied head) was published under both.
+    modules = [
+        (n, m) for n, m in model.named_modules(remove_duplicate=False) if next(m.parameters(False), None) is not None
+    ]
+    names = {layer for layer, _ in published.sums}
+    unread = {layer_of(f"{n}.weight") for n, m in modules if not _is_readable(m)}
+    unread |= {layer_of(f"{n}.weight") for n, _ in modules} - names
+    packed = sum(math.prod(_shape(m)) for _, m in modules if _is_packed(m))
+    num_columns = max(1, int(MAX_MULTIPLICATIONS / max(1, packed)))
+    found: dict[Key, torch.Tensor] = {}
+    for name, module in modules:
+        if (layer := layer_of(f"{name}.weight")) not in unread:
+            for width, sums in _sums(module, dtype, num_columns, turn):
+                found[layer, width] = found[layer, width] + sums if (layer, width) in found else sums
+    differing = {
+        layer
+        for (layer, width), sums in published.sums.items()
+        if layer in {layer for layer, _ in found}
+        and not ((layer, width) in found and torch.equal(found[layer, width], _block(sums, num_columns, turn)))
+    }
+    return ReadBack(sorted(differing), sorted(unread))
+
+
+def _sums(
+    module: torch.nn.Module, dtype: torch.dtype, num_columns: int, turn: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """(width, column sums of this turn's block) of each of a module's own parameters."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if name == "weight" and _is_packed(module):
+            width = _shape(module)[1]
+            identity = _block(torch.eye(width, dtype=dtype, device=parameter.device), num_columns, turn)
+            columns = module.cpu_linear(identity, parameter, None)  # type: ignore[operator]
+            yield width, column_sums(columns.t())
+        else:
+            data = parameter.to(dtype)  # a kernel may have made a bias wider
+            yield (data.shape[-1] if data.dim() > 1 else 1), _block(column_sums(data), num_columns, turn)
+
+
+def _block(rows: torch.Tensor, num_columns: int, turn: int) -> torch.Tensor:
+    """This turn's block of a dimension that is read in turns."""
+    total = len(rows)
+    if num_columns >= total:
+        return rows
+    first = turn * num_columns % total
+    return rows[first : first + num_columns]
+
+
+def _is_packed(module: torch.nn.Module) -> bool:
+    """Whether a kernel of its own holds this module's weight (an embedding's too, but lookups read the plain one)."""
+    return hasattr(module, "cpu_linear") and isinstance(module, LinearBase | ParallelLMHead)
+
+
+def _shape(module: torch.nn.Module) -> tuple[int, int]:
+    if isinstance(module, VocabParallelEmbedding):
+        return module.num_embeddings_per_partition, module.embedding_dim
+    assert isinstance(module, LinearBase)
+    return module.output_size_per_partition, module.input_size_per_partition  # type: ignore[attr-defined]
+
+
+def _is_readable(module: torch.nn.Module) -> bool:
+    """Whether this module holds what was published as it was published: not quantised, not split over devices."""
+    if get_tensor_model_parallel_world_size() > 1:
+        return False
+    if isinstance(module, LinearBase):
+        return type(module.quant_method) is UnquantizedLinearMethod
+    if isinstance(module, VocabParallelEmbedding):
+        return type(module.quant_method) is UnquantizedEmbeddingMethod
+    return isinstance(module, RMSNorm | LayerNorm)

@@ -1,0 +1,82 @@
+"""Faults inside a real engine, for tests: it runs in vLLM's worker process in the place of our own extension."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+from leeway.collector import engine_worker
+from leeway.collector.engine_readback import _is_packed, _shape
+
+
+def weight_of(layer: Any) -> torch.Tensor:
+    """[N, K], wherever the kernel keeps it; vectors as they are."""
+    if _is_packed(layer):
+        return layer.cpu_linear(torch.eye(_shape(layer)[1]), layer.weight, None).t().contiguous()
+    return layer.weight.data
+
+
+def set_weight(layer: Any, weight: torch.Tensor) -> None:
+    if not _is_packed(layer):
+        layer.weight.data.copy_(weight)
+        return
+    kept = layer.weight
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    layer.weight = kept
+
+
+class Saboteur(engine_worker.WorkerExtension):
+    def _layer(self: Any, module: str) -> Any:
+        return self.weight_transfer_engine.model.get_submodule(module)
+
+    def process_id(self: Any) -> int:
+        return os.getpid()
+
+    def flip(self: Any, module: str, index: int, bit: int) -> float:
+        """Flip one bit of one weight that is served now; returns what it was."""
+        weight = weight_of(layer := self._layer(module)).clone()
+        flat = weight.view(-1)
+        before = flat[index].item()
+        flat.view(torch.int32)[index] ^= -(2**31) if bit == 31 else 1 << bit
+        set_weight(layer, weight)
+        return before
+
+    def arm(self: Any, fault: str, module: str, index: int = 0, bit: int = 0) -> None:
+        """Let the next hand-over go wrong, once: "flip" or "half" after its load, "swap" during it."""
+        if fault == "swap":
+            return self._arm_swap(module)
+        old = weight_of(self._layer(module)).clone()
+        real = engine_worker.finalize_layerwise_reload
+
+        def finalize(*args: Any) -> None:
+            engine_worker.finalize_layerwise_reload = real
+            real(*args)
+            if fault == "flip":
+                self.flip(module, index, bit)
+            else:
+                layer = self._layer(module)
+                weight = weight_of(layer).clone()
+                weight[: len(weight) // 2] = old[: len(weight) // 2]
+                set_weight(layer, weight)
+
+        engine_worker.finalize_layerwise_reload = finalize
+
+    def _arm_swap(self: Any, names: str) -> None:
+        """Two tensors arrive in each other's place, after the checks of bytes."""
+        a, b = names.split(" ")
+        swapped = {a: b, b: a}
+        model = self.weight_transfer_engine.model
+        real = model.load_weights
+
+        def load(tensors: Iterator[tuple[str, torch.Tensor]]) -> Any:
+            return real((swapped.get(name, name), tensor) for name, tensor in tensors)
+
+        model.load_weights = load
+
+    def disarm(self: Any) -> None:
+        self.weight_transfer_engine.model.__dict__.pop("load_weights", None)

@@ -1,0 +1,440 @@
+"""The staleness rule as a property of the real classes, over thousands of random runs on a virtual clock.
+
+The real `ReplayBuffer` (with its `AdmissionRule`, `Window` and `Ledger`) and the real `ParameterServer`; generators and
+trainer are played. A run has random group, step, publication and pull times, generators that die and others that join,
+publications that the next step waits for or not, groups that fail, are retried or filtered, and tasks that may end. A
+group's tokens are sampled one by one, and the weights may change between them. Generators are lazy: most pull only when
+a floor forces them to. Time is virtual, so a wait that nothing would ever end is seen at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import selectors
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from leeway.config.derived import max_outstanding_groups
+from leeway.param_server.server import ParameterServer
+from leeway.replay.admission import AdmissionRule
+from leeway.replay.buffer import ReplayBuffer, equal_rewards
+from leeway.types import Admission, Group, Task, Trajectory
+from leeway.weights import Canary, CanaryPrompts, Manifest, Publication
+
+STUCK_S = 1e5
+"""A wait of this much virtual time is a deadlock: whole runs take hundreds of seconds."""
+NUM_SCHEDULES = 2000
+TOKENS = 2
+"""Moments at which a group samples tokens."""
+
+
+class VirtualClock(asyncio.SelectorEventLoop):
+    """An event loop that jumps to its next timer instead of sleeping; without one, nothing can ever happen again."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        super().__init__(_Jump(self))
+
+    def time(self) -> float:
+        return self.now
+
+
+class _Jump(selectors.SelectSelector):
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        assert timeout is not None, "deadlock: everything waits, and nothing is due at any time"
+        self._clock.now += timeout
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generator:
+    """Joins the run, and perhaps dies; `lazy` ones pull only when a floor forces them to."""
+
+    joins_s: float
+    lives_s: float | None
+    max_in_flight: int
+    lazy: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    P: int
+    u: int
+    n: int
+    W: int
+    T: int
+    L: int
+    num_takes: int | None
+    num_tasks: int | None
+    generators: tuple[Generator, ...]
+    overlapped: bool  # publication runs beside the next step
+    group_s: float
+    long_tail: bool
+    step_s: float
+    publish_s: float
+    pull_s: float
+    failed: float
+    retried: float
+    filtered: float
+
+    @property
+    def enough_generators(self) -> bool:
+        """Generation is far ahead of training, all of the time, and the run is long enough for that to show."""
+        width = sum(g.max_in_flight for g in self.generators if g.lazy and g.joins_s == 0 and g.lives_s is None)
+        fast = 10 * max(self.group_s, self.pull_s) <= self.step_s * self.u and not self.long_tail
+        return width >= self.P * (self.T + 2) and fast and (self.num_takes or 0) > self.T + 2 * self.n
+
+    @property
+    def reachable(self) -> bool:
+        """Some take is last used at exactly L after a version that is published."""
+        return any((self.u * (d + 1) - 1 - self.L) % self.n == 0 for d in range(self.n))
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Hypothesis draws what the rule is about, so that a failure shrinks; times and accidents come from one seed."""
+    P = draw(st.integers(1, 5))
+    u = draw(st.sampled_from([u for u in (1, 1, 2, 3) if u <= P]))
+    n = draw(st.sampled_from((1, 1, 2, 3)))
+    W = draw(st.sampled_from((1, 1, 2, P, 2 * P + 1)))
+    T = u * (-(-(W - 1) // P) + 1) + n - 2 + draw(st.sampled_from((0, 0, 1, 3)))
+    num_takes = draw(st.none() | st.integers(1, 8))
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    # One generator stays, so that the run can end; the others come and go.
+    generators = [Generator(joins_s=0.0, lives_s=None, max_in_flight=rng.choice((1, 8, 40)), lazy=rng.random() < 0.5)]
+    for _ in range(rng.choice((0, 1, 2))):
+        generators.append(
+            Generator(
+                joins_s=rng.choice((0.0, 0.0, 0.5, 4.0)),
+                lives_s=rng.choice((None, 0.1, 0.5, 2.0)),
+                max_in_flight=rng.randint(1, 8),
+                lazy=rng.random() < 0.5,
+            )
+        )
+    group_s, step_s = rng.choice(((0.05, 1.0), (0.5, 0.5), (3.0, 1.0)))
+    long_tail = rng.random() < 0.3
+    if rng.random() < 0.2:  # a generator that is always far ahead of the trainer, in a long run
+        group_s, step_s, long_tail = 0.05, 4.0, False
+        generators[0] = Generator(joins_s=0.0, lives_s=None, max_in_flight=40, lazy=True)
+        num_takes = T + 2 * n + 2
+    failed, retried, filtered = (0.0 if rng.random() < 0.5 else rng.choice((0.1, 0.3)) for _ in range(3))
+    return Schedule(
+        P=P,
+        u=u,
+        n=n,
+        W=W,
+        T=T,
+        L=T + draw(st.sampled_from((0, 0, 0, 1, 2))),
+        num_takes=num_takes,
+        num_tasks=rng.randint(1, 6 * P) if num_takes is None else None,
+        generators=tuple(reversed(generators)),
+        overlapped=rng.random() < 0.5,
+        group_s=group_s,
+        long_tail=long_tail,
+        step_s=step_s,
+        publish_s=rng.choice((0.0, 0.1, 4.0)),
+        pull_s=rng.choice((0.0, 0.05)),
+        failed=failed,
+        retried=retried,
+        filtered=filtered,
+    )
+
+
+def publication(version: int) -> Publication:
+    canary = Canary(CanaryPrompts(scored=[], cached=[]), [], [], [])
+    return Publication(Manifest(version, [], 0, 0, canary, ""), [])
+
+
+@dataclass
+class Run:
+    """One schedule, played. The bound is checked at every use; everything else is recorded."""
+
+    schedule: Schedule
+    rng: random.Random
+    lags: Counter[int] = field(default_factory=Counter)
+    takes: list[list[int]] = field(default_factory=list)
+    finished: set[str] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
+    trained: Counter[str] = field(default_factory=Counter)
+    issued_again: int = 0
+    mixed: int = 0
+
+    async def play(self) -> None:
+        s = self.schedule
+        self.server = ParameterServer()
+        tasks: Iterable[int] = range(10_000 if s.num_tasks is None else s.num_tasks)
+        self.buffer = ReplayBuffer(
+            tasks=(Task(task_id=str(i), prompt="") for i in tasks),
+            rule=AdmissionRule(
+                groups_per_take=s.P,
+                updates_per_take=s.u,
+                publish_every=s.n,
+                reorder_window=s.W,
+                target_lag=s.T,
+                max_lag=s.L,
+            ),
+            num_takes=s.num_takes,
+            capacity=max_outstanding_groups(s.P, s.u, s.W, s.T),
+            assemble=lambda index, groups: SimpleNamespace(groups=list(groups)),  # type: ignore[arg-type,return-value]
+            filters=[equal_rewards],
+        )
+        generators = [asyncio.create_task(self._lifetime(i, g)) for i, g in enumerate(s.generators)]
+        trainer = asyncio.create_task(self._trainer())
+        await asyncio.wait({trainer, *generators}, return_when=asyncio.FIRST_EXCEPTION)
+        for task in (trainer, *generators):
+            if not task.done():
+                task.cancel()
+        await asyncio.gather(trainer, *generators)
+
+    # The trainer's side.
+
+    async def _trainer(self) -> None:
+        s = self.schedule
+        version = 0
+        await self._publish(0)
+        publishing = None
+        while (take := await self.buffer.take(timeout_s=STUCK_S)) is not None:
+            groups: Sequence[Group] = take.groups  # type: ignore[attr-defined]
+            for _ in range(s.u):
+                self._use(groups, version)
+                await asyncio.sleep(s.step_s * self.rng.uniform(0.8, 1.2))
+                version += 1
+                if version % s.n == 0:
+                    if publishing is not None:
+                        await publishing
+                    publishing = asyncio.create_task(self._publish(version))
+                    if not s.overlapped:
+                        await publishing
+            await self.buffer.trained([g.group_id for g in groups])
+            self.takes.append([g.group_id for g in groups])
+            self.trained.update(t.text for g in groups for t in g.trajectories)
+        if publishing is not None:
+            await publishing
+        await self.buffer.close()
+
+    def _use(self, groups: Sequence[Group], version: int) -> None:
+        for group in groups:
+            oldest, newest = group.policy_versions()
+            assert newest <= version, f"group {group.group_id} comes from the future"
+            assert version - oldest <= self.schedule.L, (
+                f"group {group.group_id}: token of version {oldest} used at version {version}: bound {self.schedule.L}"
+            )
+            self.lags.update((version - oldest, version - newest))
+            self.mixed += oldest < newest
+
+    async def _publish(self, version: int) -> None:
+        await asyncio.sleep(self.schedule.publish_s * self.rng.random())
+        await self.server.publish(publication(version))
+        await asyncio.sleep(self.schedule.publish_s * self.rng.random())
+        await self.buffer.published(version)
+
+    # The generators' side.
+
+    async def _lifetime(self, index: int, generator: Generator) -> None:
+        """Join, generate, and perhaps die in the middle of everything; then what was held is issued again."""
+        await asyncio.sleep(generator.joins_s)
+        name = f"generator-{index}"
+        living = asyncio.create_task(self._generate(name, generator))
+        await asyncio.wait({living}, timeout=generator.lives_s)
+        if not living.done():
+            living.cancel()
+            await asyncio.gather(living, return_exceptions=True)
+            await asyncio.sleep(self.rng.random())  # until somebody notices
+            self.issued_again += len(await self.buffer.lost(name, "died"))
+        else:
+            living.result()
+
+    async def _generate(self, name: str, generator: Generator) -> None:
+        weights = SimpleNamespace(version=-1, pulling=asyncio.Lock())
+        in_flight: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                if len(in_flight) == generator.max_in_flight:
+                    await asyncio.wait(in_flight, return_when=asyncio.FIRST_COMPLETED)
+                for task in [t for t in in_flight if t.done()]:
+                    task.result()
+                    in_flight.remove(task)
+                free = generator.max_in_flight - len(in_flight)
+                admissions = await self.buffer.admit(free, timeout_s=STUCK_S, collector=name)
+                assert len(admissions) <= free
+                if not admissions:
+                    await asyncio.gather(*in_flight)
+                    return
+                in_flight |= {asyncio.create_task(self._group(a, weights, generator)) for a in admissions}
+        finally:
+            for task in in_flight:
+                task.cancel()
+            await asyncio.gather(*in_flight, return_exceptions=True)
+
+    async def _pull(self, weights: SimpleNamespace, at_least: int) -> None:
+        async with weights.pulling:
+            if weights.version >= at_least:
+                return
+            newest = await self.server.pull(newer_than=at_least - 1, timeout_s=STUCK_S)
+            assert newest is not None, f"a group waits for version {at_least}, which never came"
+            await asyncio.sleep(self.schedule.pull_s)
+            weights.version = newest.manifest.policy_version
+
+    async def _group(self, admission: Admission, weights: SimpleNamespace, generator: Generator) -> None:
+        s, rng, group_id = self.schedule, self.rng, admission.group_id
+        while True:
+            await self._pull(weights, max(0, admission.floor))
+            versions = []
+            for _ in range(TOKENS):
+                newest = self.server._newest
+                if not generator.lazy and newest is not None:
+                    await self._pull(weights, newest.manifest.policy_version)
+                versions.append(weights.version)
+                await asyncio.sleep(s.group_s / TOKENS * (rng.paretovariate(1.2) if s.long_tail else rng.random()))
+            if rng.random() < s.failed:
+                self.lost.add(f"{group_id}")
+                return await self.buffer.fail(group_id, "failed", attempt=admission.attempt)
+            if rng.random() >= s.retried:
+                break
+            await self.buffer.retried(group_id, attempt=admission.attempt)
+        equal = rng.random() < s.filtered
+        trajectories = [sample(f"{group_id}.{admission.attempt}.{i}", versions, 0.0 if equal else i) for i in (0, 1)]
+        group = Group(
+            group_id=group_id, task_id=admission.task.task_id, trajectories=trajectories, attempt=admission.attempt
+        )
+        await self.buffer.put([group])
+        # Delivered: whoever dies after this line has lost nothing.
+        if equal:
+            self.lost.add(f"{group_id}")
+        else:
+            self.finished.update(t.text for t in trajectories)
+
+
+def sample(name: str, versions: list[int], reward: float) -> Trajectory:
+    return Trajectory(
+        prompt_tokens=[1],
+        response_tokens=[2] * len(versions),
+        loss_mask=[True] * len(versions),
+        behavior_logprobs=[-1.0] * len(versions),
+        policy_versions=versions,
+        reward=reward,
+        finish_reason="stop",
+        text=name,
+    )
+
+
+def play(schedule: Schedule, seed: int) -> Run:
+    run = Run(schedule, random.Random(seed))
+    with asyncio.Runner(loop_factory=VirtualClock) as runner:
+        runner.run(run.play())
+    return run
+
+
+def check(s: Schedule, run: Run) -> None:
+    """What must be true of every run that has ended."""
+    taken = [g for take in run.takes for g in take]
+    assert len(taken) == len(set(taken)), "a group was taken twice"
+    assert set(run.trained) == run.finished, "a finished sample was not trained on, or an unfinished one was"
+    assert set(run.trained.values()) <= {1}, "a sample was trained on twice"
+    stats = run.buffer.stats()
+    assert stats.admitted == stats.groups_taken + stats.filtered + stats.failed, f"something was dropped: {stats}"
+    assert stats.groups_taken == len(taken) == len(run.trained) // 2
+    assert stats.filtered + stats.failed == len(run.lost)
+    assert (stats.dropped_stale, stats.slots_in_use, stats.groups_ready) == (0, 0, 0)
+    if s.num_takes is not None:
+        assert [len(take) for take in run.takes] == [s.P] * s.num_takes
+    else:
+        assert stats.admitted == s.num_tasks, "tasks were left over"
+        assert all(len(take) == s.P for take in run.takes[:-1])
+    if s.L == 0:
+        assert set(run.lags) <= {0}, "lockstep: every token is of exactly the version that uses it"
+
+
+many = settings(
+    max_examples=NUM_SCHEDULES,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    phases=[Phase.generate, Phase.shrink],
+)
+
+
+@pytest.mark.timeout(90)
+def test_every_schedule_holds_the_bound_trains_everything_once_and_ends():
+    seen: Counter[str] = Counter()
+
+    @many
+    @given(schedules(), st.integers(0, 2**32))
+    def holds(s: Schedule, seed: int) -> None:
+        run = play(s, seed)
+        check(s, run)
+        seen["schedules"] += 1
+        seen["issued again"] += run.issued_again > 0
+        seen["lockstep"] += s.L == 0
+        seen["groups of several versions"] += run.mixed > 0
+        if s.W == 1 and s.T == s.L and s.enough_generators and s.reachable:
+            seen["tight"] += 1
+            seen["tight and reached"] += max(run.lags, default=0) == s.L
+
+    holds()
+    assert seen["schedules"] >= NUM_SCHEDULES
+    # None of the properties above is empty, and a rule that is merely too careful does not pass.
+    assert seen["issued again"] > NUM_SCHEDULES // 10, seen
+    assert seen["groups of several versions"] > NUM_SCHEDULES // 20, seen
+    assert seen["lockstep"] > NUM_SCHEDULES // 20, seen
+    assert seen["tight"] > NUM_SCHEDULES // 40, seen
+    assert seen["tight and reached"] >= 0.8 * seen["tight"], seen
+
+
+PLAIN = Schedule(
+    P=3,
+    u=1,
+    n=1,
+    W=1,
+    T=2,
+    L=2,
+    num_takes=6,
+    num_tasks=None,
+    generators=(Generator(joins_s=0.0, lives_s=None, max_in_flight=40, lazy=True),),
+    overlapped=True,
+    group_s=0.05,
+    long_tail=False,
+    step_s=1.0,
+    publish_s=0.1,
+    pull_s=0.0,
+    failed=0.0,
+    retried=0.0,
+    filtered=0.0,
+)
+
+
+def test_a_floor_one_too_low_would_be_seen(monkeypatch):
+    real = AdmissionRule.floor
+    monkeypatch.setattr(AdmissionRule, "floor", lambda self, rank: max(0, real(self, rank) - 1))
+    monkeypatch.setattr(AdmissionRule, "may_admit", lambda self, rank, *, published: True)
+    with pytest.raises(AssertionError, match="bound 2"):
+        play(PLAIN, 0)
+
+
+def test_a_dead_generator_whose_groups_are_not_issued_again_would_be_seen(monkeypatch):
+    dies = Generator(joins_s=0.0, lives_s=0.01, max_in_flight=8, lazy=True)
+    stays = Generator(joins_s=5.0, lives_s=None, max_in_flight=8, lazy=True)
+    schedule = replace(PLAIN, generators=(dies, stays))
+    run = play(schedule, 0)
+    check(schedule, run)
+    assert run.issued_again == 6, "three takes may be under way at version 0, and 8 are free to start them"
+
+    async def forget(self: ReplayBuffer, collector: str, reason: str) -> list[int]:
+        return []
+
+    monkeypatch.setattr(ReplayBuffer, "lost", forget)
+    with pytest.raises(TimeoutError, match="group 0 and 2 more that must be in take 0"):
+        play(schedule, 0)
