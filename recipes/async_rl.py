@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from leeway.config import Config, derive
+from leeway.config import Config, ConfigError, derive
 from leeway.monitor import build_monitor
+from leeway.planning.calibration import Run, calibrate
+from leeway.planning.search import advise
 from leeway.recipes.canary import canary_prompts
 from leeway.recipes.checkpoints import Checkpoints
 from leeway.recipes.context import StageContext, StageResult, say
@@ -47,9 +49,19 @@ async def run(context: StageContext) -> StageResult:
     """
     launcher = Launcher(context.config, "async_rl", run_dir=context.dir, supervisor=Supervisor())
     try:
-        return await AsyncRL(context, launcher).run()
+        result = await AsyncRL(context, launcher).run()
     finally:
         await launcher.parts.stop()
+    advice = await asyncio.to_thread(_advice, context)
+    return replace(result, summary=result.summary | {"advice": advice}, goodbye=[*result.goodbye, advice])
+
+
+def _advice(context: StageContext) -> str:
+    """What to change, by simulating this very run."""
+    try:
+        return advise(calibrate(Run(context.config, context.dir)))
+    except ConfigError as error:
+        return f"no advice: {error}"
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ class ReplayBufferActor:
         await self._buffer.trained(group_ids)
         stats = asdict(self._buffer.stats())
         counts = {f"replay/{name}": float(value) for name, value in stats.items()}
-        return counts | {"replay/too_long": float(self._num_too_long)}
+        return counts | self._buffer.lengths.metrics() | {"replay/too_long": float(self._num_too_long)}
 
     @as_text
     async def published(self, policy_version: int) -> None:

@@ -21,6 +21,7 @@ from ..types import Admission, Group, Task
 from .admission import AdmissionRule
 from .assemble import Take
 from .ledger import GroupState, Ledger
+from .lengths import LengthMeter
 from .storage import ChosenSampler, FreeSlotWriter, make_storage
 from .window import Window
 
@@ -95,6 +96,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._filters = list(filters)
         self._window = Window(rule)
         self._ledger = Ledger()
+        self.lengths = LengthMeter()
         self._place: dict[int, int] = {}
         self._in_flight: dict[int, _Held] = {}
         self._to_reissue: list[int] = []
@@ -137,6 +139,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             for group in groups:
                 if self._superseded(group.group_id, group.attempt):
                     continue
+                self.lengths.generated(group)
                 reason = next((r for f in self._filters if (r := f(group)) is not None), None)
                 if reason is not None:
                     self._lose(group.group_id, GroupState.FILTERED, reason)
@@ -294,6 +297,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._chosen_sampler.chosen = places
         groups: list[Group] = self.sample(len(places))
         self._slot_writer.release(places)
+        self.lengths.trained(groups)
         for group_id in group_ids:
             self._ledger.move(group_id, GroupState.TAKEN)
         return groups

@@ -1,0 +1,52 @@
+"""The bias meter: whether what is trained on is as long as what was generated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from ..types import Group
+
+
+class LengthMeter:
+    """Response lengths of all groups that were generated, and of those of them that were trained on.
+
+    A system that drops late samples trains on shorter ones than it generates, and nobody sees it in the reward. Here
+    the two differ only by the groups that wait in the buffer, and by what filters take out on purpose.
+    """
+
+    def __init__(self) -> None:
+        self._generated: Counter[int] = Counter()
+        self._trained: Counter[int] = Counter()
+
+    def generated(self, group: Group) -> None:
+        self._generated.update(_lengths(group))
+
+    def trained(self, groups: Iterable[Group]) -> None:
+        for group in groups:
+            self._trained.update(_lengths(group))
+
+    def metrics(self) -> dict[str, float]:
+        """Mean trained minus mean generated in tokens, and the largest difference of the two distributions' shares.
+
+        The latter is the Kolmogorov-Smirnov distance. Empty before anything was trained.
+        """
+        num_generated, num_trained = self._generated.total(), self._trained.total()
+        if not num_trained:
+            return {}
+        share, distance = 0.0, 0.0
+        for length in sorted(self._generated):
+            share += self._trained[length] / num_trained - self._generated[length] / num_generated
+            distance = max(distance, abs(share))
+        return {
+            "replay/length_bias/mean_tokens": _mean(self._trained) - _mean(self._generated),
+            "replay/length_bias/distance": distance,
+        }
+
+
+def _lengths(group: Group) -> list[int]:
+    return [len(t.response_tokens) for t in group.trajectories]
+
+
+def _mean(lengths: Counter[int]) -> float:
+    return sum(length * count for length, count in lengths.items()) / lengths.total()
