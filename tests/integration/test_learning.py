@@ -64,25 +64,3 @@ def _weights_load_and_evaluate_the_same(start: Any, run_dir: Path, summary: dict
     after, alone = summary["eval"]["after"], again.summary["eval"]["held_out"]
     assert alone["exact_match"] == after["exact_match"]
     assert alone["response_tokens_mean"] == after["response_tokens_mean"]
-
-
-@pytest.mark.timeout(300)
-def test_lockstep_with_two_generators_and_two_ranks(start: Any, from_warm: list[str]) -> None:
-    """Lag 0 by the same code: every token is of the trainer's own version, so both can be compared on all of them."""
-    command = start(
-        "async_rl",
-        *from_warm,
-        "stages.async_rl.train.steps=6",
-        "staleness.max_policy_lag=0",
-        "rollout.num_generators=2",
-        "train.num_ranks=2",
-        "eval.at_start=false",
-        "eval.at_end=false",
-    )
-    run = command.wait(240)
-    assert run.code == 0, run.output
-    assert run.series("train/policy_lag/max") == [0.0] * 6
-    gaps = run.series("train/logprob_gap/max")
-    assert len(gaps) == 6
-    assert 0 < max(gaps) <= TOLERANCE
-    assert {"generator-0", "generator-1", "trainer-0", "trainer-1"} <= set(run.summary["processes"])
