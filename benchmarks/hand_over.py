@@ -182,8 +182,9 @@ class Bench:
 
         busy = [asyncio.create_task(keep_busy()) for _ in range(in_flight)]
         rows: dict[str, list[Pulled]] = {variant: [] for variant in VARIANTS}
-        for _ in range(pulls):
-            for variant in VARIANTS:
+        for i in range(pulls):
+            first = i % len(VARIANTS)  # so that no variant always follows the same one
+            for variant in VARIANTS[first:] + VARIANTS[:first]:
                 await asyncio.sleep(0.2)
                 rows[variant].append(await self.pull(variant))
         stop.set()
