@@ -26,6 +26,7 @@ class EngineSettings:
     """Everything an engine is started with. `cores` are CPU cores for vLLM's compute threads (empty: not pinned).
 
     `load_weights`: serve the weights in `model_path`; else start from noise and serve nothing before a verified load.
+    `read_back`: compare every weight with what was published after each load.
     """
 
     model_path: str
@@ -38,6 +39,7 @@ class EngineSettings:
     kv_cache_gib: float
     load_weights: bool = False
     seeded: bool = False
+    read_back: bool = True
     trust_remote_code: bool = False
 
 
@@ -92,6 +94,7 @@ class Engine:
                 args |= dict(enable_chunked_prefill=False)
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(args | settings.options)))
         self._initialised = False
+        self._read_back = settings.read_back
         self._half_loaded = False
 
     async def serve_own_weights(self) -> None:
@@ -151,7 +154,9 @@ class Engine:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         if not self._initialised:
-            await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info={}))
+            await self._llm.init_weight_transfer_engine(
+                WeightTransferInitRequest(init_info=dict(read_back=self._read_back))
+            )
             self._initialised = True
         started = time.monotonic()
         await self._llm.pause_generation(mode="wait" if in_flight == "off" else "keep", clear_cache=in_flight != "keep")

@@ -74,7 +74,7 @@ class WorkerExtension:
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    pass
+    read_back: bool = True
 
 
 @dataclass
@@ -100,11 +100,12 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, BucketInfo]):
     ) -> None:
         super().__init__(config, vllm_config, device, model)  # type: ignore[arg-type]
         self._policy_version = -1
+        self._reads_back = True
         self._published = self._nothing_published()
         self._unread: list[str] = []
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        pass
+        self._reads_back = init_info.read_back
 
     def start_weight_update(self) -> None:
         self._published = self._nothing_published()
@@ -125,6 +126,10 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, BucketInfo]):
         if missing:
             raise HandOverError("load", self._policy_version, f"no published tensor reached {', '.join(missing)}")
         finalize_layerwise_reload(self.model, self.model_config)
+        if self._reads_back:
+            self._read_back()
+
+    def _read_back(self) -> None:
         result = read_back(self.model, self._published, dtype=self.model_config.dtype, turn=self._policy_version)
         if result.differing:
             where = ", ".join(result.differing)
@@ -140,7 +145,8 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, BucketInfo]):
 
     def _noted(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
-            self._published.add(name, tensor)
+            if self._reads_back:
+                self._published.add(name, tensor)
             yield name, tensor
 
     def shutdown(self) -> None:

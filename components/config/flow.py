@@ -62,6 +62,9 @@ class ParamServerConfig(Section):
     canary_tokens: PositiveInt = Field(
         default=160, description="tokens of the contexts that prove the prefix cache; more than one block of it"
     )
+    read_back: bool = Field(
+        default=True, description="after each load, compare every weight the engine holds with what was published"
+    )
     quarantine_pulls: NonNegativeInt = Field(
         default=2,
         description="pulls with which an engine that failed a check may prove itself again",

@@ -112,6 +112,7 @@ def engine_settings(config: Config, *, cores: list[int], load_weights: bool) -> 
         kv_cache_gib=config.cluster.kv_cache_gib,
         load_weights=load_weights,
         seeded=requests_are_seeded(config),
+        read_back=config.param_server.read_back,
     )
 
 

@@ -48,8 +48,6 @@ def test_lockstep_gives_the_same_weights_with_one_or_two_generators_and_close_on
     assert two == again
     warm = Path(from_warm[2].removeprefix("model.path="))
     assert _moved(of_one, warm) > 0, "nothing was learned: equal hashes say little"
-        "nothing was learned: equal hashes say little"
-    )
     assert _moved(of_one, of_two) <= 1e-5
 
 
