@@ -17,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from ..config import Config, ConfigError, Stage, plan_run
+from ..config import Config, ConfigError, Stage, resolve_stages
 from ..config.errors import words
+from ..config.load import read_tree
 from ..monitor import read_metrics
 from .lengths import Distribution, from_samples, lognormal
 from .model import Calibration, Settings
@@ -53,8 +54,10 @@ def open_run(folder: Path, overrides: Sequence[str] = ()) -> Run:
             expected="the folder of a finished run",
             fix="e.g. runs/leeway/quickstart",
         )
-    stages: list[Stage] = plan_run(str(file), "async_rl", overrides)
-    stage = stages[-1]
+    tree = read_tree(file)
+    for part in (tree, *tree.get("stages", {}).values()):
+        part.pop("env", None)  # a plan does not need the user's environment, which may be in a folder far from here
+    stage: Stage = resolve_stages(tree, "async_rl", overrides)[-1]
     for candidate in (folder / "stages" / stage.name, folder):
         if (candidate / "metrics.jsonl").is_file():
             return Run(stage.config, candidate)

@@ -64,7 +64,10 @@ def run(tmp_path: Path) -> Path:
     stages = plan_run("quickstart", "async_rl", overrides)
     stage = folder / "stages" / "async_rl"
     (stage / "rollouts").mkdir(parents=True)
-    (folder / "config.yaml").write_text(run_yaml(stages))
+    text = run_yaml(stages)
+    assert "name: single_turn" in text
+    # Planned far from the user's own environment.
+    (folder / "config.yaml").write_text(text.replace("name: single_turn", "name: my_env:MyEnv"))
     rows: list[dict] = [{"step": 0, "role": "collector", "collector/pause_s": PAUSE_S, "collector/generate_frac": 0.0}]
     for step in range(1, 41):
         rows += [
