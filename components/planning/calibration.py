@@ -29,7 +29,7 @@ MIN_STEPS = 10
 _DEFAULT_MAX_SEQUENCES = 256
 _DEFAULT_BLOCK = 16
 _DEFAULT_BUDGET = 2048
-_MAX_ROLLOUT_FILES = 400
+_MAX_ROLLOUT_FILES = 200
 Row = Mapping[str, Any]
 
 
@@ -219,7 +219,7 @@ def _fitted(calibration: Calibration, *, generating_s: float) -> Calibration:
         return calibration.faster_generators(1 / factor)
 
     def simulated_s(factor: float) -> float:
-        prediction = predict(slowed(factor), calibration.settings, events=12_000)
+        prediction = predict(slowed(factor), calibration.settings, events=8_000)
         return prediction.generating_frac * prediction.step_s
 
     low, high = 0.5, 4.0

@@ -16,6 +16,7 @@ import pytest
 from leeway.cli.main import main
 from leeway.config import plan_run, run_yaml
 from leeway.config.errors import ConfigError
+from leeway.planning.advice import advice_after
 from leeway.planning.calibration import calibrate, open_run
 
 SRC = Path(__file__).resolve().parents[2] / "src"
@@ -125,6 +126,17 @@ def test_generation_that_takes_longer_beside_training_is_seen(run: Path) -> None
             row["collector/generate_frac"] *= 1.3
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert calibrate(open_run(run)).generate_slowdown > 1.15
+
+
+def test_advice_after_a_run_is_one_line_and_none_after_a_short_one(run: Path) -> None:
+    stage, config = run / "stages/async_rl", open_run(run).config
+    line = advice_after(config, stage)
+    assert line is not None
+    assert line.startswith("the step of 0.65 s is at 9")  # the trainer decides, and is busy
+    assert "\n" not in line
+    file = stage / "metrics.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:20]))
+    assert advice_after(config, stage) is None
 
 
 def test_a_run_that_is_too_short_or_none_is_refused(run: Path, tmp_path: Path) -> None:
