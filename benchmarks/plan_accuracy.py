@@ -32,17 +32,21 @@ class Case:
     options: tuple[str, ...]
 
 
-SLOW = ("env.name=slow_env:SlowSingleTurn", "env.options={delay_s: 1.0, sigma: 0.5}")
+def slow(lag: int, delay_s: float) -> Case:
+    """Every group takes `delay_s` longer on average, and some much longer, as with tools or judges."""
+    return Case(
+        f"slow_lag_{lag}",
+        (
+            f"staleness.max_policy_lag={lag}",
+            "env.name=slow_env:SlowSingleTurn",
+            f"env.options={{delay_s: {delay_s}, sigma: 0.5}}",
+        ),
+        ("-L", str(lag), "--environment-s", f"lognormal:{delay_s},0.5"),
+    )
+
+
 CALIBRATION = Case("calibration", (), ())
-CASES = (
-    Case("lockstep", ("staleness.max_policy_lag=0",), ("-L", "0")),
-    Case("slow_environment", ("staleness.max_policy_lag=1", *SLOW), ("-L", "1", "--environment-s", "lognormal:1,0.5")),
-    Case(
-        "slow_engine",
-        ("staleness.max_policy_lag=4", "rollout.engine.max_num_seqs=16"),
-        ("-L", "4", "rollout.engine.max_num_seqs=16"),
-    ),
-)
+CASES = (Case("lockstep", ("staleness.max_policy_lag=0",), ("-L", "0")), slow(1, 1.0), slow(4, 2.0))
 
 
 def main() -> int:

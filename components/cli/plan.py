@@ -161,7 +161,7 @@ def _with_numbers(calibration: Calibration, numbers: Numbers) -> Calibration:
         got, expected = f"{n.sequence_tokens_per_s:g} alone", "--generate-tokens-per-s beside it"
         raise ConfigError("--sequence-tokens-per-s", got=words(got), expected=expected, fix="give both")
     if n.train_tokens_per_s is not None:
-        changes |= {"train_token_s": 1 / n.train_tokens_per_s, "train_slowdown": 1.0}
+        changes["train_token_s"] = 1 / n.train_tokens_per_s
     if n.length is not None:
         changes["lengths"] = _distribution("--length", n.length, least=1.0)
     if n.environment_s is not None:

@@ -1,7 +1,8 @@
 """The speeds of a finished run's parts, from what it left behind: metrics.jsonl, config.yaml and rollouts/.
 
-Each side was measured alone at the start (docs/metrics.md, limit/); what both cost each other while they ran together
-is found by simulating the run itself until it generates for as many seconds per step as was measured.
+Generation was measured alone at the start (docs/metrics.md, limit/); what training beside it costs is found by
+simulating the run itself until it generates for as many seconds per step as was measured. Training is taken as it was
+in the run.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from ..config import Config, ConfigError, Stage, plan_run
+from ..config import Config, ConfigError, Stage, resolve_stages
 from ..config.errors import words
+from ..config.load import read_tree
 from ..monitor import read_metrics
 from .lengths import Distribution, from_samples, lognormal
 from .model import Calibration, Settings
@@ -26,7 +28,8 @@ from .predict import predict
 MIN_STEPS = 10
 _DEFAULT_MAX_SEQUENCES = 256
 _DEFAULT_BLOCK = 16
-_MAX_ROLLOUT_FILES = 400
+_DEFAULT_BUDGET = 2048
+_MAX_ROLLOUT_FILES = 200
 Row = Mapping[str, Any]
 
 
@@ -51,8 +54,10 @@ def open_run(folder: Path, overrides: Sequence[str] = ()) -> Run:
             expected="the folder of a finished run",
             fix="e.g. runs/leeway/quickstart",
         )
-    stages: list[Stage] = plan_run(str(file), "async_rl", overrides)
-    stage = stages[-1]
+    tree = read_tree(file)
+    for part in (tree, *tree.get("stages", {}).values()):
+        part.pop("env", None)  # a plan does not need the user's environment, which may be in a folder far from here
+    stage: Stage = resolve_stages(tree, "async_rl", overrides)[-1]
     for candidate in (folder / "stages" / stage.name, folder):
         if (candidate / "metrics.jsonl").is_file():
             return Run(stage.config, candidate)
@@ -101,9 +106,10 @@ class _Measured:
         block = int(engine.get("block_size", _DEFAULT_BLOCK))
         shared = self._prompt_tokens // block * block if engine.get("enable_prefix_caching", True) else 0.0
         room = int(engine.get("max_num_seqs", _DEFAULT_MAX_SEQUENCES))
-        pass_s, token_s = self._engine_speeds(room, shared)
-        per_token, factors, slowdown = self._trainer_speeds()
-        overhead_s = statistics.median(
+        budget = int(engine.get("max_num_batched_tokens", _DEFAULT_BUDGET))
+        pass_s, token_s = self._engine_speeds(room, shared, budget)
+        per_token, factors = self._trainer_speeds()
+        overhead_s = statistics.fmean(
             max(0.0, r["step/total_s"] - sum(r.get(f"step/{name}_s", 0.0) for name in _PARTS)) for r in self._steps
         )
         return Calibration(
@@ -114,12 +120,12 @@ class _Measured:
             pass_s=pass_s,
             token_s=token_s,
             max_sequences=room,
+            prefill_budget=budget,
             kept_frac=self._kept_frac(),
             train_token_s=per_token,
-            train_slowdown=slowdown,
             train_factors=factors,
-            optim_s=_median(self._steps, "step/optim_s"),
-            publish_s=_median(self._steps, "step/publish_s"),
+            optim_s=self._mean("step/optim_s"),
+            publish_s=self._mean("step/publish_s"),
             overhead_s=overhead_s,
             hand_on_s=overhead_s,
             upload_s=_median(self._rows, "param_server/publish_s"),
@@ -144,23 +150,23 @@ class _Measured:
         tried = [lognormal(mean, sigma, limit) for sigma in sigmas]
         return min(tried, key=lambda d: abs(d.longest_of(count) - longest))
 
-    def _engine_speeds(self, room: int, shared: float) -> tuple[float, float]:
+    def _engine_speeds(self, room: int, shared: float, budget: int) -> tuple[float, float]:
         """(pass_s, token_s) from two measurements at the start: one group alone, and as many as are ever in flight."""
         s = self._settings
         alone_tokens = self._lengths.longest_in_group(s.group_size)
         alone_s = self._serial_s_per_token() * alone_tokens
         prompts = shared + (self._prompt_tokens - shared) * s.group_size
-        per_group = self._lengths.mean * s.group_size
+        sampled = self._lengths.mean * s.group_size
+        decoded = sampled - s.group_size  # the first token comes with the prompt
         response_tokens = [r["train/response_tokens/total"] / s.updates_per_batch for r in self._steps]
         per_token = statistics.median(
             r["limit/generate_s"] / t for r, t in zip(self._steps, response_tokens, strict=True)
         )
         groups = -(-min(s.max_outstanding_groups, 2 * s.groups_per_step) // s.generators)  # on each engine
-        many_s = per_token * per_group * groups * s.generators
-        many_passes = max(groups * per_group / min(room, groups * s.group_size), alone_tokens)
-        passes_and_tokens = np.array(
-            [[alone_tokens, per_group + prompts], [many_passes, groups * (per_group + prompts)]]
-        )
+        many_s = per_token * sampled * groups * s.generators
+        many_passes = groups * decoded / min(room, groups * s.group_size) + max(1.0, groups * prompts / budget)
+        many_passes = max(many_passes, alone_tokens)
+        passes_and_tokens = np.array([[alone_tokens, decoded + prompts], [many_passes, groups * (decoded + prompts)]])
         pass_s, token_s = np.linalg.solve(passes_and_tokens, np.array([alone_s, many_s]))
         if token_s <= 0:  # noise: a pass costs the same however full it is
             return many_s / many_passes, 1e-9
@@ -178,16 +184,14 @@ class _Measured:
             for r in self._steps
         )
 
-    def _trainer_speeds(self) -> tuple[float, tuple[float, ...], float]:
-        """(seconds per token on one rank, how equal batches varied around it, in-run seconds / idle seconds)."""
+    def _trainer_speeds(self) -> tuple[float, tuple[float, ...]]:
+        """(seconds per token on one rank, how equal batches varied around it), beside generation as it was."""
         s = self._settings
         prompts = self._prompt_tokens * s.groups_per_step * s.group_size
         tokens = [(r["train/response_tokens/total"] + prompts) / s.updates_per_batch for r in self._steps]
         each = [r["step/forward_backward_s"] / t for r, t in zip(self._steps, tokens, strict=True)]
         mean = statistics.fmean(each)
-        together = sum(r["step/forward_backward_s"] + r["step/optim_s"] for r in self._steps)
-        idle = sum(r["limit/train_s"] for r in self._steps)
-        return mean * s.trainers, tuple(e / mean for e in each), max(1.0, together / idle)
+        return mean * s.trainers, tuple(e / mean for e in each)
 
     def _kept_frac(self) -> float:
         last = next((r for r in reversed(self._rows) if "replay/groups_taken" in r), None)
@@ -215,7 +219,7 @@ def _fitted(calibration: Calibration, *, generating_s: float) -> Calibration:
         return calibration.faster_generators(1 / factor)
 
     def simulated_s(factor: float) -> float:
-        prediction = predict(slowed(factor), calibration.settings, events=12_000)
+        prediction = predict(slowed(factor), calibration.settings, events=8_000)
         return prediction.generating_frac * prediction.step_s
 
     low, high = 0.5, 4.0

@@ -7,7 +7,8 @@ A forward pass over the running sequences takes
 `pass_s` is what a pass costs however small it is (reading the weights, launching it), `token_s` what each token adds.
 Decoding puts one token of each running sequence into a pass, so n sequences advance together at
 1 / (pass_s + token_s n) tokens a second each: throughput rises with n and saturates at 1 / token_s. Prompts, and what
-has to be recomputed after new weights, ride along in the passes at `token_s` per token.
+has to be recomputed after new weights, ride along in the passes at `token_s` per token, at most `prefill_budget` of
+them in a pass; the pass that ends a prompt samples the first token of its response.
 
 All running sequences advance alike, so the engine keeps one position (tokens that a sequence would have sampled since
 the beginning) and a heap of the positions at which sequences end, instead of counting tokens.
@@ -28,7 +29,7 @@ _ROUNDING = 1e-6
 class Chunk:
     """Some sequences of one group that are simulated as equally long: `size` sequences of `tokens` tokens each."""
 
-    __slots__ = ("group", "prompt_tokens", "size", "started_at", "tokens")
+    __slots__ = ("group", "prompt_tokens", "size", "started_at", "tokens", "version")
 
     def __init__(self, group: Any, size: int, tokens: float, prompt_tokens: float) -> None:
         self.group = group
@@ -36,16 +37,21 @@ class Chunk:
         self.tokens = tokens
         self.prompt_tokens = prompt_tokens  # to be prefilled for the whole chunk
         self.started_at = 0.0
+        self.version = 0  # that it was started under, which samples its first token
 
 
 class SimulatedEngine:
     """Time runs by `advance`; every other method speaks of the moment that it reached."""
 
     __slots__ = (
+        "_ahead",
+        "_budget",
         "_ends",
         "_loads",
+        "_more",
         "_num_pushed",
         "_pass_s",
+        "_portion",
         "_prefilled",
         "_queue",
         "_room",
@@ -63,7 +69,7 @@ class SimulatedEngine:
         "version",
     )
 
-    def __init__(self, *, pass_s: float, token_s: float, max_sequences: int) -> None:
+    def __init__(self, *, pass_s: float, token_s: float, max_sequences: int, prefill_budget: float = math.inf) -> None:
         self._pass_s = pass_s
         self._token_s = token_s
         self._room = max_sequences
@@ -73,6 +79,10 @@ class SimulatedEngine:
         self._running_starts = 0.0  # sum over running sequences of the position they started at
         self._prefilled = 0.0  # prompt tokens of what is running
         self._stall_s = 0.0  # prefill that is due before anybody samples on
+        self._budget = prefill_budget
+        self._portion = 0.0  # prompt tokens that share this stall
+        self._ahead = 0.0  # tokens that the running sequences gain when this stall ends
+        self._more = False  # the budget is used up: the rest of the queue comes after this stall
         self._loads: list[tuple[float, int]] = [(0.0, 0)]  # (position, version from there on)
         self.now = 0.0
         self.position = 0.0
@@ -95,13 +105,17 @@ class SimulatedEngine:
             stalled = min(work_s, self._stall_s)
             self._stall_s -= stalled
             work_s -= stalled
-        self.position += work_s / (self._pass_s + self._token_s * self.running)
+            if self._stall_s <= _ROUNDING:
+                self.position += self._ahead
+                self._ahead = 0.0
+        if not self._more:
+            self.position += work_s / (self._pass_s + self._token_s * self.running)
 
     def next_end(self) -> float:
         """When the next sequence ends, if nothing changes until then; infinity if none will."""
         if self.paused or not self._ends:
             return math.inf
-        left = max(0.0, self._ends[0][0] - self.position)
+        left = 0.0 if self._more else max(0.0, self._ends[0][0] - self.position - self._ahead)
         work_s = self._stall_s + left * (self._pass_s + self._token_s * self.running)
         return self.now + work_s * self.slowdown
 
@@ -114,6 +128,7 @@ class SimulatedEngine:
         done = []
         if self._stall_s > _ROUNDING:
             return done
+        self._portion = 0.0
         limit = self.position + _ROUNDING
         while self._ends and self._ends[0][0] <= limit:
             _, _, chunk = heapq.heappop(self._ends)
@@ -140,9 +155,9 @@ class SimulatedEngine:
 
     def versions_of(self, chunk: Chunk) -> list[tuple[int, float]]:
         """(version, tokens per sequence) of a chunk that has finished, newest first."""
-        if chunk.started_at >= self._loads[-1][0]:
+        if chunk.version == self.version:
             return [(self.version, chunk.tokens)]
-        end = chunk.started_at + chunk.tokens
+        end = chunk.started_at + chunk.tokens - 1
         spans = []
         for position, version in reversed(self._loads):
             if position < end:
@@ -150,21 +165,32 @@ class SimulatedEngine:
                 end = position
             if position <= chunk.started_at:
                 break
-        return spans
+        return [*spans, (chunk.version, 1.0)]
 
     def _start_waiting(self) -> None:
         queue = self._queue
         if self.held or self.paused:
             return
+        if self._more and self._stall_s > _ROUNDING:
+            return
+        if queue and (self._more or not self.running):  # a pass of its own; else the prompts ride along with others'
+            self._stall_s += self._pass_s + self._token_s * self.running
+            self._ahead = 1.0 if self.running else 0.0  # what runs already samples a token in that pass too
+        self._more = False
         while queue:
             chunk = queue[0]
             if self.running and self.running + chunk.size > self._room:
                 return
+            if self._portion and self._portion + chunk.prompt_tokens > self._budget:
+                self._more = True
+                return
             queue.popleft()
-            chunk.started_at = self.position
+            self._portion += chunk.prompt_tokens
+            chunk.version = self.version
+            chunk.started_at = self.position + self._ahead
             self.running += chunk.size
             self._running_starts += chunk.size * chunk.started_at
             self._prefilled += chunk.prompt_tokens
             self._stall_s += self._token_s * chunk.prompt_tokens
             self._num_pushed += 1
-            heapq.heappush(self._ends, (self.position + chunk.tokens, self._num_pushed, chunk))
+            heapq.heappush(self._ends, (chunk.started_at + chunk.tokens - 1, self._num_pushed, chunk))

@@ -88,9 +88,10 @@ class Settings:
 class Calibration:
     """How fast the parts are; seconds and tokens. The defaults are an ideal machine: everything else takes no time.
 
-    One engine: a forward pass takes `pass_s` + `token_s` per token in it, at most `max_sequences` run at a time.
-    `generate_slowdown` >= 1: how much longer an engine takes while the trainer computes (they share a machine);
-    `train_slowdown` the same the other way round. `environment_s`: seconds of a group outside the engine, without using
+    One engine: a forward pass takes `pass_s` + `token_s` per token in it, at most `max_sequences` run at a
+    time, at most `prefill_budget` tokens of prompts are in a pass.
+    `generate_slowdown` >= 1: how much longer an engine takes while the trainer computes (they share a machine).
+    `environment_s`: seconds of a group outside the engine, without using
     it. `kept_frac`: share of generated groups that are not filtered.
 
     The trainer: `train_token_s` per token of prompts and responses on one rank, `optim_s` and `publish_s` (gathering
@@ -108,11 +109,11 @@ class Calibration:
     pass_s: float
     token_s: float
     max_sequences: int = 256
+    prefill_budget: int = 2048
     generate_slowdown: float = 1.0
     environment_s: Distribution | None = None
     kept_frac: float = 1.0
     train_token_s: float
-    train_slowdown: float = 1.0
     train_factors: tuple[float, ...] = (1.0,)
     optim_s: float = 0.0
     publish_s: float = 0.0

@@ -71,20 +71,24 @@ def limit_s(calibration: Calibration, settings: Settings) -> float:
     generate_s = groups * group_work_s(c, s) / s.generators
     train_s = groups * train_work_s(c, s) / s.trainers + c.optim_s
     longest = c.lengths.longest_of(s.groups_per_step * s.group_size)
-    longest_s = longest * (c.pass_s + c.token_s) + (c.environment_s.mean if c.environment_s else 0.0)
+    longest_s = (
+        longest * c.pass_s
+        + (longest - 1 + c.prompt_tokens) * c.token_s
+        + (c.environment_s.mean if c.environment_s else 0.0)
+    )
     serial_s = (longest_s + train_s + c.pause_s) / (s.max_policy_lag + 1)
     return max(generate_s, train_s, serial_s)
 
 
 def train_work_s(c: Calibration, s: Settings) -> float:
     """Seconds of one trainer rank per group."""
-    return c.train_tokens(s.group_size) * c.train_token_s / c.train_slowdown
+    return c.train_tokens(s.group_size) * c.train_token_s
 
 
 def group_work_s(c: Calibration, s: Settings) -> float:
     """Seconds of one engine per group when as many sequences run together as may ever do."""
     at_once = max(1.0, min(c.max_sequences, s.max_outstanding_groups * s.group_size / s.generators))
-    tokens = c.lengths.mean * s.group_size
+    tokens = (c.lengths.mean - 1) * s.group_size  # the first one comes with the prompt
     return (tokens * (c.pass_s / at_once + c.token_s) + c.prefill_tokens(s.group_size) * c.token_s) / c.kept_frac
 
 

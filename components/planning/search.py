@@ -13,7 +13,7 @@ from .model import Calibration, Settings
 from .predict import Prediction, group_work_s, predict, train_work_s
 
 EQUAL = 0.02
-WORTH_IT = 0.03
+WORTH_IT = 0.05
 
 
 def fitting(settings: Settings) -> Settings | None:

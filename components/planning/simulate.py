@@ -52,6 +52,7 @@ class Simulation:
                     pass_s=calibration.pass_s / keep,
                     token_s=calibration.token_s / keep,
                     max_sequences=calibration.max_sequences,
+                    prefill_budget=calibration.prefill_budget,
                 )
             )
             for _ in range(settings.generators)
@@ -197,8 +198,6 @@ class Simulation:
         share = groups[update::u]
         tokens = sum(g.tokens for g in share) + len(share) * c.prompt_tokens * self._s.group_size
         compute_s = tokens * c.train_token_s / self._s.trainers * self._factors[self._version] + c.optim_s
-        if c.train_slowdown > 1 and not any(x.engine.running for x in self._collectors):
-            compute_s /= c.train_slowdown
         if self._version >= self._skip:
             self.record.train_s += compute_s
             for group in share:

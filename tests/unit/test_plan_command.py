@@ -16,21 +16,23 @@ import pytest
 from leeway.cli.main import main
 from leeway.config import plan_run, run_yaml
 from leeway.config.errors import ConfigError
+from leeway.planning.advice import advice_after
 from leeway.planning.calibration import calibrate, open_run
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 HEAVY = ("torch", "ray", "vllm", "transformers", "torchrl", "tensordict")
 NUMBERS = ("--generate-tokens-per-s", "8000", "--train-tokens-per-s", "12000", "--length", "lognormal:300,1,2000")
 
-# The run below: 48 groups x 8 of 5 tokens after prompts of 10. A pass takes 10 ms and 50 us for each token in it.
+# The run below: 48 groups x 8 of 5 tokens after prompts of 10. A pass takes 10 ms and 50 us for each token in it; the
+# first token of a response comes with its prompt, of which a pass takes 2048 tokens.
 PASS_S, TOKEN_S = 0.010, 50e-6
-ALONE_S = 5 * PASS_S + 8 * 15 * TOKEN_S
+ALONE_S = 5 * PASS_S + 8 * 14 * TOKEN_S
 GROUPS_AT_ONCE = 96  # twice a batch
-MANY_S = GROUPS_AT_ONCE * 8 * 5 / 256 * PASS_S + GROUPS_AT_ONCE * 8 * 15 * TOKEN_S
+MANY_S = (GROUPS_AT_ONCE * 8 * 4 / 256 + GROUPS_AT_ONCE * 80 / 2048) * PASS_S + GROUPS_AT_ONCE * 8 * 14 * TOKEN_S
 GENERATE_S = MANY_S / 2  # of one batch
 TRAIN_S, PAUSE_S, STEP_S = 0.6, 0.07, 0.65
 # In the run a batch's 384 sequences are 256 and then 128, and the collector counts the canary's time before them.
-GENERATING_S = 2 * 5 * PASS_S + 48 * 8 * 15 * TOKEN_S + 0.03
+GENERATING_S = 2 * 5 * PASS_S + 48 * 8 * 14 * TOKEN_S + 0.03
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,10 @@ def run(tmp_path: Path) -> Path:
     stages = plan_run("quickstart", "async_rl", overrides)
     stage = folder / "stages" / "async_rl"
     (stage / "rollouts").mkdir(parents=True)
-    (folder / "config.yaml").write_text(run_yaml(stages))
+    text = run_yaml(stages)
+    assert "name: single_turn" in text
+    # Planned far from the user's own environment.
+    (folder / "config.yaml").write_text(text.replace("name: single_turn", "name: my_env:MyEnv"))
     rows: list[dict] = [{"step": 0, "role": "collector", "collector/pause_s": PAUSE_S, "collector/generate_frac": 0.0}]
     for step in range(1, 41):
         rows += [
@@ -121,6 +126,17 @@ def test_generation_that_takes_longer_beside_training_is_seen(run: Path) -> None
             row["collector/generate_frac"] *= 1.3
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert calibrate(open_run(run)).generate_slowdown > 1.15
+
+
+def test_advice_after_a_run_is_one_line_and_none_after_a_short_one(run: Path) -> None:
+    stage, config = run / "stages/async_rl", open_run(run).config
+    line = advice_after(config, stage)
+    assert line is not None
+    assert line.startswith("the step of 0.65 s is at 9")  # the trainer decides, and is busy
+    assert "\n" not in line
+    file = stage / "metrics.jsonl"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:20]))
+    assert advice_after(config, stage) is None
 
 
 def test_a_run_that_is_too_short_or_none_is_refused(run: Path, tmp_path: Path) -> None:
