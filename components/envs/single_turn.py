@@ -7,7 +7,7 @@ import inspect
 import math
 
 from ..types import Completion, Task, Trajectory
-from .base import Environment, Policy
+from .base import Environment, Policy, all_or_none
 from .rewards import AnyReward, exact_match, resolve_reward
 
 
@@ -25,7 +25,7 @@ class SingleTurn(Environment):
         """One request for `policy.group_size` completions; metrics: {"exact_match"} beside the reward."""
         prompt_tokens = policy.encode(task.prompt)
         completions = await policy.generate(prompt_tokens, n=policy.group_size)
-        rewards = await asyncio.gather(*(self._score(task, completion) for completion in completions))
+        rewards = await all_or_none(self._score(task, completion) for completion in completions)
         return [
             Trajectory.from_completion(
                 prompt_tokens, completion, reward=reward, metrics={"exact_match": exact_match(task, completion.text)}

@@ -28,6 +28,10 @@ class ScriptedPolicy:
 
     def __init__(self, *texts: str, group_size: int = 3) -> None:
         self.texts, self.group_size, self.prompter, self.requests = list(texts), group_size, PROMPTER, []
+        self.max_model_len = 1000
+
+    def conversation(self, index):
+        return self
 
     def encode(self, prompt):
         return PROMPTER.encode(prompt)
