@@ -185,8 +185,10 @@ class _Run:
 def _check_plugins(config: Config) -> None:
     """Import the user's own classes and functions in the driver first, where a mistake in them is the user's to see."""
     from leeway.envs.registry import build_environment
+    from leeway.replay.operators import Pipeline
 
     build_environment(config.env)
+    Pipeline(config.replay.operators)
 
 
 def _check_tasks(stage: Stage) -> None:

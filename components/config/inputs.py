@@ -63,5 +63,14 @@ class EnvConfig(Section):
     """What turns a task into trajectories and rewards."""
 
     name: str = Field(default="single_turn", description='built-in name, or your class as "pkg.mod:Class"')
+    options: dict[str, Any] = Field(default_factory=dict, description="options of the environment (docs/environments)")
     reward: str = Field(default="exact_match", description='built-in name, or your function as "pkg.mod:function"')
-    options: dict[str, Any] = Field(default_factory=dict, description="arguments of the environment's constructor")
+    rewards: dict[str, float] = Field(
+        default_factory=dict, description="several rewards with their weights, instead of env.reward"
+    )
+    reward_options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="by reward: keyword arguments of its function"
+    )
+    variables: dict[str, str] = Field(
+        default_factory=dict, description="environment variables of the processes that run environments"
+    )

@@ -19,8 +19,20 @@ RECIPES = {
     "evaluate": "measure the model on held-out tasks",
 }
 TRAINING_RECIPES = ("async_rl", "sft")
-ENVIRONMENTS = ("single_turn",)
-REWARDS = ("exact_match", "math_verify", "reasoning_gym")
+ENVIRONMENTS = ("single_turn", "multi_turn", "tool_use", "frozen_lake", "torchrl", "gymnasium")
+REWARDS = (
+    "exact_match",
+    "math_verify",
+    "reasoning_gym",
+    "boxed",
+    "tagged",
+    "format",
+    "countdown",
+    "length",
+    "overlong",
+    "code_tests",
+)
+OPERATORS = ("filter_zero_variance", "filter_reward", "mask_truncated", "shape_reward", "prefer_short", "dedupe")
 
 _TARGET = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 

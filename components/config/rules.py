@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .derived import derive, least_target_policy_lag
+from .environments import ENVIRONMENT_OPTIONS, checked_options
 from .errors import ConfigError, words
-from .names import ENVIRONMENTS, REWARDS, TRAINING_RECIPES, check_name, engine_options, nearest
+from .names import ENVIRONMENTS, OPERATORS, REWARDS, TRAINING_RECIPES, check_name, engine_options, nearest
 from .schema import Config
 
 Named = Callable[[str], str]
@@ -45,6 +46,9 @@ def check_rules(config: Config, recipe: str, named: Named = str) -> None:
         task_source_is_complete,
         prompt_template_holds_the_prompt,
         environment_and_reward_exist,
+        environment_options_are_valid,
+        environment_variables_are_the_users,
+        operators_exist,
         lengths_fit,
         engine_arguments_are_the_users,
         evaluation_has_tasks,
@@ -128,14 +132,54 @@ def prompt_template_holds_the_prompt(config: Config, named: Named) -> None:
 
 
 def environment_and_reward_exist(config: Config, named: Named) -> None:
-    check_name(named("env.name"), config.env.name, ENVIRONMENTS, kind="Class")
-    check_name(named("env.reward"), config.env.reward, REWARDS, kind="function")
-    if config.env.reward == "reasoning_gym" and config.task.name != "reasoning_gym":
-        raise ConfigError(
-            named("env.reward"),
-            got=config.env.reward,
-            expected=f"a reward that can score tasks of {config.task.name}",
-            fix="use env.reward=math_verify or exact_match, or task.name=reasoning_gym",
+    env = config.env
+    check_name(named("env.name"), env.name, ENVIRONMENTS, kind="Class")
+    names = {f"env.rewards.{name}": name for name in env.rewards} or {"env.reward": env.reward}
+    for key, name in names.items():
+        check_name(named(key), name, REWARDS, kind="function")
+        if name == "reasoning_gym" and config.task.name != "reasoning_gym":
+            raise ConfigError(
+                named(key),
+                got=name,
+                expected=f"a reward that can score tasks of {config.task.name}",
+                fix=f"use {key.removesuffix('.reasoning_gym')}=math_verify or exact_match, or task.name=reasoning_gym",
+            )
+    for name in env.reward_options:
+        if name not in names.values():
+            raise ConfigError(
+                named(f"env.reward_options.{name}"),
+                got=env.reward_options[name],
+                expected=f"options of a reward that is used ({', '.join(names.values())})",
+                fix=f"leave it out, or add {name} to env.rewards",
+            )
+
+
+def environment_options_are_valid(config: Config, named: Named) -> None:
+    """Those of built-in environments; a user's own class has its own say before anything starts."""
+    model = ENVIRONMENT_OPTIONS.get(config.env.name)
+    if model is not None:
+        checked_options(model, config.env.options, key=named("env.options"), whose=f"env.name={config.env.name}")
+
+
+def environment_variables_are_the_users(config: Config, named: Named) -> None:
+    for name in config.env.variables:
+        if not re.fullmatch(r"[A-Za-z_]\w*", name) or name.startswith(("RAY_", "VLLM_", "OMP_", "CUDA_", "LEEWAY_")):
+            raise ConfigError(
+                named(f"env.variables.{name}"),
+                got=config.env.variables[name],
+                expected="a variable of your own (not RAY_*, VLLM_*, OMP_*, CUDA_*, LEEWAY_*)",
+                fix="leave it out",
+            )
+
+
+def operators_exist(config: Config, named: Named) -> None:
+    for step in config.replay.operators:
+        if isinstance(step, dict) and len(step) != 1:
+            raise ConfigError(
+                named("replay.operators"), got=step, expected="one operator each", fix="write - name: {option: value}"
+            )
+        check_name(
+            named("replay.operators"), step if isinstance(step, str) else next(iter(step)), OPERATORS, kind="function"
         )
 
 

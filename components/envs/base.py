@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterable
 from typing import Any, Protocol, TypeVar
 
+from pydantic import BaseModel
+
 from ..types import Completion, Message, Task, Trajectory
 
 T = TypeVar("T")
@@ -59,11 +61,18 @@ async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 class Environment(ABC):
     """Turns one task into the G trajectories of a group.
 
-    Subclass it, write `rollout`, and name the class in the config: `env.name=my_module:MyEnv`. Options under
-    `env.options` become keyword arguments of the constructor; a constructor that has a `reward` argument is handed the
-    function that `env.reward` names. One object serves all rollouts of a generator, many at a time: keep the state of a
-    rollout in local variables.
+    Subclass it, write `rollout`, and name the class in the config: `env.name=my_module:MyEnv`. What stands under
+    `env.options` becomes keyword arguments of the constructor; or, where the class has a pydantic model `Options`, is
+    checked by it and arrives as `self.options`. A constructor that has a `reward` argument is handed the function that
+    `env.reward` names. One object serves all rollouts of a generator, many at a time: keep the state of a rollout in
+    local variables.
     """
+
+    Options: type[BaseModel] | None = None
+    """A pydantic model of what `env.options` may hold."""
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options
 
     @abstractmethod
     async def rollout(self, task: Task, policy: Policy) -> list[Trajectory]:

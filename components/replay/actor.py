@@ -22,7 +22,8 @@ from ..tasks.taskset import TaskSet, build_taskset
 from ..types import Admission, Group, Task, Trajectory
 from .admission import AdmissionRule
 from .assemble import Assembler
-from .buffer import ReplayBuffer, equal_rewards
+from .buffer import ReplayBuffer
+from .operators import Pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class ReplayBufferActor:
         assert config.model.path is not None
         self._prompter = Prompter.load(config.model.path)
         self._num_too_long = 0
+        self._pipeline = Pipeline(config.replay.operators)
         self._buffer = ReplayBuffer(
             tasks=self._fitting(_tasks(self._taskset, train.epochs)),
             rule=AdmissionRule(
@@ -69,7 +71,7 @@ class ReplayBufferActor:
             num_takes=numbers.num_takes,
             capacity=numbers.max_outstanding_groups + train.groups_per_step,
             assemble=self._assembler,
-            filters=[equal_rewards] if config.replay.filter_zero_variance else [],
+            operators=[self._pipeline],
         )
 
     def _fitting(self, tasks: Iterator[Task]) -> Iterator[Task]:
@@ -130,7 +132,7 @@ class ReplayBufferActor:
         await self._buffer.trained(group_ids)
         stats = asdict(self._buffer.stats())
         counts = {f"replay/{name}": float(value) for name, value in stats.items()}
-        return counts | {"replay/too_long": float(self._num_too_long)}
+        return counts | {"replay/too_long": float(self._num_too_long)} | self._pipeline.counts()
 
     @as_text
     async def published(self, policy_version: int) -> None:

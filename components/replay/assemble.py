@@ -103,7 +103,8 @@ def _take_metrics(groups: Sequence[Group], advantages: dict[int, list[float]]) -
     names = sorted({name for t in trajectories for name in t.metrics})
     for name in names:
         values = [t.metrics[name] for t in trajectories if name in t.metrics]
-        metrics[f"train/accuracy/{name}"] = sum(values) / len(values)
+        # A path of its own ("rewards/format", "env/turns") stays one; a bare name is a measure of the answer.
+        metrics[f"train/{name}" if "/" in name else f"train/accuracy/{name}"] = sum(values) / len(values)
     return metrics
 
 

@@ -11,7 +11,7 @@ from ..types import Message
 _PROBE = "leeway probe answer"
 
 ASSISTANT_STANDS = "(the policy's turn)"
-"""Stands for what the policy sampled where a template renders a conversation: the sampled tokens themselves are kept."""
+"""Stands for what the policy sampled where a template renders a conversation; the sampled tokens are kept aside."""
 
 
 class Prompter:
