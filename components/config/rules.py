@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from .derived import derive, least_target_policy_lag
-from .environments import ENVIRONMENT_OPTIONS, checked_options
 from .errors import ConfigError, words
-from .names import ENVIRONMENTS, OPERATORS, REWARDS, TRAINING_RECIPES, check_name, engine_options, nearest
+from .input_rules import (
+    Named,
+    environment_and_reward_exist,
+    environment_options_are_valid,
+    environment_variables_are_the_users,
+    environments_by_taskset_are_valid,
+    operators_exist,
+    prompt_template_holds_the_prompt,
+    task_source_is_complete,
+)
+from .names import TRAINING_RECIPES, engine_options, nearest
 from .schema import Config
-
-Named = Callable[[str], str]
-"""Where a key was set: "train.steps", or "stages.sft.train.steps"."""
 
 # Arguments of the engine that Leeway sets itself, and where the user's say in them is.
 OWNED_BY_LEEWAY = {
@@ -48,6 +53,7 @@ def check_rules(config: Config, recipe: str, named: Named = str) -> None:
         environment_and_reward_exist,
         environment_options_are_valid,
         environment_variables_are_the_users,
+        environments_by_taskset_are_valid,
         operators_exist,
         lengths_fit,
         engine_arguments_are_the_users,
@@ -101,88 +107,6 @@ def model_path_is_a_path_or_a_hub_id(config: Config, named: Named) -> None:
     )
 
 
-def task_source_is_complete(config: Config, named: Named) -> None:
-    needed, other = ("path", "dataset") if config.task.name == "jsonl" else ("dataset", "path")
-    example = "data/train.jsonl" if needed == "path" else "chain_sum"
-    if not getattr(config.task, needed):
-        raise ConfigError(
-            named(f"task.{needed}"),
-            got=getattr(config.task, needed),
-            expected=f"a value, because task.name is {config.task.name}",
-            fix=f"set task.{needed}={example}",
-        )
-    if getattr(config.task, other):
-        raise ConfigError(
-            named(f"task.{other}"),
-            got=getattr(config.task, other),
-            expected=f"null, because task.name is {config.task.name}",
-            fix=f"add task.{other}=null, or change task.name",
-        )
-
-
-def prompt_template_holds_the_prompt(config: Config, named: Named) -> None:
-    template = config.task.prompt_template
-    if template is not None and "{prompt}" not in template:
-        raise ConfigError(
-            named("task.prompt_template"),
-            got=template,
-            expected="text with {prompt}",
-            fix="put {prompt} where it belongs",
-        )
-
-
-def environment_and_reward_exist(config: Config, named: Named) -> None:
-    env = config.env
-    check_name(named("env.name"), env.name, ENVIRONMENTS, kind="Class")
-    names = {f"env.rewards.{name}": name for name in env.rewards} or {"env.reward": env.reward}
-    for key, name in names.items():
-        check_name(named(key), name, REWARDS, kind="function")
-        if name == "reasoning_gym" and config.task.name != "reasoning_gym":
-            raise ConfigError(
-                named(key),
-                got=name,
-                expected=f"a reward that can score tasks of {config.task.name}",
-                fix=f"use {key.removesuffix('.reasoning_gym')}=math_verify or exact_match, or task.name=reasoning_gym",
-            )
-    for name in env.reward_options:
-        if name not in names.values():
-            raise ConfigError(
-                named(f"env.reward_options.{name}"),
-                got=env.reward_options[name],
-                expected=f"options of a reward that is used ({', '.join(names.values())})",
-                fix=f"leave it out, or add {name} to env.rewards",
-            )
-
-
-def environment_options_are_valid(config: Config, named: Named) -> None:
-    """Those of built-in environments; a user's own class has its own say before anything starts."""
-    model = ENVIRONMENT_OPTIONS.get(config.env.name)
-    if model is not None:
-        checked_options(model, config.env.options, key=named("env.options"), whose=f"env.name={config.env.name}")
-
-
-def environment_variables_are_the_users(config: Config, named: Named) -> None:
-    for name in config.env.variables:
-        if not re.fullmatch(r"[A-Za-z_]\w*", name) or name.startswith(("RAY_", "VLLM_", "OMP_", "CUDA_", "LEEWAY_")):
-            raise ConfigError(
-                named(f"env.variables.{name}"),
-                got=config.env.variables[name],
-                expected="a variable of your own (not RAY_*, VLLM_*, OMP_*, CUDA_*, LEEWAY_*)",
-                fix="leave it out",
-            )
-
-
-def operators_exist(config: Config, named: Named) -> None:
-    for step in config.replay.operators:
-        if isinstance(step, dict) and len(step) != 1:
-            raise ConfigError(
-                named("replay.operators"), got=step, expected="one operator each", fix="write - name: {option: value}"
-            )
-        check_name(
-            named("replay.operators"), step if isinstance(step, str) else next(iter(step)), OPERATORS, kind="function"
-        )
-
-
 def lengths_fit(config: Config, named: Named) -> None:
     rollout = config.rollout
     if rollout.max_prompt_tokens + rollout.max_response_tokens > rollout.max_model_len:
@@ -230,7 +154,8 @@ def engine_arguments_are_the_users(config: Config, named: Named) -> None:
 
 def has_heldout_tasks(config: Config) -> bool:
     """Whether there is anything to evaluate on."""
-    return config.eval.path is not None or config.task.holdout_frac > 0
+    shares = [config.task.holdout_frac, *(part.get("holdout_frac", 0) for part in config.task.mix.values())]
+    return config.eval.path is not None or any(share > 0 for share in shares)
 
 
 def evaluation_has_tasks(config: Config, named: Named) -> None:

@@ -11,7 +11,9 @@ from typing import Any
 from pydantic import BaseModel
 
 from ..config.environments import checked_options
+from ..config.inputs import EnvConfig
 from .base import Environment
+from .by_taskset import ByTaskSet
 from .importing import import_user_object, is_user_name
 from .scoring import build_reward
 from .step import StepEnvironment
@@ -34,6 +36,15 @@ def build_environment(env_config: Any) -> Environment:
     Needs no policy and starts nothing, so it also serves as the check before a run. Raises ValueError in one line.
     """
     os.environ.update(env_config.variables)
+    by_taskset = getattr(env_config, "by_taskset", {})
+    if not by_taskset:
+        return _build_one(env_config)
+    shared = env_config.model_dump(exclude={"by_taskset"})
+    parts = {name: EnvConfig.model_validate({**shared, **own}) for name, own in by_taskset.items()}
+    return ByTaskSet(_build_one(env_config), {name: _build_one(part) for name, part in parts.items()})
+
+
+def _build_one(env_config: Any) -> Environment:
     cls = _environment_class(env_config.name)
     options = dict(env_config.options)
     parameters = inspect.signature(cls).parameters

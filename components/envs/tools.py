@@ -105,7 +105,7 @@ def _user_tool(name: str) -> Tool:
     if ":" not in name:
         raise ValueError(f"env.options.tools: got {name!r}, expected {expected}")
     cls = import_user_object(name, key="env.options.tools", expected=expected)
-    tool = cls() if inspect.isclass(cls) else cls
+    tool: Any = cls() if inspect.isclass(cls) else cls
     for attribute, kind in (("name", str), ("description", str), ("parameters", dict)):
         if not isinstance(getattr(tool, attribute, None), kind):
             place = inspect.getsourcefile(type(tool))

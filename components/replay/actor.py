@@ -17,11 +17,12 @@ from ..algorithms.advantages import ADVANTAGES
 from ..config import Config, derive
 from ..failures import as_text
 from ..monitor.logs import log_to_file
+from ..tasks.mixed import MixedTaskSet
 from ..tasks.prompting import Prompter
 from ..tasks.taskset import TaskSet, build_taskset
 from ..types import Admission, Group, Task, Trajectory
 from .admission import AdmissionRule
-from .assemble import Assembler
+from .assemble import Assembler, pass_rate
 from .buffer import ReplayBuffer
 from .operators import Pipeline
 
@@ -103,6 +104,8 @@ class ReplayBufferActor:
 
     @as_text
     async def put(self, groups: Sequence[Group]) -> None:
+        for group in groups:  # before operators: groups that are left out say most about how hard a task is
+            self._taskset.record(group.task_id, pass_rate(group))
         await self._buffer.put(groups)
 
     @as_text
@@ -154,7 +157,7 @@ class ReplayBufferActor:
         return [ray.put(batch) for batch in take.batches[0]], take.metrics
 
 
-def _tasks(taskset: TaskSet, epochs: float | None) -> Iterator[Task]:
+def _tasks(taskset: TaskSet | MixedTaskSet, epochs: float | None) -> Iterator[Task]:
     """For ever, or `epochs` passes (the last one may be a part)."""
     stream = taskset.forever()
     if epochs is None:

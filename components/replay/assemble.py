@@ -81,6 +81,12 @@ def split_evenly(pairs: Sequence[tuple[Trajectory, float]], num_shares: int) -> 
     return shares
 
 
+def pass_rate(group: Group) -> float:
+    """Share of right answers: the mean of "exact_match", or of the rewards between 0 and 1 where there is none."""
+    values = [t.metrics.get("exact_match", min(max(t.reward, 0.0), 1.0)) for t in group.trajectories]
+    return sum(values) / len(values)
+
+
 def num_trajectory_tokens(trajectory: Trajectory) -> int:
     return len(trajectory.prompt_tokens) + len(trajectory.response_tokens)
 

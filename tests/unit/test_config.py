@@ -468,6 +468,13 @@ def test_builtin_names_are_those_of_the_registries() -> None:
     assert sorted(names.OPERATORS) == sorted(OPERATORS)
 
 
+MIX = [
+    "task.name=mix",
+    "task.dataset=null",
+    "task.mix={a: {name: reasoning_gym, dataset: chain_sum}, b: {path: b.jsonl}}",
+]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -483,6 +490,15 @@ def test_builtin_names_are_those_of_the_registries() -> None:
         (["env.reward_options={length: {max_tokens: 9}}"], "env.reward_options.length: .*a reward that is used"),
         (["env.variables={RAY_X: 1}"], "env.variables.RAY_X"),
         (["env.variables={a b: x}"], "env.variables.a b"),
+        (["task.name=mix", "task.dataset=null"], "task.mix: got {}, expected a value, because task.name is mix"),
+        ([*MIX, "task.mix.b.weight=0"], "task.mix.b.weight: got 0"),
+        ([*MIX, "task.mix.b.pth=x"], "task.mix.b.pth: got an unknown option"),
+        ([*MIX, "task.mix.b.path=null"], "task.mix.b.path: got null"),
+        ([*MIX, "env.by_taskset={c: {}}"], "env.by_taskset.c: .*a taskset of task.mix \\(a, b\\)"),
+        ([*MIX, "env.by_taskset={b: {name: nope}}"], "env.by_taskset.b.name: got 'nope'"),
+        ([*MIX, "env.by_taskset={b: {name: multi_turn, options: {x: 1}}}"], "env.by_taskset.b.options.x"),
+        (["task.name=python", "task.dataset=null", "task.path=no_such_module_x:f"], "task.path: .*no_such_module_x"),
+        (["task.order=easy_to_hard"], "task.difficulty_key: got null"),
         (["replay.operators=[filter_rewards]"], "replay.operators: .*did you mean filter_reward"),
         (["replay.operators=[{dedupe: {}, mask_truncated: {}}]"], "replay.operators: .*one operator each"),
     ],
