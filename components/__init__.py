@@ -1,6 +1,7 @@
 """Leeway: asynchronous RL post-training for language models. The public API, loading nothing heavy.
 
 from leeway import Environment, Policy, Task, Trajectory      # write an environment
+from leeway import StepEnvironment, Completion                # or one in steps: reset, step
 from leeway import Config, load_config                        # read settings
 """
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time names are loaded
     from .config import load_config as load_config
     from .envs import Environment as Environment
     from .envs import Policy as Policy
+    from .envs import StepEnvironment as StepEnvironment
+    from .envs import Transcript as Transcript
     from .types import Completion as Completion
     from .types import Group as Group
     from .types import Message as Message
@@ -27,6 +30,8 @@ __version__ = "0.1.0"
 _WHERE = {
     "Environment": ".envs",
     "Policy": ".envs",
+    "StepEnvironment": ".envs",
+    "Transcript": ".envs",
     "Task": ".types",
     "Message": ".types",
     "Completion": ".types",

@@ -25,7 +25,7 @@ A config is one YAML file that says only what differs from the defaults below. `
 `leeway cp NAME DEST` copies one, to change it.
 
 - **Overrides**: `key=value` on the command line, the value read as YAML:
-  `train.groups_per_step=32 task.limit=null env.options.depth=2`.
+  `train.groups_per_step=32 task.limit=null env.options.max_turns=2`.
 - **Interpolation**: `${optimizer.lr}` takes another key's value, `${oc.env:NAME,default}` an environment variable's.
   Nothing evaluates code.
 - **Strict**: unknown keys, wrong types and broken rules are refused before anything starts, with exit code 2 and one

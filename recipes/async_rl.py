@@ -19,10 +19,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-from leeway.config import Config, ConfigError, derive
+from leeway.config import Config, derive
 from leeway.monitor import build_monitor
-from leeway.planning.calibration import Run, calibrate
-from leeway.planning.search import advise
+from leeway.planning.advice import advice_after
 from leeway.recipes.canary import canary_prompts
 from leeway.recipes.checkpoints import Checkpoints
 from leeway.recipes.context import StageContext, StageResult, say
@@ -52,16 +51,10 @@ async def run(context: StageContext) -> StageResult:
         result = await AsyncRL(context, launcher).run()
     finally:
         await launcher.parts.stop()
-    advice = await asyncio.to_thread(_advice, context)
+    advice = await asyncio.to_thread(advice_after, context.config, context.dir)
+    if advice is None:
+        return result
     return replace(result, summary=result.summary | {"advice": advice}, goodbye=[*result.goodbye, advice])
-
-
-def _advice(context: StageContext) -> str:
-    """What to change, by simulating this very run."""
-    try:
-        return advise(calibrate(Run(context.config, context.dir)))
-    except ConfigError as error:
-        return f"no advice: {error}"
 
 
 @dataclass(frozen=True)

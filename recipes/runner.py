@@ -185,9 +185,11 @@ class _Run:
 def _check_plugins(stage: Stage) -> None:
     """Import the user's own classes and functions in the driver first, where a mistake in them is the user's to see."""
     from leeway.envs.registry import build_environment
+    from leeway.replay.operators import Pipeline
 
     build_environment(stage.config.env)
-    if stage.recipe == "async_rl":
+    Pipeline(stage.config.replay.operators)
+    if stage.recipe in ("async_rl", "frontier"):
         from leeway.algorithms.pieces import check_pieces
 
         check_pieces(stage.config.algorithm)

@@ -23,6 +23,7 @@ from leeway.recipes.checkpoints import Checkpoints
 from leeway.recipes.context import StageContext, StageResult, say
 from leeway.runtime.launch import Launcher
 from leeway.runtime.supervisor import Supervisor, together
+from leeway.tasks.mixed import MixedTaskSet
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.taskset import TaskSet, build_taskset
 from leeway.types import NO_VERSION, Task, TrainBatch, Trajectory, batch_trajectories
@@ -132,7 +133,7 @@ def _put(batches: Sequence[TrainBatch]) -> tuple[list[Any], int]:
     return [ray.put(batch) for batch in batches], int(batches[0].num_tokens)
 
 
-def _batches(config: Config, taskset: TaskSet, prompter: Prompter) -> Iterator[list[TrainBatch]]:
+def _batches(config: Config, taskset: TaskSet | MixedTaskSet, prompter: Prompter) -> Iterator[list[TrainBatch]]:
     """For ever: one batch per rank, of `train.batch_size` examples together."""
     examples = (_example(task, prompter) for task in taskset.forever())
     while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -43,7 +44,7 @@ class EnginePolicy:
         self._temperature = temperature
         self._max_prompt_tokens = max_prompt_tokens
         self._max_response_tokens = max_response_tokens
-        self._max_model_len = max_model_len
+        self.max_model_len = max_model_len
         self._seed = seed
         self._num_calls = 0
         self._count_tokens = count_tokens
@@ -52,16 +53,24 @@ class EnginePolicy:
     def encode(self, prompt: str | list[Message]) -> list[int]:
         return self.prompter.encode(prompt)
 
+    def conversation(self, index: int) -> EnginePolicy:
+        """A view with a call count and seed of its own: requests of other conversations do not change its samples."""
+        view = copy.copy(self)
+        view._num_calls = 0
+        # Two parts, where a call's own seed has one: no view repeats the seed of a call.
+        view._seed = None if self._seed is None else derived_seed(self._seed, index, 0)
+        return view
+
     async def generate(
         self, prompt: str | list[Message] | list[int], *, n: int | None = None, max_tokens: int | None = None
     ) -> list[Completion]:
         tokens: list[int] = prompt if _is_tokens(prompt) else self.prompter.encode(prompt)
         first_turn = self._num_calls == 0
-        room = self._max_model_len - len(tokens)
+        room = self.max_model_len - len(tokens)
         if (first_turn and len(tokens) > self._max_prompt_tokens) or room < 1:
             raise ValueError(
                 f"prompt of {len(tokens)} tokens; rollout.max_prompt_tokens is {self._max_prompt_tokens} and "
-                f"rollout.max_model_len is {self._max_model_len}: raise them or shorten the prompt"
+                f"rollout.max_model_len is {self.max_model_len}: raise them or shorten the prompt"
             )
         seed = None if self._seed is None else derived_seed(self._seed, self._num_calls)
         self._num_calls += 1

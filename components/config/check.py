@@ -55,8 +55,10 @@ def _missing_files(config: Config) -> list[Problem]:
                     "set model.path=/path/to/model or a hub id org/name",
                 )
             )
-    for key, value in (("task.path", config.task.path), ("eval.path", config.eval.path)):
-        if value is not None and not Path(value).expanduser().is_file():
+    paths = [("task.path", config.task.name, config.task.path), ("eval.path", "jsonl", config.eval.path)]
+    paths += [(f"task.mix.{n}.path", p.get("name", "jsonl"), p.get("path")) for n, p in config.task.mix.items()]
+    for key, kind, value in paths:
+        if kind == "jsonl" and value is not None and not Path(value).expanduser().is_file():
             problems.append(
                 Problem(
                     key=key, text=f"missing file: got {value} (nothing there), expected a .jsonl file; set {key}=FILE"

@@ -47,8 +47,9 @@ class ReplayConfig(Section):
 
     store: Literal["memory"] = Field(default="memory", description="where groups wait")
     max_uses: Literal[1] = Field(default=1, description="times a group is trained on")
-    filter_zero_variance: bool = Field(
-        default=False, description="replace groups whose rewards are all equal before they are taken"
+    operators: list[str | dict[str, dict[str, Any]]] = Field(
+        default_factory=list,
+        description="what is done to finished groups, in order: names, or {name: {option: value}}",
     )
 
 

@@ -31,20 +31,39 @@ class ModelConfig(Section):
 class TaskConfig(Section):
     """Where prompts come from."""
 
-    name: Literal["reasoning_gym", "jsonl"] = Field(default="jsonl", description="kind of source")
-    path: str | None = Field(default=None, description="jsonl: the file, one object per line")
+    name: Literal["reasoning_gym", "jsonl", "parquet", "hf", "python", "mix"] = Field(
+        default="jsonl", description="kind of source"
+    )
+    path: str | None = Field(
+        default=None,
+        description='jsonl: the file; parquet: file or folder; hf: folder or hub id; python: "pkg.mod:function"',
+    )
+    split: str = Field(default="train", description="hf: which split of the dataset")
     dataset: str | None = Field(default=None, description="reasoning_gym: name of the dataset, e.g. chain_sum")
-    options: dict[str, Any] = Field(default_factory=dict, description="reasoning_gym: arguments of the dataset")
-    size: PositiveInt = Field(default=20000, description="reasoning_gym: number of problems to draw")
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of the reasoning_gym dataset, or of the python function"
+    )
+    size: PositiveInt = Field(default=20000, description="reasoning_gym, python: number of problems to draw")
+    mix: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="mix: tasksets by name, each with weight (1) and what it sets differently"
+    )
     holdout_frac: float = Field(
         default=0.0, ge=0.0, lt=1.0, description="share of the questions, by a hash, kept for evaluation in every stage"
     )
-    prompt_key: str = Field(default="question", description="jsonl: key of the prompt (text, or a list of messages)")
-    answer_key: str = Field(default="answer", description="jsonl: key of the reference answer")
+    prompt_key: str = Field(default="question", description="key of the prompt (text, or a list of messages)")
+    answer_key: str = Field(default="answer", description="key of the reference answer")
     answer_after: str | None = Field(default=None, description='keep what follows the last of this mark, e.g. "####"')
+    role_key: str = Field(default="role", description="key of a message's role")
+    content_key: str = Field(default="content", description="key of a message's text")
+    roles: dict[str, str] = Field(
+        default_factory=dict, description="roles by other names, e.g. {human: user, gpt: assistant}"
+    )
     system_prompt: str | None = Field(default=None, description="system message put before every prompt")
     prompt_template: str | None = Field(default=None, description='text around each prompt; holds "{prompt}"')
-    shuffle: bool = Field(default=True, description="draw tasks in a seeded random order, anew each epoch")
+    order: Literal["shuffle", "sequential", "easy_to_hard", "adaptive"] = Field(
+        default="shuffle", description="of an epoch: seeded random, as they come, by difficulty_key, or by pass rate"
+    )
+    difficulty_key: str | None = Field(default=None, description="easy_to_hard: key of a number in every row")
     limit: PositiveInt | None = Field(default=None, description="use only the first so many tasks")
 
 
@@ -63,5 +82,17 @@ class EnvConfig(Section):
     """What turns a task into trajectories and rewards."""
 
     name: str = Field(default="single_turn", description='built-in name, or your class as "pkg.mod:Class"')
+    options: dict[str, Any] = Field(default_factory=dict, description="options of the environment (docs/environments)")
     reward: str = Field(default="exact_match", description='built-in name, or your function as "pkg.mod:function"')
-    options: dict[str, Any] = Field(default_factory=dict, description="arguments of the environment's constructor")
+    rewards: dict[str, float] = Field(
+        default_factory=dict, description="several rewards with their weights, instead of env.reward"
+    )
+    reward_options: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="by reward: keyword arguments of its function"
+    )
+    by_taskset: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="by taskset of task.mix: what its environment sets differently"
+    )
+    variables: dict[str, str] = Field(
+        default_factory=dict, description="environment variables of the processes that run environments"
+    )

@@ -22,8 +22,20 @@ RECIPES = {
 TRAINING_RECIPES = ("async_rl", "sft")
 STUDIES = {"frontier": "async_rl"}
 """Recipes that run another one many times, in place of the last stage that has it."""
-ENVIRONMENTS = ("single_turn",)
-REWARDS = ("exact_match", "math_verify", "reasoning_gym")
+ENVIRONMENTS = ("single_turn", "multi_turn", "tool_use", "frozen_lake", "torchrl", "gymnasium")
+REWARDS = (
+    "exact_match",
+    "math_verify",
+    "reasoning_gym",
+    "boxed",
+    "tagged",
+    "format",
+    "countdown",
+    "length",
+    "overlong",
+    "code_tests",
+)
+OPERATORS = ("filter_zero_variance", "filter_reward", "mask_truncated", "shape_reward", "prefer_short", "dedupe")
 
 _TARGET = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from .algorithm_rules import ALGORITHM_RULES
 from .derived import derive, least_target_policy_lag
 from .errors import ConfigError, words
-from .names import ENVIRONMENTS, REWARDS, TRAINING_RECIPES, check_name, engine_options, nearest
+from .input_rules import (
+    Named,
+    environment_and_reward_exist,
+    environment_options_are_valid,
+    environment_variables_are_the_users,
+    environments_by_taskset_are_valid,
+    operators_exist,
+    prompt_template_holds_the_prompt,
+    task_source_is_complete,
+)
+from .names import TRAINING_RECIPES, engine_options, nearest
 from .schema import Config
-
-Named = Callable[[str], str]
-"""Where a key was set: "train.steps", or "stages.sft.train.steps"."""
 
 # Arguments of the engine that Leeway sets itself, and where the user's say in them is.
 OWNED_BY_LEEWAY = {
@@ -46,6 +52,10 @@ def check_rules(config: Config, recipe: str, named: Named = str) -> None:
         task_source_is_complete,
         prompt_template_holds_the_prompt,
         environment_and_reward_exist,
+        environment_options_are_valid,
+        environment_variables_are_the_users,
+        environments_by_taskset_are_valid,
+        operators_exist,
         lengths_fit,
         engine_arguments_are_the_users,
         evaluation_has_tasks,
@@ -106,48 +116,6 @@ def model_path_is_a_path_or_a_hub_id(config: Config, named: Named) -> None:
     )
 
 
-def task_source_is_complete(config: Config, named: Named) -> None:
-    needed, other = ("path", "dataset") if config.task.name == "jsonl" else ("dataset", "path")
-    example = "data/train.jsonl" if needed == "path" else "chain_sum"
-    if not getattr(config.task, needed):
-        raise ConfigError(
-            named(f"task.{needed}"),
-            got=getattr(config.task, needed),
-            expected=f"a value, because task.name is {config.task.name}",
-            fix=f"set task.{needed}={example}",
-        )
-    if getattr(config.task, other):
-        raise ConfigError(
-            named(f"task.{other}"),
-            got=getattr(config.task, other),
-            expected=f"null, because task.name is {config.task.name}",
-            fix=f"add task.{other}=null, or change task.name",
-        )
-
-
-def prompt_template_holds_the_prompt(config: Config, named: Named) -> None:
-    template = config.task.prompt_template
-    if template is not None and "{prompt}" not in template:
-        raise ConfigError(
-            named("task.prompt_template"),
-            got=template,
-            expected="text with {prompt}",
-            fix="put {prompt} where it belongs",
-        )
-
-
-def environment_and_reward_exist(config: Config, named: Named) -> None:
-    check_name(named("env.name"), config.env.name, ENVIRONMENTS, kind="Class")
-    check_name(named("env.reward"), config.env.reward, REWARDS, kind="function")
-    if config.env.reward == "reasoning_gym" and config.task.name != "reasoning_gym":
-        raise ConfigError(
-            named("env.reward"),
-            got=config.env.reward,
-            expected=f"a reward that can score tasks of {config.task.name}",
-            fix="use env.reward=math_verify or exact_match, or task.name=reasoning_gym",
-        )
-
-
 def lengths_fit(config: Config, named: Named) -> None:
     rollout = config.rollout
     if rollout.max_prompt_tokens + rollout.max_response_tokens > rollout.max_model_len:
@@ -195,7 +163,8 @@ def engine_arguments_are_the_users(config: Config, named: Named) -> None:
 
 def has_heldout_tasks(config: Config) -> bool:
     """Whether there is anything to evaluate on."""
-    return config.eval.path is not None or config.task.holdout_frac > 0
+    shares = [config.task.holdout_frac, *(part.get("holdout_frac", 0) for part in config.task.mix.values())]
+    return config.eval.path is not None or any(share > 0 for share in shares)
 
 
 def evaluation_has_tasks(config: Config, named: Named) -> None:

@@ -4,5 +4,18 @@ from .base import Environment, Policy
 from .registry import build_environment
 from .rewards import Reward, resolve_reward
 from .single_turn import SingleTurn
+from .step import Observation, Step, StepEnvironment
+from .transcript import Transcript
 
-__all__ = ["Environment", "Policy", "Reward", "SingleTurn", "build_environment", "resolve_reward"]
+__all__ = [
+    "Environment",
+    "Observation",
+    "Policy",
+    "Reward",
+    "SingleTurn",
+    "Step",
+    "StepEnvironment",
+    "Transcript",
+    "build_environment",
+    "resolve_reward",
+]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from typing import Any, Protocol
+from collections.abc import Coroutine, Iterable
+from typing import Any, Protocol, TypeVar
+
+from pydantic import BaseModel
 
 from ..types import Completion, Message, Task, Trajectory
+
+T = TypeVar("T")
 
 
 class Policy(Protocol):
@@ -15,7 +21,10 @@ class Policy(Protocol):
     """Number of trajectories (G) that one rollout must return."""
 
     prompter: Any
-    """Turns text into tokens and back: `encode`, `decode`, `stop_token_ids`."""
+    """Turns text into tokens and back: `encode`, `encode_plain`, `encode_next_turn`, `decode`, `stop_token_ids`."""
+
+    max_model_len: int
+    """Longest prompt and response together, in tokens; `generate` raises for a prompt that leaves no room."""
 
     def encode(self, prompt: str | list[Message]) -> list[int]:
         """Token ids of a prompt, ready for the assistant to continue."""
@@ -31,15 +40,39 @@ class Policy(Protocol):
         """
         ...
 
+    def conversation(self, index: int) -> Policy:
+        """The same model for conversation `index` of the group, one of several that go on at the same time.
+
+        Its samples do not depend on how the requests of the conversations interleave (where requests are seeded).
+        """
+        ...
+
+
+async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of coroutines run together. The first that raises cancels the others, so that none is left running."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
+
 
 class Environment(ABC):
     """Turns one task into the G trajectories of a group.
 
-    Subclass it, write `rollout`, and name the class in the config: `env.name=my_module:MyEnv`. Options under
-    `env.options` become keyword arguments of the constructor; a constructor that has a `reward` argument is handed the
-    function that `env.reward` names. One object serves all rollouts of a generator, many at a time: keep the state of a
-    rollout in local variables.
+    Subclass it, write `rollout`, and name the class in the config: `env.name=my_module:MyEnv`. What stands under
+    `env.options` becomes keyword arguments of the constructor; or, where the class has a pydantic model `Options`, is
+    checked by it and arrives as `self.options`. A constructor that has a `reward` argument is handed the function that
+    `env.reward` names. One object serves all rollouts of a generator, many at a time: keep the state of a rollout in
+    local variables.
     """
+
+    Options: type[BaseModel] | None = None
+    """A pydantic model of what `env.options` may hold."""
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options
 
     @abstractmethod
     async def rollout(self, task: Task, policy: Policy) -> list[Trajectory]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import traceback
 from typing import Any
 
 
@@ -28,15 +29,25 @@ def import_user_object(name: str, *, key: str, expected: str) -> Any:
                 f"{module_name.replace('.', '/')}.py in the folder where leeway is started"
             ) from None
         raise ValueError(
-            f"{key}: {_file_of(module_name)} cannot be imported: {error}; install what it needs"
+            f"{key}: {_place_of(error, module_name)} cannot be imported: {error}; install what it needs"
         ) from error
     except Exception as error:
         raise ValueError(
-            f"{key}: {_file_of(module_name)} cannot be imported: {type(error).__name__}: {error}; expected {expected}"
+            f"{key}: {_place_of(error, module_name)} cannot be imported: {type(error).__name__}: {error}; "
+            f"expected {expected}"
         ) from error
     if not hasattr(module, attribute):
         raise ValueError(f"{key}: {module.__file__} has no {attribute!r}; expected {expected} of that name")
     return getattr(module, attribute)
+
+
+def _place_of(error: BaseException, module_name: str) -> str:
+    """The file of a module that cannot be imported, with the line at fault where that is in it."""
+    file = _file_of(module_name)
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return f"{file}:{error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f"{file}:{lines[-1]}" if lines else file
 
 
 def _file_of(module_name: str) -> str:

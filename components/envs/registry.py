@@ -2,34 +2,63 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import os
 from difflib import get_close_matches
 from typing import Any
 
+from pydantic import BaseModel
+
+from ..config.environments import checked_options
+from ..config.inputs import EnvConfig
 from .base import Environment
+from .by_taskset import ByTaskSet
 from .importing import import_user_object, is_user_name
-from .rewards import resolve_reward
-from .single_turn import SingleTurn
+from .scoring import build_reward
+from .step import StepEnvironment
 
-ENVIRONMENTS: dict[str, type] = {"single_turn": SingleTurn}
+ENVIRONMENTS = {
+    "single_turn": ".single_turn:SingleTurn",
+    "multi_turn": ".multi_turn:MultiTurn",
+    "tool_use": ".tool_use:ToolUse",
+    "frozen_lake": ".frozen_lake:FrozenLake",
+    "torchrl": ".torchrl_env:TorchRLEnv",
+    "gymnasium": ".gymnasium_env:GymnasiumEnv",
+}
 
-_EXPECTED = "a class with `async def rollout(self, task, policy)` (see leeway.Environment)"
+_EXPECTED = "a class with `async def rollout(self, task, policy)` (leeway.Environment) or `step` (StepEnvironment)"
 
 
 def build_environment(env_config: Any) -> Environment:
-    """The environment of the `env` section (name, reward, options), ready to use.
+    """The environment of the `env` section, ready to use; sets the section's environment variables first.
 
     Needs no policy and starts nothing, so it also serves as the check before a run. Raises ValueError in one line.
     """
+    os.environ.update(env_config.variables)
+    by_taskset = getattr(env_config, "by_taskset", {})
+    if not by_taskset:
+        return _build_one(env_config)
+    shared = env_config.model_dump(exclude={"by_taskset"})
+    parts = {name: EnvConfig.model_validate({**shared, **own}) for name, own in by_taskset.items()}
+    return ByTaskSet(_build_one(env_config), {name: _build_one(part) for name, part in parts.items()})
+
+
+def _build_one(env_config: Any) -> Environment:
     cls = _environment_class(env_config.name)
     options = dict(env_config.options)
     parameters = inspect.signature(cls).parameters
+    model = _options_model(cls)
+    if model is not None:
+        arguments = {"options": checked_options(model, options, key="env.options", whose=_whose(cls, model))}
+    else:
+        arguments = options
     if "reward" in parameters and "reward" not in options:
-        options["reward"] = resolve_reward(env_config.reward)
+        arguments["reward"] = build_reward(env_config)
     try:
-        return cls(**options)
+        return cls(**arguments)
     except TypeError as error:
-        accepted = [name for name in parameters if name != "reward"]
+        accepted = [name for name in parameters if name not in ("reward", "options")]
         raise ValueError(
             f"env.options: {env_config.name} cannot be made with {sorted(options)}: {error}; it accepts {accepted}"
         ) from error
@@ -37,17 +66,44 @@ def build_environment(env_config: Any) -> Environment:
 
 def _environment_class(name: str) -> type:
     if name in ENVIRONMENTS:
-        return ENVIRONMENTS[name]
+        module, _, attribute = ENVIRONMENTS[name].partition(":")
+        return getattr(importlib.import_module(module, __package__), attribute)
     if not is_user_name(name):
         near = get_close_matches(name, ENVIRONMENTS, n=1, cutoff=0.0)[0]
         raise ValueError(f"env.name: got {name!r}, expected {near!r} or your own 'package.module:Class'")
     cls = import_user_object(name, key="env.name", expected=_EXPECTED)
-    where = f"env.name: {name!r}"
     if not inspect.isclass(cls):
-        raise ValueError(f"{where} is a {type(cls).__name__}; expected {_EXPECTED}")
-    if not inspect.iscoroutinefunction(getattr(cls, "rollout", None)):
-        what = "its rollout is not async" if hasattr(cls, "rollout") else "it has no rollout method"
-        raise ValueError(f"{where} in {inspect.getsourcefile(cls)}: {what}; expected {_EXPECTED}")
-    if inspect.isabstract(cls):
-        raise ValueError(f"{where} in {inspect.getsourcefile(cls)}: abstract methods are missing; expected {_EXPECTED}")
+        raise ValueError(f"env.name: {name!r} is a {type(cls).__name__}; expected {_EXPECTED}")
+    where = f"env.name: {name!r} in {_place(cls)}"
+    methods = ("step", "reset") if issubclass(cls, StepEnvironment) else ("rollout",)
+    for method in methods:
+        function = getattr(cls, method, None)
+        if function is None:
+            raise ValueError(f"{where}: it has no {method} method; expected {_EXPECTED}")
+        if not inspect.iscoroutinefunction(function):
+            raise ValueError(f"{where}: its {method} is not async; expected {_EXPECTED}")
+    missing = sorted(getattr(cls, "__abstractmethods__", ()))
+    if missing:
+        raise ValueError(f"{where}: abstract methods are missing: {', '.join(missing)}; expected {_EXPECTED}")
     return cls
+
+
+def _options_model(cls: type) -> type[BaseModel] | None:
+    model = getattr(cls, "Options", None)
+    if model is None or (inspect.isclass(model) and issubclass(model, BaseModel)):
+        return model
+    raise ValueError(
+        f"env.name: Options of {_place(cls)} is {model!r}; expected a pydantic model (class Options(BaseModel))"
+    )
+
+
+def _whose(cls: type, model: type[BaseModel]) -> str:
+    return f"{cls.__name__} ({_place(model)})"
+
+
+def _place(cls: type) -> str:
+    """file:line of a class."""
+    try:
+        return f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
+    except (OSError, TypeError):
+        return cls.__module__

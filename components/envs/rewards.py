@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+import inspect
 import json
 from collections.abc import Awaitable, Callable
 from difflib import get_close_matches
-from typing import cast
+from typing import Any, cast
 
 from ..types import Task
+from .answers import answer_format, boxed, countdown, exact_match, length, overlong, tagged
+from .code_tests import code_tests
 from .guarded import ScorerPool
 from .importing import import_user_object, is_user_name
 from .scorer_process import parses_text, score_entry
 
 Reward = Callable[[Task, str], float]
-AnyReward = Callable[[Task, str], float | Awaitable[float]]
+AnyReward = Callable[..., float | Awaitable[float]]
+"""(task, text) -> number, sync or async; a parameter named `completion` is given the Completion too."""
 
 MAX_CHECKED_CHARS = 8000
 """So many last characters of a completion are searched for an answer: it stands at the end, and search takes time."""
 
 _math_pool = ScorerPool("math_verify")
 _reasoning_gym_pool = ScorerPool("reasoning_gym")
-
-
-def exact_match(task: Task, text: str) -> float:
-    """1.0 when the text equals the task's answer, apart from white space at the ends and its amount in between.
-
-    Where the task's answers stand after a mark ("#### 72", `task.answer_after`), so does the text's, if it has that
-    mark.
-    """
-    mark = task.info.get("answer_after")
-    if mark and mark in text:
-        text = text.rpartition(mark)[2]
-    return float(" ".join(text.split()) == " ".join(task.answer.split()))
 
 
 def reasoning_gym(task: Task, text: str) -> float:
@@ -65,27 +58,61 @@ def _parses_text(task: Task) -> bool:
 math_verify.blocking = True  # type: ignore[attr-defined]
 reasoning_gym.blocking = _parses_text  # type: ignore[attr-defined]
 
-REWARDS: dict[str, Reward] = {"exact_match": exact_match, "reasoning_gym": reasoning_gym, "math_verify": math_verify}
+REWARDS: dict[str, AnyReward] = {
+    "exact_match": exact_match,
+    "math_verify": math_verify,
+    "reasoning_gym": reasoning_gym,
+    "boxed": boxed,
+    "tagged": tagged,
+    "format": answer_format,
+    "countdown": countdown,
+    "length": length,
+    "overlong": overlong,
+    "code_tests": code_tests,
+}
 _NEEDS = {"math_verify": "math_verify", "reasoning_gym": "reasoning_gym"}
 
 
-def resolve_reward(name: str) -> AnyReward:
-    """The reward function of a name. Raises ValueError in one line when it is unknown or cannot be imported."""
+def resolve_reward(name: str, options: dict[str, Any] | None = None, *, key: str = "env.reward") -> AnyReward:
+    """The reward function of a name, with `options` as keyword arguments.
+
+    Raises ValueError in one line when it is unknown, cannot be imported, or does not take the options.
+    """
     if is_user_name(name):
-        reward = import_user_object(name, key="env.reward", expected="a function (task, text) -> float")
+        reward = import_user_object(name, key=key, expected="a function (task, text) -> float")
         if not callable(reward):
-            raise ValueError(
-                f"env.reward: {name!r} is a {type(reward).__name__}; expected a function (task, text) -> float"
-            )
-        return cast(AnyReward, reward)
-    if name not in REWARDS:
+            raise ValueError(f"{key}: {name!r} is a {type(reward).__name__}; expected a function (task, text) -> float")
+    elif name in REWARDS:
+        package = _NEEDS.get(name)
+        if package is not None and importlib.util.find_spec(package) is None:
+            package = package.replace("_", "-")
+            raise ValueError(f"{key}: {name} needs the package {package}; pip install {package}")
+        reward = REWARDS[name]
+        missing = getattr(reward, "why_not", lambda: None)()
+        if missing:
+            raise ValueError(f"{key}: {name}: {missing}")
+    else:
         near = get_close_matches(name, REWARDS, n=1, cutoff=0.0)[0]
         raise ValueError(
-            f"env.reward: got {name!r}, expected {near!r}, another of {sorted(REWARDS)}, or 'package.module:function'"
+            f"{key}: got {name!r}, expected {near!r}, another of {sorted(REWARDS)}, or 'package.module:function'"
         )
-    package = _NEEDS.get(name)
-    if package is not None and importlib.util.find_spec(package) is None:
+    _check_call(reward, name, options or {}, key)
+    return cast(AnyReward, functools.partial(reward, **options) if options else reward)
+
+
+def _check_call(reward: Any, name: str, options: dict[str, Any], key: str) -> None:
+    """A reward is called (task, text[, completion], **options): said now, not after the first rollout."""
+    try:
+        signature = inspect.signature(reward)
+    except (TypeError, ValueError):  # some built-in functions have none
+        return
+    more = {"completion": None} if "completion" in signature.parameters else {}
+    try:
+        signature.bind(None, "", **more, **options)
+    except TypeError as error:
+        code = getattr(inspect.unwrap(reward), "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
         raise ValueError(
-            f"env.reward: {name} needs the package {package.replace('_', '-')}; pip install {package.replace('_', '-')}"
-        )
-    return REWARDS[name]
+            f"{key}: {name!r}{where} cannot be called with (task, text) and the options {sorted(options)}: {error}; "
+            "expected a function (task, text) -> float"
+        ) from None

@@ -16,12 +16,14 @@ from ..algorithms.pieces import advantage_of
 from ..config import Config, derive
 from ..failures import as_text
 from ..monitor.logs import log_to_file
+from ..tasks.mixed import MixedTaskSet
 from ..tasks.prompting import Prompter
 from ..tasks.taskset import TaskSet, build_taskset
 from ..types import Admission, Group, Task, Trajectory
 from .admission import AdmissionRule
-from .assemble import Assembler, RewardShaping
-from .buffer import ReplayBuffer, equal_rewards
+from .assemble import Assembler, RewardShaping, pass_rate
+from .buffer import ReplayBuffer
+from .operators import Pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class ReplayBufferActor:
         assert config.model.path is not None
         self._prompter = Prompter.load(config.model.path)
         self._num_too_long = 0
+        self._pipeline = Pipeline(config.replay.operators)
         self._buffer = ReplayBuffer(
             tasks=self._fitting(_tasks(self._taskset, train.epochs)),
             rule=AdmissionRule(
@@ -76,7 +79,7 @@ class ReplayBufferActor:
             num_takes=numbers.num_takes,
             capacity=numbers.max_outstanding_groups + train.groups_per_step,
             assemble=self._assembler,
-            filters=[equal_rewards] if config.replay.filter_zero_variance else [],
+            operators=[self._pipeline],
         )
 
     def _fitting(self, tasks: Iterator[Task]) -> Iterator[Task]:
@@ -113,6 +116,8 @@ class ReplayBufferActor:
 
     @as_text
     async def put(self, groups: Sequence[Group]) -> None:
+        for group in groups:  # before operators: groups that are left out say most about how hard a task is
+            self._taskset.record(group.task_id, pass_rate(group))
         await self._buffer.put(groups)
 
     @as_text
@@ -154,7 +159,8 @@ class ReplayBufferActor:
         await self._buffer.trained(group_ids)
         stats = asdict(self._buffer.stats())
         counts = {f"replay/{name}": float(value) for name, value in stats.items()}
-        return counts | self._buffer.lengths.metrics() | {"replay/too_long": float(self._num_too_long)}
+        own = {"replay/too_long": float(self._num_too_long)}
+        return counts | own | self._buffer.lengths.metrics() | self._pipeline.counts()
 
     @as_text
     async def published(self, policy_version: int) -> None:
@@ -176,7 +182,7 @@ class ReplayBufferActor:
         return [ray.put(batch) for batch in take.batches[0]], take.metrics
 
 
-def _tasks(taskset: TaskSet, epochs: float | None) -> Iterator[Task]:
+def _tasks(taskset: TaskSet | MixedTaskSet, epochs: float | None) -> Iterator[Task]:
     """For ever, or `epochs` passes (the last one may be a part)."""
     stream = taskset.forever()
     if epochs is None:

@@ -140,6 +140,12 @@ def _num_pass_tokens(batch: TrainBatch) -> int:
     return sum(prompts.values()) + len(batch.response_tokens)
 
 
+def pass_rate(group: Group) -> float:
+    """Share of right answers: the mean of "exact_match", or of the rewards between 0 and 1 where there is none."""
+    values = [t.metrics.get("exact_match", min(max(t.reward, 0.0), 1.0)) for t in group.trajectories]
+    return sum(values) / len(values)
+
+
 def _take_metrics(groups: Sequence[Group], advantages: dict[int, list[float]]) -> dict[str, float]:
     trajectories = [t for g in groups for t in g.trajectories]
     rewards = torch.tensor([t.reward for t in trajectories])
@@ -158,7 +164,8 @@ def _take_metrics(groups: Sequence[Group], advantages: dict[int, list[float]]) -
     names = sorted({name for t in trajectories for name in t.metrics})
     for name in names:
         values = [t.metrics[name] for t in trajectories if name in t.metrics]
-        metrics[f"train/accuracy/{name}"] = sum(values) / len(values)
+        # A path of its own ("rewards/format", "env/turns") stays one; a bare name is a measure of the answer.
+        metrics[f"train/{name}" if "/" in name else f"train/accuracy/{name}"] = sum(values) / len(values)
     return metrics
 
 

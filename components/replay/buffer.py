@@ -22,13 +22,11 @@ from .admission import AdmissionRule
 from .assemble import Take
 from .ledger import GroupState, Ledger
 from .lengths import LengthMeter
+from .operators import Operator
 from .storage import ChosenSampler, FreeSlotWriter, make_storage
 from .window import Window
 
 logger = logging.getLogger(__name__)
-
-GroupFilter = Callable[[Group], str | None]
-"""A group -> why it must not be trained on, or None."""
 
 NO_PROGRESS_TAKES = 20
 
@@ -57,12 +55,6 @@ class BufferStats:
     dropped_stale: int
 
 
-def equal_rewards(group: Group) -> str | None:
-    """Filter: a group whose rewards are all equal teaches nothing where advantages compare rewards within a group."""
-    rewards = {t.reward for t in group.trajectories}
-    return "equal rewards" if len(rewards) == 1 else None
-
-
 class ReplayBuffer(torchrl.data.ReplayBuffer):
     """Blocking, back-pressured, consume-once, whole groups only. One asyncio loop; any number of waiters.
 
@@ -78,7 +70,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         num_takes: int | None,
         capacity: int,
         assemble: Callable[[int, Sequence[Group]], Take],
-        filters: Sequence[GroupFilter] = (),
+        operators: Sequence[Operator] = (),
     ) -> None:
         self._slot_writer = FreeSlotWriter(capacity)
         self._chosen_sampler = ChosenSampler()
@@ -93,7 +85,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._rule = rule
         self._num_takes = num_takes
         self._assemble = assemble
-        self._filters = list(filters)
+        self._operators = list(operators)
         self._window = Window(rule)
         self._ledger = Ledger()
         self.lengths = LengthMeter()
@@ -136,17 +128,15 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         A group of an attempt that has been issued again since then is not taken: the newer attempt is the one.
         """
         async with self._changed:
-            for group in groups:
-                if self._superseded(group.group_id, group.attempt):
-                    continue
+            current = [group for group in groups if not self._superseded(group.group_id, group.attempt)]
+            for group, result in [(group, self._operated(group)) for group in current]:
                 self.lengths.generated(group)
-                reason = next((r for f in self._filters if (r := f(group)) is not None), None)
-                if reason is not None:
-                    self._lose(group.group_id, GroupState.FILTERED, reason)
+                if isinstance(result, str):
+                    self._lose(group.group_id, GroupState.FILTERED, result)
                     continue
                 self._ledger.move(group.group_id, GroupState.GENERATED)
                 del self._in_flight[group.group_id]
-                self._place[group.group_id] = self.add(group)
+                self._place[group.group_id] = self.add(result)
                 self._window.finish(group.group_id)
             self._changed.notify_all()
 
@@ -210,7 +200,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
                     f"{self._lost_in_a_row} groups in a row left without being trained "
                     f"(last reason: {self._last_reason}); "
                     "the tasks are all too easy or too hard, or the environment fails: "
-                    "check rollouts, rewards and replay.filter_zero_variance"
+                    "check rollouts, rewards and replay.operators"
                 )
             if self._ended():
                 return None
@@ -254,6 +244,15 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             - self._ledger.count(GroupState.FILTERED)
             - self._ledger.count(GroupState.FAILED),
         )
+
+    def _operated(self, group: Group) -> Group | str:
+        """The group as it is to be trained on, or why it is left out."""
+        for operator in self._operators:
+            result = operator(group)
+            if isinstance(result, str):
+                return result
+            group = group if result is None else result
+        return group
 
     def _num_free_slots(self) -> int:
         if self._next_task is None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +68,30 @@ def user_module_paths(config: Config) -> list[Path]:
 
     Installed packages are expected on every node already.
     """
-    names = {value.split(":")[0].split(".")[0] for value in (config.env.name, config.env.reward) if ":" in value}
+    sections = [config.env.model_dump(), config.replay.operators, config.task.model_dump()]
+    names = {name.split(":")[0].split(".")[0] for section in sections for name in _user_names(section)}
     paths = []
     for name in sorted(names):
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        except ValueError:  # a module that is loaded but carries no spec
+            continue
         origin = spec.origin if spec else None
         if not origin or "site-packages" in origin or origin.startswith(str(Path(__file__).resolve().parents[1])):
             continue
         path = Path(origin)
         paths.append(path.parent if path.name == "__init__.py" else path)
     return paths
+
+
+def _user_names(value: Any) -> Iterator[str]:
+    """Every "pkg.mod:Name" anywhere in a section, keys included."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _user_names(key)
+            yield from _user_names(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _user_names(inner)
+    elif isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
+        yield value

@@ -10,6 +10,9 @@ from ..types import Message
 
 _PROBE = "leeway probe answer"
 
+ASSISTANT_STANDS = "(the policy's turn)"
+"""Stands for what the policy sampled where a template renders a conversation; the sampled tokens are kept aside."""
+
 
 class Prompter:
     """Encodes prompts as the tokenizer's model expects them, with its chat template when there is one.
@@ -21,9 +24,9 @@ class Prompter:
 
     def __init__(self, tokenizer: Any, *, extra_stop_token_ids: Iterable[int] = ()) -> None:
         self.tokenizer = tokenizer
-        self._has_template = bool(tokenizer.chat_template)
+        self.has_template = bool(tokenizer.chat_template)
         self._added = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
-        turn_end = self._probe_turn_end() if self._has_template else None
+        turn_end = self._probe_turn_end() if self.has_template else None
         self._turn_end = tokenizer.eos_token_id if turn_end is None else turn_end
         stops = {self._turn_end, tokenizer.eos_token_id, *extra_stop_token_ids} - {None}
         if not stops:
@@ -46,7 +49,7 @@ class Prompter:
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Token ids [T] of a prompt, ready for the assistant to continue. Text counts as one user message."""
-        if self._has_template:
+        if self.has_template:
             return self._tokens(self._render(_as_messages(prompt)))
         tokens = list(self.tokenizer(_as_text(prompt))["input_ids"])
         while len(tokens) > 1 and tokens[-1] == self.tokenizer.eos_token_id:
@@ -59,6 +62,32 @@ class Prompter:
         """Token ids of bare text, without template or special tokens."""
         return self._tokens(text)
 
+    def encode_next_turn(self, conversation: Sequence[Message], turn: Sequence[Message]) -> list[int]:
+        """Token ids [D] that the template writes between the policy's last turn and its next one.
+
+        That is the end of the turn, `turn` (the messages that answer it), and the header of the next one.
+        `conversation` is everything before the policy's last turn, with `ASSISTANT_STANDS` as the content of its
+        earlier turns: what the policy sampled is neither rendered nor encoded again. Without a template: the bare text
+        of `turn`. Raises ValueError for a template that writes earlier turns differently once others follow: the tokens
+        that were generated would then belong to another conversation.
+        """
+        if not self.has_template:
+            return self._tokens(_as_text(turn))
+        before = self._render(_as_messages(conversation)) + ASSISTANT_STANDS
+        full = self._render(_as_messages([*conversation, {"role": "assistant", "content": ASSISTANT_STANDS}, *turn]))
+        if not full.startswith(before):
+            same = next((i for i, (a, b) in enumerate(zip(before, full, strict=False)) if a != b), len(full))
+            raise ValueError(
+                "chat template: it rewrites earlier turns when others follow: "
+                f"{before[max(0, same - 20) : same + 40]!r} became {full[max(0, same - 20) : same + 40]!r}; "
+                "expected a template that only appends; use one, or answer with token ids"
+            )
+        # Encoded behind the stand-in: at the start of a text, some tokenizers add a space.
+        stands, both = self._tokens(ASSISTANT_STANDS), self._tokens(full[len(before) - len(ASSISTANT_STANDS) :])
+        if both[: len(stands)] == stands:
+            return both[len(stands) :]
+        return self._tokens(full[len(before) :])
+
     def encode_example(self, prompt: str | Sequence[Message], answer: str) -> tuple[list[int], list[int]]:
         """(prompt tokens [T], response tokens [R]) of a supervised example; the response ends with the stop token.
 
@@ -66,7 +95,7 @@ class Prompter:
         once an answer follows it: then no response can be told apart from its prompt.
         """
         prompt_tokens = self.encode(prompt)
-        if not self._has_template:
+        if not self.has_template:
             return prompt_tokens, [*self._tokens(answer), self._turn_end]
         messages = _as_messages(prompt)
         before = self._render(messages)

@@ -3,29 +3,47 @@
 from __future__ import annotations
 
 import hashlib
-import random
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
+from ..config.inputs import TaskConfig
 from ..types import Task
 from .jsonl_tasks import read_jsonl
+from .order import difficulty_of, order_of, updated
 from .questions import Row, is_held_out, make_task
 from .reasoning_gym_tasks import generate_rows
+from .rows import RowFormat
+from .sources import read_generator, read_hf, read_parquet
+
+if TYPE_CHECKING:
+    from .mixed import MixedTaskSet
 
 
 class TaskSet:
-    """Iterates tasks epoch after epoch; each epoch has its own order, decided by (seed, epoch) alone.
+    """Iterates tasks epoch after epoch; each epoch has its own order (see `order`), decided when it begins.
 
     `iter()` yields what is left of the current epoch and then ends; the next `iter()` starts the next epoch. An
     iterator that was left half-way is continued, never restarted, so no task is drawn twice in an epoch. `forever()`
     never ends.
     """
 
-    def __init__(self, tasks: Sequence[Task], *, seed: int, shuffle: bool, name: str = "tasks") -> None:
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        *,
+        seed: int,
+        order: str = "shuffle",
+        difficulty_key: str | None = None,
+        name: str = "tasks",
+    ) -> None:
         self.name = name
         self.tasks = tuple(tasks)
         self._seed = seed
-        self._shuffle = shuffle
+        self._how = order
+        self._difficulty_key = difficulty_key
+        self._pass_rates: dict[str, float] = {}
+        self._ids = {task.task_id for task in self.tasks}
         self._epoch = 0
         self._position = 0
         self._order = self._order_of(0)
@@ -36,7 +54,7 @@ class TaskSet:
 
     def __iter__(self) -> Iterator[Task]:
         epoch = self._epoch
-        while self._epoch == epoch and self._position < len(self.tasks):
+        while self._epoch == epoch and self._position < len(self._order):
             task = self.tasks[self._order[self._position]]
             self._advance()
             yield task
@@ -66,7 +84,15 @@ class TaskSet:
 
     def state_dict(self) -> dict[str, Any]:
         """The exact position, as JSON-able data."""
-        return {"epoch": self._epoch, "position": self._position, "seed": self._seed, "fingerprint": self.fingerprint()}
+        state = {
+            "epoch": self._epoch,
+            "position": self._position,
+            "seed": self._seed,
+            "fingerprint": self.fingerprint(),
+        }
+        if self._how == "adaptive":  # this epoch's order came from the pass rates of when it began
+            state |= {"order": list(self._order), "pass_rates": dict(self._pass_rates)}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict()` was called; refuses a state of other tasks or of another order."""
@@ -77,35 +103,49 @@ class TaskSet:
                     "resume with the task section and the seed of the saved run"
                 )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
-        self._order = self._order_of(self._epoch)
+        self._pass_rates = dict(state.get("pass_rates", {}))
+        self._order = list(state["order"]) if "order" in state else self._order_of(self._epoch)
+
+    def record(self, task_id: str, pass_rate: float) -> None:
+        """A group of this task was finished; `pass_rate` is the share of its answers that were right."""
+        if task_id in self._ids:
+            self._pass_rates[task_id] = updated(self._pass_rates.get(task_id), pass_rate)
 
     def fingerprint(self) -> str:
-        """16 hex digits that change whenever a task, their order in the source or shuffling changes."""
-        content = "\n".join([str(self._shuffle), *(task.task_id for task in self.tasks)])
+        """16 hex digits that change whenever a task, their order in the source or the way of ordering changes."""
+        content = "\n".join([self._how, str(self._difficulty_key), *(task.task_id for task in self.tasks)])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     def _advance(self) -> None:
         # The epoch turns over with its last task, so that a state saved there already names the next epoch.
         self._position += 1
-        if self._position == len(self.tasks):
+        if self._position == len(self._order):
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._order_of(self._epoch)
 
     def _order_of(self, epoch: int) -> list[int]:
-        order = list(range(len(self.tasks)))
-        if self._shuffle:
-            # A text seed keeps (seed 0, epoch 1) and (seed 1, epoch 0) apart; Python hashes it the same everywhere.
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)
-        return order
+        return order_of(
+            self.tasks,
+            self._how,
+            seed=self._seed,
+            epoch=epoch,
+            difficulty_key=self._difficulty_key,
+            pass_rates=self._pass_rates,
+        )
 
 
-def build_taskset(task_config: Any, *, seed: int, split: Literal["train", "eval"], eval_config: Any = None) -> TaskSet:
+def build_taskset(
+    task_config: Any, *, seed: int, split: Literal["train", "eval"], eval_config: Any = None
+) -> TaskSet | MixedTaskSet:
     """The tasks of one split, as the `task` and `eval` sections describe them.
 
     train: every question that is not held out (by hash, or by standing in `eval.path`); repeated procedural questions
     once. eval: the held-out questions (or the rows of `eval.path`), each once, the first `eval.num_tasks` in hash
-    order, unshuffled; empty when nothing is held out. Raises ValueError or FileNotFoundError in one line.
+    order, unshuffled; empty when nothing is held out. Of `task.mix` each taskset by itself: mixed for training, one
+    after the other for evaluation. Raises ValueError or FileNotFoundError in one line.
     """
+    if task_config.name == "mix":
+        return _build_mix(task_config, seed=seed, split=split, eval_config=eval_config)
     template = task_config.prompt_template
     if template is not None and "{prompt}" not in template:
         raise ValueError(f'task.prompt_template: got {template!r}, expected text with "{{prompt}}" in it')
@@ -113,7 +153,7 @@ def build_taskset(task_config: Any, *, seed: int, split: Literal["train", "eval"
     if split == "eval":
         num_tasks = getattr(eval_config, "num_tasks", None)
         rows = _eval_rows(task_config, seed, eval_path)[:num_tasks]
-        return TaskSet(_to_tasks(rows, task_config), seed=seed, shuffle=False, name="held_out")
+        return TaskSet(_to_tasks(rows, task_config), seed=seed, order="sequential", name="held_out")
 
     own = _eval_digests(task_config, eval_path)
     rows = [
@@ -121,14 +161,51 @@ def build_taskset(task_config: Any, *, seed: int, split: Literal["train", "eval"
         for r in _read_rows(task_config, seed)
         if not is_held_out(r.digest, task_config.holdout_frac) and r.digest not in own
     ]
-    if task_config.name == "reasoning_gym":
+    if task_config.name in ("reasoning_gym", "python"):  # what is generated may repeat itself
         rows = _unique(rows)
     if not rows:
         raise ValueError(
             f"task: no training task is left with holdout_frac={task_config.holdout_frac} and eval.path={eval_path}; "
             "hold out less"
         )
-    return TaskSet(_to_tasks(rows, task_config), seed=seed, shuffle=task_config.shuffle, name="train")
+    tasks = _to_tasks(rows, task_config)
+    if task_config.order == "easy_to_hard":
+        for task in tasks:
+            difficulty_of(task, task_config.difficulty_key)
+    return TaskSet(tasks, seed=seed, order=task_config.order, difficulty_key=task_config.difficulty_key, name="train")
+
+
+def _build_mix(config: Any, *, seed: int, split: Literal["train", "eval"], eval_config: Any) -> TaskSet | MixedTaskSet:
+    from .mixed import MixedTaskSet
+
+    parts: dict[str, TaskSet] = {}
+    weights: dict[str, float] = {}
+    for name in config.mix:
+        own, weights[name] = part_of_mix(config, name)
+        try:
+            part = build_taskset(own, seed=seed, split=split, eval_config=eval_config)
+        except ValueError as error:
+            raise ValueError(f"task.mix.{name}: {error}") from error
+        assert isinstance(part, TaskSet)
+        tasks = [replace(t, task_id=f"{name}/{t.task_id}", info={**t.info, "taskset": name}) for t in part.tasks]
+        parts[name] = TaskSet(tasks, seed=seed, order=own.order, difficulty_key=own.difficulty_key, name=name)
+        if split == "eval" and getattr(eval_config, "path", None) is not None:
+            return part  # one file of held-out tasks for all
+    if split == "train":
+        return MixedTaskSet(parts, weights, name="train")
+    num = getattr(eval_config, "num_tasks", None)
+    share = None if num is None else -(-num // len(parts))
+    held_out = [task for part in parts.values() for task in part.tasks[:share]][:num]
+    return TaskSet(held_out, seed=seed, order="sequential", name="held_out")
+
+
+def part_of_mix(config: TaskConfig, name: str) -> tuple[TaskConfig, float]:
+    """(its task section, its weight): what the taskset does not say itself is as in the rest of the section."""
+    own: Mapping[str, Any] = config.mix[name]
+    shared = config.model_dump(exclude={"mix", "name", "path", "dataset"})
+    return TaskConfig.model_validate({**shared, **{k: v for k, v in own.items() if k != "weight"}}), own.get(
+        "weight", 1.0
+    )
 
 
 def _read_rows(config: Any, seed: int) -> list[Row]:
@@ -137,7 +214,27 @@ def _read_rows(config: Any, seed: int) -> list[Row]:
         return generate_rows(config.dataset, options=dict(config.options), size=size, seed=seed)
     if config.name == "jsonl":
         return _read_file(config, config.path, limit=config.limit)
-    raise ValueError(f"task.name: got {config.name!r}, expected 'jsonl' or 'reasoning_gym'")
+    if config.name == "parquet":
+        return read_parquet(config.path, form=_form(config), limit=config.limit)
+    if config.name == "hf":
+        return read_hf(config.path, split=config.split, form=_form(config), limit=config.limit)
+    if config.name == "python":
+        size = config.size if config.limit is None else min(config.size, config.limit)
+        return read_generator(config.path, options=dict(config.options), size=size, seed=seed, form=_form(config))
+    raise ValueError(
+        f"task.name: got {config.name!r}, expected 'jsonl', 'reasoning_gym', 'parquet', 'hf', 'python' or 'mix'"
+    )
+
+
+def _form(config: Any) -> RowFormat:
+    return RowFormat(
+        prompt_key=config.prompt_key,
+        answer_key=config.answer_key,
+        answer_after=config.answer_after,
+        role_key=config.role_key,
+        content_key=config.content_key,
+        roles=dict(config.roles),
+    )
 
 
 def _read_file(config: Any, path: str | None, *, limit: int | None) -> list[Row]:
@@ -145,9 +242,7 @@ def _read_file(config: Any, path: str | None, *, limit: int | None) -> list[Row]
         raise ValueError(
             "task.path: got null, expected a .jsonl file, because task.name is 'jsonl'; set task.path=FILE"
         )
-    return read_jsonl(
-        path, prompt_key=config.prompt_key, answer_key=config.answer_key, answer_after=config.answer_after, limit=limit
-    )
+    return read_jsonl(path, form=_form(config), limit=limit)
 
 
 def _eval_rows(config: Any, seed: int, eval_path: str | None) -> list[Row]:

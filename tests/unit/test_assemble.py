@@ -230,7 +230,9 @@ def test_metrics_describe_the_whole_take_skipped_trajectories_too():
             group_id=1,
             task_id="b",
             trajectories=[
-                trajectory(3, reward=0.0, response=6, metrics={"exact_match": 0.0, "tools": 3.0}),
+                trajectory(
+                    3, reward=0.0, response=6, metrics={"exact_match": 0.0, "tools": 3.0, "rewards/format": 0.5}
+                ),
                 trajectory(4, reward=2.0, response=8, finish_reason="length", metrics={"exact_match": 1.0}),
             ],
         ),
@@ -247,6 +249,7 @@ def test_metrics_describe_the_whole_take_skipped_trajectories_too():
         "train/truncated_frac": 0.25,
         "train/accuracy/exact_match": 0.75,
         "train/accuracy/tools": 3.0,
+        "train/rewards/format": 0.5,
         "train/tokens_in_pass": 3.0 + 6 + 3 + 8,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)

@@ -90,15 +90,16 @@ def test_overrides_are_yaml_values(minimal: str) -> None:
             "task.prompt_template=a={prompt}=b",
             "cluster.engine_cores=[3, 4]",
             "cluster.engine_cores.0=1",
-            "env.options={depth: 2}",
-            "env.options.width=5",
+            "env.name=tool_use",
+            "env.options={max_turns: 2}",
+            "env.options.max_result_chars=5",
         ],
     )
     assert config.optimizer.lr == 1e-4
     assert config.staleness.target_policy_lag is None
     assert config.task.prompt_template == "a={prompt}=b"
     assert config.cluster.engine_cores == [1, 4]
-    assert config.env.options == {"depth": 2, "width": 5}
+    assert config.env.options == {"max_turns": 2, "max_result_chars": 5}
 
 
 def test_text_stays_text(minimal: str) -> None:
@@ -460,6 +461,53 @@ def test_builtin_names_are_those_of_the_registries() -> None:
     from leeway.config import names
     from leeway.envs.registry import ENVIRONMENTS
     from leeway.envs.rewards import REWARDS
+    from leeway.replay.operators import OPERATORS
 
     assert sorted(names.ENVIRONMENTS) == sorted(ENVIRONMENTS)
     assert sorted(names.REWARDS) == sorted(REWARDS)
+    assert sorted(names.OPERATORS) == sorted(OPERATORS)
+
+
+MIX = [
+    "task.name=mix",
+    "task.dataset=null",
+    "task.mix={a: {name: reasoning_gym, dataset: chain_sum}, b: {path: b.jsonl}}",
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["env.options.depth=2"],
+            "env.options.depth: got an unknown option, expected an option of env.name=single_turn",
+        ),
+        (["env.name=multi_turn", "env.options.max_turns=0"], "env.options.max_turns: got 0, expected input should be"),
+        (["env.name=multi_turn", "env.options.decay=2"], "env.options.decay: got 2"),
+        (["env.name=gymnasium"], "env.options.id: got null, expected a value"),
+        (["env.rewards={exact_mtach: 1}"], "env.rewards.exact_mtach: .*did you mean exact_match"),
+        (["env.rewards={exact_match: much}"], "env.rewards.exact_match: got 'much', expected a number"),
+        (["env.reward_options={length: {max_tokens: 9}}"], "env.reward_options.length: .*a reward that is used"),
+        (["env.variables={RAY_X: 1}"], "env.variables.RAY_X"),
+        (["env.variables={a b: x}"], "env.variables.a b"),
+        (["task.name=mix", "task.dataset=null"], "task.mix: got {}, expected a value, because task.name is mix"),
+        ([*MIX, "task.mix.b.weight=0"], "task.mix.b.weight: got 0"),
+        ([*MIX, "task.mix.b.pth=x"], "task.mix.b.pth: got an unknown option"),
+        ([*MIX, "task.mix.b.path=null"], "task.mix.b.path: got null"),
+        ([*MIX, "env.by_taskset={c: {}}"], "env.by_taskset.c: .*a taskset of task.mix \\(a, b\\)"),
+        ([*MIX, "env.by_taskset={b: {name: nope}}"], "env.by_taskset.b.name: got 'nope'"),
+        ([*MIX, "env.by_taskset={b: {name: multi_turn, options: {x: 1}}}"], "env.by_taskset.b.options.x"),
+        (["task.name=python", "task.dataset=null", "task.path=no_such_module_x:f"], "task.path: .*no_such_module_x"),
+        (["task.order=easy_to_hard"], "task.difficulty_key: got null"),
+        (["replay.operators=[filter_rewards]"], "replay.operators: .*did you mean filter_reward"),
+        (["replay.operators=[{dedupe: {}, mask_truncated: {}}]"], "replay.operators: .*one operator each"),
+    ],
+)
+def test_settings_of_environments_are_refused_by_their_own_models(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config("quickstart", overrides)
+
+
+def test_several_rewards_replace_the_one() -> None:
+    overrides = ["env.rewards={exact_match: 1, length: 0.1}", "env.reward_options={length: {max_tokens: 8}}"]
+    assert load_config("quickstart", overrides).env.rewards == {"exact_match": 1.0, "length": 0.1}

@@ -28,6 +28,10 @@ class ScriptedPolicy:
 
     def __init__(self, *texts: str, group_size: int = 3) -> None:
         self.texts, self.group_size, self.prompter, self.requests = list(texts), group_size, PROMPTER, []
+        self.max_model_len = 1000
+
+    def conversation(self, index):
+        return self
 
     def encode(self, prompt):
         return PROMPTER.encode(prompt)
@@ -48,7 +52,8 @@ class ScriptedPolicy:
 
 
 def env_config(**changes):
-    return SimpleNamespace(**{"name": "single_turn", "reward": "exact_match", "options": {}, **changes})
+    defaults = {"name": "single_turn", "reward": "exact_match", "options": {}}
+    return SimpleNamespace(**{**defaults, "rewards": {}, "reward_options": {}, "variables": {}, **changes})
 
 
 def rollout(env, *texts, task=TASK, group_size=3):
@@ -138,17 +143,82 @@ class Env:
         build_environment(env_config(name="user_env_a:Env", options={"deep": 3}))
 
 
+WITH_OPTIONS = """
+from pydantic import BaseModel, PositiveInt
+from leeway import StepEnvironment
+
+class Env(StepEnvironment):
+    class Options(BaseModel, extra="forbid"):
+        depth: PositiveInt = 3
+
+    async def step(self, completion): ...
+"""
+
+
+def test_options_are_checked_by_the_classes_own_model(user_module):
+    user_module("user_env_d", WITH_OPTIONS)
+    env = build_environment(env_config(name="user_env_d:Env", options={"depth": 5}))
+    assert env.options.depth == 5
+    assert build_environment(env_config(name="user_env_d:Env")).options.depth == 3
+    for options, message in (
+        (
+            {"depth": -1},
+            r"env\.options\.depth: got -1, expected input should be greater than 0; Env \(.*user_env_d.py:6",
+        ),
+        ({"deep": 1}, r"env\.options\.deep: got an unknown option, .*takes depth"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build_environment(env_config(name="user_env_d:Env", options=options))
+
+
+def test_environment_variables_are_there_when_the_module_is_imported(user_module, monkeypatch):
+    monkeypatch.delenv("MY_KEY", raising=False)
+    user_module("user_env_e", "import os\nKEY = os.environ['MY_KEY']\n" + WITH_OPTIONS)
+    build_environment(env_config(name="user_env_e:Env", variables={"MY_KEY": "v"}))
+    assert sys.modules["user_env_e"].KEY == "v"
+    monkeypatch.delenv("MY_KEY")
+
+
+def test_several_rewards_add_up_and_are_reported_apart(user_module):
+    user_module(
+        "user_rewards", "async def half(task, text, completion, scale=1):\n    return len(completion.tokens) * scale\n"
+    )
+    env = build_environment(
+        env_config(
+            rewards={"exact_match": 2.0, "user_rewards:half": 0.5}, reward_options={"user_rewards:half": {"scale": 10}}
+        )
+    )
+    _, trajectories = rollout(env, "46", "4", "5")
+    assert [t.reward for t in trajectories] == [2.0 + 15.0, 10.0, 10.0]
+    assert trajectories[0].metrics == {"exact_match": 1.0, "rewards/exact_match": 1.0, "rewards/half": 30.0}
+
+
+def test_a_reward_that_cannot_be_called_is_refused(user_module):
+    user_module("user_rewards_b", "\ndef odd(text): return 1\ndef right(task, text, k=1): return 1\n")
+    with pytest.raises(ValueError, match=r"env\.reward: .*user_rewards_b.py:2\) cannot be called with \(task, text\)"):
+        build_environment(env_config(reward="user_rewards_b:odd"))
+    options = {"user_rewards_b:right": {"depth": 1}}
+    with pytest.raises(ValueError, match=r"'depth'"):
+        build_environment(env_config(reward="user_rewards_b:right", reward_options=options))
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("import no_such_module_x", "user_env_b.py cannot be imported.*no_such_module_x"),
-        ("1 / 0", "user_env_b.py cannot be imported.*ZeroDivisionError"),
-        ("def (", "user_env_b.py cannot be imported.*SyntaxError"),
+        ("import no_such_module_x", "user_env_b.py:1 cannot be imported.*no_such_module_x"),
+        ("\n1 / 0", "user_env_b.py:2 cannot be imported.*ZeroDivisionError"),
+        ("x = 1\ndef (", "user_env_b.py:2 cannot be imported.*SyntaxError"),
         ("x = 1", "user_env_b.py has no 'Env'.*async def rollout"),
         ("Env = 3", "is a int; expected a class"),
-        ("class Env: pass", "user_env_b.py: it has no rollout method; expected"),
+        ("class Env: pass", "user_env_b.py:1: it has no rollout method; expected"),
         ("class Env:\n def rollout(self, task, policy): pass", "its rollout is not async"),
-        ("from leeway.envs import Environment\nclass Env(Environment): pass", "abstract methods are missing"),
+        ("from leeway.envs import Environment\nclass Env(Environment): pass", "missing: rollout"),
+        ("from leeway import StepEnvironment\nclass Env(StepEnvironment): pass", "user_env_b.py:2: abstract.*: step"),
+        (
+            "from leeway import StepEnvironment\nclass Env(StepEnvironment):\n def step(self, c): pass",
+            "its step is not",
+        ),
+        ("class Env:\n Options = 3\n async def rollout(self, task, policy): pass", "Options of .* expected a pydantic"),
     ],
 )
 def test_unusable_user_class_is_refused_in_one_line(user_module, source, message):

@@ -13,8 +13,9 @@ import pytest
 import torchrl.data
 
 from leeway.replay.admission import AdmissionRule
-from leeway.replay.buffer import NO_PROGRESS_TAKES, NoProgressError, ReplayBuffer, equal_rewards
+from leeway.replay.buffer import NO_PROGRESS_TAKES, NoProgressError, ReplayBuffer
 from leeway.replay.ledger import GroupState, Ledger
+from leeway.replay.operators import filter_zero_variance
 from leeway.replay.storage import FreeSlotWriter
 from leeway.types import Group, Task, Trajectory
 
@@ -39,7 +40,15 @@ def group(group_id: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> Group:
 
 
 def buffer_of(
-    *, num_tasks: int | None = None, num_takes: int | None = None, capacity: int = 64, filters=(), P=2, W=1, T=1, **rule
+    *,
+    num_tasks: int | None = None,
+    num_takes: int | None = None,
+    capacity: int = 64,
+    operators=(),
+    P=2,
+    W=1,
+    T=1,
+    **rule,
 ) -> ReplayBuffer:
     ids = itertools.count() if num_tasks is None else range(num_tasks)
     settings: dict[str, int] = {
@@ -58,7 +67,7 @@ def buffer_of(
         assemble=lambda index, groups: SimpleNamespace(  # type: ignore[arg-type,return-value]
             index=index, group_ids=[g.group_id for g in groups], groups=list(groups)
         ),
-        filters=filters,
+        operators=operators,
     )
 
 
@@ -183,7 +192,7 @@ def test_a_take_holds_the_very_groups_that_were_put():
 
 def test_consume_once_a_second_delivery_raises_in_every_state():
     async def scenario():
-        buffer = buffer_of(P=2, T=1, filters=[equal_rewards])
+        buffer = buffer_of(P=2, T=1, operators=[filter_zero_variance])
         await buffer.published(0)
         await admit(buffer)
         await buffer.put([group(0), group(1), group(2, (1.0, 1.0))])
@@ -280,7 +289,7 @@ def test_a_time_out_of_take_names_the_missing_groups():
 
 def test_a_filtered_group_is_replaced_before_the_take():
     async def scenario():
-        buffer = buffer_of(P=2, T=0, filters=[equal_rewards])
+        buffer = buffer_of(P=2, T=0, operators=[filter_zero_variance])
         await buffer.published(0)
         assert await admit(buffer) == [0, 1]
         waiting_take, waiting_admit = await waits(take(buffer)), await waits(admit(buffer))
@@ -295,11 +304,11 @@ def test_a_filtered_group_is_replaced_before_the_take():
 
 
 def test_the_first_filter_that_objects_gives_the_reason():
-    assert equal_rewards(group(0, (0.5, 0.5, 0.5))) == "equal rewards"
-    assert equal_rewards(group(0, (0.5, 0.5, 0.25))) is None
+    assert filter_zero_variance(group(0, (0.5, 0.5, 0.5))) == "equal rewards"
+    assert filter_zero_variance(group(0, (0.5, 0.5, 0.25))) is None
 
     async def scenario():
-        buffer = buffer_of(P=1, T=0, filters=[lambda g: None, lambda g: "too long", lambda g: "never asked"])
+        buffer = buffer_of(P=1, T=0, operators=[lambda g: None, lambda g: "too long", lambda g: "never asked"])
         await buffer.published(0)
         await admit(buffer)
         await buffer.put([group(0)])
@@ -343,7 +352,7 @@ def test_group_after_group_lost_ends_the_run_with_the_reason_instead_of_waiting(
         await still_waits(waiter)
         [group_id] = await admit(buffer, 1)
         await buffer.fail(group_id, "no such tool")
-        with pytest.raises(NoProgressError, match=r"40 groups in a row .*no such tool.*filter_zero_variance"):
+        with pytest.raises(NoProgressError, match=r"40 groups in a row .*no such tool.*replay.operators"):
             await goes_on(waiter)
 
     asyncio.run(scenario())
@@ -494,7 +503,7 @@ def test_versions_are_published_in_order():
 
 def test_stats_count_every_life():
     async def scenario():
-        buffer = buffer_of(P=2, T=2, filters=[equal_rewards])
+        buffer = buffer_of(P=2, T=2, operators=[filter_zero_variance])
         await buffer.published(0)
         await admit(buffer)
         await buffer.put([group(0), group(1), group(2, (1.0, 1.0)), group(3)])

@@ -19,7 +19,8 @@ import pytest
 
 from leeway.config.derived import max_outstanding_groups
 from leeway.replay.admission import AdmissionRule
-from leeway.replay.buffer import ReplayBuffer, equal_rewards
+from leeway.replay.buffer import ReplayBuffer
+from leeway.replay.operators import filter_zero_variance
 from leeway.types import Admission, Group, Task, Trajectory
 
 STUCK_S = 5.0
@@ -132,7 +133,7 @@ class Run:
             # Exactly what `validate` prints: one group more than promised and the writer refuses.
             capacity=max_outstanding_groups(s.P, s.u, s.W, s.T),
             assemble=keep_groups,  # type: ignore[arg-type]
-            filters=[equal_rewards],
+            operators=[filter_zero_variance],
         )
         collectors = [asyncio.create_task(self._collector()) for _ in range(s.num_collectors)]
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import operator
 import os
 import signal
 import time
@@ -12,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from leeway.envs import rewards
+from leeway.envs.answers import answer_format, boxed, countdown, length, overlong, tagged
 from leeway.envs.guarded import ScorerPool
 from leeway.envs.rewards import exact_match, math_verify, reasoning_gym, resolve_reward
 from leeway.tasks.reasoning_gym_tasks import generate_rows
-from leeway.types import Task
+from leeway.types import Completion, Task
 
 ENDLESS = "9**9**9**9**9"
 
@@ -155,9 +157,73 @@ def test_dataset_that_computes_what_the_model_wrote_runs_under_the_deadline(monk
     rewards._reasoning_gym_pool.close()
 
 
+@pytest.mark.parametrize(
+    ("answer", "text", "expected"),
+    [
+        ("\\frac{1}{2}", "\\boxed{1} no, \\boxed{\\frac{1}{2}}.", 1),
+        ("1234", "\\boxed{$1,234$}", 1),
+        ("7", "7", 0),
+        ("7", "\\boxed{7", 0),
+        ("7", "\\boxed{7} then \\boxed{8}", 0),
+        ("(1,2)", "\\boxed{(1, 2)}", 1),
+    ],
+)
+def test_boxed(answer, text, expected):
+    assert boxed(make(answer), text) == expected
+
+
+def test_tagged_and_format():
+    text = "<think>it is <answer>8</answer></think> <answer> 7 </answer>\n"
+    assert [tagged(make(a), text) for a in ("7", "8")] == [1.0, 0.0]
+    assert [tagged(make("7"), t) for t in ("7", "</answer>7<answer>", "<answer>7")] == [0.0] * 3
+    assert tagged(make("7"), "<x>7</x>", tag="x") == 1.0
+    assert [answer_format(make(""), t) for t in (text, "so " + text, "<think></think>")] == [1.0, 0.0, 0.0]
+    assert answer_format(make(""), "12", pattern=r"\d+") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("3 * (4 + 4)", 1.0),
+        ("I try\n<answer>(4 + 4) * 3 = 24</answer> ok", 1.0),
+        ("4 * 6", 0.1),
+        ("3 * 8", 0.1),
+        ("3 * 4 + 4", 0.1),
+        ("24", 0.1),
+        ("no idea", 0.0),
+        ("", 0.0),
+        ("9**9**9**9", 0.0),
+        ("1e999", 0.1),
+        ("3 * (4 + 4) * 1.0", 0.1),
+    ],
+)
+def test_countdown(text, expected):
+    assert countdown(make("24", numbers=[3, 4, 4]), text) == expected
+
+
+def test_countdown_reads_reasoning_gyms_entries():
+    task = gym_task("countdown")
+    assert countdown(task, f"<answer>{task.info['entry']['metadata']['expression']}</answer>") == 1.0
+    with pytest.raises(ValueError, match="numbers"):
+        countdown(make("1"), "1")
+
+
+def completion(num_tokens, finish_reason="stop"):
+    zeros = [0] * num_tokens
+    return Completion(tokens=zeros, logprobs=zeros, policy_versions=zeros, finish_reason=finish_reason, text="")
+
+
+def test_length_and_overlong():
+    task = make("")
+    assert [length(task, "", completion(n), max_tokens=100) for n in (0, 25, 100, 300)] == [0, -0.25, -1, -1]
+    got = [overlong(task, "", completion(n), max_tokens=100, buffer=20) for n in (10, 80, 90, 100)]
+    assert got == [0, 0, -0.5, -1]
+    assert overlong(task, "", completion(10, "length"), max_tokens=100, buffer=20) == -1.0
+
+
 def test_resolve():
     assert resolve_reward("exact_match") is exact_match
-    assert resolve_reward("json:dumps") is json.dumps
+    assert resolve_reward("operator:eq") is operator.eq
     for name, message in [
         ("exact_mtach", "'exact_match'"),
         ("no_such_pkg.rewards:f", "no module 'no_such_pkg'"),

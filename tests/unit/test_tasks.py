@@ -32,7 +32,13 @@ def task_config(**changes):
         "answer_after": None,
         "system_prompt": None,
         "prompt_template": None,
-        "shuffle": True,
+        "order": "shuffle",
+        "difficulty_key": None,
+        "split": "train",
+        "mix": {},
+        "role_key": "role",
+        "content_key": "content",
+        "roles": {},
         "limit": None,
     }
     return SimpleNamespace(**{**defaults, **changes})
@@ -52,9 +58,7 @@ def write(path: Path, rows: list[dict]) -> str:
 
 
 def letters(n: int, **kwargs) -> TaskSet:
-    return TaskSet(
-        [Task(task_id=str(i), prompt=chr(97 + i)) for i in range(n)], **{"seed": 3, "shuffle": True, **kwargs}
-    )
+    return TaskSet([Task(task_id=str(i), prompt=chr(97 + i)) for i in range(n)], **{"seed": 3, **kwargs})
 
 
 def test_position_resumes_exactly_across_epochs():
@@ -81,7 +85,7 @@ def test_each_epoch_is_a_new_order_of_all_tasks():
 
 
 def test_iterator_left_halfway_is_continued():
-    tasks = letters(5, shuffle=False)
+    tasks = letters(5, order="sequential")
     for task in tasks:
         if task.task_id == "1":
             break
@@ -143,7 +147,7 @@ def test_jsonl_keeps_repeats_under_own_ids_and_other_keys_in_info(tmp_path):
         {"q": "2+2?", "a": "work\n#### 3\n#### 4 "},
     ]
     path = write(tmp_path / "x.jsonl", rows)
-    config = task_config(path=path, prompt_key="q", answer_key="a", shuffle=False)
+    config = task_config(path=path, prompt_key="q", answer_key="a", order="sequential")
     tasks = build_taskset(config, seed=0, split="train").tasks
     assert [t.prompt for t in tasks] == ["1+1?", "1+1?", "2+2?"]
     assert len({t.task_id for t in tasks}) == 3
@@ -181,8 +185,10 @@ def test_templates_change_the_prompt_and_not_the_identity(tmp_path):
         {"role": "user", "content": "{x}"},
     ]
     path = write(tmp_path / "x.jsonl", [{"question": "{1, 2}", "answer": ""}, {"question": messages, "answer": ""}])
-    plain = build_taskset(task_config(path=path, shuffle=False), seed=0, split="train").tasks
-    config = task_config(path=path, shuffle=False, system_prompt="Be brief.", prompt_template="Q: {prompt} \\boxed{}")
+    plain = build_taskset(task_config(path=path, order="sequential"), seed=0, split="train").tasks
+    config = task_config(
+        path=path, order="sequential", system_prompt="Be brief.", prompt_template="Q: {prompt} \\boxed{}"
+    )
     text, chat = build_taskset(config, seed=0, split="train").tasks
     assert text.prompt == [
         {"role": "system", "content": "Be brief."},
@@ -203,7 +209,7 @@ def test_templates_change_the_prompt_and_not_the_identity(tmp_path):
 def test_questions_of_an_eval_file_leave_the_training_split(tmp_path):
     train = write(tmp_path / "train.jsonl", [{"question": q, "answer": "1"} for q in "abcdef"])
     evaluation = eval_config(path=write(tmp_path / "eval.jsonl", [{"question": q, "answer": "1"} for q in "bbdz"]))
-    config = task_config(path=train, shuffle=False)
+    config = task_config(path=train, order="sequential")
     assert [t.prompt for t in build_taskset(config, seed=0, split="train", eval_config=evaluation)] == list("acef")
     assert sorted(t.prompt for t in build_taskset(config, seed=0, split="eval", eval_config=evaluation)) == list("bdz")
     assert len(build_taskset(task_config(path=train, limit=2), seed=0, split="train")) == 2

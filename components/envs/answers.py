@@ -1,0 +1,104 @@
+"""Rewards that read the text only: where the answer stands in it, how it is written, how long it is."""
+
+from __future__ import annotations
+
+import math
+import re
+from fractions import Fraction
+
+from ..types import Completion, Task
+from .calculator import calculate, numbers_in
+
+THINK_THEN_ANSWER = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
+
+
+def exact_match(task: Task, text: str) -> float:
+    """1.0 when the text equals the task's answer, apart from white space at the ends and its amount in between.
+
+    Where the task's answers stand after a mark ("#### 72", `task.answer_after`), so does the text's, if it has that
+    mark.
+    """
+    mark = task.info.get("answer_after")
+    if mark and mark in text:
+        text = text.rpartition(mark)[2]
+    return float(" ".join(text.split()) == " ".join(task.answer.split()))
+
+
+def boxed(task: Task, text: str) -> float:
+    """1.0 when the last \\boxed{...} holds the task's answer, apart from white space, dollars and commas in numbers."""
+    found = last_boxed(text)
+    return float(found is not None and _plain(found) == _plain(task.answer))
+
+
+def tagged(task: Task, text: str, *, tag: str = "answer") -> float:
+    """1.0 when the last <tag>...</tag> holds the task's answer, compared as `boxed` does."""
+    found = last_tagged(text, tag)
+    return float(found is not None and _plain(found) == _plain(task.answer))
+
+
+def answer_format(task: Task, text: str, *, pattern: str = THINK_THEN_ANSWER) -> float:
+    """1.0 when the whole text has this form (a regular expression; "." matches line ends too)."""
+    return float(re.fullmatch(pattern, text, re.DOTALL) is not None)
+
+
+def countdown(task: Task, text: str, *, formed: float = 0.1) -> float:
+    """1.0 for an expression that makes the target from the numbers, each used as often as it is given; else `formed`
+    for arithmetic of any value, else 0.0.
+
+    The expression is the last <answer>...</answer>, else the last line, without what follows "=". The task's info holds
+    "numbers" and "target" (or they stand in its reasoning-gym entry); the target may be the task's answer.
+    """
+    entry = task.info.get("entry", {}).get("metadata", {})
+    numbers = task.info.get("numbers", entry.get("numbers"))
+    target = task.info.get("target", entry.get("target", task.answer))
+    if numbers is None:
+        raise ValueError(f'env.reward: countdown cannot score task {task.task_id}; its info has no "numbers"')
+    lines = (last_tagged(text, "answer") or text).strip().splitlines()
+    expression = lines[-1].split("=")[0].strip() if lines else ""
+    try:
+        value, used = calculate(expression), numbers_in(expression)
+    except ValueError:
+        return 0.0
+    exact = math.isfinite(value) and abs(Fraction(value) - Fraction(str(target))) < Fraction(1, 10**6)
+    return 1.0 if exact and sorted(used) == sorted(int(n) for n in numbers) else formed
+
+
+def length(task: Task, text: str, completion: Completion, *, max_tokens: int = 1024) -> float:
+    """From 0.0 for an empty completion down to -1.0 at `max_tokens` and beyond: give it a small weight."""
+    return -min(1.0, len(completion.tokens) / max_tokens)
+
+
+def overlong(task: Task, text: str, completion: Completion, *, max_tokens: int = 1024, buffer: int = 128) -> float:
+    """0.0 up to `max_tokens` - `buffer`, then down in a line to -1.0 at `max_tokens`, -1.0 where it was cut off.
+
+    The soft overlong punishment of DAPO (Yu et al. 2025, section 3.4). Set `max_tokens` to
+    `rollout.max_response_tokens`.
+    """
+    if completion.finish_reason == "length":
+        return -1.0
+    return -min(1.0, max(0.0, (len(completion.tokens) - (max_tokens - buffer)) / buffer))
+
+
+def last_boxed(text: str) -> str | None:
+    """What the last \\boxed{...} of the text holds, braces inside it balanced; None where there is none."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth, begin = 1, start + len("\\boxed{")
+    for i in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return text[begin:i]
+    return None
+
+
+def last_tagged(text: str, tag: str) -> str | None:
+    """What stands in the last <tag>...</tag>; None where there is none."""
+    end = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, max(end, 0))
+    return text[start + len(tag) + 2 : end] if 0 <= start < end else None
+
+
+def _plain(text: str) -> str:
+    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
+    return "".join(text.replace("$", "").replace("\\!", "").replace("\\,", "").split()).rstrip(".")

@@ -1,0 +1,46 @@
+"""A dialogue with feedback: the policy answers, hears what was wrong, and answers again."""
+
+from __future__ import annotations
+
+from ..config.environments import MultiTurnOptions
+from ..types import Completion, Task
+from .importing import import_user_object, is_user_name
+from .rewards import AnyReward, exact_match
+from .scoring import WeightedSum, score
+from .step import Observation, Step, StepEnvironment
+
+
+class MultiTurn(StepEnvironment):
+    """Ends when the reward of an answer reaches `solved`, or with the last turn; pays the last answer's reward.
+
+    Metrics: {"exact_match"} of the last answer, "env/first_try" (1.0 where the first answer was enough).
+    """
+
+    Options = MultiTurnOptions
+
+    def __init__(self, options: MultiTurnOptions, reward: AnyReward | WeightedSum = exact_match) -> None:
+        super().__init__(options)
+        self.options: MultiTurnOptions = options
+        self.max_turns, self.max_tokens_per_turn = options.max_turns, options.max_tokens_per_turn
+        self._reward = reward
+        self._feedback = None
+        if is_user_name(options.feedback):
+            expected = "a function (task, text) -> str"
+            self._feedback = import_user_object(options.feedback, key="env.options.feedback", expected=expected)
+
+    async def reset(self, task: Task) -> Observation:
+        self._task, self._turn = task, 0
+        return task.prompt
+
+    async def step(self, completion: Completion) -> Step:
+        scored = await score(self._reward, self._task, completion.text, completion)
+        self._turn += 1
+        solved = scored.reward >= self.options.solved
+        metrics = {"exact_match": exact_match(self._task, completion.text), **scored.metrics}
+        if self._turn == 1:
+            metrics["env/first_try"] = float(solved)
+        if solved or self._turn >= self.max_turns:
+            return None, scored.reward * self.options.decay ** (self._turn - 1), True, metrics
+        if self._feedback is not None:
+            return self._feedback(self._task, completion.text), 0.0, False, metrics
+        return self.options.feedback.replace("{reward}", f"{scored.reward:g}"), 0.0, False, metrics

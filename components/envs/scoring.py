@@ -1,0 +1,98 @@
+"""Scoring a completion: one reward or a weighted sum of several, sync or async, each by name."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..types import Completion, Task
+from .base import all_or_none
+from .rewards import AnyReward, resolve_reward
+
+
+@dataclass(frozen=True)
+class Score:
+    """`metrics` names the parts of a sum: {"rewards/<name>": value before its weight}; empty for a single reward."""
+
+    reward: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class WeightedSum:
+    """Several rewards as one: sum of weight x value. `functions` and `weights` have the same names.
+
+    Callable as an async reward (task, text); `score` gives the parts too.
+    """
+
+    functions: Mapping[str, AnyReward]
+    weights: Mapping[str, float]
+
+    async def __call__(self, task: Task, text: str, completion: Completion | None = None) -> float:
+        return (await self.parts(task, text, completion)).reward
+
+    async def parts(self, task: Task, text: str, completion: Completion | None) -> Score:
+        values = await all_or_none(_value(f, task, text, completion) for f in self.functions.values())
+        named = dict(zip(self.functions, values, strict=True))
+        metrics = {f"rewards/{short_name(name)}": value for name, value in named.items()}
+        return Score(sum(self.weights[name] * value for name, value in named.items()), metrics)
+
+
+async def score(reward: AnyReward | WeightedSum, task: Task, text: str, completion: Completion | None = None) -> Score:
+    """What `reward` pays for `text`. Runs blocking functions in a thread and awaits async ones.
+
+    A function with a parameter `completion` is given it (its tokens, its finish_reason). Raises RuntimeError naming the
+    function and the task when it raises or returns no finite number.
+    """
+    if isinstance(reward, WeightedSum):
+        return await reward.parts(task, text, completion)
+    return Score(await _value(reward, task, text, completion), {})
+
+
+def build_reward(env_config: Any) -> AnyReward | WeightedSum:
+    """The reward of the `env` section: `reward`, or `rewards` with weights. Raises ValueError in one line."""
+    options = env_config.reward_options
+    if env_config.rewards:
+        functions = {n: resolve_reward(n, options.get(n), key="env.rewards") for n in env_config.rewards}
+        return WeightedSum(functions, dict(env_config.rewards))
+    return resolve_reward(env_config.reward, options.get(env_config.reward))
+
+
+def short_name(name: str) -> str:
+    """The part of a reward's name that metrics show: of "pkg.mod:function" the function."""
+    return name.rpartition(":")[2]
+
+
+async def _value(reward: AnyReward, task: Task, text: str, completion: Completion | None) -> float:
+    name = getattr(_function(reward), "__name__", type(reward).__name__)
+    more = {"completion": completion} if _takes_completion(reward) else {}
+    call: Any = functools.partial(reward, task, text, **more)
+    try:
+        value = await asyncio.to_thread(call) if _is_blocking(reward, task) else call()
+        if inspect.isawaitable(value):
+            value = await value
+        number = float(value)
+    except Exception as error:
+        raise RuntimeError(f"reward {name} failed on task {task.task_id}: {type(error).__name__}: {error}") from error
+    if not math.isfinite(number):
+        raise RuntimeError(f"reward {name} gave {number} on task {task.task_id}; expected a finite number")
+    return number
+
+
+def _function(reward: Any) -> Any:
+    return reward.func if isinstance(reward, functools.partial) else reward
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_completion(reward: AnyReward) -> bool:
+    return "completion" in inspect.signature(reward).parameters
+
+
+def _is_blocking(reward: AnyReward, task: Task) -> bool:
+    blocking = getattr(_function(reward), "blocking", False)
+    return bool(blocking(task) if callable(blocking) else blocking)

@@ -1,0 +1,116 @@
+"""Environments in steps: `reset` gives the first observation, `step` answers what the policy wrote."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from abc import abstractmethod
+from typing import Any
+
+from ..types import Completion, Task, Trajectory
+from .base import Environment, Policy, all_or_none
+from .transcript import Observation, Transcript, is_observation
+
+Step = tuple[Observation | None, float, bool, dict[str, Any]]
+"""(observation, reward, done, info)."""
+
+
+class StepEnvironment(Environment):
+    """A conversation between an environment and the policy, turn by turn.
+
+    Subclass it and write `step` (and `reset`, where the task's prompt is not the whole first observation). Each of the
+    G trajectories of a group is a conversation of its own, with its own shallow copy of the object: what `reset` and
+    `step` set on `self` belongs to one conversation, what `__init__` made (an index, a client) is shared by all.
+
+    `max_turns`: completions per conversation at most; `max_tokens_per_turn`: None is `rollout.max_response_tokens`. A
+    conversation ends when `step` says so, at `max_turns`, or when `rollout.max_model_len` leaves no room for another
+    turn. The reward of a trajectory is the sum of its steps' rewards.
+    """
+
+    max_turns: int = 16
+    max_tokens_per_turn: int | None = None
+
+    async def reset(self, task: Task) -> Observation:
+        """The first observation: text (one user message), messages, or token ids. By default the task's prompt."""
+        return task.prompt
+
+    @abstractmethod
+    async def step(self, completion: Completion) -> Step:
+        """(observation, reward, done, info) after the policy's turn.
+
+        `completion.text` is what it wrote; `completion.finish_reason` is "length" where it was cut off. The observation
+        is not read when `done`. Numbers in `info` become metrics of the trajectory; of a name given twice the last one
+        counts. Say {"exact_match": 0.0 or 1.0} there beside a reward that pays in part.
+        """
+
+    async def close(self) -> None:
+        """Called once at the end of every conversation, also when it failed or took too long."""
+
+    async def rollout(self, task: Task, policy: Policy) -> list[Trajectory]:
+        """G conversations at the same time; metrics: {"env/turns"} and the numbers of `info`."""
+        return await all_or_none(
+            copy.copy(self)._converse(task, policy.conversation(index)) for index in range(policy.group_size)
+        )
+
+    async def _converse(self, task: Task, policy: Policy) -> Trajectory:
+        try:
+            transcript = Transcript(policy.prompter, self._checked_observation(await self.reset(task), "reset"))
+            reward, metrics, num_turns, finish_reason = 0.0, {}, 0, None
+            while True:
+                (completion,) = await policy.generate(transcript.tokens, n=1, max_tokens=self.max_tokens_per_turn)
+                transcript.sampled(completion)
+                num_turns += 1
+                observation, paid, done, info = self._checked_step(await self.step(completion))
+                reward += paid
+                metrics |= _numbers(info)
+                if done:
+                    break
+                if num_turns >= self.max_turns:
+                    finish_reason = "max_turns"
+                    break
+                answer = self._checked_observation(observation, "step")
+                if not transcript.observed(answer, max_len=policy.max_model_len):
+                    finish_reason = "length"
+                    break
+            return transcript.trajectory(
+                reward=reward, finish_reason=finish_reason, metrics={"env/turns": float(num_turns), **metrics}
+            )
+        finally:
+            await self.close()
+
+    def _checked_observation(self, observation: Any, method: str) -> Observation:
+        if not is_observation(observation):
+            raise TypeError(
+                f"{self._where(method)} gave the observation {observation!r:.80}; "
+                'expected text, a list of {"role": ..., "content": ...} messages, or token ids'
+            )
+        return observation
+
+    def _checked_step(self, result: Any) -> Step:
+        where = self._where("step")
+        if not isinstance(result, tuple) or len(result) != 4:
+            raise TypeError(f"{where} returned {result!r:.80}; expected (observation, reward, done, info)")
+        observation, reward, done, info = result
+        try:
+            reward, done = float(reward), bool(done)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(
+                f"{where} gave reward {reward!r:.40} and done {done!r:.40}; expected a number and a bool"
+            ) from None
+        if not math.isfinite(reward):
+            raise ValueError(f"{where} gave reward {reward}; expected a finite number")
+        if not isinstance(info, dict):
+            raise TypeError(f"{where} gave info {info!r:.80}; expected a dict")
+        return observation, reward, done, info
+
+    def _where(self, method: str) -> str:
+        function = getattr(type(self), method)
+        code = inspect.unwrap(function).__code__
+        return f"{type(self).__name__}.{method} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def _numbers(info: dict[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value) for name, value in info.items() if isinstance(value, int | float) and math.isfinite(value)
+    }

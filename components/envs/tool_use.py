@@ -1,0 +1,74 @@
+"""Tools in a conversation: calls in the policy's text are run, their results are the next observation."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ..config.environments import ToolUseOptions
+from ..types import Completion, Message, Task
+from .rewards import AnyReward, exact_match
+from .scoring import WeightedSum, score
+from .step import Observation, Step, StepEnvironment
+from .tools import Call, ToolError, build_tools, describe, parse_calls, run_call
+from .transcript import as_messages
+
+TOOL_TIMEOUT_S = 30.0
+
+
+class ToolUse(StepEnvironment):
+    """The reward scores the first turn without a call; a conversation that only calls, to the last turn, earns 0.
+
+    Metrics: {"exact_match"}, "env/tool_calls", "env/failed_calls", "env/answered".
+    """
+
+    Options = ToolUseOptions
+
+    def __init__(self, options: ToolUseOptions, reward: AnyReward | WeightedSum = exact_match) -> None:
+        super().__init__(options)
+        self.options: ToolUseOptions = options
+        self.max_turns, self.max_tokens_per_turn = options.max_turns, options.max_tokens_per_turn
+        self._reward = reward
+        self._tools = build_tools(options.tools, corpus=options.corpus)
+
+    async def reset(self, task: Task) -> Observation:
+        self._task, self._num_calls, self._num_failed = task, 0, 0
+        return _with_system(as_messages(task.prompt), describe(self._tools)) if self.options.describe else task.prompt
+
+    async def step(self, completion: Completion) -> Step:
+        calls = parse_calls(completion.text)
+        if not calls:
+            scored = await score(self._reward, self._task, completion.text, completion)
+            reward = scored.reward - self.options.call_penalty * self._num_failed
+            right = exact_match(self._task, completion.text)
+            return None, reward, True, {**self._counts(1.0), "exact_match": right, **scored.metrics}
+        results = await asyncio.gather(*map(self._result, calls))
+        return self._messages(results), 0.0, False, {**self._counts(0.0), "exact_match": 0.0}
+
+    async def _result(self, call: Call) -> str:
+        self._num_calls += 1
+        try:
+            async with asyncio.timeout(TOOL_TIMEOUT_S):
+                text = await run_call(call, self._tools)
+        except (ToolError, TimeoutError) as error:
+            self._num_failed += 1
+            text = f"error: {error or 'the tool took too long'}"
+        return text[: self.options.max_result_chars]
+
+    def _messages(self, results: list[str]) -> list[Message]:
+        if self.options.result_role == "tool":  # templates that know the role write their own tags
+            return [{"role": "tool", "content": text} for text in results]
+        content = "\n".join(f"<tool_response>\n{text}\n</tool_response>" for text in results)
+        return [{"role": "user", "content": content}]
+
+    def _counts(self, answered: float) -> dict[str, float]:
+        return {
+            "env/tool_calls": float(self._num_calls),
+            "env/failed_calls": float(self._num_failed),
+            "env/answered": answered,
+        }
+
+
+def _with_system(messages: list[Message], text: str) -> list[Message]:
+    if messages[0]["role"] == "system":
+        return [{"role": "system", "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]

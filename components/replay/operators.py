@@ -1,0 +1,172 @@
+"""Operators: what is done to a finished group before it may be trained on. In order, each counted by its name.
+
+An operator is a function of a group and its options. It returns the group (changed or not), None for "as it is", or a
+text: why the group is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..envs.importing import import_user_object, is_user_name
+from ..types import NO_VERSION, Group, Trajectory
+
+Operator = Callable[[Group], Group | str | None]
+
+
+def filter_zero_variance(group: Group) -> str | None:
+    """Leave out groups whose rewards are all equal: they teach nothing where rewards are compared within a group."""
+    return "equal rewards" if len({t.reward for t in group.trajectories}) == 1 else None
+
+
+def filter_reward(group: Group, *, min: float = float("-inf"), max: float = float("inf")) -> str | None:
+    """Leave out groups whose mean reward is outside of `min` .. `max` (both included): too hard, or too easy."""
+    mean = sum(t.reward for t in group.trajectories) / len(group.trajectories)
+    return None if min <= mean <= max else "mean reward out of range"
+
+
+def mask_truncated(group: Group, *, reasons: Sequence[str] = ("length",)) -> Group | str | None:
+    """Do not train on trajectories that ended for one of `reasons`; their rewards still count in the group's baseline.
+
+    DAPO's overlong filtering (Yu et al. 2025, section 3.4). A group of them only is left out.
+    """
+    cut = [t.finish_reason in reasons for t in group.trajectories]
+    if all(cut):
+        return "all truncated"
+    if not any(cut):
+        return None
+    trajectories = [masked(t) if is_cut else t for t, is_cut in zip(group.trajectories, cut, strict=True)]
+    return replace(group, trajectories=trajectories)
+
+
+def shape_reward(
+    group: Group,
+    *,
+    scale: float = 1.0,
+    offset: float = 0.0,
+    min: float = float("-inf"),
+    max: float = float("inf"),
+) -> Group:
+    """reward <- scale x reward + offset, then held between `min` and `max`."""
+    trajectories = [replace(t, reward=_between(scale * t.reward + offset, min, max)) for t in group.trajectories]
+    return replace(group, trajectories=trajectories)
+
+
+def prefer_short(group: Group, *, weight: float = 0.1, right: float = 1.0) -> Group | None:
+    """Add weight x (0.5 - (tokens - fewest) / (most - fewest)) to the reward; of an answer that is not `right` (earns
+    less than that) only what it loses.
+
+    The length reward of Kimi k1.5 (arXiv 2501.12599, section 2.3.3). Tokens are those that the policy sampled.
+    """
+    lengths = [sum(t.loss_mask) for t in group.trajectories]
+    fewest, most = sorted(lengths)[0], sorted(lengths)[-1]
+    if fewest == most:
+        return None
+    trajectories = []
+    for t, tokens in zip(group.trajectories, lengths, strict=True):
+        bonus = 0.5 - (tokens - fewest) / (most - fewest)
+        bonus = bonus if t.reward >= right or bonus < 0 else 0.0
+        trajectories.append(replace(t, reward=t.reward + weight * bonus))
+    return replace(group, trajectories=trajectories)
+
+
+def dedupe(group: Group) -> Group | str | None:
+    """Keep one of the trajectories with the same tokens; leave out a group with a single answer."""
+    first: dict[tuple[int, ...], Trajectory] = {}
+    for t in group.trajectories:
+        first.setdefault(tuple(t.response_tokens), t)
+    unique = list(first.values())
+    if len(unique) == 1:
+        return "one answer only"
+    return replace(group, trajectories=unique) if len(unique) < len(group.trajectories) else None
+
+
+OPERATORS: dict[str, Callable[..., Group | str | None]] = {
+    "filter_zero_variance": filter_zero_variance,
+    "filter_reward": filter_reward,
+    "mask_truncated": mask_truncated,
+    "shape_reward": shape_reward,
+    "prefer_short": prefer_short,
+    "dedupe": dedupe,
+}
+
+
+class Pipeline:
+    """Operators one after the other, as one operator that counts what each did.
+
+    `steps`: names, or {name: options}. Raises ValueError in one line for what is unknown or cannot be called so.
+    """
+
+    def __init__(self, steps: Sequence[str | dict[str, Any]]) -> None:
+        named = [(s, {}) if isinstance(s, str) else next(iter(s.items())) for s in steps]
+        self._operators = [(name, _resolve(name, options or {})) for name, options in named]
+        self._filtered: Counter[str] = Counter({_short(name): 0 for name, _ in named})
+        self._changed: Counter[str] = Counter({_short(name): 0 for name, _ in named})
+
+    def __call__(self, group: Group) -> Group | str:
+        for name, operator in self._operators:
+            result = _checked(operator(group), group, name)
+            if isinstance(result, str):
+                self._filtered[_short(name)] += 1
+                return result
+            self._changed[_short(name)] += result != group
+            group = result
+        return group
+
+    def counts(self) -> dict[str, float]:
+        """Groups so far: {"replay/filtered_by/<operator>", "replay/changed_by/<operator>"}."""
+        return {
+            **{f"replay/filtered_by/{name}": float(count) for name, count in self._filtered.items()},
+            **{f"replay/changed_by/{name}": float(count) for name, count in self._changed.items()},
+        }
+
+
+def masked(trajectory: Trajectory) -> Trajectory:
+    """The same trajectory with no token to train on."""
+    num = len(trajectory.response_tokens)
+    return replace(
+        trajectory, loss_mask=[False] * num, behavior_logprobs=[0.0] * num, policy_versions=[NO_VERSION] * num
+    )
+
+
+def _resolve(name: str, options: dict[str, Any]) -> Operator:
+    key = "replay.operators"
+    if is_user_name(name):
+        expected = "a function (group) -> group, None, or a text that says why it is left out"
+        function = import_user_object(name, key=key, expected=expected)
+    elif name in OPERATORS:
+        function = OPERATORS[name]
+    else:
+        raise ValueError(f"{key}: got {name!r}, expected one of {', '.join(OPERATORS)}, or 'package.module:function'")
+    try:
+        inspect.signature(function).bind(None, **options)
+    except TypeError as error:
+        raise ValueError(f"{key}: {name} cannot be called with (group) and the options {options}: {error}") from None
+    return functools.partial(function, **options)
+
+
+def _checked(result: Any, group: Group, name: str) -> Group | str:
+    if result is None:
+        return group
+    if isinstance(result, str) and result:
+        return result
+    if not isinstance(result, Group) or result.group_id != group.group_id or result.task_id != group.task_id:
+        raise TypeError(
+            f"operator {name} returned {result!r:.80}; expected the group, None, or a text (why it is left out)"
+        )
+    if not any(any(t.loss_mask) for t in result.trajectories):
+        return "nothing left to train on"
+    return result
+
+
+def _short(name: str) -> str:
+    return name.rpartition(":")[2]
+
+
+def _between(value: float, low: float, high: float) -> float:
+    return low if value < low else high if value > high else value

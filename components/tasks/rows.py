@@ -1,0 +1,77 @@
+"""From an item of a file (a dict) to a row: which keys hold prompt and answer, and in what form messages come."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..types import Message
+from .questions import Row
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowFormat:
+    """How to read an item. The prompt is text or a list of messages.
+
+    `role_key`, `content_key` and `roles` translate messages of another form ({"from": "human", "value": ...}). Messages
+    that end with the assistant lose that turn; it is the answer where the item has none of its own. With `answer_after`
+    the answer is what follows the last occurrence of that mark, and `info["solution"]` keeps the whole text (for
+    supervised training). All other keys arrive in `info`.
+    """
+
+    prompt_key: str
+    answer_key: str
+    answer_after: str | None = None
+    role_key: str = "role"
+    content_key: str = "content"
+    roles: dict[str, str] = field(default_factory=dict)
+
+    def row(self, item: Any, where: str) -> Row:
+        """Raises ValueError that begins with `where`."""
+        if not isinstance(item, dict):
+            raise ValueError(f"{where}: got {type(item).__name__}, expected an object with the key {self.prompt_key!r}")
+        item = dict(item)
+        self._need(item, self.prompt_key, "task.prompt_key", where)
+        question = self._prompt(item.pop(self.prompt_key), where)
+        if not isinstance(question, str) and question[-1]["role"] == "assistant":
+            last = question.pop()
+            item.setdefault(self.answer_key, last["content"])
+            if not question:
+                raise ValueError(f"{where}: {self.prompt_key!r} holds the assistant's turn only; expected a question")
+        self._need(item, self.answer_key, "task.answer_key", where)
+        answer = item.pop(self.answer_key)
+        answer = answer if isinstance(answer, str) else json.dumps(answer, default=str)
+        if self.answer_after is not None:
+            if self.answer_after not in answer:
+                raise ValueError(
+                    f"{where}: {self.answer_key!r} has no {self.answer_after!r} in it; "
+                    "fix the line or task.answer_after"
+                )
+            item = {**item, "solution": answer, "answer_after": self.answer_after}
+            answer = answer.rpartition(self.answer_after)[2].strip()
+        return Row(question=question, answer=answer, info=item)
+
+    def _need(self, item: dict[str, Any], key: str, option: str, where: str) -> None:
+        if key not in item:
+            raise ValueError(f"{where}: no key {key!r} among {sorted(item)}; set {option} to one of them")
+
+    def _prompt(self, prompt: Any, where: str) -> str | list[Message]:
+        if isinstance(prompt, str) and prompt.strip():
+            return prompt
+        if isinstance(prompt, list) and prompt and all(self._is_message(message) for message in prompt):
+            return [
+                {"role": self.roles.get(m[self.role_key], m[self.role_key]), "content": m[self.content_key]}
+                for m in prompt
+            ]
+        raise ValueError(
+            f"{where}: {self.prompt_key!r} is {repr(prompt)[:60]}; expected text or a list of "
+            f'{{"{self.role_key}": ..., "{self.content_key}": ...}} messages'
+        )
+
+    def _is_message(self, item: Any) -> bool:
+        return (
+            isinstance(item, dict)
+            and isinstance(item.get(self.role_key), str)
+            and isinstance(item.get(self.content_key), str)
+        )

@@ -1,0 +1,20 @@
+"""A reward of your own, complete: right answers, and among them short ones.
+
+    leeway run async_rl --config quickstart env.reward=my_scorer:short_and_right     (started in this folder)
+
+With weights, each reported by its name:
+    leeway run async_rl --config quickstart 'env.rewards={exact_match: 1, my_scorer:brevity: 0.1}'
+"""
+
+from leeway import Completion, Task
+
+
+def short_and_right(task: Task, text: str, *, per_char: float = 0.01) -> float:
+    """Options come from the config: env.reward_options={my_scorer:short_and_right: {per_char: 0.02}}."""
+    right = text.strip() == task.answer
+    return right * max(0.0, 1.0 - per_char * len(text))
+
+
+def brevity(task: Task, text: str, completion: Completion) -> float:
+    """A third argument called `completion` brings the tokens and how the completion ended."""
+    return 1.0 / (1 + len(completion.tokens))

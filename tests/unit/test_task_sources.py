@@ -1,0 +1,254 @@
+"""Sources of tasks, orders of an epoch, mixtures: what is read, in which order, and positions that resume exactly."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from leeway.config.inputs import EnvConfig, EvalConfig, TaskConfig
+from leeway.envs import build_environment
+from leeway.envs.by_taskset import ByTaskSet
+from leeway.envs.multi_turn import MultiTurn
+from leeway.tasks import TaskSet, build_taskset
+from leeway.tasks.mixed import MixedTaskSet
+from leeway.types import Task
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def build(which="train", seed=0, evaluation=None, **settings):
+    return build_taskset(TaskConfig(**settings), seed=seed, split=which, eval_config=evaluation or EvalConfig())
+
+
+def questions(n, start=0):
+    return [{"question": f"q{i}", "answer": str(i), "level": (i * 7) % n} for i in range(start, start + n)]
+
+
+def letters(n, **kwargs):
+    tasks = [Task(task_id=str(i), prompt="p", info={"level": -i}) for i in range(n)]
+    return TaskSet(tasks, **{"seed": 3, "difficulty_key": "level", **kwargs})
+
+
+# Sources
+
+
+def test_parquet_file_and_folder(tmp_path):
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    (tmp_path / "d").mkdir()
+    pq.write_table(pa.Table.from_pylist(questions(3)), tmp_path / "d" / "b.parquet")
+    pq.write_table(pa.Table.from_pylist(questions(2, start=3)), tmp_path / "d" / "c.parquet")
+    tasks = build(name="parquet", path=str(tmp_path / "d"), order="sequential").tasks
+    assert [(t.prompt, t.answer) for t in tasks] == [(f"q{i}", str(i)) for i in range(5)]
+    assert tasks[1].info == {"level": 1}
+    assert len(build(name="parquet", path=str(tmp_path / "d" / "b.parquet"), limit=2)) == 2
+    with pytest.raises(ValueError, match=r"b\.parquet, row 0: no key 'x' .*task\.prompt_key"):
+        build(name="parquet", path=str(tmp_path / "d"), prompt_key="x")
+    with pytest.raises(ValueError, match=r"task\.path.*a \.parquet file"):
+        build(name="parquet", path=str(tmp_path / "none"))
+
+
+def test_hugging_face_dataset_on_disk(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_list(questions(4))
+    data.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": data, "dev": data.select([1])}).save_to_disk(str(tmp_path / "two"))
+    assert [t.prompt for t in build(name="hf", path=str(tmp_path / "one"), order="sequential").tasks] == [
+        f"q{i}" for i in range(4)
+    ]
+    assert [t.prompt for t in build(name="hf", path=str(tmp_path / "two"), split="dev").tasks] == ["q1"]
+    with pytest.raises(ValueError, match=r"task\.path: .*split 'nope'") as caught:
+        build(name="hf", path=str(tmp_path / "two"), split="nope")
+    assert "\n" not in str(caught.value)
+
+
+GENERATOR = """
+def rows(seed, n=None):
+    i = 0
+    while n is None or i < n:
+        yield {"question": f"{seed}:{i % 50}", "answer": i}
+        i += 1
+
+def broken():
+    yield {"question": "q", "answer": "a"}
+    1 / 0
+
+def wrong():
+    return [3]
+"""
+
+
+@pytest.fixture
+def generator(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "tasks_of_mine.py").write_text(GENERATOR)
+
+
+def test_python_generator(generator):
+    tasks = build(name="python", path="tasks_of_mine:rows", size=60, seed=4, order="sequential").tasks
+    assert sorted(t.prompt for t in tasks) == sorted(f"4:{i}" for i in range(50)), "repeats are removed"
+    assert len(build(name="python", path="tasks_of_mine:rows", options={"n": 5})) == 5
+    for path, message in [
+        ("tasks_of_mine:broken", r"tasks_of_mine\.py:8 broken failed: ZeroDivisionError"),
+        ("tasks_of_mine:wrong", r"tasks_of_mine\.py:12 wrong, row 0: got int"),
+        ("tasks_of_mine:nothing", "expected a function .*nothing"),
+        ("leeway.envs.frozen_lake:lakes", None),
+    ]:
+        if message is None:
+            assert len(build(name="python", path=path, size=7)) == 7
+            continue
+        with pytest.raises(ValueError, match=message):
+            build(name="python", path=path)
+
+
+def test_messages_of_another_form_and_the_assistants_turn_as_the_answer(tmp_path):
+    turns = [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]
+    path = write(tmp_path / "x.jsonl", [{"conversations": turns}, {"conversations": turns[:1], "answer": "two"}])
+    settings = {
+        "path": path,
+        "prompt_key": "conversations",
+        "role_key": "from",
+        "content_key": "value",
+        "roles": {"human": "user", "gpt": "assistant"},
+    }
+    first, second = build(**settings, order="sequential").tasks
+    assert first.prompt == second.prompt == [{"role": "user", "content": "1+1?"}]
+    assert (first.answer, second.answer) == ("2", "two")
+    path = write(tmp_path / "y.jsonl", [{"conversations": turns[1:]}])
+    with pytest.raises(ValueError, match=r"y\.jsonl:1: .*assistant's turn only"):
+        build(**{**settings, "path": path})
+
+
+# Orders
+
+
+def test_easy_to_hard(tmp_path):
+    assert [t.task_id for t in letters(5, order="easy_to_hard")] == list("43210")
+    path = write(tmp_path / "x.jsonl", [*questions(3), {"question": "q", "answer": "a"}])
+    with pytest.raises(ValueError, match=r"task\.difficulty_key: task \w+ has None under 'level'"):
+        build(path=path, order="easy_to_hard", difficulty_key="level")
+
+
+def test_adaptive_order_prefers_what_is_neither_too_easy_nor_too_hard():
+    taskset = letters(300, order="adaptive")
+    assert sorted(int(t.task_id) for t in taskset) == list(range(300)), "the first epoch has all"
+    rates = {str(i): (0.0, 0.5, 1.0)[i % 3] for i in range(300)}
+    for task_id, rate in rates.items():
+        taskset.record(task_id, rate)
+    epochs = [[t.task_id for t in taskset] for _ in range(20)]
+    assert all(len(set(e)) == len(e) for e in epochs)
+    count = Counter(rates[t] for e in epochs[1:] for t in e)
+    assert count[0.5] == 19 * 100
+    assert 0.05 < count[0.0] / count[0.5] < 0.15
+    assert 0.05 < count[1.0] / count[0.5] < 0.15
+    assert len({tuple(e) for e in epochs}) == 20
+
+
+def test_a_pass_rate_runs():
+    taskset = letters(2, order="adaptive")
+    for rate in (1.0, 0.0, 0.0):
+        taskset.record("0", rate)
+    taskset.record("of another taskset", 1.0)
+    assert taskset.state_dict()["pass_rates"] == {"0": 0.25}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    order=st.sampled_from(["shuffle", "sequential", "easy_to_hard", "adaptive"]),
+    cut=st.integers(0, 40),
+    rates=st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=60, max_size=60),
+)
+def test_a_position_resumes_exactly_in_every_order(order, cut, rates):
+    def draw(taskset, stream, count, done):
+        drawn = []
+        for _ in range(count):
+            drawn.append(next(stream).task_id)
+            taskset.record(drawn[-1], rates[done + len(drawn) - 1])
+        return drawn
+
+    whole = letters(9, order=order)
+    expected = draw(whole, whole.forever(), 60, 0)
+    first = letters(9, order=order)
+    head = draw(first, first.forever(), cut, 0)
+    second = letters(9, order=order)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert head + draw(second, second.forever(), 60 - cut, cut) == expected
+
+
+def test_resuming_in_mid_epoch_visits_every_task_of_the_epoch_once():
+    for order in ("shuffle", "sequential", "easy_to_hard"):
+        first = letters(10, order=order)
+        head = [t.task_id for t in islice(first.forever(), 14)]
+        second = letters(10, order=order)
+        second.load_state_dict(first.state_dict())
+        rest = [t.task_id for t in islice(second.forever(), 6)]
+        assert sorted(head[10:] + rest) == [str(i) for i in range(10)]
+
+
+# Mixtures
+
+
+def mixed(weights=(3, 1), sizes=(4, 3)):
+    sets = {name: letters(size, name=name) for name, size in zip("ab", sizes, strict=True)}
+    tagged = {
+        name: TaskSet([Task(task_id=name + t.task_id, prompt="p") for t in s.tasks], seed=1, name=name)
+        for name, s in sets.items()
+    }
+    return MixedTaskSet(tagged, dict(zip("ab", weights, strict=True)))
+
+
+def test_a_mixture_holds_its_shares_at_every_moment():
+    drawn = [t.task_id for t in islice(mixed().forever(), 100)]
+    for n in range(1, 101):
+        assert abs(sum(t[0] == "a" for t in drawn[:n]) - 0.75 * n) <= 1
+    a = [t for t in drawn if t[0] == "a"]
+    for epoch in range(len(a) // 4):
+        assert sorted(a[4 * epoch : 4 * epoch + 4]) == ["a0", "a1", "a2", "a3"]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5, 7, 12])
+def test_the_position_of_a_mixture_resumes_exactly(cut):
+    whole = [t.task_id for t in islice(mixed().forever(), 30)]
+    first = mixed()
+    head = [t.task_id for t in islice(first.forever(), cut)]
+    second = mixed()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert head + [t.task_id for t in islice(second.forever(), 30 - cut)] == whole
+    with pytest.raises(ValueError, match="fingerprint"):
+        mixed(weights=(1, 1)).load_state_dict(first.state_dict())
+
+
+def test_a_mixture_from_settings_with_environments_of_their_own(tmp_path):
+    a, b = write(tmp_path / "a.jsonl", questions(40)), write(tmp_path / "b.jsonl", questions(20, start=100))
+    config = {
+        "name": "mix",
+        "mix": {
+            "a": {"path": a, "weight": 3},
+            "b": {"path": b, "prompt_template": "B: {prompt}", "order": "sequential"},
+        },
+        "holdout_frac": 0.2,
+    }
+    train = build(**config)
+    assert isinstance(train, MixedTaskSet)
+    tasks = list(islice(train.forever(), 8))
+    assert Counter(t.info["taskset"] for t in tasks) == {"a": 6, "b": 2}
+    assert all(t.prompt.startswith("B: q1") for t in tasks if t.info["taskset"] == "b")
+    held = build(which="eval", **config)
+    assert not {t.task_id for t in held.tasks} & {t.task_id for t in train.tasks}
+    assert len(held) + len(train) == 60
+    assert {t.info["taskset"] for t in held.tasks} == {"a", "b"}
+    assert len(build(which="eval", evaluation=EvalConfig(num_tasks=5), **config)) == 5
+
+    env = build_environment(EnvConfig(by_taskset={"b": {"name": "multi_turn", "options": {"max_turns": 2}}}))
+    assert isinstance(env, ByTaskSet)
+    assert isinstance(env._environments["b"], MultiTurn)
+    broken = {"name": "mix", "mix": {"a": {"path": a, "prompt_key": "x"}}}
+    with pytest.raises(ValueError, match=r"task\.mix\.a: .*a\.jsonl:1: no key 'x'"):
+        build(**broken)
