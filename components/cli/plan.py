@@ -241,10 +241,9 @@ def table(predictions: Sequence[Prediction], chosen: Prediction) -> Any:
     """A rich table: one row per setting, by split, lag bound and window."""
     from rich.table import Table
 
-    rows = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("L", "W", "generators", "trainers", "step s", "samples/s", "generators busy", "trainers busy"):
-        rows.add_column(name, justify="right")
-    for name in ("lag mean", "lag max", "limit s", "of limit", ""):
+    rows = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
+    names = "L|W|gens|ranks|step s|seq/s|gens busy|ranks busy|lag mean|lag max|limit s|of limit|"
+    for name in names.split("|"):
         rows.add_column(name, justify="right")
     for p in sorted(predictions, key=lambda p: (p.settings.generators, p.settings.trainers, _order(p))):
         s = p.settings
