@@ -217,7 +217,9 @@ def _over_splits(
         chosen, around = best_split(calibration, widest, gpus)
     except ValueError as error:
         raise ConfigError("--gpus", got=words(str(error)), expected="more devices", fix="raise it") from None
-    asked = _possible(base, lags, windows, [chosen]) + _possible(base, [present], windows[-1:], around)
+    asked = _possible(base, lags, windows, [chosen])
+    if around:
+        asked += _possible(base, [present], windows[-1:], around)
     return sweep(calibration, asked, events=20_000)
 
 
