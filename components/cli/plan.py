@@ -217,7 +217,9 @@ def _over_splits(
         chosen, around = best_split(calibration, widest, gpus)
     except ValueError as error:
         raise ConfigError("--gpus", got=words(str(error)), expected="more devices", fix="raise it") from None
-    asked = _possible(base, lags, windows, [chosen]) + _possible(base, [present], windows[-1:], around)
+    asked = _possible(base, lags, windows, [chosen])
+    if around:
+        asked += _possible(base, [present], windows[-1:], around)
     return sweep(calibration, asked, events=20_000)
 
 
@@ -241,10 +243,9 @@ def table(predictions: Sequence[Prediction], chosen: Prediction) -> Any:
     """A rich table: one row per setting, by split, lag bound and window."""
     from rich.table import Table
 
-    rows = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("L", "W", "generators", "trainers", "step s", "samples/s", "generators busy", "trainers busy"):
-        rows.add_column(name, justify="right")
-    for name in ("lag mean", "lag max", "limit s", "of limit", ""):
+    rows = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
+    names = "L|W|gens|ranks|step s|seq/s|gens busy|ranks busy|lag mean|lag max|limit s|of limit|"
+    for name in names.split("|"):
         rows.add_column(name, justify="right")
     for p in sorted(predictions, key=lambda p: (p.settings.generators, p.settings.trainers, _order(p))):
         s = p.settings

@@ -97,6 +97,7 @@ class _Measured:
         self._settings = settings
         self._run = run
         self._collector = [r for r in rows if r["role"] == "collector" and r["step"] >= steps[0]["step"]]
+        self._step_s = statistics.fmean(r["step/total_s"] for r in _settled([r for r in rows if "step/total_s" in r]))
         rollouts = list(_rollouts(run.dir / "rollouts"))
         self._prompt_tokens = statistics.fmean(p for p, _ in rollouts) if rollouts else 0.0
         self._lengths = self._distribution([tokens for _, tokens in rollouts])
@@ -131,13 +132,13 @@ class _Measured:
             upload_s=_median(self._rows, "param_server/publish_s"),
             pause_s=_median(self._collector, "collector/pause_s"),
             canary_s=_median(self._collector, "param_server/canary_s"),
-            measured_step_s=statistics.fmean(r["step/total_s"] for r in self._steps),
+            measured_step_s=self._step_s,
         )
 
     def generating_s(self) -> float:
         """Seconds per optimizer step in which a collector had something in flight and was not paused."""
         share = statistics.fmean(r["collector/generate_frac"] for r in self._collector)
-        return share * statistics.fmean(r["step/total_s"] for r in self._steps)
+        return share * self._step_s
 
     def _distribution(self, samples: Sequence[int]) -> Distribution:
         if samples:

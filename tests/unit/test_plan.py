@@ -98,6 +98,14 @@ def test_more_generators_and_more_trainers_share_the_work() -> None:
     assert step_s(job(train_token_s=4e-3), 8, trainers=4) == pytest.approx(1.6, rel=0.05)
 
 
+def test_tokens_of_new_weights_are_withheld_until_their_canary_has_passed() -> None:
+    """With slack between T and L nobody waits for a floor, so this is all that a slow canary can delay."""
+    settings = replace(job().settings.with_lag(8), target_policy_lag=1)
+    quick, slow = (predict(job(canary_s=seconds), settings).step_s for seconds in (0.0, 3.0))
+    assert quick == pytest.approx(1.6, rel=0.02)
+    assert slow > 1.25 * quick
+
+
 def test_updates_and_publications_are_counted_in_optimizer_steps() -> None:
     found = predict(
         job(train_token_s=3.2 / 1616, publish_s=0.4),
