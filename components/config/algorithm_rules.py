@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .errors import ConfigError
+from .errors import ConfigError, words
 from .names import check_name, nearest
 from .presets import ADVANTAGE_OPTIONS, NEED_NO_GROUP, POLICY_LOSS_OPTIONS
 from .schema import Config
@@ -42,12 +42,12 @@ def groups_are_large_enough(config: Config, named: Named) -> None:
 
 
 def filters_leave_something(config: Config, named: Named) -> None:
-    if config.replay.filter_zero_variance and config.algorithm.group_size < 2:
+    if "filter_zero_variance" in config.replay.operators and config.algorithm.group_size < 2:
         raise ConfigError(
-            named("replay.filter_zero_variance"),
-            got=True,
-            expected="false where algorithm.group_size is 1: the rewards of a group of one are all equal",
-            fix="set replay.filter_zero_variance=false",
+            named("replay.operators"),
+            got=words("filter_zero_variance"),
+            expected="something else where algorithm.group_size is 1: the rewards of a group of one are all equal",
+            fix="leave filter_zero_variance out of replay.operators",
         )
 
 

@@ -17,7 +17,7 @@ PRESETS: dict[str, Preset] = {
     "dr_grpo": {"algorithm": {"advantage": "mean", "aggregation": "fixed_length"}},
     "dapo": {
         "algorithm": {"aggregation": "token_mean", "overlong_buffer_frac": 0.2},
-        "replay": {"filter_zero_variance": True},
+        "replay": {"operators": ["filter_zero_variance"]},
     },
     "gspo": {"algorithm": {"policy_loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4}},
     "cispo": {

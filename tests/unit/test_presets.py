@@ -71,12 +71,12 @@ def test_every_preset_loads_and_makes_an_objective(minimal: str, name: str, tmp_
 
 def test_what_the_user_sets_wins(minimal: str) -> None:
     plain = load_config(minimal, ["algorithm.name=dapo"])
-    assert (plain.algorithm.aggregation, plain.replay.filter_zero_variance) == ("token_mean", True)
+    assert (plain.algorithm.aggregation, plain.replay.operators) == ("token_mean", ["filter_zero_variance"])
     own = load_config(
         minimal,
-        ["algorithm.name=dapo", "algorithm.aggregation=fixed_length", "replay.filter_zero_variance=false"],
+        ["algorithm.name=dapo", "algorithm.aggregation=fixed_length", "replay.operators=[]"],
     )
-    assert (own.algorithm.aggregation, own.replay.filter_zero_variance) == ("fixed_length", False)
+    assert (own.algorithm.aggregation, own.replay.operators) == ("fixed_length", [])
     assert own.algorithm.overlong_buffer_frac == plain.algorithm.overlong_buffer_frac
 
 
@@ -105,8 +105,8 @@ def test_a_stage_may_have_a_preset_of_its_own(tmp_path: Path) -> None:
         (["algorithm.advantage_options.tau=1"], ["an option of grpo (it has none)"]),
         (["algorithm.name=rloo", "algorithm.group_size=1"], ["algorithm.group_size: got 1", "advantage rloo"]),
         (
-            ["algorithm.name=reinforce_pp", "algorithm.group_size=1", "replay.filter_zero_variance=true"],
-            ["replay.filter_zero_variance", "group of one"],
+            ["algorithm.name=reinforce_pp", "algorithm.group_size=1", "replay.operators=[filter_zero_variance]"],
+            ["replay.operators", "group of one"],
         ),
         (["algorithm.kl_target=0.1"], ["algorithm.kl_coef: got 0", "algorithm.kl_target"]),
         (["algorithm.dual_clip=1"], ["algorithm.dual_clip: got 1", "greater than 1"]),

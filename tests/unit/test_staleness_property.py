@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 from leeway.config.derived import max_outstanding_groups
 from leeway.param_server.server import ParameterServer
 from leeway.replay.admission import AdmissionRule
-from leeway.replay.buffer import ReplayBuffer, equal_rewards
+from leeway.replay.buffer import ReplayBuffer
+from leeway.replay.operators import filter_zero_variance
 from leeway.types import Admission, Group, Task, Trajectory
 from leeway.weights import Canary, CanaryPrompts, Manifest, Publication
 
@@ -188,7 +189,7 @@ class Run:
             num_takes=s.num_takes,
             capacity=max_outstanding_groups(s.P, s.u, s.W, s.T),
             assemble=lambda index, groups: SimpleNamespace(groups=list(groups)),  # type: ignore[arg-type,return-value]
-            filters=[equal_rewards],
+            operators=[filter_zero_variance],
         )
         generators = [asyncio.create_task(self._lifetime(i, g)) for i, g in enumerate(s.generators)]
         trainer = asyncio.create_task(self._trainer())

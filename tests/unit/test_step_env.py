@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from typing import Any
 
@@ -82,6 +83,7 @@ def make_policy(prompter: Prompter, engine: Any, *, group_size: int = 1, max_mod
         max_model_len=max_model_len,
         seed=seed,
         count_tokens=lambda count: None,
+        generating=contextlib.nullcontext,
     )
 
 
