@@ -87,8 +87,10 @@ def derive(config: Config, recipe: str = "async_rl") -> Derived:
             "generator": processes["generator"] * gpus_per_engine if on_gpu else 0,
             "trainer": processes["trainer"] if on_gpu else 0,
         },
-        # At the least target, a group starts only once everything before its own take has been published.
-        lockstep=window == 1 and target == least_target_policy_lag(P, u, n, 1),
+        # At the least target, a group starts only once everything before its own take has been published, unless the
+        # window reaches into a part of the next take; a bound above the target would let it start under weights older
+        # than those, and meet them in flight.
+        lockstep=bound == target == least_target_policy_lag(P, u, n, window) and (window - 1) % P == 0,
         skip_zero_advantage=train.skip_zero_advantage and _zero_advantage_moves_nothing(config),
         scores_proximal=config.algorithm.correction != "none" and config.algorithm.correction_proximal == "recompute",
         served_tolerance=config.param_server.served_tolerance or (1e-4 if config.model.dtype == "float32" else 0.1),

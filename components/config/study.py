@@ -75,7 +75,7 @@ def _eval_every(config: Config) -> int:
     if train.steps is None or config.frontier.evaluations == 1:
         return 0
     unit = train.updates_per_batch * n
-    return max(unit, round(train.steps / config.frontier.evaluations / unit) * unit)
+    return -(-train.steps // (config.frontier.evaluations * unit)) * unit  # rounded up: no more of them than asked for
 
 
 def _updated(config: Config, changes: dict[str, Any]) -> Config:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from leeway.failures import PartFailed, as_text
-from leeway.runtime.supervisor import Supervisor, as_part_failure
+from leeway.runtime.supervisor import Supervisor, as_part_failure, together
 
 LONG_S = 30.0
 
@@ -195,3 +195,47 @@ def test_an_actors_exception_leaves_it_as_text_with_its_role():
         assert "test_supervisor.py" in caught.value.details
 
     asyncio.run(main())
+
+
+def test_calls_made_together_answer_in_their_order_not_in_the_order_they_end():
+    async def scenario(supervisor):
+        calls = [after(0.03, "a"), after(0.0, "b"), after(0.01, "c")]
+        assert await supervisor.wait(together(calls), what="trainer", timeout_s=LONG_S) == ["a", "b", "c"]
+        assert await together([]) == []
+
+    play(scenario)
+
+
+def test_calls_made_together_are_under_way_at_the_same_time():
+    async def scenario(supervisor):
+        met = asyncio.Barrier(3)
+        await supervisor.wait(together(met.wait() for _ in range(3)), what="trainer", timeout_s=0.5)
+
+    play(scenario)
+
+
+def test_of_calls_made_together_the_first_failure_ends_the_wait_at_once():
+    async def scenario(supervisor):
+        calls = together([for_ever(), after(0.01, ValueError("bad batch")), after(0.02, KeyError("later"))])
+        with pytest.raises(PartFailed, match=r"^trainer: ValueError: bad batch$"):
+            await supervisor.wait(calls, what="trainer", timeout_s=0.5)
+
+    play(scenario)
+
+
+def test_a_wait_for_calls_made_together_that_is_given_up_cancels_them_all():
+    ended = []
+
+    async def stubborn(name: str) -> None:
+        try:
+            await for_ever()
+        finally:
+            ended.append(name)
+
+    async def scenario(supervisor):
+        with pytest.raises(PartFailed, match=r"^trainer: no answer for 0.05 s"):
+            await supervisor.wait(together(map(stubborn, "ab")), what="trainer", timeout_s=0.05)
+        await asyncio.sleep(0.01)
+        assert sorted(ended) == ["a", "b"]
+
+    play(scenario)

@@ -1,0 +1,308 @@
+"""What an RL run says of itself: where each step's time went, what is logged in which order, and the sums at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from leeway.config import load_config
+from leeway.failures import PartFailed
+from leeway.monitor import build_monitor, read_metrics
+from leeway.recipes import rl_report
+from leeway.recipes.rl_report import WORK, Reporter, StepClock, StepReport, in_words, reduce_stats
+from leeway.runtime.limit import Speeds
+from leeway.runtime.supervisor import Supervisor
+
+CAUSES = ("wait_for_batch", "audit", "checkpoint", "evaluate")
+STATS_S = 10.0
+"""Seconds between two reports of the fake collectors."""
+
+
+class FakeTime:
+    """Stands for the module `time` in `rl_report`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+# The clock of a step
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.lists(st.tuples(st.sampled_from(CAUSES), st.integers(0, 100)), max_size=6),
+            st.lists(st.integers(0, 100), min_size=len(WORK), max_size=len(WORK)),
+            st.integers(0, 100),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_the_parts_of_a_step_add_up_to_its_wall_time(steps: list[Any]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rl_report, "time", fake := FakeTime())
+        clock = StepClock()
+        for waits, work_s, rest_s in steps:  # whole seconds, so that sums are exact
+            begun = fake.now
+            for cause, seconds in waits:
+                with clock.waiting(cause):
+                    fake.now += seconds
+            fake.now += sum(work_s) + rest_s
+            work = {name: float(s) for name, s in zip(WORK, work_s, strict=True)}
+            parts = clock.end(work | {"train/grad_norm": 7.0})
+            assert parts["step/total_s"] == fake.now - begun
+            assert parts["step/other_s"] == rest_s
+            assert parts["step/wait_for_batch_s"] == sum(s for cause, s in waits if cause == "wait_for_batch")
+            assert sum({**parts, **work}.values()) == 2 * parts["step/total_s"]  # the total, and what it is made of
+
+
+def test_no_part_is_negative_when_work_overlaps_a_wait_and_a_wait_that_fails_counts() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rl_report, "time", fake := FakeTime())
+        clock = StepClock()
+        with pytest.raises(KeyError), clock.waiting("publish"):
+            fake.now += 3
+            raise KeyError
+        parts = clock.end({"step/optim_s": 2.0})
+        assert parts == {"step/wait_for_batch_s": 0.0, "step/publish_s": 3.0, "step/total_s": 3.0, "step/other_s": 0.0}
+
+
+# Collectors' numbers
+
+
+def test_rates_and_counts_add_up_shares_are_averaged_and_maxima_kept() -> None:
+    got = reduce_stats(
+        [
+            {
+                "collector/tokens_per_s": 100.0,
+                "collector/groups_finished": 3.0,
+                "collector/generate_frac": 0.2,
+                "collector/pause_s": 0.5,
+                "param_server/bytes": 80.0,
+                "param_server/served_gap/max": 0.1,
+            },
+            {
+                "collector/tokens_per_s": 50.0,
+                "collector/groups_finished": 4.0,
+                "collector/generate_frac": 0.8,
+            },
+            {
+                "collector/tokens_per_s": 1.0,
+                "collector/generate_frac": 0.5,
+                "collector/pause_s": 0.25,
+                "param_server/bytes": 80.0,
+                "param_server/served_gap/max": 0.3,
+            },
+        ]
+    )
+    assert got == {
+        "collector/tokens_per_s": 151.0,
+        "collector/groups_finished": 7.0,
+        "collector/generate_frac": pytest.approx(0.5),
+        "collector/pause_s": 0.5,
+        "param_server/bytes": 80.0,
+        "param_server/served_gap/max": 0.3,
+    }
+    assert reduce_stats([]) == {}
+
+
+# The reporter
+
+
+class FakeCollector:
+    """Reports one dictionary after the other, the last one for ever."""
+
+    def __init__(self, fake_time: FakeTime, reports: list[dict[str, float]], *, seconds: float) -> None:
+        self._time, self._reports, self._seconds = fake_time, reports, seconds
+        self.stats = SimpleNamespace(remote=self._stats)
+
+    async def _stats(self) -> dict[str, float]:
+        self._time.now += self._seconds
+        if len(self._reports) > 1:
+            return self._reports.pop(0)
+        return self._reports[0]
+
+
+def collector_stats(*, generate: float, gap: float | None = None, quarantines: float = 0.0) -> dict[str, float]:
+    pulls = (
+        {"param_server/pulls": 0.0} if gap is None else {"param_server/pulls": 1.0, "param_server/served_gap/max": gap}
+    )
+    return {
+        "collector/generate_frac": generate,
+        "collector/wait_for_slot_frac": 1.0 - generate,
+        "collector/quarantines": quarantines,
+        **pulls,
+    }
+
+
+def take_of(reward: float, tokens: float) -> Any:
+    metrics = {
+        "train/reward/mean": reward,
+        "train/response_tokens/total": tokens,
+        "train/response_tokens/max": 9.0,
+        "train/tokens_in_pass": 2 * tokens,
+    }
+    return SimpleNamespace(metrics=metrics, rollouts=[{"text": f"of reward {reward}"}])
+
+
+def step_metrics(*, wait_s: float, work_s: float, lag: float, **more: float) -> dict[str, float]:
+    return {
+        "step/wait_for_batch_s": wait_s,
+        "step/forward_backward_s": work_s / 2,
+        "step/optim_s": work_s / 2,
+        "step/other_s": 0.0,
+        "step/total_s": wait_s + work_s,
+        "train/policy_lag/max": lag,
+        **more,
+    }
+
+
+SPEEDS = Speeds(generate_s_per_token=0.01, train_s_per_token=0.0, optim_s=0.0, serial_s_per_token=0.0, hand_over_s=0.0)
+
+
+def reported(tmp_path: Path, reports: list[StepReport], *stats: list[dict[str, float]]) -> Reporter:
+    config = load_config(
+        "quickstart",
+        ["stages.async_rl.train.updates_per_batch=2", "monitor.console=off"],
+        recipe="async_rl",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rl_report, "time", fake := FakeTime())
+
+        async def main() -> Reporter:
+            collectors = [FakeCollector(fake, list(s), seconds=STATS_S / len(stats)) for s in stats]
+            parts: Any = SimpleNamespace(collectors=collectors, supervisor=Supervisor())
+            reporter = Reporter(config, parts, build_monitor(tmp_path, config.monitor, {}, 4, "rl"))
+            for report in reports:
+                reporter.put(report)
+            reporter.end()
+            await reporter.run(SPEEDS)
+            return reporter
+
+        return asyncio.run(main())
+
+
+def a_run(tmp_path: Path) -> Reporter:
+    """Two takes of two steps: 100 and 200 response tokens; a report of the driver after each."""
+    one, two = take_of(0.25, 100.0), take_of(0.75, 200.0)
+    reports = [
+        StepReport(1, step_metrics(wait_s=2, work_s=2, lag=1), one, first_of_take=True),
+        StepReport(2, step_metrics(wait_s=0, work_s=2, lag=2), one),
+        StepReport(2, {"replay/dropped_stale": 0.0, "replay/groups_ready": 5.0}),
+        StepReport(3, step_metrics(wait_s=3, work_s=1, lag=1, **{"train/audit_gap/max": 0.5}), two, first_of_take=True),
+        StepReport(4, step_metrics(wait_s=0, work_s=2, lag=1, **{"train/audit_gap/max": 0.25}), two),
+        StepReport(4, {"param_server/publish_s": 0.5}),
+    ]
+    first = [
+        collector_stats(generate=0.0, gap=0.125),  # before the first step: no part of its shares
+        collector_stats(generate=1.0, gap=0.5),
+        collector_stats(generate=0.75, quarantines=1.0),
+        collector_stats(generate=0.75, gap=0.25),
+        collector_stats(generate=1.0, quarantines=1.0),
+    ]
+    return reported(tmp_path, reports, first, [collector_stats(generate=0.5, gap=0.0625)])
+
+
+def test_everything_is_logged_in_the_order_in_which_it_came(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    assert [(r["step"], r["role"]) for r in rows] == [
+        (0, "collector"),
+        (1, "trainer"),
+        (1, "collector"),
+        (2, "trainer"),
+        (2, "collector"),
+        (2, "driver"),
+        (3, "trainer"),
+        (3, "collector"),
+        (4, "trainer"),
+        (4, "collector"),
+        (4, "driver"),
+    ]
+    steps = [r for r in rows if r["role"] == "trainer"]
+    # What describes a take is said once, at its first step.
+    assert [r.get("train/reward/mean") for r in steps] == [0.25, None, 0.75, None]
+    # A step's share of its take, in its time: 100 / 2 tokens in 4 s, ...
+    assert [r["train/tokens_per_s"] for r in steps] == pytest.approx([50 / 4, 50 / 2, 100 / 4, 100 / 2])
+    assert [r["limit/step_s"] for r in steps] == pytest.approx([0.5, 0.5, 1.0, 1.0])
+    written = sorted(p.name for p in (tmp_path / "rollouts").iterdir())
+    assert written == ["step-000001.jsonl", "step-000003.jsonl"]
+
+
+def test_the_summary_adds_up_what_was_logged(tmp_path: Path) -> None:
+    summary = a_run(tmp_path).summary(steps=4)
+    shares = summary.pop("time_shares")
+    assert summary == {
+        "steps": 4,
+        "tokens": 300,
+        "reward_first": pytest.approx(0.5),
+        "reward_last": pytest.approx(0.5),
+        "max_policy_lag_observed": 2,
+        "dropped_stale": 0,
+        "served_gap_max": 0.5,
+        "quarantines": 1,
+        "pulls": 3 + 5,
+        "efficiency_second_half": pytest.approx((1.0 + 1.0) / (4 + 2)),
+        "audit_gap_max": 0.5,
+    }
+    # 12 s of steps, of which 7 s work; the engines: the mean of both, over four reports of equal length.
+    assert list(shares["trainer"]) == ["work", "wait_for_batch"]
+    assert shares["trainer"] == pytest.approx({"work": 7 / 12, "wait_for_batch": 5 / 12})
+    assert shares["generator"] == pytest.approx({"generate": 0.6875, "wait_for_slot": 0.3125})
+
+
+def test_a_dropped_group_would_be_seen_and_an_audit_that_never_was_is_not_reported(tmp_path: Path) -> None:
+    take = take_of(1.0, 10.0)
+    reports = [
+        StepReport(1, step_metrics(wait_s=1, work_s=1, lag=0), take, first_of_take=True),
+        StepReport(1, {"replay/dropped_stale": 2.0}),
+        StepReport(2, {"replay/dropped_stale": 1.0}),
+    ]
+    summary = reported(tmp_path, reports, [collector_stats(generate=0.5)]).summary(steps=1)
+    assert summary["dropped_stale"] == 2
+    assert "audit_gap_max" not in summary
+
+
+def test_shares_of_a_run_without_a_step_are_empty_and_small_ones_are_left_out(tmp_path: Path) -> None:
+    idle = reported(tmp_path / "idle", [], [collector_stats(generate=0.5)])
+    assert idle.shares() == {"trainer": {}, "generator": {}}
+    assert idle.summary(steps=0)["efficiency_second_half"] is None
+    take = take_of(1.0, 10.0)
+    metrics = step_metrics(wait_s=0.001, work_s=5.0, lag=0, **{"step/audit_s": 2.0})
+    report = StepReport(1, metrics | {"step/total_s": 7.001}, take, first_of_take=True)
+    shares = reported(tmp_path / "busy", [report], [collector_stats(generate=1.0)]).shares()
+    assert shares["trainer"] == pytest.approx({"work": 5 / 7, "audit": 2 / 7}, abs=1e-3)
+    assert shares["generator"] == {"generate": 1.0}
+    for causes in shares.values():
+        assert sum(causes.values()) == pytest.approx(1.0, abs=0.005)
+        assert list(causes.values()) == sorted(causes.values(), reverse=True)
+
+
+def test_a_collector_that_fails_ends_the_reports_by_name(tmp_path: Path) -> None:
+    async def main() -> None:
+        async def fail() -> dict[str, float]:
+            raise ValueError("lost its numbers")
+
+        config = load_config("quickstart", ["monitor.console=off"], recipe="async_rl")
+        collector = SimpleNamespace(stats=SimpleNamespace(remote=fail))
+        parts: Any = SimpleNamespace(collectors=[collector], supervisor=Supervisor())
+        reporter = Reporter(config, parts, build_monitor(tmp_path, config.monitor, {}, 4, "rl"))
+        with pytest.raises(PartFailed, match="generators: ValueError: lost its numbers"):
+            await reporter.run(SPEEDS)
+
+    asyncio.run(main())
+
+
+def test_shares_in_words_name_each_cause_and_leave_out_what_rounds_to_nothing() -> None:
+    shares = {"trainer": {"work": 0.716, "wait_for_batch": 0.28, "audit": 0.004}, "generator": {"generate": 1.0}}
+    assert in_words(shares) == ["trainer: work 72%, wait for batch 28%", "generator: generate 100%"]
