@@ -6,7 +6,7 @@ import importlib
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -42,7 +42,7 @@ def try_environment(
         for problem in problems:
             print(f"leeway: refused: {problem}", file=sys.stderr)
         raise typer.Exit(2)
-    recipe = importlib.import_module("leeway.recipes.try_env")
+    recipe: Any = importlib.import_module("leeway.recipes.try_env")
     recipe.CHOICE = recipe.Choice(task, times)
     folder = Path(tempfile.mkdtemp(prefix="leeway-try-"))
     stage = Stage(name="try", recipe="try_env", config=_for_one_task(settings), dir=folder)
