@@ -292,7 +292,7 @@ class AsyncRL:
             f"eval/{self._eval_tasks.name}/exact_match", metrics[f"eval/{self._eval_tasks.name}/reward"]
         )
         say(f"{self._context.name}: held-out accuracy {accuracy:.3f} at version {self._version}")
-        return {k.rsplit("/", 1)[1]: v for k, v in metrics.items()}
+        return {k.removeprefix(f"eval/{self._eval_tasks.name}/"): v for k, v in metrics.items()}
 
     async def _until_served(self, version: int) -> None:
         calls = [_awaited(c.until_verified.remote(version)) for c in self._parts.collectors]

@@ -60,11 +60,7 @@ def _one_text(name: str) -> dict[str, Any]:
 class Calculator:
     name = "calculator"
     description = "Calculates an arithmetic expression such as 3 * (4 + 5) ** 2."
-    parameters: dict[str, Any] = {
-        "type": "object",
-        "properties": {"expression": {"type": "string"}},
-        "required": ["expression"],
-    }
+    parameters = _one_text("expression")
 
     def __call__(self, *, expression: str) -> str:
         try:
