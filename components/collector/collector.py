@@ -22,6 +22,7 @@ from torchrl.collectors import BaseCollector
 
 from ..types import Admission, Group, Task, Trajectory
 from ..weights import HandOverError
+from .checks import TookTooLong, checked, within
 from .clock import ActivityClock
 from .hand_over import HandOver, PullReport
 from .policy import EnginePolicy, derived_seed
@@ -215,7 +216,7 @@ class Collector(BaseCollector):
 
         groups = await asyncio.gather(*map(one, tasks))
         if failures and len(failures) == len(tasks):
-            raise RuntimeError(f"all {len(tasks)} tasks failed; the last one: {failures[-1]}")
+            raise RuntimeError(f"all {len(tasks)} tasks failed; the last one: {failures[-1]}") from failures[-1]
         return [t for group in groups for t in group]
 
     def stats(self) -> dict[str, float]:
@@ -295,7 +296,7 @@ class Collector(BaseCollector):
         `admission`: of an admitted group, whose retries are counted and whose samples may be seeded.
         """
         s = self._settings
-        reason = ""
+        reason, last_error = "", None
         for attempt in range(s.retries + 1):
             if attempt and admission:
                 self._num_retried += 1
@@ -304,16 +305,18 @@ class Collector(BaseCollector):
             seed = derived_seed(self._seed, admission.group_id, attempt) if s.seeded and admission else None
             policy = self._policy(temperature=temperature, group_size=group_size, seed=seed)
             try:
-                async with asyncio.timeout(s.timeout_s) as deadline:
-                    with self._clock.doing("environment"):
-                        return _checked(await self._environment.rollout(task, policy), group_size)
+                with self._clock.doing("environment"):
+                    trajectories = await within(s.timeout_s, self._environment.rollout(task, policy))
+                return checked(
+                    trajectories, group_size=group_size, max_model_len=s.max_model_len, versions=policy.versions
+                )
             except Exception as error:
                 if self._is_engine_lost(error):
                     raise EngineLost(f"the inference engine died: {error}") from None
                 too_long = f"rollout took longer than rollout.timeout_s = {s.timeout_s:g} s"
-                reason = too_long if deadline.expired() else _reason(error)
+                reason, last_error = too_long if isinstance(error, TookTooLong) else _reason(error), error
                 logger.warning("task %s, attempt %d: %s", task.task_id, attempt, reason, exc_info=error)
-        raise RolloutFailed(reason)
+        raise RolloutFailed(reason) from last_error
 
     def _policy(self, *, temperature: float, group_size: int, seed: int | None) -> EnginePolicy:
         s = self._settings
@@ -332,21 +335,6 @@ class Collector(BaseCollector):
 
     def _count_tokens(self, count: int) -> None:
         self._num_tokens += count
-
-
-def _checked(trajectories: Any, group_size: int) -> list[Trajectory]:
-    """What an environment returned, if it is what it must be."""
-    if not isinstance(trajectories, list) or not all(isinstance(t, Trajectory) for t in trajectories):
-        raise TypeError(f"rollout() returned {type(trajectories).__name__}; expected a list of leeway.Trajectory")
-    if len(trajectories) != group_size:
-        raise ValueError(
-            f"rollout() returned {len(trajectories)} trajectories; expected policy.group_size = {group_size}"
-        )
-    if not any(any(t.loss_mask) for t in trajectories):
-        raise ValueError(
-            "rollout() returned trajectories of which no token was sampled by the policy; nothing to train on"
-        )
-    return trajectories
 
 
 def _pull_metrics(pulls: list[PullReport]) -> dict[str, float]:

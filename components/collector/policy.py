@@ -49,6 +49,8 @@ class EnginePolicy:
         self._num_calls = 0
         self._count_tokens = count_tokens
         self._generating = generating
+        self.versions: set[int] = set()
+        """Versions of all tokens sampled so far, those of `conversation` views included."""
 
     def encode(self, prompt: str | list[Message]) -> list[int]:
         return self.prompter.encode(prompt)
@@ -84,6 +86,7 @@ class EnginePolicy:
                 seed=seed,
             )
         self._count_tokens(sum(len(s.tokens) for s in sampled))
+        self.versions.update(*(s.policy_versions for s in sampled))
         # vLLM may hand out hundreds of completions in one event loop turn: let the loop breathe before decoding them.
         await asyncio.sleep(0)
         return [

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from .errors import ConfigError, words
 
@@ -38,6 +39,20 @@ REWARDS = (
 OPERATORS = ("filter_zero_variance", "filter_reward", "mask_truncated", "shape_reward", "prefer_short", "dedupe")
 
 _TARGET = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
+
+
+def user_names(value: Any) -> set[str]:
+    """Every "pkg.mod:Name" anywhere in a setting, keys of mappings included."""
+    if isinstance(value, dict):
+        return set().union(*(user_names(k) | user_names(v) for k, v in value.items()))
+    if isinstance(value, list | tuple):
+        return set().union(*(user_names(v) for v in value))
+    return {value} if isinstance(value, str) and _TARGET.match(value) else set()
+
+
+def names_plugins(config: Any) -> bool:
+    """Whether environment, rewards or operators are named that are the user's own."""
+    return bool(user_names(config.env.model_dump()) | user_names(config.replay.operators))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 from .base import Environment, Policy
 from .registry import build_environment
 from .rewards import Reward, resolve_reward
+from .scoring import Score, score
 from .single_turn import SingleTurn
 from .step import Observation, Step, StepEnvironment
 from .transcript import Transcript
@@ -12,10 +13,12 @@ __all__ = [
     "Observation",
     "Policy",
     "Reward",
+    "Score",
     "SingleTurn",
     "Step",
     "StepEnvironment",
     "Transcript",
     "build_environment",
     "resolve_reward",
+    "score",
 ]

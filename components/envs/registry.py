@@ -49,10 +49,9 @@ def _build_one(env_config: Any) -> Environment:
     options = dict(env_config.options)
     parameters = inspect.signature(cls).parameters
     model = _options_model(cls)
+    arguments: dict[str, Any] = options
     if model is not None:
         arguments = {"options": checked_options(model, options, key="env.options", whose=_whose(cls, model))}
-    else:
-        arguments = options
     if "reward" in parameters and "reward" not in options:
         arguments["reward"] = build_reward(env_config)
     try:

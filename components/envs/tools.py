@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from .calculator import calculate
 from .corpus import Corpus
@@ -41,7 +41,7 @@ class Tool(Protocol):
     description: str
     parameters: dict[str, Any]
 
-    def __call__(self, **arguments: Any) -> str | Awaitable[str]: ...
+    def __call__(self, *args: Any, **arguments: Any) -> str | Awaitable[str]: ...
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,14 @@ class Call:
     error: str | None = None
 
 
+def _one_text(name: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {name: {"type": "string"}}, "required": [name]}
+
+
 class Calculator:
     name = "calculator"
     description = "Calculates an arithmetic expression such as 3 * (4 + 5) ** 2."
-    parameters = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}  # noqa: RUF012
+    parameters = _one_text("expression")
 
     def __call__(self, *, expression: str) -> str:
         try:
@@ -70,7 +74,7 @@ class Search:
 
     name = "search"
     description = "Finds passages by key words."
-    parameters = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}  # noqa: RUF012
+    parameters = _one_text("query")
 
     def __init__(self, corpus: Corpus, *, num_results: int = 3) -> None:
         self._corpus, self._num_results = corpus, num_results
@@ -114,7 +118,7 @@ def _user_tool(name: str) -> Tool:
             )
     if not callable(tool):
         raise ValueError(f"env.options.tools: {name!r} cannot be called; expected {expected}")
-    return tool
+    return cast(Tool, tool)
 
 
 def describe(tools: dict[str, Tool]) -> str:

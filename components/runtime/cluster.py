@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import psutil
 import ray
 
 from ..config import Config, derive
+from ..config.names import user_names
 from ..failures import PartFailed
 
 
@@ -68,8 +67,8 @@ def user_module_paths(config: Config) -> list[Path]:
 
     Installed packages are expected on every node already.
     """
-    sections = [config.env.model_dump(), config.replay.operators, config.task.model_dump()]
-    names = {name.split(":")[0].split(".")[0] for section in sections for name in _user_names(section)}
+    found = user_names([config.env.model_dump(), config.replay.operators, config.task.model_dump()])
+    names = {name.split(":")[0].split(".")[0] for name in found}
     paths = []
     for name in sorted(names):
         try:
@@ -82,16 +81,3 @@ def user_module_paths(config: Config) -> list[Path]:
         path = Path(origin)
         paths.append(path.parent if path.name == "__init__.py" else path)
     return paths
-
-
-def _user_names(value: Any) -> Iterator[str]:
-    """Every "pkg.mod:Name" anywhere in a section, keys included."""
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _user_names(key)
-            yield from _user_names(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _user_names(inner)
-    elif isinstance(value, str) and re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", value):
-        yield value

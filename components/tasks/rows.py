@@ -60,14 +60,15 @@ class RowFormat:
         if isinstance(prompt, str) and prompt.strip():
             return prompt
         if isinstance(prompt, list) and prompt and all(self._is_message(message) for message in prompt):
-            return [
-                {"role": self.roles.get(m[self.role_key], m[self.role_key]), "content": m[self.content_key]}
-                for m in prompt
-            ]
+            return [self._message(message) for message in prompt]
         raise ValueError(
             f"{where}: {self.prompt_key!r} is {repr(prompt)[:60]}; expected text or a list of "
             f'{{"{self.role_key}": ..., "{self.content_key}": ...}} messages'
         )
+
+    def _message(self, item: dict[str, str]) -> Message:
+        role = item[self.role_key]
+        return {"role": self.roles.get(role, role), "content": item[self.content_key]}
 
     def _is_message(self, item: Any) -> bool:
         return (

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -512,6 +513,103 @@ def test_a_later_turn_may_be_longer_than_a_prompt_but_not_than_the_model():
     rig = play_to_the_end(Turns(), retries=0)
     assert [r["max_tokens"] for r in rig.engine.requests] == [4, 2]
     assert "prompt of 12 tokens" in rig.slots.failures[0]
+
+
+class Misbehaves(Answer):
+    """One task in twenty goes wrong in one of these ways, in every attempt; the others are answered."""
+
+    WAYS = (
+        "hangs", "raises", "nan", "lengths", "type", "strings", "endless", "versions", "logprobs", "not_cancelled",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.let_go = False
+
+    async def rollout(self, task, policy):
+        number = int(task.task_id.removeprefix("task-"))
+        good = await super().rollout(task, policy)
+        if number % 20:
+            return good
+        self.running += 1
+        try:
+            return await getattr(self, self.WAYS[number // 20 % len(self.WAYS)])(good)
+        finally:
+            self.running -= 1
+
+    async def hangs(self, good):
+        await asyncio.sleep(3600)
+
+    async def not_cancelled(self, good):
+        while not self.let_go:
+            try:
+                await asyncio.sleep(0.05)
+            except asyncio.CancelledError:
+                pass
+
+    async def raises(self, good):
+        raise KeyError("no such tool")
+
+    async def nan(self, good):
+        return [replace(t, reward=float("nan")) for t in good]
+
+    async def lengths(self, good):
+        return [replace(t, loss_mask=[True]) for t in good]
+
+    async def type(self, good):
+        return {"reward": 1.0}
+
+    async def strings(self, good):
+        return [replace(t, response_tokens=["a"] * len(t.response_tokens)) for t in good]
+
+    async def endless(self, good):
+        num = 10**5
+        fields = {"response_tokens": [1], "loss_mask": [True], "behavior_logprobs": [0.0], "policy_versions": [0]}
+        return [replace(t, **{name: value * num for name, value in fields.items()}) for t in good]
+
+    async def versions(self, good):
+        return [replace(t, policy_versions=[99] * len(t.policy_versions)) for t in good]
+
+    async def logprobs(self, good):
+        return [replace(t, behavior_logprobs=[float("-inf")] * len(t.policy_versions)) for t in good]
+
+
+def test_one_rollout_in_twenty_that_goes_wrong_costs_its_own_group_only(monkeypatch, caplog):
+    monkeypatch.setattr("leeway.collector.checks.GRACE_S", 0.1)
+    environment = Misbehaves()
+    started = time.monotonic()
+
+    async def scenario(rig, collecting):
+        rig.slots.add(*[0] * 200)
+        rig.slots.end()
+        await collecting
+        assert environment.running == 3, "the three attempts that do not let themselves be cancelled"
+        environment.let_go = True
+        await asyncio.sleep(0.1)
+        assert environment.running == 0
+
+    rig = play(scenario, environment, timeout_s=0.2, retries=2, max_in_flight=16)
+    wrong = {20 * way: name for way, name in enumerate(Misbehaves.WAYS)}
+    assert sorted(rig.group_ids) == [i for i in range(200) if i not in wrong]
+    expected = {
+        "hangs": "took longer than rollout.timeout_s = 0.2 s",
+        "not_cancelled": "took longer than rollout.timeout_s = 0.2 s",
+        "raises": "KeyError: 'no such tool'",
+        "nan": "reward is nan",
+        "lengths": "per-token lists differ in length",
+        "type": "returned dict; expected a list",
+        "strings": "tokens that are no whole numbers",
+        "endless": "a trajectory of 100005 tokens; rollout.max_model_len is 12",
+        "versions": "version 99; expected what generate() gave in this rollout: [0]",
+        "logprobs": "logprob -inf",
+    }
+    assert {wrong[i]: expected[wrong[i]] in reason for i, reason in rig.slots.failures.items()} == dict.fromkeys(
+        expected, True
+    )
+    assert sorted(rig.slots.retried_ids) == sorted(2 * list(wrong)), "each is tried again as often as it may be"
+    assert time.monotonic() - started < 3 * (0.2 + 0.1) + 4, "waits for the slowest of them only"
+    assert "Traceback" in caplog.text
+    assert 'raise KeyError("no such tool")' in caplog.text
 
 
 def test_a_lost_engine_ends_the_iteration_at_once_and_is_not_retried():

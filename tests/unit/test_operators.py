@@ -45,6 +45,7 @@ def test_filters():
 def test_truncated_trajectories_are_masked_and_stay_in_the_baseline():
     long = trajectory(0, (5, 6, 7), "length")
     result = Pipeline(["mask_truncated"])(group(long, trajectory(1)))
+    assert isinstance(result, Group)
     assert rewards(result) == [0, 1]
     cut = result.trajectories[0]
     assert (cut.loss_mask, cut.policy_versions, cut.behavior_logprobs) == ([False] * 3, [NO_VERSION] * 3, [0.0] * 3)
@@ -52,7 +53,9 @@ def test_truncated_trajectories_are_masked_and_stay_in_the_baseline():
     assert result.policy_versions() == (3, 3)
     assert Pipeline(["mask_truncated"])(group(long, long)) == "all truncated"
     step = {"mask_truncated": {"reasons": ["max_turns"]}}
-    assert Pipeline([step])(group(trajectory(0, finish_reason="max_turns"), long)).trajectories[1] == long
+    other = Pipeline([step])(group(trajectory(0, finish_reason="max_turns"), long))
+    assert isinstance(other, Group)
+    assert other.trajectories[1] == long
 
 
 def test_shaping():

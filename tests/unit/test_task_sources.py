@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from itertools import islice
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings
@@ -24,7 +25,7 @@ def write(path, rows):
     return str(path)
 
 
-def build(which="train", seed=0, evaluation=None, **settings):
+def build(which: Literal["train", "eval"] = "train", seed=0, evaluation=None, **settings):
     return build_taskset(TaskConfig(**settings), seed=seed, split=which, eval_config=evaluation or EvalConfig())
 
 
@@ -239,7 +240,7 @@ def test_a_mixture_from_settings_with_environments_of_their_own(tmp_path):
     assert isinstance(train, MixedTaskSet)
     tasks = list(islice(train.forever(), 8))
     assert Counter(t.info["taskset"] for t in tasks) == {"a": 6, "b": 2}
-    assert all(t.prompt.startswith("B: q1") for t in tasks if t.info["taskset"] == "b")
+    assert all(str(t.prompt).startswith("B: q1") for t in tasks if t.info["taskset"] == "b")
     held = build(which="eval", **config)
     assert not {t.task_id for t in held.tasks} & {t.task_id for t in train.tasks}
     assert len(held) + len(train) == 60

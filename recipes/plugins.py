@@ -1,0 +1,90 @@
+"""The user's own environments, rewards and operators, tried before any process starts: where mistakes are cheap."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from typing import Any
+
+from leeway.config import Config
+from leeway.config.names import user_names
+from leeway.types import Completion, Task, Trajectory
+
+DRY_RUN_S = 20.0
+_PROGRAMMING_ERRORS = (TypeError, NameError, AttributeError, ImportError)
+
+
+def check_plugins(config: Config) -> None:
+    """Import and build whatever the settings name. Raises ValueError in one line: file, line, what was expected."""
+    from leeway.envs.registry import build_environment
+    from leeway.replay.operators import Pipeline
+
+    build_environment(config.env)
+    Pipeline(config.replay.operators)
+
+
+def dry_run(config: Config, task: Task) -> None:
+    """Play one task with an environment of the user's own against a policy that says the task's answer, no engine.
+
+    Raises ValueError in one line where it returns something else than it should or breaks by a mistake in its code.
+    Other exceptions are not judged: the environment may need what only a run has.
+    """
+    if not user_names(config.env.name):
+        return
+    from leeway.envs.registry import build_environment
+
+    environment = build_environment(config.env)
+    try:
+        returned = asyncio.run(asyncio.wait_for(environment.rollout(task, _Says(task)), DRY_RUN_S))
+    except _PROGRAMMING_ERRORS as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = "" if frame.filename in str(error) else f" ({frame.filename}:{frame.lineno})"
+        raise ValueError(
+            f"env.name: {config.env.name} fails on task {task.task_id}: {type(error).__name__}: "
+            f"{' '.join(str(error).split())}{place}"
+        ) from error
+    except Exception:
+        return
+    _check_returned(returned, environment)
+
+
+def _check_returned(returned: Any, environment: Any) -> None:
+    code = type(environment).rollout.__code__
+    where = f"env.name: {type(environment).__name__}.rollout ({code.co_filename}:{code.co_firstlineno})"
+    if not isinstance(returned, list) or not all(isinstance(t, Trajectory) for t in returned):
+        raise ValueError(f"{where} returned {repr(returned)[:80]}; expected a list of leeway.Trajectory")
+    if len(returned) != _Says.group_size:
+        raise ValueError(
+            f"{where} returned {len(returned)} trajectories; expected policy.group_size = {_Says.group_size}"
+        )
+
+
+class _Says:
+    """A policy that says the task's answer in every turn."""
+
+    group_size = 2
+    max_model_len = 100_000
+
+    def __init__(self, task: Task) -> None:
+        from leeway.tasks.prompting import Prompter
+        from leeway.tasks.tiny_tokenizer import build_tokenizer
+
+        self._answer = task.answer
+        self.prompter = Prompter(build_tokenizer([task.answer]))
+
+    def encode(self, prompt: Any) -> list[int]:
+        return self.prompter.encode(prompt)
+
+    def conversation(self, index: int) -> _Says:
+        return self
+
+    async def generate(self, prompt: Any, *, n: int | None = None, max_tokens: int | None = None) -> list[Completion]:
+        tokens = [*self.prompter.encode_plain(self._answer), self.prompter.stop_token_ids[0]]
+        said = Completion(
+            tokens=tokens,
+            logprobs=[0.0] * len(tokens),
+            policy_versions=[0] * len(tokens),
+            finish_reason="stop",
+            text=self._answer,
+        )
+        return [said] * (self.group_size if n is None else n)

@@ -1,0 +1,140 @@
+"""The user's own code is tried before anything starts, and mistakes in it are named with file and line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from leeway.config import load_config
+from leeway.recipes.plugins import check_plugins, dry_run
+from leeway.recipes.try_env import exchange
+from leeway.tasks import Prompter
+from leeway.tasks.tiny_tokenizer import build_tokenizer
+from leeway.types import NO_VERSION, Task, Trajectory
+
+ROOT = Path(__file__).resolve().parents[2]
+TASK = Task(task_id="t", prompt="12 + 34 =", answer="46")
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(source: str) -> None:
+        (tmp_path / "env_of_mine.py").write_text(source)
+        sys.modules.pop("env_of_mine", None)
+
+    return write
+
+
+def config(*overrides):
+    return load_config("quickstart", ["env.name=env_of_mine:Env", *overrides])
+
+
+ROLLOUT = "from leeway import Environment\nclass Env(Environment):\n async def rollout(self, task, policy):\n  "
+STEP = "from leeway import StepEnvironment\nclass Env(StepEnvironment):\n async def step(self, completion):\n  "
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            ROLLOUT + "pass",
+            r"Env\.rollout \(.*env_of_mine\.py:3\) returned None; expected a list of leeway\.Trajectory",
+        ),
+        (ROLLOUT + "return [1, 2]", r"env_of_mine\.py:3\) returned \[1, 2\]"),
+        (ROLLOUT + "return []", r"env_of_mine\.py:3\) returned 0 trajectories; expected policy\.group_size = 2"),
+        (ROLLOUT + "return undefined", r"fails on task t: NameError: .*undefined.* \(.*env_of_mine\.py:4\)"),
+        (ROLLOUT + "return policy.sample()", r"AttributeError: .*sample.* \(.*env_of_mine\.py:4\)"),
+        (
+            STEP + "return 1.0",
+            r"Env\.step \(.*env_of_mine\.py:3\) returned 1\.0; expected \(observation, reward, done, in",
+        ),
+        (STEP + "return None, 'a', True, {}", r"Env\.step \(.*env_of_mine\.py:3\) gave reward 'a'"),
+        (STEP + "return {}, 0.0, False, {}", r"Env\.step \(.*env_of_mine\.py:3\) gave the observation {}"),
+    ],
+)
+def test_a_wrong_return_is_found_by_a_dry_run(mine, source, message):
+    mine(source)
+    with pytest.raises(ValueError, match=message) as caught:
+        dry_run(config(), TASK)
+    assert str(caught.value).startswith("env.name: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "line", ["return None, 1.0, True, {}", "raise OSError('no such host')", "import asyncio; await asyncio.sleep(99)"]
+)
+def test_what_is_right_or_needs_a_run_passes(mine, line, monkeypatch):
+    monkeypatch.setattr("leeway.recipes.plugins.DRY_RUN_S", 0.3)
+    mine(STEP + line)
+    started = time.monotonic()
+    dry_run(config(), TASK)
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize("name", ["my_env:MyEnv", "guess_number:GuessNumber"])
+def test_the_examples_pass(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    settings = load_config("quickstart", [f"env.name={name}", "env.reward=my_scorer:short_and_right"])
+    check_plugins(settings)
+    dry_run(settings, TASK)
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_examples_are_short(example):
+    assert len(example.read_text().splitlines()) < 40
+
+
+def leeway(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from leeway.cli.main import main; main()", *args]
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def test_validate_and_try_refuse_a_broken_module_before_anything_starts(tmp_path):
+    (tmp_path / "env_of_mine.py").write_text("from leeway import StepEnvironment\n\nclass Env(StepEnvironment): pass\n")
+    for command in (
+        ["validate", "quickstart", "env.name=env_of_mine:Env"],
+        ["env", "try", "env_of_mine:Env", "-c", "quickstart"],
+    ):
+        done = leeway(*command, cwd=tmp_path)
+        assert done.returncode == 2, done.stderr
+        (line,) = [text for text in done.stderr.splitlines() if "refused" in text]
+        assert "env_of_mine.py:3: abstract methods are missing: step" in line
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name != "__pycache__") == ["env_of_mine.py"]
+
+
+def test_the_exchange_shows_who_wrote_what():
+    prompter = Prompter(build_tokenizer(["12 + 34 = 46 higher"]))
+    prompt, guess, hint = (prompter.encode_plain(t) for t in ("12 + 34 =", "46", " higher"))
+    tokens = [*guess, *hint, *guess]
+    mask = [True] * len(guess) + [False] * len(hint) + [True] * len(guess)
+    trajectory = Trajectory(
+        prompt_tokens=prompt,
+        response_tokens=tokens,
+        loss_mask=mask,
+        behavior_logprobs=[-0.25 if m else 0.0 for m in mask],
+        policy_versions=[3 if m else NO_VERSION for m in mask],
+        reward=0.5,
+        finish_reason="stop",
+        text="",
+        metrics={"exact_match": 1.0},
+    )
+    lines = list(exchange(TASK, [trajectory, trajectory], prompter))
+    text = "\n".join(lines)
+    assert "== trajectory 2 of 2: reward 0.5, finish stop, exact_match 1" in text
+    heads = [line for line in lines if line.startswith("--")][:4]
+    assert heads == [
+        f"-- prompt, {len(prompt)} tokens",
+        f"-- policy, {len(guess)} tokens, trained on, version 3",
+        f"-- environment, {len(hint)} tokens, masked",
+        f"-- policy, {len(guess)} tokens, trained on, version 3",
+    ]
+    assert f"{guess[0]:>7}   -0.2500  v3  '4'" in text
+    assert text.endswith("rewards: 0.5, 0.5; all equal: a group like this teaches nothing")
