@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leeway.config import load_config
@@ -37,6 +37,7 @@ class FakeTime:
 # The clock of a step
 
 
+@settings(deadline=None)
 @given(
     steps=st.lists(
         st.tuples(
