@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
+from leeway.recipes import frontier_picture
 from leeway.recipes.frontier_picture import draw_frontier
 from leeway.recipes.frontier_report import FrontierRun, Interval, conclusions, summarise, write_csv
 
@@ -256,3 +257,16 @@ def test_a_picture_is_drawn_also_of_one_seed(tmp_path: Path, num_seeds: int) -> 
     for panel in np.array_split(pixels[..., :3], 3, axis=1):
         colored = (panel.max(-1) - panel.min(-1) > 0.3).mean()
         assert colored > 5e-4, "each of the three panels shows both corrections' colors"
+
+
+def test_the_line_in_the_picture_is_what_the_verdicts_compare_with() -> None:
+    runs = [run_of(a, correction=c, seed=seed) for seed in (0, 1) for c, a in (("decoupled", 0.9), ("none", 0.7))]
+    summaries = summarise([*runs, run_of(0.6, lag=4)], margin=MARGIN)
+    reference = frontier_picture._reference(summaries)
+    assert reference is not None
+    assert (reference.correction, reference.accuracy.mean) == ("none", 0.7)
+    lockstep = [s for s in summaries if s.lockstep]
+    assert frontier_picture._reference(lockstep[:1]) is lockstep[0]
+    tis = summarise([run_of(0.6, correction="tis")], margin=MARGIN)
+    assert frontier_picture._reference([lockstep[0], *tis]) is None
+    assert frontier_picture._reference([s for s in summaries if not s.lockstep]) is None
