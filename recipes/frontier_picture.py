@@ -25,17 +25,9 @@ def draw_frontier(runs: Sequence[FrontierRun], summaries: Sequence[CellSummary],
     num_seeds = max(s.num_seeds for s in summaries)
     _panel(panels[0], summaries, lambda s: s.accuracy, title="Held-out accuracy at equal samples")
     _points(panels[0], runs, summaries)
-    reference = next((s for s in summaries if s.lockstep), None)
-    if reference is not None:
-        panels[0].axhline(reference.accuracy.mean - margin, color="#999999", ls="--", lw=1)
-        panels[0].annotate(
-            f"lockstep - {margin:g}",
-            (0.99, reference.accuracy.mean - margin),
-            xycoords=("axes fraction", "data"),
-            ha="right",
-            va="bottom",
-            fontsize=9,
-            color="#666666",
+    if (reference := _reference(summaries)) is not None:
+        panels[0].axhline(
+            reference.accuracy.mean - margin, color="#999999", ls="--", lw=1, label=f"lockstep - margin of {margin:g}"
         )
     _panel(panels[1], summaries, lambda s: s.accuracy_at_equal_time, title="Held-out accuracy at equal wall-clock")
     _panel(panels[2], summaries, lambda s: s.train_s, title="Seconds of training for these samples")
@@ -45,8 +37,16 @@ def draw_frontier(runs: Sequence[FrontierRun], summaries: Sequence[CellSummary],
         ax.set_ylim(max(low, 0.0), min(high, 1.0))  # few seeds make intervals that no share can have
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=10, frameon=False)
-    figure.suptitle(f"What lag costs and gains: mean and 95 % interval over {num_seeds} seeds", fontsize=13)
+    what = f"mean and 95 % interval over {num_seeds} seeds" if num_seeds > 1 else "one seed, so no intervals"
+    figure.suptitle(f"What lag costs and gains: {what}", fontsize=13)
     figure.savefig(path, dpi=120)
+
+
+def _reference(summaries: Sequence[CellSummary]) -> CellSummary | None:
+    """What all verdicts compare with; None where each correction has a lockstep of its own, or there is none."""
+    lockstep = [s for s in summaries if s.lockstep]
+    chosen = [s for s in lockstep if s.correction == "none"] or lockstep
+    return chosen[0] if len(chosen) == 1 else None
 
 
 def _panel(ax: Axes, summaries: Sequence[CellSummary], value: Callable[[CellSummary], Interval], *, title: str) -> None:
@@ -65,6 +65,7 @@ def _panel(ax: Axes, summaries: Sequence[CellSummary], value: Callable[[CellSumm
         )  # fmt: skip
     lockstep = {s.max_policy_lag for s in summaries if s.lockstep}
     ax.set_xticks(range(len(lags)), [f"{lag}\n(lockstep)" if lag in lockstep else str(lag) for lag in lags])
+    ax.set_xlim(-0.5, len(lags) - 0.5)
     ax.set_xlabel("bound on the policy lag, optimizer steps (real lag forced to it)")
     ax.set_title(title, fontsize=11)
     ax.grid(axis="y", color="#e5e5e5")

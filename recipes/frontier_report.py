@@ -186,7 +186,7 @@ def _verdict(difference: Interval | None, num_pairs: int, margin: float) -> str:
         return "not inferior"
     if difference.high < -margin:
         return "inferior"
-    return f"too few seeds to say ({num_pairs}; about {_seeds_needed(difference, num_pairs, margin)} would do)"
+    return f"too few seeds to say ({num_pairs}; {_seeds_needed(difference, num_pairs, margin)} would do)"
 
 
 def _seeds_needed(difference: Interval, num_pairs: int, margin: float) -> str:
@@ -196,5 +196,5 @@ def _seeds_needed(difference: Interval, num_pairs: int, margin: float) -> str:
     deviation = (difference.high - difference.mean) / t * math.sqrt(num_pairs)
     for n in range(num_pairs + 1, 1001):
         if (_T95[n - 2] if n - 2 < len(_T95) else 1.960) * deviation / math.sqrt(n) < distance:
-            return str(n)
+            return f"about {n}"
     return "more than 1000"

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +112,16 @@ def find_module(dotted: str) -> Path | None:
 def engine_options() -> set[str]:
     """Names of vLLM's engine arguments, read from its source (importing it takes seconds); empty where it is absent."""
     file = find_module("vllm.engine.arg_utils")
-    if file is None or file.suffix != ".py":
-        return set()
+    return set() if file is None or file.suffix != ".py" else set(_engine_options_in(file))
+
+
+@cache
+def _engine_options_in(file: Path) -> frozenset[str]:
+    """Parsing takes a tenth of a second, and a study checks many configs."""
     tree = ast.parse(file.read_text(encoding="utf-8"))
     classes = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name in ("EngineArgs", "AsyncEngineArgs")]
     fields = [n for c in classes for n in c.body if isinstance(n, ast.AnnAssign)]
-    return {n.target.id for n in fields if isinstance(n.target, ast.Name)}
+    return frozenset(n.target.id for n in fields if isinstance(n.target, ast.Name))
 
 
 def _may_define(file: Path, attribute: str) -> bool:

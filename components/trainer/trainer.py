@@ -171,7 +171,7 @@ class Trainer:
         `batch` is this rank's share, `manifest` and `buckets` a kept publication (a collective). Returns the `sum`,
         `max` and number (`tokens`) of |trainer - engine| in nats over all ranks. The weights stay as they were.
         """
-        with published_weights(self._model.lm, manifest, buckets):
+        with published_weights(self._model, manifest, buckets):
             logprobs = self.token_logprobs(batch)
         chosen = batch.loss_mask & (batch.policy_versions == manifest.policy_version)
         gaps = (logprobs - batch.behavior_logprobs)[chosen].abs().double()

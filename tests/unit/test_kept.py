@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leeway.recipes.kept import KeptPublications
@@ -22,6 +22,7 @@ def versions(publications: list[Publication]) -> list[int]:
     return [p.manifest.policy_version for p in publications]
 
 
+@settings(deadline=None)
 @given(
     every=st.integers(0, 9),
     reach=st.integers(0, 7),

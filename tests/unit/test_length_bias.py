@@ -7,7 +7,7 @@ import dataclasses
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leeway.replay.lengths import LengthMeter
@@ -46,6 +46,7 @@ GROUPS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(groups=GROUPS)
 def test_it_is_the_definition_on_any_lengths(groups: list[tuple[list[int], bool]]) -> None:
     meter = LengthMeter()
@@ -62,6 +63,7 @@ def test_it_is_the_definition_on_any_lengths(groups: list[tuple[list[int], bool]
     assert got[MEAN] == pytest.approx(sum(trained) / len(trained) - sum(generated) / len(generated))
 
 
+@settings(deadline=None)
 @given(groups=GROUPS)
 def test_there_is_no_bias_at_all_where_everything_was_trained_on(groups: list[tuple[list[int], bool]]) -> None:
     meter = LengthMeter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from leeway.config import Config, derive, load_config
@@ -60,6 +60,7 @@ def config_of(*, P: int, u: int, n: int, W: int, T: int, L: int) -> Config:
     )
 
 
+@settings(deadline=None)
 @given(
     P=st.integers(1, 3),
     u=st.integers(1, 3),
