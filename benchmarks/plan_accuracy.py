@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+from quickstart_runs import finished_run, leeway, step_seconds, warmed_up
+
 TOLERANCE = 0.10
 
 
@@ -56,13 +54,18 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     out = options.out.absolute()
-    model = options.model or warmed_up(out)
-    run_dirs = {case.name: finished_run(case, out, model, options.steps) for case in (CALIBRATION, *CASES)}
+    model = options.model or warmed_up(out, "plan_accuracy")
+    run_dirs = {
+        case.name: finished_run(
+            out, "plan_accuracy", case.name, model, f"stages.async_rl.train.steps={options.steps}", *case.overrides
+        )
+        for case in (CALIBRATION, *CASES)
+    }
     calibration = run_dirs[CALIBRATION.name]
     print(f"\n{'':18}{'predicted s':>12}{'measured s':>12}{'error':>8}")
     worst = 0.0
     for case in (CALIBRATION, *CASES):
-        predicted, measured = predicted_step_s(calibration, case), measured_step_s(run_dirs[case.name])
+        predicted, measured = predicted_step_s(calibration, case), step_seconds(run_dirs[case.name])
         error = predicted / measured - 1
         print(f"{case.name:18}{predicted:12.3f}{measured:12.3f}{error:+8.1%}")
         if case is not CALIBRATION:
@@ -71,48 +74,10 @@ def main() -> int:
     return int(worst > TOLERANCE)
 
 
-def leeway(*args: str, capture: bool = False) -> str:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-c", "from leeway.cli.main import main; main()", *args]
-    done = subprocess.run(
-        command, cwd=HERE, env=env, check=True, stdout=subprocess.PIPE if capture else None, text=True
-    )
-    return done.stdout or ""
-
-
-def warmed_up(out: Path) -> Path:
-    folder = out / "plan_accuracy" / "warm_up"
-    if not (folder / "summary.json").exists():
-        leeway("run", "sft", "--config", "quickstart", f"output_dir={out}", "project=plan_accuracy", "name=warm_up")
-    checkpoints = folder / "stages" / "sft" / "checkpoints"
-    return next(iter(sorted(checkpoints.glob("step-*/hf"))))
-
-
-def finished_run(case: Case, out: Path, model: Path, steps: int) -> Path:
-    folder = out / "plan_accuracy" / case.name
-    if not (folder / "summary.json").exists():
-        leeway(
-            *("run", "async_rl", "--config", "quickstart", f"output_dir={out}", "project=plan_accuracy"),
-            *(f"name={case.name}", "stages.sft=null", "model.init=null", f"model.path={model}"),
-            *("eval.at_start=false", "eval.at_end=false", "checkpoint.save_hf=never"),
-            *(f"stages.async_rl.train.steps={steps}", *case.overrides),
-        )
-    return folder
-
-
 def predicted_step_s(calibration: Path, case: Case) -> float:
     options = case.options or ("-L", "2")
     plan = json.loads(leeway("plan", "--from", str(calibration), "--json", *options, capture=True))
     return plan["predictions"][0]["step_s"]
-
-
-def measured_step_s(folder: Path) -> float:
-    """Mean over the last four fifths of the steps, without the few that something else held up."""
-    lines = (folder / "stages" / "async_rl" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [row["step/total_s"] for row in map(json.loads, lines) if "step/total_s" in row]
-    settled = steps[len(steps) // 5 :]
-    usual = statistics.median(settled)
-    return statistics.fmean(s for s in settled if s <= 3 * usual)
 
 
 if __name__ == "__main__":
