@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time names are loaded
     from .config import Config as Config
     from .config import ConfigError as ConfigError
     from .config import load_config as load_config
+    from .envs import AgentEnvironment as AgentEnvironment
+    from .envs import Endpoint as Endpoint
     from .envs import Environment as Environment
     from .envs import Policy as Policy
     from .envs import StepEnvironment as StepEnvironment
@@ -29,6 +31,8 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "Environment": ".envs",
+    "AgentEnvironment": ".envs",
+    "Endpoint": ".envs",
     "Policy": ".envs",
     "StepEnvironment": ".envs",
     "Transcript": ".envs",

@@ -32,7 +32,7 @@ def task_source_is_complete(config: Config, named: Named) -> None:
         weight = own.get("weight", 1.0)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
             raise ConfigError(named(f"{key}.weight"), got=weight, expected="a number above 0", fix="set 1")
-        shared = config.task.model_dump(exclude={"mix", "name", "path", "dataset"})
+        shared = config.task.model_dump(exclude={"mix", "name", "path", "dataset", "options"})
         settings = {**shared, **{k: v for k, v in own.items() if k != "weight"}}
         part = checked_options(TaskConfig, settings, key=named(key), whose="a taskset of task.mix")
         if part.name == "mix":

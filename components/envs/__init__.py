@@ -1,5 +1,6 @@
 """Environments and rewards. Loads nothing heavy beyond the shared types."""
 
+from .agent import AgentEnvironment, Endpoint
 from .base import Environment, Policy
 from .registry import build_environment
 from .rewards import Reward, resolve_reward
@@ -9,6 +10,8 @@ from .step import Observation, Step, StepEnvironment
 from .transcript import Transcript
 
 __all__ = [
+    "AgentEnvironment",
+    "Endpoint",
     "Environment",
     "Observation",
     "Policy",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ..config.environments import MultiTurnOptions
+from ..config.names import user_names
 from ..types import Completion, Task
-from .importing import import_user_object, is_user_name
+from .importing import import_user_object
 from .rewards import AnyReward, exact_match
 from .scoring import WeightedSum, score
 from .step import Observation, Step, StepEnvironment
@@ -24,7 +25,7 @@ class MultiTurn(StepEnvironment):
         self.max_turns, self.max_tokens_per_turn = options.max_turns, options.max_tokens_per_turn
         self._reward = reward
         self._feedback = None
-        if is_user_name(options.feedback):
+        if user_names(options.feedback):  # not any text with a colon in it
             expected = "a function (task, text) -> str"
             self._feedback = import_user_object(options.feedback, key="env.options.feedback", expected=expected)
 

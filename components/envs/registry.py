@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from ..config.environments import checked_options
 from ..config.inputs import EnvConfig
+from .agent import AgentEnvironment
 from .base import Environment
 from .by_taskset import ByTaskSet
 from .importing import import_user_object, is_user_name
@@ -74,6 +75,8 @@ def _environment_class(name: str) -> type:
     if not inspect.isclass(cls):
         raise ValueError(f"env.name: {name!r} is a {type(cls).__name__}; expected {_EXPECTED}")
     where = f"env.name: {name!r} in {_place(cls)}"
+    if issubclass(cls, AgentEnvironment) and "run" not in cls.__abstractmethods__:  # its run may be sync
+        return cls
     methods = ("step", "reset") if issubclass(cls, StepEnvironment) else ("rollout",)
     for method in methods:
         function = getattr(cls, method, None)

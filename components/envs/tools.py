@@ -123,12 +123,16 @@ def _user_tool(name: str) -> Tool:
 
 def describe(tools: dict[str, Tool]) -> str:
     """What the policy is told about its tools: each as one line of JSON, then the call format."""
-    lines = [
-        json.dumps({"name": t.name, "description": t.description, "parameters": t.parameters}) for t in tools.values()
-    ]
+    return describe_schemas(
+        [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in tools.values()]
+    )
+
+
+def describe_schemas(schemas: Sequence[dict[str, Any]]) -> str:
+    """The same for tools that somebody else runs."""
     return (
         "You may call these tools:\n"
-        + "\n".join(lines)
+        + "\n".join(map(json.dumps, schemas))
         + '\nTo call one, write <tool_call>{"name": ..., "arguments": {...}}</tool_call> and end your turn. '
         "The results come between <tool_response> and </tool_response>. Your first turn without a call is your answer."
     )

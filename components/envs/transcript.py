@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +35,14 @@ class Transcript:
     def tokens(self) -> list[int]:
         """Everything so far [T]: the prompt of the next request."""
         return [*self.prompt_tokens, *self._response]
+
+    def copy(self) -> Transcript:
+        """Another one that begins the same."""
+        other = copy.copy(self)
+        for name in ("_response", "_mask", "_logprobs", "_versions", "_messages"):
+            value = getattr(self, name)
+            setattr(other, name, None if value is None else list(value))
+        return other
 
     def sampled(self, completion: Completion) -> None:
         """The policy's turn."""

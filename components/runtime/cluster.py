@@ -76,7 +76,11 @@ def user_module_paths(config: Config) -> list[Path]:
         except ValueError:  # a module that is loaded but carries no spec
             continue
         origin = spec.origin if spec else None
-        if not origin or "site-packages" in origin or origin.startswith(str(Path(__file__).resolve().parents[1])):
+        if (
+            not origin
+            or "site-packages" in origin
+            or Path(origin).resolve().is_relative_to(Path(__file__).resolve().parents[1])
+        ):
             continue
         path = Path(origin)
         paths.append(path.parent if path.name == "__init__.py" else path)

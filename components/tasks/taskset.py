@@ -202,7 +202,7 @@ def _build_mix(config: Any, *, seed: int, split: Literal["train", "eval"], eval_
 def part_of_mix(config: TaskConfig, name: str) -> tuple[TaskConfig, float]:
     """(its task section, its weight): what the taskset does not say itself is as in the rest of the section."""
     own: Mapping[str, Any] = config.mix[name]
-    shared = config.model_dump(exclude={"mix", "name", "path", "dataset"})
+    shared = config.model_dump(exclude={"mix", "name", "path", "dataset", "options"})
     return TaskConfig.model_validate({**shared, **{k: v for k, v in own.items() if k != "weight"}}), own.get(
         "weight", 1.0
     )

@@ -62,10 +62,10 @@ def play(env, *texts, task=TASK):
 
 
 def test_multi_turn_goes_on_until_it_is_right():
-    env = build_environment(env_config("multi_turn", feedback="No ({reward}).", decay=0.5, max_turns=3))
+    env = build_environment(env_config("multi_turn", feedback="No:({reward}).", decay=0.5, max_turns=3))
     policy, t = play(env, "45", "46")
     assert (t.reward, t.metrics["env/turns"], t.metrics["exact_match"], t.metrics["env/first_try"]) == (0.5, 2, 1, 0)
-    assert policy.prompts[1] == "12 + 34 =45No (0)."
+    assert policy.prompts[1] == "12 + 34 =45No:(0)."
     _, t = play(env, "46")
     assert (t.reward, t.metrics["env/first_try"]) == (1.0, 1.0)
     _, t = play(env, "1", "2", "3")

@@ -78,12 +78,18 @@ def test_what_is_right_or_needs_a_run_passes(mine, line, monkeypatch):
     assert time.monotonic() - started < 30
 
 
-@pytest.mark.parametrize("name", ["my_env:MyEnv", "guess_number:GuessNumber"])
+@pytest.mark.parametrize("name", ["my_env:MyEnv", "guess_number:GuessNumber", "openai_agent:Careful"])
 def test_the_examples_pass(name, monkeypatch):
+    if name.startswith("openai"):
+        pytest.importorskip("openai")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     settings = load_config("quickstart", [f"env.name={name}", "env.reward=my_scorer:short_and_right"])
     check_plugins(settings)
     dry_run(settings, TASK)
+    played = []
+    monkeypatch.setattr("leeway.recipes.plugins._check_returned", lambda returned, environment: played.extend(returned))
+    dry_run(settings, TASK)
+    assert [t.reward for t in played] == [1.0, 1.0], "the stand-in says the answer"
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)

@@ -235,6 +235,7 @@ def test_a_mixture_from_settings_with_environments_of_their_own(tmp_path):
             "b": {"path": b, "prompt_template": "B: {prompt}", "order": "sequential"},
         },
         "holdout_frac": 0.2,
+        "options": {"of": "another source"},
     }
     train = build(**config)
     assert isinstance(train, MixedTaskSet)
@@ -250,6 +251,8 @@ def test_a_mixture_from_settings_with_environments_of_their_own(tmp_path):
     env = build_environment(EnvConfig(by_taskset={"b": {"name": "multi_turn", "options": {"max_turns": 2}}}))
     assert isinstance(env, ByTaskSet)
     assert isinstance(env._environments["b"], MultiTurn)
+    lakes = {"name": "python", "path": "leeway.envs.frozen_lake:lakes", "size": 5}
+    assert len(build(name="mix", mix={"lakes": lakes}, options={"of": "another source"})) == 5
     broken = {"name": "mix", "mix": {"a": {"path": a, "prompt_key": "x"}}}
     with pytest.raises(ValueError, match=r"task\.mix\.a: .*a\.jsonl:1: no key 'x'"):
         build(**broken)

@@ -1,0 +1,150 @@
+"""Agents that only speak OpenAI's protocol: an endpoint on loopback serves them the policy and keeps the account."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import inspect
+import secrets
+from abc import abstractmethod
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ..types import Task, Trajectory
+from .base import Environment, Policy, all_or_none
+from .http import Answer, Request, refusal, serve
+from .recorder import NoRoom, Recorder, Turn
+from .tools import describe_schemas
+
+MODEL = "policy"
+MAX_THREADS = 512
+_NOT_REPRODUCIBLE = {"top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "stop": None, "n": 1}
+"""What a trainer could not reproduce token by token, and the value at which it does nothing."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """What a client needs: `OpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key)`, `model=endpoint.model`."""
+
+    base_url: str
+    api_key: str
+    model: str = MODEL
+
+
+class AgentEnvironment(Environment):
+    """Subclass it and write `run`: your agent, which calls the model through any OpenAI client (chat completions).
+
+    Each of the G trajectories of a group is one call of `run` with an endpoint key of its own. Several requests that
+    continue a conversation become one trajectory, token by token as sampled; of several conversations the one is
+    trained on in which the policy wrote most ("env/conversations" counts them). The sampling temperature is the run's,
+    whatever a request says. The endpoint listens on 127.0.0.1 and refuses requests without its key.
+    """
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        self._token = secrets.token_hex(16)
+        self._recorders: dict[str, Recorder] = {}
+        self._server: asyncio.Server | None = None
+        self._starting = asyncio.Lock()
+        # Agents wait most of the time; asyncio's own pool has a few threads per core only.
+        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="leeway-agent")
+
+    @abstractmethod
+    def run(self, task: Task, endpoint: Endpoint) -> Any:
+        """Do the task; return the reward, or (reward, {name: number}). `async def`, or `def` (run in a thread)."""
+
+    async def rollout(self, task: Task, policy: Policy) -> list[Trajectory]:
+        async with self._starting:
+            if self._server is None or not self._server.is_serving():
+                self._server = await serve(self._answer)
+        port = self._server.sockets[0].getsockname()[1]
+        return await all_or_none(
+            self._one(task, policy.conversation(i), f"http://127.0.0.1:{port}/v1") for i in range(policy.group_size)
+        )
+
+    async def _one(self, task: Task, policy: Policy, base_url: str) -> Trajectory:
+        session = secrets.token_hex(8)
+        recorder = self._recorders[session] = Recorder(policy)
+        try:
+            endpoint = Endpoint(base_url, f"{self._token}.{session}")
+            if inspect.iscoroutinefunction(self.run):
+                result = await self.run(task, endpoint)
+            else:
+                result = await asyncio.get_running_loop().run_in_executor(self._threads, self.run, task, endpoint)
+        finally:
+            # A thread cannot be cancelled, but from here on its requests are refused.
+            del self._recorders[session]
+        reward, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+        if isinstance(reward, bool | int | float) and isinstance(metrics, dict):
+            return recorder.trajectory(reward=float(reward), metrics={k: float(v) for k, v in metrics.items()})
+        code = inspect.unwrap(type(self).run).__code__
+        raise TypeError(
+            f"{type(self).__name__}.run ({code.co_filename}:{code.co_firstlineno}) returned {result!r:.80}; "
+            "expected the reward, or (reward, {name: number})"
+        )
+
+    async def _answer(self, request: Request) -> Answer:
+        token, _, session = request.headers.get("authorization", "").removeprefix("Bearer ").partition(".")
+        recorder = self._recorders.get(session)
+        if recorder is None or not hmac.compare_digest(token, self._token):
+            return refusal(401, "expected the key of a rollout that is running", "invalid_api_key")
+        if (request.method, request.path) == ("GET", "/v1/models"):
+            return Answer({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "leeway"}]})
+        if (request.method, request.path) != ("POST", "/v1/chat/completions"):
+            return refusal(
+                404, f"{request.method} {request.path}: expected POST /v1/chat/completions or GET /v1/models"
+            )
+        try:
+            return await _chat(request.body, recorder)
+        except NoRoom as error:
+            return refusal(400, str(error), "context_length_exceeded")
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            return refusal(400, f"{type(error).__name__}: {error}")
+
+
+async def _chat(body: Any, recorder: Recorder) -> Answer:
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
+        raise ValueError("expected an object with messages")
+    for name, neutral in _NOT_REPRODUCIBLE.items():
+        if body.get(name) not in (None, neutral):
+            raise ValueError(f"{name}: got {body[name]!r}; tokens sampled so cannot be trained on; leave it out")
+    tools = [tool["function"] for tool in body.get("tools") or []]
+    max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
+    turn = await recorder.chat(
+        body["messages"], tools_text=describe_schemas(tools) if tools else None, max_tokens=max_tokens
+    )
+    return _stream(turn) if body.get("stream") else Answer(_whole(turn))
+
+
+def _whole(turn: Turn) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": turn.text}
+    if turn.calls:
+        message["tool_calls"] = turn.calls
+    choice = {"index": 0, "message": message, "finish_reason": _finish_reason(turn), "logprobs": None}
+    return {**_head("chat.completion"), "choices": [choice], "usage": _usage(turn)}
+
+
+def _stream(turn: Turn) -> Answer:
+    """One event with the whole turn, one with its end: tokens are recorded per request, not per event."""
+    calls = [{"index": i, **call} for i, call in enumerate(turn.calls)]
+    delta = {"role": "assistant", "content": turn.text, **({"tool_calls": calls} if calls else {})}
+    events = [
+        {**_head("chat.completion.chunk"), "choices": [{"index": 0, "delta": d, "finish_reason": reason}]}
+        for d, reason in ((delta, None), ({}, _finish_reason(turn)))
+    ]
+    return Answer(None, events=[*events, {**_head("chat.completion.chunk"), "choices": [], "usage": _usage(turn)}])
+
+
+def _head(kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{secrets.token_hex(8)}", "object": kind, "created": 0, "model": MODEL}
+
+
+def _finish_reason(turn: Turn) -> str:
+    return "tool_calls" if turn.calls else "length" if turn.completion.finish_reason == "length" else "stop"
+
+
+def _usage(turn: Turn) -> dict[str, int]:
+    sampled = len(turn.completion.tokens)
+    total = turn.num_prompt_tokens + sampled
+    return {"prompt_tokens": turn.num_prompt_tokens, "completion_tokens": sampled, "total_tokens": total}

@@ -1,0 +1,155 @@
+"""What an agent's requests were, as conversations: turns that continue one are merged, token by token."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from ..types import Completion, Message, Trajectory
+from .base import Policy
+from .tools import parse_calls
+from .transcript import Transcript
+
+Seen = tuple[str, str, str]
+"""A message as it is compared: role, text, tool calls."""
+
+
+class NoRoom(ValueError):
+    """The conversation leaves no room for another token."""
+
+
+@dataclass
+class _Conversation:
+    seen: list[Seen]
+    transcript: Transcript
+    num_sampled: int = 0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A sampled turn as it is answered: `calls` are tool calls in OpenAI's form, `text` is what stands before them."""
+
+    text: str
+    calls: list[dict[str, Any]]
+    completion: Completion
+    num_prompt_tokens: int
+
+
+class Recorder:
+    """The requests of one agent in one rollout.
+
+    A request whose messages begin with those of an earlier one and the answer to it goes on with that one's tokens:
+    what was sampled stays as it was sampled. Any other begins a conversation of its own.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._conversations: list[_Conversation] = []
+        self.num_requests = 0
+
+    async def chat(self, messages: list[dict[str, Any]], *, tools_text: str | None, max_tokens: int | None) -> Turn:
+        """One turn. Raises ValueError for messages that cannot be rendered, `NoRoom` for ones that are too long."""
+        self.num_requests += 1
+        seen = [_seen(m) for m in messages]
+        known = [c for c in self._conversations if _continues(c.seen, seen)]
+        if known:
+            found = max(known, key=lambda c: len(c.seen))
+            # Worked on as a copy: a request that is broken off and sent again finds the conversation as it was.
+            transcript = found.transcript.copy()
+            if not transcript.observed(_rendered(messages[len(found.seen) :]), max_len=self._policy.max_model_len):
+                raise NoRoom(f"the conversation is longer than {self._policy.max_model_len} tokens")
+        else:
+            prompt_messages = _with_tools(_rendered(messages), tools_text)
+            found = _Conversation([], Transcript(self._policy.prompter, prompt_messages))
+            transcript = found.transcript
+        prompt = transcript.tokens
+        if len(prompt) >= self._policy.max_model_len:
+            raise NoRoom(f"{len(prompt)} tokens; at most {self._policy.max_model_len} fit with the answer")
+        (completion,) = await self._policy.generate(prompt, n=1, max_tokens=max_tokens)
+        transcript.sampled(completion)
+        turn = _turn(completion, len(prompt), number=self.num_requests)
+        if found not in self._conversations:
+            self._conversations.append(found)
+        found.transcript, found.num_sampled = transcript, found.num_sampled + len(completion.tokens)
+        found.seen = [*seen, _seen({"role": "assistant", "content": turn.text, "tool_calls": turn.calls})]
+        return turn
+
+    def trajectory(self, *, reward: float, metrics: dict[str, float]) -> Trajectory:
+        """The conversation in which the policy wrote most. Raises ValueError where there is none."""
+        if not self._conversations:
+            raise ValueError("the agent made no request that was answered; expected at least one")
+        longest = max(self._conversations, key=lambda c: c.num_sampled)
+        counts = {"env/requests": float(self.num_requests), "env/conversations": float(len(self._conversations))}
+        return longest.transcript.trajectory(reward=reward, metrics={**counts, **metrics})
+
+
+def _continues(known: list[Seen], new: list[Seen]) -> bool:
+    rest = new[len(known) :]
+    return new[: len(known)] == known and bool(rest) and all(role != "assistant" for role, _, _ in rest)
+
+
+def _seen(message: dict[str, Any]) -> Seen:
+    calls = [
+        (c["function"]["name"], _canonical(c["function"].get("arguments", ""))) for c in message.get("tool_calls") or []
+    ]
+    return str(message["role"]), _content(message), json.dumps(calls)
+
+
+def _canonical(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def _content(message: dict[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            raise ValueError("messages: expected text, got parts of another type")
+        return "".join(part["text"] for part in content)
+    return "" if content is None else str(content)
+
+
+def _rendered(messages: list[dict[str, Any]]) -> list[Message]:
+    """As chat templates take them: results of tools become user messages, calls become the text that they were."""
+    out: list[Message] = []
+    for message in messages:
+        role, text = str(message["role"]), _content(message)
+        if role == "tool":
+            result = f"<tool_response>\n{text}\n</tool_response>"
+            if out and out[-1]["role"] == "user" and out[-1]["content"].endswith("</tool_response>"):
+                out[-1] = {"role": "user", "content": f"{out[-1]['content']}\n{result}"}
+            else:
+                out.append({"role": "user", "content": result})
+            continue
+        for call in message.get("tool_calls") or []:
+            function = call["function"]
+            item = {"name": function["name"], "arguments": _canonical(function.get("arguments", "{}"))}
+            text += f"<tool_call>{json.dumps(item)}</tool_call>"
+        out.append({"role": "system" if role == "developer" else role, "content": text})
+    return out
+
+
+def _with_tools(messages: list[Message], tools_text: str | None) -> list[Message]:
+    if tools_text is None:
+        return messages
+    if messages and messages[0]["role"] == "system":
+        return [{"role": "system", "content": f"{messages[0]['content']}\n\n{tools_text}"}, *messages[1:]]
+    return [{"role": "system", "content": tools_text}, *messages]
+
+
+def _turn(completion: Completion, num_prompt_tokens: int, *, number: int) -> Turn:
+    found = [call for call in parse_calls(completion.text) if call.error is None]
+    if not found:
+        return Turn(completion.text, [], completion, num_prompt_tokens)
+    calls = [
+        {
+            "id": f"call_{number}_{i}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for i, call in enumerate(found)
+    ]
+    return Turn(completion.text.partition("<tool_call>")[0], calls, completion, num_prompt_tokens)

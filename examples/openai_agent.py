@@ -1,0 +1,26 @@
+"""An agent of your own, written with the official `openai` client, complete.
+
+    leeway run async_rl --config quickstart env.name=openai_agent:Careful     (started in this folder)
+
+It knows nothing of Leeway but an address and a key; its requests become the trajectory that is trained on.
+"""
+
+from openai import AsyncOpenAI
+
+from leeway import AgentEnvironment, Endpoint, Task
+
+
+class Careful(AgentEnvironment):
+    """Answers, reads its own answer once more, and answers for good. Only the last answer pays."""
+
+    async def run(self, task: Task, endpoint: Endpoint):
+        async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
+            messages = [{"role": "user", "content": str(task.prompt)}]
+            text = ""
+            for remark in (" Sure? =", None):
+                reply = await client.chat.completions.create(model=endpoint.model, messages=messages)
+                text = reply.choices[0].message.content or ""
+                if remark is not None:
+                    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": remark}]
+        right = float(text.strip() == task.answer)
+        return right, {"exact_match": right}

@@ -1,0 +1,224 @@
+"""Agents behind OpenAI's protocol: their requests become trajectories with exactly the tokens that were sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from leeway.envs import AgentEnvironment
+from leeway.envs.recorder import Recorder
+from leeway.tasks import Prompter
+from leeway.tasks.tiny_tokenizer import build_tokenizer
+from leeway.types import Completion, Task
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+TOKENIZER = build_tokenizer(["user assistant 12 + 34 = 46"])
+TOKENIZER.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+TOKENIZER.chat_template = CHATML
+PROMPTER = Prompter(TOKENIZER)
+TASK = Task(task_id="t", prompt="12 + 34 =", answer="46")
+
+
+class FakePolicy:
+    """Says given texts, with tokens that encode them in an unusual way (one per byte), and keeps what it was asked."""
+
+    def __init__(self, *texts: str, group_size: int = 1) -> None:
+        self.texts, self.group_size, self.prompter, self.max_model_len = list(texts), group_size, PROMPTER, 3000
+        self.requests: list[list[int]] = []
+        self.said: list[Completion] = []
+        self.broken = False
+
+    def encode(self, prompt):
+        return PROMPTER.encode(prompt)
+
+    def conversation(self, index):
+        return self
+
+    async def generate(self, prompt, *, n=None, max_tokens=None):
+        if self.broken:
+            raise ConnectionError
+        self.requests.append(list(prompt))
+        text = self.texts.pop(0)
+        bytewise = [token for char in text for token in PROMPTER.encode_plain(char)]
+        tokens = [*bytewise, TOKENIZER.convert_tokens_to_ids("<|im_end|>")]
+        done = Completion(
+            tokens=tokens,
+            logprobs=[-random.random() for _ in tokens],
+            policy_versions=[4] * len(tokens),
+            finish_reason="stop",
+            text=text,
+        )
+        self.said.append(done)
+        return [done]
+
+
+def sampled(trajectory):
+    return [t for t, mask in zip(trajectory.response_tokens, trajectory.loss_mask, strict=True) if mask]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    turns=st.lists(
+        st.tuples(st.text("ab 12", min_size=1, max_size=8), st.text("ab 12", max_size=8)), min_size=1, max_size=5
+    )
+)
+def test_requests_that_continue_a_conversation_are_merged_and_no_token_is_lost_or_doubled(turns):
+    policy = FakePolicy(*(answer for _, answer in turns))
+    recorder = Recorder(policy)
+
+    async def talk():
+        messages: list[dict[str, Any]] = []
+        for question, _ in turns:
+            messages.append({"role": "user", "content": question})
+            turn = await recorder.chat(messages, tools_text=None, max_tokens=None)
+            messages.append({"role": "assistant", "content": turn.text})
+
+    asyncio.run(talk())
+    t = recorder.trajectory(reward=1.0, metrics={})
+    assert t.metrics == {"env/requests": len(turns), "env/conversations": 1}
+    assert sampled(t) == [token for c in policy.said for token in c.tokens]
+    assert [*t.prompt_tokens, *t.response_tokens] == [*policy.requests[-1], *policy.said[-1].tokens]
+    for earlier, said, later in zip(policy.requests, policy.said, policy.requests[1:], strict=False):
+        assert later[: len(earlier) + len(said.tokens)] == [*earlier, *said.tokens]
+    assert t.behavior_logprobs[-len(policy.said[-1].tokens) :] == policy.said[-1].logprobs
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def test_another_beginning_is_another_conversation_and_the_longest_is_trained_on():
+    policy = FakePolicy("one", "two", "three", "four longer")
+    recorder = Recorder(policy)
+
+    async def talk():
+        first = [user("a")]
+        second = [*first, {"role": "assistant", "content": "one"}, user("b")]
+        for messages in (first, second, second, [user("c")]):
+            await recorder.chat(messages, tools_text=None, max_tokens=None)
+
+    asyncio.run(talk())
+    # The second asking of the same is no continuation of its answer: it begins anew, with "one" as part of its prompt.
+    assert policy.requests[2] == PROMPTER.encode([user("a"), {"role": "assistant", "content": "one"}, user("b")])
+    t = recorder.trajectory(reward=0.0, metrics={})
+    assert t.metrics["env/conversations"] == 3
+    assert sampled(t) == policy.said[3].tokens
+
+
+def test_a_request_that_broke_off_leaves_nothing_behind():
+    policy = FakePolicy("one", "two")
+    recorder = Recorder(policy)
+
+    async def talk():
+        messages = [user("a")]
+        await recorder.chat(messages, tools_text=None, max_tokens=None)
+        messages += [{"role": "assistant", "content": "one"}, user("b")]
+        policy.broken = True
+        with pytest.raises(ConnectionError):
+            await recorder.chat(messages, tools_text=None, max_tokens=None)
+        policy.broken = False
+        await recorder.chat(messages, tools_text=None, max_tokens=None)
+
+    asyncio.run(talk())
+    t = recorder.trajectory(reward=0.0, metrics={})
+    assert t.metrics["env/conversations"] == 1
+    assert sampled(t) == [token for c in policy.said for token in c.tokens]
+    assert TOKENIZER.decode(t.response_tokens).count("b<|im_end|>") == 1
+
+
+class WithOpenAI(AgentEnvironment):
+    """An agent of the official client: a tool call, its result, an answer."""
+
+    async def run(self, task, endpoint):
+        openai = pytest.importorskip("openai")
+        async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0) as client:
+            tool = {
+                "type": "function",
+                "function": {"name": "add", "description": "d", "parameters": {"type": "object"}},
+            }
+            messages: list[Any] = [{"role": "user", "content": task.prompt}]
+            first = await client.chat.completions.create(model=endpoint.model, messages=messages, tools=[tool])
+            message = first.choices[0].message
+            assert first.choices[0].finish_reason == "tool_calls"
+            assert json.loads(message.tool_calls[0].function.arguments) == {"a": 12}
+            messages += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "46"}]
+            text = ""
+            stream = await client.chat.completions.create(
+                model=endpoint.model, messages=messages, tools=[tool], stream=True, max_tokens=9
+            )
+            async for chunk in stream:
+                text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+            with pytest.raises(openai.BadRequestError, match="top_p"):
+                await client.chat.completions.create(model=endpoint.model, messages=messages, top_p=0.5)
+            assert (await client.models.list()).data[0].id == endpoint.model
+        return float(text == task.answer), {"exact_match": text == task.answer}
+
+
+def test_the_official_client():
+    pytest.importorskip("openai")
+    policy = FakePolicy('I add. <tool_call>{"name": "add", "arguments": {"a": 12}}</tool_call>', "46")
+    (t,) = asyncio.run(WithOpenAI().rollout(TASK, policy))
+    assert (t.reward, t.metrics["exact_match"], t.metrics["env/conversations"]) == (1.0, 1.0, 1.0)
+    assert sampled(t) == [token for c in policy.said for token in c.tokens]
+    assert '"name": "add"' in TOKENIZER.decode(policy.requests[0])
+    assert "<tool_response>\n46\n</tool_response>" in TOKENIZER.decode(policy.requests[1])
+
+
+def post(endpoint, body, key=None):
+    request = urllib.request.Request(
+        f"{endpoint.base_url}/chat/completions",
+        json.dumps(body).encode(),
+        {"authorization": f"Bearer {key or endpoint.api_key}", "content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.loads(answer.read())
+
+
+class Plain(AgentEnvironment):
+    """A sync agent without any client library."""
+
+    def run(self, task, endpoint):
+        self.endpoint = endpoint
+        message = [{"role": "user", "content": [{"type": "text", "text": task.prompt}]}]
+        for key in ("wrong", "wrong." + endpoint.api_key.split(".")[1], endpoint.api_key.split(".")[0] + ".x"):
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                post(endpoint, {"messages": message}, key=key)
+        for body in ({}, {"messages": [3]}, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}):
+            with pytest.raises(urllib.error.HTTPError, match="400"):
+                post(endpoint, body)
+        return float(post(endpoint, {"messages": message})["choices"][0]["message"]["content"] == task.answer)
+
+
+def test_a_sync_agent_and_keys_that_are_refused():
+    async def main():
+        env = Plain()
+        (t,) = await env.rollout(TASK, FakePolicy("46"))
+        assert t.reward == 1.0
+        with pytest.raises(urllib.error.HTTPError, match="401"):  # the rollout is over, and so is its key
+            await asyncio.to_thread(post, env.endpoint, {"messages": [{"role": "user", "content": "x"}]})
+        assert env.endpoint.base_url.startswith("http://127.0.0.1:")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("result", "error"), [("good", "expected the reward"), (None, "expected the reward"), (1.0, "no request")]
+)
+def test_what_an_agent_must_return(result, error):
+    class Idle(AgentEnvironment):
+        async def run(self, task, endpoint):
+            return result
+
+    with pytest.raises((TypeError, ValueError), match=error):
+        asyncio.run(Idle().rollout(TASK, FakePolicy()))
