@@ -2,8 +2,8 @@
 
     python benchmarks/in_flight.py               # two runs of 36 steps, a minute or two each on two cores
 
-Long answers of a fresh model live through several versions. Every token of every third step is scored again by the trainer
-under exactly the weights that sampled it (train.audit_every). With `recompute` the two must agree to 1e-4; with `keep`
+Long answers of a fresh model live through several versions. Every token of every third step is scored again by the
+trainer under exactly the weights that sampled it (train.audit_every). With `recompute` the two must agree to 1e-4; with `keep`
 the KV cache of running requests is that of older weights, and the gap is the price of keeping it.
 """
 
@@ -37,9 +37,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs"), help="where the runs are kept (default: runs)")
     parser.add_argument("--steps", type=int, default=36)
     options = parser.parse_args()
-    print(
-        f"{'in_flight':12}{'tokens':>9}{'gap max':>10}{'gap mean':>10}{'lag':>5}  trajectories by number of versions in them"
-    )
+    print(f"{'in_flight':12}{'tokens':>9}{'gap max':>10}{'gap mean':>10}{'lag':>5}  trajectories by versions in them")
     worst = 0.0
     for mode in ("recompute", "keep"):
         folder = finished_run(

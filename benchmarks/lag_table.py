@@ -36,8 +36,8 @@ def main() -> int:
     options = parser.parse_args()
     out = options.out.absolute()
     model = options.model or warmed_up(out, "lag_table")
-    print(f"{'L':>3}{'W':>4}{'u':>3}  {'groups':8}{'lag mean':>9}{'max':>5}{'dropped':>9}{'length bias':>13}{'distance':>10}"
-          f"{'served gap':>12}{'s/step':>8}")  # fmt: skip
+    print(f"{'L':>3}{'W':>4}{'u':>3}  {'groups':8}{'lag mean':>9}{'max':>5}{'dropped':>9}{'length bias':>13}"
+          f"{'distance':>10}{'served gap':>12}{'s/step':>8}")  # fmt: skip
     broken = False
     for lag, window, updates, slow in CASES:
         folder = finished_run(

@@ -19,8 +19,8 @@ from leeway.envs.single_turn import SingleTurn
 class SlowSingleTurn(Environment):
     """Each group waits for a lognormal time of mean `delay_s` seconds; the same task always waits as long.
 
-    `sigma`: standard deviation of the time's logarithm. `cap`: no wait is longer than so many times the mean. The wait is
-    in each trajectory's metrics as `waited_s`.
+    `sigma`: standard deviation of the time's logarithm. `cap`: no wait is longer than so many times the mean. The wait
+    is in each trajectory's metrics as `waited_s`.
     """
 
     def __init__(
