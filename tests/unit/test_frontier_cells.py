@@ -37,7 +37,8 @@ def test_one_run_per_seed_bound_and_correction_the_smallest_bound_first_within_a
 
 
 def test_each_runs_settings_are_what_its_name_says_and_pass_the_rules_of_the_recipe() -> None:
-    for cell in cells_of("frontier.seeds=2"):
+    of_the_run = ("staleness.max_policy_lag=6", "staleness.target_policy_lag=5", "staleness.reorder_window=48")
+    for cell in cells_of("frontier.seeds=2", *of_the_run):
         config, numbers = cell.config, derive(cell.config)
         check_rules(config, "async_rl")
         assert (config.seed, config.algorithm.correction) == (cell.seed, cell.correction)

@@ -126,6 +126,7 @@ def test_differences_are_paired_by_seed() -> None:
         ([-0.05, -0.051, -0.049], "inferior"),
         ([-0.025, -0.026, -0.024], "inferior"),
         ([-0.01, 0.02, -0.04], "too few seeds to say"),
+        ([-0.06, 0.0, -0.05], "too few seeds to say"),
         ([-0.01], "too few seeds to say (1; at least 2 are needed for an interval)"),
         ([-0.5], "too few seeds to say (1; at least 2 are needed for an interval)"),
     ],
@@ -139,8 +140,8 @@ def test_no_number_of_seeds_tells_a_difference_from_the_very_same_margin() -> No
     assert summarise(runs, margin=0.5)[1].verdict == "too few seeds to say (2; more than 1000 would do)"
 
 
-def test_the_number_of_seeds_it_asks_for_would_do() -> None:
-    losses = [-0.04, 0.02]
+@pytest.mark.parametrize("losses", [[-0.04, 0.02], [-0.015, -0.01, -0.005]])
+def test_the_number_of_seeds_it_asks_for_is_the_smallest_that_would_do(losses: list[float]) -> None:
     verdict = summarise(study(losses), margin=MARGIN)[1].verdict
     asked = int(verdict.split("about ")[1].split()[0])
     # At the same mean and deviation.
@@ -150,7 +151,7 @@ def test_the_number_of_seeds_it_asks_for_would_do() -> None:
         like = Interval.of([(-1) ** i * 1.0 for i in range(n)])
         return (like.high - like.mean) / statistics.stdev([(-1) ** i * 1.0 for i in range(n)]) * deviation
 
-    assert half_width(asked) < 0.01 <= half_width(asked - 1)
+    assert half_width(asked) < statistics.mean(losses) + MARGIN <= half_width(asked - 1)
 
 
 def test_without_lockstep_nothing_is_said_of_being_as_good() -> None:
@@ -254,7 +255,8 @@ def test_a_picture_is_drawn_also_of_one_seed(tmp_path: Path, num_seeds: int) -> 
     height, width = pixels.shape[:2]
     assert 400 <= height <= 1200
     assert 1000 <= width <= 2400
-    for panel in np.array_split(pixels[..., :3], 3, axis=1):
+    plots = pixels[height // 10 : height * 3 // 4, :, :3]  # without the legend, which has the colors too
+    for panel in np.array_split(plots, 3, axis=1):
         colored = (panel.max(-1) - panel.min(-1) > 0.3).mean()
         assert colored > 5e-4, "each of the three panels shows both corrections' colors"
 
