@@ -210,10 +210,10 @@ class AsyncRL:
                     self._supervisor.watch("publishing", self._publishing)
                 with clock.waiting("checkpoint"):
                     await self._checkpoints.after_step(self._version)
+                self._train_s += clock.so_far()
                 with clock.waiting("evaluate"):
                     await self._maybe_evaluate()
                 times = clock.end(metrics)
-                self._train_s += times["step/total_s"] - times["step/evaluate_s"]
                 self._report.put(StepReport(self._version, metrics | times, take, first_of_take=i == 0))
             replay = await self._wait(buffer.trained.remote(take.group_ids), "replay")
             self._report.put(StepReport(self._version, replay))

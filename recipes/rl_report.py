@@ -46,6 +46,10 @@ class StepClock:
         finally:
             self._spent[f"step/{what}_s"] += time.monotonic() - begun
 
+    def so_far(self) -> float:
+        """Seconds since the step began."""
+        return time.monotonic() - self._since
+
     def end(self, work: dict[str, float]) -> dict[str, float]:
         """`step/*` of the step that ends now; `work` holds the seconds that the trainer measured itself."""
         now = time.monotonic()
