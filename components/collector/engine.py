@@ -21,6 +21,10 @@ from ..weights import Canary, CanaryGap, HandOverError, Manifest, TensorEntry
 from . import engine_worker_env as worker_env
 
 
+FIRST = -1
+"""The priority of a canary's requests; all others have 0, and are served in the order they came."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
     """Everything an engine is started with. `cores` are CPU cores for vLLM's compute threads (empty: not pinned).
@@ -81,6 +85,7 @@ class Engine:
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
             enable_prefix_caching=True,
+            scheduling_policy="priority",  # a canary overtakes what waits: its time must not grow with the batch
             disable_log_stats=True,
             weight_transfer_config=WeightTransferConfig(backend=worker_env.BACKEND),
             worker_extension_cls=worker_env.WORKER_EXTENSION,
@@ -221,7 +226,7 @@ class Engine:
         params = SamplingParams(
             max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        scored = (await self._final_output(sequence, params)).prompt_logprobs
+        scored = (await self._final_output(sequence, params, priority=FIRST)).prompt_logprobs
         got = [scored[t][sequence[t]].logprob for t in range(1, len(sequence))]
         return largest([abs(a - b) for a, b in zip(got, expected, strict=True)])
 
@@ -236,13 +241,13 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = (await self._final_output(context, params)).outputs[0]
+        output = (await self._final_output(context, params, priority=FIRST)).outputs[0]
         return abs(output.logprobs[0][token].logprob - expected)
 
-    async def _final_output(self, prompt_tokens: list[int], params: Any) -> Any:
+    async def _final_output(self, prompt_tokens: list[int], params: Any, *, priority: int = 0) -> Any:
         final = None
         async for output in self._llm.generate(
-            {"prompt_token_ids": prompt_tokens}, params, request_id=uuid.uuid4().hex
+            {"prompt_token_ids": prompt_tokens}, params, request_id=uuid.uuid4().hex, priority=priority
         ):
             final = output
         assert final is not None, "vLLM ended a request without an output"
