@@ -109,10 +109,15 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True)
 class KLPenalty:
-    """`coefficient` times the KL estimate from the reference policy, in the `loss` or in the `reward` (see `kl`).
+    """`coefficient` times the KL estimate from the reference policy (see `kl`), at `where`:
 
-    In the reward it is taken off each token's return, without gradient, after advantages were made. `target`: the mean
-    KL per token towards which the coefficient moves from step to step; None leaves it.
+    - `loss`: added to the loss and differentiated.
+    - `reward`: each token's penalty is taken off the return of that token and of those before it, without gradient,
+      after advantages were made.
+    - `token`: taken off that token's advantage alone. With k1 and no other reward this is on-policy distillation: the
+      advantage is `log p_teacher - log p_student`. Source: arXiv 2306.13649.
+
+    `target`: the mean KL per token towards which the coefficient moves from step to step; None leaves it.
     """
 
     coefficient: float = 0.0
@@ -255,7 +260,8 @@ class PolicyObjective(Objective):
             return tokens.advantages, kl_estimate(self.kl.estimator, logprobs, reference, behavior)
         # A reward is a property of the sample: it compares the policy that sampled it with the reference.
         kl = kl_estimate(self.kl.estimator, behavior, reference, behavior)
-        return tokens.advantages - self.kl.coefficient * penalties_to_go(kl, tokens.mask, tokens.segments), kl
+        penalty = penalties_to_go(kl, tokens.mask, tokens.segments) if self.kl.where == "reward" else kl
+        return tokens.advantages - self.kl.coefficient * penalty, kl
 
     def _weights(
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, tokens: Tokens

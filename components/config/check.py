@@ -43,16 +43,18 @@ def earlier_run(config: Config) -> Problem | None:
 
 def _missing_files(config: Config) -> list[Problem]:
     problems = []
-    model = config.model.path
-    if model is not None and is_local_path(model):
+    models = {"model.path": config.model.path, "algorithm.reference_path": config.algorithm.reference_path}
+    for key, model in models.items():
+        if model is None or not is_local_path(model):
+            continue
         folder = Path(model).expanduser()
         if not (folder / "config.json").is_file():
             what = "a folder without config.json" if folder.is_dir() else "nothing there"
             problems.append(
                 Problem(
-                    key="model.path",
+                    key=key,
                     text=f"missing model path: got {model} ({what}), expected a folder with a Hugging Face model; "
-                    "set model.path=/path/to/model or a hub id org/name",
+                    f"set {key}=/path/to/model or a hub id org/name",
                 )
             )
     for key, value in (("task.path", config.task.path), ("eval.path", config.eval.path)):

@@ -11,7 +11,7 @@ from .presets import ADVANTAGE_OPTIONS, POLICY_LOSS_OPTIONS
 
 AlgorithmName = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp", "asymre", "topr", "opmd", "opmd_kimi",
-    "sppo", "rec",
+    "sppo", "rec", "raft", "on_policy_distill",
 ]  # fmt: skip
 
 
@@ -86,7 +86,12 @@ class AlgorithmConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3", "abs", "corrected_k3"] = Field(
         default="k3", description="how that KL is estimated from sampled tokens"
     )
-    kl_where: Literal["loss", "reward"] = Field(default="loss", description="where it enters")
+    kl_where: Literal["loss", "reward", "token"] = Field(
+        default="loss", description="where it enters: the loss, each token's return, or each token's advantage"
+    )
+    reference_path: str | None = Field(
+        default=None, description="model of the reference policy, or teacher; null: the weights training starts from"
+    )
     kl_target: PositiveFloat | None = Field(
         default=None, description="mean KL per token that kl_coef is moved towards; null: kl_coef stays"
     )

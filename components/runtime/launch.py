@@ -95,6 +95,7 @@ def trainer_settings(
         num_threads=len(cores),
         seed=config.seed,
         timeout_s=config.cluster.step_timeout_s,
+        reference_path=config.algorithm.reference_path,
     )
 
 

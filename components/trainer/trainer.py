@@ -37,6 +37,7 @@ class TrainerSettings:
     """What a rank is started with; the same for all of them.
 
     `max_policy_lag` None: batches carry no policy tokens (supervised training). `publish_dtype`: what engines get.
+    `reference_path` None: where an objective needs a reference policy, it is the weights at `model_path`.
     """
 
     model_path: str
@@ -57,6 +58,7 @@ class TrainerSettings:
     seed: int
     timeout_s: float
     trust_remote_code: bool = False
+    reference_path: str | None = None
 
 
 class Trainer:
@@ -88,7 +90,7 @@ class Trainer:
         self._reference: ScoringModel | None = None
         if self._objective.needs_reference:
             self._reference = load_reference(
-                settings.model_path,
+                settings.reference_path or settings.model_path,
                 mesh,
                 attn=settings.attn,
                 compute_dtype=compute_dtype,

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from leeway.algorithms.objective import KLPenalty, PolicyObjective
 from leeway.types import TrainBatch
 
-from .test_trainer import batch_of, make, model_path, random_trajectories  # noqa: F401  (fixtures)
+from .test_trainer import batch_of, make, model_path, random_trajectories, save_model  # noqa: F401  (fixtures)
 
 
 def objective_of(**changes) -> PolicyObjective:
@@ -39,6 +39,17 @@ def test_the_reference_stays_where_training_started(make) -> None:  # noqa: F811
 
 def test_no_reference_is_loaded_where_nobody_asks(make) -> None:  # noqa: F811
     assert make(objective=objective_of())._reference is None
+
+
+def test_the_reference_may_be_another_model(make, model_path: Path, tmp_path: Path) -> None:  # noqa: F811
+    save_model(tmp_path, tied=False)
+    objective = objective_of(kl=KLPenalty(coefficient=0.1, estimator="k1"))
+    batch = batch_of(random_trajectories(1, 6))
+    teacher = make(path=tmp_path).token_logprobs(batch)
+    trainer = make(objective=objective, reference_path=str(tmp_path))
+    expected = (trainer.token_logprobs(batch) - teacher)[batch.loss_mask].mean().item()
+    assert abs(expected) > 1e-3
+    assert trainer.forward_backward(batch)["train/reference_kl/mean"] == pytest.approx(expected, abs=1e-5)
 
 
 def test_measuring_speed_leaves_the_coefficient_alone(make) -> None:  # noqa: F811
