@@ -199,7 +199,11 @@ def _check_tasks(stage: Stage) -> None:
 
     config = stage.config
     split = "eval" if stage.recipe == "evaluate" else "train"
-    build_taskset(config.task, seed=config.seed, split=split, eval_config=config.eval)
+    taskset = build_taskset(config.task, seed=config.seed, split=split, eval_config=config.eval)
+    if stage.recipe == "dpo":
+        from leeway.tasks.preferences import check_pairs
+
+        check_pairs(taskset.tasks, key=config.task.rejected_key)
 
 
 def _check_hand_on(stages: Sequence[Stage]) -> None:

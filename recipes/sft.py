@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,20 +25,29 @@ from leeway.runtime.launch import Launcher
 from leeway.runtime.supervisor import Supervisor
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.taskset import TaskSet, build_taskset
-from leeway.types import NO_VERSION, Task, TrainBatch, Trajectory, batch_trajectories
+from leeway.types import NO_VERSION, Message, Task, TrainBatch, Trajectory, batch_trajectories
 from leeway.weights import CanaryPrompts
 
 LOSS_WINDOW = 20
 
 
+Batches = Callable[[Config, TaskSet, Prompter], Iterator[list[TrainBatch]]]
+"""Makes batches for ever, each as one share per rank."""
+
+
 async def run(context: StageContext) -> StageResult:
     """Train for `train.steps` (or `train.epochs`) on batches of `train.batch_size` sequences."""
+    return await train_offline(context, recipe="sft", batches=_batches, loss_name="train/loss/sft")
+
+
+async def train_offline(context: StageContext, *, recipe: str, batches: Batches, loss_name: str) -> StageResult:
+    """What recipes that train on data share: start the ranks, feed them, save; `loss_name` is the metric to report."""
     config = context.config
     assert config.model.path is not None
     prompter = Prompter.load(config.model.path)
     taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
-    total_steps = num_steps(config, len(taskset))
-    launcher = Launcher(config, "sft", run_dir=context.dir, supervisor=Supervisor())
+    total_steps = num_steps(config, len(taskset) * (2 if recipe == "dpo" else 1))
+    launcher = Launcher(config, recipe, run_dir=context.dir, supervisor=Supervisor())
     parts = launcher.parts
     monitor = build_monitor(
         context.dir, config.monitor, config.model_dump(mode="json"), total_steps, f"{config.name} / {context.name}"
@@ -46,7 +55,7 @@ async def run(context: StageContext) -> StageResult:
     status = "failed"
     started = time.monotonic()
     try:
-        say(f"{context.name}: {total_steps} supervised steps of {config.train.batch_size}, {len(taskset)} tasks")
+        say(f"{context.name}: {total_steps} {recipe} steps of {config.train.batch_size}, {len(taskset)} tasks")
         await launcher.trainers(
             total_steps=total_steps, canary=CanaryPrompts(scored=[], cached=[])
         )  # nothing is published
@@ -58,8 +67,8 @@ async def run(context: StageContext) -> StageResult:
             supervisor=parts.supervisor,
         )
         try:
-            batches = _batches(config, taskset, prompter)
-            trained = await _train(config, launcher, monitor, checkpoints, batches, total_steps)
+            upcoming = batches(config, taskset, prompter)
+            trained = await _train(config, launcher, monitor, checkpoints, upcoming, total_steps, loss_name=loss_name)
         except asyncio.CancelledError:
             await asyncio.shield(checkpoints.at_end())
             raise
@@ -82,11 +91,11 @@ async def run(context: StageContext) -> StageResult:
     )
 
 
-def num_steps(config: Config, num_tasks: int) -> int:
+def num_steps(config: Config, num_sequences: int) -> int:
     if config.train.steps is not None:
         return config.train.steps
     assert config.train.epochs is not None
-    return max(1, round(config.train.epochs * num_tasks / config.train.batch_size))
+    return max(1, round(config.train.epochs * num_sequences / config.train.batch_size))
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,8 @@ async def _train(
     checkpoints: Checkpoints,
     batches: Iterator[list[TrainBatch]],
     total_steps: int,
+    *,
+    loss_name: str = "train/loss/sft",
 ) -> _Trained:
     """Consumes batches, waits for the ranks. The next batch is made while they compute."""
     parts, timeout_s = launcher.parts, config.cluster.step_timeout_s
@@ -120,7 +131,7 @@ async def _train(
         metrics = (await parts.supervisor.wait(pending, what="trainer", timeout_s=timeout_s))[0]
         await checkpoints.after_step(step)
         total_s = time.monotonic() - begun
-        recent.append(metrics["train/loss/sft"])
+        recent.append(metrics[loss_name])
         trained = _Trained(step, trained.num_tokens + tokens, sum(recent) / len(recent))
         monitor.log(step, metrics | {"step/total_s": total_s, "train/tokens_per_s": tokens / total_s})
         if stop_below is not None and len(recent) == LOSS_WINDOW and trained.loss < stop_below:
@@ -147,16 +158,21 @@ def _batches(config: Config, taskset: TaskSet, prompter: Prompter) -> Iterator[l
 
 def _example(task: Task, prompter: Prompter) -> Trajectory:
     # The whole worked answer where the file has one; `task.answer` may be only what follows a mark.
-    prompt, response = prompter.encode_example(task.prompt, str(task.info.get("solution", task.answer)))
+    return answer_trajectory(prompter, task.prompt, str(task.info.get("solution", task.answer)))
+
+
+def answer_trajectory(prompter: Prompter, prompt: str | list[Message], answer: str) -> Trajectory:
+    """A prompt and an answer that no policy sampled, as the trainer takes them; a stop token ends the response."""
+    prompt_tokens, response = prompter.encode_example(prompt, answer)
     return Trajectory(
-        prompt_tokens=prompt,
+        prompt_tokens=prompt_tokens,
         response_tokens=response,
         loss_mask=[True] * len(response),
         behavior_logprobs=[0.0] * len(response),
         policy_versions=[NO_VERSION] * len(response),
         reward=0.0,
         finish_reason="stop",
-        text=task.answer,
+        text=answer,
     )
 
 

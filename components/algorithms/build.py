@@ -6,6 +6,7 @@ from ..config import Config
 from .corrections import Correction
 from .objective import KLPenalty, Objective, PolicyObjective, SupervisedObjective
 from .pieces import policy_loss_of
+from .preference import PreferenceObjective
 
 
 def objective_of(config: Config, recipe: str) -> Objective:
@@ -13,6 +14,8 @@ def objective_of(config: Config, recipe: str) -> Objective:
     if recipe == "sft":
         return SupervisedObjective()
     a = config.algorithm
+    if recipe == "dpo":
+        return PreferenceObjective(beta=a.dpo_beta, label_smoothing=a.dpo_label_smoothing)
     return PolicyObjective(
         policy_loss=policy_loss_of(a.policy_loss, a.policy_loss_options),
         clip_low=a.clip_low,

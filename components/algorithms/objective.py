@@ -68,6 +68,7 @@ class Objective:
     - `needs_reference`: `Tokens.reference_logprobs`, of a frozen copy of the weights that training started from.
     - `needs_entropy_gradient`: an `entropy` that carries a gradient.
     - `needs_step_values`: that each step starts with `step_values` of every rank being handed to `for_step`.
+    - `sequences_per_unit`: that so many neighbouring sequences of a batch are in one microbatch, in their order.
 
     `sums` and `maxima` of a `Loss` have `num_sums` and `num_maxima` entries.
     """
@@ -78,6 +79,7 @@ class Objective:
     needs_reference: bool = False
     needs_entropy_gradient: bool = False
     needs_step_values: bool = False
+    sequences_per_unit: int = 1
 
     def loss(
         self,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .derived import derive
 from .hardware import Hardware
-from .names import find_module
+from .names import OFFLINE_RECIPES, find_module
 from .rules import is_local_path
 from .schema import Config
 
@@ -106,9 +106,9 @@ def _missing_hardware(config: Config, recipe: str, hardware: Hardware) -> list[P
 
 
 def _missing_packages(config: Config, recipe: str) -> list[Problem]:
-    needed = (
-        {"vllm": ("cluster.device", "cpu" if config.cluster.device == "cpu" else "cuda")} if recipe != "sft" else {}
-    )
+    needed = {}
+    if recipe not in OFFLINE_RECIPES:
+        needed["vllm"] = ("cluster.device", "cpu" if config.cluster.device == "cpu" else "cuda")
     if config.monitor.wandb != "off":
         needed["wandb"] = ("monitor.wandb", "monitor")
     if config.monitor.tensorboard:

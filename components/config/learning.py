@@ -96,6 +96,10 @@ class AlgorithmConfig(Section):
         default=None, description="mean KL per token that kl_coef is moved towards; null: kl_coef stays"
     )
     entropy_coef: float = Field(default=0.0, description="weight of the entropy bonus in the loss")
+    dpo_beta: PositiveFloat = Field(default=0.1, description="recipe dpo: how far the margin may move the policy")
+    dpo_label_smoothing: float = Field(
+        default=0.0, ge=0.0, lt=0.5, description="recipe dpo: share of pairs thought to be labelled the wrong way round"
+    )
 
 
 class OptimizerConfig(Section):
@@ -120,9 +124,11 @@ class TrainConfig(Section):
     epochs: PositiveFloat | None = Field(default=None, description="passes over the tasks")
     groups_per_step: PositiveInt = Field(default=64, description="groups (tasks) taken for one batch")
     updates_per_batch: PositiveInt = Field(default=1, description="optimizer steps per batch; divides groups_per_step")
-    batch_size: PositiveInt = Field(default=128, description="sequences per optimizer step (recipe sft)")
+    batch_size: PositiveInt = Field(
+        default=128, description="sequences per optimizer step (recipes sft and dpo; two for each pair)"
+    )
     stop_below_loss: PositiveFloat | None = Field(
-        default=None, description="end early once the loss of the last 20 steps is below this (recipe sft)"
+        default=None, description="end early once the loss of the last 20 steps is below this (recipes sft and dpo)"
     )
     num_ranks: PositiveInt = Field(default=1, description="trainer processes; weights are sharded over them")
     max_tokens_per_microbatch: PositiveInt = Field(

@@ -16,9 +16,12 @@ from .errors import ConfigError, words
 RECIPES = {
     "async_rl": "train with RL: engines generate while the trainer learns, within staleness.max_policy_lag",
     "sft": "train on the tasks' own answers (supervised)",
+    "dpo": "train on preference pairs, a chosen and a rejected answer to each prompt",
     "evaluate": "measure the model on held-out tasks",
 }
-TRAINING_RECIPES = ("async_rl", "sft")
+TRAINING_RECIPES = ("async_rl", "sft", "dpo")
+OFFLINE_RECIPES = ("sft", "dpo")
+"""Recipes that train on data rather than on rollouts: no engine, no versions."""
 ENVIRONMENTS = ("single_turn",)
 REWARDS = ("exact_match", "math_verify", "reasoning_gym")
 

@@ -15,6 +15,7 @@ from ..collector.actor import CollectorRemote
 from ..collector.collector import CollectorSettings
 from ..collector.engine import EngineSettings
 from ..config import Config, derive
+from ..config.names import OFFLINE_RECIPES
 from ..param_server.actor import ParameterServerRemote
 from ..replay.actor import ReplayBufferRemote
 from ..trainer.actor import TrainerRank
@@ -86,8 +87,8 @@ def trainer_settings(
         compute_dtype=config.model.dtype,
         publish_dtype=config.model.dtype,
         attn=config.model.attn,
-        temperature=1.0 if recipe == "sft" else config.rollout.temperature,
-        max_policy_lag=None if recipe == "sft" else config.staleness.max_policy_lag,
+        temperature=1.0 if recipe in OFFLINE_RECIPES else config.rollout.temperature,
+        max_policy_lag=None if recipe in OFFLINE_RECIPES else config.staleness.max_policy_lag,
         max_tokens_per_microbatch=config.train.max_tokens_per_microbatch,
         gradient_checkpointing=config.train.gradient_checkpointing,
         bucket_bytes=config.param_server.bucket_bytes,

@@ -39,28 +39,31 @@ def cut(
     max_tokens: int,
     proximal_logprobs: torch.Tensor | None = None,
     reference_logprobs: torch.Tensor | None = None,
+    unit: int = 1,
 ) -> list[Microbatch]:
     """Microbatches of at most `max_tokens` padded tokens, similar lengths together; a longer sequence gets its own.
 
-    `proximal_logprobs` and `reference_logprobs` [S]: in the batch's order.
+    `proximal_logprobs` and `reference_logprobs` [S]: in the batch's order. Every `unit` neighbouring sequences stay
+    together, in their order.
     """
     scored = {
         name: batch.behavior_logprobs if logprobs is None else logprobs
         for name, logprobs in (("proximal_logprobs", proximal_logprobs), ("reference_logprobs", reference_logprobs))
     }
-    total = batch.prompt_lengths + batch.response_lengths
-    order = torch.argsort(total, stable=True).tolist()
-    lengths = total.tolist()
+    lengths = (batch.prompt_lengths + batch.response_lengths).reshape(-1, unit).amax(1)
+    order = torch.argsort(lengths, stable=True).tolist()
+    widths = lengths.tolist()
     chunks: list[list[int]] = []
     for i in reversed(order):
-        # Longest first: the first sequence of a chunk is its width.
-        if chunks and lengths[chunks[-1][0]] * (len(chunks[-1]) + 1) <= max_tokens:
+        # Longest first: the first unit of a chunk is its width.
+        if chunks and widths[chunks[-1][0]] * (len(chunks[-1]) + 1) * unit <= max_tokens:
             chunks[-1].append(i)
         else:
             chunks.append([i])
+    sequences = [[i * unit + j for i in chunk for j in range(unit)] for chunk in chunks]
     prompt_starts = _starts(batch.prompt_lengths)
     response_starts = _starts(batch.response_lengths)
-    return [_pad(batch, scored, chunk, prompt_starts, response_starts) for chunk in chunks]
+    return [_pad(batch, scored, chunk, prompt_starts, response_starts) for chunk in sequences]
 
 
 def empty_microbatch() -> Microbatch:

@@ -259,6 +259,7 @@ class Trainer:
                 max_tokens=self._settings.max_tokens_per_microbatch,
                 proximal_logprobs=proximal_logprobs,
                 reference_logprobs=reference_logprobs,
+                unit=self._objective.sequences_per_unit,
             )
         num_passes = int(self._reduce(torch.tensor([float(len(own))]), dist.ReduceOp.MAX).item())
         for i in range(num_passes):
