@@ -3,6 +3,7 @@
     taskset -> prompt + answer tokens -> [batches, one ahead] -> Trainer[N ranks] -> checkpoints/
 
 The response ends with the token that ends a turn, and is trained on it. Held-out questions are left out here too.
+With `task.messages_key` an example is a whole conversation, and every assistant turn in it is trained on.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from leeway.recipes.checkpoints import Checkpoints
 from leeway.recipes.context import StageContext, StageResult, say
 from leeway.runtime.launch import Launcher
 from leeway.runtime.supervisor import Supervisor
+from leeway.tasks.conversations import encode_conversation
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.taskset import TaskSet, build_taskset
 from leeway.types import NO_VERSION, Message, Task, TrainBatch, Trajectory, batch_trajectories
@@ -148,7 +150,7 @@ def _batches(config: Config, taskset: TaskSet, prompter: Prompter) -> Iterator[l
     examples = (_example(task, prompter) for task in taskset.forever())
     while True:
         chosen = list(itertools.islice(examples, config.train.batch_size))
-        num_tokens = sum(len(t.response_tokens) for t in chosen)
+        num_tokens = sum(sum(t.loss_mask) for t in chosen)
         shares = [chosen[rank :: config.train.num_ranks] for rank in range(config.train.num_ranks)]
         yield [
             batch_trajectories(share, [0.0] * len(share), num_sequences=len(chosen), num_tokens=num_tokens)
@@ -157,6 +159,12 @@ def _batches(config: Config, taskset: TaskSet, prompter: Prompter) -> Iterator[l
 
 
 def _example(task: Task, prompter: Prompter) -> Trajectory:
+    if "messages" in task.info:
+        prompt = [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else task.prompt
+        messages = task.info["messages"]
+        first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+        encoded = encode_conversation(prompter, [*prompt, *messages[first:]], num_prompt=len(prompt))
+        return _expert_trajectory(*encoded, text=task.answer)
     # The whole worked answer where the file has one; `task.answer` may be only what follows a mark.
     return answer_trajectory(prompter, task.prompt, str(task.info.get("solution", task.answer)))
 
@@ -164,15 +172,19 @@ def _example(task: Task, prompter: Prompter) -> Trajectory:
 def answer_trajectory(prompter: Prompter, prompt: str | list[Message], answer: str) -> Trajectory:
     """A prompt and an answer that no policy sampled, as the trainer takes them; a stop token ends the response."""
     prompt_tokens, response = prompter.encode_example(prompt, answer)
+    return _expert_trajectory(prompt_tokens, response, [True] * len(response), text=answer)
+
+
+def _expert_trajectory(prompt: list[int], response: list[int], mask: list[bool], *, text: str) -> Trajectory:
     return Trajectory(
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=prompt,
         response_tokens=response,
-        loss_mask=[True] * len(response),
+        loss_mask=mask,
         behavior_logprobs=[0.0] * len(response),
         policy_versions=[NO_VERSION] * len(response),
         reward=0.0,
         finish_reason="stop",
-        text=answer,
+        text=text,
     )
 
 

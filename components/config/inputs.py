@@ -41,6 +41,10 @@ class TaskConfig(Section):
     )
     prompt_key: str = Field(default="question", description="jsonl: key of the prompt (text, or a list of messages)")
     answer_key: str = Field(default="answer", description="jsonl: key of the reference answer")
+    messages_key: str | None = Field(
+        default=None,
+        description="jsonl: key of a whole conversation, not prompt and answer; sft trains on every assistant turn",
+    )
     rejected_key: str = Field(default="rejected", description="jsonl, recipe dpo: key of the answer not preferred")
     answer_after: str | None = Field(default=None, description='keep what follows the last of this mark, e.g. "####"')
     system_prompt: str | None = Field(default=None, description="system message put before every prompt")

@@ -58,6 +58,7 @@ class TaskSet:
             yield task.answer
             if "solution" in task.info:
                 yield str(task.info["solution"])
+            yield from (message["content"] for message in task.info.get("messages", ()))
 
     @property
     def epoch(self) -> int:
@@ -146,7 +147,12 @@ def _read_file(config: Any, path: str | None, *, limit: int | None) -> list[Row]
             "task.path: got null, expected a .jsonl file, because task.name is 'jsonl'; set task.path=FILE"
         )
     return read_jsonl(
-        path, prompt_key=config.prompt_key, answer_key=config.answer_key, answer_after=config.answer_after, limit=limit
+        path,
+        prompt_key=config.prompt_key,
+        answer_key=config.answer_key,
+        answer_after=config.answer_after,
+        messages_key=config.messages_key,
+        limit=limit,
     )
 
 
