@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 from leeway.config import Config
 from leeway.recipes.context import StageContext, StageResult
-from leeway.recipes.sft import answer_trajectory, train_offline
+from leeway.recipes.sft import train_offline
+from leeway.tasks.examples import answer_trajectory
 from leeway.tasks.preferences import rejected_answer
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.taskset import TaskSet

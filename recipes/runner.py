@@ -200,6 +200,10 @@ def _check_tasks(stage: Stage) -> None:
     config = stage.config
     split = "eval" if stage.recipe == "evaluate" else "train"
     taskset = build_taskset(config.task, seed=config.seed, split=split, eval_config=config.eval)
+    if stage.recipe == "async_rl" and config.algorithm.expert_path is not None:
+        from leeway.tasks.examples import expert_tasks
+
+        expert_tasks(config.algorithm.expert_path, config.task, config.eval, seed=config.seed)
     if stage.recipe == "dpo":
         from leeway.tasks.preferences import check_pairs
 

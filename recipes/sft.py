@@ -24,10 +24,10 @@ from leeway.recipes.checkpoints import Checkpoints
 from leeway.recipes.context import StageContext, StageResult, say
 from leeway.runtime.launch import Launcher
 from leeway.runtime.supervisor import Supervisor
-from leeway.tasks.conversations import encode_conversation
+from leeway.tasks.examples import example_of
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.taskset import TaskSet, build_taskset
-from leeway.types import NO_VERSION, Message, Task, TrainBatch, Trajectory, batch_trajectories
+from leeway.types import TrainBatch, batch_trajectories
 from leeway.weights import CanaryPrompts
 
 LOSS_WINDOW = 20
@@ -147,7 +147,7 @@ def _put(batches: Sequence[TrainBatch]) -> tuple[list[Any], int]:
 
 def _batches(config: Config, taskset: TaskSet, prompter: Prompter) -> Iterator[list[TrainBatch]]:
     """For ever: one batch per rank, of `train.batch_size` examples together."""
-    examples = (_example(task, prompter) for task in taskset.forever())
+    examples = (example_of(task, prompter) for task in taskset.forever())
     while True:
         chosen = list(itertools.islice(examples, config.train.batch_size))
         num_tokens = sum(sum(t.loss_mask) for t in chosen)
@@ -156,36 +156,6 @@ def _batches(config: Config, taskset: TaskSet, prompter: Prompter) -> Iterator[l
             batch_trajectories(share, [0.0] * len(share), num_sequences=len(chosen), num_tokens=num_tokens)
             for share in shares
         ]
-
-
-def _example(task: Task, prompter: Prompter) -> Trajectory:
-    if "messages" in task.info:
-        prompt = [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else task.prompt
-        messages = task.info["messages"]
-        first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        encoded = encode_conversation(prompter, [*prompt, *messages[first:]], num_prompt=len(prompt))
-        return _expert_trajectory(*encoded, text=task.answer)
-    # The whole worked answer where the file has one; `task.answer` may be only what follows a mark.
-    return answer_trajectory(prompter, task.prompt, str(task.info.get("solution", task.answer)))
-
-
-def answer_trajectory(prompter: Prompter, prompt: str | list[Message], answer: str) -> Trajectory:
-    """A prompt and an answer that no policy sampled, as the trainer takes them; a stop token ends the response."""
-    prompt_tokens, response = prompter.encode_example(prompt, answer)
-    return _expert_trajectory(prompt_tokens, response, [True] * len(response), text=answer)
-
-
-def _expert_trajectory(prompt: list[int], response: list[int], mask: list[bool], *, text: str) -> Trajectory:
-    return Trajectory(
-        prompt_tokens=prompt,
-        response_tokens=response,
-        loss_mask=mask,
-        behavior_logprobs=[0.0] * len(response),
-        policy_versions=[NO_VERSION] * len(response),
-        reward=0.0,
-        finish_reason="stop",
-        text=text,
-    )
 
 
 async def _awaited(ref: Any) -> Any:

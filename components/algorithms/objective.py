@@ -7,6 +7,7 @@ from typing import Protocol, Self
 
 import torch
 
+from ..types import NO_VERSION
 from .aggregation import aggregate
 from .corrections import (
     NO_CORRECTION,
@@ -50,6 +51,8 @@ class ScoredTokens(Protocol):
     def behavior_logprobs(self) -> torch.Tensor: ...
     @property
     def advantages(self) -> torch.Tensor: ...
+    @property
+    def policy_versions(self) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Objective:
     - `needs_reference`: `Tokens.reference_logprobs`, of a frozen copy of the weights that training started from.
     - `needs_entropy_gradient`: an `entropy` that carries a gradient.
     - `needs_step_values`: that each step starts with `step_values` of every rank being handed to `for_step`.
+    - `takes_expert_tokens`: that tokens which no policy sampled (version NO_VERSION) may be trained on beside others.
     - `sequences_per_unit`: that so many neighbouring sequences of a batch are in one microbatch, in their order.
 
     `sums` and `maxima` of a `Loss` have `num_sums` and `num_maxima` entries.
@@ -79,6 +83,7 @@ class Objective:
     needs_reference: bool = False
     needs_entropy_gradient: bool = False
     needs_step_values: bool = False
+    takes_expert_tokens: bool = False
     sequences_per_unit: int = 1
 
     def loss(
@@ -164,7 +169,8 @@ class PolicyObjective(Objective):
         return self.correction.kind == "m2po"
 
     def step_values(self, batch: ScoredTokens, proximal_logprobs: torch.Tensor) -> torch.Tensor:
-        return squares_in_question(proximal_logprobs, batch.behavior_logprobs, batch.advantages, batch.loss_mask)
+        sampled = batch.loss_mask & (batch.policy_versions != NO_VERSION)
+        return squares_in_question(proximal_logprobs, batch.behavior_logprobs, batch.advantages, sampled)
 
     def for_step(self, values: torch.Tensor) -> Self:
         limit = second_moment_limit(values, bound=self.correction.second_moment)

@@ -91,6 +91,17 @@ def a_reference_is_used_and_a_teacher_is_named(config: Config, named: Named) -> 
         )
 
 
+def expert_data_is_named(config: Config, named: Named) -> None:
+    a = config.algorithm
+    if a.name == "mix" and a.expert_path is None:
+        raise ConfigError(
+            named("algorithm.expert_path"),
+            got=None,
+            expected="a .jsonl file of expert answers, because algorithm.name is mix",
+            fix="set algorithm.expert_path=experts.jsonl, or another algorithm.name",
+        )
+
+
 ALGORITHM_RULES = (
     pieces_exist,
     groups_are_large_enough,
@@ -98,4 +109,5 @@ ALGORITHM_RULES = (
     kl_target_has_something_to_move,
     interpolation_fits_the_correction,
     a_reference_is_used_and_a_teacher_is_named,
+    expert_data_is_named,
 )

@@ -57,7 +57,11 @@ def _missing_files(config: Config) -> list[Problem]:
                     f"set {key}=/path/to/model or a hub id org/name",
                 )
             )
-    for key, value in (("task.path", config.task.path), ("eval.path", config.eval.path)):
+    for key, value in (
+        ("task.path", config.task.path),
+        ("eval.path", config.eval.path),
+        ("algorithm.expert_path", config.algorithm.expert_path),
+    ):
         if value is not None and not Path(value).expanduser().is_file():
             problems.append(
                 Problem(

@@ -11,7 +11,7 @@ from .presets import ADVANTAGE_OPTIONS, POLICY_LOSS_OPTIONS
 
 AlgorithmName = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp", "asymre", "topr", "opmd", "opmd_kimi",
-    "sppo", "rec", "raft", "on_policy_distill",
+    "sppo", "rec", "raft", "on_policy_distill", "mix",
 ]  # fmt: skip
 
 
@@ -96,6 +96,23 @@ class AlgorithmConfig(Section):
         default=None, description="mean KL per token that kl_coef is moved towards; null: kl_coef stays"
     )
     entropy_coef: float = Field(default=0.0, description="weight of the entropy bonus in the loss")
+    expert_path: str | None = Field(
+        default=None, description="jsonl of expert answers mixed into every step, with the keys of task; null: none"
+    )
+    expert_batch_size: PositiveInt = Field(default=64, description="expert answers in each optimizer step")
+    expert_weight: float = Field(
+        default=0.1,
+        ge=0.0,
+        le=1.0,
+        description="share mu of expert data in the loss: (1 - mu) policy + mu expert",
+    )
+    expert_weight_end: float | None = Field(
+        default=None, ge=0.0, le=1.0, description="mu after expert_decay_steps; null: it stays"
+    )
+    expert_decay_steps: PositiveInt = Field(default=100, description="optimizer steps in which mu gets there, linearly")
+    expert_token_weights: bool = Field(
+        default=False, description="weigh each expert token by p (1 - p): neither what is known nor what is absurd"
+    )
     dpo_beta: PositiveFloat = Field(default=0.1, description="recipe dpo: how far the margin may move the policy")
     dpo_label_smoothing: float = Field(
         default=0.0, ge=0.0, lt=0.5, description="recipe dpo: share of pairs thought to be labelled the wrong way round"

@@ -46,6 +46,7 @@ PRESETS: dict[str, Preset] = {
             "kl_where": "token",
         },
     },
+    "mix": {"algorithm": {"expert_weight": 0.5, "expert_weight_end": 0.05}},
     "rec": {"algorithm": {"advantage": "mean", "policy_loss": "rec", "clip_high": 0.2, "aggregation": "token_mean"}},
 }
 

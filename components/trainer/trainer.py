@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..algorithms.objective import Objective
-from ..types import TrainBatch
+from ..types import NO_VERSION, TrainBatch
 from ..weights import BucketWriter, Canary, CanaryPrompts, Manifest, digest_of
 from .microbatch import Microbatch, cut, empty_microbatch
 from .optimizer import OptimizerSettings, learning_rate, make_optimizer
@@ -292,6 +292,8 @@ class Trainer:
     def _check_versions(self, batch: TrainBatch) -> None:
         bound = self._settings.max_policy_lag
         versions = batch.policy_versions[batch.loss_mask]
+        if self._objective.takes_expert_tokens:
+            versions = versions[versions != NO_VERSION]
         if bound is None or not len(versions):
             return
         oldest, newest = int(versions.min()), int(versions.max())

@@ -54,7 +54,10 @@ def test_names_and_options_in_the_config_are_those_of_the_functions() -> None:
         assert set(get_args(AlgorithmConfig.model_fields[field].annotation)) == set(names)
 
 
-NEEDS = {"on_policy_distill": ["algorithm.reference_path=org/teacher"]}
+NEEDS = {
+    "on_policy_distill": ["algorithm.reference_path=org/teacher"],
+    "mix": ["algorithm.expert_path=experts.jsonl"],
+}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -64,7 +67,7 @@ def test_every_preset_loads_and_makes_an_objective(minimal: str, name: str, tmp_
         assert {key: getattr(getattr(config, section), key) for key in values} == values
     check_pieces(config.algorithm)
     objective = objective_of(config, "async_rl")
-    assert objective.needs_reference is (name in NEEDS)
+    assert objective.needs_reference is (name == "on_policy_distill")
     assert not objective.needs_proximal
     # What is written down loads again as the same settings.
     copy = tmp_path / "copy.yaml"
@@ -113,6 +116,7 @@ def test_a_stage_may_have_a_preset_of_its_own(tmp_path: Path) -> None:
         ),
         (["algorithm.kl_target=0.1"], ["algorithm.kl_coef: got 0", "algorithm.kl_target"]),
         (["algorithm.name=on_policy_distill"], ["algorithm.reference_path: got null", "a teacher"]),
+        (["algorithm.name=mix"], ["algorithm.expert_path: got null", "expert answers"]),
         (["algorithm.reference_path=org/teacher"], ["algorithm.kl_coef: got 0", "reference policy"]),
         (["algorithm.dual_clip=1"], ["algorithm.dual_clip: got 1", "greater than 1"]),
         (
