@@ -165,7 +165,7 @@ class Recorder(Objective):
     seen: dict[tuple[int, ...], list[float]] = dataclasses.field(default_factory=dict)
     entropies: dict[tuple[int, ...], list[float]] = dataclasses.field(default_factory=dict)
 
-    def loss(self, logprobs, entropy, tokens, *, policy_version, num_sequences, num_tokens) -> Loss:
+    def loss(self, logprobs, entropy, tokens: Any, *, policy_version, num_sequences, num_tokens) -> Loss:
         for i, row in enumerate(tokens.input_ids.tolist()):
             where = tokens.segments == i
             self.seen[tuple(row)] = logprobs[where].tolist()
