@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from leeway.config import Stage, run_yaml
+from leeway.config.names import OFFLINE_RECIPES
 from leeway.failures import PartFailed
 from leeway.monitor import MonitorError, check_sinks, weights_sha256, write_summary
 from leeway.recipes.context import StageContext, StageResult, say
@@ -198,8 +199,16 @@ def _check_tasks(stage: Stage) -> None:
     config = stage.config
     split = "eval" if stage.recipe == "evaluate" else "train"
     taskset = build_taskset(config.task, seed=config.seed, split=split, eval_config=config.eval)
-    if stage.recipe != "sft" and taskset.tasks:
+    if stage.recipe not in OFFLINE_RECIPES and taskset.tasks:
         dry_run(config, taskset.tasks[0])
+    if stage.recipe in ("async_rl", "frontier") and config.algorithm.expert_path is not None:
+        from leeway.tasks.examples import expert_tasks
+
+        expert_tasks(config.algorithm.expert_path, config.task, config.eval, seed=config.seed)
+    if stage.recipe == "dpo":
+        from leeway.tasks.preferences import check_pairs
+
+        check_pairs(taskset.tasks, key=config.task.rejected_key)
 
 
 def _check_hand_on(stages: Sequence[Stage]) -> None:

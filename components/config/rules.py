@@ -66,6 +66,8 @@ def check_rules(config: Config, recipe: str, named: Named = str) -> None:
     if recipe in TRAINING_RECIPES:
         steps_or_epochs_is_set(config, named)
         checkpoints_hold_weights(config, named)
+    if recipe == "dpo":
+        pairs_fill_batches(config, named)
     if recipe == "async_rl":
         for rule in ALGORITHM_RULES:
             rule(config, named)
@@ -222,6 +224,17 @@ def batches_divide(config: Config, named: Named) -> None:
             got=train.num_ranks,
             expected=f"at most the {sequences} sequences of one optimizer step",
             fix="use fewer ranks or a larger train.groups_per_step",
+        )
+
+
+def pairs_fill_batches(config: Config, named: Named) -> None:
+    size, ranks = config.train.batch_size, config.train.num_ranks
+    if size % 2 or size < 2 * ranks:
+        raise ConfigError(
+            named("train.batch_size"),
+            got=size,
+            expected=f"an even number of answers, two for each pair, and a pair for each of {ranks} ranks",
+            fix=f"use {max(2 * ranks, size + size % 2)}",
         )
 
 

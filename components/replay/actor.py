@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from ..algorithms.pieces import advantage_of
 from ..config import Config, derive
 from ..failures import as_text
 from ..monitor.logs import log_to_file
+from ..tasks.examples import expert_source, expert_tasks
 from ..tasks.mixed import MixedTaskSet
 from ..tasks.prompting import Prompter
 from ..tasks.taskset import TaskSet, build_taskset
@@ -50,6 +51,8 @@ class ReplayBufferActor:
         numbers = derive(config)
         train, algorithm = config.train, config.algorithm
         self._taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
+        assert config.model.path is not None
+        self._prompter = Prompter.load(config.model.path)
         self._assembler = Assembler(
             advantage=advantage_of(algorithm.advantage, algorithm.advantage_options, eps=algorithm.advantage_eps),
             shaping=RewardShaping(
@@ -61,9 +64,8 @@ class ReplayBufferActor:
             num_ranks=train.num_ranks,
             skip_zero_advantage=numbers.skip_zero_advantage,
             rollouts_per_take=config.monitor.rollouts_per_step,
+            experts=self._experts(),
         )
-        assert config.model.path is not None
-        self._prompter = Prompter.load(config.model.path)
         self._num_too_long = 0
         self._pipeline = Pipeline(config.replay.operators)
         self._buffer = ReplayBuffer(
@@ -81,6 +83,13 @@ class ReplayBufferActor:
             assemble=self._assembler,
             operators=[self._pipeline],
         )
+
+    def _experts(self) -> Callable[[], list[Trajectory]] | None:
+        path, config = self._config.algorithm.expert_path, self._config
+        if path is None:
+            return None
+        tasks = expert_tasks(path, config.task, config.eval, seed=config.seed)
+        return expert_source(tasks, self._prompter, count=config.algorithm.expert_batch_size)
 
     def _fitting(self, tasks: Iterator[Task]) -> Iterator[Task]:
         """Leave out tasks whose prompt is longer than `rollout.max_prompt_tokens`, and count them."""

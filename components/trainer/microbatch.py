@@ -54,10 +54,12 @@ def cut(
     packing: Packing = "shared",
     proximal_logprobs: torch.Tensor | None = None,
     reference_logprobs: torch.Tensor | None = None,
+    unit: int = 1,
 ) -> list[Microbatch]:
-    """Microbatches of at most `max_tokens` tokens (padding included); a longer sequence gets its own.
+    """Microbatches of at most `max_tokens` tokens (padding included); a longer sequence (or unit) gets its own.
 
-    `proximal_logprobs` and `reference_logprobs` [S]: in the batch's order.
+    `proximal_logprobs` and `reference_logprobs` [S]: in the batch's order. Every `unit` neighbouring sequences stay
+    together, in their order, first one first.
     """
     scored = {
         name: batch.behavior_logprobs if logprobs is None else logprobs
@@ -65,8 +67,11 @@ def cut(
     }
     sequences = _Sequences(batch, scored)
     if packing == "padded":
-        return [_pad(sequences, chunk) for chunk in _similar(sequences, max_tokens)]
-    clusters = sequences.by_prompt() if packing == "shared" else [[i] for i in range(len(sequences.lengths))]
+        return [_pad(sequences, chunk) for chunk in _similar(sequences, max_tokens, unit=unit)]
+    if unit > 1:
+        units = [sequences.runs(range(i, i + unit), shared=packing == "shared") for i in range(0, len(sequences), unit)]
+        return [_pack(sequences, chunk) for chunk in _fill_whole(sequences, units, max_tokens)]
+    clusters = sequences.by_prompt() if packing == "shared" else [[i] for i in range(len(sequences))]
     return [_pack(sequences, chunk) for chunk in _fill(sequences, clusters, max_tokens)]
 
 
@@ -105,6 +110,9 @@ class _Sequences:
             zip(_starts(self.response_lengths), _starts(self.response_lengths)[1:], strict=False)
         )  # of response tokens
 
+    def __len__(self) -> int:
+        return len(self.lengths)
+
     def prompt(self, i: int) -> torch.Tensor:
         return self._prompts[i]
 
@@ -118,6 +126,16 @@ class _Sequences:
         for i, prompt in enumerate(self._prompts):
             clusters.setdefault(prompt.numpy().tobytes(), []).append(i)
         return list(clusters.values())
+
+    def runs(self, indices: Sequence[int], *, shared: bool) -> list[list[int]]:
+        """These sequences in their order, neighbours with the same prompt together where it is `shared`."""
+        clusters: list[list[int]] = []
+        for i in indices:
+            if shared and clusters and torch.equal(self.prompt(i), self.prompt(clusters[-1][0])):
+                clusters[-1].append(i)
+            else:
+                clusters.append([i])
+        return clusters
 
     def fields(self, chunk: Sequence[int]) -> dict[str, torch.Tensor]:
         """What a microbatch of these sequences, in this order, says of its tokens."""
@@ -165,6 +183,21 @@ def _fill(sequences: _Sequences, clusters: list[list[int]], max_tokens: int) -> 
     return chunks
 
 
+def _fill_whole(sequences: _Sequences, units: list[list[list[int]]], max_tokens: int) -> list[list[list[int]]]:
+    """Units, each a list of clusters, into microbatches, longest first; no unit is ever cut."""
+    chunks: list[list[list[int]]] = []
+    room = 0
+    for unit in sorted(units, key=lambda u: -max(sequences.lengths[i] for cluster in u for i in cluster)):
+        prompts = sum(sequences.prompt_lengths[cluster[0]] for cluster in unit)
+        needed = prompts + sum(max(0, sequences.response_lengths[i] - 1) for cluster in unit for i in cluster)
+        if not chunks or needed > room:
+            chunks.append([])
+            room = max_tokens
+        chunks[-1] += unit
+        room -= needed
+    return chunks
+
+
 def _pack(sequences: _Sequences, clusters: list[list[int]]) -> Microbatch:
     """One row. The last token of a response is left out: nothing is predicted from it, and nothing attends to it."""
     tokens, positions, rows, segments, end = [], [], [], [], 0
@@ -200,16 +233,17 @@ def _pack(sequences: _Sequences, clusters: list[list[int]]) -> Microbatch:
 # ------------------------------------------------------------------------------------------------------- padded
 
 
-def _similar(sequences: _Sequences, max_tokens: int) -> list[list[int]]:
-    """Sequences of similar length together, so that little is padded."""
-    chunks: list[list[int]] = []
-    for i in sorted(range(len(sequences.lengths)), key=lambda i: -sequences.lengths[i]):
-        # Longest first: the first sequence of a chunk is its width.
-        if chunks and sequences.lengths[chunks[-1][0]] * (len(chunks[-1]) + 1) <= max_tokens:
+def _similar(sequences: _Sequences, max_tokens: int, *, unit: int) -> list[list[int]]:
+    """Sequences of similar length together, so that little is padded; `unit` neighbours always."""
+    widths = [max(sequences.lengths[i : i + unit]) for i in range(0, len(sequences), unit)]
+    chunks: list[list[int]] = []  # of units
+    for i in sorted(range(len(widths)), key=lambda i: -widths[i]):
+        # Longest first: the first unit of a chunk is its width.
+        if chunks and widths[chunks[-1][0]] * (len(chunks[-1]) + 1) * unit <= max_tokens:
             chunks[-1].append(i)
         else:
             chunks.append([i])
-    return chunks
+    return [[i * unit + j for i in chunk for j in range(unit)] for chunk in chunks]
 
 
 def _pad(sequences: _Sequences, chunk: list[int]) -> Microbatch:

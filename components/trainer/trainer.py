@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..algorithms.objective import Objective
-from ..types import TrainBatch
+from ..types import NO_VERSION, TrainBatch
 from ..weights import BucketWriter, Canary, CanaryPrompts, Manifest, digest_of
 from .audit import published_weights
 from .microbatch import Microbatch, Packing, cut, empty_microbatch
@@ -40,6 +40,7 @@ class TrainerSettings:
 
     `max_policy_lag` None: batches carry no policy tokens (supervised training). `publish_dtype`: what engines get.
     `packing`: how sequences lie in a pass, see `Packing`; "auto" is shared where the model's attention allows it.
+    `reference_path` None: where an objective needs a reference policy, it is the weights at `model_path`.
     """
 
     model_path: str
@@ -61,6 +62,7 @@ class TrainerSettings:
     timeout_s: float
     trust_remote_code: bool = False
     packing: Packing | Literal["auto"] = "auto"
+    reference_path: str | None = None
 
 
 class Trainer:
@@ -104,7 +106,7 @@ class Trainer:
         self._reference: ScoringModel | None = None
         if self._objective.needs_reference:
             self._reference = load_reference(
-                settings.model_path,
+                settings.reference_path or settings.model_path,
                 mesh,
                 attn=settings.attn,
                 packing=settings.packing,
@@ -112,6 +114,8 @@ class Trainer:
                 device=self._device,
                 trust_remote_code=settings.trust_remote_code,
             )
+            if not self._reference.is_packed:  # both score the same passes
+                self._packing = "padded"
         self._optimizer = make_optimizer(self._model.parameters(), settings.optimizer)
         self._pending_writer: tuple[int, BucketWriter, Canary] | None = None
         self.policy_version = 0
@@ -290,6 +294,7 @@ class Trainer:
                 packing=self._packing,
                 proximal_logprobs=proximal_logprobs,
                 reference_logprobs=reference_logprobs,
+                unit=self._objective.sequences_per_unit,
             )
         num_passes = int(self._reduce(torch.tensor([float(len(own))]), dist.ReduceOp.MAX).item())
         for i in range(num_passes):
@@ -330,6 +335,8 @@ class Trainer:
     def _check_versions(self, batch: TrainBatch) -> None:
         bound = self._settings.max_policy_lag
         versions = batch.policy_versions[batch.loss_mask]
+        if self._objective.takes_expert_tokens:
+            versions = versions[versions != NO_VERSION]
         if bound is None or not len(versions):
             return
         oldest, newest = int(versions.min()), int(versions.max())
