@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -20,12 +20,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..algorithms.objective import Objective
-from ..types import TrainBatch
 from ..weights import BucketWriter, Canary, CanaryPrompts, Manifest, digest_of
 from .microbatch import Microbatch, Packing, cut, empty_microbatch
 from .optimizer import OptimizerSettings, learning_rate, make_optimizer
 from .scoring import load_model
 from .sharding import make_mesh, shard
+
+if TYPE_CHECKING:  # the benchmark runs where tensordict is not installed
+    from ..types import TrainBatch
 
 
 class StalenessError(RuntimeError):
