@@ -72,6 +72,10 @@ class TrainConfig(Section):
         description="auto: sequences back to back and a group's prompt computed once, where model.attn is sdpa and the "
         "model allows it; padded: one row each",
     )
+    logprob_chunk_tokens: PositiveInt = Field(
+        default=512,
+        description="most tokens whose logits exist at a time; takes about 12 bytes x this x vocabulary",
+    )
     skip_zero_advantage: bool = Field(default=True, description="save the work on trajectories that move nothing")
     gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
 

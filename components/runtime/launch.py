@@ -107,6 +107,7 @@ def trainer_settings(
         seed=config.seed,
         timeout_s=config.cluster.step_timeout_s,
         packing=config.train.packing,
+        logprob_chunk_tokens=config.train.logprob_chunk_tokens,
     )
 
 

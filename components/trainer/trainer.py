@@ -40,6 +40,7 @@ class TrainerSettings:
 
     `max_policy_lag` None: batches carry no policy tokens (supervised training). `publish_dtype`: what engines get.
     `packing`: how sequences lie in a pass, see `Packing`; "auto" is shared where the model's attention allows it.
+    `logprob_chunk_tokens`: most rows of logits that exist at a time.
     """
 
     model_path: str
@@ -61,6 +62,7 @@ class TrainerSettings:
     timeout_s: float
     trust_remote_code: bool = False
     packing: Packing | Literal["auto"] = "auto"
+    logprob_chunk_tokens: int = 512
 
 
 class Trainer:
@@ -84,6 +86,7 @@ class Trainer:
             settings.model_path,
             attn=settings.attn,
             packing=settings.packing,
+            chunk_tokens=settings.logprob_chunk_tokens,
             trust_remote_code=settings.trust_remote_code,
         ).to(self._device)
         self._packing: Packing = "padded"
