@@ -1,6 +1,7 @@
 """One rank of the trainer. Every public method is called on all ranks alike, between which FSDP2 exchanges shards.
 
-    forward_backward(batch) -> optim_step() -> publish()      token_logprobs(batch)      save(dir)
+    forward_backward(batch) -> optim_step() -> publish()      token_logprobs(batch)
+    save(dir): for others to load      save_state(dir), load_state(dir): to go on from
 
 `policy_version` is the number of optimizer steps in the weights.
 """
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ..algorithms.objective import Objective
 from ..weights import BucketWriter, Canary, CanaryPrompts, Manifest, digest_of
+from .checkpoint import load_state, save_state
 from .microbatch import Microbatch, Packing, cut, empty_microbatch
 from .optimizer import OptimizerSettings, learning_rate, make_optimizer
 from .scoring import load_model
@@ -210,6 +212,22 @@ class Trainer:
                 self._settings.model_path, state, Path(directory), trust_remote_code=self._settings.trust_remote_code
             )
         dist.barrier()
+
+    def save_state(self, directory: str) -> None:
+        """Write weights, optimizer, generator and version, to be continued from (a collective); see `checkpoint`."""
+        save_state(
+            Path(directory),
+            model=self._model,
+            optimizer=self._optimizer,
+            rank=self._rank,
+            num_ranks=self._settings.num_ranks,
+            policy_version=self.policy_version,
+        )
+
+    def load_state(self, directory: str) -> int:
+        """Go on from what `save_state` wrote, on any number of ranks (a collective); returns the policy version."""
+        self.policy_version = load_state(Path(directory), model=self._model, optimizer=self._optimizer, rank=self._rank)
+        return self.policy_version
 
     def measure(self, batch: TrainBatch) -> dict[str, float]:
         """Seconds of one step on this batch, nothing else running; weights, optimizer and version stay as they were.
