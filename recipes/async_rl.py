@@ -22,7 +22,7 @@ from typing import Any
 
 from leeway.config import Config, derive
 from leeway.monitor import build_monitor, read_metrics, reward_first, reward_last
-from leeway.recipes.checkpoints import Checkpoints
+from leeway.recipes.checkpoints import Checkpoints, resume_point, saved_position
 from leeway.recipes.context import StageContext, StageResult, say
 from leeway.recipes.evaluation import evaluate
 from leeway.recipes.speeds import measure_speeds
@@ -85,6 +85,7 @@ class AsyncRL:
             self._total_steps,
             f"{self._config.name} / {context.name}",
         )
+        self._resumed = resume_point(context.dir / "checkpoints", self._config)
         self._status = "failed"
         self._version = 0
         self._published = -1
@@ -117,12 +118,14 @@ class AsyncRL:
         """The ranks finish the step that they are in, all of them, then save."""
         if self._stepping is not None:
             await asyncio.wait({self._stepping}, timeout=self._timeout_s)
-        await self._checkpoints.at_end()
+        await self._checkpoints.at_end(interrupted=True)
 
     async def _run_launched(self, started: float) -> StageResult:
         """Hand out version 0, evaluate, measure, train, evaluate, save."""
+        if self._resumed is not None:
+            self._version = await self._launcher.load_state(self._resumed / "dcp")
         await self._publish()
-        await self._until_served(0)
+        await self._until_served(self._version)
         evals = {"before": await self._evaluate()} if self._config.eval.at_start else {}
         pause_s = (await self._collect_stats()).get("collector/pause_s", 0.0)
         speeds = await measure_speeds(self._config, self._parts, self._train_tasks.tasks, hand_over_s=pause_s)
@@ -161,7 +164,8 @@ class AsyncRL:
 
     async def _launch(self) -> None:
         """Everything starts beside everything else; engines take longest."""
-        await asyncio.gather(self._launcher.param_server(), self._launcher.buffer())
+        start = saved_position(self._resumed) if self._resumed else None
+        await asyncio.gather(self._launcher.param_server(), self._launcher.buffer(start=start))
         await asyncio.gather(
             self._launcher.trainers(total_steps=self._total_steps, canary=self._canary()),
             self._launcher.collectors(),
@@ -169,9 +173,10 @@ class AsyncRL:
         self._context.processes.extend(self._parts.local_processes())
         self._checkpoints = Checkpoints(
             self._context.dir / "checkpoints",
-            settings=self._config.checkpoint,
+            config=self._config,
             trainers=self._parts.trainers,
             supervisor=self._supervisor,
+            position=lambda version: self._wait(self._parts.buffer.position.remote(version), "replay"),
         )
         for i, collector in enumerate(self._parts.collectors):
             self._supervisor.watch(f"generator-{i}", collector.keep_current.remote())
@@ -197,7 +202,6 @@ class AsyncRL:
                     await self._finish_publishing()
                     self._publishing = asyncio.create_task(self._hand_out())
                     self._supervisor.watch("publishing", self._publishing)
-                await self._checkpoints.after_step(self._version)
                 await self._maybe_evaluate()
                 now = time.monotonic()
                 metrics |= {"step/wait_for_batch_s": waited_s if i == 0 else 0.0, "step/total_s": now - last_end}
@@ -205,6 +209,7 @@ class AsyncRL:
                 last_end = now
                 self._reports.put_nowait(_StepReport(self._version, metrics, take, first_of_take=i == 0))
             replay = await self._wait(buffer.trained.remote(take.group_ids), "replay")
+            await self._checkpoints.after_step(self._version)  # between takes: none is ever half trained on resume
             self._reports.put_nowait(_StepReport(self._version, replay))
             self._num_tokens += int(take.metrics["train/response_tokens/total"])
         await self._finish_publishing()

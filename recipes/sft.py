@@ -19,7 +19,7 @@ import ray
 
 from leeway.config import Config
 from leeway.monitor import Monitor, build_monitor
-from leeway.recipes.checkpoints import Checkpoints
+from leeway.recipes.checkpoints import Checkpoints, resume_point
 from leeway.recipes.context import StageContext, StageResult, say
 from leeway.runtime.launch import Launcher
 from leeway.runtime.supervisor import Supervisor
@@ -38,6 +38,7 @@ async def run(context: StageContext) -> StageResult:
     prompter = Prompter.load(config.model.path)
     taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
     total_steps = num_steps(config, len(taskset))
+    resumed = resume_point(context.dir / "checkpoints", config)
     launcher = Launcher(config, "sft", run_dir=context.dir, supervisor=Supervisor())
     parts = launcher.parts
     monitor = build_monitor(
@@ -53,15 +54,16 @@ async def run(context: StageContext) -> StageResult:
         context.processes.extend(parts.local_processes())
         checkpoints = Checkpoints(
             context.dir / "checkpoints",
-            settings=config.checkpoint,
+            config=config,
             trainers=parts.trainers,
             supervisor=parts.supervisor,
         )
         try:
-            batches = _batches(config, taskset, prompter)
-            trained = await _train(config, launcher, monitor, checkpoints, batches, total_steps)
+            first = await launcher.load_state(resumed / "dcp") if resumed else 0
+            batches = _batches(config, taskset, prompter, skip_steps=first)
+            trained = await _train(config, launcher, monitor, checkpoints, batches, total_steps, first_step=first)
         except asyncio.CancelledError:
-            await asyncio.shield(checkpoints.at_end())
+            await asyncio.shield(checkpoints.at_end(interrupted=True))
             raise
         folder = await checkpoints.at_end()
         status = "done"
@@ -103,14 +105,18 @@ async def _train(
     checkpoints: Checkpoints,
     batches: Iterator[list[TrainBatch]],
     total_steps: int,
+    *,
+    first_step: int = 0,
 ) -> _Trained:
     """Consumes batches, waits for the ranks. The next batch is made while they compute."""
     parts, timeout_s = launcher.parts, config.cluster.step_timeout_s
-    trained = _Trained()
+    trained = _Trained(first_step)
+    if first_step >= total_steps:
+        return trained
     recent: deque[float] = deque(maxlen=LOSS_WINDOW)
     stop_below = config.train.stop_below_loss
     upcoming = _put(next(batches))
-    for step in range(1, total_steps + 1):
+    for step in range(first_step + 1, total_steps + 1):
         begun = time.monotonic()
         refs, tokens = upcoming
         calls = [_awaited(t.train_step.remote(ref, False)) for t, ref in zip(parts.trainers, refs, strict=True)]
@@ -132,9 +138,12 @@ def _put(batches: Sequence[TrainBatch]) -> tuple[list[Any], int]:
     return [ray.put(batch) for batch in batches], int(batches[0].num_tokens)
 
 
-def _batches(config: Config, taskset: TaskSet, prompter: Prompter) -> Iterator[list[TrainBatch]]:
-    """For ever: one batch per rank, of `train.batch_size` examples together."""
-    examples = (_example(task, prompter) for task in taskset.forever())
+def _batches(
+    config: Config, taskset: TaskSet, prompter: Prompter, *, skip_steps: int = 0
+) -> Iterator[list[TrainBatch]]:
+    """For ever: one batch per rank, of `train.batch_size` examples together; `skip_steps` were trained on before."""
+    tasks = itertools.islice(taskset.forever(), skip_steps * config.train.batch_size, None)
+    examples = (_example(task, prompter) for task in tasks)
     while True:
         chosen = list(itertools.islice(examples, config.train.batch_size))
         num_tokens = sum(len(t.response_tokens) for t in chosen)

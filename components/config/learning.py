@@ -81,11 +81,16 @@ class TrainConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What is saved of the weights."""
+    """What is saved, and when: the whole state to go on from, and the weights for others to load."""
 
     every: NonNegativeInt = Field(default=0, description="optimizer steps between checkpoints; 0: only at the end")
-    keep_last: PositiveInt = Field(default=2, description="checkpoints kept")
+    keep_last: PositiveInt = Field(default=2, description="newest checkpoints kept")
+    keep_every: NonNegativeInt = Field(default=0, description="kept for good: those of every so many steps; 0: none")
     save_hf: Literal["last", "always", "never"] = Field(
         default="last", description="when weights are saved for transformers"
     )
-    resume: Literal["never"] = Field(default="never", description="go on from an earlier checkpoint of this run")
+    resume: str = Field(
+        default="never",
+        description="never, auto (go on from the newest whole checkpoint in this run's folder, if there is one), or "
+        "the path of a checkpoint",
+    )

@@ -54,7 +54,6 @@ def check_rules(config: Config, recipe: str, named: Named = str) -> None:
         raise _no_heldout(config, named("task.holdout_frac"))
     if recipe in TRAINING_RECIPES:
         steps_or_epochs_is_set(config, named)
-        checkpoints_hold_weights(config, named)
     if recipe == "async_rl":
         batches_divide(config, named)
         staleness_is_possible(config, named)
@@ -291,16 +290,6 @@ def evaluations_meet_published_weights(config: Config, named: Named) -> None:
             got=every,
             expected=f"a multiple of param_server.publish_every {n}: only published weights are evaluated",
             fix=f"use {max(1, round(every / n)) * n}",
-        )
-
-
-def checkpoints_hold_weights(config: Config, named: Named) -> None:
-    if config.checkpoint.every and config.checkpoint.save_hf != "always":
-        raise ConfigError(
-            named("checkpoint.save_hf"),
-            got=config.checkpoint.save_hf,
-            expected=f"always, because checkpoint.every is {config.checkpoint.every}",
-            fix="set checkpoint.save_hf=always, or checkpoint.every=0",
         )
 
 

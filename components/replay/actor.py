@@ -23,6 +23,7 @@ from ..types import Admission, Group, Task, Trajectory
 from .admission import AdmissionRule
 from .assemble import Assembler
 from .buffer import ReplayBuffer, equal_rewards
+from .position import Position
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class TakeRefs:
 
 
 class ReplayBufferActor:
-    def __init__(self, config: Config, *, role: str, log_file: Path) -> None:
+    def __init__(self, config: Config, *, role: str, log_file: Path, start: dict[str, Any] | None = None) -> None:
         self.role = role
         log_to_file(log_file, config.log.level)
         self._config = config
@@ -56,8 +57,10 @@ class ReplayBufferActor:
         assert config.model.path is not None
         self._prompter = Prompter.load(config.model.path)
         self._num_too_long = 0
+        position = Position(**(start or {}))
         self._buffer = ReplayBuffer(
-            tasks=self._fitting(_tasks(self._taskset, train.epochs)),
+            tasks=position.tasks(self._fitting(_tasks(self._taskset, train.epochs))),
+            start=position,
             rule=AdmissionRule(
                 groups_per_take=train.groups_per_step,
                 updates_per_take=train.updates_per_batch,
@@ -131,6 +134,12 @@ class ReplayBufferActor:
         stats = asdict(self._buffer.stats())
         counts = {f"replay/{name}": float(value) for name, value in stats.items()}
         return counts | {"replay/too_long": float(self._num_too_long)}
+
+    @as_text
+    async def position(self, policy_version: int) -> dict[str, Any] | None:
+        """See `ReplayBuffer.position`, as JSON-able data."""
+        position = self._buffer.position(policy_version)
+        return None if position is None else asdict(position)
 
     @as_text
     async def published(self, policy_version: int) -> None:

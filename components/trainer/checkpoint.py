@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.checkpoint import load as dcp_load  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.checkpoint import save as dcp_save  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 FORMAT = 1
@@ -42,7 +44,7 @@ def save_state(
         (directory / STATE_FILE).unlink(missing_ok=True)
     dist.barrier()
     state = _tensors(model, optimizer) | {_rng_key(rank): torch.get_rng_state()}
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(directory, single_file_per_rank=True, sync_files=True))
+    dcp_save(state, storage_writer=FileSystemWriter(directory, single_file_per_rank=True, sync_files=True))
     if rank == 0:
         written = {
             "format": FORMAT,
@@ -62,12 +64,12 @@ def load_state(directory: Path, *, model: nn.Module, optimizer: torch.optim.Adam
     """
     state = read_state(directory)
     tensors = _tensors(model, optimizer)
-    reader = dcp.FileSystemReader(directory)
+    reader = FileSystemReader(directory)
     saved = reader.read_metadata().state_dict_metadata
     _check_same_model(directory, tensors, saved)
     if (key := _rng_key(rank)) in saved:  # a rank that did not exist then keeps its seed
         tensors[key] = torch.empty_like(torch.get_rng_state())
-    dcp.load(tensors, storage_reader=reader)
+    dcp_load(tensors, storage_reader=reader)
     if key in tensors:
         torch.set_rng_state(tensors[key])
     return int(state["policy_version"])

@@ -232,7 +232,7 @@ class Trainer:
     def measure(self, batch: TrainBatch) -> dict[str, float]:
         """Seconds of one step on this batch, nothing else running; weights, optimizer and version stay as they were.
 
-        The optimizer steps with a learning rate of 0 and is then made anew, so that the first real step starts fresh.
+        A spare optimizer steps with a learning rate of 0: the real one may have been loaded, and starts as it is.
         """
         passes = []
         for _ in range(3):  # the first one warms allocators and kernels
@@ -240,13 +240,13 @@ class Trainer:
             self.forward_backward(batch)
             passes.append(time.monotonic() - started)
         times = {"forward_backward_s": min(passes)}
-        for group in self._optimizer.param_groups:
+        spare = make_optimizer(self._model.parameters(), self._settings.optimizer)
+        for group in spare.param_groups:
             group["lr"] = 0.0
         started = time.monotonic()
-        self._optimizer.step()
+        spare.step()
         times["optim_s"] = time.monotonic() - started
-        self._optimizer.zero_grad(set_to_none=True)
-        self._optimizer = make_optimizer(self._model.parameters(), self._settings.optimizer)
+        spare.zero_grad(set_to_none=True)
         return times
 
     def close(self) -> None:

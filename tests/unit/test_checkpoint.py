@@ -18,6 +18,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.algorithms.objective import PolicyObjective
+from leeway.trainer import checkpoint
 from leeway.trainer.checkpoint import CheckpointError, read_state
 from leeway.trainer.optimizer import OptimizerSettings
 from leeway.trainer.trainer import Trainer, TrainerSettings
@@ -256,7 +257,7 @@ def test_saving_over_an_old_state_is_incomplete_until_it_is_written(make, saved,
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch.distributed.checkpoint, "save", full)
+    monkeypatch.setattr(checkpoint, "dcp_save", full)
     with pytest.raises(OSError, match="No space left"):
         trainer.save_state(str(saved))
     with pytest.raises(CheckpointError, match="never completed"):
