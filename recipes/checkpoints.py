@@ -58,6 +58,7 @@ class Checkpoints:
         self._directory = directory
         self._settings: CheckpointConfig = config.checkpoint
         self._config = learned_settings(config)
+        self._base_model = config.model.path
         self._trainers = trainers
         self._supervisor = supervisor
         self._position = position
@@ -84,7 +85,7 @@ class Checkpoints:
         folder = self._directory / f"step-{step:06d}"
         if all((folder / name).exists() for name, wanted in (("hf", hf), ("dcp", state)) if wanted):
             return folder / "hf" if hf else None
-        about: dict[str, Any] = {"policy_version": step, "config": self._config}
+        about: dict[str, Any] = {"policy_version": step, "base_model": self._base_model, "config": self._config}
         if self._position is not None and state:
             about["position"] = await self._position(step)
             state = about["position"] is not None

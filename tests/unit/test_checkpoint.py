@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import random
+import shutil
 import socket
 import subprocess
 import sys
@@ -18,8 +20,10 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.algorithms.objective import PolicyObjective
+from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer import checkpoint
 from leeway.trainer.checkpoint import CheckpointError, read_state
+from leeway.trainer.convert import convert
 from leeway.trainer.optimizer import OptimizerSettings
 from leeway.trainer.trainer import Trainer, TrainerSettings
 from leeway.types import TrainBatch, Trajectory, batch_trajectories
@@ -42,6 +46,7 @@ def save_model(folder: Path, **changes: Any) -> Path:
     }
     config = AutoConfig.for_model("qwen2", **(options | changes))
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    build_tokenizer(["12 + 34 = 46"]).save_pretrained(folder)
     return folder
 
 
@@ -262,3 +267,46 @@ def test_saving_over_an_old_state_is_incomplete_until_it_is_written(make, saved,
         trainer.save_state(str(saved))
     with pytest.raises(CheckpointError, match="never completed"):
         read_state(saved)
+
+
+# ------------------------------------------------------------------------------------------------------- convert
+
+
+def test_a_run_with_three_steps_is_converted_once_and_any_part_of_it_may_be_named(make, model_path, tmp_path):
+    trainer, folder, expected = make(), tmp_path / "run/checkpoints", {}
+    for step in (1, 2, 3):
+        train(trainer, range(step, step + 1))
+        trainer.save_state(str(folder / f"step-{step:06d}/dcp"))
+        (folder / f"step-{step:06d}/state.json").write_text(json.dumps({"base_model": str(model_path)}))
+        expected[step] = weights(trainer)
+    shutil.copytree(folder / "step-000003", folder / "step-000004.partial")
+    inside = folder / "step-000002/dcp"
+    assert list(convert(inside)) == [(folder / "step-000002/hf", True)]
+    every = [folder / f"step-{step:06d}/hf" for step in (1, 2, 3)]
+    assert list(convert(tmp_path / "run", dtype="bfloat16")) == list(zip(every, (True, False, True), strict=True))
+    assert list(convert(tmp_path / "run")) == [(path, False) for path in every]
+    for step, dtype in ((1, torch.bfloat16), (2, torch.float32), (3, torch.bfloat16)):
+        loaded = AutoModelForCausalLM.from_pretrained(every[step - 1], dtype="auto")
+        for name, tensor in loaded.named_parameters():
+            assert torch.equal(tensor, expected[step]["lm." + name].to(dtype)), name
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        assert (every[step - 1] / "tokenizer.json").exists()
+
+
+def test_what_cannot_be_converted_is_refused_by_name(make, saved, model_path, tmp_path):
+    step = tmp_path / "step-000001"
+    step.mkdir()
+    saved.rename(step / "dcp")
+    with pytest.raises(CheckpointError, match=r"config is missing.*--base-model"):
+        list(convert(step))
+    assert list(convert(step, base_model=str(model_path))) == [(step / "hf", True)]
+    megatron = tmp_path / "other/iter_0000100/mp_rank_00"
+    megatron.mkdir(parents=True)
+    for path in (tmp_path / "other", megatron):
+        with pytest.raises(CheckpointError, match="Megatron"):
+            list(convert(path))
+    with pytest.raises(CheckpointError, match="nothing there"):
+        list(convert(tmp_path / "absent"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="no sharded checkpoint"):
+        list(convert(tmp_path / "empty"))
