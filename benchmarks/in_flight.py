@@ -3,7 +3,8 @@
     python benchmarks/in_flight.py               # two runs of 36 steps, a minute or two each on two cores
 
 Long answers of a fresh model live through several versions. Every token of every third step is scored again by the
-trainer under exactly the weights that sampled it (train.audit_every). With `recompute` the two must agree to 1e-4; with `keep`
+trainer under exactly the weights that sampled it (train.audit_every). With `recompute` the two must agree to 1e-4; with
+`keep`
 the KV cache of running requests is that of older weights, and the gap is the price of keeping it.
 """
 

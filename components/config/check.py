@@ -31,13 +31,15 @@ def check_run(config: Config, recipe: str, hardware: Hardware) -> list[Problem]:
 def earlier_run(config: Config) -> Problem | None:
     """Whether the run's folder already holds a run, whose files would be mixed with the new ones."""
     folder = config.run_dir
+    if config.checkpoint.resume == "auto":
+        return None
     found = [name for name in ("summary.json", "config.yaml", "metrics.jsonl") if (folder / name).exists()]
     if not found:
         return None
     return Problem(
         key="name",
         text=f"{folder} holds another run ({found[0]}), expected an empty folder; "
-        f"choose another name=... or output_dir=..., or remove it: rm -r {folder}",
+        f"choose another name=... or output_dir=..., go on with checkpoint.resume=auto, or remove it: rm -r {folder}",
     )
 
 
@@ -57,6 +59,15 @@ def _missing_files(config: Config) -> list[Problem]:
                     f"set {key}=/path/to/model or a hub id org/name",
                 )
             )
+    resume = config.checkpoint.resume
+    if resume not in ("never", "auto") and not (Path(resume).expanduser() / "dcp" / "state.json").is_file():
+        problems.append(
+            Problem(
+                key="checkpoint.resume",
+                text=f"no checkpoint: got {resume}, expected never, auto, or a folder like checkpoints/step-000050 "
+                "with dcp/state.json in it",
+            )
+        )
     paths = [("task.path", config.task.name, config.task.path), ("eval.path", "jsonl", config.eval.path)]
     paths += [("algorithm.expert_path", "jsonl", config.algorithm.expert_path)]
     paths += [(f"task.mix.{n}.path", p.get("name", "jsonl"), p.get("path")) for n, p in config.task.mix.items()]

@@ -163,6 +163,10 @@ class TrainConfig(Section):
         description="auto: sequences back to back and a group's prompt computed once, where model.attn is sdpa and the "
         "model allows it; padded: one row each",
     )
+    logprob_chunk_tokens: PositiveInt = Field(
+        default=512,
+        description="most tokens whose logits exist at a time; takes about 12 bytes x this x vocabulary",
+    )
     skip_zero_advantage: bool = Field(default=True, description="save the work on trajectories that move nothing")
     gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
 
@@ -188,11 +192,16 @@ class FrontierConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What is saved of the weights."""
+    """What is saved, and when: the whole state to go on from, and the weights for others to load."""
 
     every: NonNegativeInt = Field(default=0, description="optimizer steps between checkpoints; 0: only at the end")
-    keep_last: PositiveInt = Field(default=2, description="checkpoints kept")
+    keep_last: PositiveInt = Field(default=2, description="newest checkpoints kept")
+    keep_every: NonNegativeInt = Field(default=0, description="kept for good: those of every so many steps; 0: none")
     save_hf: Literal["last", "always", "never"] = Field(
         default="last", description="when weights are saved for transformers"
     )
-    resume: Literal["never"] = Field(default="never", description="go on from an earlier checkpoint of this run")
+    resume: str = Field(
+        default="never",
+        description="never, auto (go on from the newest whole checkpoint in this run's folder, if there is one), or "
+        "the path of a checkpoint",
+    )

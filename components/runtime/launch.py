@@ -99,6 +99,7 @@ def trainer_settings(
         timeout_s=config.cluster.step_timeout_s,
         packing=config.train.packing,
         reference_path=None if reference is None else os.path.expanduser(reference),
+        logprob_chunk_tokens=config.train.logprob_chunk_tokens,
     )
 
 
@@ -206,8 +207,16 @@ class Launcher:
         for rank, process in enumerate(processes):
             self._started(f"trainer-{rank}", self.parts.trainers[rank], process)
 
-    async def buffer(self) -> None:
-        self.parts.buffer = ReplayBufferRemote.remote(self._config, role="replay", log_file=self._logs / "replay.log")
+    async def load_state(self, directory: Path) -> int:
+        """All ranks go on from a checkpoint; returns its policy version."""
+        calls = [self._wait(t.load_state.remote(str(directory)), "trainer") for t in self.parts.trainers]
+        return (await asyncio.gather(*calls))[0]
+
+    async def buffer(self, *, start: dict[str, Any] | None = None) -> None:
+        """`start`: the position in the data of the run to go on from."""
+        self.parts.buffer = ReplayBufferRemote.remote(
+            self._config, role="replay", log_file=self._logs / "replay.log", start=start
+        )
         self._started("replay", self.parts.buffer, await self._wait(self.parts.buffer.start.remote(), "replay"))
 
     async def param_server(self) -> None:

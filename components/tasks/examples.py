@@ -44,9 +44,9 @@ def expert_tasks(path: str, task_config: Any, eval_config: Any, *, seed: int) ->
     return tasks
 
 
-def expert_source(tasks: TaskSet, prompter: Prompter, *, count: int) -> Callable[[], list[Trajectory]]:
-    """A function that gives the next `count` examples, epoch after epoch."""
-    stream = tasks.forever()
+def expert_source(tasks: TaskSet, prompter: Prompter, *, count: int, skip: int = 0) -> Callable[[], list[Trajectory]]:
+    """A function that gives the next `count` examples, epoch after epoch, after the first `skip` of them."""
+    stream = itertools.islice(tasks.forever(), skip, None)
     return lambda: [example_of(task, prompter) for task in itertools.islice(stream, count)]
 
 

@@ -165,6 +165,12 @@ def test_batches_hold_pairs_whole_and_every_rank_gets_its_share(file: str) -> No
         assert (int(share.num_sequences), share.loss_mask.all().item()) == (8, True)
         seen += answers
     assert len(set(seen)) == 8
+    batches = batches_of(config, build_taskset(config.task, seed=0, split="train", eval_config=config.eval), prompter)
+    again = build_taskset(config.task, seed=0, split="train", eval_config=config.eval)
+    resumed = next(batches_of(config, again, prompter, skip_steps=2))
+    expected = [next(batches) for _ in range(3)][2]
+    for share, other in zip(resumed, expected, strict=True):
+        assert torch.equal(share.response_tokens, other.response_tokens)
     assert num_steps(config, 2 * len(taskset)) == 3
 
 

@@ -171,6 +171,9 @@ def test_experts_come_from_a_file_and_never_from_what_is_held_out(tmp_path: Path
     texts = [[t.text for t in batch] for batch in (first, second)]
     assert sorted(texts[0]) == sorted(texts[1]) == sorted(task.answer for task in tasks.tasks)
     assert texts[0] != texts[1]
+    again = expert_tasks(config.algorithm.expert_path or "", config.task, config.eval, seed=0)
+    resumed = expert_source(again, prompter, count=len(tasks), skip=len(tasks))
+    assert [t.text for t in resumed()] == texts[1]
     objective = objective_of(config, "async_rl")
     assert isinstance(objective, MixedObjective)
     assert objective.weight == ExpertWeight(start=0.5, end=0.5, decay_steps=100)

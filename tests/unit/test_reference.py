@@ -83,6 +83,26 @@ def test_another_run_has_its_own_reference_and_coefficient(make, model_path: Pat
     assert abs(trainer.forward_backward(batch)["train/reference_kl/mean"]) > 1e-3
 
 
+def test_a_run_that_goes_on_keeps_the_coefficient_and_the_first_reference(make, tmp_path: Path) -> None:  # noqa: F811
+    objective = objective_of(kl=KLPenalty(coefficient=0.1, estimator="k1", target=0.001))
+    batch = batch_of(random_trajectories(1, 6))
+
+    def step(trainer) -> float:
+        kl = trainer.forward_backward(batch)["train/reference_kl/mean"]
+        trainer.optim_step()
+        return kl
+
+    first = make(objective=objective)
+    step(first)
+    first.save_state(str(tmp_path / "state"))
+    expected = first._objective.kl.coefficient, step(first)
+    second = make(objective=objective)
+    second.load_state(str(tmp_path / "state"))
+    assert (second._objective.kl.coefficient, step(second)) == expected
+    assert expected[0] != 0.1
+    assert abs(expected[1]) > 1e-3
+
+
 def test_measuring_speed_leaves_the_coefficient_alone(make) -> None:  # noqa: F811
     trainer = make(objective=objective_of(kl=KLPenalty(coefficient=0.1, target=0.5)))
     trainer.measure(batch_of(random_trajectories(2, 3)))
@@ -96,7 +116,8 @@ def without_advantages(batch: TrainBatch) -> TrainBatch:
 
 def test_the_entropy_bonus_reaches_the_weights(make, model_path: Path) -> None:  # noqa: F811
     trajectories = random_trajectories(3, 4)
-    trainer = make(objective=objective_of(entropy_coefficient=0.3))
+    trainer = make(objective=objective_of(entropy_coefficient=0.3), logprob_chunk_tokens=3)
+    assert sum(len(t.response_tokens) for t in trajectories) > 3  # else nothing is ever computed in chunks
     trainer.forward_backward(without_advantages(batch_of(trajectories)))
     got = gradients(trainer)
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)

@@ -95,6 +95,7 @@ def settings_of(path: Path, **changes: Any) -> TrainerSettings:
         "num_threads": 1,
         "seed": 0,
         "timeout_s": 40.0,
+        "logprob_chunk_tokens": 7,  # so that every test has several chunks
     }
     return TrainerSettings(**(defaults | changes))
 
