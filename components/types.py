@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from tensordict import TensorClass
 
+from .versions import NO_VERSION as NO_VERSION  # part of the types
+
 Message = dict[str, str]
 """One chat message: {"role": "system" | "user" | "assistant", "content": text}."""
-
-NO_VERSION = -1
-"""`policy_versions` of a token that no policy generated (text written by an environment)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from leeway.config import Config, derive
 from leeway.monitor import build_monitor
 from leeway.planning.advice import advice_after
 from leeway.recipes.canary import canary_prompts
-from leeway.recipes.checkpoints import Checkpoints
+from leeway.recipes.checkpoints import Checkpoints, resume_point, saved_position
 from leeway.recipes.context import StageContext, StageResult, say
 from leeway.recipes.evaluation import evaluate
 from leeway.recipes.kept import KeptPublications
@@ -95,6 +95,7 @@ class AsyncRL:
             every=self._config.train.audit_every,
             reach=self._numbers.max_policy_lag + self._config.param_server.publish_every,
         )
+        self._resumed = resume_point(context.dir / "checkpoints", self._config)
         self._status = "failed"
         self._version = 0
         self._published = -1
@@ -124,12 +125,14 @@ class AsyncRL:
         """The ranks finish the step that they are in, all of them, then save."""
         if self._stepping is not None:
             await asyncio.wait({self._stepping}, timeout=self._timeout_s)
-        await self._checkpoints.at_end()
+        await self._checkpoints.at_end(interrupted=True)
 
     async def _run_launched(self, started: float) -> StageResult:
         """Hand out version 0, evaluate, measure, train, evaluate, save."""
+        if self._resumed is not None:
+            self._version = await self._launcher.load_state(self._resumed / "dcp")
         await self._publish()
-        await self._until_served(0)
+        await self._until_served(self._version)
         evals = {"before": await self._evaluate()} if self._config.eval.at_start else {}
         if self.speeds is None:
             pause_s = (await self._report.collect_stats(0)).get("collector/pause_s", 0.0)
@@ -165,22 +168,25 @@ class AsyncRL:
         """Everything starts beside everything else; engines take longest."""
         canary = canary_prompts(self._config, self._prompter, self._train_tasks.tasks)
         if self._parts.buffer is not None:
+            assert self._resumed is None, "a study's runs all begin at the start"
             await self._launcher.begin(self._config, total_steps=self._total_steps, canary=canary)
         else:
             say(
                 f"{self._context.name}: starting {self._config.rollout.num_generators} generator(s), "
                 f"{self._config.train.num_ranks} trainer rank(s)"
             )
-            await asyncio.gather(self._launcher.param_server(), self._launcher.buffer())
+            start = saved_position(self._resumed) if self._resumed else None
+            await asyncio.gather(self._launcher.param_server(), self._launcher.buffer(start=start))
             await asyncio.gather(
                 self._launcher.trainers(total_steps=self._total_steps, canary=canary), self._launcher.collectors()
             )
             self._context.processes.extend(self._parts.local_processes())
         self._checkpoints = Checkpoints(
             self._context.dir / "checkpoints",
-            settings=self._config.checkpoint,
+            config=self._config,
             trainers=self._parts.trainers,
             supervisor=self._supervisor,
+            position=lambda version: self._wait(self._parts.buffer.position.remote(version), "replay"),
         )
         for i, collector in enumerate(self._parts.collectors):
             self._supervisor.watch(f"generator-{i}", collector.keep_current.remote())
@@ -208,8 +214,9 @@ class AsyncRL:
                         await self._finish_publishing()
                     self._publishing = asyncio.create_task(self._hand_out())
                     self._supervisor.watch("publishing", self._publishing)
-                with clock.waiting("checkpoint"):
-                    await self._checkpoints.after_step(self._version)
+                if i == len(take.batches) - 1:  # between takes: none is ever half trained on resume
+                    with clock.waiting("checkpoint"):
+                        await self._checkpoints.after_step(self._version)
                 self._train_s += clock.so_far()
                 with clock.waiting("evaluate"):
                     await self._maybe_evaluate()

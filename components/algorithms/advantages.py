@@ -86,6 +86,21 @@ def balanced_advantage(rewards: torch.Tensor) -> torch.Tensor:
     return torch.where(surplus, 0.0, advantages)
 
 
+def best_advantage(rewards: torch.Tensor, *, least: float = 0.0) -> torch.Tensor:
+    """1 for the best of the group (the first of equals) if its reward is above `least`, 0 for the rest, [G] -> [G].
+
+    With `-A logp` this is supervised training on the best completions. Source: RAFT, arXiv 2304.06767.
+    """
+    best = torch.zeros_like(rewards)
+    best[rewards.argmax()] = 1.0
+    return best * (rewards > least)
+
+
+def zero_advantage(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """0, [N] -> [N]: rewards teach nothing, a teacher does (`kl_where: token`)."""
+    return torch.zeros_like(rewards)
+
+
 def reward_advantage(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """`R` itself, [N] -> [N]: rewards must already say good (> 0) and bad (< 0)."""
     return rewards.clone()
@@ -131,5 +146,7 @@ ADVANTAGES: dict[str, Callable[..., torch.Tensor]] = {
     "asymre": per_group(asymre_advantage),
     "log_mean_exp": per_group(log_mean_exp_advantage),
     "balanced": per_group(balanced_advantage),
+    "best": per_group(best_advantage),
     "reward": reward_advantage,
+    "zero": zero_advantage,
 }

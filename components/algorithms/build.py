@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from ..config import Config
 from .corrections import Correction
+from .mix import ExpertWeight, MixedObjective
 from .objective import KLPenalty, Objective, PolicyObjective, SupervisedObjective
 from .pieces import policy_loss_of
+from .preference import PreferenceObjective
 
 
 def objective_of(config: Config, recipe: str) -> Objective:
@@ -13,7 +15,9 @@ def objective_of(config: Config, recipe: str) -> Objective:
     if recipe == "sft":
         return SupervisedObjective()
     a = config.algorithm
-    return PolicyObjective(
+    if recipe == "dpo":
+        return PreferenceObjective(beta=a.dpo_beta, label_smoothing=a.dpo_label_smoothing)
+    policy = PolicyObjective(
         policy_loss=policy_loss_of(a.policy_loss, a.policy_loss_options),
         clip_low=a.clip_low,
         clip_high=a.clip_high,
@@ -33,3 +37,8 @@ def objective_of(config: Config, recipe: str) -> Objective:
         kl=KLPenalty(coefficient=a.kl_coef, estimator=a.kl_estimator, where=a.kl_where, target=a.kl_target),
         entropy_coefficient=a.entropy_coef,
     )
+    if a.expert_path is None:
+        return policy
+    end = a.expert_weight if a.expert_weight_end is None else a.expert_weight_end
+    weight = ExpertWeight(start=a.expert_weight, end=end, decay_steps=a.expert_decay_steps)
+    return MixedObjective(policy=policy, weight=weight, token_weights=a.expert_token_weights)

@@ -7,6 +7,7 @@ from typing import Protocol, Self
 
 import torch
 
+from ..versions import NO_VERSION
 from .aggregation import aggregate
 from .corrections import (
     NO_CORRECTION,
@@ -50,6 +51,8 @@ class ScoredTokens(Protocol):
     def behavior_logprobs(self) -> torch.Tensor: ...
     @property
     def advantages(self) -> torch.Tensor: ...
+    @property
+    def policy_versions(self) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Objective:
     - `needs_reference`: `Tokens.reference_logprobs`, of a frozen copy of the weights that training started from.
     - `needs_entropy_gradient`: an `entropy` that carries a gradient.
     - `needs_step_values`: that each step starts with `step_values` of every rank being handed to `for_step`.
+    - `takes_expert_tokens`: that tokens which no policy sampled (version NO_VERSION) may be trained on beside others.
+    - `sequences_per_unit`: that so many neighbouring sequences of a batch are in one microbatch, in their order.
 
     `sums` and `maxima` of a `Loss` have `num_sums` and `num_maxima` entries.
     """
@@ -78,6 +83,8 @@ class Objective:
     needs_reference: bool = False
     needs_entropy_gradient: bool = False
     needs_step_values: bool = False
+    takes_expert_tokens: bool = False
+    sequences_per_unit: int = 1
 
     def loss(
         self,
@@ -106,13 +113,26 @@ class Objective:
         """The objective of the next step, given what `metrics` said of this one."""
         return self
 
+    def state_dict(self) -> dict[str, float]:
+        """What `after_step` has changed, for a run that goes on from here, as JSON-able data."""
+        return {}
+
+    def with_state(self, state: dict[str, float]) -> Self:
+        """This objective, where `state_dict()` was called."""
+        return self
+
 
 @dataclass(frozen=True, kw_only=True)
 class KLPenalty:
-    """`coefficient` times the KL estimate from the reference policy, in the `loss` or in the `reward` (see `kl`).
+    """`coefficient` times the KL estimate from the reference policy (see `kl`), at `where`:
 
-    In the reward it is taken off each token's return, without gradient, after advantages were made. `target`: the mean
-    KL per token towards which the coefficient moves from step to step; None leaves it.
+    - `loss`: added to the loss and differentiated.
+    - `reward`: each token's penalty is taken off the return of that token and of those before it, without gradient,
+      after advantages were made.
+    - `token`: taken off that token's advantage alone. With k1 and no other reward this is on-policy distillation: the
+      advantage is `log p_teacher - log p_student`. Source: arXiv 2306.13649.
+
+    `target`: the mean KL per token towards which the coefficient moves from step to step; None leaves it.
     """
 
     coefficient: float = 0.0
@@ -157,7 +177,8 @@ class PolicyObjective(Objective):
         return self.correction.kind == "m2po"
 
     def step_values(self, batch: ScoredTokens, proximal_logprobs: torch.Tensor) -> torch.Tensor:
-        return squares_in_question(proximal_logprobs, batch.behavior_logprobs, batch.advantages, batch.loss_mask)
+        sampled = batch.loss_mask & (batch.policy_versions != NO_VERSION)
+        return squares_in_question(proximal_logprobs, batch.behavior_logprobs, batch.advantages, sampled)
 
     def for_step(self, values: torch.Tensor) -> Self:
         limit = second_moment_limit(values, bound=self.correction.second_moment)
@@ -239,6 +260,12 @@ class PolicyObjective(Objective):
         coefficient = adapted_coefficient(self.kl.coefficient, kl, target=self.kl.target)
         return replace(self, kl=replace(self.kl, coefficient=coefficient))
 
+    def state_dict(self) -> dict[str, float]:
+        return {} if self.kl.target is None else {"kl_coefficient": self.kl.coefficient}
+
+    def with_state(self, state: dict[str, float]) -> Self:
+        return replace(self, kl=replace(self.kl, coefficient=state.get("kl_coefficient", self.kl.coefficient)))
+
     def _old_logprobs(self, logprobs: torch.Tensor, tokens: Tokens, lags: torch.Tensor) -> torch.Tensor:
         if self.correction.kind == "none":
             return tokens.behavior_logprobs
@@ -255,7 +282,8 @@ class PolicyObjective(Objective):
             return tokens.advantages, kl_estimate(self.kl.estimator, logprobs, reference, behavior)
         # A reward is a property of the sample: it compares the policy that sampled it with the reference.
         kl = kl_estimate(self.kl.estimator, behavior, reference, behavior)
-        return tokens.advantages - self.kl.coefficient * penalties_to_go(kl, tokens.mask, tokens.segments), kl
+        penalty = penalties_to_go(kl, tokens.mask, tokens.segments) if self.kl.where == "reward" else kl
+        return tokens.advantages - self.kl.coefficient * penalty, kl
 
     def _weights(
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, tokens: Tokens

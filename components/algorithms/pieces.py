@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from ..envs.importing import import_user_object, is_user_name
 from .advantages import ADVANTAGES, AdvantageFunction
 from .policy_loss import cispo_loss, clipped_ratio_loss, gspo_loss, sapo_loss
 from .reinforce import opmd_kimi_loss, opmd_loss, rec_loss, reinforce_loss, sppo_loss, topr_loss
@@ -117,6 +116,8 @@ def check_pieces(algorithm: Any) -> None:
 
 
 def _users(name: str, *, key: str, expected: str) -> Callable[..., Any]:
+    from ..envs.importing import import_user_object, is_user_name  # loads all of envs, which few losses need
+
     if not is_user_name(name):
         raise ValueError(f"{key}: got {name!r}; expected a registered name, or package.module:function")
     function = import_user_object(name, key=key, expected=expected)

@@ -1,8 +1,8 @@
-"""`leeway run | plan | ls | cat | cp | validate | env try`.
+"""`leeway run | plan | ls | cat | cp | validate | convert | env try`.
 
 Exit codes: 0 done, 1 the run failed (the last line says why), 2 the input was refused, 130 or 143 interrupted.
 Everything is checked before anything heavy is imported; only `run` and `env try` import
-torch, ray and vllm, and do so last (`validate` imports what the settings name of the user's own).
+torch, ray and vllm, and do so last (`convert` imports torch; `validate` what the settings name of the user's own).
 """
 
 from __future__ import annotations
@@ -240,6 +240,32 @@ def validate(
         _refuse(str(error))
         raise typer.Exit(2) from None
     print(describe(config, stages, this_machine(), overrides or []))
+
+
+@app.command()
+def convert(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="A run's folder, a checkpoint, or one inside it.")],
+    base_model: Annotated[
+        str | None, typer.Option("--base-model", metavar="FOLDER", help="Config and tokenizer, where they are missing.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="TYPE", help="float32 (default), bfloat16 or float16.")
+    ] = None,
+) -> None:
+    """Write the weights of sharded checkpoints as Hugging Face folders, beside them.
+
+    Example: leeway convert runs/leeway/quickstart --dtype bfloat16
+    """
+    if dtype not in (None, "float32", "bfloat16", "float16"):
+        _refuse(f"--dtype: got {dtype}, expected float32, bfloat16 or float16")
+        raise typer.Exit(2)
+    converter = importlib.import_module("leeway.trainer.convert")
+    try:
+        for folder, written in converter.convert(path.expanduser(), base_model=base_model, dtype=dtype):
+            print(f"{folder}: {'written' if written else 'was there'}")
+    except converter.CheckpointError as error:
+        _refuse(str(error))
+        raise typer.Exit(2) from None
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..config import RECIPES, Config, Hardware, Stage, bundled_configs, check_run, derive, run_yaml
 from ..config.check import earlier_run
+from ..config.names import OFFLINE_RECIPES
 
 
 def bundled_table() -> str:
@@ -49,7 +50,7 @@ def _rows(stage: Stage) -> list[tuple[str, str]]:
         rows.append(
             ("length", f"{config.train.steps} steps" if config.train.steps else f"{config.train.epochs} epochs")
         )
-    if stage.recipe == "sft":
+    if stage.recipe in OFFLINE_RECIPES:
         rows.append(("sequences per step", str(d.sequences_per_step)))
     if stage.recipe == "async_rl":
         rows += [

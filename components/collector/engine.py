@@ -20,7 +20,6 @@ import psutil
 from ..weights import Canary, CanaryGap, HandOverError, Manifest, TensorEntry
 from . import engine_worker_env as worker_env
 
-
 FIRST = -1
 """The priority of a canary's requests; all others have 0, and are served in the order they came."""
 

@@ -73,10 +73,41 @@ def interpolation_fits_the_correction(config: Config, named: Named) -> None:
         )
 
 
+def a_reference_is_used_and_a_teacher_is_named(config: Config, named: Named) -> None:
+    a = config.algorithm
+    if a.reference_path is not None and not a.kl_coef:
+        raise ConfigError(
+            named("algorithm.kl_coef"),
+            got=a.kl_coef,
+            expected="more than 0 where algorithm.reference_path names a reference policy",
+            fix="set algorithm.kl_coef=0.01, or algorithm.reference_path=null",
+        )
+    if a.advantage == "zero" and (not a.kl_coef or a.kl_where == "loss" or a.reference_path is None):
+        raise ConfigError(
+            named("algorithm.reference_path"),
+            got=a.reference_path,
+            expected="a teacher, with algorithm.kl_coef above 0 in the token: advantage zero learns from nothing else",
+            fix="set algorithm.reference_path=/path/to/teacher, or another algorithm.advantage",
+        )
+
+
+def expert_data_is_named(config: Config, named: Named) -> None:
+    a = config.algorithm
+    if a.name == "mix" and a.expert_path is None:
+        raise ConfigError(
+            named("algorithm.expert_path"),
+            got=None,
+            expected="a .jsonl file of expert answers, because algorithm.name is mix",
+            fix="set algorithm.expert_path=experts.jsonl, or another algorithm.name",
+        )
+
+
 ALGORITHM_RULES = (
     pieces_exist,
     groups_are_large_enough,
     filters_leave_something,
     kl_target_has_something_to_move,
     interpolation_fits_the_correction,
+    a_reference_is_used_and_a_teacher_is_named,
+    expert_data_is_named,
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .derived import derive
 from .hardware import Hardware
-from .names import find_module
+from .names import OFFLINE_RECIPES, find_module
 from .rules import is_local_path
 from .schema import Config
 
@@ -31,31 +31,45 @@ def check_run(config: Config, recipe: str, hardware: Hardware) -> list[Problem]:
 def earlier_run(config: Config) -> Problem | None:
     """Whether the run's folder already holds a run, whose files would be mixed with the new ones."""
     folder = config.run_dir
+    if config.checkpoint.resume == "auto":
+        return None
     found = [name for name in ("summary.json", "config.yaml", "metrics.jsonl") if (folder / name).exists()]
     if not found:
         return None
     return Problem(
         key="name",
         text=f"{folder} holds another run ({found[0]}), expected an empty folder; "
-        f"choose another name=... or output_dir=..., or remove it: rm -r {folder}",
+        f"choose another name=... or output_dir=..., go on with checkpoint.resume=auto, or remove it: rm -r {folder}",
     )
 
 
 def _missing_files(config: Config) -> list[Problem]:
     problems = []
-    model = config.model.path
-    if model is not None and is_local_path(model):
+    models = {"model.path": config.model.path, "algorithm.reference_path": config.algorithm.reference_path}
+    for key, model in models.items():
+        if model is None or not is_local_path(model):
+            continue
         folder = Path(model).expanduser()
         if not (folder / "config.json").is_file():
             what = "a folder without config.json" if folder.is_dir() else "nothing there"
             problems.append(
                 Problem(
-                    key="model.path",
+                    key=key,
                     text=f"missing model path: got {model} ({what}), expected a folder with a Hugging Face model; "
-                    "set model.path=/path/to/model or a hub id org/name",
+                    f"set {key}=/path/to/model or a hub id org/name",
                 )
             )
+    resume = config.checkpoint.resume
+    if resume not in ("never", "auto") and not (Path(resume).expanduser() / "dcp" / "state.json").is_file():
+        problems.append(
+            Problem(
+                key="checkpoint.resume",
+                text=f"no checkpoint: got {resume}, expected never, auto, or a folder like checkpoints/step-000050 "
+                "with dcp/state.json in it",
+            )
+        )
     paths = [("task.path", config.task.name, config.task.path), ("eval.path", "jsonl", config.eval.path)]
+    paths += [("algorithm.expert_path", "jsonl", config.algorithm.expert_path)]
     paths += [(f"task.mix.{n}.path", p.get("name", "jsonl"), p.get("path")) for n, p in config.task.mix.items()]
     for key, kind, value in paths:
         if kind == "jsonl" and value is not None and not Path(value).expanduser().is_file():
@@ -106,9 +120,9 @@ def _missing_hardware(config: Config, recipe: str, hardware: Hardware) -> list[P
 
 
 def _missing_packages(config: Config, recipe: str) -> list[Problem]:
-    needed = (
-        {"vllm": ("cluster.device", "cpu" if config.cluster.device == "cpu" else "cuda")} if recipe != "sft" else {}
-    )
+    needed = {}
+    if recipe not in OFFLINE_RECIPES:
+        needed["vllm"] = ("cluster.device", "cpu" if config.cluster.device == "cpu" else "cuda")
     if config.monitor.wandb != "off":
         needed["wandb"] = ("monitor.wandb", "monitor")
     if config.monitor.tensorboard:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .names import OFFLINE_RECIPES
 from .presets import NOT_PROPORTIONAL, POLICY_LOSS_OPTIONS
 from .schema import Config
 
@@ -60,14 +61,14 @@ def derive(config: Config, recipe: str = "async_rl") -> Derived:
     total_groups = None if num_takes is None else num_takes * P
     outstanding = max_outstanding_groups(P, u, window, target)
     processes = {
-        "generator": 0 if recipe == "sft" else rollout.num_generators,
+        "generator": 0 if recipe in OFFLINE_RECIPES else rollout.num_generators,
         "trainer": 0 if recipe == "evaluate" else train.num_ranks,
     }
     gpus_per_engine = 1
     for name in _PARALLEL:
         gpus_per_engine *= rollout.engine.get(name, 1)
     on_gpu = cluster.device == "cuda"
-    sft = recipe == "sft"
+    offline = recipe in OFFLINE_RECIPES
     return Derived(
         reorder_window=window,
         target_policy_lag=target,
@@ -76,8 +77,8 @@ def derive(config: Config, recipe: str = "async_rl") -> Derived:
         max_outstanding_groups=outstanding if total_groups is None else min(outstanding, total_groups),
         num_takes=num_takes,
         total_groups=total_groups,
-        sequences_per_take=train.batch_size if sft else P * config.algorithm.group_size,
-        sequences_per_step=train.batch_size if sft else P // u * config.algorithm.group_size,
+        sequences_per_take=train.batch_size if offline else P * config.algorithm.group_size,
+        sequences_per_step=train.batch_size if offline else P // u * config.algorithm.group_size,
         processes=processes,
         cpus={
             "generator": processes["generator"] * cluster.cpus_per_generator,

@@ -52,6 +52,11 @@ class TaskConfig(Section):
     )
     prompt_key: str = Field(default="question", description="key of the prompt (text, or a list of messages)")
     answer_key: str = Field(default="answer", description="key of the reference answer")
+    messages_key: str | None = Field(
+        default=None,
+        description="key of a whole conversation, in place of prompt and answer; sft trains on every assistant turn",
+    )
+    rejected_key: str = Field(default="rejected", description="recipe dpo: key of the answer not preferred")
     answer_after: str | None = Field(default=None, description='keep what follows the last of this mark, e.g. "####"')
     role_key: str = Field(default="role", description="key of a message's role")
     content_key: str = Field(default="content", description="key of a message's text")

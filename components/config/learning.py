@@ -11,7 +11,7 @@ from .presets import ADVANTAGE_OPTIONS, POLICY_LOSS_OPTIONS
 
 AlgorithmName = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp", "asymre", "topr", "opmd", "opmd_kimi",
-    "sppo", "rec",
+    "sppo", "rec", "raft", "on_policy_distill", "mix",
 ]  # fmt: skip
 
 CorrectionName = Literal["none", "decoupled", "tis", "icepop", "mis", "m2po"]
@@ -88,11 +88,37 @@ class AlgorithmConfig(Section):
     kl_estimator: Literal["k1", "k2", "k3", "abs", "corrected_k3"] = Field(
         default="k3", description="how that KL is estimated from sampled tokens"
     )
-    kl_where: Literal["loss", "reward"] = Field(default="loss", description="where it enters")
+    kl_where: Literal["loss", "reward", "token"] = Field(
+        default="loss", description="where it enters: the loss, each token's return, or each token's advantage"
+    )
+    reference_path: str | None = Field(
+        default=None, description="model of the reference policy, or teacher; null: the weights training starts from"
+    )
     kl_target: PositiveFloat | None = Field(
         default=None, description="mean KL per token that kl_coef is moved towards; null: kl_coef stays"
     )
     entropy_coef: float = Field(default=0.0, description="weight of the entropy bonus in the loss")
+    expert_path: str | None = Field(
+        default=None, description="jsonl of expert answers mixed into every step, with the keys of task; null: none"
+    )
+    expert_batch_size: PositiveInt = Field(default=64, description="expert answers in each optimizer step")
+    expert_weight: float = Field(
+        default=0.1,
+        ge=0.0,
+        le=1.0,
+        description="share mu of expert data in the loss: (1 - mu) policy + mu expert",
+    )
+    expert_weight_end: float | None = Field(
+        default=None, ge=0.0, le=1.0, description="mu after expert_decay_steps; null: it stays"
+    )
+    expert_decay_steps: PositiveInt = Field(default=100, description="optimizer steps in which mu gets there, linearly")
+    expert_token_weights: bool = Field(
+        default=False, description="weigh each expert token by p (1 - p): neither what is known nor what is absurd"
+    )
+    dpo_beta: PositiveFloat = Field(default=0.1, description="recipe dpo: how far the margin may move the policy")
+    dpo_label_smoothing: float = Field(
+        default=0.0, ge=0.0, lt=0.5, description="recipe dpo: share of pairs thought to be labelled the wrong way round"
+    )
 
 
 class OptimizerConfig(Section):
@@ -117,9 +143,11 @@ class TrainConfig(Section):
     epochs: PositiveFloat | None = Field(default=None, description="passes over the tasks")
     groups_per_step: PositiveInt = Field(default=64, description="groups (tasks) taken for one batch")
     updates_per_batch: PositiveInt = Field(default=1, description="optimizer steps per batch; divides groups_per_step")
-    batch_size: PositiveInt = Field(default=128, description="sequences per optimizer step (recipe sft)")
+    batch_size: PositiveInt = Field(
+        default=128, description="sequences per optimizer step (recipes sft and dpo; two for each pair)"
+    )
     stop_below_loss: PositiveFloat | None = Field(
-        default=None, description="end early once the loss of the last 20 steps is below this (recipe sft)"
+        default=None, description="end early once the loss of the last 20 steps is below this (recipes sft and dpo)"
     )
     num_ranks: PositiveInt = Field(default=1, description="trainer processes; weights are sharded over them")
     max_tokens_per_microbatch: PositiveInt = Field(
@@ -134,6 +162,10 @@ class TrainConfig(Section):
         default="auto",
         description="auto: sequences back to back and a group's prompt computed once, where model.attn is sdpa and the "
         "model allows it; padded: one row each",
+    )
+    logprob_chunk_tokens: PositiveInt = Field(
+        default=512,
+        description="most tokens whose logits exist at a time; takes about 12 bytes x this x vocabulary",
     )
     skip_zero_advantage: bool = Field(default=True, description="save the work on trajectories that move nothing")
     gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
@@ -160,11 +192,16 @@ class FrontierConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What is saved of the weights."""
+    """What is saved, and when: the whole state to go on from, and the weights for others to load."""
 
     every: NonNegativeInt = Field(default=0, description="optimizer steps between checkpoints; 0: only at the end")
-    keep_last: PositiveInt = Field(default=2, description="checkpoints kept")
+    keep_last: PositiveInt = Field(default=2, description="newest checkpoints kept")
+    keep_every: NonNegativeInt = Field(default=0, description="kept for good: those of every so many steps; 0: none")
     save_hf: Literal["last", "always", "never"] = Field(
         default="last", description="when weights are saved for transformers"
     )
-    resume: Literal["never"] = Field(default="never", description="go on from an earlier checkpoint of this run")
+    resume: str = Field(
+        default="never",
+        description="never, auto (go on from the newest whole checkpoint in this run's folder, if there is one), or "
+        "the path of a checkpoint",
+    )

@@ -18,10 +18,13 @@ from .errors import ConfigError, words
 RECIPES = {
     "async_rl": "train with RL: engines generate while the trainer learns, within staleness.max_policy_lag",
     "sft": "train on the tasks' own answers (supervised)",
+    "dpo": "train on preference pairs, a chosen and a rejected answer to each prompt",
     "frontier": "how much lag a config can bear: async_rl over lag bounds, corrections and seeds",
     "evaluate": "measure the model on held-out tasks",
 }
-TRAINING_RECIPES = ("async_rl", "sft")
+TRAINING_RECIPES = ("async_rl", "sft", "dpo")
+OFFLINE_RECIPES = ("sft", "dpo")
+"""Recipes that train on data rather than on rollouts: no engine, no versions."""
 STUDIES = {"frontier": "async_rl"}
 """Recipes that run another one many times, in place of the last stage that has it."""
 ENVIRONMENTS = ("single_turn", "multi_turn", "tool_use", "frozen_lake", "torchrl", "gymnasium")

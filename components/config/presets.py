@@ -33,6 +33,20 @@ PRESETS: dict[str, Preset] = {
     "opmd": {"algorithm": {"advantage": "mean", "policy_loss": "opmd", "aggregation": "seq_mean_token_sum"}},
     "opmd_kimi": {"algorithm": {"advantage": "mean", "policy_loss": "opmd_kimi", "aggregation": "seq_mean_token_sum"}},
     "sppo": {"algorithm": {"advantage": "mean", "policy_loss": "sppo"}},
+    "raft": {"algorithm": {"advantage": "best", "policy_loss": "reinforce", "aggregation": "token_mean"}},
+    "on_policy_distill": {
+        "algorithm": {
+            "advantage": "zero",
+            "policy_loss": "cispo",
+            "clip_low": 1.0,
+            "clip_high": 4.0,
+            "aggregation": "token_mean",
+            "kl_coef": 1.0,
+            "kl_estimator": "k1",
+            "kl_where": "token",
+        },
+    },
+    "mix": {"algorithm": {"expert_weight": 0.5, "expert_weight_end": 0.05}},
     "rec": {"algorithm": {"advantage": "mean", "policy_loss": "rec", "clip_high": 0.2, "aggregation": "token_mean"}},
 }
 
@@ -47,7 +61,9 @@ ADVANTAGE_OPTIONS: dict[str, tuple[str, ...]] = {
     "asymre": ("delta",),
     "log_mean_exp": ("tau",),
     "balanced": (),
+    "best": ("least",),
     "reward": (),
+    "zero": (),
 }
 POLICY_LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
     "clip": (),
@@ -61,7 +77,7 @@ POLICY_LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
     "sppo": ("epsilon",),
     "rec": ("clip", "importance_weight", "ring_low", "ring_high"),
 }
-NEED_NO_GROUP = ("whitened", "reward")
+NEED_NO_GROUP = ("whitened", "reward", "zero")
 """Advantages that a group of one has; the others compare a trajectory with the rest of its group."""
 NOT_PROPORTIONAL = ("opmd_kimi",)
 """Policy losses that move a trajectory whose advantage is 0."""

@@ -65,7 +65,8 @@ def check_rules(config: Config, recipe: str, named: Named = str) -> None:
         raise _no_heldout(config, named("task.holdout_frac"))
     if recipe in TRAINING_RECIPES:
         steps_or_epochs_is_set(config, named)
-        checkpoints_hold_weights(config, named)
+    if recipe == "dpo":
+        pairs_fill_batches(config, named)
     if recipe == "async_rl":
         for rule in ALGORITHM_RULES:
             rule(config, named)
@@ -78,6 +79,7 @@ def check_rules(config: Config, recipe: str, named: Named = str) -> None:
 
         if not has_heldout_tasks(config):
             raise _no_heldout(config, named("task.holdout_frac"))
+        studies_start_anew(config, named)
         frontier_cells(config)
 
 
@@ -225,6 +227,27 @@ def batches_divide(config: Config, named: Named) -> None:
         )
 
 
+def pairs_fill_batches(config: Config, named: Named) -> None:
+    size, ranks = config.train.batch_size, config.train.num_ranks
+    if size % 2 or size < 2 * ranks:
+        raise ConfigError(
+            named("train.batch_size"),
+            got=size,
+            expected=f"an even number of answers, two for each pair, and a pair for each of {ranks} ranks",
+            fix=f"use {max(2 * ranks, size + size % 2)}",
+        )
+
+
+def studies_start_anew(config: Config, named: Named) -> None:
+    if config.checkpoint.resume != "never":
+        raise ConfigError(
+            named("checkpoint.resume"),
+            got=config.checkpoint.resume,
+            expected="never: all runs of a study start from the same weights",
+            fix="set checkpoint.resume=never, and another name",
+        )
+
+
 def staleness_is_possible(config: Config, named: Named) -> None:
     """The least lag with which admission can always go on must fit under the target, and the target under the bound."""
     d = derive(config)
@@ -269,16 +292,6 @@ def evaluations_meet_published_weights(config: Config, named: Named) -> None:
             got=every,
             expected=f"a multiple of param_server.publish_every {n}: only published weights are evaluated",
             fix=f"use {max(1, round(every / n)) * n}",
-        )
-
-
-def checkpoints_hold_weights(config: Config, named: Named) -> None:
-    if config.checkpoint.every and config.checkpoint.save_hf != "always":
-        raise ConfigError(
-            named("checkpoint.save_hf"),
-            got=config.checkpoint.save_hf,
-            expected=f"always, because checkpoint.every is {config.checkpoint.every}",
-            fix="set checkpoint.save_hf=always, or checkpoint.every=0",
         )
 
 

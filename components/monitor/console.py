@@ -116,6 +116,7 @@ def describe(latest: dict[str, float]) -> str:
     parts = [
         *show("reward {:.3f}", "train/reward/mean"),
         *show("loss {:.4f}", "train/loss/sft"),
+        *show("loss {:.4f}, margin {:.3f}", "train/loss/dpo", "train/preference/margin"),
         *show("lag {:.1f} (max {:.0f})", "train/policy_lag/mean", "train/policy_lag/max"),
         *show("{:,.0f} tok/s trained", "train/tokens_per_s"),
         *show("{:,.0f} tok/s generated", "collector/tokens_per_s"),

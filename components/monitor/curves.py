@@ -18,7 +18,7 @@ import matplotlib
 from matplotlib.figure import Figure, SubFigure
 
 from .jsonl import read_metrics
-from .panels import RL_ROWS, SFT_ROWS, STYLE, Panel, Stage
+from .panels import DPO_ROWS, RL_ROWS, SFT_ROWS, STYLE, Panel, Stage
 from .series import Series, read_series
 
 _WIDTH_IN, _ROW_HEIGHT_IN, _HEADING_IN = 15.0, 3.6, 0.45
@@ -67,7 +67,7 @@ def build_figure(
 
 
 def _rows(metrics: Mapping[str, Series]) -> list[list[Panel]]:
-    rows = SFT_ROWS if "train/loss/sft" in metrics else RL_ROWS
+    rows = SFT_ROWS if "train/loss/sft" in metrics else DPO_ROWS if "train/loss/dpo" in metrics else RL_ROWS
     present = [[panel for panel in row if panel.has_data(metrics)] for row in rows]
     return [row for row in present if row]
 

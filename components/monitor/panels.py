@@ -202,6 +202,12 @@ def draw_sft_loss(ax: Axes, stage: Stage) -> None:
     _finish(ax, "Supervised loss (nats per token)", ncols=2)
 
 
+def draw_dpo(ax: Axes, stage: Stage) -> None:
+    _line(ax, stage.metrics["train/loss/dpo"], TRAIN, "loss")
+    _line(ax, stage.metrics["train/preference/margin"], WEIGHTS, "margin")
+    _finish(ax, "Preference loss and margin (nats per pair)", ncols=2)
+
+
 _REWARD = Panel(needs=("train/reward/mean", "train/accuracy/exact_match", "eval/"), width=2, draw=draw_reward)
 _LAG = Panel(needs=("train/policy_lag/mean", "train/policy_lag/max"), width=1, draw=draw_policy_lag)
 _TRAINER = Panel(needs=("step/wait_for_batch_s", "step/forward_backward_s"), width=1, draw=draw_trainer_time)
@@ -210,9 +216,11 @@ _TOKENS = Panel(needs=("collector/tokens_per_s", "train/tokens_per_s"), width=1,
 _STEP = Panel(needs=("step/total_s", "limit/step_s"), width=2, draw=draw_step_time)
 _EFFICIENCY = Panel(needs=("limit/efficiency",), width=1, draw=draw_efficiency)
 _SFT_LOSS = Panel(needs=("train/loss/sft",), width=2, draw=draw_sft_loss)
+_DPO = Panel(needs=("train/loss/dpo",), width=2, draw=draw_dpo)
 
 RL_ROWS: tuple[tuple[Panel, ...], ...] = ((_REWARD, _LAG), (_TRAINER, _COLLECTOR, _TOKENS), (_STEP, _EFFICIENCY))
 SFT_ROWS: tuple[tuple[Panel, ...], ...] = ((_SFT_LOSS, _TOKENS),)
+DPO_ROWS: tuple[tuple[Panel, ...], ...] = ((_DPO, _TOKENS),)
 
 
 def _line(

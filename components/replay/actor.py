@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from ..algorithms.pieces import advantage_of
 from ..config import Config, derive
 from ..failures import as_text
 from ..monitor.logs import log_to_file
+from ..tasks.examples import expert_source, expert_tasks
 from ..tasks.mixed import MixedTaskSet
 from ..tasks.prompting import Prompter
 from ..tasks.taskset import TaskSet, build_taskset
@@ -24,6 +25,7 @@ from .admission import AdmissionRule
 from .assemble import Assembler, RewardShaping, pass_rate
 from .buffer import ReplayBuffer
 from .operators import Pipeline
+from .position import Position
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +42,18 @@ class TakeRefs:
 
 
 class ReplayBufferActor:
-    def __init__(self, config: Config, *, role: str, log_file: Path) -> None:
+    def __init__(self, config: Config, *, role: str, log_file: Path, start: dict[str, Any] | None = None) -> None:
         self.role = role
         log_to_file(log_file, config.log.level)
-        self._begin(config)
+        self._begin(config, Position(**(start or {})))
 
-    def _begin(self, config: Config) -> None:
+    def _begin(self, config: Config, position: Position) -> None:
         self._config = config
         numbers = derive(config)
         train, algorithm = config.train, config.algorithm
         self._taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
+        assert config.model.path is not None
+        self._prompter = Prompter.load(config.model.path)
         self._assembler = Assembler(
             advantage=advantage_of(algorithm.advantage, algorithm.advantage_options, eps=algorithm.advantage_eps),
             shaping=RewardShaping(
@@ -61,13 +65,13 @@ class ReplayBufferActor:
             num_ranks=train.num_ranks,
             skip_zero_advantage=numbers.skip_zero_advantage,
             rollouts_per_take=config.monitor.rollouts_per_step,
+            experts=self._experts(skip_steps=position.num_takes * train.updates_per_batch),
         )
-        assert config.model.path is not None
-        self._prompter = Prompter.load(config.model.path)
         self._num_too_long = 0
         self._pipeline = Pipeline(config.replay.operators)
         self._buffer = ReplayBuffer(
-            tasks=self._fitting(_tasks(self._taskset, train.epochs)),
+            tasks=position.tasks(self._fitting(_tasks(self._taskset, train.epochs))),
+            start=position,
             rule=AdmissionRule(
                 groups_per_take=train.groups_per_step,
                 updates_per_take=train.updates_per_batch,
@@ -81,6 +85,14 @@ class ReplayBufferActor:
             assemble=self._assembler,
             operators=[self._pipeline],
         )
+
+    def _experts(self, *, skip_steps: int) -> Callable[[], list[Trajectory]] | None:
+        path, config = self._config.algorithm.expert_path, self._config
+        if path is None:
+            return None
+        tasks = expert_tasks(path, config.task, config.eval, seed=config.seed)
+        count = config.algorithm.expert_batch_size
+        return expert_source(tasks, self._prompter, count=count, skip=skip_steps * count)
 
     def _fitting(self, tasks: Iterator[Task]) -> Iterator[Task]:
         """Leave out tasks whose prompt is longer than `rollout.max_prompt_tokens`, and count them."""
@@ -105,7 +117,7 @@ class ReplayBufferActor:
     @as_text
     async def begin(self, config: Config) -> None:
         """Another run: tasks from the first on, nothing outstanding. The last one's waiters must have left."""
-        self._begin(config)
+        self._begin(config, Position())
 
     async def alive(self) -> None:
         await asyncio.Event().wait()
@@ -161,6 +173,12 @@ class ReplayBufferActor:
         counts = {f"replay/{name}": float(value) for name, value in stats.items()}
         own = {"replay/too_long": float(self._num_too_long)}
         return counts | own | self._buffer.lengths.metrics() | self._pipeline.counts()
+
+    @as_text
+    async def position(self, policy_version: int) -> dict[str, Any] | None:
+        """See `ReplayBuffer.position`, as JSON-able data."""
+        position = self._buffer.position(policy_version)
+        return None if position is None else asdict(position)
 
     @as_text
     async def published(self, policy_version: int) -> None:

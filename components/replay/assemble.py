@@ -58,7 +58,8 @@ class Assembler:
     """Turns groups into a `Take`.
 
     `shaping` maps a group to what its advantages are made from, rewards [G] in the simplest case. `advantage` maps
-    these of the whole take, [N], and the index of each one's group, [N], to advantages [N].
+    these of the whole take, [N], and the index of each one's group, [N], to advantages [N]. `experts` gives the expert
+    trajectories of one optimizer step: their "advantage" is 1 / (their tokens in the step), see `algorithms.mix`.
     """
 
     advantage: AdvantageFunction
@@ -67,6 +68,7 @@ class Assembler:
     skip_zero_advantage: bool
     rollouts_per_take: int
     shaping: Callable[[Group], torch.Tensor] = rewards_of
+    experts: Callable[[], Sequence[Trajectory]] | None = None
 
     def __call__(self, index: int, groups: Sequence[Group]) -> Take:
         advantages = self._advantages(groups)
@@ -96,6 +98,10 @@ class Assembler:
         if self.skip_zero_advantage:
             # Their gradient is exactly zero; the counts above keep everyone else's weight as it was.
             pairs = [(t, a) for t, a in pairs if a != 0.0]
+        if self.experts is not None and groups:
+            experts = self.experts()
+            share_of_token = 1 / sum(sum(t.loss_mask) for t in experts)
+            pairs += [(t, share_of_token) for t in experts]
         return [
             batch_trajectories(
                 [t for t, _ in share], [a for _, a in share], num_sequences=num_sequences, num_tokens=num_tokens

@@ -10,7 +10,9 @@ collectors --admit()--> [slots] --put()--> [places] --take()--> trainer
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,6 +25,7 @@ from .assemble import Take
 from .ledger import GroupState, Ledger
 from .lengths import LengthMeter
 from .operators import Operator
+from .position import Position
 from .storage import ChosenSampler, FreeSlotWriter, make_storage
 from .window import Window
 
@@ -58,8 +61,8 @@ class BufferStats:
 class ReplayBuffer(torchrl.data.ReplayBuffer):
     """Blocking, back-pressured, consume-once, whole groups only. One asyncio loop; any number of waiters.
 
-    `tasks` is drawn from here only, so no two collectors ever get the same one. `num_takes` ends the run after so many
-    takes (None: when the tasks end).
+    `tasks` is drawn from here only, so no two collectors ever get the same one; `start`: where an earlier run left off,
+    with `tasks` from there on. `num_takes` ends the run after so many takes (None: when the tasks end).
     """
 
     def __init__(
@@ -71,7 +74,9 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         capacity: int,
         assemble: Callable[[int, Sequence[Group]], Take],
         operators: Sequence[Operator] = (),
+        start: Position | None = None,
     ) -> None:
+        start = start or Position()
         self._slot_writer = FreeSlotWriter(capacity)
         self._chosen_sampler = ChosenSampler()
         super().__init__(
@@ -86,9 +91,17 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._num_takes = num_takes
         self._assemble = assemble
         self._operators = list(operators)
-        self._window = Window(rule)
-        self._ledger = Ledger()
         self.lengths = LengthMeter()
+        self._window = Window(
+            rule, next_group_id=start.next_group_id, num_takes=start.num_takes, num_taken=start.num_taken
+        )
+        self._ledger = Ledger(_last_admitted=start.next_group_id - 1)
+        self._start = start
+        self._draws, self._last_draw = start.draws(), -1
+        self._draw_of: dict[int, int] = {}  # by group id, from the first one that is not over
+        self._trained: set[int] = set()  # of those
+        self._served: deque[list[int]] = deque()  # takes that are being trained on
+        self._num_trained_takes, self._num_trained = start.num_takes, start.num_taken
         self._place: dict[int, int] = {}
         self._in_flight: dict[int, _Held] = {}
         self._to_reissue: list[int] = []
@@ -207,13 +220,46 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             index = self._window.num_takes
             group_ids = self._window.take(last=self._next_task is None)
             groups = self._consume(group_ids)
+            self._served.append(group_ids)
             self._lost_in_a_row = 0
             self._changed.notify_all()
         return self._assemble(index, groups)
 
     async def trained(self, group_ids: Sequence[int]) -> None:
+        """The oldest take that was served has been through all its steps."""
         for group_id in group_ids:
             self._ledger.move(group_id, GroupState.TRAINED)
+        served = self._served.popleft()
+        assert served == list(group_ids), "takes are trained on in the order in which they were served"
+        self._trained.update(group_ids)
+        self._num_trained_takes += 1
+        self._num_trained += len(group_ids)
+        first = self._first_open(over=set())
+        self._draw_of = {g: draw for g, draw in self._draw_of.items() if g >= first}
+        self._trained = {g for g in self._trained if g >= first}
+
+    def position(self, policy_version: int) -> Position | None:
+        """Where a run that goes on from these weights has to begin; None in the middle of a take's steps.
+
+        The weights may be one take ahead of what `trained` was told.
+        """
+        takes, rest = divmod(policy_version, self._rule.updates_per_take)
+        ahead = takes - self._num_trained_takes
+        if rest or not 0 <= ahead <= len(self._served):
+            return None
+        over = {g for take in itertools.islice(self._served, ahead) for g in take}
+        first = self._first_open(over=over)
+        open_draws = [
+            d for g, d in sorted(self._draw_of.items()) if g >= first and g not in self._trained and g not in over
+        ]
+        open_draws += [d for d in self._start.open_draws if d > self._last_draw]  # not even drawn again yet
+        return Position(
+            num_takes=takes,
+            num_taken=self._num_trained + len(over),
+            next_group_id=first,
+            open_draws=open_draws,
+            next_draw=max(self._start.next_draw, self._last_draw + 1),
+        )
 
     async def published(self, policy_version: int) -> None:
         """A newer version can be pulled: more groups may start."""
@@ -242,7 +288,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             - self._window.num_taken
             - self._window.num_outstanding
             - self._ledger.count(GroupState.FILTERED)
-            - self._ledger.count(GroupState.FAILED),
+            - self._ledger.count(GroupState.FAILED)
+            - (self._start.next_group_id - self._start.num_taken),
         )
 
     def _operated(self, group: Group) -> Group | str:
@@ -253,6 +300,11 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
                 return result
             group = group if result is None else result
         return group
+
+    def _first_open(self, *, over: set[int]) -> int:
+        """The first group that is neither trained, filtered, failed nor in `over`; else the next to be admitted."""
+        alive = (g for g in self._draw_of if self._ledger.is_alive(g) and g not in over)
+        return min(alive, default=self._ledger.num_admitted)
 
     def _num_free_slots(self) -> int:
         if self._next_task is None:
@@ -266,6 +318,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         task, self._next_task = self._next_task, next(self._tasks, None)
         assert task is not None
         group_id, floor = self._window.admit()
+        self._draw_of[group_id] = next(self._draws)
+        self._last_draw = self._draw_of[group_id]
         self._ledger.admit(group_id)
         return Admission(group_id=group_id, task=task, floor=floor)
 

@@ -44,7 +44,7 @@ class Ledger:
     _alive: dict[int, _Entry] = field(default_factory=dict)
     _ended: Counter[GroupState] = field(default_factory=Counter)
     _reasons: Counter[str] = field(default_factory=Counter)
-    _last_admitted: int = -1
+    _last_admitted: int = -1  # of a run that goes on from another: the last group that is not admitted again
     num_retries: int = 0
 
     def admit(self, group_id: int) -> None:
@@ -84,6 +84,10 @@ class Ledger:
 
     def count(self, state: GroupState) -> int:
         return self._ended[state] + sum(e.state is state for e in self._alive.values())
+
+    def is_alive(self, group_id: int) -> bool:
+        """Admitted, and not yet trained, filtered or failed."""
+        return group_id in self._alive
 
     @property
     def num_admitted(self) -> int:

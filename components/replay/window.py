@@ -22,12 +22,12 @@ class Window:
     floors stay valid.
     """
 
-    def __init__(self, rule: AdmissionRule) -> None:
+    def __init__(self, rule: AdmissionRule, *, next_group_id: int = 0, num_takes: int = 0, num_taken: int = 0) -> None:
         self._rule = rule
         self._outstanding: list[_Outstanding] = []
-        self._next_group_id = 0
-        self.num_takes = 0
-        self.num_taken = 0
+        self._next_group_id = next_group_id
+        self.num_takes = num_takes
+        self.num_taken = num_taken
 
     @property
     def alive(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from ..collector.actor import CollectorRemote
 from ..collector.collector import CollectorSettings
 from ..collector.engine import EngineSettings
 from ..config import Config, derive
+from ..config.names import OFFLINE_RECIPES
 from ..param_server.actor import ParameterServerRemote
 from ..replay.actor import ReplayBufferRemote
 from ..trainer.actor import TrainerRank
@@ -66,7 +68,7 @@ def trainer_settings(
     config: Config, recipe: str, *, total_steps: int, canary: CanaryPrompts, cores: list[int]
 ) -> TrainerSettings:
     assert config.model.path is not None
-    o = config.optimizer
+    o, reference = config.optimizer, config.algorithm.reference_path
     return TrainerSettings(
         model_path=config.model.path,
         objective=objective_of(config, recipe),
@@ -86,8 +88,8 @@ def trainer_settings(
         compute_dtype=config.model.dtype,
         publish_dtype=config.model.dtype,
         attn=config.model.attn,
-        temperature=1.0 if recipe == "sft" else config.rollout.temperature,
-        max_policy_lag=None if recipe == "sft" else config.staleness.max_policy_lag,
+        temperature=1.0 if recipe in OFFLINE_RECIPES else config.rollout.temperature,
+        max_policy_lag=None if recipe in OFFLINE_RECIPES else config.staleness.max_policy_lag,
         max_tokens_per_microbatch=config.train.max_tokens_per_microbatch,
         gradient_checkpointing=config.train.gradient_checkpointing,
         bucket_bytes=config.param_server.bucket_bytes,
@@ -96,6 +98,8 @@ def trainer_settings(
         seed=config.seed,
         timeout_s=config.cluster.step_timeout_s,
         packing=config.train.packing,
+        reference_path=None if reference is None else os.path.expanduser(reference),
+        logprob_chunk_tokens=config.train.logprob_chunk_tokens,
     )
 
 
@@ -203,8 +207,16 @@ class Launcher:
         for rank, process in enumerate(processes):
             self._started(f"trainer-{rank}", self.parts.trainers[rank], process)
 
-    async def buffer(self) -> None:
-        self.parts.buffer = ReplayBufferRemote.remote(self._config, role="replay", log_file=self._logs / "replay.log")
+    async def load_state(self, directory: Path) -> int:
+        """All ranks go on from a checkpoint; returns its policy version."""
+        calls = [self._wait(t.load_state.remote(str(directory)), "trainer") for t in self.parts.trainers]
+        return (await asyncio.gather(*calls))[0]
+
+    async def buffer(self, *, start: dict[str, Any] | None = None) -> None:
+        """`start`: the position in the data of the run to go on from."""
+        self.parts.buffer = ReplayBufferRemote.remote(
+            self._config, role="replay", log_file=self._logs / "replay.log", start=start
+        )
         self._started("replay", self.parts.buffer, await self._wait(self.parts.buffer.start.remote(), "replay"))
 
     async def param_server(self) -> None:

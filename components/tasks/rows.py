@@ -17,12 +17,15 @@ class RowFormat:
     `role_key`, `content_key` and `roles` translate messages of another form ({"from": "human", "value": ...}). Messages
     that end with the assistant lose that turn; it is the answer where the item has none of its own. With `answer_after`
     the answer is what follows the last occurrence of that mark, and `info["solution"]` keeps the whole text (for
-    supervised training). All other keys arrive in `info`.
+    supervised training). With `messages_key` an item is a whole conversation under that key: its prompt is everything
+    before the first assistant message, its answer the last assistant message, and `info["messages"]` all of it. All
+    other keys arrive in `info`.
     """
 
     prompt_key: str
     answer_key: str
     answer_after: str | None = None
+    messages_key: str | None = None
     role_key: str = "role"
     content_key: str = "content"
     roles: dict[str, str] = field(default_factory=dict)
@@ -30,8 +33,12 @@ class RowFormat:
     def row(self, item: Any, where: str) -> Row:
         """Raises ValueError that begins with `where`."""
         if not isinstance(item, dict):
-            raise ValueError(f"{where}: got {type(item).__name__}, expected an object with the key {self.prompt_key!r}")
+            key = self.prompt_key if self.messages_key is None else self.messages_key
+            raise ValueError(f"{where}: got {type(item).__name__}, expected an object with the key {key!r}")
         item = dict(item)
+        return self._example(item, where) if self.messages_key is None else self._conversation(item, where)
+
+    def _example(self, item: dict[str, Any], where: str) -> Row:
         self._need(item, self.prompt_key, "task.prompt_key", where)
         question = self._prompt(item.pop(self.prompt_key), where)
         if not isinstance(question, str) and question[-1]["role"] == "assistant":
@@ -51,6 +58,27 @@ class RowFormat:
             item = {**item, "solution": answer, "answer_after": self.answer_after}
             answer = answer.rpartition(self.answer_after)[2].strip()
         return Row(question=question, answer=answer, info=item)
+
+    def _conversation(self, item: dict[str, Any], where: str) -> Row:
+        key = self.messages_key
+        assert key is not None
+        self._need(item, key, "task.messages_key", where)
+        found = item.pop(key)
+        if not isinstance(found, list) or not all(self._is_message(message) for message in found):
+            raise ValueError(
+                f'{where}: {key!r} is no list of {{"{self.role_key}": ..., "{self.content_key}": ...}} messages'
+            )
+        messages = [self._message(message) for message in found]
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers or answers[0] == 0:
+            raise ValueError(
+                f"{where}: {key!r} has no assistant message after a first prompt; expected one to train on"
+            )
+        return Row(
+            question=messages[: answers[0]],
+            answer=messages[answers[-1]]["content"],
+            info={**item, "messages": messages},
+        )
 
     def _need(self, item: dict[str, Any], key: str, option: str, where: str) -> None:
         if key not in item:

@@ -76,6 +76,7 @@ class TaskSet:
             yield task.answer
             if "solution" in task.info:
                 yield str(task.info["solution"])
+            yield from (message["content"] for message in task.info.get("messages", ()))
 
     @property
     def epoch(self) -> int:
@@ -231,6 +232,7 @@ def _form(config: Any) -> RowFormat:
         prompt_key=config.prompt_key,
         answer_key=config.answer_key,
         answer_after=config.answer_after,
+        messages_key=config.messages_key,
         role_key=config.role_key,
         content_key=config.content_key,
         roles=dict(config.roles),

@@ -120,6 +120,14 @@ class TrainerActor:
         await self._in_order(lambda: self._trainer.save(directory))
 
     @as_text
+    async def save_state(self, directory: str) -> None:
+        await self._in_order(lambda: self._trainer.save_state(directory))
+
+    @as_text
+    async def load_state(self, directory: str) -> int:
+        return await self._in_order(lambda: self._trainer.load_state(directory))
+
+    @as_text
     async def close(self) -> None:
         await self._in_order(self._trainer.close)
 

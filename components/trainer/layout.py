@@ -145,22 +145,22 @@ def make_layout(segments: Sequence[Segment]) -> Layout:
 def _bucket(segments: Sequence[Segment]) -> list[list[Segment]]:
     """Segments of similar shape together, largest first; those that share a prompt apart from those that do not."""
     buckets: list[list[Segment]] = []
-    widest, work = (0, 0), 0
-    order = sorted(segments, key=lambda s: (s.prompt_length == 0, s.num_keys, s.num_queries), reverse=True)
-    for segment in order:
-        if segment.num_queries == 0:
+    shapes = [(s.prompt_length > 0, s.prompt_length + s.num_queries, s.num_queries) for s in segments]
+    queries = keys = work = 0  # the widest of the last bucket, and its area without padding
+    last_shared = None
+    for i in sorted(range(len(segments)), key=shapes.__getitem__, reverse=True):
+        shared, num_keys, num_queries = shapes[i]
+        if num_queries == 0:
             continue
-        own = segment.num_queries * segment.num_keys
-        grown = (max(widest[0], segment.num_queries), max(widest[1], segment.num_keys))
-        together = buckets and bool(buckets[-1][0].prompt_length) == bool(segment.prompt_length)
-        area = grown[0] * grown[1] * (len(buckets[-1]) + 1) if together else 0
-        fits = area <= (1 + PADDING_FRAC) * (work + own) + SMALL_AREA
-        if together and fits and (area <= MAX_MASKED_AREA or not segment.prompt_length):
-            buckets[-1].append(segment)
-            widest, work = grown, work + own
+        own, widest = num_queries * num_keys, max(queries, num_queries)
+        area = widest * keys * (len(buckets[-1]) + 1) if buckets else 0
+        fits = area <= (1 + PADDING_FRAC) * (work + own) + SMALL_AREA and (area <= MAX_MASKED_AREA or not shared)
+        if fits and shared == last_shared:
+            buckets[-1].append(segments[i])
+            queries, work = widest, work + own
         else:
-            buckets.append([segment])
-            widest, work = (segment.num_queries, segment.num_keys), own
+            buckets.append([segments[i]])
+            queries, keys, work, last_shared = num_queries, num_keys, own, shared
     return buckets
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from ..types import TrainBatch
 from .layout import Layout, Segment, make_layout
+
+if TYPE_CHECKING:  # the benchmark runs where tensordict is not installed
+    from ..types import TrainBatch
 
 Packing = Literal["shared", "packed", "padded"]
 """Sequences back to back in one row, those of one prompt sharing it; back to back only; or each in a padded row."""
@@ -54,10 +57,12 @@ def cut(
     packing: Packing = "shared",
     proximal_logprobs: torch.Tensor | None = None,
     reference_logprobs: torch.Tensor | None = None,
+    unit: int = 1,
 ) -> list[Microbatch]:
-    """Microbatches of at most `max_tokens` tokens (padding included); a longer sequence gets its own.
+    """Microbatches of at most `max_tokens` tokens (padding included); a longer sequence (or unit) gets its own.
 
-    `proximal_logprobs` and `reference_logprobs` [S]: in the batch's order.
+    `proximal_logprobs` and `reference_logprobs` [S]: in the batch's order. Every `unit` neighbouring sequences stay
+    together, in their order, first one first.
     """
     scored = {
         name: batch.behavior_logprobs if logprobs is None else logprobs
@@ -65,8 +70,11 @@ def cut(
     }
     sequences = _Sequences(batch, scored)
     if packing == "padded":
-        return [_pad(sequences, chunk) for chunk in _similar(sequences, max_tokens)]
-    clusters = sequences.by_prompt() if packing == "shared" else [[i] for i in range(len(sequences.lengths))]
+        return [_pad(sequences, chunk) for chunk in _similar(sequences, max_tokens, unit=unit)]
+    if unit > 1:
+        units = [sequences.runs(range(i, i + unit), shared=packing == "shared") for i in range(0, len(sequences), unit)]
+        return [_pack(sequences, chunk) for chunk in _fill_whole(sequences, units, max_tokens)]
+    clusters = sequences.by_prompt() if packing == "shared" else [[i] for i in range(len(sequences))]
     return [_pack(sequences, chunk) for chunk in _fill(sequences, clusters, max_tokens)]
 
 
@@ -92,41 +100,50 @@ def empty_microbatch(*, packed: bool) -> Microbatch:
 
 
 class _Sequences:
-    """The batch's sequences, by index."""
+    """The batch's sequences, by index: where their tokens are in `tokens`, all prompts followed by all responses."""
 
     def __init__(self, batch: TrainBatch, scored: dict[str, torch.Tensor]) -> None:
         self.batch = batch
         self.scored = scored
+        self.tokens = torch.cat([batch.prompt_tokens, batch.response_tokens])
         self.prompt_lengths: list[int] = batch.prompt_lengths.tolist()
         self.response_lengths: list[int] = batch.response_lengths.tolist()
         self.lengths = [p + r for p, r in zip(self.prompt_lengths, self.response_lengths, strict=True)]
-        self._prompts = torch.split(batch.prompt_tokens, self.prompt_lengths)
-        self._spans = list(
-            zip(_starts(self.response_lengths), _starts(self.response_lengths)[1:], strict=False)
-        )  # of response tokens
+        self.prompt_starts = _starts(self.prompt_lengths)
+        self.response_starts = _starts(self.response_lengths)
+        self.first_response = self.prompt_starts[-1]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
 
     def prompt(self, i: int) -> torch.Tensor:
-        return self._prompts[i]
-
-    def response(self, i: int) -> torch.Tensor:
-        start, stop = self._spans[i]
-        return self.batch.response_tokens[start:stop]
+        return self.batch.prompt_tokens[self.prompt_starts[i] : self.prompt_starts[i + 1]]
 
     def by_prompt(self) -> list[list[int]]:
         """Sequences with the same prompt together, in the order in which the prompts first appear."""
         clusters: dict[bytes, list[int]] = {}
-        for i, prompt in enumerate(self._prompts):
-            clusters.setdefault(prompt.numpy().tobytes(), []).append(i)
+        data, item = self.batch.prompt_tokens.numpy().tobytes(), self.batch.prompt_tokens.element_size()
+        for i, (start, stop) in enumerate(itertools.pairwise(self.prompt_starts)):
+            clusters.setdefault(data[start * item : stop * item], []).append(i)
         return list(clusters.values())
+
+    def runs(self, indices: Sequence[int], *, shared: bool) -> list[list[int]]:
+        """These sequences in their order, neighbours with the same prompt together where it is `shared`."""
+        clusters: list[list[int]] = []
+        for i in indices:
+            if shared and clusters and torch.equal(self.prompt(i), self.prompt(clusters[-1][0])):
+                clusters[-1].append(i)
+            else:
+                clusters.append([i])
+        return clusters
 
     def fields(self, chunk: Sequence[int]) -> dict[str, torch.Tensor]:
         """What a microbatch of these sequences, in this order, says of its tokens."""
-        places = torch.cat([torch.arange(*self._spans[i]) for i in chunk])
+        lengths = [self.response_lengths[i] for i in chunk]
+        places = _ranges([self.response_starts[i] for i in chunk], lengths)
         return {
             "targets": self.batch.response_tokens[places],
-            "segments": torch.repeat_interleave(
-                torch.arange(len(chunk)), torch.tensor([self.response_lengths[i] for i in chunk])
-            ),
+            "segments": torch.repeat_interleave(torch.arange(len(chunk)), torch.tensor(lengths)),
             "mask": self.batch.loss_mask[places],
             "behavior_logprobs": self.batch.behavior_logprobs[places],
             "policy_versions": self.batch.policy_versions[places],
@@ -137,7 +154,13 @@ class _Sequences:
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
-    return [0, *torch.cumsum(torch.tensor(lengths, dtype=torch.int64), 0).tolist()]
+    return list(itertools.accumulate(lengths, initial=0))
+
+
+def _ranges(starts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
+    """start, start + 1, ... of each length, end to end; one call, because there may be thousands of short ones."""
+    offsets = torch.tensor(starts, dtype=torch.int64) - torch.tensor(_starts(lengths)[:-1], dtype=torch.int64)
+    return torch.repeat_interleave(offsets, torch.tensor(lengths, dtype=torch.int64)) + torch.arange(sum(lengths))
 
 
 # ------------------------------------------------------------------------------------------------------- packed
@@ -165,62 +188,92 @@ def _fill(sequences: _Sequences, clusters: list[list[int]], max_tokens: int) -> 
     return chunks
 
 
+def _fill_whole(sequences: _Sequences, units: list[list[list[int]]], max_tokens: int) -> list[list[list[int]]]:
+    """Units, each a list of clusters, into microbatches, longest first; no unit is ever cut."""
+    chunks: list[list[list[int]]] = []
+    room = 0
+    for unit in sorted(units, key=lambda u: -max(sequences.lengths[i] for cluster in u for i in cluster)):
+        prompts = sum(sequences.prompt_lengths[cluster[0]] for cluster in unit)
+        needed = prompts + sum(max(0, sequences.response_lengths[i] - 1) for cluster in unit for i in cluster)
+        if not chunks or needed > room:
+            chunks.append([])
+            room = max_tokens
+        chunks[-1] += unit
+        room -= needed
+    return chunks
+
+
 def _pack(sequences: _Sequences, clusters: list[list[int]]) -> Microbatch:
     """One row. The last token of a response is left out: nothing is predicted from it, and nothing attends to it."""
-    tokens, positions, rows, segments, end = [], [], [], [], 0
+    sources, positions, lengths = [], [], []  # of the runs of tokens that make up the row
+    firsts, others = [], []  # by sequence: where the first response token is predicted from, and where it stands
+    segments: list[Segment] = []
+    end = 0
     for cluster in clusters:
-        prompt = sequences.prompt(cluster[0])
-        prompt_start, prompt_length = end, len(prompt)
-        tokens.append(prompt)
-        positions.append(torch.arange(prompt_length))
+        prompt, prompt_length = end, sequences.prompt_lengths[cluster[0]]
+        sources.append(sequences.prompt_starts[cluster[0]])
+        positions.append(0)
+        lengths.append(prompt_length)
         end += prompt_length
-        if len(cluster) > 1:
-            segments.append(Segment(prompt_start, prompt_length))
+        shared = len(cluster) > 1
+        if shared:
+            segments.append(Segment(prompt, prompt_length))
         for i in cluster:
-            response = sequences.response(i)
-            own = max(0, len(response) - 1)
-            tokens.append(response[:own])
-            positions.append(torch.arange(prompt_length, prompt_length + own))
-            if len(cluster) > 1:
-                segments.append(Segment(end, own, prompt_start, prompt_length))
+            own = max(0, sequences.response_lengths[i] - 1)
+            sources.append(sequences.first_response + sequences.response_starts[i])
+            positions.append(prompt_length)
+            lengths.append(own)
+            if shared:
+                segments.append(Segment(end, own, prompt, prompt_length))
             else:
-                segments.append(Segment(prompt_start, prompt_length + own))
-            if len(response):
-                rows += [torch.tensor([prompt_start + prompt_length - 1]), torch.arange(end, end + own)]
+                segments.append(Segment(prompt, prompt_length + own))
+            firsts.append(prompt + prompt_length - 1)
+            others.append(end)
             end += own
+    order = [i for cluster in clusters for i in cluster]
     return Microbatch(
-        input_ids=torch.cat(tokens)[None],
-        position_ids=torch.cat(positions)[None],
+        input_ids=sequences.tokens[_ranges(sources, lengths)][None],
+        position_ids=_ranges(positions, lengths)[None],
         layout=make_layout(segments),
-        rows=torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64),
-        **sequences.fields([i for cluster in clusters for i in cluster]),
+        rows=_rows(firsts, others, [sequences.response_lengths[i] for i in order]),
+        **sequences.fields(order),
     )
+
+
+def _rows(firsts: list[int], others: list[int], response_lengths: list[int]) -> torch.Tensor:
+    """Where each response token is predicted from: the first at `firsts`, the next ones from `others` on."""
+    rows = _ranges([start - 1 for start in others], response_lengths)
+    real = [k for k, length in enumerate(response_lengths) if length]
+    starts = _starts(response_lengths)
+    rows[[starts[k] for k in real]] = torch.tensor([firsts[k] for k in real], dtype=torch.int64)
+    return rows
 
 
 # ------------------------------------------------------------------------------------------------------- padded
 
 
-def _similar(sequences: _Sequences, max_tokens: int) -> list[list[int]]:
-    """Sequences of similar length together, so that little is padded."""
-    chunks: list[list[int]] = []
-    for i in sorted(range(len(sequences.lengths)), key=lambda i: -sequences.lengths[i]):
-        # Longest first: the first sequence of a chunk is its width.
-        if chunks and sequences.lengths[chunks[-1][0]] * (len(chunks[-1]) + 1) <= max_tokens:
+def _similar(sequences: _Sequences, max_tokens: int, *, unit: int) -> list[list[int]]:
+    """Sequences of similar length together, so that little is padded; `unit` neighbours always."""
+    widths = [max(sequences.lengths[i : i + unit]) for i in range(0, len(sequences), unit)]
+    chunks: list[list[int]] = []  # of units
+    for i in sorted(range(len(widths)), key=lambda i: -widths[i]):
+        # Longest first: the first unit of a chunk is its width.
+        if chunks and widths[chunks[-1][0]] * (len(chunks[-1]) + 1) * unit <= max_tokens:
             chunks[-1].append(i)
         else:
             chunks.append([i])
-    return chunks
+    return [[i * unit + j for i in chunk for j in range(unit)] for chunk in chunks]
 
 
 def _pad(sequences: _Sequences, chunk: list[int]) -> Microbatch:
     width = max(sequences.lengths[i] for i in chunk)
     input_ids = torch.zeros(len(chunk), width, dtype=torch.int64)
-    rows = []
+    firsts = []
     for b, i in enumerate(chunk):
-        prompt, length = sequences.prompt_lengths[i], sequences.lengths[i]
-        input_ids[b, :prompt] = sequences.prompt(i)
-        input_ids[b, prompt:length] = sequences.response(i)
-        rows.append(torch.arange(b * width + prompt - 1, b * width + length - 1))
-    return Microbatch(
-        input_ids=input_ids, position_ids=None, layout=None, rows=torch.cat(rows), **sequences.fields(chunk)
-    )
+        prompt, response = sequences.prompt_lengths[i], sequences.response_lengths[i]
+        source = sequences.first_response + sequences.response_starts[i]
+        input_ids[b, :prompt] = sequences.tokens[sequences.prompt_starts[i] :][:prompt]
+        input_ids[b, prompt : prompt + response] = sequences.tokens[source : source + response]
+        firsts.append(b * width + prompt - 1)
+    rows = _ranges(firsts, [sequences.response_lengths[i] for i in chunk])
+    return Microbatch(input_ids=input_ids, position_ids=None, layout=None, rows=rows, **sequences.fields(chunk))

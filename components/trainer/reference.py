@@ -15,11 +15,14 @@ def load_reference(
     *,
     attn: str,
     packing: str,
+    chunk_tokens: int,
     compute_dtype: torch.dtype,
     device: torch.device,
     trust_remote_code: bool,
 ) -> ScoringModel:
     """A second copy of the model at `path` that no gradient reaches; costs its weights in float32 over all ranks."""
-    model = load_model(path, attn=attn, packing=packing, trust_remote_code=trust_remote_code).to(device)
+    model = load_model(
+        path, attn=attn, packing=packing, chunk_tokens=chunk_tokens, trust_remote_code=trust_remote_code
+    ).to(device)
     model.requires_grad_(False)
     return shard(model, mesh, compute_dtype=compute_dtype, gradient_checkpointing=False).eval()

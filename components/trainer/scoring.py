@@ -11,19 +11,21 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from .attention import NAME as PACKED
 from .attention import is_packable
 from .layout import Layout
+from .logprobs import LogitTransform, token_logprobs
 
 logger = logging.getLogger(__name__)
 
 
 class ScoringModel(nn.Module):
-    """Wraps a causal LM; the output head runs only on the positions asked for, never on whole padded sequences.
+    """Wraps a causal LM; the output head runs only on the positions asked for, `chunk_tokens` of them at a time.
 
     It is the FSDP root, so that the head (tied or not) is gathered together with the embeddings whatever calls it.
     """
 
-    def __init__(self, lm: PreTrainedModel) -> None:
+    def __init__(self, lm: PreTrainedModel, *, chunk_tokens: int) -> None:
         super().__init__()
         self.lm = lm
+        self.chunk_tokens = chunk_tokens
 
     @property
     def is_packed(self) -> bool:
@@ -49,34 +51,35 @@ class ScoringModel(nn.Module):
         """
         packed = {} if layout is None else {"position_ids": position_ids, "layout": layout}
         hidden = self.lm.base_model(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
+        hidden = hidden.flatten(0, 1)[rows]
         head = self.lm.get_output_embeddings()
         assert head is not None, "a causal LM has an output head"
-        logits = head(hidden.flatten(0, 1)[rows])
-        logits = final_transform(logits.float(), self.lm.config) / temperature
-        logprobs = torch.log_softmax(logits, dim=-1)
+        transform = LogitTransform.of(self.lm.config, temperature)
+        # A head of an unknown kind is asked for all logits: its weights alone do not say what it does. And so is any
+        # head where the entropy is to carry a gradient: that of the chunks has none.
+        chunked = targets is not None and len(rows) > self.chunk_tokens and type(head) is nn.Linear
+        if chunked and not entropy_gradient:
+            return token_logprobs(hidden, head.weight, head.bias, targets, transform=transform, chunk=self.chunk_tokens)
+        logprobs = torch.log_softmax(transform(head(hidden).float()), dim=-1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            entropy = -(logprobs.exp() * logprobs).sum(-1)
+            entropy = entropy_of(logprobs)
         if targets is None:
             return logprobs, entropy
         # A sum over one element instead of a squeeze: FSDP hooks must not sit on a view.
         return logprobs.gather(-1, targets[:, None]).sum(-1), entropy
 
 
-def final_transform(logits: torch.Tensor, config: object) -> torch.Tensor:
-    """What some architectures do after the head: Gemma caps, Granite divides, Cohere multiplies."""
-    if cap := getattr(config, "final_logit_softcapping", None):
-        logits = cap * torch.tanh(logits / cap)
-    if divisor := getattr(config, "logits_scaling", None):
-        logits = logits / divisor
-    if scale := getattr(config, "logit_scale", None):
-        logits = logits * scale
-    return logits
+def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
+    """Entropies [S] of distributions [S, V]; a token of probability 0 adds nothing, nor to the gradient."""
+    return -(logprobs.exp() * logprobs.masked_fill(logprobs == float("-inf"), 0.0)).sum(-1)
 
 
-def load_model(path: str, *, attn: str, packing: str = "auto", trust_remote_code: bool = False) -> ScoringModel:
+def load_model(
+    path: str, *, attn: str, packing: str = "auto", chunk_tokens: int = 512, trust_remote_code: bool = False
+) -> ScoringModel:
     """The model in float32 (master weights), in training mode with every dropout off.
 
-    `packing`: see `TrainerSettings`. What cannot be packed is padded.
+    `packing`: see `TrainerSettings`. What cannot be packed is padded. `chunk_tokens`: most rows of logits at a time.
     """
     lm = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation=attn, trust_remote_code=trust_remote_code, low_cpu_mem_usage=True
@@ -93,4 +96,4 @@ def load_model(path: str, *, attn: str, packing: str = "auto", trust_remote_code
             lm.set_attn_implementation(PACKED)
         else:
             logger.warning("%s mixes tokens in ways that packing does not know: batches are padded", type(lm).__name__)
-    return ScoringModel(lm).train()  # gradient checkpointing works in training mode only
+    return ScoringModel(lm, chunk_tokens=chunk_tokens).train()  # gradient checkpointing works in training mode only

@@ -1,6 +1,7 @@
 """One rank of the trainer. Every public method is called on all ranks alike, between which FSDP2 exchanges shards.
 
-    forward_backward(batch) -> optim_step() -> publish()      token_logprobs(batch)      save(dir)
+    forward_backward(batch) -> optim_step() -> publish()      token_logprobs(batch)
+    save(dir): for others to load      save_state(dir), load_state(dir): to go on from
 
 `policy_version` is the number of optimizer steps in the weights.
 """
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -20,14 +21,19 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..algorithms.objective import Objective
-from ..types import TrainBatch
+from ..versions import NO_VERSION
 from ..weights import BucketWriter, Canary, CanaryPrompts, Manifest, digest_of
 from .audit import published_weights
+from .canary import score_canary
+from .checkpoint import load_state, save_state
 from .microbatch import Microbatch, Packing, cut, empty_microbatch
 from .optimizer import OptimizerSettings, learning_rate, make_optimizer
 from .reference import load_reference
 from .scoring import ScoringModel, load_model
 from .sharding import make_mesh, shard
+
+if TYPE_CHECKING:  # the benchmark runs where tensordict is not installed
+    from ..types import TrainBatch
 
 
 class StalenessError(RuntimeError):
@@ -40,6 +46,8 @@ class TrainerSettings:
 
     `max_policy_lag` None: batches carry no policy tokens (supervised training). `publish_dtype`: what engines get.
     `packing`: how sequences lie in a pass, see `Packing`; "auto" is shared where the model's attention allows it.
+    `reference_path` None: where an objective needs a reference policy, it is the weights at `model_path`.
+    `logprob_chunk_tokens`: most rows of logits that exist at a time.
     """
 
     model_path: str
@@ -61,6 +69,8 @@ class TrainerSettings:
     timeout_s: float
     trust_remote_code: bool = False
     packing: Packing | Literal["auto"] = "auto"
+    reference_path: str | None = None
+    logprob_chunk_tokens: int = 512
 
 
 class Trainer:
@@ -90,6 +100,7 @@ class Trainer:
             settings.model_path,
             attn=settings.attn,
             packing=settings.packing,
+            chunk_tokens=settings.logprob_chunk_tokens,
             trust_remote_code=settings.trust_remote_code,
         ).to(self._device)
         self._packing: Packing = "padded"
@@ -104,14 +115,17 @@ class Trainer:
         self._reference: ScoringModel | None = None
         if self._objective.needs_reference:
             self._reference = load_reference(
-                settings.model_path,
+                settings.reference_path or settings.model_path,
                 mesh,
                 attn=settings.attn,
                 packing=settings.packing,
+                chunk_tokens=settings.logprob_chunk_tokens,
                 compute_dtype=compute_dtype,
                 device=self._device,
                 trust_remote_code=settings.trust_remote_code,
             )
+            if not self._reference.is_packed:  # both score the same passes
+                self._packing = "padded"
         self._optimizer = make_optimizer(self._model.parameters(), settings.optimizer)
         self._pending_writer: tuple[int, BucketWriter, Canary] | None = None
         self.policy_version = 0
@@ -219,7 +233,7 @@ class Trainer:
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
             if self._rank == 0:
                 writer.add(name, full.to(dtype))
-        canary = self._score_canary()
+        canary = score_canary(self._model, self._settings.canary, self._device)
         if self._rank == 0:
             self._pending_writer = (self.policy_version, writer, canary)
 
@@ -251,10 +265,32 @@ class Trainer:
             )
         dist.barrier()
 
+    def save_state(self, directory: str) -> None:
+        """Write weights, optimizer, generator, version and objective to go on from (a collective); see `checkpoint`."""
+        save_state(
+            Path(directory),
+            model=self._model,
+            optimizer=self._optimizer,
+            rank=self._rank,
+            num_ranks=self._settings.num_ranks,
+            policy_version=self.policy_version,
+            objective=self._objective.state_dict(),
+        )
+
+    def load_state(self, directory: str) -> int:
+        """Go on from what `save_state` wrote, on any number of ranks (a collective); returns the policy version.
+
+        A reference policy stays what it is: the weights that training started from, not those of the checkpoint.
+        """
+        state = load_state(Path(directory), model=self._model, optimizer=self._optimizer, rank=self._rank)
+        self.policy_version = int(state["policy_version"])
+        self._objective = self._objective.with_state(state["objective"])
+        return self.policy_version
+
     def measure(self, batch: TrainBatch) -> dict[str, float]:
         """Seconds of one step on this batch, nothing else running; weights, optimizer and version stay as they were.
 
-        The optimizer steps with a learning rate of 0 and is then made anew, so that the first real step starts fresh.
+        A spare optimizer steps with a learning rate of 0: the real one may have been loaded, and starts as it is.
         """
         passes, objective = [], self._objective
         for _ in range(3):  # the first one warms allocators and kernels
@@ -263,13 +299,13 @@ class Trainer:
             passes.append(time.monotonic() - started)
         self._objective = objective
         times = {"forward_backward_s": min(passes)}
-        for group in self._optimizer.param_groups:
+        spare = make_optimizer(self._model.parameters(), self._settings.optimizer)
+        for group in spare.param_groups:
             group["lr"] = 0.0
         started = time.monotonic()
-        self._optimizer.step()
+        spare.step()
         times["optim_s"] = time.monotonic() - started
-        self._optimizer.zero_grad(set_to_none=True)
-        self._optimizer = make_optimizer(self._model.parameters(), self._settings.optimizer)
+        spare.zero_grad(set_to_none=True)
         return times
 
     def close(self) -> None:
@@ -290,6 +326,7 @@ class Trainer:
                 packing=self._packing,
                 proximal_logprobs=proximal_logprobs,
                 reference_logprobs=reference_logprobs,
+                unit=self._objective.sequences_per_unit,
             )
         num_passes = int(self._reduce(torch.tensor([float(len(own))]), dist.ReduceOp.MAX).item())
         for i in range(num_passes):
@@ -330,6 +367,8 @@ class Trainer:
     def _check_versions(self, batch: TrainBatch) -> None:
         bound = self._settings.max_policy_lag
         versions = batch.policy_versions[batch.loss_mask]
+        if self._objective.takes_expert_tokens:
+            versions = versions[versions != NO_VERSION]
         if bound is None or not len(versions):
             return
         oldest, newest = int(versions.min()), int(versions.max())
@@ -344,25 +383,6 @@ class Trainer:
                 f"so lags {self.policy_version - newest} to {self.policy_version - oldest}; "
                 f"staleness.max_policy_lag is {bound}"
             )
-
-    def _score_canary(self) -> Canary:
-        """One forward over all canary prompts (a collective), padded on the right; see `Canary`."""
-        prompts = self._settings.canary
-        sequences = [*prompts.scored, *prompts.cached]
-        width = max(len(s) for s in sequences)
-        input_ids = torch.zeros(len(sequences), width, dtype=torch.int64, device=self._device)
-        for i, sequence in enumerate(sequences):
-            input_ids[i, : len(sequence)] = torch.tensor(sequence)
-        rows = [i * width + t for i, s in enumerate(prompts.scored) for t in range(len(s) - 1)]
-        last = [i * width + len(s) - 1 for i, s in enumerate(sequences) if i >= len(prompts.scored)]
-        targets = torch.tensor(
-            [token for s in prompts.scored for token in s[1:]], dtype=torch.int64, device=self._device
-        )
-        logprobs, _ = self._model(input_ids, torch.tensor(rows + last, device=self._device), None, 1.0)
-        scored = logprobs[: len(rows)].gather(-1, targets[:, None]).squeeze(-1)
-        likeliest = logprobs[len(rows) :].max(dim=-1)
-        pieces = torch.split(scored, [len(s) - 1 for s in prompts.scored])
-        return Canary(prompts, [p.tolist() for p in pieces], likeliest.indices.tolist(), likeliest.values.tolist())
 
     def _gathered(self, values: torch.Tensor) -> torch.Tensor:
         """Values [K] of every rank, end to end; K may differ from rank to rank."""

@@ -57,7 +57,9 @@ FORMULAS: dict[str, Callable[[Groups], list[float]]] = {
     "asymre": grouped(lambda g: [r - (mean(g) - 0.1) for r in g]),
     "log_mean_exp": grouped(lambda g: [r - math.log(mean([math.exp(x) for x in g])) for r in g]),
     "balanced": grouped(balanced),
+    "best": grouped(lambda g: [float(i == g.index(max(g)) and r > 0.0) for i, r in enumerate(g)]),
     "reward": grouped(list),
+    "zero": grouped(lambda g: [0.0 for _ in g]),
 }
 
 
@@ -87,7 +89,7 @@ def test_advantages_are_the_formula(name: str) -> None:
         assert ours(name, groups).tolist() == pytest.approx(FORMULAS[name](groups), abs=1e-12)
 
 
-@pytest.mark.parametrize("name", sorted(set(FORMULAS) - {"reward", "asymre"}))
+@pytest.mark.parametrize("name", sorted(set(FORMULAS) - {"reward", "asymre", "best"}))
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, -7.3, 1e6])
 @pytest.mark.parametrize("size", [1, 3, 7])
 def test_equal_rewards_everywhere_are_exact_zeros(name: str, reward: float, size: int) -> None:
@@ -98,7 +100,7 @@ def test_equal_rewards_everywhere_are_exact_zeros(name: str, reward: float, size
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 10_000))
-@pytest.mark.parametrize("name", sorted(set(FORMULAS) - {"balanced"}))
+@pytest.mark.parametrize("name", sorted(set(FORMULAS) - {"balanced", "best"}))
 def test_the_order_of_samples_and_of_groups_changes_nothing(name: str, seed: int) -> None:
     rng = random.Random(seed)
     groups = random_groups(rng)
@@ -109,6 +111,11 @@ def test_the_order_of_samples_and_of_groups_changes_nothing(name: str, seed: int
         rng.shuffle(key)
     after = ours(name, [[groups[i][j] for i, j in key] for key in keys]).tolist()
     assert after == pytest.approx([before[k] for key in keys for k in key], abs=1e-12)
+
+
+def test_best_picks_one_answer_and_none_where_none_is_good() -> None:
+    assert ours("best", [[0.0, 2.0, 2.0], [0.0, 0.0]]).tolist() == [0.0, 1.0, 0.0, 0.0, 0.0]
+    assert ours("best", [[0.3, 0.4]], least=0.5).tolist() == [0.0, 0.0]
 
 
 def test_balanced_keeps_as_many_negatives_as_positives() -> None:

@@ -29,6 +29,7 @@ def leeway(*args: str, cwd: Path, path: Path = SRC) -> subprocess.CompletedProce
         ["ls"],
         ["cat", "quickstart"],
         ["cp", "quickstart", "copy.yaml"],
+        ["convert", "--help"],
         ["validate", "quickstart"],
         ["validate", "gsm8k_qwen2_5_1_5b"],
     ],

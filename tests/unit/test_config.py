@@ -196,7 +196,6 @@ def test_a_copy_starts_from_other_weights() -> None:
         ("env.reward=my-mod:f", ["env.reward", "pkg.mod:function"]),
         ("env.reward=reasoning_gym", ["env.reward: got 'reasoning_gym'"]),
         ("eval.every=5", ["eval.every", "eval.path"]),
-        ("checkpoint.every=10", ["checkpoint.save_hf: got 'last'", "checkpoint.every is 10", "save_hf=always"]),
         ("cluster.step_timeout_s=100", ["cluster.step_timeout_s: got 100", "rollout.timeout_s", "slowest group"]),
     ],
 )
@@ -206,8 +205,16 @@ def test_refusals_name_key_got_expected_fix(minimal: str, override: str, parts: 
         assert part in text, text
 
 
-def test_checkpoints_in_mid_run_are_accepted_where_weights_are_saved(minimal: str) -> None:
-    assert load_config(minimal, ["checkpoint.every=10", "checkpoint.save_hf=always"]).checkpoint.every == 10
+def test_what_to_go_on_from_must_be_a_checkpoint(minimal: str, tmp_path: Path) -> None:
+    def problems(resume: str) -> list[str]:
+        config = load_config(minimal, [f"checkpoint.resume={resume}", f"output_dir={tmp_path}"])
+        return [p.text for p in check_run(config, "sft", SMALL_MACHINE) if p.key == "checkpoint.resume"]
+
+    (tmp_path / "step-000005/dcp").mkdir(parents=True)
+    [text] = problems(str(tmp_path / "step-000005"))
+    assert str(tmp_path / "step-000005") in text
+    (tmp_path / "step-000005/dcp/state.json").touch()
+    assert problems(str(tmp_path / "step-000005")) == problems("auto") == problems("never") == []
 
 
 def test_a_step_must_outlast_every_attempt_of_its_slowest_group(minimal: str) -> None:
@@ -447,6 +454,7 @@ def test_a_folder_that_holds_a_run(minimal: str, tmp_path: Path) -> None:
     assert problem is not None
     assert "name=" in problem.text
     assert str(config.run_dir) in problem.text
+    assert earlier_run(load_config(minimal, [f"output_dir={tmp_path}", "checkpoint.resume=auto"])) is None
 
 
 @pytest.mark.parametrize("name", sorted(bundled_configs()))

@@ -6,6 +6,7 @@ import math
 import random
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_a_huge_ratio_stays_finite(kind: str) -> None:
     assert torch.isfinite(weights).all()
 
 
-def tokens_of(*, behavior: torch.Tensor, proximal: torch.Tensor, advantages: torch.Tensor) -> SimpleNamespace:
+def tokens_of(*, behavior: torch.Tensor, proximal: torch.Tensor, advantages: torch.Tensor) -> Any:
     count = len(behavior)
     return SimpleNamespace(
         segments=torch.arange(count) // 2,
@@ -95,7 +96,7 @@ def tokens_of(*, behavior: torch.Tensor, proximal: torch.Tensor, advantages: tor
     )
 
 
-def objective_of(kind: str, **limits: float) -> PolicyObjective:
+def objective_of(kind: str, **limits: Any) -> PolicyObjective:
     return PolicyObjective(
         clip_low=0.2, clip_high=0.28, aggregation="token_mean", correction=Correction(kind=kind, **limits)
     )

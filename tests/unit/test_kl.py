@@ -167,6 +167,19 @@ def test_a_penalty_in_the_reward_is_taken_off_what_each_token_still_earns() -> N
     assert metrics["train/reference_kl/mean"] == pytest.approx((0.5 - 1.0 + 0.0 - 1.0) / 4)
 
 
+def test_on_policy_distillation_teaches_each_token_the_teachers_preference() -> None:
+    objective = objective_of(
+        policy_loss=policy_loss_of("reinforce"), kl=KLPenalty(coefficient=1.0, estimator="k1", where="token")
+    )
+    logprobs = torch.tensor(LOGPROBS, dtype=f64, requires_grad=True)
+    t = tokens()
+    t.advantages = torch.zeros(5, dtype=f64)
+    objective.loss(logprobs, torch.ones(5), t, **COUNTS).total.backward()
+    teacher_less_student = t.reference_logprobs - t.behavior_logprobs
+    assert logprobs.grad is not None
+    torch.testing.assert_close(logprobs.grad, torch.where(t.mask, -teacher_less_student / 4, 0.0))
+
+
 def test_the_next_steps_objective_has_the_adapted_coefficient() -> None:
     fixed = objective_of(kl=KLPenalty(coefficient=0.3))
     assert fixed.after_step({"train/reference_kl/mean": 9.0}) is fixed

@@ -54,14 +54,20 @@ def test_names_and_options_in_the_config_are_those_of_the_functions() -> None:
         assert set(get_args(AlgorithmConfig.model_fields[field].annotation)) == set(names)
 
 
+NEEDS = {
+    "on_policy_distill": ["algorithm.reference_path=org/teacher"],
+    "mix": ["algorithm.expert_path=experts.jsonl"],
+}
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_loads_and_makes_an_objective(minimal: str, name: str, tmp_path: Path) -> None:
-    config = load_config(minimal, [f"algorithm.name={name}"])
+    config = load_config(minimal, [f"algorithm.name={name}", *NEEDS.get(name, [])])
     for section, values in PRESETS[name].items():
         assert {key: getattr(getattr(config, section), key) for key in values} == values
     check_pieces(config.algorithm)
     objective = objective_of(config, "async_rl")
-    assert not objective.needs_reference
+    assert objective.needs_reference is (name == "on_policy_distill")
     assert not objective.needs_proximal
     # What is written down loads again as the same settings.
     copy = tmp_path / "copy.yaml"
@@ -109,6 +115,9 @@ def test_a_stage_may_have_a_preset_of_its_own(tmp_path: Path) -> None:
             ["replay.operators", "group of one"],
         ),
         (["algorithm.kl_target=0.1"], ["algorithm.kl_coef: got 0", "algorithm.kl_target"]),
+        (["algorithm.name=on_policy_distill"], ["algorithm.reference_path: got null", "a teacher"]),
+        (["algorithm.name=mix"], ["algorithm.expert_path: got null", "expert answers"]),
+        (["algorithm.reference_path=org/teacher"], ["algorithm.kl_coef: got 0", "reference policy"]),
         (["algorithm.dual_clip=1"], ["algorithm.dual_clip: got 1", "greater than 1"]),
         (
             ["algorithm.correction=m2po", "algorithm.correction_proximal=interpolate"],
@@ -154,3 +163,12 @@ def test_a_take_is_scored_only_where_its_policy_is_asked_for(minimal: str, overr
     config = load_config(minimal, overrides)
     assert derive(config).scores_proximal is scores
     assert objective_of(config, "async_rl").needs_proximal is scores
+
+
+def test_the_page_explains_every_name() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/algorithms.md").read_text(encoding="utf-8")
+    assert [name for name in PRESETS if f"\n| `{name}` |" not in page] == []
+    names = [*ADVANTAGES, *POLICY_LOSSES, *AGGREGATIONS, *CORRECTIONS, *KL_ESTIMATORS]
+    assert [name for name in names if f"`{name}`" not in page] == []
+    example = (Path(__file__).resolve().parents[2] / "examples/my_loss.py").read_text(encoding="utf-8")
+    assert page.split("```python\n")[1].split("```")[0].strip() in example

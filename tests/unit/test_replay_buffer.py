@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import pickle
+import random
 from collections.abc import Coroutine
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from leeway.replay.admission import AdmissionRule
 from leeway.replay.buffer import NO_PROGRESS_TAKES, NoProgressError, ReplayBuffer
 from leeway.replay.ledger import GroupState, Ledger
 from leeway.replay.operators import filter_zero_variance
+from leeway.replay.position import Position
 from leeway.replay.storage import FreeSlotWriter
 from leeway.types import Group, Task, Trajectory
 
@@ -45,6 +47,7 @@ def buffer_of(
     num_takes: int | None = None,
     capacity: int = 64,
     operators=(),
+    start: Position | None = None,
     P=2,
     W=1,
     T=1,
@@ -60,7 +63,8 @@ def buffer_of(
         "max_lag": T,
     }
     return ReplayBuffer(
-        tasks=(Task(task_id=f"task-{i}", prompt="") for i in ids),
+        tasks=(start or Position()).tasks(Task(task_id=f"task-{i}", prompt="") for i in ids),
+        start=start,
         rule=AdmissionRule(**(settings | rule)),
         num_takes=num_takes,
         capacity=capacity,
@@ -531,3 +535,95 @@ def test_the_ledger_counts_reasons_and_forgets_ended_lives():
     assert (ledger.count(GroupState.FILTERED), ledger.count(GroupState.ADMITTED)) == (2, 0)
     with pytest.raises(RuntimeError, match="group 0 cannot become taken: it is ended"):
         ledger.move(0, GroupState.TAKEN)
+
+
+# -------------------------------------------------------------------------------------------------------- resume
+
+
+async def tasks_of(buffer: ReplayBuffer, limit: int = 100) -> list[tuple[int, str]]:
+    return [(a.group_id, a.task.task_id) for a in await buffer.admit(limit, timeout_s=SOON_S)]
+
+
+def test_in_lockstep_a_resumed_buffer_admits_what_the_first_one_would_have() -> None:
+    async def scenario() -> None:
+        operators = [filter_zero_variance]
+        buffer = buffer_of(T=0, P=2, operators=operators)
+        await buffer.published(0)
+        assert await tasks_of(buffer) == [(0, "task-0"), (1, "task-1")]
+        await buffer.put([group(0), group(1, (1.0, 1.0))])  # one is filtered, and replaced
+        assert await tasks_of(buffer) == [(2, "task-2")]
+        await buffer.put([group(2)])
+        first = await take(buffer)
+        at_rest = buffer.position(1)  # trained, though nobody has said so yet
+        await buffer.trained(first.group_ids)
+        await buffer.published(1)
+        assert buffer.position(1) == at_rest
+        expected = await tasks_of(buffer)
+        assert expected == [(3, "task-3"), (4, "task-4")]
+        await buffer.put([group(4, (0.0, 0.0))])  # filtered, while 3 is in flight: both are drawn again
+        after_filtering = buffer.position(1)
+        await buffer.put([group(3, (0.0, 0.0))])  # nothing before 5 is left to do
+        for position, admitted in (
+            (at_rest, expected),
+            (after_filtering, expected),
+            (buffer.position(1), [(5, "task-5"), (6, "task-6")]),
+        ):
+            assert position is not None
+            resumed = buffer_of(T=0, P=2, operators=operators, start=position)
+            await resumed.published(1)
+            assert await tasks_of(resumed) == admitted
+            assert resumed.stats().dropped_stale == 0
+            await resumed.put([group(group_id) for group_id, _ in admitted])
+            assert (await take(resumed)).index == 1
+
+    asyncio.run(scenario())
+
+
+def test_after_overtaking_nothing_is_trained_twice_and_nothing_is_lost() -> None:
+    for seed in range(40):
+        asyncio.run(_kill_and_resume(random.Random(seed)))
+
+
+async def _kill_and_resume(rng: random.Random) -> None:
+    """Run, forget everything but the position, go on; three times. Each task is trained once, none is left out."""
+    position, version, trained = Position(), 0, []
+    for _ in range(3):
+        buffer = buffer_of(P=2, W=3, T=4, start=position)
+        await buffer.published(version)
+        tasks: dict[int, str] = {}
+        waiting: list[int] = []
+        for _ in range(rng.randint(1, 5)):
+            for admission in await buffer.admit(100, timeout_s=SOON_S):
+                tasks[admission.group_id] = admission.task.task_id
+                waiting.append(admission.group_id)
+            while buffer._window.missing_for_take(last=False) is not None:
+                await buffer.put([group(waiting.pop(rng.randrange(len(waiting))))])
+            served = await take(buffer)
+            trained += [tasks[g] for g in served.group_ids]
+            version += 1
+            await buffer.trained(served.group_ids)
+            await buffer.published(version)
+        if rng.random() < 0.5 and buffer._window.missing_for_take(last=False) is None:
+            await take(buffer)  # served, never trained
+        found = buffer.position(version)
+        assert found is not None
+        position = found
+        # Known from the position alone: what was not trained is drawn again, in order.
+        drawn = {f"task-{d}" for d in position.open_draws}
+        everything = {f"task-{d}" for d in range(position.next_draw)}
+        assert drawn == everything - set(trained)
+    assert len(trained) == len(set(trained)) == 2 * version
+
+
+def test_the_middle_of_a_takes_steps_is_no_place_to_go_on_from() -> None:
+    async def scenario() -> None:
+        buffer = buffer_of(P=2, T=2, updates_per_take=2)
+        await buffer.published(0)
+        ids = await admit(buffer, 2)
+        await buffer.put([group(i) for i in ids])
+        await take(buffer)
+        assert buffer.position(1) is None
+        assert buffer.position(2) is not None
+        assert buffer.position(4) is None, "no take of that was ever served"
+
+    asyncio.run(scenario())

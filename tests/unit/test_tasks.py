@@ -30,6 +30,7 @@ def task_config(**changes):
         "prompt_key": "question",
         "answer_key": "answer",
         "answer_after": None,
+        "messages_key": None,
         "system_prompt": None,
         "prompt_template": None,
         "order": "shuffle",

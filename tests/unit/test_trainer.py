@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from leeway.algorithms.objective import Loss, Objective, PolicyObjective, SupervisedObjective
+from leeway.algorithms.corrections import Correction
+from leeway.algorithms.objective import KLPenalty, Loss, Objective, PolicyObjective, SupervisedObjective
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.microbatch import cut
 from leeway.trainer.optimizer import OptimizerSettings, learning_rate
@@ -94,6 +95,7 @@ def settings_of(path: Path, **changes: Any) -> TrainerSettings:
         "num_threads": 1,
         "seed": 0,
         "timeout_s": 40.0,
+        "logprob_chunk_tokens": 7,  # so that every test has several chunks
     }
     return TrainerSettings(**(defaults | changes))
 
@@ -171,7 +173,7 @@ class Recorder(Objective):
     seen: dict[int, float] = dataclasses.field(default_factory=dict)  # by place in the batch
     entropies: dict[int, float] = dataclasses.field(default_factory=dict)
 
-    def loss(self, logprobs, entropy, tokens, *, policy_version, num_sequences, num_tokens) -> Loss:
+    def loss(self, logprobs, entropy, tokens: Any, *, policy_version, num_sequences, num_tokens) -> Loss:
         places = tokens.places.tolist()
         assert not self.seen.keys() & set(places), "a token was trained on twice"
         self.seen |= dict(zip(places, logprobs.tolist(), strict=True))
@@ -630,7 +632,16 @@ trainer.close()
 def test_two_ranks_take_the_same_steps_as_one(make, model_path, tmp_path):
     # Unequal shares: several passes against one, then a rank that has nothing at all.
     steps = [(in_pairs(random_trajectories(seed, 9)), split) for seed, split in ((0, 6), (1, 1), (2, 9))]
-    settings = settings_of(model_path, num_ranks=2, max_tokens_per_microbatch=60)
+    # Everything that ranks must agree on: a cut over the whole step, a reference, a coefficient that adapts.
+    objective = PolicyObjective(
+        clip_low=0.2,
+        clip_high=0.28,
+        aggregation="token_mean",
+        correction=Correction(kind="m2po", second_moment=2.0),
+        kl=KLPenalty(coefficient=0.1, target=0.01),
+        entropy_coefficient=0.01,
+    )
+    settings = settings_of(model_path, num_ranks=2, max_tokens_per_microbatch=60, objective=objective)
     address = free_address()
     others = [batch_of(trajectories, share=slice(split, None)) for trajectories, split in steps]
     # A file that this test wrote itself, for a process that it starts itself.
@@ -641,7 +652,7 @@ def test_two_ranks_take_the_same_steps_as_one(make, model_path, tmp_path):
         stderr=(tmp_path / "stderr").open("w"),
     )
     try:
-        alone = make(max_tokens_per_microbatch=60)
+        alone = make(max_tokens_per_microbatch=60, objective=objective)
         expected = []
         for i, (trajectories, _) in enumerate(steps):
             metrics = alone.forward_backward(batch_of(trajectories)) | alone.optim_step()

@@ -1,0 +1,295 @@
+"""How fast the trainer trains: tokens/s, step time, peak memory and model-FLOPs utilisation (MFU) on random weights.
+
+    python benchmarks/trainer.py --shape quickstart --data groups --packing shared packed padded
+    python benchmarks/trainer.py --shape qwen2_5-0.5b --data lognormal --device cuda --dtype bfloat16 --bare
+
+Needs torch and transformers only; run from a checkout. All layouts of one call train on the same batch, and tokens/s
+count its prompts and responses as they are, whatever a layout saves. MFU counts the arithmetic of the tokens that a
+layout really computes, without padding, against the peak of the device (on a CPU: of a large matrix product).
+With `--clock cpu` (one thread only) seconds are those of CPU time, which others on the machine do not stretch.
+`--bare` adds a plain PyTorch loop over the same passes: what is left to gain in this trainer's own code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from leeway.algorithms.objective import PolicyObjective
+from leeway.trainer.microbatch import cut
+from leeway.trainer.optimizer import OptimizerSettings, make_optimizer
+from leeway.trainer.scoring import load_model
+from leeway.trainer.trainer import Trainer, TrainerSettings
+from leeway.weights import CanaryPrompts
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "quickstart": {"vocab_size": 104, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2}
+    | {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True},
+    "small": {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
+    | {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen2_5-0.5b": {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
+    | {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen2_5-1.5b": {"vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
+    | {"num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True},
+}
+clock = time.perf_counter
+# Dense bfloat16 peaks in FLOP/s, by part of the device's name.
+PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40": 181e12}
+
+
+@dataclass
+class Batch:
+    """The fields of `types.TrainBatch`, without tensordict."""
+
+    prompt_tokens: torch.Tensor
+    prompt_lengths: torch.Tensor
+    response_tokens: torch.Tensor
+    response_lengths: torch.Tensor
+    loss_mask: torch.Tensor
+    behavior_logprobs: torch.Tensor
+    policy_versions: torch.Tensor
+    advantages: torch.Tensor
+    num_sequences: torch.Tensor
+    num_tokens: torch.Tensor
+
+
+def make_batch(data: str, vocab_size: int, *, num_groups: int, group_size: int, median: int, seed: int = 0) -> Batch:
+    """`groups`: prompts of 14-18 tokens, responses of 3-5. `lognormal`: each sequence has a short prompt of its own and
+    a response of `median` tokens times exp(N(0, 1))."""
+    rng = random.Random(seed)
+    prompts, responses = [], []
+    for _ in range(num_groups):
+        prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(14, 18))]
+        for _ in range(group_size):
+            own = [rng.randrange(vocab_size) for _ in range(16)] if data == "lognormal" else prompt
+            length = int(median * rng.lognormvariate(0, 1)) + 1 if data == "lognormal" else rng.randint(3, 5)
+            prompts.append(own)
+            responses.append([rng.randrange(vocab_size) for _ in range(length)])
+    flat = torch.tensor([t for r in responses for t in r])
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([len(r) for r in responses])
+    return Batch(
+        prompt_tokens=torch.tensor([t for p in prompts for t in p]),
+        prompt_lengths=torch.tensor([len(p) for p in prompts]),
+        response_tokens=flat,
+        response_lengths=lengths,
+        loss_mask=torch.ones(len(flat), dtype=torch.bool),
+        behavior_logprobs=-torch.rand(len(flat), generator=generator) - 4,
+        policy_versions=torch.zeros(len(flat), dtype=torch.int64),
+        advantages=torch.repeat_interleave(torch.randn(len(responses), generator=generator), lengths),
+        num_sequences=torch.tensor(len(responses)),
+        num_tokens=torch.tensor(len(flat)),
+    )
+
+
+def settings_of(args: argparse.Namespace, path: str, packing: str) -> TrainerSettings:
+    return TrainerSettings(
+        model_path=path,
+        objective=PolicyObjective(clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
+        optimizer=OptimizerSettings(
+            lr=1e-6,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            weight_decay=0.0,
+            schedule="constant",
+            warmup_steps=0,
+            min_lr_frac=0.0,
+            max_grad_norm=1.0,
+            total_steps=100,
+        ),
+        num_ranks=1,
+        device=args.device,
+        compute_dtype=args.dtype,
+        publish_dtype=args.dtype,
+        attn="sdpa",
+        temperature=1.0,
+        max_policy_lag=10**9,
+        max_tokens_per_microbatch=args.max_tokens,
+        gradient_checkpointing=args.gradient_checkpointing,
+        bucket_bytes=1 << 28,
+        canary=CanaryPrompts(scored=[[0, 1]], cached=[[0, 1]]),
+        num_threads=args.threads,
+        seed=0,
+        timeout_s=600.0,
+        packing=packing,  # type: ignore[arg-type]
+    )
+
+
+def main() -> None:
+    args = parse()
+    global clock
+    clock = time.process_time if args.clock == "cpu" else time.perf_counter
+    torch.set_num_threads(args.threads or torch.get_num_threads())
+    shape = SHAPES[args.shape]
+    batch = make_batch(
+        args.data, shape["vocab_size"], num_groups=args.groups, group_size=args.group_size, median=args.median
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("qwen2", max_position_embeddings=32768, **shape)
+        with torch.device(args.device):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        num_matrix_weights = sum(p.numel() for n, p in model.named_parameters() if p.ndim > 1 and "embed" not in n)
+        num_matrix_weights += shape["vocab_size"] * shape["hidden_size"] if shape["tie_word_embeddings"] else 0
+        del model
+        peak = peak_flops(args)
+        for packing in args.packing:
+            runs = {"trainer": trainer_step(args, folder, packing, batch)}
+            if args.bare:
+                runs["bare"] = bare_step(args, folder, packing, batch)
+            times, peak_gib = timed(args, list(runs.values()))
+            for loop, (pass_s, step_s) in zip(runs, times, strict=True):
+                row = describe(args, shape, batch, packing, pass_s, num_matrix_weights, peak)
+                row |= {"loop": loop, "forward_backward_s": round(pass_s, 4), "step_s": round(step_s, 4)}
+                row |= {} if args.bare else {"peak_gib": round(peak_gib, 2)}
+                print(json.dumps(row), flush=True)
+            dist.destroy_process_group()
+
+
+def trainer_step(args: argparse.Namespace, folder: str, packing: str, batch: Any) -> Callable[[], float]:
+    """One step of the trainer; returns the seconds of its forward_backward."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    trainer = Trainer(settings_of(args, folder, packing), rank=0, init_method=address)
+
+    def step() -> float:
+        begun = clock()
+        trainer.forward_backward(batch)
+        synchronize(args)
+        seconds = clock() - begun
+        trainer.optim_step()
+        return seconds
+
+    return step
+
+
+def bare_step(args: argparse.Namespace, folder: str, packing: str, batch: Any) -> Callable[[], float]:
+    """The same passes through the same model in a loop with nothing around it: no FSDP, cross-entropy for a loss."""
+    settings = settings_of(args, folder, packing)
+    model = load_model(folder, attn="sdpa", packing=packing).to(args.device)
+    if args.gradient_checkpointing:
+        model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    optimizer = make_optimizer(model.parameters(), settings.optimizer)
+    pieces = [p.to(torch.device(args.device)) for p in cut(batch, max_tokens=args.max_tokens, packing=packing)]  # type: ignore[arg-type]
+
+    def step() -> float:
+        begun = clock()
+        for piece in pieces:
+            packed = {} if piece.layout is None else {"position_ids": piece.position_ids, "layout": piece.layout}
+            with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16"):
+                hidden = model.lm.base_model(input_ids=piece.input_ids, use_cache=False, **packed).last_hidden_state
+                logits = model.lm.lm_head(hidden.flatten(0, 1)[piece.rows])
+            loss = torch.nn.functional.cross_entropy(logits.float(), piece.targets, reduction="sum")
+            (loss / len(batch.response_tokens)).backward()
+        synchronize(args)
+        seconds = clock() - begun
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return seconds
+
+    return step
+
+
+def timed(args: argparse.Namespace, runs: list[Callable[[], float]]) -> tuple[list[tuple[float, float]], float]:
+    """Of each run the best seconds of (forward_backward, step), in turn and after one that warms up; peak GiB."""
+    for run in runs:
+        run()
+    if args.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    best = [(float("inf"), float("inf")) for _ in runs]
+    for _ in range(args.steps):
+        for i, run in enumerate(runs):
+            begun = clock()
+            pass_s = run()
+            synchronize(args)
+            best[i] = (min(best[i][0], pass_s), min(best[i][1], clock() - begun))
+    on_gpu = args.device == "cuda"
+    peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return best, peak / 2**30
+
+
+def describe(
+    args: argparse.Namespace,
+    shape: dict[str, Any],
+    batch: Any,
+    packing: str,
+    pass_s: float,
+    num_matrix_weights: int,
+    peak: float,
+) -> dict[str, Any]:
+    lengths = batch.prompt_lengths + batch.response_lengths
+    tokens = int(lengths.sum())
+    pieces = cut(batch, max_tokens=args.max_tokens, packing=packing)  # type: ignore[arg-type]
+    positions = sum(p.input_ids.numel() for p in pieces)
+    # Scores and values, causal: 2 * 2 * hidden * length^2 / 2 per layer forward, twice that backward.
+    attention = 6 * shape["num_hidden_layers"] * shape["hidden_size"] * int(lengths.square().sum())
+    flops = 6 * num_matrix_weights * (tokens if packing == "padded" else positions) + attention
+    return {
+        "shape": args.shape,
+        "data": args.data,
+        "packing": packing,
+        "sequences": len(lengths),
+        "tokens": tokens,
+        "passes": len(pieces),
+        "positions": positions,
+        "tokens_per_s": round(tokens / pass_s),
+        "mfu": round(flops / pass_s / peak, 3),
+    }
+
+
+def peak_flops(args: argparse.Namespace) -> float:
+    if args.device == "cuda":
+        name = torch.cuda.get_device_name()
+        return next((peak for part, peak in PEAKS.items() if part in name), float("nan"))
+    a, best = torch.randn(1024, 1024), float("inf")
+    for _ in range(5):
+        begun = clock()
+        a @ a
+        best = min(best, clock() - begun)
+    return 2 * 1024**3 / best
+
+
+def synchronize(args: argparse.Namespace) -> None:
+    if args.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="quickstart")
+    parser.add_argument("--data", choices=("groups", "lognormal"), default="groups")
+    parser.add_argument("--groups", type=int, default=48)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--median", type=int, default=64, help="lognormal: median response length")
+    parser.add_argument("--packing", nargs="+", choices=("shared", "packed", "padded"), default=["shared"])
+    parser.add_argument("--max-tokens", type=int, default=16384, help="of a microbatch")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; 0: torch's default")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--bare", action="store_true", help="also time a plain PyTorch loop")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

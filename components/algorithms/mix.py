@@ -1,0 +1,144 @@
+"""Rollouts and expert data in one step: a policy loss on the ones, supervised loss on the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import torch
+
+from ..versions import NO_VERSION
+from .objective import Loss, Objective, PolicyObjective, ScoredTokens, Tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertWeight:
+    """`mu` of the mixture at a policy version: from `start` to `end` in a straight line over `decay_steps` steps."""
+
+    start: float
+    end: float
+    decay_steps: int
+
+    def at(self, policy_version: int) -> float:
+        return self.start + (self.end - self.start) * min(1.0, policy_version / max(self.decay_steps, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedObjective(Objective):
+    """`(1 - mu) L_policy + mu L_expert`, `L_expert` the mean over the step's expert tokens of `-w logp`.
+
+    Expert tokens are those in the mask that no policy sampled (version NO_VERSION). Their `advantages` hold 1 / (their
+    number in the whole step), so that parts add up; the step's counts are those of the rollouts alone. `w` is 1, or
+    with `token_weights` `sg(p (1 - p))`: tokens that the policy is sure of, or finds absurd, teach little. Source:
+    CHORD, arXiv 2508.11408 (its phi is w).
+    """
+
+    policy: PolicyObjective
+    weight: ExpertWeight
+    token_weights: bool = False
+    takes_expert_tokens: bool = True
+
+    @property
+    def needs_proximal(self) -> bool:
+        return self.policy.needs_proximal
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.policy.needs_reference
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        return self.policy.needs_entropy_gradient
+
+    @property
+    def needs_step_values(self) -> bool:
+        return self.policy.needs_step_values
+
+    @property
+    def num_sums(self) -> int:
+        return self.policy.num_sums + 4
+
+    @property
+    def num_maxima(self) -> int:
+        return self.policy.num_maxima
+
+    def step_values(self, batch: ScoredTokens, proximal_logprobs: torch.Tensor) -> torch.Tensor:
+        return self.policy.step_values(batch, proximal_logprobs)
+
+    def for_step(self, values: torch.Tensor) -> Self:
+        return replace(self, policy=self.policy.for_step(values))
+
+    def after_step(self, metrics: dict[str, float]) -> Self:
+        return replace(self, policy=self.policy.after_step(metrics))
+
+    def state_dict(self) -> dict[str, float]:
+        return self.policy.state_dict()
+
+    def with_state(self, state: dict[str, float]) -> Self:
+        return replace(self, policy=self.policy.with_state(state))
+
+    def loss(
+        self,
+        logprobs: torch.Tensor,
+        entropy: torch.Tensor,
+        tokens: Tokens,
+        *,
+        policy_version: int,
+        num_sequences: int,
+        num_tokens: int,
+    ) -> Loss:
+        mu = self.weight.at(policy_version)
+        sampled = tokens.policy_versions != NO_VERSION
+        expert = tokens.mask & ~sampled
+        same = {name: getattr(tokens, name) for name in _TOKEN_FIELDS}
+        rollouts = _Rollouts(**same | {"mask": tokens.mask & sampled})
+        policy = self.policy.loss(
+            logprobs,
+            entropy,
+            rollouts,
+            policy_version=policy_version,
+            num_sequences=num_sequences,
+            num_tokens=num_tokens,
+        )
+        losses = -tokens.advantages * expert_token_weights(logprobs, on=self.token_weights) * logprobs
+        supervised = torch.where(expert, losses, 0.0).sum()
+        with torch.no_grad():
+            count = expert.sum().double()
+            nll = torch.where(expert, -logprobs, 0.0).double().sum()
+            # mu is the same everywhere: weighed by the parts' tokens it survives being added up.
+            own = torch.stack([supervised.double(), nll, count, mu * count])
+        return Loss((1 - mu) * policy.total + mu * supervised, torch.cat([own, policy.sums]), policy.maxima)
+
+    def metrics(self, sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
+        metrics = self.policy.metrics(sums[4:], maxima)
+        supervised, nll, count, weighed = sums[:4].tolist()
+        if count:
+            metrics |= {
+                "train/loss/expert": supervised,
+                "train/expert/nll": nll / count,
+                "train/expert/tokens": count,
+                "train/expert/weight": weighed / count,
+            }
+        return metrics
+
+
+def expert_token_weights(logprobs: torch.Tensor, *, on: bool) -> torch.Tensor:
+    """`p (1 - p)` of each token without gradient, or 1: [S] -> [S]."""
+    p = logprobs.detach().exp()
+    return p * (1 - p) if on else torch.ones_like(p)
+
+
+@dataclass(frozen=True)
+class _Rollouts:
+    """`Tokens` whose mask leaves expert tokens out."""
+
+    segments: torch.Tensor
+    mask: torch.Tensor
+    behavior_logprobs: torch.Tensor
+    policy_versions: torch.Tensor
+    advantages: torch.Tensor
+    proximal_logprobs: torch.Tensor
+    reference_logprobs: torch.Tensor
+
+
+_TOKEN_FIELDS = tuple(field.name for field in fields(_Rollouts))

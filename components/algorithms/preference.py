@@ -1,0 +1,66 @@
+"""Direct preference optimization: pairs of a chosen and a rejected answer, no rollouts and no reward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from .objective import Loss, Objective, Tokens
+from .sequences import sequence_sums
+
+
+def dpo_loss(margins: torch.Tensor, *, beta: float, label_smoothing: float = 0.0) -> torch.Tensor:
+    """`-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)`, margins [P] of pairs -> [P]; e `label_smoothing`.
+
+    `m = (log pi(chosen) - log ref(chosen)) - (log pi(rejected) - log ref(rejected))`, logprobs of whole answers. e is
+    the share of pairs whose labels are thought to be swapped. Source: DPO, arXiv 2305.18290, eq. 7; e: Mitchell,
+    "A note on DPO with noisy preferences".
+    """
+    return -(1 - label_smoothing) * F.logsigmoid(beta * margins) - label_smoothing * F.logsigmoid(-beta * margins)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceObjective(Objective):
+    """The mean DPO loss of a step's pairs. Sequences come in twos: a chosen answer, then the rejected one."""
+
+    beta: float
+    label_smoothing: float = 0.0
+    num_sums: int = 5
+    num_maxima: int = 0
+    needs_reference: bool = True
+    sequences_per_unit: int = 2
+
+    def loss(
+        self,
+        logprobs: torch.Tensor,
+        entropy: torch.Tensor,
+        tokens: Tokens,
+        *,
+        policy_version: int,
+        num_sequences: int,
+        num_tokens: int,
+    ) -> Loss:
+        num_pairs = num_sequences // 2
+        gains = sequence_sums(
+            torch.where(tokens.mask, logprobs - tokens.reference_logprobs, 0.0), tokens.segments
+        ).reshape(-1, 2)
+        margins = gains[:, 0] - gains[:, 1]
+        total = dpo_loss(margins, beta=self.beta, label_smoothing=self.label_smoothing).sum() / num_pairs
+        with torch.no_grad():
+            count = torch.tensor(float(len(margins)), dtype=torch.float64, device=logprobs.device)
+            chosen, rejected = (self.beta * gains.double()).sum(0)
+            sums = torch.stack([total.double(), chosen, rejected, (margins > 0).double().sum(), count])
+        return Loss(total, sums, torch.zeros(0, dtype=torch.float64, device=logprobs.device))
+
+    def metrics(self, sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
+        loss, chosen, rejected, right, pairs = sums.tolist()
+        pairs = max(pairs, 1.0)
+        return {
+            "train/loss/dpo": loss,
+            "train/preference/margin": (chosen - rejected) / pairs,
+            "train/preference/chosen": chosen / pairs,
+            "train/preference/rejected": rejected / pairs,
+            "train/preference/accuracy": right / pairs,
+        }

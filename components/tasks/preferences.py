@@ -1,0 +1,26 @@
+"""Preference pairs: a task's answer is the chosen one, another key of its line the rejected one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..types import Task
+
+
+def rejected_answer(task: Task, *, key: str) -> str:
+    """The answer that was not preferred. Raises ValueError naming the task where it is missing or equals the other."""
+    rejected = task.info.get(key)
+    if not isinstance(rejected, str):
+        raise ValueError(
+            f"task {task.task_id}: got {sorted(task.info)} beside prompt and answer, expected a text under {key!r}; "
+            "set task.rejected_key (and task.answer_key to the chosen answer's key)"
+        )
+    if rejected == task.answer:
+        raise ValueError(f"task {task.task_id}: chosen and rejected answer are the same; drop the line")
+    return rejected
+
+
+def check_pairs(tasks: Iterable[Task], *, key: str) -> None:
+    """Raise ValueError for the first task that is no preference pair."""
+    for task in tasks:
+        rejected_answer(task, key=key)

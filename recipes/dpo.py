@@ -1,0 +1,54 @@
+"""Direct preference optimization on pairs of a chosen and a rejected answer.
+
+    taskset -> pairs of prompt + answer tokens -> [batches, one ahead] -> Trainer[N ranks] -> checkpoints/
+
+A task's answer (`task.answer_key`) is the chosen one; the rejected one is under `task.rejected_key`. The reference is
+the model that training starts from, or `algorithm.reference_path`. Everything else is as in supervised finetuning.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+from leeway.config import Config
+from leeway.recipes.context import StageContext, StageResult
+from leeway.recipes.sft import train_offline
+from leeway.tasks.examples import answer_trajectory
+from leeway.tasks.mixed import MixedTaskSet
+from leeway.tasks.preferences import rejected_answer
+from leeway.tasks.prompting import Prompter
+from leeway.tasks.taskset import TaskSet
+from leeway.types import Task, TrainBatch, Trajectory, batch_trajectories
+
+
+async def run(context: StageContext) -> StageResult:
+    """Train for `train.steps` (or `train.epochs`) on batches of `train.batch_size` answers, two of each pair."""
+    return await train_offline(context, recipe="dpo", batches=batches_of, loss_name="train/loss/dpo")
+
+
+def batches_of(
+    config: Config, taskset: TaskSet | MixedTaskSet, prompter: Prompter, *, skip_steps: int = 0
+) -> Iterator[list[TrainBatch]]:
+    """For ever: one batch per rank, of `train.batch_size` answers together; a pair is never torn apart.
+
+    `skip_steps` batches were trained on before.
+    """
+    tasks = itertools.islice(taskset.forever(), skip_steps * (config.train.batch_size // 2), None)
+    pairs = (_pair(task, prompter, key=config.task.rejected_key) for task in tasks)
+    num_ranks = config.train.num_ranks
+    while True:
+        chosen = list(itertools.islice(pairs, config.train.batch_size // 2))
+        num_tokens = sum(len(t.response_tokens) for pair in chosen for t in pair)
+        shares = [[t for pair in chosen[rank::num_ranks] for t in pair] for rank in range(num_ranks)]
+        yield [
+            batch_trajectories(share, [0.0] * len(share), num_sequences=2 * len(chosen), num_tokens=num_tokens)
+            for share in shares
+        ]
+
+
+def _pair(task: Task, prompter: Prompter, *, key: str) -> tuple[Trajectory, Trajectory]:
+    return (
+        answer_trajectory(prompter, task.prompt, str(task.info.get("solution", task.answer))),
+        answer_trajectory(prompter, task.prompt, rejected_answer(task, key=key)),
+    )

@@ -1,0 +1,312 @@
+"""Save, end, load, go on: the same weights as without an end, and nothing half-written is ever loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from leeway.algorithms.objective import PolicyObjective
+from leeway.tasks.tiny_tokenizer import build_tokenizer
+from leeway.trainer import checkpoint
+from leeway.trainer.checkpoint import CheckpointError, read_state
+from leeway.trainer.convert import convert
+from leeway.trainer.optimizer import OptimizerSettings
+from leeway.trainer.trainer import Trainer, TrainerSettings
+from leeway.types import TrainBatch, Trajectory, batch_trajectories
+from leeway.weights import CanaryPrompts
+
+VOCAB = 40
+
+
+def save_model(folder: Path, **changes: Any) -> Path:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": True,
+    }
+    config = AutoConfig.for_model("qwen2", **(options | changes))
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    build_tokenizer(["12 + 34 = 46"]).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("tiny"))
+
+
+def settings_of(path: Path, num_ranks: int = 1) -> TrainerSettings:
+    return TrainerSettings(
+        model_path=str(path),
+        objective=PolicyObjective(clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
+        optimizer=OptimizerSettings(
+            lr=0.05,
+            betas=(0.9, 0.95),
+            eps=1e-2,
+            weight_decay=0.1,
+            schedule="linear",
+            warmup_steps=3,
+            min_lr_frac=0.1,
+            max_grad_norm=1.0,
+            total_steps=20,
+        ),
+        num_ranks=num_ranks,
+        device="cpu",
+        compute_dtype="float32",
+        publish_dtype="float32",
+        attn="sdpa",
+        temperature=1.0,
+        max_policy_lag=100,
+        max_tokens_per_microbatch=50,
+        gradient_checkpointing=False,
+        bucket_bytes=1 << 20,
+        canary=CanaryPrompts(scored=[[1, 2, 3]], cached=[[4, 5, 6]]),
+        num_threads=1,
+        seed=0,
+        timeout_s=40.0,
+    )
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture
+def make(model_path: Path) -> Iterator[Callable[..., Trainer]]:
+    """make(settings) -> a new trainer; the one before it is gone."""
+    threads = torch.get_num_threads()
+
+    def close() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def build(path: Path = model_path) -> Trainer:
+        close()
+        return Trainer(settings_of(path), rank=0, init_method=free_address())
+
+    yield build
+    close()
+    torch.set_num_threads(threads)
+
+
+def step_batch(step: int, rank: int = 0, num_ranks: int = 1) -> TrainBatch:
+    rng = random.Random(step)
+    trajectories = []
+    for _ in range(4):
+        response = rng.randint(2, 9)
+        trajectories.append(
+            Trajectory(
+                prompt_tokens=[rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))],
+                response_tokens=[rng.randrange(VOCAB) for _ in range(response)],
+                loss_mask=[True] * response,
+                behavior_logprobs=[rng.uniform(-5, -3) for _ in range(response)],
+                policy_versions=[0] * response,
+                reward=0.0,
+                finish_reason="stop",
+                text="",
+            )
+        )
+    advantages = [rng.uniform(-2, 2) for _ in trajectories]
+    share = slice(rank, None, num_ranks)
+    num_tokens = sum(len(t.response_tokens) for t in trajectories)
+    return batch_trajectories(
+        trajectories[share], advantages[share], num_sequences=len(trajectories), num_tokens=num_tokens
+    )
+
+
+def train(trainer: Trainer, steps: range) -> list[float]:
+    rates = []
+    for step in steps:
+        trainer.forward_backward(step_batch(step))
+        rates.append(trainer.optim_step()["train/lr"])
+    return rates
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().full_tensor().clone() for name, p in trainer._model.named_parameters()}  # type: ignore[attr-defined]
+
+
+def test_ten_steps_and_ten_more_are_twenty_steps(make, tmp_path):
+    through = make()
+    rates = train(through, range(20))
+    expected = weights(through)
+    first = make()
+    train(first, range(10))
+    torch.rand(3)  # the generator's position is part of the state
+    position = torch.get_rng_state()
+    first.save_state(str(tmp_path / "state"))
+    assert train(first, range(10, 20)) == rates[10:], "saving changes nothing"
+    second = make()
+    assert not torch.equal(torch.get_rng_state(), position)
+    assert second.load_state(str(tmp_path / "state")) == second.policy_version == 10
+    assert torch.equal(torch.get_rng_state(), position)
+    assert train(second, range(10, 20)) == rates[10:]
+    for name, tensor in weights(second).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+RANK = """
+import pickle, sys
+from pathlib import Path
+from leeway.trainer.trainer import Trainer
+settings, address, rank, folder, batches, out = pickle.load(open(sys.argv[1], "rb"))
+trainer = Trainer(settings, rank=rank, init_method=address)
+trainer.load_state(folder)
+for batch in batches:
+    trainer.forward_backward(batch)
+    trainer.optim_step()
+trainer.save_state(out)
+trainer.close()
+"""
+
+
+@pytest.mark.timeout(240)
+def test_two_ranks_go_on_from_what_one_saved_and_one_from_what_two_saved(make, tmp_path):
+    alone = make()
+    train(alone, range(5))
+    alone.save_state(str(tmp_path / "one"))
+    train(alone, range(5, 15))
+    expected = weights(alone)
+    address, settings, children = free_address(), settings_of(Path(alone._settings.model_path), 2), []
+    try:
+        for rank in range(2):
+            batches = [step_batch(step, rank, 2) for step in range(5, 15)]
+            # A file that this test wrote itself, for a process that it starts itself.
+            work = (settings, address, rank, str(tmp_path / "one"), batches, str(tmp_path / "two"))
+            (tmp_path / f"work{rank}").write_bytes(pickle.dumps(work))
+            children.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", RANK, str(tmp_path / f"work{rank}")],
+                    env={**os.environ, "PYTHONPATH": ":".join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"},
+                    stderr=(tmp_path / f"stderr{rank}").open("w"),
+                )
+            )
+        for rank, child in enumerate(children):
+            assert child.wait(200) == 0, (tmp_path / f"stderr{rank}").read_text()[-2000:]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    assert read_state(tmp_path / "two")["num_ranks"] == 2
+    back = make()
+    assert back.load_state(str(tmp_path / "two")) == 15
+    for name, tensor in weights(back).items():
+        assert (tensor - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+
+
+@pytest.fixture
+def saved(make, tmp_path) -> Path:
+    trainer = make()
+    train(trainer, range(2))
+    trainer.save_state(str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def refused(trainer: Trainer, folder: Path, match: str) -> None:
+    before = weights(trainer)
+    with pytest.raises(CheckpointError, match=match):
+        trainer.load_state(str(folder))
+    assert trainer.policy_version == 0
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
+
+
+def test_what_was_not_completed_or_was_changed_is_refused(make, saved):
+    trainer = make()
+    metadata, shard = saved / ".metadata", next(saved.glob("*.distcp"))
+    whole = metadata.read_bytes(), shard.read_bytes()
+    # Pickled content is not read before its hash was checked: this would run a command.
+    metadata.write_bytes(b"cos\nsystem\n(S'touch " + str(saved / "ran").encode() + b"'\ntR.")
+    refused(trainer, saved, "does not match its SHA-256")
+    assert not (saved / "ran").exists()
+    metadata.write_bytes(whole[0])
+    shard.write_bytes(whole[1][:-100])
+    refused(trainer, saved, rf"{shard.name} has \d+ bytes, \d+ were written")
+    shard.write_bytes(whole[1])
+    state = (saved / "state.json").read_text()
+    (saved / "state.json").unlink()
+    refused(trainer, saved, "never completed")
+    (saved / "state.json").write_text(state)
+    assert trainer.load_state(str(saved)) == 2
+
+
+def test_another_models_checkpoint_is_refused_by_name(make, saved, tmp_path):
+    refused(make(save_model(tmp_path / "wider", hidden_size=24)), saved, r"another model: .*embed_tokens.*\(40, 16\)")
+    refused(make(save_model(tmp_path / "deeper", num_hidden_layers=3)), saved, r"layers\.2.*absent in the checkpoint")
+
+
+def test_saving_over_an_old_state_is_incomplete_until_it_is_written(make, saved, monkeypatch):
+    trainer = make()
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "dcp_save", full)
+    with pytest.raises(OSError, match="No space left"):
+        trainer.save_state(str(saved))
+    with pytest.raises(CheckpointError, match="never completed"):
+        read_state(saved)
+
+
+# ------------------------------------------------------------------------------------------------------- convert
+
+
+def test_a_run_with_three_steps_is_converted_once_and_any_part_of_it_may_be_named(make, model_path, tmp_path):
+    trainer, folder, expected = make(), tmp_path / "run/checkpoints", {}
+    for step in (1, 2, 3):
+        train(trainer, range(step, step + 1))
+        trainer.save_state(str(folder / f"step-{step:06d}/dcp"))
+        (folder / f"step-{step:06d}/state.json").write_text(json.dumps({"base_model": str(model_path)}))
+        expected[step] = weights(trainer)
+    shutil.copytree(folder / "step-000003", folder / "step-000004.partial")
+    inside = folder / "step-000002/dcp"
+    assert list(convert(inside)) == [(folder / "step-000002/hf", True)]
+    every = [folder / f"step-{step:06d}/hf" for step in (1, 2, 3)]
+    assert list(convert(tmp_path / "run", dtype="bfloat16")) == list(zip(every, (True, False, True), strict=True))
+    assert list(convert(tmp_path / "run")) == [(path, False) for path in every]
+    for step, dtype in ((1, torch.bfloat16), (2, torch.float32), (3, torch.bfloat16)):
+        loaded = AutoModelForCausalLM.from_pretrained(every[step - 1], dtype="auto")
+        for name, tensor in loaded.named_parameters():
+            assert torch.equal(tensor, expected[step]["lm." + name].to(dtype)), name
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        assert (every[step - 1] / "tokenizer.json").exists()
+
+
+def test_what_cannot_be_converted_is_refused_by_name(make, saved, model_path, tmp_path):
+    step = tmp_path / "step-000001"
+    step.mkdir()
+    saved.rename(step / "dcp")
+    with pytest.raises(CheckpointError, match=r"config is missing.*--base-model"):
+        list(convert(step))
+    assert list(convert(step, base_model=str(model_path))) == [(step / "hf", True)]
+    megatron = tmp_path / "other/iter_0000100/mp_rank_00"
+    megatron.mkdir(parents=True)
+    for path in (tmp_path / "other", megatron):
+        with pytest.raises(CheckpointError, match="Megatron"):
+            list(convert(path))
+    with pytest.raises(CheckpointError, match="nothing there"):
+        list(convert(tmp_path / "absent"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match="no sharded checkpoint"):
+        list(convert(tmp_path / "empty"))

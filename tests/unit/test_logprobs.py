@@ -1,0 +1,91 @@
+"""Chunked logprobs against the whole [S, V] logits: values, gradients, and the memory they take."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from leeway.trainer.logprobs import LogitTransform, token_logprobs
+from leeway.trainer.scoring import ScoringModel
+
+S, D, V = 23, 16, 57
+
+
+def tensors(dtype: torch.dtype, *, bias: bool) -> tuple[Any, Any, Any, Any]:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
+
+    targets = torch.randint(0, V, (S,), generator=generator)
+    return random(S, D), random(V, D), random(V) if bias else None, targets
+
+
+def whole(hidden: Any, weight: Any, bias: Any, targets: Any, transform: LogitTransform) -> tuple[Any, Any]:
+    logits = transform(nn.functional.linear(hidden, weight, bias).float())
+    logprobs = torch.log_softmax(logits, -1)
+    return logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "config", [{}, {"final_logit_softcapping": 3.0}, {"logits_scaling": 4.0}, {"logit_scale": 0.3}]
+)
+@pytest.mark.parametrize("chunk", [1, 7, 100])
+def test_chunks_give_the_whole_logits_values_and_gradients(bias, config, chunk):
+    transform = LogitTransform.of(SimpleNamespace(**config), temperature=0.7)
+    grads = torch.randn(S, generator=torch.Generator().manual_seed(1))
+    results = []
+    for chunked in (False, True):
+        hidden, weight, b, targets = tensors(torch.float32, bias=bias)
+        if chunked:
+            logprobs, entropy = token_logprobs(hidden, weight, b, targets, transform=transform, chunk=chunk)
+        else:
+            logprobs, entropy = whole(hidden, weight, b, targets, transform)
+        (logprobs * grads).sum().backward()
+        results.append([logprobs, entropy, *(t.grad for t in (hidden, weight, b) if t is not None)])
+    for got, expected in zip(results[1], results[0], strict=True):
+        assert (got - expected).norm() <= 1e-5 * expected.norm()
+    assert not results[1][1].requires_grad
+
+
+def test_bfloat16_adds_up_its_chunks_in_float32():
+    transform = LogitTransform.of(object(), temperature=1.0)
+    results = []
+    for chunk in (S, 1):
+        hidden, weight, _, targets = tensors(torch.bfloat16, bias=False)
+        logprobs, _ = token_logprobs(hidden, weight, None, targets, transform=transform, chunk=chunk)
+        assert logprobs.dtype == torch.float32
+        logprobs.sum().backward()
+        results.append(weight.grad.float())
+    assert (results[1] - results[0]).norm() <= 3e-3 * results[0].norm()
+
+
+def test_a_token_that_cannot_be_sampled_has_no_nan_in_its_entropy():
+    hidden = torch.tensor([[1.0], [1.0]])
+    weight = torch.tensor([[0.0], [0.0], [float("-inf")]])
+    _, entropy = token_logprobs(
+        hidden, weight, None, torch.tensor([0, 1]), transform=LogitTransform.of(object(), 1.0), chunk=1
+    )
+    assert entropy.tolist() == pytest.approx([0.6931472, 0.6931472])
+
+
+def test_the_logits_never_exist_as_a_whole(monkeypatch):
+    shapes = []
+    real = nn.functional.linear
+    monkeypatch.setattr(nn.functional, "linear", lambda *args: shapes.append(len(args[0])) or real(*args))
+    body = SimpleNamespace(last_hidden_state=torch.randn(1, S, D))
+    lm: Any = nn.Module()
+    lm.base_model = lambda **_: body
+    head = nn.Linear(D, V, bias=False)
+    lm.get_output_embeddings = lambda: head
+    lm.config = SimpleNamespace()
+    model = ScoringModel(lm, chunk_tokens=5)
+    logprobs, _ = model(torch.zeros(1, S, dtype=torch.int64), torch.arange(S), torch.zeros(S, dtype=torch.int64), 1.0)
+    logprobs.sum().backward()
+    assert sum(shapes) == 2 * S, "once forward, once backward"
+    assert max(shapes) == 5

@@ -1,0 +1,195 @@
+"""Checkpoints of a stage: which are written, which are kept, and that none is ever half there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from leeway.config import load_config
+from leeway.failures import PartFailed
+from leeway.recipes.checkpoints import Checkpoints, newest_state, resume_point, saved_position, saved_steps
+from leeway.recipes.context import StageContext, StageResult, finished_stage, mark_finished
+from leeway.runtime.supervisor import Supervisor
+from leeway.trainer.checkpoint import CheckpointError
+
+
+class FakeRank:
+    """Saves like a trainer rank, or dies of `fault` with what it saves half written."""
+
+    def __init__(self) -> None:
+        self.step, self.fault = 0, None
+        self.policy_version = SimpleNamespace(remote=self._version)
+        self.save_state = SimpleNamespace(remote=self._save_state)
+        self.save = SimpleNamespace(remote=self._save)
+
+    async def _version(self) -> int:
+        return self.step
+
+    async def _save_state(self, directory: str) -> None:
+        import hashlib
+
+        folder = Path(directory)
+        folder.mkdir(parents=True)
+        (folder / ".metadata").write_bytes(b"names")
+        if self.fault == "state":
+            raise OSError(28, "No space left on device")
+        written = {"format": 1, "policy_version": self.step, "num_ranks": 1, "bytes": {}}
+        written["metadata_sha256"] = hashlib.sha256(b"names").hexdigest()
+        (folder / "state.json").write_text(json.dumps(written))
+
+    async def _save(self, directory: str) -> None:
+        Path(directory).mkdir(parents=True)
+        if self.fault == "hf":
+            raise OSError(28, "No space left on device")
+        (Path(directory) / "model.safetensors").write_text(str(self.step))
+
+
+def config_of(tmp_path: Path, *overrides: str) -> Any:
+    options = [f"output_dir={tmp_path}", "model.init=null", "model.path=org/m", *overrides]
+    return load_config("quickstart", options, recipe="sft")
+
+
+def checkpoints_of(tmp_path: Path, rank: FakeRank, *overrides: str, position: Any = None) -> Checkpoints:
+    config = config_of(tmp_path, *overrides)
+    return Checkpoints(tmp_path / "saved", config=config, trainers=[rank], supervisor=Supervisor(), position=position)
+
+
+def run(checkpoints: Checkpoints, rank: FakeRank, steps: int) -> None:
+    async def steps_() -> None:
+        for rank.step in range(1, steps + 1):
+            await checkpoints.after_step(rank.step)
+
+    asyncio.run(steps_())
+
+
+def contents(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("save_hf", "mid", "end"),
+    [
+        ("last", {"dcp", "state.json"}, {"dcp", "hf", "state.json"}),
+        ("always", {"dcp", "hf", "state.json"}, {"dcp", "hf", "state.json"}),
+        ("never", {"dcp", "state.json"}, {"dcp", "state.json"}),
+    ],
+)
+def test_what_is_written_in_mid_run_and_at_the_end(tmp_path, save_hf, mid, end):
+    rank = FakeRank()
+    checkpoints = checkpoints_of(tmp_path, rank, "checkpoint.every=2", f"checkpoint.save_hf={save_hf}")
+    run(checkpoints, rank, 4)
+    assert saved_steps(tmp_path / "saved") == [2, 4]
+    assert contents(tmp_path / "saved/step-000002") == mid
+    folder = asyncio.run(checkpoints.at_end())  # of a step that has a checkpoint already
+    assert contents(tmp_path / "saved/step-000004") == end
+    assert folder == (tmp_path / "saved/step-000004/hf" if save_hf != "never" else None)
+    assert contents(tmp_path / "saved") == {"step-000002", "step-000004", "latest.json"}
+
+
+def test_a_run_that_was_told_to_keep_nothing_on_the_way_leaves_weights_and_an_interrupted_one_its_state(tmp_path):
+    rank = FakeRank()
+    checkpoints = checkpoints_of(tmp_path, rank)
+    run(checkpoints, rank, 3)
+    assert asyncio.run(checkpoints.at_end()) == tmp_path / "saved/step-000003/hf"
+    assert contents(tmp_path / "saved/step-000003") == {"hf", "state.json"}
+    asyncio.run(checkpoints.at_end(interrupted=True))
+    assert contents(tmp_path / "saved/step-000003") == {"dcp", "hf", "state.json"}
+
+
+def test_the_newest_are_kept_and_those_of_every_so_many_steps(tmp_path):
+    rank = FakeRank()
+    overrides = ["checkpoint.every=1", "checkpoint.keep_last=2", "checkpoint.keep_every=4"]
+    run(checkpoints_of(tmp_path, rank, *overrides), rank, 11)
+    assert saved_steps(tmp_path / "saved") == [4, 8, 10, 11]
+    assert json.loads((tmp_path / "saved/latest.json").read_text()) == {"step": 11, "path": "step-000011"}
+
+
+def test_steps_that_come_in_strides_are_saved_at_the_first_one_after_each_mark(tmp_path):
+    rank = FakeRank()
+    checkpoints = checkpoints_of(tmp_path, rank, "checkpoint.every=5", "checkpoint.keep_last=9")
+
+    async def strides() -> None:
+        for rank.step in (3, 6, 9, 12, 15):
+            await checkpoints.after_step(rank.step)
+
+    asyncio.run(strides())
+    assert saved_steps(tmp_path / "saved") == [6, 12, 15]
+
+
+@pytest.mark.parametrize("fault", ["state", "hf"])
+def test_a_full_disk_leaves_the_checkpoint_before_it_and_nothing_with_a_name(tmp_path, fault):
+    rank = FakeRank()
+    checkpoints = checkpoints_of(tmp_path, rank, "checkpoint.every=1", "checkpoint.save_hf=always")
+    run(checkpoints, rank, 2)
+    rank.step, rank.fault = 3, fault
+    with pytest.raises(PartFailed, match="No space left"):
+        asyncio.run(checkpoints.after_step(3))
+    assert saved_steps(tmp_path / "saved") == [1, 2]
+    assert json.loads((tmp_path / "saved/latest.json").read_text())["step"] == 2
+    newest = newest_state(tmp_path / "saved")
+    assert newest == tmp_path / "saved/step-000002"
+    rank.fault = None
+    asyncio.run(checkpoints.after_step(4))  # the left-over of the failed one is in nobody's way
+    assert saved_steps(tmp_path / "saved") == [2, 3]
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path):
+    rank = FakeRank()
+    run(checkpoints_of(tmp_path, rank, "checkpoint.every=1"), rank, 2)
+    config = config_of(tmp_path, "checkpoint.resume=auto")
+    assert resume_point(tmp_path / "saved", config) == tmp_path / "saved/step-000002"
+    (tmp_path / "saved/step-000002/dcp/.metadata").write_bytes(b"other")
+    assert resume_point(tmp_path / "saved", config) == tmp_path / "saved/step-000001"
+    shutil.rmtree(tmp_path / "saved/step-000001")
+    assert resume_point(tmp_path / "saved", config) is None
+    with pytest.raises(CheckpointError, match="SHA-256"):
+        resume_point(tmp_path, config_of(tmp_path, f"checkpoint.resume={tmp_path}/saved/step-000002"))
+
+
+def test_other_settings_are_refused_with_the_difference_and_other_machines_are_not(tmp_path):
+    rank = FakeRank()
+    run(checkpoints_of(tmp_path, rank, "checkpoint.every=1"), rank, 1)
+    saved, resume = tmp_path / "saved", "checkpoint.resume=auto"
+    for same in ("train.num_ranks=2", "stages.sft.train.steps=9", "eval.every=0", "model.path=org/elsewhere"):
+        assert resume_point(saved, config_of(tmp_path, resume, same)) == saved / "step-000001"
+    assert resume_point(saved, config_of(tmp_path)) is None
+    with pytest.raises(CheckpointError, match=r"optimizer\.lr was 0\.001, is 0\.002; seed was 0, is 7"):
+        resume_point(saved, config_of(tmp_path, resume, "stages.sft.optimizer.lr=0.002", "seed=7"))
+
+
+def test_in_the_middle_of_a_batch_only_weights_are_saved(tmp_path):
+    rank = FakeRank()
+
+    async def position(version: int) -> dict[str, int] | None:
+        return {"next_draw": version * 10} if version % 2 == 0 else None
+
+    checkpoints = checkpoints_of(tmp_path, rank, position=position)
+    rank.step = 2
+    asyncio.run(checkpoints.at_end(interrupted=True))
+    assert saved_position(tmp_path / "saved/step-000002") == {"next_draw": 20}
+    rank.step = 3
+    asyncio.run(checkpoints.at_end(interrupted=True))
+    assert contents(tmp_path / "saved/step-000003") == {"hf", "state.json"}
+    assert newest_state(tmp_path / "saved") == tmp_path / "saved/step-000002"
+
+
+def test_a_finished_stage_is_not_run_again(tmp_path):
+    def context(*overrides: str) -> StageContext:
+        config = config_of(tmp_path, *overrides)
+        return StageContext(name="sft", recipe="sft", config=config, dir=tmp_path, processes=[])
+
+    (tmp_path / "hf").mkdir()
+    result = StageResult(summary={"steps": 3}, model_path=str(tmp_path / "hf"))
+    mark_finished(context(), result)
+    assert finished_stage(context("checkpoint.resume=auto")) == result
+    (tmp_path / "hf").rmdir()
+    assert finished_stage(context("checkpoint.resume=auto")) is None, "its weights are gone"
+    (tmp_path / "hf").mkdir()
+    assert finished_stage(context()) is None
+    assert finished_stage(context("checkpoint.resume=auto")) is None, "a run from the start takes the note away"
