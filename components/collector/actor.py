@@ -75,10 +75,10 @@ class CollectorActor:
     def _begin(
         self, config: Config, settings: CollectorSettings, tolerance: float, buffer: Any, param_server: Any
     ) -> None:
-        deadline_s = config.cluster.step_timeout_s
+        deadline_s, oldest = config.cluster.step_timeout_s, config.rollout.pull == "oldest"
 
         async def pull(newer_than: int, timeout_s: float) -> tuple[Manifest, AsyncIterator[np.ndarray]] | None:
-            publication = await param_server.pull.remote(newer_than=newer_than, timeout_s=timeout_s)
+            publication = await param_server.pull.remote(newer_than=newer_than, timeout_s=timeout_s, oldest=oldest)
             return None if publication is None else (publication.manifest, _fetch(publication.bucket_refs))
 
         clock = ActivityClock()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ class HandOver:
         self.num_quarantines = 0
         self._changed = asyncio.Condition()
         self._hold = asyncio.Lock()
-        self._wanted = 0
+        self._wanted: Counter[int] = Counter()
         self.verified = verified
         self._pulls: list[PullReport] = []
         self._closed = asyncio.Event()
@@ -124,7 +125,7 @@ class HandOver:
             return
         try:
             async with asyncio.timeout(self._deadline_s), self._changed:
-                self._wanted = max(self._wanted, policy_version)
+                self._wanted[policy_version] += 1
                 self._changed.notify_all()
                 await self._changed.wait_for(lambda: self.verified >= policy_version)
         except TimeoutError:
@@ -132,16 +133,18 @@ class HandOver:
                 f"waited {self._deadline_s:g} s for weights of version {policy_version}; "
                 f"this engine serves version {self.verified}"
             ) from None
+        finally:
+            self._wanted -= Counter([policy_version])
 
     async def _wanted_below(self, newer_than: int) -> None:
         """Returns when a group needs a version that a pull for something newer than `newer_than` would pass over."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self.verified < self._wanted <= newer_than)
+            await self._changed.wait_for(lambda: any(self.verified < w <= newer_than for w in self._wanted))
 
     def _next_version(self) -> int:
         """Nothing older is worth a pause, unless a group that may not start yet needs it."""
-        patient = self.verified + self._pull_every
-        return min(patient, self._wanted) if self._wanted > self.verified else patient
+        patient = self.verified + self._pull_every if self.verified >= 0 else 0
+        return min([patient, *(w for w in self._wanted if w > self.verified)])
 
     async def _take_over(self, manifest: Manifest, buckets: AsyncIterator[np.ndarray]) -> None:
         started = time.monotonic()

@@ -20,6 +20,11 @@ class RolloutConfig(Section):
     timeout_s: PositiveFloat = Field(default=600.0, description="seconds a group may take before it is tried again")
     retries: NonNegativeInt = Field(default=2, description="times a group is tried again before it has failed for good")
     pull_every: PositiveInt = Field(default=1, description="pull weights at most once per so many published versions")
+    pull: Literal["newest", "oldest"] = Field(
+        default="newest",
+        description="which published version a pull takes: the newest, or, to study lag, the oldest that groups "
+        "waiting for weights may start under",
+    )
     engine: dict[str, Any] = Field(default_factory=dict, description="handed to vLLM's AsyncEngineArgs")
 
 

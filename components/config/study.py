@@ -28,8 +28,9 @@ class Cell:
 def frontier_cells(config: Config) -> list[Cell]:
     """All runs, seed by seed, so that a study cut short has compared something; the smallest bound first.
 
-    Each has real lag forced to its bound: strict order, target at the bound, and weights pulled as late as the bound
-    allows. Raises ConfigError for the first that is not possible.
+    Each has real lag forced to its bound: strict order, target at the bound, each group generated wholly by the oldest
+    version that its floor allows. Only lockstep is evaluated in mid-run: an evaluation serves the newest weights, after
+    which the lag would have to grow again. Raises ConfigError for the first that is not possible.
     """
     study, train = config.frontier, config.train
     least = least_target_policy_lag(
@@ -50,10 +51,15 @@ def _cell(config: Config, *, lag: int, least: int, correction: str, seed: int) -
         config,
         {
             "seed": seed,
-            "staleness": {"max_policy_lag": lag, "target_policy_lag": None, "reorder_window": 1},
+            "staleness": {
+                "max_policy_lag": lag,
+                "target_policy_lag": None,
+                "reorder_window": 1,
+                "in_flight": "off",
+            },
             "algorithm": {"correction": correction},
-            "rollout": {"pull_every": WHEN_A_FLOOR_ASKS},
-            "eval": {"at_start": True, "at_end": True, "every": _eval_every(config)},
+            "rollout": {"pull_every": WHEN_A_FLOOR_ASKS, "pull": "oldest"},
+            "eval": {"at_start": True, "at_end": True, "every": _eval_every(config) if lockstep else 0},
             "checkpoint": {"save_hf": "never", "every": 0},
             "monitor": {"console": "off", "wandb": "off", "tensorboard": False, "rollouts_per_step": 0},
         },

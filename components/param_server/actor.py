@@ -27,9 +27,9 @@ class ParameterServerActor:
     async def start(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
 
-    async def begin(self) -> None:
-        """Another run: versions count from 0 again."""
-        self._server = ParameterServer()
+    async def begin(self, keep: int) -> None:
+        """A run: versions count from 0, and the newest `keep` of them are kept."""
+        self._server = ParameterServer(keep=keep)
 
     async def alive(self) -> None:
         await asyncio.Event().wait()
@@ -39,8 +39,8 @@ class ParameterServerActor:
         await self._server.publish(publication)
 
     @as_text
-    async def pull(self, newer_than: int, timeout_s: float) -> Publication | None:
-        return await self._server.pull(newer_than=newer_than, timeout_s=timeout_s)
+    async def pull(self, newer_than: int, timeout_s: float, oldest: bool) -> Publication | None:
+        return await self._server.pull(newer_than=newer_than, timeout_s=timeout_s, oldest=oldest)
 
 
 # Ray's overloads do not name max_concurrency.

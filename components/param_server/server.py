@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
 from ..weights import Publication
 
@@ -10,12 +11,12 @@ from ..weights import Publication
 class ParameterServer:
     """Pull-based, so a collector may join, leave or die at any time.
 
-    Only the newest version is kept: whoever is in the middle of a pull holds references of its own, and the memory of
-    an older version goes when the last of them does.
+    The newest `keep` versions are kept: whoever is in the middle of a pull holds references of its own, and the memory
+    of an older version goes when the last of them does.
     """
 
-    def __init__(self) -> None:
-        self._newest: Publication | None = None
+    def __init__(self, *, keep: int = 1) -> None:
+        self._kept: deque[Publication] = deque(maxlen=keep)
         self._changed = asyncio.Condition()
 
     async def publish(self, publication: Publication) -> None:
@@ -23,21 +24,24 @@ class ParameterServer:
         manifest = publication.manifest
         assert len(publication.bucket_refs) == manifest.num_buckets, "a publication needs all of its buckets"
         async with self._changed:
-            if self._newest is not None and manifest.policy_version <= self._newest.manifest.policy_version:
-                raise ValueError(
-                    f"published version {manifest.policy_version} after {self._newest.manifest.policy_version}; "
-                    "versions must increase"
-                )
-            self._newest = publication
+            newest = self._kept[-1].manifest.policy_version if self._kept else -1
+            if manifest.policy_version <= newest:
+                raise ValueError(f"published version {manifest.policy_version} after {newest}; versions must increase")
+            self._kept.append(publication)
             self._changed.notify_all()
 
-    async def pull(self, *, newer_than: int, timeout_s: float) -> Publication | None:
-        """The newest publication as soon as it is newer than `newer_than`; None when none came in `timeout_s`."""
+    async def pull(self, *, newer_than: int, timeout_s: float, oldest: bool = False) -> Publication | None:
+        """The newest publication as soon as it is newer than `newer_than`; None when none came in `timeout_s`.
+
+        `oldest`: of the kept ones that are newer, the oldest instead.
+        """
+
+        def newer() -> list[Publication]:
+            return [p for p in self._kept if p.manifest.policy_version > newer_than]
+
         try:
             async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(
-                    lambda: self._newest is not None and self._newest.manifest.policy_version > newer_than
-                )
-                return self._newest
+                await self._changed.wait_for(newer)
+                return newer()[0 if oldest else -1]
         except TimeoutError:
             return None

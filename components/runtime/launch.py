@@ -120,6 +120,12 @@ def engine_settings(config: Config, *, cores: list[int], load_weights: bool) -> 
     )
 
 
+def versions_kept(config: Config) -> int:
+    """The newest one; all that a group's floor may be, where engines are to serve the oldest."""
+    reach = config.staleness.max_policy_lag + config.param_server.publish_every
+    return reach + 1 if config.rollout.pull == "oldest" else 1
+
+
 def requests_are_seeded(config: Config) -> bool:
     """Only where no request lives through a change of weights: a rebuilt KV cache would rewind its generator."""
     return derive(config).lockstep or config.staleness.in_flight == "off"
@@ -156,7 +162,10 @@ class Launcher:
         """Another run of async_rl on the parts that are running: as many of them, on the same cores."""
         self._config = config
         parts = self.parts
-        await self._wait(together([parts.param_server.begin.remote(), parts.buffer.begin.remote(config)]), "replay")
+        await self._wait(
+            together([parts.param_server.begin.remote(versions_kept(config)), parts.buffer.begin.remote(config)]),
+            "replay",
+        )
         trainers = [
             actor.begin.remote(
                 trainer_settings(
@@ -222,6 +231,7 @@ class Launcher:
     async def param_server(self) -> None:
         self.parts.param_server = ParameterServerRemote.remote(**self._common("param_server"))
         process = await self._wait(self.parts.param_server.start.remote(), "param_server")
+        await self._wait(self.parts.param_server.begin.remote(versions_kept(self._config)), "param_server")
         self._started("param_server", self.parts.param_server, process)
 
     async def collectors(self, *, load_weights: bool = False) -> None:

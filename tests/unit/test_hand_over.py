@@ -253,6 +253,23 @@ def test_a_floor_that_appears_during_a_pull_is_served_at_once():
     play(scenario, pull_every=2)
 
 
+def test_where_the_oldest_is_pulled_floors_are_served_one_by_one_and_exactly():
+    async def scenario(rig, running):
+        rig.server = ParameterServer(keep=9)
+        pull = rig.server.pull
+        rig.server.pull = lambda **asked: pull(**asked, oldest=True)
+        for version in range(6):
+            await rig.publish(version)
+        assert rig.hand_over.verified == 0
+        waiters = [asyncio.create_task(rig.hand_over.until_verified(v)) for v in (4, 2, 3)]
+        await asyncio.wait_for(asyncio.gather(*waiters), 1)
+        assert rig.engine.loads == [0, 2, 3, 4]  # not 5, which is there, and not 4 before 2
+        await settle()
+        assert rig.engine.loads == [0, 2, 3, 4]
+
+    play(scenario, pull_every=1000)
+
+
 def test_while_it_is_held_the_weights_do_not_change():
     async def scenario(rig, running):
         await rig.publish(0)

@@ -141,3 +141,19 @@ def test_an_older_version_lives_as_long_as_somebody_pulls_it_and_no_longer():
         assert bucket() is None
 
     asyncio.run(scenario())
+
+
+def test_kept_versions_are_handed_out_oldest_first_where_asked_for():
+    async def main() -> None:
+        server = ParameterServer(keep=3)
+        for version in range(5):
+            await server.publish(publication(version))
+        given = []
+        for newer_than in (-1, 1, 2, 3):
+            found = await server.pull(newer_than=newer_than, timeout_s=0.1, oldest=True)
+            given.append(found.manifest.policy_version if found else None)
+        assert given == [2, 2, 3, 4]  # 0 and 1 are no longer kept
+        assert await server.pull(newer_than=4, timeout_s=0.01, oldest=True) is None
+        assert await pull(server, 1) == 4  # and the newest for everybody else
+
+    asyncio.run(main())
