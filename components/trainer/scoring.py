@@ -57,8 +57,8 @@ class ScoringModel(nn.Module):
         transform = LogitTransform.of(self.lm.config, temperature)
         # A head of an unknown kind is asked for all logits: its weights alone do not say what it does. And so is any
         # head where the entropy is to carry a gradient: that of the chunks has none.
-        chunked = targets is not None and len(rows) > self.chunk_tokens and type(head) is nn.Linear
-        if chunked and not entropy_gradient:
+        chunked = len(rows) > self.chunk_tokens and type(head) is nn.Linear and not entropy_gradient
+        if targets is not None and chunked:
             return token_logprobs(hidden, head.weight, head.bias, targets, transform=transform, chunk=self.chunk_tokens)
         logprobs = torch.log_softmax(transform(head(hidden).float()), dim=-1)
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
