@@ -80,7 +80,7 @@ def run_to_the_end(filters=()) -> tuple[list[float], dict[str, float]]:
     """Seven groups in takes of two, the last one short; distance and metrics at the end, and distance after each."""
 
     async def scenario() -> tuple[list[float], dict[str, float]]:
-        buffer = buffer_of(num_tasks=len(LENGTHS), P=2, T=1, W=1, filters=filters)
+        buffer = buffer_of(num_tasks=len(LENGTHS), P=2, T=1, W=1, operators=filters)
         distances, version = [], 0
         await buffer.published(version)
         while ids := await admit(buffer):
