@@ -1,4 +1,4 @@
-# make install | quickstart | test | test-unit | lint        (EXTRA=cuda on a GPU machine)
+# make install | quickstart | test | test-long | test-unit | lint        (EXTRA=cuda on a GPU machine)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3)
 EXTRA  ?= cpu
@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0
 
-.PHONY: help install quickstart test test-unit lint clean
+.PHONY: help install quickstart test test-long test-unit lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -43,6 +43,9 @@ quickstart: $(STAMP)  ## train a tiny model on two-digit arithmetic, on CPU, in 
 
 test: $(STAMP)  ## every test this machine can run
 	@$(BIN)/python -m pytest tests $(ARGS)
+
+test-long: $(STAMP)  ## the same, with the comparisons that take minutes more
+	@LEEWAY_LONG_TESTS=1 $(BIN)/python -m pytest tests $(ARGS)
 
 test-unit: $(STAMP)  ## tests without Ray and vLLM: seconds
 	@$(BIN)/python -m pytest tests/unit tests/test_architecture.py $(ARGS)

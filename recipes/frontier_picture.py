@@ -66,7 +66,7 @@ def _panel(ax: Axes, summaries: Sequence[CellSummary], value: Callable[[CellSumm
     lockstep = {s.max_policy_lag for s in summaries if s.lockstep}
     ax.set_xticks(range(len(lags)), [f"{lag}\n(lockstep)" if lag in lockstep else str(lag) for lag in lags])
     ax.set_xlim(-0.5, len(lags) - 0.5)
-    ax.set_xlabel("bound on the policy lag, optimizer steps (real lag forced to it)")
+    ax.set_xlabel("bound on the policy lag, optimizer steps (real lag forced towards it)")
     ax.set_title(title, fontsize=11)
     ax.grid(axis="y", color="#e5e5e5")
     ax.spines[["top", "right"]].set_visible(False)

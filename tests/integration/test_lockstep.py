@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,10 @@ def test_lockstep_gives_the_same_weights_with_one_or_two_generators_and_close_on
         return run.summary["weights_sha256"], run.dir / f"stages/async_rl/checkpoints/step-{STEPS:06d}/hf"
 
     (one, of_one), (same, _) = train(1, 1), train(2, 1)
-    (two, of_two), (again, _) = train(1, 2), train(2, 2)
+    two, of_two = train(2, 2)
     assert one == same
-    assert two == again
+    if os.environ.get("LEEWAY_LONG_TESTS"):  # make test-long: another minute for the same with two ranks
+        assert train(1, 2)[0] == two
     warm = Path(from_warm[2].removeprefix("model.path="))
     assert _moved(of_one, warm) > 0, "nothing was learned: equal hashes say little"
     assert _moved(of_one, of_two) <= 1e-5
