@@ -19,14 +19,20 @@ class ParameterServer:
         self._kept: deque[Publication] = deque(maxlen=keep)
         self._changed = asyncio.Condition()
 
+    @property
+    def newest_version(self) -> int:
+        """-1 before anything was published."""
+        return self._kept[-1].manifest.policy_version if self._kept else -1
+
     async def publish(self, publication: Publication) -> None:
         """Make a newer version available. Raises when versions do not increase or a bucket is missing."""
         manifest = publication.manifest
         assert len(publication.bucket_refs) == manifest.num_buckets, "a publication needs all of its buckets"
         async with self._changed:
-            newest = self._kept[-1].manifest.policy_version if self._kept else -1
-            if manifest.policy_version <= newest:
-                raise ValueError(f"published version {manifest.policy_version} after {newest}; versions must increase")
+            if manifest.policy_version <= self.newest_version:
+                raise ValueError(
+                    f"published version {manifest.policy_version} after {self.newest_version}; versions must increase"
+                )
             self._kept.append(publication)
             self._changed.notify_all()
 

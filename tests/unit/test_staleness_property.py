@@ -294,9 +294,8 @@ class Run:
             await self._pull(weights, max(0, admission.floor))
             versions = []
             for _ in range(TOKENS):
-                newest = self.server._newest
-                if not generator.lazy and newest is not None:
-                    await self._pull(weights, newest.manifest.policy_version)
+                if not generator.lazy and self.server.newest_version >= 0:
+                    await self._pull(weights, self.server.newest_version)
                 versions.append(weights.version)
                 await asyncio.sleep(s.group_s / TOKENS * (rng.paretovariate(1.2) if s.long_tail else rng.random()))
             if rng.random() < s.failed:
