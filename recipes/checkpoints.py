@@ -20,6 +20,7 @@ from typing import Any
 
 from leeway.config import Config
 from leeway.config.learning import CheckpointConfig
+from leeway.recipes.context import say
 from leeway.runtime.supervisor import Supervisor, together
 from leeway.trainer.checkpoint import CheckpointError, read_state, sync_directory, write_durably
 
@@ -138,7 +139,8 @@ def newest_state(directory: Path) -> Path | None:
         folder = directory / f"step-{step:06d}"
         try:
             read_state(folder / "dcp")
-        except CheckpointError:
+        except CheckpointError as error:
+            say(f"passed over a checkpoint that nobody can go on from: {error}")
             continue
         return folder
     return None

@@ -29,6 +29,7 @@ OWNED_BY_LEEWAY = {
     "max_model_len": "rollout.max_model_len",
     "seed": "seed",
     "logprobs_mode": "nothing: behaviour logprobs are always those of the sampled distribution",
+    "scheduling_policy": "nothing: a canary must overtake the requests that wait",
     "weight_transfer_config": "param_server.transport",
     "worker_extension_cls": "param_server.transport",
 }

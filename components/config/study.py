@@ -49,8 +49,8 @@ def _cell(config: Config, *, lag: int, least: int, correction: str, seed: int) -
     lockstep = lag == least
     changed = _updated(
         config,
+        seed,
         {
-            "seed": seed,
             "staleness": {
                 "max_policy_lag": lag,
                 "target_policy_lag": None,
@@ -84,9 +84,6 @@ def _eval_every(config: Config) -> int:
     return -(-train.steps // (config.frontier.evaluations * unit)) * unit  # rounded up: no more of them than asked for
 
 
-def _updated(config: Config, changes: dict[str, Any]) -> Config:
-    sections = {
-        name: getattr(config, name).model_copy(update=change) if isinstance(change, dict) else change
-        for name, change in changes.items()
-    }
-    return config.model_copy(update=sections)
+def _updated(config: Config, seed: int, changes: dict[str, dict[str, Any]]) -> Config:
+    sections = {name: getattr(config, name).model_copy(update=change) for name, change in changes.items()}
+    return config.model_copy(update={"seed": seed, **sections})

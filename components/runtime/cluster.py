@@ -67,7 +67,8 @@ def user_module_paths(config: Config) -> list[Path]:
 
     Installed packages are expected on every node already.
     """
-    found = user_names([config.env.model_dump(), config.replay.operators, config.task.model_dump()])
+    sections = (config.env, config.task, config.replay, config.algorithm)
+    found = user_names([section.model_dump() for section in sections])
     names = {name.split(":")[0].split(".")[0] for name in found}
     paths = []
     for name in sorted(names):
