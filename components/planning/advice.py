@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from ..config import Config, ConfigError
 from .calibration import Run, calibrate
 from .search import advise
 
+logger = logging.getLogger(__name__)
+
 
 def advice_after(config: Config, stage_dir: Path) -> str | None:
     """The best single change to the settings of a run of `async_rl`, or that none is worth making.
 
     `stage_dir` holds its metrics.jsonl and rollouts/. None where the run was too short to tell. Takes about a second.
+    A mistake in the simulation is reported in the line's place: the run itself has succeeded.
     """
     try:
         return advise(calibrate(Run(config, stage_dir)))
     except ConfigError:
         return None
+    except Exception as error:
+        logger.exception("the closing simulation failed")
+        return f"no advice: the simulation of this run failed ({type(error).__name__}: {error}); this is a mistake in it"

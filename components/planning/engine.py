@@ -170,6 +170,8 @@ class SimulatedEngine:
     def _start_waiting(self) -> None:
         queue = self._queue
         if self.held or self.paused:
+            if self._stall_s <= _ROUNDING:
+                self._more = False  # the rest of the queue waits for new weights: what runs goes on without it
             return
         if self._more and self._stall_s > _ROUNDING:
             return

@@ -22,6 +22,10 @@ from .order import TakeOrder
 from .parts import Collector, Draws, Group, Record
 
 
+_MAX_AT_ONCE = 1_000_000
+"""Events at one moment; a fleet that does everything together has thousands."""
+
+
 class Simulation:
     """`run()` plays `num_steps` optimizer steps; the first `skip` of them are not recorded."""
 
@@ -79,8 +83,12 @@ class Simulation:
         self._admit()
         if self._skip == 0:
             self._start_recording()
+        since_moved = 0
         while self._heap and self._version < self._num_steps:
-            self._now, _, function, arguments = heapq.heappop(self._heap)
+            now, _, function, arguments = heapq.heappop(self._heap)
+            since_moved = since_moved + 1 if now == self._now else 0
+            assert since_moved < _MAX_AT_ONCE, f"the simulated clock stands at {now:g} s, in {function.__name__}"
+            self._now = now
             self.record.num_events += 1
             function(*arguments)
         assert self._version >= self._num_steps, "the simulated run stands still"

@@ -135,6 +135,14 @@ def test_no_token_is_used_beyond_the_bound_and_the_bound_is_reached(lag: int, wi
     assert sum(found.lag_share.values()) == pytest.approx(1)
 
 
+def test_prompts_that_wait_for_their_pass_do_not_hold_up_what_is_drained() -> None:
+    """A queue longer than the prefill budget, and new weights that wait for the running sequences to finish."""
+    settings = replace(job().settings.with_lag(2), in_flight="off")
+    calibration = job(prompt_tokens=50.0, prefill_budget=200, lengths=LONG_TAIL, pass_s=0.01, pause_s=0.1)
+    found = predict(calibration, settings, events=2000)
+    assert 0 < found.step_s < 20 * job().settings.groups_per_step
+
+
 def test_a_larger_bound_is_never_slower() -> None:
     calibration = job(lengths=LONG_TAIL, pass_s=0.01, token_s=1e-5, train_token_s=1e-4)
     settings = replace(calibration.settings, groups_per_step=16, in_flight="keep")
