@@ -12,21 +12,23 @@ from leeway.runtime.limit import Speeds
 from leeway.runtime.supervisor import together
 from leeway.types import Task, Trajectory
 
+_REPEATS = 3
+
 
 async def measure_speeds(config: Config, parts: Parts, tasks: Sequence[Task], *, hand_over_s: float) -> Speeds:
-    """Roll out as many groups as will ever be in flight; one group alone; then one training step.
+    """Roll out as many groups as will ever be in flight; one group alone, and its first tokens; then a training step.
 
-    The groups in flight are rolled out twice and the shorter time counts. Nothing of it is trained on: the optimizer's
-    learning rate is 0 and its state is made anew.
+    Each is repeated, and the shortest time counts. Nothing of it is trained on: the optimizer's learning rate is 0 and
+    its state is made anew.
     """
     count = min(derive(config).max_outstanding_groups, 2 * config.train.groups_per_step)
     chosen = [tasks[i % len(tasks)] for i in range(count)]
-    generate_s, trajectories = float("inf"), []
-    for _ in range(2):
+    generate_s_per_token, trajectories = float("inf"), []
+    for _ in range(_REPEATS):
         seconds, trajectories = await _timed_rollouts(config, parts, chosen)
-        generate_s = min(generate_s, seconds)
-    response_tokens = sum(len(t.response_tokens) for t in trajectories)
-    alone_s, alone = await _timed_rollouts(config, parts, chosen[:1])
+        response_tokens = sum(len(t.response_tokens) for t in trajectories)
+        generate_s_per_token = min(generate_s_per_token, seconds / max(1, response_tokens))
+    first_token_s, serial_s_per_token = await _alone(config, parts, chosen)
     wanted = config.train.groups_per_step * config.algorithm.group_size
     batch = (trajectories * -(-wanted // len(trajectories)))[:wanted]
     refs, metrics = await _wait(
@@ -35,18 +37,35 @@ async def measure_speeds(config: Config, parts: Parts, tasks: Sequence[Task], *,
     calls = [t.measure.remote(ref) for t, ref in zip(parts.trainers, refs, strict=True)]
     times = (await _wait(config, parts, together(calls), "trainer"))[0]
     return Speeds(
-        generate_s_per_token=generate_s / max(1, response_tokens),
+        generate_s_per_token=generate_s_per_token,
         train_s_per_token=times["forward_backward_s"] / max(1.0, metrics["train/tokens_in_pass"]),
         optim_s=times["optim_s"],
-        serial_s_per_token=alone_s / max(len(t.response_tokens) for t in alone),
+        first_token_s=first_token_s,
+        serial_s_per_token=serial_s_per_token,
         hand_over_s=hand_over_s,
     )
 
 
-async def _timed_rollouts(config: Config, parts: Parts, tasks: Sequence[Task]) -> tuple[float, list[Trajectory]]:
+async def _alone(config: Config, parts: Parts, tasks: Sequence[Task]) -> tuple[float, float]:
+    """(seconds until a group that is alone has its first tokens, seconds for each further one)."""
+    first_token_s, per_token = float("inf"), float("inf")
+    for i in range(_REPEATS):
+        task = [tasks[i % len(tasks)]]
+        first_s, _ = await _timed_rollouts(config, parts, task, max_response_tokens=1)
+        first_token_s = min(first_token_s, first_s)
+        whole_s, group = await _timed_rollouts(config, parts, task)
+        further = max(len(t.response_tokens) for t in group) - 1
+        if further:
+            per_token = min(per_token, max(0.0, whole_s - first_s) / further)
+    return first_token_s, per_token if per_token < float("inf") else 0.0
+
+
+async def _timed_rollouts(
+    config: Config, parts: Parts, tasks: Sequence[Task], *, max_response_tokens: int | None = None
+) -> tuple[float, list[Trajectory]]:
     started = time.monotonic()
     calls = [
-        c.rollouts.remote(list(share), config.rollout.temperature, config.algorithm.group_size)
+        c.rollouts.remote(list(share), config.rollout.temperature, config.algorithm.group_size, max_response_tokens)
         for i, c in enumerate(parts.collectors)
         if (share := tasks[i :: len(parts.collectors)])
     ]

@@ -47,7 +47,7 @@ def package_of(file: Path) -> list[str]:
 
 @cache
 def tree_of(file: Path) -> ast.Module:
-    """A finalizer that parses (the collector may run one at any time) upsets CPython 3.11's own parse: none runs here."""
+    """A finalizer that parses, run in between by the garbage collector, upsets CPython 3.11's parser: none is run."""
     text = file.read_text(encoding="utf-8")
     gc.disable()
     try:

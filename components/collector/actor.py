@@ -136,8 +136,12 @@ class CollectorActor:
         return await self._collector.evaluate(tasks, temperature=temperature, policy_version=policy_version)
 
     @as_text
-    async def rollouts(self, tasks: list[Task], temperature: float, group_size: int) -> list[Trajectory]:
-        return await self._collector.rollouts(tasks, temperature=temperature, group_size=group_size)
+    async def rollouts(
+        self, tasks: list[Task], temperature: float, group_size: int, max_response_tokens: int | None = None
+    ) -> list[Trajectory]:
+        return await self._collector.rollouts(
+            tasks, temperature=temperature, group_size=group_size, max_response_tokens=max_response_tokens
+        )
 
     async def stats(self) -> dict[str, float]:
         return self._collector.stats()

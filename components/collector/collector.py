@@ -198,9 +198,12 @@ class Collector(BaseCollector):
             with self._clock.doing("evaluate"):
                 return await self.rollouts(tasks, temperature=temperature, group_size=1)
 
-    async def rollouts(self, tasks: list[Task], *, temperature: float, group_size: int) -> list[Trajectory]:
+    async def rollouts(
+        self, tasks: list[Task], *, temperature: float, group_size: int, max_response_tokens: int | None = None
+    ) -> list[Trajectory]:
         """Run tasks outside of admission, at most `max_in_flight` at a time; for evaluation and for measuring speed.
 
+        `max_response_tokens`: fewer than `rollout.max_response_tokens` in each call of the model.
         A task that fails for good is left out and logged; when all of them do, it raises with the last one's reason.
         """
         room = asyncio.Semaphore(self._settings.max_in_flight)
@@ -209,7 +212,9 @@ class Collector(BaseCollector):
         async def one(task: Task) -> list[Trajectory]:
             async with room:
                 try:
-                    return await self._attempts(task, group_size=group_size, temperature=temperature)
+                    return await self._attempts(
+                        task, group_size=group_size, temperature=temperature, max_response_tokens=max_response_tokens
+                    )
                 except RolloutFailed as failure:
                     failures.append(failure)
                     return []
@@ -289,7 +294,13 @@ class Collector(BaseCollector):
         return await self._admit(limit)
 
     async def _attempts(
-        self, task: Task, *, group_size: int, temperature: float, admission: Admission | None = None
+        self,
+        task: Task,
+        *,
+        group_size: int,
+        temperature: float,
+        admission: Admission | None = None,
+        max_response_tokens: int | None = None,
     ) -> list[Trajectory]:
         """The trajectories of one task, tried again `retries` times; raises `RolloutFailed` after the last.
 
@@ -303,7 +314,9 @@ class Collector(BaseCollector):
                 await self._retried(admission)
             # Not of `admission.attempt`: a group that is issued again because its collector died samples the same.
             seed = derived_seed(self._seed, admission.group_id, attempt) if s.seeded and admission else None
-            policy = self._policy(temperature=temperature, group_size=group_size, seed=seed)
+            policy = self._policy(
+                temperature=temperature, group_size=group_size, seed=seed, max_response_tokens=max_response_tokens
+            )
             try:
                 with self._clock.doing("environment"):
                     trajectories = await within(s.timeout_s, self._environment.rollout(task, policy))
@@ -318,7 +331,9 @@ class Collector(BaseCollector):
                 logger.warning("task %s, attempt %d: %s", task.task_id, attempt, reason, exc_info=error)
         raise RolloutFailed(reason) from last_error
 
-    def _policy(self, *, temperature: float, group_size: int, seed: int | None) -> EnginePolicy:
+    def _policy(
+        self, *, temperature: float, group_size: int, seed: int | None, max_response_tokens: int | None
+    ) -> EnginePolicy:
         s = self._settings
         return EnginePolicy(
             self._engine,
@@ -326,7 +341,7 @@ class Collector(BaseCollector):
             group_size=group_size,
             temperature=temperature,
             max_prompt_tokens=s.max_prompt_tokens,
-            max_response_tokens=s.max_response_tokens,
+            max_response_tokens=min(s.max_response_tokens, max_response_tokens or s.max_response_tokens),
             max_model_len=s.max_model_len,
             seed=seed,
             count_tokens=self._count_tokens,
@@ -346,6 +361,7 @@ def _pull_metrics(pulls: list[PullReport]) -> dict[str, float]:
         "param_server/canary_s": sum(p.canary_s for p in pulls) / len(pulls),
         "param_server/served_gap/max": max(p.served_gap for p in pulls),
         "param_server/bytes": float(pulls[-1].num_bytes),
+        "collector/drain_s": sum(p.drain_s for p in pulls) / len(pulls),
         "collector/pause_s": sum(p.pause_s for p in pulls) / len(pulls),
     }
 

@@ -9,7 +9,8 @@ import os
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -147,13 +148,19 @@ class Engine:
         return CanaryGap(largest(gaps[: len(scored)]), largest(gaps[len(scored) :]))
 
     async def load_weights(
-        self, manifest: Manifest, buckets: AsyncIterator[np.ndarray], *, in_flight: str
+        self,
+        manifest: Manifest,
+        buckets: AsyncIterator[np.ndarray],
+        *,
+        in_flight: str,
+        paused: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> LoadTimes:
         """Replace the weights by those of `manifest`, in flight.
 
         Buckets are uint8 arrays in manifest order, fetched one at a time. Requests in flight are kept and go on under
         the new weights: with "recompute" their KV cache is rebuilt first, with "keep" it is not, with "off" they finish
-        before the load. Raises `HandOverError` naming the check that failed; the engine stays paused then.
+        before the load. `paused()` is entered while nothing is generated. Raises `HandOverError` naming the check that
+        failed; the engine stays paused then.
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -164,31 +171,35 @@ class Engine:
             self._initialised = True
         started = time.monotonic()
         await self._llm.pause_generation(mode="wait" if in_flight == "off" else "keep", clear_cache=in_flight != "keep")
-        paused = time.monotonic()
-        try:
-            if self._half_loaded:
-                await self._llm.collective_rpc("abandon_weight_update")
-            self._half_loaded = True
-            await self._llm.start_weight_update()
-            index = 0
-            async for bucket in buckets:
-                await self._load_bucket(manifest, index, bucket)
-                index += 1
-            if index != manifest.num_buckets:
-                raise HandOverError(
-                    "bytes", manifest.policy_version, f"got {index} buckets, expected {manifest.num_buckets}"
-                )
-            await self._llm.finish_weight_update(weight_version=str(manifest.policy_version))
-            self._half_loaded = False
-            if in_flight == "keep":
-                # New requests must not read what an older version cached; running ones keep their own blocks.
-                await self._llm.reset_prefix_cache()
-        except HandOverError:
-            raise
-        except Exception as error:
-            raise _as_hand_over_error(error, manifest.policy_version) from error
-        await self._llm.resume_generation()
-        return LoadTimes(pause_s=time.monotonic() - started, drain_s=paused - started)
+        stopped = time.monotonic()
+        with paused():
+            try:
+                await self._load(manifest, buckets)
+                if in_flight == "keep":
+                    # New requests must not read what an older version cached; running ones keep their own blocks.
+                    await self._llm.reset_prefix_cache()
+            except HandOverError:
+                raise
+            except Exception as error:
+                raise _as_hand_over_error(error, manifest.policy_version) from error
+            await self._llm.resume_generation()
+        return LoadTimes(drain_s=stopped - started, pause_s=time.monotonic() - stopped)
+
+    async def _load(self, manifest: Manifest, buckets: AsyncIterator[np.ndarray]) -> None:
+        if self._half_loaded:
+            await self._llm.collective_rpc("abandon_weight_update")
+        self._half_loaded = True
+        await self._llm.start_weight_update()
+        index = 0
+        async for bucket in buckets:
+            await self._load_bucket(manifest, index, bucket)
+            index += 1
+        if index != manifest.num_buckets:
+            raise HandOverError(
+                "bytes", manifest.policy_version, f"got {index} buckets, expected {manifest.num_buckets}"
+            )
+        await self._llm.finish_weight_update(weight_version=str(manifest.policy_version))
+        self._half_loaded = False
 
     def process_ids(self) -> list[int]:
         """The processes that vLLM started under this one."""
@@ -255,10 +266,13 @@ class Engine:
 
 @dataclass(frozen=True)
 class LoadTimes:
-    """`pause_s`: nothing was generated for this long; `drain_s`: the part spent waiting for the pause itself."""
+    """`drain_s`: until the engine stood still (it generates to the end of its pass, with "off" of all requests).
 
-    pause_s: float
+    `pause_s`: from there on, nothing was generated for this long.
+    """
+
     drain_s: float
+    pause_s: float
 
 
 def largest(gaps: list[float]) -> float:

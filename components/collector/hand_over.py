@@ -27,7 +27,14 @@ Pull = Callable[[int, float], Awaitable[tuple[Manifest, AsyncIterator[np.ndarray
 
 
 class LoadsWeights(Protocol):
-    async def load_weights(self, manifest: Manifest, buckets: AsyncIterator[np.ndarray], *, in_flight: str) -> Any: ...
+    async def load_weights(
+        self,
+        manifest: Manifest,
+        buckets: AsyncIterator[np.ndarray],
+        *,
+        in_flight: str,
+        paused: Callable[[], AbstractContextManager[None]],
+    ) -> Any: ...
     async def score(self, canary: Canary) -> CanaryGap: ...
 
 
@@ -39,11 +46,13 @@ POLL_S = 10.0
 class PullReport:
     """One pull: its seconds, the largest gap on the canary, and its size.
 
-    `pull_s`: from noticing a version to serving it; of that `canary_s` for the proof and `pause_s` without generation.
+    `pull_s`: from noticing a version to serving it; of that `canary_s` for the proof, `drain_s` until the engine stood
+    still (it generates meanwhile), and `pause_s` without generation.
     """
 
     pull_s: float
     canary_s: float
+    drain_s: float
     pause_s: float
     served_gap: float
     num_bytes: int
@@ -149,8 +158,7 @@ class HandOver:
     async def _take_over(self, manifest: Manifest, buckets: AsyncIterator[np.ndarray]) -> None:
         started = time.monotonic()
         manifest.check()
-        with self._paused():
-            times = await self._engine.load_weights(manifest, buckets, in_flight=self._in_flight)
+        times = await self._engine.load_weights(manifest, buckets, in_flight=self._in_flight, paused=self._paused)
         loaded = time.monotonic()
         gap = await self._engine.score(manifest.canary)
         if not gap.within(self._tolerance):
@@ -165,7 +173,12 @@ class HandOver:
             self._changed.notify_all()
         self._pulls.append(
             PullReport(
-                time.monotonic() - started, time.monotonic() - loaded, times.pause_s, gap.largest, manifest.num_bytes
+                pull_s=time.monotonic() - started,
+                canary_s=time.monotonic() - loaded,
+                drain_s=times.drain_s,
+                pause_s=times.pause_s,
+                served_gap=gap.largest,
+                num_bytes=manifest.num_bytes,
             )
         )
 

@@ -24,4 +24,6 @@ def advice_after(config: Config, stage_dir: Path) -> str | None:
         return None
     except Exception as error:
         logger.exception("the closing simulation failed")
-        return f"no advice: the simulation of this run failed ({type(error).__name__}: {error}); this is a mistake in it"
+        return (
+            f"no advice: the simulation of this run failed ({type(error).__name__}: {error}); this is a mistake in it"
+        )

@@ -76,7 +76,7 @@ def calibrate(run: Run) -> Calibration:
     except (OSError, ValueError) as error:
         raise ConfigError("--from", got=words(str(error)), expected="readable metrics", fix="use another run") from None
     settings = Settings.of(run.config)
-    steps = _settled([r for r in rows if "limit/step_s" in r and "train/tokens_in_pass" in r])
+    steps = _settled([r for r in rows if "limit/step_s" in r and "limit/first_token_s" in r])
     if len(steps) < MIN_STEPS:
         raise ConfigError(
             "--from",
@@ -108,7 +108,7 @@ class _Measured:
         shared = self._prompt_tokens // block * block if engine.get("enable_prefix_caching", True) else 0.0
         room = int(engine.get("max_num_seqs", _DEFAULT_MAX_SEQUENCES))
         budget = int(engine.get("max_num_batched_tokens", _DEFAULT_BUDGET))
-        pass_s, token_s = self._engine_speeds(room, shared, budget)
+        pass_s, token_s, latency_s = self._engine_speeds(room, shared, budget)
         per_token, factors = self._trainer_speeds()
         overhead_s = statistics.fmean(
             max(0.0, r["step/total_s"] - sum(r.get(f"step/{name}_s", 0.0) for name in _PARTS)) for r in self._steps
@@ -120,6 +120,7 @@ class _Measured:
             shared_prompt_tokens=shared,
             pass_s=pass_s,
             token_s=token_s,
+            latency_s=latency_s,
             max_sequences=room,
             prefill_budget=budget,
             kept_frac=self._kept_frac(),
@@ -151,14 +152,19 @@ class _Measured:
         tried = [lognormal(mean, sigma, limit) for sigma in sigmas]
         return min(tried, key=lambda d: abs(d.longest_of(count) - longest))
 
-    def _engine_speeds(self, room: int, shared: float, budget: int) -> tuple[float, float]:
-        """(pass_s, token_s) from two measurements at the start: one group alone, and as many as are ever in flight."""
+    def _engine_speeds(self, room: int, shared: float, budget: int) -> tuple[float, float, float]:
+        """(pass_s, token_s, latency_s) from the measurements at the start.
+
+        Those are: what each further token of one group alone takes, its first tokens, and as many groups as are ever in
+        flight.
+        """
         s = self._settings
-        alone_tokens = self._lengths.longest_in_group(s.group_size)
-        alone_s = self._serial_s_per_token() * alone_tokens
+        longest = self._lengths.longest_in_group(s.group_size)
         prompts = shared + (self._prompt_tokens - shared) * s.group_size
         sampled = self._lengths.mean * s.group_size
         decoded = sampled - s.group_size  # the first token comes with the prompt
+        first_s = statistics.median(r["limit/first_token_s"] for r in self._steps)
+        further_s = (longest - 1) * statistics.median(r["limit/token_s"] for r in self._steps)
         response_tokens = [r["train/response_tokens/total"] / s.updates_per_batch for r in self._steps]
         per_token = statistics.median(
             r["limit/generate_s"] / t for r, t in zip(self._steps, response_tokens, strict=True)
@@ -166,24 +172,16 @@ class _Measured:
         groups = -(-min(s.max_outstanding_groups, 2 * s.groups_per_step) // s.generators)  # on each engine
         many_s = per_token * sampled * groups * s.generators
         many_passes = groups * decoded / min(room, groups * s.group_size) + max(1.0, groups * prompts / budget)
-        many_passes = max(many_passes, alone_tokens)
-        passes_and_tokens = np.array([[alone_tokens, decoded + prompts], [many_passes, groups * (decoded + prompts)]])
-        pass_s, token_s = np.linalg.solve(passes_and_tokens, np.array([alone_s, many_s]))
+        many_passes = max(many_passes, longest)
+        # What a group waits for once is in both of the last two: their difference is passes and tokens alone.
+        rows = np.array([[longest - 1, decoded], [many_passes - 1, groups * (decoded + prompts) - prompts]])
+        seconds = np.array([further_s, max(0.0, many_s - first_s)])
+        pass_s, token_s = np.linalg.solve(rows, seconds) if longest > 1 else (0.0, seconds[1] / rows[1, 1])
         if token_s <= 0:  # noise: a pass costs the same however full it is
-            return many_s / many_passes, 1e-9
+            pass_s, token_s = seconds[1] / rows[1, 0], 1e-9
         if pass_s <= 0:
-            return 1e-9, many_s / passes_and_tokens[1, 1]
-        return float(pass_s), float(token_s)
-
-    def _serial_s_per_token(self) -> float:
-        """Undo limit/serial_s = (longest x this + train_s + hand_over_s) / (L + 1)."""
-        s = self._settings
-        hand_over_s = next((r["collector/pause_s"] for r in self._rows if "collector/pause_s" in r), 0.0)
-        return statistics.median(
-            max(0.0, r["limit/serial_s"] * (s.max_policy_lag + 1) - r["limit/train_s"] - hand_over_s)
-            / r["train/response_tokens/max"]
-            for r in self._steps
-        )
+            pass_s, token_s = 1e-9, seconds[1] / rows[1, 1]
+        return float(pass_s), float(token_s), max(0.0, first_s - float(pass_s) - prompts * float(token_s))
 
     def _trainer_speeds(self) -> tuple[float, tuple[float, ...]]:
         """(seconds per token on one rank, how equal batches varied around it), beside generation as it was."""

@@ -91,8 +91,9 @@ class Calibration:
     One engine: a forward pass takes `pass_s` + `token_s` per token in it, at most `max_sequences` run at a
     time, at most `prefill_budget` tokens of prompts are in a pass.
     `generate_slowdown` >= 1: how much longer an engine takes while the trainer computes (they share a machine).
-    `environment_s`: seconds of a group outside the engine, without using
-    it. `kept_frac`: share of generated groups that are not filtered.
+    `latency_s`: what a group waits for once, however busy the engine is (the way to it and back). `environment_s`:
+    seconds of a group outside the engine, without using it. `kept_frac`: share of generated groups that are not
+    filtered.
 
     The trainer: `train_token_s` per token of prompts and responses on one rank, `optim_s` and `publish_s` (gathering
     the weights) once per step, `overhead_s` between steps. `train_factors`: how the time of equal batches was seen to
@@ -111,6 +112,7 @@ class Calibration:
     max_sequences: int = 256
     prefill_budget: int = 2048
     generate_slowdown: float = 1.0
+    latency_s: float = 0.0
     environment_s: Distribution | None = None
     kept_frac: float = 1.0
     train_token_s: float

@@ -74,6 +74,7 @@ def limit_s(calibration: Calibration, settings: Settings) -> float:
     longest_s = (
         longest * c.pass_s
         + (longest - 1 + c.prompt_tokens) * c.token_s
+        + c.latency_s
         + (c.environment_s.mean if c.environment_s else 0.0)
     )
     serial_s = (longest_s + train_s + c.pause_s) / (s.max_policy_lag + 1)

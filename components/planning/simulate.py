@@ -21,7 +21,6 @@ from .model import Calibration, Settings
 from .order import TakeOrder
 from .parts import Collector, Draws, Group, Record
 
-
 _MAX_AT_ONCE = 1_000_000
 """Events at one moment; a fleet that does everything together has thousands."""
 
@@ -126,7 +125,8 @@ class Simulation:
             self._asking.append(collector)
 
     def _submit(self, group: Group) -> None:
-        lengths, group.environment_s = self._draws.of(group.group_id)
+        lengths, environment_s = self._draws.of(group.group_id)
+        group.environment_s = environment_s + self._c.latency_s
         group.open_chunks = len(lengths)
         engine = group.collector.engine
         engine.advance(self._now)

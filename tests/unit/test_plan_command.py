@@ -26,13 +26,16 @@ NUMBERS = ("--generate-tokens-per-s", "8000", "--train-tokens-per-s", "12000", "
 # The run below: 48 groups x 8 of 5 tokens after prompts of 10. A pass takes 10 ms and 50 us for each token in it; the
 # first token of a response comes with its prompt, of which a pass takes 2048 tokens.
 PASS_S, TOKEN_S = 0.010, 50e-6
-ALONE_S = 5 * PASS_S + 8 * 14 * TOKEN_S
+LATENCY_S = 0.02
+FIRST_S, FURTHER_S = LATENCY_S + PASS_S + 8 * 10 * TOKEN_S, PASS_S + 8 * TOKEN_S
 GROUPS_AT_ONCE = 96  # twice a batch
-MANY_S = (GROUPS_AT_ONCE * 8 * 4 / 256 + GROUPS_AT_ONCE * 80 / 2048) * PASS_S + GROUPS_AT_ONCE * 8 * 14 * TOKEN_S
+MANY_S = (
+    LATENCY_S + (GROUPS_AT_ONCE * 8 * 4 / 256 + GROUPS_AT_ONCE * 80 / 2048) * PASS_S + GROUPS_AT_ONCE * 8 * 14 * TOKEN_S
+)
 GENERATE_S = MANY_S / 2  # of one batch
 TRAIN_S, PAUSE_S, STEP_S = 0.6, 0.07, 0.65
 # In the run a batch's 384 sequences are 256 and then 128, and the collector counts the canary's time before them.
-GENERATING_S = 2 * 5 * PASS_S + 48 * 8 * 14 * TOKEN_S + 0.03
+GENERATING_S = LATENCY_S + 2 * 5 * PASS_S + 48 * 8 * 14 * TOKEN_S + 0.03
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ def run(tmp_path: Path) -> Path:
                 "role": "trainer",
                 "limit/generate_s": GENERATE_S,
                 "limit/train_s": TRAIN_S,
-                "limit/serial_s": (ALONE_S + TRAIN_S + PAUSE_S) / 3,
+                "limit/first_token_s": FIRST_S,
+                "limit/token_s": FURTHER_S,
                 "limit/step_s": TRAIN_S,
                 "step/forward_backward_s": TRAIN_S - 0.01,
                 "step/optim_s": 0.01,
@@ -109,6 +113,7 @@ def test_the_speeds_of_a_run_are_found_again(run: Path) -> None:
     found = calibrate(open_run(run))
     assert found.pass_s == pytest.approx(PASS_S, rel=0.02)
     assert found.token_s == pytest.approx(TOKEN_S, rel=0.02)
+    assert found.latency_s == pytest.approx(LATENCY_S, rel=0.05)
     assert found.train_token_s == pytest.approx((TRAIN_S - 0.01) / (48 * 8 * 15))
     assert (found.pause_s, found.canary_s, found.upload_s) == pytest.approx((PAUSE_S, 0.03, 0.03))
     assert found.overhead_s == pytest.approx(STEP_S - TRAIN_S - 0.03)

@@ -173,7 +173,14 @@ def step_metrics(*, wait_s: float, work_s: float, lag: float, **more: float) -> 
     }
 
 
-SPEEDS = Speeds(generate_s_per_token=0.01, train_s_per_token=0.0, optim_s=0.0, serial_s_per_token=0.0, hand_over_s=0.0)
+SPEEDS = Speeds(
+    generate_s_per_token=0.01,
+    train_s_per_token=0.0,
+    optim_s=0.0,
+    first_token_s=0.0,
+    serial_s_per_token=0.0,
+    hand_over_s=0.0,
+)
 
 
 def reported(tmp_path: Path, reports: list[StepReport], *stats: list[dict[str, float]]) -> Reporter:
