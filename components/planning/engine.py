@@ -148,6 +148,14 @@ class SimulatedEngine:
             sampled = self.running * self.position - self._running_starts
             self._stall_s += self._token_s * (self._prefilled + sampled)
 
+    def passes_s(self, count: int) -> float:
+        """Seconds until `count` more passes are over, as far as that much is running or waiting to be prefilled."""
+        if not self.running:
+            return 0.0
+        most_s = math.inf if math.isinf(self._budget) else count * self._budget * self._token_s
+        passes_s = count * (self._pass_s + self._token_s * self.running)
+        return (min(self._stall_s, most_s) + passes_s) * self.slowdown
+
     def resume(self) -> None:
         self.paused = self.held = False
         if self._queue:

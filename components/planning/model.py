@@ -98,7 +98,8 @@ class Calibration:
     The trainer: `train_token_s` per token of prompts and responses on one rank, `optim_s` and `publish_s` (gathering
     the weights) once per step, `overhead_s` between steps. `train_factors`: how the time of equal batches was seen to
     vary, mean 1. Weights: `upload_s` beside the next step, then an engine stands still for `pause_s`, and its new
-    tokens are withheld for `canary_s`. `hand_on_s`: from the last group of a batch to the trainer's start on it.
+    tokens are withheld for `canary_s` and, where something is running, two passes. `hand_on_s`: from the last group of
+    a batch to the trainer's start on it.
 
     `settings` are what was measured under; `measured_step_s` is what came of it (None: nothing was measured).
     """

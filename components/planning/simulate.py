@@ -317,7 +317,9 @@ class Simulation:
             engine.resume()
             if engine.running:
                 self._reschedule(collector)
-        self._at(self._now + self._c.canary_s, self._verified, collectors)
+        # A canary overtakes what waits, not the pass that began as generation resumed: it is part of the next one.
+        beside_s = sum(c.engine.passes_s(2) for c in collectors) / len(collectors)
+        self._at(self._now + self._c.canary_s + beside_s, self._verified, collectors)
 
     def _verified(self, collectors: list[Collector]) -> None:
         for collector in collectors:

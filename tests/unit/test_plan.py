@@ -169,7 +169,7 @@ def test_a_wider_window_uses_finished_groups_while_they_are_fresh() -> None:
     calibration = job(lengths=rare, pass_s=0.01, token_s=0.0, train_token_s=1e-6)
     settings = replace(calibration.settings, groups_per_step=8, group_size=2).with_lag(8)
     strict, wide = (predict(calibration, replace(settings, reorder_window=w)) for w in (1, 17))
-    assert wide.lag_mean < 0.85 * strict.lag_mean
+    assert wide.lag_mean < 0.9 * strict.lag_mean
     assert wide.step_s < 1.02 * strict.step_s
 
 
