@@ -97,6 +97,7 @@ class CollectorActor:
             on_quarantine=lambda error: self._collector.discard(str(error)),
             max_failures=config.param_server.quarantine_pulls,
             verified=0 if self._own_weights else -1,
+            finish_first=oldest,
         )
         self._buffer = buffer
         self._collector = Collector(

@@ -264,9 +264,10 @@ class Collector(BaseCollector):
             await self._hand_over.until_verified(admission.floor)
         s = self._settings
         try:
-            trajectories = await self._attempts(
-                admission.task, group_size=s.group_size, temperature=s.temperature, admission=admission
-            )
+            async with self._hand_over.serving(admission.floor):
+                trajectories = await self._attempts(
+                    admission.task, group_size=s.group_size, temperature=s.temperature, admission=admission
+                )
         except RolloutFailed as failure:
             await self._fail(admission, str(failure))
             return None

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -74,7 +74,9 @@ class HandOver:
         on_quarantine: Callable[[HandOverError], Awaitable[Any]],
         max_failures: int,
         verified: int = -1,
+        finish_first: bool = False,
     ) -> None:
+        """`finish_first`: no pull before the groups that the weights are enough for have finished under them."""
         self._engine = engine
         self._pull = pull
         self._in_flight = in_flight
@@ -89,6 +91,8 @@ class HandOver:
         self._changed = asyncio.Condition()
         self._hold = asyncio.Lock()
         self._wanted: Counter[int] = Counter()
+        self._finish_first = finish_first
+        self._num_served = 0
         self.verified = verified
         self._pulls: list[PullReport] = []
         self._closed = asyncio.Event()
@@ -112,6 +116,7 @@ class HandOver:
                 wanted.cancel()
                 closed.cancel()
             if pulled is not None:
+                await self._until_nothing_is_served()
                 async with self._hold:
                     try:
                         await self._take_over(*pulled)
@@ -136,14 +141,37 @@ class HandOver:
             async with asyncio.timeout(self._deadline_s), self._changed:
                 self._wanted[policy_version] += 1
                 self._changed.notify_all()
-                await self._changed.wait_for(lambda: self.verified >= policy_version)
+                try:
+                    await self._changed.wait_for(lambda: self.verified >= policy_version)
+                finally:
+                    self._wanted -= Counter([policy_version])
+                    self._changed.notify_all()
         except TimeoutError:
             raise TimeoutError(
                 f"waited {self._deadline_s:g} s for weights of version {policy_version}; "
                 f"this engine serves version {self.verified}"
             ) from None
+
+    @asynccontextmanager
+    async def serving(self, floor: int) -> AsyncIterator[None]:
+        """Around the work of a group that weights of version `floor` or newer are enough for; waits for those."""
+        await self.until_verified(floor)
+        self._num_served += 1  # in the same turn of the loop in which the wait ended, so that no pull comes between
+        try:
+            yield
         finally:
-            self._wanted -= Counter([policy_version])
+            self._num_served -= 1
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _until_nothing_is_served(self) -> None:
+        """Groups have time-outs, so this ends; new ones ask for newer and newer weights."""
+        if not self._finish_first:
+            return
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: not self._num_served and all(floor > self.verified for floor in self._wanted)
+            )
 
     async def _wanted_below(self, newer_than: int) -> None:
         """Returns when a group needs a version that a pull for something newer than `newer_than` would pass over."""

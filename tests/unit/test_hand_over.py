@@ -187,6 +187,32 @@ def test_a_load_that_fails_ends_the_hand_over_and_the_pause():
     play(scenario)
 
 
+def test_what_the_weights_are_enough_for_finishes_under_them_if_asked():
+    async def scenario(rig, running):
+        served: list[tuple[int, int, int]] = []
+        release = asyncio.Event()
+
+        async def group(floor: int) -> None:
+            async with rig.hand_over.serving(floor):
+                started = rig.engine.version
+                await release.wait()
+                served.append((floor, started, rig.engine.version))
+
+        await rig.publish(0)
+        groups = [asyncio.create_task(group(floor)) for floor in (0, 1, 0, 2)]
+        await settle()
+        await rig.publish(1)
+        await rig.publish(2)
+        assert rig.engine.loads == [0]  # two groups are at work, though others wait for newer weights
+        release.set()
+        await asyncio.wait_for(asyncio.gather(*groups), 5)
+        assert all(started == ended for _, started, ended in served)
+        assert {floor: started for floor, started, _ in served} == {0: 0, 1: 1, 2: 2}
+        assert rig.engine.loads == [0, 1, 2]
+
+    play(scenario, finish_first=True)
+
+
 def test_a_manifest_that_does_not_match_its_digest_never_reaches_the_engine():
     async def scenario(rig, running):
         good = publication(0)
