@@ -66,6 +66,7 @@ class ReplayBufferActor:
             skip_zero_advantage=numbers.skip_zero_advantage,
             rollouts_per_take=config.monitor.rollouts_per_step,
             experts=self._experts(skip_steps=position.num_takes * train.updates_per_batch),
+            count_turns=algorithm.aggregation == "turn_mean_token_mean",
         )
         self._num_too_long = 0
         self._pipeline = Pipeline(config.replay.operators)
