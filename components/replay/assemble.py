@@ -77,18 +77,21 @@ class Assembler:
     experts: Callable[[], Sequence[Trajectory]] | None = None
     count_turns: bool = False
 
-    def __call__(self, index: int, groups: Sequence[Group]) -> Take:
-        advantages = self._advantages(groups)
-        steps = [list(groups[i :: self.updates_per_take]) for i in range(self.updates_per_take)]
+    def __call__(self, index: int, groups: Sequence[Group], reused: Sequence[Group] = ()) -> Take:
+        """The take of these groups and of others that were used before; metrics and rollouts are of the new ones."""
+        every = [*groups, *reused]
+        advantages = self._advantages(every)
+        steps = [every[i :: self.updates_per_take] for i in range(self.updates_per_take)]
         batches = [self._step(step, advantages) for step in steps]
         in_pass = sum(_num_pass_tokens(b) for step in batches for b in step)
         return Take(
             index=index,
-            group_ids=[g.group_id for g in groups],
+            group_ids=[g.group_id for g in every],
             batches=batches,
-            metrics=_take_metrics(groups, advantages) | {"train/tokens_in_pass": float(in_pass)},
+            metrics=_take_metrics(groups, advantages)
+            | {"train/tokens_in_pass": float(in_pass), "train/reused_groups": float(len(reused))},
             rollouts=_readable(groups, advantages, self.rollouts_per_take),
-            oldest_version=min(g.policy_versions()[0] for g in groups),
+            oldest_version=min(g.policy_versions()[0] for g in every),
         )
 
     def _advantages(self, groups: Sequence[Group]) -> dict[int, list[Advantage]]:
