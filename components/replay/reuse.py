@@ -129,4 +129,5 @@ class ReusePool:
         return self._updates * (take + 1) - 1 - used.oldest_version <= self._max_lag
 
     def _order(self, used: _Used) -> tuple[float, int]:
-        return self._decay * (used.num_uses - 1) - used.score, used.group.group_id
+        cost = self._decay * (used.num_uses - 1) if self._priority is not None else 0.0
+        return cost - used.score, used.group.group_id

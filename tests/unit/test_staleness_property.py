@@ -488,8 +488,9 @@ def test_a_first_use_that_leaves_no_room_for_the_others_would_be_seen(monkeypatc
 def test_a_group_that_is_used_once_too_often_would_be_seen(monkeypatch):
     real = ReusePool.__init__
     monkeypatch.setattr(ReusePool, "__init__", lambda self, **o: real(self, **o | {"max_uses": o["max_uses"] + 1}))
-    with pytest.raises(AssertionError, match=r"more often than allowed|all uses are made"):
-        check(REUSED, play(REUSED, 0))
+    roomy = replace(REUSED, L=9)  # where the bound does not forbid it
+    with pytest.raises(AssertionError, match="more often than allowed"):
+        check(roomy, play(roomy, 0))
 
 
 def test_a_dead_generator_whose_groups_are_not_issued_again_would_be_seen(monkeypatch):
