@@ -407,7 +407,7 @@ many = settings(
 )
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(180)
 def test_every_schedule_holds_the_bound_trains_everything_once_and_ends():
     seen: Counter[str] = Counter()
 
