@@ -32,8 +32,8 @@ from leeway.recipes.cells import run_cells
 from leeway.recipes.context import StageContext, StageResult
 from leeway.recipes.frontier_report import Interval
 
-TEACHERS = ("on_policy_distill", "jsd")
-EXPERTS = ("mix",)
+TEACHERS: tuple[str, ...] = ("on_policy_distill", "jsd")
+EXPERTS: tuple[str, ...] = ("mix",)
 OTHER_PARTS = ("ppo",)
 """Presets whose runs need other parts than the rest: they cannot share an engine and a trainer with them."""
 EVALUATIONS = 3

@@ -18,6 +18,7 @@ from leeway.algorithms.aggregation import aggregate
 from leeway.algorithms.pieces import advantage_of, check_pieces
 from leeway.algorithms.turns import TurnAdvantage, Turns, num_turns, turn_segments, turns_of
 from leeway.config import load_config
+from leeway.config.environments import FrozenLakeOptions
 from leeway.envs.frozen_lake import FrozenLake
 from leeway.envs.step import StepEnvironment
 from leeway.replay.assemble import Assembler
@@ -305,6 +306,6 @@ def test_a_step_environment_names_the_state_of_each_turn_and_what_it_earned() ->
 
 
 def test_on_the_lake_a_state_is_where_one_stands_however_one_came_there() -> None:
-    options = FrozenLake.Options(size=3, holes_frac=0.0, slip=0.0, max_turns=4, max_tokens_per_turn=None)
+    options = FrozenLakeOptions(size=3, holes_frac=0.0, slip=0.0, max_turns=4, max_tokens_per_turn=None)
     states = [turn.state for turn in play(FrozenLake(options), "right", "left", "right", "left").turns]
     assert states[0] == states[2] != states[1] == states[3]
