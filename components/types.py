@@ -62,12 +62,27 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Turn:
+    """Response tokens `start` to `stop` (not included) of one turn of the policy.
+
+    `state` names the state that it began in: turns with the same name are comparable, in any trajectory of the group.
+    `reward` is what the environment paid for this turn alone.
+    """
+
+    start: int
+    stop: int
+    state: str
+    reward: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trajectory:
     """One finished attempt at a task: a prompt, then everything that followed, token by token.
 
     `response_tokens`, `loss_mask`, `behavior_logprobs` and `policy_versions` have one entry per token after the prompt.
     Where `loss_mask` is False the environment wrote the token: its logprob is 0.0 and its version `NO_VERSION`.
-    `metrics` are named numbers beside the reward (for example {"exact_match": 1.0}).
+    `metrics` are named numbers beside the reward (for example {"exact_match": 1.0}). `turns`, in order: what an
+    environment of several turns says of each, for algorithms that look at them (`gigpo`); empty: it says nothing.
 
     Example: prompt "12+34=", the policy sampled "46" and the stop token under version 7:
 
@@ -85,6 +100,7 @@ class Trajectory:
     finish_reason: str
     text: str
     metrics: dict[str, float] = field(default_factory=dict)
+    turns: list[Turn] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         lengths = {
@@ -99,6 +115,12 @@ class Trajectory:
             raise ValueError("Trajectory: prompt_tokens is empty; a policy needs at least one token to continue from")
         if not isinstance(self.reward, int | float) or not math.isfinite(self.reward):
             raise ValueError(f"Trajectory: reward is {self.reward!r}; expected a finite number")
+        ends = [0, *(end for turn in self.turns for end in (turn.start, turn.stop)), len(self.response_tokens)]
+        if ends != sorted(ends) or not all(math.isfinite(turn.reward) for turn in self.turns):
+            raise ValueError(
+                f"Trajectory: turns {self.turns!r:.200}; expected spans of the {len(self.response_tokens)} response "
+                "tokens, in order, each with a finite reward"
+            )
 
     @classmethod
     def from_completion(
@@ -169,9 +191,13 @@ class TrainBatch(TensorClass):
 
 
 def batch_trajectories(
-    trajectories: Sequence[Trajectory], advantages: Sequence[float], *, num_sequences: int, num_tokens: int
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[float | Sequence[float]],
+    *,
+    num_sequences: int,
+    num_tokens: int,
 ) -> TrainBatch:
-    """Lay N trajectories end to end; `advantages` [N] holds one number per trajectory, given to each of its tokens."""
+    """Lay N trajectories end to end; `advantages` [N]: of each, one number for all of its tokens, or one per token."""
 
     def flat(name: str, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([x for t in trajectories for x in getattr(t, name)], dtype=dtype)
@@ -185,7 +211,14 @@ def batch_trajectories(
         loss_mask=flat("loss_mask", torch.bool),
         behavior_logprobs=flat("behavior_logprobs", torch.float32),
         policy_versions=flat("policy_versions", torch.int64),
-        advantages=torch.repeat_interleave(torch.tensor(advantages, dtype=torch.float32), response_lengths),
+        advantages=torch.tensor(
+            [
+                x
+                for t, a in zip(trajectories, advantages, strict=True)
+                for x in ([a] * len(t.response_tokens) if isinstance(a, float | int) else a)
+            ],
+            dtype=torch.float32,
+        ),
         num_sequences=torch.tensor(num_sequences),
         num_tokens=torch.tensor(num_tokens),
         batch_size=[],

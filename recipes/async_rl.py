@@ -324,7 +324,7 @@ class AsyncRL:
             return train.steps
         assert train.epochs is not None
         groups = round(train.epochs * len(self._train_tasks))
-        return -(-groups // train.groups_per_step) * train.updates_per_batch
+        return -(-groups // self._numbers.fresh_groups_per_take) * train.updates_per_batch
 
     def _result(self, evals: dict[str, Any], folder: str | None, *, wall_s: float, rl_s: float) -> StageResult:
         summary = self._report.summary(steps=self._version) | {

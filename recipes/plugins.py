@@ -18,9 +18,11 @@ def check_plugins(config: Config) -> None:
     """Import and build whatever the settings name. Raises ValueError in one line: file, line, what was expected."""
     from leeway.envs.registry import build_environment
     from leeway.replay.operators import Pipeline
+    from leeway.replay.reuse import priority_of
 
     build_environment(config.env)
     Pipeline(config.replay.operators)
+    priority_of(config.replay.priority)
 
 
 def dry_run(config: Config, task: Task) -> None:

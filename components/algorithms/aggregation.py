@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 
 from .sequences import sequence_sums
+from .turns import turn_segments
 
-AGGREGATIONS = ("seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "fixed_length")
+AGGREGATIONS = ("seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "fixed_length", "turn_mean_token_mean")
 
 
 def aggregate(
@@ -32,11 +33,15 @@ def aggregate(
       2402.03300, eq. 3.
     - `seq_mean_token_sum`: every token weighs 1 / num_sequences: the gradient of a sequence's log-probability.
     - `fixed_length`: every token weighs 1 / (`length` x num_sequences). Source: Dr. GRPO, arXiv 2503.20783.
+    - `turn_mean_token_mean`: every token weighs 1 / (its turn's tokens x turns of the step), as if each turn were a
+      sequence of its own; `num_sequences` must then count turns (see `turns.num_turns`).
     """
     masked = torch.where(mask, losses, 0.0)
     if how == "token_mean":
         return masked.sum() / num_tokens
-    if how == "seq_mean_token_mean":
+    if how == "turn_mean_token_mean":
+        segments = turn_segments(mask, segments)
+    if how in ("seq_mean_token_mean", "turn_mean_token_mean"):
         lengths = sequence_sums(mask.to(losses.dtype), segments)
         return (masked / lengths.clamp(min=1)[segments]).sum() / num_sequences
     if how == "seq_mean_token_sum":

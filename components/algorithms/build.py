@@ -34,7 +34,13 @@ def objective_of(config: Config, recipe: str) -> Objective:
             interpolate=a.correction_proximal == "interpolate",
             mask_divergence=a.correction_mask_divergence,
         ),
-        kl=KLPenalty(coefficient=a.kl_coef, estimator=a.kl_estimator, where=a.kl_where, target=a.kl_target),
+        kl=KLPenalty(
+            coefficient=a.kl_coef,
+            estimator=a.kl_estimator,
+            where=a.kl_where,
+            target=a.kl_target,
+            jsd_beta=a.jsd_beta,
+        ),
         entropy_coefficient=a.entropy_coef,
     )
     if a.expert_path is None:

@@ -130,7 +130,7 @@ class KLPenalty:
     - `reward`: each token's penalty is taken off the return of that token and of those before it, without gradient,
       after advantages were made.
     - `token`: taken off that token's advantage alone. With k1 and no other reward this is on-policy distillation: the
-      advantage is `log p_teacher - log p_student`. Source: arXiv 2306.13649.
+      advantage is `log p_teacher - log p_student`. Source: arXiv 2306.13649. `jsd` (with `jsd_beta`) goes here only.
 
     `target`: the mean KL per token towards which the coefficient moves from step to step; None leaves it.
     """
@@ -139,6 +139,7 @@ class KLPenalty:
     estimator: str = "k3"
     where: str = "loss"
     target: float | None = None
+    jsd_beta: float = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +282,7 @@ class PolicyObjective(Objective):
         if self.kl.where == "loss":
             return tokens.advantages, kl_estimate(self.kl.estimator, logprobs, reference, behavior)
         # A reward is a property of the sample: it compares the policy that sampled it with the reference.
-        kl = kl_estimate(self.kl.estimator, behavior, reference, behavior)
+        kl = kl_estimate(self.kl.estimator, behavior, reference, behavior, jsd_beta=self.kl.jsd_beta)
         penalty = penalties_to_go(kl, tokens.mask, tokens.segments) if self.kl.where == "reward" else kl
         return tokens.advantages - self.kl.coefficient * penalty, kl
 

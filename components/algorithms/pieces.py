@@ -17,6 +17,7 @@ import torch
 from .advantages import ADVANTAGES, AdvantageFunction
 from .policy_loss import cispo_loss, clipped_ratio_loss, gspo_loss, sapo_loss
 from .reinforce import opmd_kimi_loss, opmd_loss, rec_loss, reinforce_loss, sppo_loss, topr_loss
+from .turns import TURN_ADVANTAGES, TurnAdvantage, Turns
 
 POLICY_LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "clip": clipped_ratio_loss,
@@ -34,14 +35,15 @@ CLIPS = {"clip": "gradient", "gspo": "gradient", "cispo": "weight"}
 """What the clip range does to a token outside of it; losses that are not named have no such range."""
 
 GIVEN_TO_LOSSES = ("mask", "segments", "clip_low", "clip_high", "dual_clip")
-GIVEN_TO_ADVANTAGES = ("eps",)
+GIVEN_TO_ADVANTAGES = ("eps", "turns")
 LOSS_SIGNATURE = (
     "a function (logprobs, old_logprobs, advantages, *, [mask, segments, clip_low, clip_high], [options]) that returns "
     "the loss of each token"
 )
 ADVANTAGE_SIGNATURE = (
     "a function (rewards, groups, *, [options]) of a whole take, or a leeway.algorithms.advantages.per_group function "
-    "(rewards, *, [options]) of one group, that returns one advantage per reward"
+    "(rewards, *, [options]) of one group, that returns one advantage per reward; or, asking for turns by keyword, a "
+    "function (rewards, groups, *, turns, [options]) that returns one per turn"
 )
 
 
@@ -74,10 +76,12 @@ def policy_loss_of(name: str, options: Mapping[str, Any] | None = None) -> Polic
     return PolicyLoss(name=name, function=function, options=dict(options or {}), given=wanted)
 
 
-def advantage_of(name: str, options: Mapping[str, Any] | None = None, *, eps: float = 1e-6) -> AdvantageFunction:
+def advantage_of(
+    name: str, options: Mapping[str, Any] | None = None, *, eps: float = 1e-6
+) -> AdvantageFunction | TurnAdvantage:
     """The advantage function called `name` with its options. Raises ValueError in one line."""
     key = "algorithm.advantage"
-    function = ADVANTAGES.get(name) or _users(name, key=key, expected=ADVANTAGE_SIGNATURE)
+    function = ADVANTAGES.get(name) or TURN_ADVANTAGES.get(name) or _users(name, key=key, expected=ADVANTAGE_SIGNATURE)
     of_group = getattr(function, "of_group", None)
     wanted = _keywords(
         of_group or function,
@@ -89,6 +93,12 @@ def advantage_of(name: str, options: Mapping[str, Any] | None = None, *, eps: fl
         expected=ADVANTAGE_SIGNATURE,
     )
     bound = functools.partial(function, **({"eps": eps} if "eps" in wanted else {}), **(options or {}))
+    if "turns" in wanted:
+
+        def of_turns(rewards: torch.Tensor, groups: torch.Tensor, *, turns: Turns) -> torch.Tensor:
+            return _checked(bound(rewards, groups, turns=turns), like=turns.rewards, who=f"advantage {name}")
+
+        return TurnAdvantage(of_turns)
     if name in ADVANTAGES:
         return bound
 
@@ -112,7 +122,12 @@ def check_pieces(algorithm: Any) -> None:
         raise ValueError(f"policy loss {loss.name}: its result does not depend on logprobs; expected a gradient to it")
     advantage = advantage_of(algorithm.advantage, algorithm.advantage_options, eps=algorithm.advantage_eps)
     rewards, groups = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0, 0.5]), torch.tensor([0, 0, 0, 1, 1, 2])
-    _tried(lambda: advantage(rewards, groups), f"advantage {algorithm.advantage}")
+    if isinstance(advantage, TurnAdvantage):
+        owners, states = torch.tensor([0, 0, 1, 2, 2, 3, 4, 5]), torch.tensor([0, 1, 0, 0, 2, 3, 3, 4])
+        turns = Turns(trajectories=owners, states=states, rewards=torch.tensor([0.0, 0, 1, 0.5, 0.5, 0, 0, 0.5]))
+        _tried(lambda: advantage(rewards, groups, turns), f"advantage {algorithm.advantage}")
+    else:
+        _tried(lambda: advantage(rewards, groups), f"advantage {algorithm.advantage}")
 
 
 def _users(name: str, *, key: str, expected: str) -> Callable[..., Any]:

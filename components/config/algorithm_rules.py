@@ -91,6 +91,17 @@ def a_reference_is_used_and_a_teacher_is_named(config: Config, named: Named) -> 
         )
 
 
+def jsd_is_a_teachers(config: Config, named: Named) -> None:
+    a = config.algorithm
+    if a.kl_estimator == "jsd" and a.kl_where != "token":
+        raise ConfigError(
+            named("algorithm.kl_where"),
+            got=a.kl_where,
+            expected="token where algorithm.kl_estimator is jsd: only as a token's advantage has it the right gradient",
+            fix="set algorithm.kl_where=token, or another algorithm.kl_estimator",
+        )
+
+
 def expert_data_is_named(config: Config, named: Named) -> None:
     a = config.algorithm
     if a.name == "mix" and a.expert_path is None:
@@ -109,5 +120,6 @@ ALGORITHM_RULES = (
     kl_target_has_something_to_move,
     interpolation_fits_the_correction,
     a_reference_is_used_and_a_teacher_is_named,
+    jsd_is_a_teachers,
     expert_data_is_named,
 )

@@ -18,13 +18,17 @@ class Derived:
     Lags are in optimizer steps, the window in groups. `max_outstanding_groups` is the largest number of groups that are
     admitted and not yet taken at any time. `num_takes` and `total_groups` are None where train.epochs decides. CPUs and
     GPUs are per role, for all its processes. `lockstep`: no group is in flight when weights change.
-    `skip_zero_advantage`: train.skip_zero_advantage, where it changes nothing. `scores_proximal`: whether the trainer
-    scores a batch when it is taken.
+    `fresh_groups_per_take`: those of a take that were not used before; `first_use_policy_lag`: the bound on their lag,
+    which leaves room for replay.max_uses - 1 more uses within `max_policy_lag`. `skip_zero_advantage`:
+    train.skip_zero_advantage, where it changes nothing. `scores_proximal`: whether the trainer scores a batch when it
+    is taken.
     """
 
     reorder_window: int
     target_policy_lag: int
     max_policy_lag: int
+    fresh_groups_per_take: int
+    first_use_policy_lag: int
     least_policy_lag: int
     max_outstanding_groups: int
     num_takes: int | None
@@ -51,9 +55,10 @@ class Derived:
 def derive(config: Config, recipe: str = "async_rl") -> Derived:
     """Compute the derived numbers of `config` as a run of `recipe`."""
     train, rollout, cluster = config.train, config.rollout, config.cluster
-    P, u, n = train.groups_per_step, train.updates_per_batch, config.param_server.publish_every
-    bound = config.staleness.max_policy_lag
-    target = bound if config.staleness.target_policy_lag is None else config.staleness.target_policy_lag
+    uses, bound = config.replay.max_uses, config.staleness.max_policy_lag
+    P, u, n = max(1, train.groups_per_step // uses), train.updates_per_batch, config.param_server.publish_every
+    first_use = bound - u * (config.replay.cooldown + 1) * (uses - 1)
+    target = first_use if config.staleness.target_policy_lag is None else config.staleness.target_policy_lag
     window = config.staleness.reorder_window
     if window is None:
         window = P if least_target_policy_lag(P, u, n, P) <= target else 1
@@ -73,12 +78,14 @@ def derive(config: Config, recipe: str = "async_rl") -> Derived:
         reorder_window=window,
         target_policy_lag=target,
         max_policy_lag=bound,
+        fresh_groups_per_take=P,
+        first_use_policy_lag=first_use,
         least_policy_lag=least_target_policy_lag(P, u, n, window),
         max_outstanding_groups=outstanding if total_groups is None else min(outstanding, total_groups),
         num_takes=num_takes,
         total_groups=total_groups,
-        sequences_per_take=train.batch_size if offline else P * config.algorithm.group_size,
-        sequences_per_step=train.batch_size if offline else P // u * config.algorithm.group_size,
+        sequences_per_take=train.batch_size if offline else train.groups_per_step * config.algorithm.group_size,
+        sequences_per_step=train.batch_size if offline else train.groups_per_step // u * config.algorithm.group_size,
         processes=processes,
         cpus={
             "generator": processes["generator"] * cluster.cpus_per_generator,
@@ -91,7 +98,7 @@ def derive(config: Config, recipe: str = "async_rl") -> Derived:
         # At the least target, a group starts only once everything before its own take has been published, unless the
         # window reaches into a part of the next take; a bound above the target would let it start under weights older
         # than those, and meet them in flight.
-        lockstep=bound == target == least_target_policy_lag(P, u, n, window) and (window - 1) % P == 0,
+        lockstep=first_use == target == least_target_policy_lag(P, u, n, window) and (window - 1) % P == 0,
         skip_zero_advantage=train.skip_zero_advantage and _zero_advantage_moves_nothing(config),
         scores_proximal=config.algorithm.correction != "none" and config.algorithm.correction_proximal == "recompute",
         served_tolerance=config.param_server.served_tolerance or (1e-4 if config.model.dtype == "float32" else 0.1),

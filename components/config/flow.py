@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from .base import Section
+from .names import PRIORITIES
 
 
 class RolloutConfig(Section):
@@ -51,7 +52,24 @@ class ReplayConfig(Section):
     """The buffer between generators and trainer."""
 
     store: Literal["memory"] = Field(default="memory", description="where groups wait")
-    max_uses: Literal[1] = Field(default=1, description="times a group is trained on")
+    max_uses: PositiveInt = Field(
+        default=1,
+        description="batches that a group is part of, each use within the bound; a batch has groups_per_step / "
+        "max_uses new groups",
+    )
+    cooldown: NonNegativeInt = Field(default=0, description="batches between two uses of a group")
+    sampling: Literal["admission", "priority"] = Field(
+        default="admission",
+        description="which groups are taken first, inside the reorder window and of those that may be used again: the "
+        "oldest, or those of the highest priority",
+    )
+    priority: str = Field(
+        default="spread",
+        description=f"sampling=priority: what a group is worth: {', '.join(PRIORITIES)}, or pkg.mod:function",
+    )
+    priority_decay: NonNegativeFloat = Field(
+        default=0.1, description="taken off a group's priority for each time that it was used"
+    )
     operators: list[str | dict[str, dict[str, Any]]] = Field(
         default_factory=list,
         description="what is done to finished groups, in order: names, or {name: {option: value}}",

@@ -11,7 +11,7 @@ from .presets import ADVANTAGE_OPTIONS, POLICY_LOSS_OPTIONS
 
 AlgorithmName = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp", "asymre", "topr", "opmd", "opmd_kimi",
-    "sppo", "rec", "raft", "on_policy_distill", "mix",
+    "sppo", "rec", "raft", "on_policy_distill", "jsd", "mix", "step_grpo", "gigpo",
 ]  # fmt: skip
 
 CorrectionName = Literal["none", "decoupled", "tis", "icepop", "mis", "m2po"]
@@ -53,10 +53,12 @@ class AlgorithmConfig(Section):
         gt=1.0,
         description="policy_loss=clip: bad answers cost at most so many advantages; null: no limit",
     )
-    aggregation: Literal["seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "fixed_length"] = Field(
+    aggregation: Literal[
+        "seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "fixed_length", "turn_mean_token_mean"
+    ] = Field(
         default="seq_mean_token_mean",
         description="mean over sequences of their token means, mean over all tokens, mean over sequences of their "
-        "token sums, or of these sums divided by rollout.max_response_tokens",
+        "token sums, or of these sums divided by rollout.max_response_tokens; or mean over turns of their token means",
     )
     correction: CorrectionName = Field(
         default="none",
@@ -85,8 +87,11 @@ class AlgorithmConfig(Section):
     kl_coef: NonNegativeFloat = Field(
         default=0.0, description="weight of the KL from the reference policy; 0: no reference"
     )
-    kl_estimator: Literal["k1", "k2", "k3", "abs", "corrected_k3"] = Field(
-        default="k3", description="how that KL is estimated from sampled tokens"
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "corrected_k3", "jsd"] = Field(
+        default="k3", description="how that KL is estimated from sampled tokens; jsd: Jensen-Shannon, of a teacher"
+    )
+    jsd_beta: float = Field(
+        default=0.5, gt=0.0, lt=1.0, description="kl_estimator=jsd: the teacher's share of the mixture"
     )
     kl_where: Literal["loss", "reward", "token"] = Field(
         default="loss", description="where it enters: the loss, each token's return, or each token's advantage"

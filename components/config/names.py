@@ -41,6 +41,7 @@ REWARDS = (
     "code_tests",
 )
 OPERATORS = ("filter_zero_variance", "filter_reward", "mask_truncated", "shape_reward", "prefer_short", "dedupe")
+PRIORITIES = ("spread", "reward", "newest")
 
 _TARGET = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 

@@ -46,6 +46,20 @@ PRESETS: dict[str, Preset] = {
             "kl_where": "token",
         },
     },
+    "jsd": {
+        "algorithm": {
+            "advantage": "zero",
+            "policy_loss": "cispo",
+            "clip_low": 1.0,
+            "clip_high": 4.0,
+            "aggregation": "token_mean",
+            "kl_coef": 1.0,
+            "kl_estimator": "jsd",
+            "kl_where": "token",
+        },
+    },
+    "step_grpo": {"algorithm": {"aggregation": "turn_mean_token_mean"}},
+    "gigpo": {"algorithm": {"advantage": "gigpo", "aggregation": "turn_mean_token_mean"}},
     "mix": {"algorithm": {"expert_weight": 0.5, "expert_weight_end": 0.05}},
     "rec": {"algorithm": {"advantage": "mean", "policy_loss": "rec", "clip_high": 0.2, "aggregation": "token_mean"}},
 }
@@ -64,6 +78,7 @@ ADVANTAGE_OPTIONS: dict[str, tuple[str, ...]] = {
     "best": ("least",),
     "reward": (),
     "zero": (),
+    "gigpo": ("omega", "gamma", "std"),
 }
 POLICY_LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
     "clip": (),

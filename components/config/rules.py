@@ -19,6 +19,7 @@ from .input_rules import (
     task_source_is_complete,
 )
 from .names import TRAINING_RECIPES, engine_options, nearest
+from .replay_rules import REPLAY_RULES
 from .schema import Config
 
 # Arguments of the engine that Leeway sets itself, and where the user's say in them is.
@@ -72,6 +73,8 @@ def check_rules(config: Config, recipe: str, named: Named = str) -> None:
         for rule in ALGORITHM_RULES:
             rule(config, named)
         batches_divide(config, named)
+        for rule in REPLAY_RULES:
+            rule(config, named)
         staleness_is_possible(config, named)
         evaluations_meet_published_weights(config, named)
         a_step_outlasts_its_rollouts(config, named)
@@ -252,7 +255,7 @@ def studies_start_anew(config: Config, named: Named) -> None:
 def staleness_is_possible(config: Config, named: Named) -> None:
     """The least lag with which admission can always go on must fit under the target, and the target under the bound."""
     d = derive(config)
-    P, u, n = config.train.groups_per_step, config.train.updates_per_batch, config.param_server.publish_every
+    P, u, n = d.fresh_groups_per_take, config.train.updates_per_batch, config.param_server.publish_every
     if d.target_policy_lag > d.max_policy_lag:
         raise ConfigError(
             named("staleness.target_policy_lag"),

@@ -33,6 +33,9 @@ class FrozenLake(StepEnvironment):
         self._at, self._num_illegal = (0, 0), 0
         return f"{task.prompt}\n{_RULES}\n{self._picture()}"
 
+    def state(self, observation: Observation) -> str:
+        return self._picture()
+
     async def step(self, completion: Completion) -> Step:
         words = [w.strip(".,!:;*'\"<>()[]") for w in completion.text.lower().split()]
         move = next((w for w in reversed(words) if w in MOVES), None)

@@ -6,9 +6,10 @@ import copy
 import inspect
 import math
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Any
 
-from ..types import Completion, Task, Trajectory
+from ..types import Completion, Task, Trajectory, Turn
 from .base import Environment, Policy, all_or_none
 from .transcript import Observation, Transcript, is_observation
 
@@ -44,6 +45,13 @@ class StepEnvironment(Environment):
         counts. Say {"exact_match": 0.0 or 1.0} there beside a reward that pays in part.
         """
 
+    def state(self, observation: Observation) -> str:
+        """The name of the state that the policy's next turn begins in; `observation` is what it is shown.
+
+        For algorithms that compare turns of a group that began alike (`gigpo`). By default the observation itself.
+        """
+        return str(observation)
+
     async def close(self) -> None:
         """Called once at the end of every conversation, also when it failed or took too long."""
 
@@ -55,13 +63,17 @@ class StepEnvironment(Environment):
 
     async def _converse(self, task: Task, policy: Policy) -> Trajectory:
         try:
-            transcript = Transcript(policy.prompter, self._checked_observation(await self.reset(task), "reset"))
+            observation = self._checked_observation(await self.reset(task), "reset")
+            transcript = Transcript(policy.prompter, observation)
             reward, metrics, num_turns, finish_reason = 0.0, {}, 0, None
+            turns: list[Turn] = []
             while True:
+                state, start = self.state(observation), transcript.num_response_tokens
                 (completion,) = await policy.generate(transcript.tokens, n=1, max_tokens=self.max_tokens_per_turn)
                 transcript.sampled(completion)
                 num_turns += 1
-                observation, paid, done, info = self._checked_step(await self.step(completion))
+                answer, paid, done, info = self._checked_step(await self.step(completion))
+                turns.append(Turn(start=start, stop=transcript.num_response_tokens, state=state, reward=paid))
                 reward += paid
                 metrics |= _numbers(info)
                 if done:
@@ -69,13 +81,13 @@ class StepEnvironment(Environment):
                 if num_turns >= self.max_turns:
                     finish_reason = "max_turns"
                     break
-                answer = self._checked_observation(observation, "step")
-                if not transcript.observed(answer, max_len=policy.max_model_len):
+                observation = self._checked_observation(answer, "step")
+                if not transcript.observed(observation, max_len=policy.max_model_len):
                     finish_reason = "length"
                     break
-            return transcript.trajectory(
-                reward=reward, finish_reason=finish_reason, metrics={"env/turns": float(num_turns), **metrics}
-            )
+            metrics = {"env/turns": float(num_turns), **metrics}
+            whole = transcript.trajectory(reward=reward, finish_reason=finish_reason, metrics=metrics)
+            return replace(whole, turns=turns)
         finally:
             await self.close()
 

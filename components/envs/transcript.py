@@ -36,6 +36,10 @@ class Transcript:
         """Everything so far [T]: the prompt of the next request."""
         return [*self.prompt_tokens, *self._response]
 
+    @property
+    def num_response_tokens(self) -> int:
+        return len(self._response)
+
     def copy(self) -> Transcript:
         """Another one that begins the same."""
         other = copy.copy(self)

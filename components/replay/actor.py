@@ -26,6 +26,7 @@ from .assemble import Assembler, RewardShaping, pass_rate
 from .buffer import ReplayBuffer
 from .operators import Pipeline
 from .position import Position
+from .reuse import ReusePool, priority_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,24 +67,38 @@ class ReplayBufferActor:
             skip_zero_advantage=numbers.skip_zero_advantage,
             rollouts_per_take=config.monitor.rollouts_per_step,
             experts=self._experts(skip_steps=position.num_takes * train.updates_per_batch),
+            count_turns=algorithm.aggregation == "turn_mean_token_mean",
         )
         self._num_too_long = 0
         self._pipeline = Pipeline(config.replay.operators)
+        replay = config.replay
+        priority = priority_of(replay.priority) if replay.sampling == "priority" else None
+        self._reuse = ReusePool(
+            max_uses=replay.max_uses,
+            room=train.groups_per_step - numbers.fresh_groups_per_take,
+            updates_per_take=train.updates_per_batch,
+            max_lag=numbers.max_policy_lag,
+            cooldown=replay.cooldown,
+            priority=priority,
+            decay=replay.priority_decay,
+        )
         self._buffer = ReplayBuffer(
             tasks=position.tasks(self._fitting(_tasks(self._taskset, train.epochs))),
             start=position,
             rule=AdmissionRule(
-                groups_per_take=train.groups_per_step,
+                groups_per_take=numbers.fresh_groups_per_take,
                 updates_per_take=train.updates_per_batch,
                 publish_every=config.param_server.publish_every,
                 reorder_window=numbers.reorder_window,
                 target_lag=numbers.target_policy_lag,
-                max_lag=numbers.max_policy_lag,
+                max_lag=numbers.first_use_policy_lag,
             ),
             num_takes=numbers.num_takes,
             capacity=numbers.max_outstanding_groups + train.groups_per_step,
             assemble=self._assembler,
             operators=[self._pipeline],
+            reuse=self._reuse,
+            priority=priority,
         )
 
     def _experts(self, *, skip_steps: int) -> Callable[[], list[Trajectory]] | None:
@@ -172,7 +187,7 @@ class ReplayBufferActor:
         stats = asdict(self._buffer.stats())
         counts = {f"replay/{name}": float(value) for name, value in stats.items()}
         own = {"replay/too_long": float(self._num_too_long)}
-        return counts | own | self._buffer.lengths.metrics() | self._pipeline.counts()
+        return counts | own | self._buffer.lengths.metrics() | self._pipeline.counts() | self._reuse.metrics()
 
     @as_text
     async def position(self, policy_version: int) -> dict[str, Any] | None:

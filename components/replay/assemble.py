@@ -9,7 +9,11 @@ import torch
 
 from ..algorithms.advantages import AdvantageFunction
 from ..algorithms.shaping import overlong_penalty, rank_penalty
+from ..algorithms.turns import TurnAdvantage, Turns, by_token, num_turns
 from ..types import Group, TrainBatch, Trajectory, batch_trajectories
+
+Advantage = float | list[float]
+"""Of a trajectory: one for all of its tokens, or one for each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,46 +62,58 @@ class Assembler:
     """Turns groups into a `Take`.
 
     `shaping` maps a group to what its advantages are made from, rewards [G] in the simplest case. `advantage` maps
-    these of the whole take, [N], and the index of each one's group, [N], to advantages [N]. `experts` gives the expert
-    trajectories of one optimizer step: their "advantage" is 1 / (their tokens in the step), see `algorithms.mix`.
+    these of the whole take, [N], and the index of each one's group, [N], to advantages [N]; a `TurnAdvantage` to one
+    for each turn. `count_turns`: the steps' `num_sequences` counts turns, as the aggregation of turns divides by them.
+    `experts` gives the expert trajectories of one optimizer step: their "advantage" is 1 / (their tokens in the step),
+    see `algorithms.mix`.
     """
 
-    advantage: AdvantageFunction
+    advantage: AdvantageFunction | TurnAdvantage
     updates_per_take: int
     num_ranks: int
     skip_zero_advantage: bool
     rollouts_per_take: int
     shaping: Callable[[Group], torch.Tensor] = rewards_of
     experts: Callable[[], Sequence[Trajectory]] | None = None
+    count_turns: bool = False
 
-    def __call__(self, index: int, groups: Sequence[Group]) -> Take:
-        advantages = self._advantages(groups)
-        steps = [list(groups[i :: self.updates_per_take]) for i in range(self.updates_per_take)]
+    def __call__(self, index: int, groups: Sequence[Group], reused: Sequence[Group] = ()) -> Take:
+        """The take of these groups and of others that were used before; metrics and rollouts are of the new ones."""
+        every = [*groups, *reused]
+        advantages = self._advantages(every)
+        steps = [every[i :: self.updates_per_take] for i in range(self.updates_per_take)]
         batches = [self._step(step, advantages) for step in steps]
         in_pass = sum(_num_pass_tokens(b) for step in batches for b in step)
         return Take(
             index=index,
-            group_ids=[g.group_id for g in groups],
+            group_ids=[g.group_id for g in every],
             batches=batches,
-            metrics=_take_metrics(groups, advantages) | {"train/tokens_in_pass": float(in_pass)},
+            metrics=_take_metrics(groups, advantages)
+            | {"train/tokens_in_pass": float(in_pass), "train/reused_groups": float(len(reused))},
             rollouts=_readable(groups, advantages, self.rollouts_per_take),
-            oldest_version=min(g.policy_versions()[0] for g in groups),
+            oldest_version=min(g.policy_versions()[0] for g in every),
         )
 
-    def _advantages(self, groups: Sequence[Group]) -> dict[int, list[float]]:
+    def _advantages(self, groups: Sequence[Group]) -> dict[int, list[Advantage]]:
         shaped = [self.shaping(g) for g in groups]
         sizes = [len(g.trajectories) for g in groups]
         indices = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(sizes))
+        if isinstance(self.advantage, TurnAdvantage):
+            turns = Turns.of(groups)
+            of_turns = self.advantage(torch.cat(shaped), indices, turns)
+            num_turns_each = torch.bincount(turns.trajectories, minlength=sum(sizes)).tolist()
+            parts = iter(torch.split(of_turns, num_turns_each))
+            return {g.group_id: [by_token(t, next(parts).tolist()) for t in g.trajectories] for g in groups}
         advantages = torch.split(self.advantage(torch.cat(shaped), indices), sizes)
         return {g.group_id: a.tolist() for g, a in zip(groups, advantages, strict=True)}
 
-    def _step(self, groups: Sequence[Group], advantages: dict[int, list[float]]) -> list[TrainBatch]:
+    def _step(self, groups: Sequence[Group], advantages: dict[int, list[Advantage]]) -> list[TrainBatch]:
         pairs = [(t, a) for g in groups for t, a in zip(g.trajectories, advantages[g.group_id], strict=True)]
         num_tokens = sum(sum(t.loss_mask) for t, _ in pairs)
-        num_sequences = len(pairs)
+        num_sequences = sum(num_turns(t) for t, _ in pairs) if self.count_turns else len(pairs)
         if self.skip_zero_advantage:
             # Their gradient is exactly zero; the counts above keep everyone else's weight as it was.
-            pairs = [(t, a) for t, a in pairs if a != 0.0]
+            pairs = [(t, a) for t, a in pairs if not _is_zero(a)]
         if self.experts is not None and groups:
             experts = self.experts()
             share_of_token = 1 / sum(sum(t.loss_mask) for t in experts)
@@ -110,7 +126,13 @@ class Assembler:
         ]
 
 
-def split_evenly(pairs: Sequence[tuple[Trajectory, float]], num_shares: int) -> list[list[tuple[Trajectory, float]]]:
+def _is_zero(advantage: Advantage) -> bool:
+    return not any(advantage) if isinstance(advantage, list) else advantage == 0.0
+
+
+def split_evenly(
+    pairs: Sequence[tuple[Trajectory, Advantage]], num_shares: int
+) -> list[list[tuple[Trajectory, Advantage]]]:
     """Split into shares of nearly equal work: largest first, each to the lightest share. Deterministic.
 
     Trajectories of one prompt stay together, because a rank computes a prompt that they share once. Where that would
@@ -118,13 +140,13 @@ def split_evenly(pairs: Sequence[tuple[Trajectory, float]], num_shares: int) -> 
     """
     if num_shares == 1:
         return [list(pairs)]
-    clusters: dict[tuple[int, ...], list[tuple[Trajectory, float]]] = {}
+    clusters: dict[tuple[int, ...], list[tuple[Trajectory, Advantage]]] = {}
     for pair in pairs:
         clusters.setdefault(tuple(pair[0].prompt_tokens), []).append(pair)
     size = max((len(c) for c in clusters.values()), default=1)
     while True:
         pieces = [c[i : i + size] for c in clusters.values() for i in range(0, len(c), size)]
-        shares: list[list[tuple[Trajectory, float]]] = [[] for _ in range(num_shares)]
+        shares: list[list[tuple[Trajectory, Advantage]]] = [[] for _ in range(num_shares)]
         loads = [0] * num_shares
         for piece in sorted(pieces, key=lambda piece: -num_pass_tokens(piece)):
             lightest = loads.index(min(loads))
@@ -135,7 +157,7 @@ def split_evenly(pairs: Sequence[tuple[Trajectory, float]], num_shares: int) -> 
         size = -(-size // 2)
 
 
-def num_pass_tokens(pairs: Sequence[tuple[Trajectory, float]]) -> int:
+def num_pass_tokens(pairs: Sequence[tuple[Trajectory, Advantage]]) -> int:
     """Tokens that go through the model for trajectories of one prompt."""
     return len(pairs[0][0].prompt_tokens) + sum(len(t.response_tokens) for t, _ in pairs)
 
@@ -152,11 +174,11 @@ def pass_rate(group: Group) -> float:
     return sum(values) / len(values)
 
 
-def _take_metrics(groups: Sequence[Group], advantages: dict[int, list[float]]) -> dict[str, float]:
+def _take_metrics(groups: Sequence[Group], advantages: dict[int, list[Advantage]]) -> dict[str, float]:
     trajectories = [t for g in groups for t in g.trajectories]
     rewards = torch.tensor([t.reward for t in trajectories])
     lengths = torch.tensor([len(t.response_tokens) for t in trajectories], dtype=torch.float32)
-    zero = sum(all(a == 0.0 for a in advantages[g.group_id]) for g in groups)
+    zero = sum(all(_is_zero(a) for a in advantages[g.group_id]) for g in groups)
     metrics = {
         "train/reward/mean": rewards.mean().item(),
         "train/reward/std": rewards.std(correction=0).item(),
@@ -175,7 +197,7 @@ def _take_metrics(groups: Sequence[Group], advantages: dict[int, list[float]]) -
     return metrics
 
 
-def _readable(groups: Sequence[Group], advantages: dict[int, list[float]], limit: int) -> list[dict]:
+def _readable(groups: Sequence[Group], advantages: dict[int, list[Advantage]], limit: int) -> list[dict]:
     """At most `limit` trajectories, spread evenly over the take."""
     every = [(g, i) for g in groups for i in range(len(g.trajectories))]
     count = min(limit, len(every))
@@ -183,7 +205,7 @@ def _readable(groups: Sequence[Group], advantages: dict[int, list[float]], limit
     return [_row(g, i, advantages[g.group_id][i]) for g, i in chosen]
 
 
-def _row(group: Group, index: int, advantage: float) -> dict:
+def _row(group: Group, index: int, advantage: Advantage) -> dict:
     t = group.trajectories[index]
     return {
         "group_id": group.group_id,

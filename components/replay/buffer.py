@@ -26,6 +26,7 @@ from .ledger import GroupState, Ledger
 from .lengths import LengthMeter
 from .operators import Operator
 from .position import Position
+from .reuse import Priority, ReusePool
 from .storage import ChosenSampler, FreeSlotWriter, make_storage
 from .window import Window
 
@@ -62,7 +63,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     """Blocking, back-pressured, consume-once, whole groups only. One asyncio loop; any number of waiters.
 
     `tasks` is drawn from here only, so no two collectors ever get the same one; `start`: where an earlier run left off,
-    with `tasks` from there on. `num_takes` ends the run after so many takes (None: when the tasks end).
+    with `tasks` from there on. `num_takes` ends the run after so many takes (None: when the tasks end). `reuse`: takes
+    also hold groups that were used before. `priority`: the window prefers the best of what it may choose from.
     """
 
     def __init__(
@@ -72,9 +74,11 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         rule: AdmissionRule,
         num_takes: int | None,
         capacity: int,
-        assemble: Callable[[int, Sequence[Group]], Take],
+        assemble: Callable[..., Take],
         operators: Sequence[Operator] = (),
         start: Position | None = None,
+        reuse: ReusePool | None = None,
+        priority: Priority | None = None,
     ) -> None:
         start = start or Position()
         self._slot_writer = FreeSlotWriter(capacity)
@@ -95,12 +99,14 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._window = Window(
             rule, next_group_id=start.next_group_id, num_takes=start.num_takes, num_taken=start.num_taken
         )
+        self._reuse, self._priority = reuse, priority
         self._ledger = Ledger(_last_admitted=start.next_group_id - 1)
         self._start = start
         self._draws, self._last_draw = start.draws(), -1
         self._draw_of: dict[int, int] = {}  # by group id, from the first one that is not over
         self._trained: set[int] = set()  # of those
-        self._served: deque[list[int]] = deque()  # takes that are being trained on
+        self._served: deque[list[int]] = deque()  # takes that are being trained on, new groups only
+        self._used_again: deque[list[int]] = deque()  # the others of these takes
         self._num_trained_takes, self._num_trained = start.num_takes, start.num_taken
         self._place: dict[int, int] = {}
         self._in_flight: dict[int, _Held] = {}
@@ -150,7 +156,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
                 self._ledger.move(group.group_id, GroupState.GENERATED)
                 del self._in_flight[group.group_id]
                 self._place[group.group_id] = self.add(result)
-                self._window.finish(group.group_id)
+                self._window.finish(group.group_id, worth=self._priority(result) if self._priority else 0.0)
             self._changed.notify_all()
 
     async def retried(self, group_id: int, *, attempt: int = 0) -> None:
@@ -220,20 +226,23 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             index = self._window.num_takes
             group_ids = self._window.take(last=self._next_task is None)
             groups = self._consume(group_ids)
+            reused = self._reuse.serve(index, groups) if self._reuse is not None else []
             self._served.append(group_ids)
+            self._used_again.append([g.group_id for g in reused])
             self._lost_in_a_row = 0
             self._changed.notify_all()
-        return self._assemble(index, groups)
+        return self._assemble(index, groups, reused) if reused else self._assemble(index, groups)
 
     async def trained(self, group_ids: Sequence[int]) -> None:
-        """The oldest take that was served has been through all its steps."""
-        for group_id in group_ids:
+        """The oldest take that was served has been through all its steps. (`ReusePool` counts uses after the first.)"""
+        again = self._used_again[0] if self._used_again else []
+        for group_id in group_ids[: len(group_ids) - len(again)]:
             self._ledger.move(group_id, GroupState.TRAINED)
-        served = self._served.popleft()
-        assert served == list(group_ids), "takes are trained on in the order in which they were served"
-        self._trained.update(group_ids)
+        served, again = self._served.popleft(), self._used_again.popleft()
+        assert [*served, *again] == list(group_ids), "takes are trained on in the order in which they were served"
+        self._trained.update(served)
         self._num_trained_takes += 1
-        self._num_trained += len(group_ids)
+        self._num_trained += len(served)
         first = self._first_open(over=set())
         self._draw_of = {g: draw for g, draw in self._draw_of.items() if g >= first}
         self._trained = {g for g in self._trained if g >= first}

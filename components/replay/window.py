@@ -12,6 +12,7 @@ class _Outstanding:
     group_id: int
     rank: int
     finished: bool = False
+    worth: float = 0.0
 
 
 class Window:
@@ -19,7 +20,8 @@ class Window:
 
     `alive` = groups taken so far + groups outstanding, which is the rank of the next group to be admitted. When a group
     leaves without being taken, those behind it move up one rank: they can only be taken earlier than promised, so their
-    floors stay valid.
+    floors stay valid. Of the finished groups that a take need not hold it takes those of the largest `worth`, and of
+    equals the oldest.
     """
 
     def __init__(self, rule: AdmissionRule, *, next_group_id: int = 0, num_takes: int = 0, num_taken: int = 0) -> None:
@@ -48,8 +50,9 @@ class Window:
         self._outstanding.append(group)
         return group.group_id, self._rule.floor(group.rank)
 
-    def finish(self, group_id: int) -> None:
-        self._find(group_id)[1].finished = True
+    def finish(self, group_id: int, *, worth: float = 0.0) -> None:
+        group = self._find(group_id)[1]
+        group.finished, group.worth = True, worth
 
     def drop(self, group_id: int) -> None:
         """The group was filtered or has failed for good."""
@@ -94,6 +97,7 @@ class Window:
         must = [g for g in candidates if rule.last_take(g.rank) <= take]
         waiting_for = [g.group_id for g in must if not g.finished]
         rest = [g for g in candidates if g.finished and rule.last_take(g.rank) > take]
+        rest.sort(key=lambda g: -g.worth)  # stable
         chosen = [g for g in must if g.finished] + rest[: size - len(must)]
         return chosen, waiting_for, size
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from leeway.recipes.async_rl import EvalPoint
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,3 +39,28 @@ def test_the_trainers_benchmark_needs_torch_and_transformers_only():
     ]
     assert rows[0]["tokens"] == rows[2]["tokens"]
     assert rows[0]["positions"] < rows[2]["positions"]
+
+
+def test_the_study_of_presets_has_one_run_each_and_says_which_did_not_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script = runpy.run_path(str(ROOT / "benchmarks/algorithms.py"), run_name="algorithms")
+    needs = {"jsd": "algorithm.reference_path=/teacher", "mix": "algorithm.expert_path=/experts.jsonl"}
+    start = ["model.init=null", "model.path=/warm"]
+    cells = script["cells_of"](["grpo", "jsd", "mix"], seeds=2, steps=40, overrides=start, needs=needs)
+    assert [c.name for c in cells] == [f"{p}-seed-{s}" for s in (0, 1) for p in ("grpo", "jsd", "mix")]
+    for cell in cells:
+        config = cell.config
+        assert (config.algorithm.name, config.seed, config.model.path) == (cell.preset, cell.seed, "/warm")
+        assert (config.train.steps, config.eval.every) == (40, 14)
+        assert (config.algorithm.reference_path is not None) is (cell.preset == "jsd")
+
+    def curve(*accuracies: float) -> list[EvalPoint]:
+        return [EvalPoint(14 * i, 2.0 * i, a) for i, a in enumerate(accuracies)]
+
+    curves = dict(zip(cells, [curve(0.2, 0.6, 0.5), curve(0.2, 0.3, 0.1), curve(0.25, 0.5)] * 2, strict=True))
+    lines, failed = script["table"](curves)
+    assert failed == ["jsd"]
+    assert lines[2] == "| `grpo` | 2 | 0.200 | 0.500 | +0.300 (+0.300 to +0.300) | 0.600 |"
+    assert script["csv_lines"](curves)[:3] == [
+        "preset,seed,policy_version,train_s,accuracy", "grpo,0,0,0.00,0.2000", "grpo,0,14,2.00,0.6000",
+    ]  # fmt: skip

@@ -21,7 +21,9 @@ COUNTS: dict[str, Any] = {"policy_version": 0, "num_sequences": 2, "num_tokens":
 def formula(how: str, logp: float, reference: float, behavior: float) -> float:
     d = logp - reference
     k3 = math.exp(-d) - 1 + d
-    return {"k1": d, "k2": d * d / 2, "k3": k3, "abs": abs(d), "corrected_k3": math.exp(logp - behavior) * k3}[how]
+    jsd = -0.5 * math.log((math.exp(-d) + 1) / 2)
+    corrected = math.exp(logp - behavior) * k3
+    return {"k1": d, "k2": d * d / 2, "k3": k3, "abs": abs(d), "corrected_k3": corrected, "jsd": jsd}[how]
 
 
 @pytest.mark.parametrize("how", KL_ESTIMATORS)
@@ -178,6 +180,36 @@ def test_on_policy_distillation_teaches_each_token_the_teachers_preference() -> 
     teacher_less_student = t.reference_logprobs - t.behavior_logprobs
     assert logprobs.grad is not None
     torch.testing.assert_close(logprobs.grad, torch.where(t.mask, -teacher_less_student / 4, 0.0))
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_the_sampled_token_alone_teaches_the_whole_jensen_shannon_divergence(beta: float) -> None:
+    """Over all of a small vocabulary, weighted by the policy: the gradient of the divergence summed over it."""
+
+    def divergence(logp: torch.Tensor) -> torch.Tensor:
+        p = logp.exp()
+        middle = (beta * REF + (1 - beta) * p).log()
+        return beta * (REF * (REF.log() - middle)).sum() + (1 - beta) * (p * (logp - middle)).sum()
+
+    def student_half(logp: torch.Tensor) -> float:
+        p = logp.exp()
+        return ((1 - beta) * (p * (logp - (beta * REF + (1 - beta) * p).log())).sum()).item()
+
+    penalty = kl_estimate("jsd", PI.log(), REF.log(), PI.log(), jsd_beta=beta)
+    advantages = -penalty
+    _, gradient = kl_and_gradient(lambda logp: -(PI * advantages * logp).sum())
+    assert gradient == pytest.approx(kl_and_gradient(divergence)[1], abs=1e-12)
+    assert (PI * penalty).sum().item() == pytest.approx(student_half(PI.log()), abs=1e-12)
+
+
+def test_jsd_in_the_objective_is_the_tokens_advantage_with_its_own_beta() -> None:
+    kl = KLPenalty(coefficient=2.0, estimator="jsd", where="token", jsd_beta=0.2)
+    objective = objective_of(policy_loss=policy_loss_of("reinforce"), kl=kl)
+    t = tokens()
+    ratios = (t.reference_logprobs - t.behavior_logprobs).exp()
+    advantages = t.advantages + 2.0 * 0.8 * (0.2 * ratios + 0.8).log()
+    _, gradient, _ = minimise(objective)
+    assert gradient == pytest.approx(torch.where(t.mask, -advantages / 4, 0.0).tolist())
 
 
 def test_the_next_steps_objective_has_the_adapted_coefficient() -> None:

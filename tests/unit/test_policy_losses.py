@@ -338,7 +338,13 @@ def test_each_aggregation_is_its_weights() -> None:
         how: aggregate(losses, mask, segments, how=how, num_sequences=2, num_tokens=4, length=8).item()
         for how in AGGREGATIONS
     }
-    assert got == {"seq_mean_token_mean": 6.0, "token_mean": 4.0, "seq_mean_token_sum": 8.0, "fixed_length": 1.0}
+    assert got == {
+        "seq_mean_token_mean": 6.0,
+        "token_mean": 4.0,
+        "seq_mean_token_sum": 8.0,
+        "fixed_length": 1.0,
+        "turn_mean_token_mean": 6.0,  # of one turn each
+    }
 
 
 @pytest.mark.parametrize("how", AGGREGATIONS)

@@ -14,6 +14,7 @@ from leeway.algorithms.build import objective_of
 from leeway.algorithms.corrections import CORRECTIONS
 from leeway.algorithms.kl import KL_ESTIMATORS
 from leeway.algorithms.pieces import GIVEN_TO_ADVANTAGES, GIVEN_TO_LOSSES, POLICY_LOSSES, check_pieces
+from leeway.algorithms.turns import TURN_ADVANTAGES
 from leeway.config import Config, ConfigError, derive, load_config
 from leeway.config.learning import AlgorithmConfig, AlgorithmName
 from leeway.config.load import to_yaml
@@ -45,7 +46,7 @@ def options_of(function, given: tuple[str, ...]) -> set[str]:
 def test_names_and_options_in_the_config_are_those_of_the_functions() -> None:
     assert set(PRESETS) == set(get_args(AlgorithmName))
     assert {n: set(o) for n, o in ADVANTAGE_OPTIONS.items()} == {
-        n: options_of(f, GIVEN_TO_ADVANTAGES) for n, f in ADVANTAGES.items()
+        n: options_of(f, GIVEN_TO_ADVANTAGES) for n, f in (ADVANTAGES | TURN_ADVANTAGES).items()
     }
     assert {n: set(o) for n, o in POLICY_LOSS_OPTIONS.items()} == {
         n: options_of(f, GIVEN_TO_LOSSES) for n, f in POLICY_LOSSES.items()
@@ -56,6 +57,7 @@ def test_names_and_options_in_the_config_are_those_of_the_functions() -> None:
 
 NEEDS = {
     "on_policy_distill": ["algorithm.reference_path=org/teacher"],
+    "jsd": ["algorithm.reference_path=org/teacher"],
     "mix": ["algorithm.expert_path=experts.jsonl"],
 }
 
@@ -67,7 +69,7 @@ def test_every_preset_loads_and_makes_an_objective(minimal: str, name: str, tmp_
         assert {key: getattr(getattr(config, section), key) for key in values} == values
     check_pieces(config.algorithm)
     objective = objective_of(config, "async_rl")
-    assert objective.needs_reference is (name == "on_policy_distill")
+    assert objective.needs_reference is (name in ("on_policy_distill", "jsd"))
     assert not objective.needs_proximal
     # What is written down loads again as the same settings.
     copy = tmp_path / "copy.yaml"
@@ -116,6 +118,9 @@ def test_a_stage_may_have_a_preset_of_its_own(tmp_path: Path) -> None:
         ),
         (["algorithm.kl_target=0.1"], ["algorithm.kl_coef: got 0", "algorithm.kl_target"]),
         (["algorithm.name=on_policy_distill"], ["algorithm.reference_path: got null", "a teacher"]),
+        (["algorithm.name=jsd"], ["algorithm.reference_path: got null", "a teacher"]),
+        (["algorithm.kl_estimator=jsd", "algorithm.kl_coef=0.1"], ["algorithm.kl_where: got 'loss'", "token"]),
+        (["algorithm.name=gigpo", "algorithm.group_size=1"], ["algorithm.group_size: got 1", "advantage gigpo"]),
         (["algorithm.name=mix"], ["algorithm.expert_path: got null", "expert answers"]),
         (["algorithm.reference_path=org/teacher"], ["algorithm.kl_coef: got 0", "reference policy"]),
         (["algorithm.dual_clip=1"], ["algorithm.dual_clip: got 1", "greater than 1"]),
@@ -168,7 +173,7 @@ def test_a_take_is_scored_only_where_its_policy_is_asked_for(minimal: str, overr
 def test_the_page_explains_every_name() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/algorithms.md").read_text(encoding="utf-8")
     assert [name for name in PRESETS if f"\n| `{name}` |" not in page] == []
-    names = [*ADVANTAGES, *POLICY_LOSSES, *AGGREGATIONS, *CORRECTIONS, *KL_ESTIMATORS]
+    names = [*ADVANTAGES, *TURN_ADVANTAGES, *POLICY_LOSSES, *AGGREGATIONS, *CORRECTIONS, *KL_ESTIMATORS]
     assert [name for name in names if f"`{name}`" not in page] == []
     example = (Path(__file__).resolve().parents[2] / "examples/my_loss.py").read_text(encoding="utf-8")
     assert page.split("```python\n")[1].split("```")[0].strip() in example

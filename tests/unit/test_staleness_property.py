@@ -10,9 +10,10 @@ a floor forces them to. Time is virtual, so a wait that nothing would ever end i
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import selectors
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from leeway.param_server.server import ParameterServer
 from leeway.replay.admission import AdmissionRule
 from leeway.replay.buffer import ReplayBuffer
 from leeway.replay.operators import filter_zero_variance
+from leeway.replay.reuse import ReusePool
 from leeway.types import Admission, Group, Task, Trajectory
 from leeway.weights import Canary, CanaryPrompts, Manifest, Publication
 
@@ -71,6 +73,8 @@ class Generator:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
+    """P new groups per take; each is used at most K times, `cooldown` takes or more between them, all within L."""
+
     P: int
     u: int
     n: int
@@ -89,6 +93,14 @@ class Schedule:
     failed: float
     retried: float
     filtered: float
+    K: int = 1
+    cooldown: int = 0
+    priority: bool = False
+
+    @property
+    def first_L(self) -> int:
+        """The bound at a group's first use."""
+        return self.L - self.u * (self.cooldown + 1) * (self.K - 1)
 
     @property
     def enough_generators(self) -> bool:
@@ -131,6 +143,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
         group_s, step_s, long_tail = 0.05, 4.0, False
         generators[0] = Generator(joins_s=0.0, lives_s=None, max_in_flight=40, lazy=True)
         num_takes = T + 2 * n + 2
+    K = 1 if lockstep else draw(st.sampled_from((1, 1, 2, 3)))
+    cooldown = draw(st.sampled_from((0, 0, 1, 2))) if K > 1 else 0
     failed, retried, filtered = (0.0 if rng.random() < 0.5 else rng.choice((0.1, 0.3)) for _ in range(3))
     return Schedule(
         P=P,
@@ -138,7 +152,10 @@ def schedules(draw: st.DrawFn) -> Schedule:
         n=n,
         W=W,
         T=T,
-        L=T + (0 if lockstep else draw(st.sampled_from((0, 0, 0, 1, 2)))),
+        L=T + u * (cooldown + 1) * (K - 1) + (0 if lockstep else draw(st.sampled_from((0, 0, 0, 1, 2)))),
+        K=K,
+        cooldown=cooldown,
+        priority=not lockstep and rng.random() < 0.3,
         num_takes=num_takes,
         num_tasks=rng.randint(1, 6 * P) if num_takes is None else None,
         generators=tuple(reversed(generators)),
@@ -170,6 +187,7 @@ class Run:
     finished: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
     trained: Counter[str] = field(default_factory=Counter)
+    used_in: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     issued_again: int = 0
     mixed: int = 0
 
@@ -185,12 +203,22 @@ class Run:
                 publish_every=s.n,
                 reorder_window=s.W,
                 target_lag=s.T,
-                max_lag=s.L,
+                max_lag=s.first_L,
             ),
             num_takes=s.num_takes,
             capacity=max_outstanding_groups(s.P, s.u, s.W, s.T),
-            assemble=lambda index, groups: SimpleNamespace(groups=list(groups)),  # type: ignore[arg-type,return-value]
+            assemble=lambda index, groups, reused=(): SimpleNamespace(new=list(groups), reused=list(reused)),  # type: ignore[arg-type,return-value]
             operators=[filter_zero_variance],
+            reuse=ReusePool(
+                max_uses=s.K,
+                room=s.P * (s.K - 1),
+                updates_per_take=s.u,
+                max_lag=s.L,
+                cooldown=s.cooldown,
+                priority=_worth if s.priority else None,
+                decay=1.0,
+            ),
+            priority=_worth if s.priority else None,
         )
         generators = [asyncio.create_task(self._lifetime(i, g)) for i, g in enumerate(s.generators)]
         trainer = asyncio.create_task(self._trainer())
@@ -208,7 +236,9 @@ class Run:
         await self._publish(0)
         publishing = None
         while (take := await self.buffer.take(timeout_s=STUCK_S)) is not None:
-            groups: Sequence[Group] = take.groups  # type: ignore[attr-defined]
+            groups: Sequence[Group] = [*take.new, *take.reused]  # type: ignore[attr-defined]
+            for group in groups:
+                self.used_in[group.group_id].append(len(self.takes))
             for _ in range(s.u):
                 self._use(groups, version)
                 await asyncio.sleep(s.step_s * self.rng.uniform(0.8, 1.2))
@@ -220,7 +250,7 @@ class Run:
                     if not s.overlapped:
                         await publishing
             await self.buffer.trained([g.group_id for g in groups])
-            self.takes.append([g.group_id for g in groups])
+            self.takes.append([g.group_id for g in take.new])  # type: ignore[attr-defined]
             self.trained.update(t.text for g in groups for t in g.trajectories)
         if publishing is not None:
             await publishing
@@ -331,6 +361,11 @@ def sample(name: str, versions: list[int], reward: float) -> Trajectory:
     )
 
 
+def _worth(group: Group) -> float:
+    """Any order at all."""
+    return float(group.group_id * 7919 % 13)
+
+
 def play(schedule: Schedule, seed: int) -> Run:
     run = Run(schedule, random.Random(seed))
     with asyncio.Runner(loop_factory=VirtualClock) as runner:
@@ -343,7 +378,11 @@ def check(s: Schedule, run: Run) -> None:
     taken = [g for take in run.takes for g in take]
     assert len(taken) == len(set(taken)), "a group was taken twice"
     assert set(run.trained) == run.finished, "a finished sample was not trained on, or an unfinished one was"
-    assert set(run.trained.values()) <= {1}, "a sample was trained on twice"
+    assert max(run.trained.values(), default=1) <= s.K, "a sample was trained on more often than allowed"
+    for used_in in run.used_in.values():
+        assert all(later - before > s.cooldown for before, later in itertools.pairwise(used_in)), "no cooldown"
+        left = (len(run.takes) - 1 - used_in[0]) // (s.cooldown + 1)  # further uses that the run had time for
+        assert s.priority or len(used_in) == 1 + min(s.K - 1, left), "in admission order all uses are made"
     stats = run.buffer.stats()
     assert stats.admitted == stats.groups_taken + stats.filtered + stats.failed, f"something was dropped: {stats}"
     assert stats.groups_taken == len(taken) == len(run.trained) // 2
@@ -368,7 +407,7 @@ many = settings(
 )
 
 
-@pytest.mark.timeout(90)
+@pytest.mark.timeout(180)
 def test_every_schedule_holds_the_bound_trains_everything_once_and_ends():
     seen: Counter[str] = Counter()
 
@@ -381,6 +420,8 @@ def test_every_schedule_holds_the_bound_trains_everything_once_and_ends():
         seen["issued again"] += run.issued_again > 0
         seen["lockstep"] += s.L == 0
         seen["groups of several versions"] += run.mixed > 0
+        seen["used again"] += any(len(used_in) > 1 for used_in in run.used_in.values())
+        seen["used again at the bound"] += s.K > 1 and max(run.lags, default=0) == s.L
         if s.W == 1 and s.T == s.L and s.enough_generators and s.reachable:
             seen["tight"] += 1
             seen["tight and reached"] += max(run.lags, default=0) == s.L
@@ -393,6 +434,8 @@ def test_every_schedule_holds_the_bound_trains_everything_once_and_ends():
     assert seen["issued again"] > NUM_SCHEDULES // 20, seen
     assert seen["groups of several versions"] > NUM_SCHEDULES // 40, seen
     assert seen["lockstep"] > NUM_SCHEDULES // 40, seen
+    assert seen["used again"] > NUM_SCHEDULES // 20, seen
+    assert seen["used again at the bound"] > NUM_SCHEDULES // 80, seen
     assert seen["tight"] > NUM_SCHEDULES // 80, seen
     assert seen["tight and reached"] >= 0.8 * seen["tight"], seen
 
@@ -425,6 +468,29 @@ def test_a_floor_one_too_low_would_be_seen(monkeypatch):
     monkeypatch.setattr(AdmissionRule, "may_admit", lambda self, rank, *, published: True)
     with pytest.raises(AssertionError, match="bound 2"):
         play(PLAIN, 0)
+
+
+REUSED = replace(PLAIN, K=3, L=4, num_takes=8)
+
+
+def test_a_first_use_that_leaves_no_room_for_the_others_would_be_seen(monkeypatch):
+    run = play(REUSED, 0)
+    check(REUSED, run)
+    assert max(run.lags) == REUSED.L
+    monkeypatch.setattr(ReusePool, "_in_bound", lambda self, used, take: True)
+    check(REUSED, play(REUSED, 0))  # by construction: the check at each use is never what holds it
+    tighter = replace(REUSED, L=3, priority=True)  # with no more than PLAIN's room for the first use
+    monkeypatch.setattr(Schedule, "first_L", property(lambda self: PLAIN.L))
+    with pytest.raises(AssertionError, match="bound 3"):
+        play(tighter, 0)
+
+
+def test_a_group_that_is_used_once_too_often_would_be_seen(monkeypatch):
+    real = ReusePool.__init__
+    monkeypatch.setattr(ReusePool, "__init__", lambda self, **o: real(self, **o | {"max_uses": o["max_uses"] + 1}))
+    roomy = replace(REUSED, L=9)  # where the bound does not forbid it
+    with pytest.raises(AssertionError, match="more often than allowed"):
+        check(roomy, play(roomy, 0))
 
 
 def test_a_dead_generator_whose_groups_are_not_issued_again_would_be_seen(monkeypatch):

@@ -1,0 +1,139 @@
+"""Advantages of an agent's turns: what each one is worth, where an episode earns its reward only after several.
+
+Shapes: N trajectories of a take, M turns of all of them laid end to end, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..types import Group, Trajectory, Turn
+from .advantages import grpo_advantage, mean_advantage, per_group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """The M turns of a take, by trajectory. Equal `states` are the same state of the same group, met by any of its
+    trajectories at any time.
+    """
+
+    trajectories: torch.Tensor  # int64 [M], index of each turn's trajectory; never falls
+    states: torch.Tensor  # int64 [M]
+    rewards: torch.Tensor  # float32 [M], what the environment paid for the turn
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> Turns:
+        """Those of a take, in its order."""
+        owners, states, rewards = [], [], []
+        numbers: dict[tuple[int, object], int] = {}
+        index = 0
+        for g, group in enumerate(groups):
+            for trajectory in group.trajectories:
+                for turn in turns_of(trajectory):
+                    owners.append(index)
+                    states.append(numbers.setdefault((g, turn.state), len(numbers)))
+                    rewards.append(turn.reward)
+                index += 1
+        return cls(
+            trajectories=torch.tensor(owners, dtype=torch.int64),
+            states=torch.tensor(states, dtype=torch.int64),
+            rewards=torch.tensor(rewards, dtype=torch.float32),
+        )
+
+
+@dataclass(frozen=True)
+class TurnAdvantage:
+    """An advantage function that is given the turns of a take and says what each of *them* is worth."""
+
+    function: Callable[..., torch.Tensor]
+
+    def __call__(self, rewards: torch.Tensor, groups: torch.Tensor, turns: Turns) -> torch.Tensor:
+        """Rewards [N] and group indices [N] of a take, and its M turns -> advantages [M]."""
+        return self.function(rewards, groups, turns=turns)
+
+
+def gigpo_advantage(
+    rewards: torch.Tensor,
+    groups: torch.Tensor,
+    *,
+    turns: Turns,
+    omega: float = 1.0,
+    gamma: float = 0.95,
+    std: bool = True,
+    eps: float = 1e-6,
+) -> torch.Tensor:
+    """`A_episode + omega A_step`, [N], [N] -> [M]: a turn against others of its group that began in the same state.
+
+    `A_episode`: the group's advantage of the trajectory's reward. `A_step`: the same of the turns' discounted returns
+    `sum_k gamma^k r_(t + k)`, among the turns of one state; 0 where nobody else met it. `std` divides both by their
+    deviation (plus `eps`). Source: GiGPO, arXiv 2505.10978, eq. 3, 6 to 8.
+    """
+
+    def relative(values: torch.Tensor) -> torch.Tensor:
+        return grpo_advantage(values, eps=eps) if std else mean_advantage(values)
+
+    episodes = per_group(relative)(rewards, groups)[turns.trajectories]
+    returns = discounted_returns(turns.rewards.to(rewards.dtype), turns.trajectories, gamma=gamma)
+    order = torch.argsort(turns.states, stable=True)
+    steps = torch.empty_like(returns)
+    steps[order] = per_group(relative)(returns[order], turns.states[order])
+    return episodes + omega * steps
+
+
+TURN_ADVANTAGES: dict[str, Callable[..., torch.Tensor]] = {"gigpo": gigpo_advantage}
+
+
+def discounted_returns(rewards: torch.Tensor, trajectories: torch.Tensor, *, gamma: float) -> torch.Tensor:
+    """`sum_k gamma^k r_(t + k)` over the rest of each trajectory: rewards [M], trajectories [M] -> [M]."""
+    returns = rewards.clone()
+    for t in range(len(returns) - 2, -1, -1):
+        if trajectories[t] == trajectories[t + 1]:
+            returns[t] += gamma * returns[t + 1]
+    return returns
+
+
+def turn_segments(mask: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
+    """Each token's turn, 0, 1, ...: [S] -> [S]. A turn is a run of tokens in `mask`; what is outside has any number."""
+    before = torch.zeros_like(mask)
+    before[1:] = mask[:-1] & (segments[1:] == segments[:-1])
+    return ((mask & ~before).cumsum(0) - 1).clamp(min=0)
+
+
+def num_turns(trajectory: Trajectory) -> int:
+    """Runs of tokens that the policy sampled."""
+    return sum(m and not before for m, before in zip(trajectory.loss_mask, [False, *trajectory.loss_mask]))  # noqa: B905
+
+
+def turns_of(trajectory: Trajectory) -> list[Turn]:
+    """What the environment said of its turns; where it said nothing, the runs of sampled tokens.
+
+    Those began in the state that the tokens since the last turn spell (for the first: the prompt), and the last one
+    earned the reward.
+    """
+    if trajectory.turns:
+        return trajectory.turns
+    turns: list[Turn] = []
+    start, last = 0, 0
+    mask = trajectory.loss_mask
+    for i, sampled in enumerate([*mask, False]):
+        before = i > 0 and mask[i - 1]
+        if sampled and not before:
+            start = i
+        elif before and not sampled:
+            said = trajectory.response_tokens[last:start] if turns else trajectory.prompt_tokens
+            turns.append(Turn(start=start, stop=i, state=" ".join(map(str, said)), reward=0.0))
+            last = i
+    if turns:
+        turns[-1] = Turn(start=turns[-1].start, stop=turns[-1].stop, state=turns[-1].state, reward=trajectory.reward)
+    return turns
+
+
+def by_token(trajectory: Trajectory, advantages: Sequence[float]) -> list[float]:
+    """Each response token the advantage of its turn; tokens of no turn 0."""
+    out = [0.0] * len(trajectory.response_tokens)
+    for turn, advantage in zip(turns_of(trajectory), advantages, strict=True):
+        out[turn.start : turn.stop] = [advantage] * (turn.stop - turn.start)
+    return out

@@ -1,0 +1,133 @@
+"""Groups that are trained on more than once: which of those already used a take holds beside its new ones.
+
+A take of P groups has F = P / K new ones, K = `max_uses`, chosen by the window as ever; the other P - F come from here.
+A new group is held to the bound L - u (cooldown + 1) (K - 1), so that it can still be used K times, cooldown + 1 takes
+apart, with no token beyond L. Every use is checked against L again, by the group's own oldest token.
+"""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..envs.importing import import_user_object, is_user_name
+from ..types import Group
+
+Priority = Callable[[Group], float]
+"""How much a group is worth training on; the larger, the earlier."""
+
+
+def spread(group: Group) -> float:
+    """The deviation of its rewards: groups that are all right or all wrong teach nothing."""
+    return statistics.pstdev(t.reward for t in group.trajectories)
+
+
+def mean_reward(group: Group) -> float:
+    return statistics.fmean(t.reward for t in group.trajectories)
+
+
+def newest(group: Group) -> float:
+    """The version of its oldest token: the least stale first."""
+    return float(group.policy_versions()[0])
+
+
+PRIORITIES: dict[str, Priority] = {"spread": spread, "reward": mean_reward, "newest": newest}
+
+
+def priority_of(name: str) -> Priority:
+    """The function called `name`, or a user's own. Raises ValueError in one line."""
+    if name in PRIORITIES:
+        return PRIORITIES[name]
+    key, expected = "replay.priority", "a function (group) -> number"
+    if not is_user_name(name):
+        raise ValueError(f"{key}: got {name!r}; expected one of {', '.join(PRIORITIES)}, or 'package.module:function'")
+    function = import_user_object(name, key=key, expected=expected)
+    try:
+        inspect.signature(function).bind(None)
+    except (TypeError, ValueError):
+        raise ValueError(f"{key}: {name} cannot be called with one group; expected {expected}") from None
+
+    def checked(group: Group) -> float:
+        value = function(group)
+        if not isinstance(value, int | float) or value != value:
+            raise TypeError(f"priority {name} returned {value!r:.80}; expected a number")
+        return float(value)
+
+    return checked
+
+
+@dataclass(slots=True)
+class _Used:
+    group: Group
+    score: float
+    oldest_version: int
+    num_uses: int
+    last_take: int
+
+
+class ReusePool:
+    """The groups that were used, and may be used again. Takes are named by their number, 0, 1, ...
+
+    `room`: how many of them a take holds at most. `decay` is taken off a group's priority for each use. Without a
+    `priority` groups are used again in admission order, each as soon as its cooldown is over: then every group is used
+    exactly `max_uses` times, unless the run ends first. A priority may leave some out until they are too old for L.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_uses: int,
+        room: int,
+        updates_per_take: int,
+        max_lag: int,
+        cooldown: int = 0,
+        priority: Priority | None = None,
+        decay: float = 0.0,
+    ) -> None:
+        self._max_uses = max_uses
+        self._room = room
+        self._updates = updates_per_take
+        self._max_lag = max_lag
+        self._cooldown = cooldown
+        self._priority = priority
+        self._decay = decay
+        self._used: dict[int, _Used] = {}
+        self.num_reused = 0
+        self._most_uses = 0
+
+    def serve(self, take: int, fresh: Sequence[Group]) -> list[Group]:
+        """The groups that take number `take` uses again, beside its `fresh` ones. Both are counted as used."""
+        ready = [u for u in self._used.values() if take - u.last_take > self._cooldown and self._in_bound(u, take)]
+        chosen = sorted(ready, key=self._order)[: self._room]
+        for used in chosen:
+            used.num_uses += 1
+            used.last_take = take
+        for group in fresh if self._max_uses > 1 else ():
+            score = self._priority(group) if self._priority is not None else 0.0
+            self._used[group.group_id] = _Used(group, score, group.policy_versions()[0], 1, take)
+        self.num_reused += len(chosen)
+        self._most_uses = max([self._most_uses, bool(fresh), *(u.num_uses for u in chosen)])
+        self._used = {
+            g: u
+            for g, u in self._used.items()
+            if u.num_uses < self._max_uses and self._in_bound(u, max(take, u.last_take + self._cooldown) + 1)
+        }
+        return [u.group for u in chosen]
+
+    def metrics(self) -> dict[str, float]:
+        """{"replay/..."} so far: uses of groups that had been used before, the most of one group, groups kept."""
+        return {
+            "replay/reused": float(self.num_reused),
+            "replay/uses/max": float(self._most_uses),
+            "replay/reusable": float(len(self._used)),
+        }
+
+    def _in_bound(self, used: _Used, take: int) -> bool:
+        """Whether the last optimizer step of this take may still use it."""
+        return self._updates * (take + 1) - 1 - used.oldest_version <= self._max_lag
+
+    def _order(self, used: _Used) -> tuple[float, int]:
+        cost = self._decay * (used.num_uses - 1) if self._priority is not None else 0.0
+        return cost - used.score, used.group.group_id
