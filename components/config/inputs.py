@@ -72,15 +72,38 @@ class TaskConfig(Section):
     limit: PositiveInt | None = Field(default=None, description="use only the first so many tasks")
 
 
-class EvalConfig(Section):
+class EvalSampling(Section):
+    """How held-out tasks are answered. Each of `eval.tasksets` may set these for itself."""
+
+    num_tasks: PositiveInt = Field(default=256, description="held-out tasks per evaluation, at most")
+    samples: PositiveInt = Field(default=1, description="completions per task")
+    k: list[PositiveInt] | None = Field(
+        default=None, description="pass@k and best@k for these k, at most samples; null: 1, 2, 4, ... up to samples"
+    )
+    temperature: NonNegativeFloat = Field(default=0.0, description="sampling temperature; 0 is greedy")
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="sample from the likeliest tokens of so much mass")
+    max_tokens: PositiveInt | None = Field(
+        default=None, description="longest response; null: rollout.max_response_tokens"
+    )
+    solved: float = Field(
+        default=1.0, description="reward from which an answer counts as right, where it says no exact_match"
+    )
+
+
+class EvalConfig(EvalSampling):
     """How the policy is measured on held-out tasks, before, during and after training."""
 
     at_start: bool = Field(default=True, description="evaluate before the first step")
     at_end: bool = Field(default=True, description="evaluate after the last step")
     every: NonNegativeInt = Field(default=0, description="optimizer steps between evaluations; 0: start and end only")
-    num_tasks: PositiveInt = Field(default=256, description="held-out tasks per evaluation, at most")
-    temperature: NonNegativeFloat = Field(default=0.0, description="sampling temperature; 0 is greedy")
     path: str | None = Field(default=None, description="jsonl file of held-out tasks, instead of task.holdout_frac")
+    tasksets: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="more tasksets to measure on, by name: settings of task and of eval that differ; never trained on",
+    )
+    checkpoints: str | None = Field(
+        default=None, description="recipe evaluate: a run's folder; all its saved weights are measured, in order"
+    )
 
 
 class EnvConfig(Section):

@@ -88,7 +88,7 @@ def check_name(key: str, name: str, builtin: Iterable[str], *, kind: str) -> Non
             key,
             got=name,
             expected=f"a module {module} in this folder ({os.getcwd()}) or installed",
-            fix="run leeway where that module is, install it, or put its folder on PYTHONPATH",
+            fix="run leeway where that module is, install it, or name its folder in plugins=[FOLDER]",
         )
     if file.suffix == ".py" and not _may_define(file, attribute):
         raise ConfigError(

@@ -19,6 +19,7 @@ from .input_rules import (
     task_source_is_complete,
 )
 from .names import TRAINING_RECIPES, engine_options, nearest
+from .plugins import use_folders
 from .schema import Config
 
 # Arguments of the engine that Leeway sets itself, and where the user's say in them is.
@@ -47,6 +48,7 @@ NOT_REPRODUCIBLE = (
 
 def check_rules(config: Config, recipe: str, named: Named = str) -> None:
     """Raise ConfigError for the first rule that `config` breaks as a run of `recipe`."""
+    use_folders(config.plugins)
     for rule in (
         model_is_loaded_or_built,
         model_path_is_a_path_or_a_hub_id,

@@ -16,6 +16,7 @@ from ..collector.actor import CollectorRemote
 from ..collector.collector import CollectorSettings
 from ..collector.engine import EngineSettings
 from ..config import Config, derive
+from ..config.evalsets import evalset_sampling
 from ..config.names import OFFLINE_RECIPES
 from ..param_server.actor import ParameterServerRemote
 from ..replay.actor import ReplayBufferRemote
@@ -115,7 +116,7 @@ def engine_settings(config: Config, *, cores: list[int], load_weights: bool) -> 
         cores=cores,
         kv_cache_gib=config.cluster.kv_cache_gib,
         load_weights=load_weights,
-        seeded=requests_are_seeded(config),
+        seeded=requests_are_seeded(config) or evaluation_is_seeded(config),
         read_back=config.param_server.read_back,
     )
 
@@ -129,6 +130,11 @@ def versions_kept(config: Config) -> int:
 def requests_are_seeded(config: Config) -> bool:
     """Only where no request lives through a change of weights: a rebuilt KV cache would rewind its generator."""
     return derive(config).lockstep or config.staleness.in_flight == "off"
+
+
+def evaluation_is_seeded(config: Config) -> bool:
+    """Whether held-out tasks are sampled, not answered greedily: then each of their requests has a seed."""
+    return any(evalset_sampling(config.eval, name).temperature > 0 for name in (None, *config.eval.tasksets))
 
 
 def collector_settings(config: Config) -> CollectorSettings:
