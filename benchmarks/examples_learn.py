@@ -1,4 +1,4 @@
-"""The example environments learn: each of examples/ trains from the quickstart's warm-up, end to end, as a user starts it.
+"""The example environments learn: each of examples/ trains from the quickstart's warm-up, as a user starts it.
 
     python benchmarks/examples_learn.py            # one warm-up, then three runs of 150 steps: ten minutes on two cores
 

@@ -67,7 +67,8 @@ class Trajectory:
 
     `response_tokens`, `loss_mask`, `behavior_logprobs` and `policy_versions` have one entry per token after the prompt.
     Where `loss_mask` is False the environment wrote the token: its logprob is 0.0 and its version `NO_VERSION`.
-    `metrics` are named numbers beside the reward (for example {"exact_match": 1.0}).
+    `metrics` are named numbers beside the reward (for example {"exact_match": 1.0}). `others` are further conversations
+    of the same attempt (an agent that began anew): trained on with this one's advantage; they have none themselves.
 
     Example: prompt "12+34=", the policy sampled "46" and the stop token under version 7:
 
@@ -85,6 +86,7 @@ class Trajectory:
     finish_reason: str
     text: str
     metrics: dict[str, float] = field(default_factory=dict)
+    others: list[Trajectory] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         lengths = {
@@ -99,6 +101,10 @@ class Trajectory:
             raise ValueError("Trajectory: prompt_tokens is empty; a policy needs at least one token to continue from")
         if not isinstance(self.reward, int | float) or not math.isfinite(self.reward):
             raise ValueError(f"Trajectory: reward is {self.reward!r}; expected a finite number")
+
+    def conversations(self) -> list[Trajectory]:
+        """All conversations of the attempt, this one first."""
+        return [self, *self.others]
 
     @classmethod
     def from_completion(
@@ -138,7 +144,11 @@ class Group:
     def policy_versions(self) -> tuple[int, int]:
         """(oldest, newest) policy version that sampled a token of this group."""
         versions = [
-            v for t in self.trajectories for v, sampled in zip(t.policy_versions, t.loss_mask, strict=True) if sampled
+            v
+            for trajectory in self.trajectories
+            for t in trajectory.conversations()
+            for v, sampled in zip(t.policy_versions, t.loss_mask, strict=True)
+            if sampled
         ]
         if not versions:
             raise ValueError(f"group {self.group_id}: no token was sampled by the policy; nothing to train on")

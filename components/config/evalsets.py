@@ -1,4 +1,4 @@
-"""What each taskset of `eval.tasksets` sets for itself, taken apart: where its tasks come from, how they are answered."""
+"""What each taskset of `eval.tasksets` sets for itself, taken apart: where tasks come from, how they are answered."""
 
 from __future__ import annotations
 

@@ -31,13 +31,15 @@ class ModelConfig(Section):
 class TaskConfig(Section):
     """Where prompts come from."""
 
-    name: Literal["reasoning_gym", "jsonl", "parquet", "hf", "python", "mix"] = Field(
+    name: Literal["reasoning_gym", "jsonl", "parquet", "hf", "python", "sql", "queue", "mix"] = Field(
         default="jsonl", description="kind of source"
     )
     path: str | None = Field(
         default=None,
-        description='jsonl: the file; parquet: file or folder; hf: folder or hub id; python: "pkg.mod:function"',
+        description="jsonl, queue: the file; parquet: file or folder; hf: folder or hub id; sql: a SQLite file; "
+        'python: "pkg.mod:function"',
     )
+    query: str | None = Field(default=None, description="sql: the SELECT whose rows are tasks")
     split: str = Field(default="train", description="hf: which split of the dataset")
     dataset: str | None = Field(default=None, description="reasoning_gym: name of the dataset, e.g. chain_sum")
     options: dict[str, Any] = Field(
@@ -55,6 +57,9 @@ class TaskConfig(Section):
     messages_key: str | None = Field(
         default=None,
         description="key of a whole conversation, in place of prompt and answer; sft trains on every assistant turn",
+    )
+    tools_key: str | None = Field(
+        default=None, description="key of the tools (names or schemas) that a row may use, for env.name=tool_use"
     )
     rejected_key: str = Field(default="rejected", description="recipe dpo: key of the answer not preferred")
     answer_after: str | None = Field(default=None, description='keep what follows the last of this mark, e.g. "####"')
@@ -120,6 +125,10 @@ class EnvConfig(Section):
     )
     by_taskset: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="by taskset of task.mix: what its environment sets differently"
+    )
+    models: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="models beside the policy that environments and rewards may ask, by name (docs/environments)",
     )
     variables: dict[str, str] = Field(
         default_factory=dict, description="environment variables of the processes that run environments"

@@ -39,6 +39,9 @@ REWARDS = (
     "length",
     "overlong",
     "code_tests",
+    "judge",
+    "rubric",
+    "reward_model",
 )
 OPERATORS = ("filter_zero_variance", "filter_reward", "mask_truncated", "shape_reward", "prefer_short", "dedupe")
 

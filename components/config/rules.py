@@ -8,8 +8,10 @@ from pathlib import Path
 from .algorithm_rules import ALGORITHM_RULES
 from .derived import derive, least_target_policy_lag
 from .errors import ConfigError, words
+from .eval_rules import evaluation_samples_suffice, evaluation_tasksets_are_valid
 from .input_rules import (
     Named,
+    auxiliary_models_are_valid,
     environment_and_reward_exist,
     environment_options_are_valid,
     environment_variables_are_the_users,
@@ -57,11 +59,14 @@ def check_rules(config: Config, recipe: str, named: Named = str) -> None:
         environment_and_reward_exist,
         environment_options_are_valid,
         environment_variables_are_the_users,
+        auxiliary_models_are_valid,
         environments_by_taskset_are_valid,
         operators_exist,
         lengths_fit,
         engine_arguments_are_the_users,
         evaluation_has_tasks,
+        evaluation_tasksets_are_valid,
+        evaluation_samples_suffice,
     ):
         rule(config, named)
     if recipe == "evaluate" and not has_heldout_tasks(config):
@@ -169,7 +174,7 @@ def engine_arguments_are_the_users(config: Config, named: Named) -> None:
 def has_heldout_tasks(config: Config) -> bool:
     """Whether there is anything to evaluate on."""
     shares = [config.task.holdout_frac, *(part.get("holdout_frac", 0) for part in config.task.mix.values())]
-    return config.eval.path is not None or any(share > 0 for share in shares)
+    return config.eval.path is not None or bool(config.eval.tasksets) or any(share > 0 for share in shares)
 
 
 def evaluation_has_tasks(config: Config, named: Named) -> None:

@@ -32,9 +32,9 @@ class Answer:
 Handler = Callable[[Request], Awaitable[Answer]]
 
 
-async def serve(handler: Handler) -> asyncio.Server:
-    """Listen on a free port of 127.0.0.1; connections are kept open between requests."""
-    return await asyncio.start_server(lambda r, w: _connection(handler, r, w), "127.0.0.1", 0, limit=MAX_HEAD_BYTES)
+async def serve(handler: Handler, host: str = "127.0.0.1") -> asyncio.Server:
+    """Listen on a free port of `host`; connections are kept open between requests."""
+    return await asyncio.start_server(lambda r, w: _connection(handler, r, w), host, 0, limit=MAX_HEAD_BYTES)
 
 
 def refusal(status: int, message: str, code: str = "invalid_request_error") -> Answer:

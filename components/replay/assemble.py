@@ -92,7 +92,12 @@ class Assembler:
         return {g.group_id: a.tolist() for g, a in zip(groups, advantages, strict=True)}
 
     def _step(self, groups: Sequence[Group], advantages: dict[int, list[float]]) -> list[TrainBatch]:
-        pairs = [(t, a) for g in groups for t, a in zip(g.trajectories, advantages[g.group_id], strict=True)]
+        pairs = [
+            (conversation, a)
+            for g in groups
+            for t, a in zip(g.trajectories, advantages[g.group_id], strict=True)
+            for conversation in t.conversations()
+        ]
         num_tokens = sum(sum(t.loss_mask) for t, _ in pairs)
         num_sequences = len(pairs)
         if self.skip_zero_advantage:

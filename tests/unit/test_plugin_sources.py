@@ -134,9 +134,13 @@ def test_mistakes_name_file_line_and_what_was_expected(tmp_path, source, message
     folder = folder_of_plugins(tmp_path, source)
     config = load_config("quickstart", [f"plugins=[{folder}]", "env.name=theirs_env:Env"])
     with pytest.raises(ValueError, match=message) as caught:
-        check_plugins(config)
-        dry_run(config, TASK)
+        _check(config)
     assert "\n" not in str(caught.value)
+
+
+def _check(config):
+    check_plugins(config)
+    dry_run(config, TASK)
 
 
 def test_what_a_module_imports_from_beside_it_is_sent_along(tmp_path, monkeypatch):
