@@ -26,4 +26,5 @@ class AuxiliaryModel(Section):
     max_in_flight: PositiveInt = Field(default=64, description="requests at a time from one generator")
     temperature: NonNegativeFloat = Field(default=0.0, description="sampling temperature")
     max_tokens: PositiveInt = Field(default=512, description="longest answer")
+    max_model_len: PositiveInt = Field(default=4096, description="path: longest prompt and answer together")
     engine: dict[str, Any] = Field(default_factory=dict, description="path: handed to vLLM's AsyncEngineArgs")

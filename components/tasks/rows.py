@@ -19,8 +19,8 @@ class RowFormat:
     the answer is what follows the last occurrence of that mark, and `info["solution"]` keeps the whole text (for
     supervised training). With `messages_key` an item is a whole conversation under that key: its prompt is everything
     before the first assistant message, its answer the last assistant message, and `info["messages"]` all of it. Under
-    `tools_key` an item says which tools it may use (none where it has no such key): `info["allowed_tools"]`. All other keys
-    arrive in `info`.
+    `tools_key` an item says which tools it may use (none where it has no such key): `info["allowed_tools"]`. All other
+    keys arrive in `info`.
     """
 
     prompt_key: str
