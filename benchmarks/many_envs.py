@@ -68,7 +68,7 @@ async def bare(engine: Engine, prompter: Prompter, tasks: list[Task], in_flight:
 
 
 async def measure(options: argparse.Namespace) -> int:
-    config = load_config("quickstart")
+    config = load_config("quickstart", ["model.init.options.max_position_embeddings=128"])
     taskset = build_taskset(config.task, seed=0, split="train", eval_config=config.eval)
     with tempfile.TemporaryDirectory() as folder:
         assert config.model.init is not None
@@ -76,8 +76,7 @@ async def measure(options: argparse.Namespace) -> int:
         engine = Engine(
             EngineSettings(
                 model_path=str(path), dtype="float32", device="cpu", max_model_len=128, seed=0,
-                options={"enforce_eager": True, "block_size": 32, "max_num_seqs": 256,
-                         "hf_overrides": {"max_position_embeddings": 128}},
+                options={"enforce_eager": True, "block_size": 32, "max_num_seqs": 256},
                 cores=[], kv_cache_gib=1, load_weights=True,
             )
         )  # fmt: skip

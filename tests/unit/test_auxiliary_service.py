@@ -51,7 +51,7 @@ def test_an_engine_behind_an_address_answers_chats_and_completions():
         assert await client.chat([{"role": "user", "content": "a question"}]) == "a question"
         assert await client.complete("answer 123", temperature=0.7, max_tokens=2) == "answer "
         assert client._model == "judge"
-        with pytest.raises(AuxiliaryError, match="HTTP 400: .*max_model_len is 40"):
+        with pytest.raises(AuxiliaryError, match=r"HTTP 400: .*max_model_len is 40"):
             await client.complete("1" * 50)
         with pytest.raises(AuxiliaryError, match="HTTP 404"):
             await client.classify("x")
