@@ -102,9 +102,8 @@ async def measure(options: argparse.Namespace) -> int:
     for name, found in speeds.items():
         shares = [a / b for a, b in zip(found[1:], own, strict=True)]
         spread = f"{min(shares):.2f} to {max(shares):.2f}"
-        print(
-            f"{name:22}{statistics.median(found[1:]):8.0f} tokens/s{statistics.median(shares):7.2f} of its own ({spread})"
-        )
+        speed, share = statistics.median(found[1:]), statistics.median(shares)
+        print(f"{name:22}{speed:8.0f} tokens/s{share:7.2f} of its own ({spread})")
     return 0
 
 

@@ -209,6 +209,8 @@ def _check_tasks(stage: Stage) -> None:
     if stage.recipe == "evaluate":
         if config.eval.checkpoints is not None:
             saved_models(config.eval.checkpoints)
+        if not evaluated:
+            raise ValueError("eval: nothing is held out, expected tasks to evaluate on; set eval.tasksets or eval.path")
         dry_run(config, evaluated[0].tasks[0])
         return
     taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)

@@ -21,7 +21,20 @@ def evalset_settings(task: TaskConfig, own: dict[str, Any]) -> dict[str, Any]:
 
     All of its rows are evaluated on, so `holdout_frac` does not apply.
     """
-    shared = task.model_dump(exclude={"mix", "name", "path", "dataset", "options", "holdout_frac"})
+    shared = task.model_dump(
+        exclude={
+            "mix",
+            "name",
+            "path",
+            "query",
+            "dataset",
+            "options",
+            "limit",
+            "holdout_frac",
+            "order",
+            "difficulty_key",
+        }
+    )
     return {**shared, **{k: v for k, v in own.items() if k not in SAMPLING_KEYS}}
 
 

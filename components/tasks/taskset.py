@@ -148,10 +148,18 @@ def build_taskset(
     `eval.num_tasks` in hash order, unshuffled; empty when nothing is held out. Of `task.mix` each taskset by itself:
     mixed for training, one after the other for evaluation. Raises ValueError or FileNotFoundError in one line.
     """
+    kept_out = _evalset_digests(task_config, eval_config, seed=seed) if split == "train" else set()
     if task_config.name == "mix":
-        return _build_mix(task_config, seed=seed, split=split, eval_config=eval_config)
+        return _build_mix(task_config, seed=seed, split=split, eval_config=eval_config, kept_out=kept_out)
     if task_config.name == "queue" and split == "train":
-        return _build_queue(task_config)
+        return _build_queue(task_config, kept_out | _eval_digests(task_config, getattr(eval_config, "path", None)))
+    return _build(task_config, seed=seed, split=split, eval_config=eval_config, kept_out=kept_out)
+
+
+def _build(
+    task_config: Any, *, seed: int, split: Literal["train", "eval"], eval_config: Any, kept_out: set[str]
+) -> TaskSet:
+    """One source. `kept_out`: digests of questions that are not trained on, whatever holds them out."""
     template = task_config.prompt_template
     if template is not None and "{prompt}" not in template:
         raise ValueError(f'task.prompt_template: got {template!r}, expected text with "{{prompt}}" in it')
@@ -161,7 +169,7 @@ def build_taskset(
         rows = _eval_rows(task_config, seed, eval_path)[:num_tasks]
         return TaskSet(_to_tasks(rows, task_config), seed=seed, order="sequential", name="held_out")
 
-    own = _eval_digests(task_config, eval_path) | evalset_digests(task_config, eval_config, seed=seed)
+    own = _eval_digests(task_config, eval_path) | kept_out
     rows = [
         r
         for r in _read_rows(task_config, seed)
@@ -188,7 +196,7 @@ def build_evalset(config: TaskConfig, *, name: str, seed: int, num_tasks: int) -
     return TaskSet(tasks, seed=seed, order="sequential", name=name)
 
 
-def evalset_digests(task_config: Any, eval_config: Any, *, seed: int) -> set[str]:
+def _evalset_digests(task_config: Any, eval_config: Any, *, seed: int) -> set[str]:
     """The questions of `eval.tasksets`, which are not trained on, all of their rows."""
     parts = [
         TaskConfig.model_validate(evalset_settings(task_config, own))
@@ -197,8 +205,10 @@ def evalset_digests(task_config: Any, eval_config: Any, *, seed: int) -> set[str
     return {row.digest for part in parts for row in _read_rows(part, seed)}
 
 
-def _build_queue(config: Any) -> QueueTaskSet:
-    def make(row: Row, number: int) -> Task:
+def _build_queue(config: Any, kept_out: set[str]) -> QueueTaskSet:
+    def make(row: Row, number: int) -> Task | None:
+        if row.digest in kept_out:
+            return None
         task_id = f"{row.digest[:16]}-{number}"  # the same question may come twice
         return make_task(
             row, task_id=task_id, system_prompt=config.system_prompt, prompt_template=config.prompt_template
@@ -207,7 +217,9 @@ def _build_queue(config: Any) -> QueueTaskSet:
     return QueueTaskSet(config.path, form=_form(config), make=make)
 
 
-def _build_mix(config: Any, *, seed: int, split: Literal["train", "eval"], eval_config: Any) -> TaskSet | MixedTaskSet:
+def _build_mix(
+    config: Any, *, seed: int, split: Literal["train", "eval"], eval_config: Any, kept_out: set[str]
+) -> TaskSet | MixedTaskSet:
     from .mixed import MixedTaskSet
 
     parts: dict[str, TaskSet] = {}
@@ -215,10 +227,9 @@ def _build_mix(config: Any, *, seed: int, split: Literal["train", "eval"], eval_
     for name in config.mix:
         own, weights[name] = part_of_mix(config, name)
         try:
-            part = build_taskset(own, seed=seed, split=split, eval_config=eval_config)
+            part = _build(own, seed=seed, split=split, eval_config=eval_config, kept_out=kept_out)
         except ValueError as error:
             raise ValueError(f"task.mix.{name}: {error}") from error
-        assert isinstance(part, TaskSet)
         tasks = [replace(t, task_id=f"{name}/{t.task_id}", info={**t.info, "taskset": name}) for t in part.tasks]
         parts[name] = TaskSet(tasks, seed=seed, order=own.order, difficulty_key=own.difficulty_key, name=name)
         if split == "eval" and getattr(eval_config, "path", None) is not None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from leeway.config import ConfigError, load_config
 from leeway.config.environments import ToolUseOptions
-from leeway.config.inputs import TaskConfig
+from leeway.config.inputs import EvalConfig, TaskConfig
 from leeway.envs.tool_use import ToolUse
 from leeway.replay.actor import ReplayBufferActor
 from leeway.tasks import Prompter
@@ -93,6 +93,18 @@ def test_a_queue_gives_each_task_once_in_order_while_it_grows(tmp_path):
     assert len({t.task_id for t in queue.tasks}) == 5, "the same question twice is two tasks"
     again = build(name="queue", path=str(path))
     assert [t.task_id for t in again.forever()] == [t.task_id for t in queue.tasks], "as a run that goes on draws it"
+
+
+def test_what_is_evaluated_on_is_left_out_of_a_queue(tmp_path):
+    path, held = tmp_path / "queue.jsonl", tmp_path / "held.jsonl"
+    feed(path, 0, 1, 2)
+    feed(held, 1)
+    close(path)
+    queue = build_taskset(
+        TaskConfig.model_validate({"name": "queue", "path": str(path)}), seed=0, split="train",
+        eval_config=EvalConfig.model_validate({"tasksets": {"held": {"name": "jsonl", "path": str(held)}}}),
+    )  # fmt: skip
+    assert [t.answer for t in queue.forever()] == ["a0", "a2"]
 
 
 def test_who_asks_a_dry_queue_waits_for_the_next_task(tmp_path, monkeypatch):
