@@ -70,6 +70,7 @@ class ReplayBufferActor:
             experts=self._experts(skip_steps=position.num_takes * train.updates_per_batch),
         )
         self._num_too_long = self._num_cut = 0
+        self._at_the_queue = asyncio.Lock()
         self._pipeline = Pipeline(config.replay.operators)
         self._buffer = ReplayBuffer(
             tasks=position.tasks(self._fitting(_tasks(self._taskset, train.epochs))),
@@ -139,10 +140,12 @@ class ReplayBufferActor:
 
     @as_text
     async def admit(self, limit: int, timeout_s: float, collector: str) -> list[Admission]:
-        if isinstance(self._taskset, QueueTaskSet):
+        if not isinstance(self._taskset, QueueTaskSet):
+            return await self._buffer.admit(limit, timeout_s=timeout_s, collector=collector)
+        async with self._at_the_queue:  # what one has seen there, no other draws
             ready = await self._taskset.num_ready(self._fits, timeout_s=timeout_s)
             limit = limit if ready is None else min(limit, ready)
-        return await self._buffer.admit(limit, timeout_s=timeout_s, collector=collector)
+            return await self._buffer.admit(limit, timeout_s=timeout_s, collector=collector)
 
     @as_text
     async def put(self, groups: Sequence[Group]) -> None:
