@@ -20,7 +20,7 @@ from .input_rules import (
     prompt_template_holds_the_prompt,
     task_source_is_complete,
 )
-from .names import TRAINING_RECIPES, engine_options, nearest
+from .names import OFFLINE_RECIPES, STUDIES, TRAINING_RECIPES, engine_options, nearest
 from .plugins import use_folders
 from .schema import Config
 
@@ -73,6 +73,8 @@ def check_rules(config: Config, recipe: str, named: Named = str) -> None:
         raise _no_heldout(config, named("task.holdout_frac"))
     if recipe in TRAINING_RECIPES:
         steps_or_epochs_is_set(config, named)
+    if recipe in STUDIES or recipe in OFFLINE_RECIPES:
+        a_queue_feeds_rollouts(config, named)
     if recipe == "dpo":
         pairs_fill_batches(config, named)
     if recipe == "async_rl":
@@ -196,6 +198,16 @@ def _no_heldout(config: Config, key: str) -> ConfigError:
         expected="held-out tasks to evaluate on",
         fix="set eval.path=FILE.jsonl or task.holdout_frac=0.05",
     )
+
+
+def a_queue_feeds_rollouts(config: Config, named: Named) -> None:
+    if config.task.name == "queue":
+        raise ConfigError(
+            named("task.name"),
+            got="queue",
+            expected="a source that ends: only rollouts of the recipe async_rl wait for tasks",
+            fix="use task.name=jsonl here, and the queue in a stage of async_rl",
+        )
 
 
 def steps_or_epochs_is_set(config: Config, named: Named) -> None:

@@ -88,5 +88,5 @@ def _write(writer: asyncio.StreamWriter, answer: Answer) -> None:
     else:
         lines = [*(json.dumps(event) for event in answer.events), "[DONE]"]
         body, kind = "".join(f"data: {line}\n\n" for line in lines).encode(), "text/event-stream"
-    status = f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}"
+    status = f"HTTP/1.1 {answer.status} {_REASONS.get(answer.status, 'Error')}"
     writer.write(f"{status}\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)

@@ -18,14 +18,14 @@ def truncated(task: Task, prompter: Any, max_tokens: int) -> Task | None:
         return task
     text, rebuilt = _cuttable(task.prompt)
     tokens = prompter.encode_plain(text)
-    cut = excess
-    while cut < len(tokens):
-        # What is left may be cut into other tokens than before, and be longer by some: then a little more is cut.
+    cut = 0
+    while cut < len(tokens) - 1:
+        cut = min(cut + excess, len(tokens) - 1)
         shorter = replace(task, prompt=rebuilt(prompter.tokenizer.decode(tokens[cut:])))
+        # What is left may be cut into other tokens than before, and be longer by some: then a little more is cut.
         excess = len(prompter.encode(shorter.prompt)) - max_tokens
         if excess <= 0:
             return shorter
-        cut += excess
     return None
 
 

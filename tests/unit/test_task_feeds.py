@@ -140,7 +140,14 @@ def test_queues_that_cannot_be_are_refused(tmp_path):
     base = ["task.dataset=null", "task.name=queue", "task.path=q.jsonl"]
     with pytest.raises(ConfigError, match=r"task\.name: got 'queue', expected tasks that are known before"):
         load_config("quickstart", base)
-    epochs = ["task.holdout_frac=0", "stages.async_rl.train.steps=null", "stages.async_rl.train.epochs=1"]
+    with pytest.raises(ConfigError, match=r"task\.name: got 'queue', expected a source that ends"):
+        load_config("quickstart", [*base, "task.holdout_frac=0"])
+    epochs = [
+        "stages.sft=null",
+        "task.holdout_frac=0",
+        "stages.async_rl.train.steps=null",
+        "stages.async_rl.train.epochs=1",
+    ]
     with pytest.raises(ConfigError, match=r"train\.epochs: got 1.*task\.name is queue"):
         load_config("quickstart", [*base, *epochs])
     with pytest.raises(ConfigError, match=r"task\.query: got 'select 1', expected a SELECT with task\.name=sql"):
