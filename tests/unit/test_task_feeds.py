@@ -52,7 +52,7 @@ def test_sql(database):
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ("select nothing from tasks", r"task\.query: .*no such column: nothing"),
+        ("select color from tasks", r"task\.query: .*no such column: color"),
         ("delete from tasks", r"task\.query: .*readonly"),
         ("select q from tasks", r"row 0: no key 'question' among \['q'\]"),
         ("select q as question, a as answer from tasks where level = 9", "got no rows"),
