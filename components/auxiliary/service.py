@@ -8,12 +8,6 @@ from typing import Any, Protocol
 from ..envs.http import Answer, Request, refusal
 
 
-class Generates(Protocol):
-    """See `collector.engine.Engine.generate`."""
-
-    async def generate(self, prompt_tokens: list[int], **sampling: Any) -> list[Any]: ...
-
-
 class Classifies(Protocol):
     """See `classifier.Classifier`."""
 
@@ -23,7 +17,8 @@ class Classifies(Protocol):
 class Service:
     """A handler for `envs.http.serve`. It refuses requests without the run's key.
 
-    `prompter` and `max_model_len` belong to an `engine`; a service has an engine or a `classifier`.
+    `prompter` and `max_model_len` belong to an `engine` (`generate` as that of `collector.engine`); a service has an
+    engine or a `classifier`.
     """
 
     def __init__(
@@ -31,7 +26,7 @@ class Service:
         *,
         key: str,
         model: str,
-        engine: Generates | None = None,
+        engine: Any = None,
         prompter: Any = None,
         max_model_len: int = 0,
         classifier: Classifies | None = None,

@@ -129,7 +129,7 @@ async def _chat(body: Any, recorder: Recorder) -> Answer:
     message: dict[str, Any] = {"role": "assistant", "content": turn.text}
     if turn.calls:
         message["tool_calls"] = turn.calls
-    delta = {"role": "assistant", "content": turn.text}
+    delta: dict[str, Any] = {"role": "assistant", "content": turn.text}
     if turn.calls:
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(turn.calls)]
     if body.get("stream"):

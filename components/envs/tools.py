@@ -165,7 +165,7 @@ def chosen(tools: dict[str, Tool], wanted: Sequence[str | dict[str, Any]] | None
         return tools
     found: dict[str, Tool] = {}
     for item in wanted:
-        schema = {"name": item} if isinstance(item, str) else item
+        schema: dict[str, Any] = {"name": item} if isinstance(item, str) else item
         name = schema["name"]
         if name not in tools:
             raise ValueError(f"tools of a task: got {name!r}, expected one of env.options.tools: {', '.join(tools)}")
@@ -176,7 +176,7 @@ def chosen(tools: dict[str, Tool], wanted: Sequence[str | dict[str, Any]] | None
     return found
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Described:
     """A tool as a task describes it."""
 
