@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_HEAD_BYTES, MAX_BODY_BYTES = 2**16, 2**24
+MAX_WAITING = 4096
+"""Connections not yet accepted: hundreds of agents begin at the same moment; the usual 100 makes clients time out."""
 _REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 413: "Too Large", 500: "Server Error"}
 
 
@@ -34,7 +36,9 @@ Handler = Callable[[Request], Awaitable[Answer]]
 
 async def serve(handler: Handler, host: str = "127.0.0.1") -> asyncio.Server:
     """Listen on a free port of `host`; connections are kept open between requests."""
-    return await asyncio.start_server(lambda r, w: _connection(handler, r, w), host, 0, limit=MAX_HEAD_BYTES)
+    return await asyncio.start_server(
+        lambda r, w: _connection(handler, r, w), host, 0, limit=MAX_HEAD_BYTES, backlog=MAX_WAITING
+    )
 
 
 def refusal(status: int, message: str, code: str = "invalid_request_error") -> Answer:
