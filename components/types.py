@@ -83,6 +83,8 @@ class Trajectory:
     Where `loss_mask` is False the environment wrote the token: its logprob is 0.0 and its version `NO_VERSION`.
     `metrics` are named numbers beside the reward (for example {"exact_match": 1.0}). `turns`, in order: what an
     environment of several turns says of each, for algorithms that look at them (`gigpo`); empty: it says nothing.
+    `others` are further conversations of the same attempt (an agent that began anew): trained on with this one's
+    advantage; they have none themselves.
 
     Example: prompt "12+34=", the policy sampled "46" and the stop token under version 7:
 
@@ -101,6 +103,7 @@ class Trajectory:
     text: str
     metrics: dict[str, float] = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
+    others: list[Trajectory] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         lengths = {
@@ -121,6 +124,10 @@ class Trajectory:
                 f"Trajectory: turns {self.turns!r:.200}; expected spans of the {len(self.response_tokens)} response "
                 "tokens, in order, each with a finite reward"
             )
+
+    def conversations(self) -> list[Trajectory]:
+        """All conversations of the attempt, this one first."""
+        return [self, *self.others]
 
     @classmethod
     def from_completion(
@@ -160,7 +167,11 @@ class Group:
     def policy_versions(self) -> tuple[int, int]:
         """(oldest, newest) policy version that sampled a token of this group."""
         versions = [
-            v for t in self.trajectories for v, sampled in zip(t.policy_versions, t.loss_mask, strict=True) if sampled
+            v
+            for trajectory in self.trajectories
+            for t in trajectory.conversations()
+            for v, sampled in zip(t.policy_versions, t.loss_mask, strict=True)
+            if sampled
         ]
         if not versions:
             raise ValueError(f"group {self.group_id}: no token was sampled by the policy; nothing to train on")

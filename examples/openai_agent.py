@@ -5,7 +5,7 @@
 It knows nothing of Leeway but an address and a key; its requests become the trajectory that is trained on.
 """
 
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from leeway import AgentEnvironment, Endpoint, Task
 
@@ -13,14 +13,18 @@ from leeway import AgentEnvironment, Endpoint, Task
 class Careful(AgentEnvironment):
     """Answers, reads its own answer once more, and answers for good. Only the last answer pays."""
 
+    def __init__(self):
+        super().__init__()
+        self.http = DefaultAsyncHttpxClient()  # one for all: hundreds of agents begin at once, and making one is slow
+
     async def run(self, task: Task, endpoint: Endpoint):
-        async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key) as client:
-            messages = [{"role": "user", "content": str(task.prompt)}]
-            text = ""
-            for remark in (" Sure? =", None):
-                reply = await client.chat.completions.create(model=endpoint.model, messages=messages)
-                text = reply.choices[0].message.content or ""
-                if remark is not None:
-                    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": remark}]
+        client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, http_client=self.http)
+        messages = [{"role": "user", "content": str(task.prompt)}]
+        text = ""
+        for remark in (" Sure? =", None):
+            reply = await client.chat.completions.create(model=endpoint.model, messages=messages)
+            text = reply.choices[0].message.content or ""
+            if remark is not None:
+                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": remark}]
         right = float(text.strip() == task.answer)
         return right, {"exact_match": right}

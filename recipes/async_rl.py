@@ -25,7 +25,7 @@ from leeway.planning.advice import advice_after
 from leeway.recipes.canary import canary_prompts
 from leeway.recipes.checkpoints import Checkpoints, resume_point, saved_position
 from leeway.recipes.context import StageContext, StageResult, say
-from leeway.recipes.evaluation import evaluate
+from leeway.recipes.evaluation import evaluate, of_set
 from leeway.recipes.kept import KeptPublications
 from leeway.recipes.rl_report import Reporter, StepClock, StepReport, in_words
 from leeway.recipes.speeds import measure_speeds
@@ -33,6 +33,7 @@ from leeway.replay.actor import TakeRefs
 from leeway.runtime.launch import Launcher
 from leeway.runtime.limit import Speeds
 from leeway.runtime.supervisor import Supervisor, together
+from leeway.tasks.evalsets import build_evalsets
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.taskset import build_taskset
 
@@ -78,10 +79,10 @@ class AsyncRL:
         self._supervisor = self._parts.supervisor
         assert self._config.model.path is not None
         self._prompter = Prompter.load(self._config.model.path)
-        self._train_tasks, self._eval_tasks = (
-            build_taskset(self._config.task, seed=self._config.seed, split=split, eval_config=self._config.eval)
-            for split in ("train", "eval")
+        self._train_tasks = build_taskset(
+            self._config.task, seed=self._config.seed, split="train", eval_config=self._config.eval
         )
+        self._evalsets = build_evalsets(self._config)
         self._total_steps = self._num_steps()
         self._monitor = build_monitor(
             context.dir,
@@ -296,20 +297,22 @@ class AsyncRL:
         await self._until_served(self._version)
         await self._evaluate()
 
-    async def _evaluate(self) -> dict[str, float]:
-        """Held-out accuracy of the current version; an empty dict where nothing is held out."""
-        if not self._eval_tasks.tasks:
+    async def _evaluate(self) -> dict[str, Any]:
+        """The current version on every taskset to measure on; an empty dict where there is none.
+
+        Flat are the numbers of the first (the held-out tasks); those of the others stand under "tasksets".
+        """
+        if not self._evalsets:
             return {}
-        metrics, _ = await evaluate(
-            self._config, self._parts, self._eval_tasks.tasks, name=self._eval_tasks.name, policy_version=self._version
-        )
+        metrics, _ = await evaluate(self._config, self._parts, self._evalsets, policy_version=self._version)
         self._monitor.log(self._version, metrics, role="evaluation")
-        accuracy = metrics.get(
-            f"eval/{self._eval_tasks.name}/exact_match", metrics[f"eval/{self._eval_tasks.name}/reward"]
-        )
-        say(f"{self._context.name}: held-out accuracy {accuracy:.3f} at version {self._version}")
-        self.eval_points.append(EvalPoint(self._version, self._train_s, accuracy))
-        return {k.removeprefix(f"eval/{self._eval_tasks.name}/"): v for k, v in metrics.items()}
+        by_set = {e.name: of_set(metrics, e.name) for e in self._evalsets}
+        for name, numbers in by_set.items():
+            accuracy = numbers.get("exact_match", numbers["reward"])
+            say(f"{self._context.name}: {name.replace('_', '-')} accuracy {accuracy:.3f} at version {self._version}")
+        first = by_set.pop(self._evalsets[0].name)
+        self.eval_points.append(EvalPoint(self._version, self._train_s, first.get("exact_match", first["reward"])))
+        return {**first, "tasksets": by_set} if by_set else dict(first)
 
     async def _until_served(self, version: int) -> None:
         calls = [c.until_verified.remote(version) for c in self._parts.collectors]

@@ -1,46 +1,76 @@
-"""Evaluate the model at `model.path` on the held-out tasks: engines only, serving the model's own weights.
+"""Evaluate a model, or every checkpoint of a run: engines only, serving the saved weights.
 
-taskset (eval split) -> Collector[N] -> summary.json, rollouts/
+tasksets (held out, eval.tasksets) -> Collector[N] -> summary.json, rollouts/
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
 from leeway.monitor import build_monitor
 from leeway.recipes.context import StageContext, StageResult, say
-from leeway.recipes.evaluation import evaluate
+from leeway.recipes.evaluation import evaluate, of_set
+from leeway.recipes.saved_models import saved_models
 from leeway.runtime.launch import Launcher
 from leeway.runtime.supervisor import Supervisor
-from leeway.tasks.taskset import build_taskset
+from leeway.tasks.evalsets import EvalSet, build_evalsets
+from leeway.types import Trajectory
 
 
 async def run(context: StageContext) -> StageResult:
+    """The model at `model.path`, or with `eval.checkpoints` the weights of each checkpoint below that folder."""
     config = context.config
-    taskset = build_taskset(config.task, seed=config.seed, split="eval", eval_config=config.eval)
-    launcher = Launcher(config, "evaluate", run_dir=context.dir, supervisor=Supervisor())
-    parts = launcher.parts
+    evalsets = build_evalsets(config)
+    assert config.model.path is not None
+    folder = config.eval.checkpoints
+    models = {0: Path(config.model.path)} if folder is None else saved_models(folder)
     monitor = build_monitor(
         context.dir, config.monitor, config.model_dump(mode="json"), 1, f"{config.name} / {context.name}"
     )
     status = "failed"
     started = time.monotonic()
+    measured: dict[int, dict[str, Any]] = {}
+    processes: dict[str, Any] = {}
+    lines: list[str] = []
     try:
-        say(f"{context.name}: {len(taskset)} held-out tasks, temperature {config.eval.temperature:g}")
-        await launcher.collectors(load_weights=True)
-        context.processes.extend(parts.local_processes())
-        metrics, trajectories = await evaluate(config, parts, taskset.tasks, name=taskset.name, policy_version=0)
-        monitor.log(0, metrics, role="evaluation")
-        monitor.rollouts(0, [asdict(t) for t in trajectories])
+        for e in evalsets:
+            say(f"{context.name}: {len(e.tasks)} tasks of {e.name}, temperature {e.sampling.temperature:g}")
+        for version, model in models.items():
+            if folder is not None:
+                say(f"{context.name}: weights of step {version}, {model}")
+            launcher = Launcher(config.with_model_path(model), "evaluate", run_dir=context.dir, supervisor=Supervisor())
+            metrics, trajectories, processes = await _measure(context, launcher, evalsets)
+            # Engines label what they were started with as version 0; what it is a version of is known here.
+            metrics |= {f"eval/{e.name}/policy_version": float(version) for e in evalsets}
+            monitor.log(version, metrics, role="evaluation")
+            monitor.rollouts(version, [asdict(t) for t in trajectories])
+            measured[version] = {e.name: of_set(metrics, e.name) for e in evalsets}
+            at = "" if folder is None else f"step {version}: "
+            lines += [f"{at}{k} = {v:.4g}" for k, v in metrics.items()]
         status = "done"
     finally:
         monitor.close(status)
-        await parts.stop()
-    summary = {
-        "eval": {taskset.name: {k.removeprefix(f"eval/{taskset.name}/"): v for k, v in metrics.items()}},
+    last = measured[max(measured)]
+    summary: dict[str, Any] = {
+        "eval": last,
         "wall_s": round(time.monotonic() - started, 1),
-        "processes": parts.processes,
+        "processes": processes,
     }
-    lines = [f"{k} = {v:.4g}" for k, v in metrics.items()]
+    if folder is not None:
+        summary["checkpoints"] = {str(version): sets for version, sets in measured.items()}
     return StageResult(summary=summary, model_path=None, goodbye=lines)
+
+
+async def _measure(
+    context: StageContext, launcher: Launcher, evalsets: list[EvalSet]
+) -> tuple[dict[str, float], list[Trajectory], dict[str, Any]]:
+    parts, config = launcher.parts, context.config
+    try:
+        await launcher.collectors(load_weights=True)
+        context.processes.extend(parts.local_processes())
+        return *await evaluate(config, parts, evalsets, policy_version=0), parts.processes
+    finally:
+        await parts.stop()

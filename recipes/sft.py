@@ -27,6 +27,7 @@ from leeway.runtime.supervisor import Supervisor, together
 from leeway.tasks.examples import example_of
 from leeway.tasks.mixed import MixedTaskSet
 from leeway.tasks.prompting import Prompter
+from leeway.tasks.queue_tasks import QueueTaskSet
 from leeway.tasks.taskset import TaskSet, build_taskset
 from leeway.types import TrainBatch, batch_trajectories
 from leeway.weights import CanaryPrompts
@@ -53,6 +54,7 @@ async def train_offline(context: StageContext, *, recipe: str, batches: Batches,
     assert config.model.path is not None
     prompter = Prompter.load(config.model.path)
     taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
+    assert not isinstance(taskset, QueueTaskSet), "a rule on settings keeps queues to async_rl"
     total_steps = num_steps(config, len(taskset) * (2 if recipe == "dpo" else 1))
     resumed = resume_point(context.dir / "checkpoints", config)
     launcher = Launcher(config, recipe, run_dir=context.dir, supervisor=Supervisor())

@@ -18,7 +18,7 @@ LAYERS = [
     {"config", "monitor"},
     {"tasks", "envs", "algorithms"},
     {"collector", "replay", "param_server", "trainer"},
-    {"runtime", "planning"},
+    {"runtime", "planning", "auxiliary"},
     {"recipes", "cli"},
 ]
 MIDDLE = LAYERS[3]

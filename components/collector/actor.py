@@ -13,6 +13,7 @@ import numpy as np
 import ray
 
 from ..config import Config
+from ..config.inputs import EvalSampling
 from ..envs.registry import build_environment
 from ..failures import PartFailed, as_text
 from ..monitor.logs import log_to_file, tail
@@ -133,8 +134,8 @@ class CollectorActor:
         await self._hand_over.until_verified(policy_version)
 
     @as_text
-    async def evaluate(self, tasks: list[Task], temperature: float, policy_version: int) -> list[Trajectory]:
-        return await self._collector.evaluate(tasks, temperature=temperature, policy_version=policy_version)
+    async def evaluate(self, tasks: list[Task], sampling: EvalSampling, policy_version: int) -> list[list[Trajectory]]:
+        return await self._collector.evaluate(tasks, sampling, policy_version=policy_version)
 
     @as_text
     async def rollouts(

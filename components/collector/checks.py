@@ -54,7 +54,7 @@ def checked(trajectories: Any, *, group_size: int, max_model_len: int, versions:
         raise ValueError(
             f"rollout() returned {len(trajectories)} trajectories; expected policy.group_size = {group_size}"
         )
-    for t in trajectories:
+    for t in (conversation for trajectory in trajectories for conversation in trajectory.conversations()):
         length = len(t.prompt_tokens) + len(t.response_tokens)
         if length > max_model_len:
             raise ValueError(

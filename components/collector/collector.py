@@ -9,6 +9,7 @@ Everything that waits for somebody else is a callable handed in, so that the who
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import queue
 import threading
@@ -20,11 +21,13 @@ from typing import Any, Protocol
 
 from torchrl.collectors import BaseCollector
 
+from ..config.inputs import EvalSampling
 from ..types import Admission, Group, Task, Trajectory
 from ..weights import HandOverError
 from .checks import TookTooLong, checked, within
 from .clock import ActivityClock
 from .hand_over import HandOver, PullReport
+from .many import RolloutFailed, each
 from .policy import EnginePolicy, derived_seed
 
 logger = logging.getLogger(__name__)
@@ -36,10 +39,6 @@ class RunsTasks(Protocol):
 
 class EngineLost(RuntimeError):
     """The engine died; nothing that it was generating can be finished here."""
-
-
-class RolloutFailed(RuntimeError):
-    """A task failed in every attempt; the message is the last attempt's reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,10 +182,13 @@ class Collector(BaseCollector):
     def __len__(self) -> int:
         raise TypeError("a collector has no length: it ends when admission does")
 
-    async def evaluate(self, tasks: list[Task], *, temperature: float, policy_version: int) -> list[Trajectory]:
-        """One trajectory per task, under exactly `policy_version`: newer weights are held back meanwhile.
+    async def evaluate(
+        self, tasks: list[Task], sampling: EvalSampling, *, policy_version: int
+    ) -> list[list[Trajectory]]:
+        """`sampling.samples` trajectories per task, under exactly `policy_version`: newer weights are held back.
 
-        Nothing of it is trained on.
+        A task that failed for good has none. Nothing of it is trained on. What is drawn depends on the weights, the
+        run's seed and the task alone.
         """
         await self._hand_over.until_verified(policy_version)
         async with self._hand_over.hold():
@@ -196,32 +198,21 @@ class Collector(BaseCollector):
                     f"but this engine already serves {self._hand_over.verified}"
                 )
             with self._clock.doing("evaluate"):
-                return await self.rollouts(tasks, temperature=temperature, group_size=1)
+                return await each(
+                    tasks, functools.partial(self._evaluated, sampling), at_once=self._settings.max_in_flight
+                )
 
     async def rollouts(
         self, tasks: list[Task], *, temperature: float, group_size: int, max_response_tokens: int | None = None
     ) -> list[Trajectory]:
-        """Run tasks outside of admission, at most `max_in_flight` at a time; for evaluation and for measuring speed.
+        """Run tasks outside of admission, for measuring speed and for trying one. Those that fail are left out.
 
-        `max_response_tokens`: fewer than `rollout.max_response_tokens` in each call of the model.
-        A task that fails for good is left out and logged; when all of them do, it raises with the last one's reason.
+        `max_response_tokens`: of each call of the model (None: `rollout.max_response_tokens`).
         """
-        room = asyncio.Semaphore(self._settings.max_in_flight)
-        failures: list[RolloutFailed] = []
-
-        async def one(task: Task) -> list[Trajectory]:
-            async with room:
-                try:
-                    return await self._attempts(
-                        task, group_size=group_size, temperature=temperature, max_response_tokens=max_response_tokens
-                    )
-                except RolloutFailed as failure:
-                    failures.append(failure)
-                    return []
-
-        groups = await asyncio.gather(*map(one, tasks))
-        if failures and len(failures) == len(tasks):
-            raise RuntimeError(f"all {len(tasks)} tasks failed; the last one: {failures[-1]}") from failures[-1]
+        attempts = functools.partial(
+            self._attempts, group_size=group_size, temperature=temperature, max_response_tokens=max_response_tokens
+        )
+        groups = await each(tasks, attempts, at_once=self._settings.max_in_flight)
         return [t for group in groups for t in group]
 
     def stats(self) -> dict[str, float]:
@@ -257,6 +248,19 @@ class Collector(BaseCollector):
 
     def load_state_dict(self, state_dict: OrderedDict) -> None:
         assert not state_dict, "a collector keeps no state of its own"
+
+    def _evaluated(self, sampling: EvalSampling, task: Task) -> Awaitable[list[Trajectory]]:
+        def policy(attempt: int) -> EnginePolicy:
+            seed = None if sampling.temperature == 0 else derived_seed(self._seed, *task.task_id.encode(), attempt)
+            return self._policy(
+                temperature=sampling.temperature,
+                group_size=sampling.samples,
+                seed=seed,
+                top_p=sampling.top_p,
+                max_response_tokens=sampling.max_tokens,
+            )
+
+        return self._attempts(task, group_size=sampling.samples, temperature=sampling.temperature, policy_of=policy)
 
     async def _run_group(self, admission: Admission) -> Group | None:
         """One group through all of its attempts; None when it failed for good (and was reported as such)."""
@@ -302,10 +306,12 @@ class Collector(BaseCollector):
         temperature: float,
         admission: Admission | None = None,
         max_response_tokens: int | None = None,
+        policy_of: Callable[[int], EnginePolicy] | None = None,
     ) -> list[Trajectory]:
         """The trajectories of one task, tried again `retries` times; raises `RolloutFailed` after the last.
 
-        `admission`: of an admitted group, whose retries are counted and whose samples may be seeded.
+        `admission`: of an admitted group, whose retries are counted and whose samples may be seeded. `policy_of`: what
+        each attempt samples from, where that is not the policy as it is trained.
         """
         s = self._settings
         reason, last_error = "", None
@@ -315,9 +321,14 @@ class Collector(BaseCollector):
                 await self._retried(admission)
             # Not of `admission.attempt`: a group that is issued again because its collector died samples the same.
             seed = derived_seed(self._seed, admission.group_id, attempt) if s.seeded and admission else None
-            policy = self._policy(
-                temperature=temperature, group_size=group_size, seed=seed, max_response_tokens=max_response_tokens
+            train_policy = functools.partial(
+                self._policy,
+                temperature=temperature,
+                group_size=group_size,
+                seed=seed,
+                max_response_tokens=max_response_tokens,
             )
+            policy = train_policy() if policy_of is None else policy_of(attempt)
             try:
                 with self._clock.doing("environment"):
                     trajectories = await within(s.timeout_s, self._environment.rollout(task, policy))
@@ -333,7 +344,13 @@ class Collector(BaseCollector):
         raise RolloutFailed(reason) from last_error
 
     def _policy(
-        self, *, temperature: float, group_size: int, seed: int | None, max_response_tokens: int | None
+        self,
+        *,
+        temperature: float,
+        group_size: int,
+        seed: int | None,
+        top_p: float = 1.0,
+        max_response_tokens: int | None = None,
     ) -> EnginePolicy:
         s = self._settings
         return EnginePolicy(
@@ -342,9 +359,10 @@ class Collector(BaseCollector):
             group_size=group_size,
             temperature=temperature,
             max_prompt_tokens=s.max_prompt_tokens,
-            max_response_tokens=min(s.max_response_tokens, max_response_tokens or s.max_response_tokens),
+            max_response_tokens=max_response_tokens or s.max_response_tokens,
             max_model_len=s.max_model_len,
             seed=seed,
+            top_p=top_p,
             count_tokens=self._count_tokens,
             generating=lambda: self._clock.doing("generate"),
         )

@@ -115,6 +115,7 @@ class Engine:
         max_tokens: int,
         stop_token_ids: Sequence[int],
         seed: int | None = None,
+        top_p: float = 1.0,
     ) -> list[SampledTokens]:
         """Sample n completions of one prompt; each token with its logprob under the distribution it was drawn from."""
         from vllm import SamplingParams
@@ -123,6 +124,7 @@ class Engine:
         params = SamplingParams(
             n=n if temperature else 1,
             temperature=temperature,
+            top_p=top_p,
             max_tokens=max_tokens,
             stop_token_ids=list(stop_token_ids),
             ignore_eos=True,  # the stop tokens above are the whole truth, and the trainer knows them

@@ -21,7 +21,8 @@ class Generates(Protocol):
 class EnginePolicy:
     """One group's view of the engine.
 
-    `seed` makes its samples a function of (weights, prompt, seed); None leaves them free.
+    `seed` makes its samples a function of (weights, prompt, seed); None leaves them free. `top_p` below 1 is for
+    evaluation: the trainer does not reproduce such log-probabilities.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class EnginePolicy:
         max_response_tokens: int,
         max_model_len: int,
         seed: int | None,
+        top_p: float = 1.0,
         count_tokens: Callable[[int], None],
         generating: Callable[[], AbstractContextManager[None]],
     ) -> None:
@@ -46,6 +48,7 @@ class EnginePolicy:
         self._max_response_tokens = max_response_tokens
         self.max_model_len = max_model_len
         self._seed = seed
+        self._top_p = {} if top_p == 1.0 else {"top_p": top_p}
         self._num_calls = 0
         self._count_tokens = count_tokens
         self._generating = generating
@@ -84,6 +87,7 @@ class EnginePolicy:
                 max_tokens=min(self._max_response_tokens if max_tokens is None else max_tokens, room),
                 stop_token_ids=self.prompter.stop_token_ids,
                 seed=seed,
+                **self._top_p,
             )
         self._count_tokens(sum(len(s.tokens) for s in sampled))
         self.versions.update(*(s.policy_versions for s in sampled))

@@ -46,6 +46,7 @@ def earlier_run(config: Config) -> Problem | None:
 def _missing_files(config: Config) -> list[Problem]:
     problems = []
     models = {"model.path": config.model.path, "algorithm.reference_path": config.algorithm.reference_path}
+    models |= {f"env.models.{name}.path": own.get("path") for name, own in config.env.models.items()}
     for key, model in models.items():
         if model is None or not is_local_path(model):
             continue

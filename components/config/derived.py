@@ -69,6 +69,8 @@ def derive(config: Config, recipe: str = "async_rl") -> Derived:
         "generator": 0 if recipe in OFFLINE_RECIPES else rollout.num_generators,
         "trainer": 0 if recipe == "evaluate" else train.num_ranks,
     }
+    served = 0 if recipe in OFFLINE_RECIPES else sum(own.get("path") is not None for own in config.env.models.values())
+    auxiliary = {"auxiliary model": served} if served else {}
     gpus_per_engine = 1
     for name in _PARALLEL:
         gpus_per_engine *= rollout.engine.get(name, 1)
@@ -86,14 +88,16 @@ def derive(config: Config, recipe: str = "async_rl") -> Derived:
         total_groups=total_groups,
         sequences_per_take=train.batch_size if offline else train.groups_per_step * config.algorithm.group_size,
         sequences_per_step=train.batch_size if offline else train.groups_per_step // u * config.algorithm.group_size,
-        processes=processes,
+        processes=processes | auxiliary,
         cpus={
             "generator": processes["generator"] * cluster.cpus_per_generator,
             "trainer": processes["trainer"] * cluster.cpus_per_trainer,
+            **auxiliary,
         },
         gpus={
             "generator": processes["generator"] * gpus_per_engine if on_gpu else 0,
             "trainer": processes["trainer"] if on_gpu else 0,
+            **{role: count if on_gpu else 0 for role, count in auxiliary.items()},
         },
         # At the least target, a group starts only once everything before its own take has been published, unless the
         # window reaches into a part of the next take; a bound above the target would let it start under weights older

@@ -15,7 +15,11 @@ class RolloutConfig(Section):
 
     num_generators: PositiveInt = Field(default=1, description="engines, each a process of its own")
     temperature: PositiveFloat = Field(default=1.0, description="sampling temperature; the trainer divides by the same")
-    max_prompt_tokens: PositiveInt = Field(default=1024, description="longest prompt; longer tasks are left out")
+    max_prompt_tokens: PositiveInt = Field(default=1024, description="longest prompt; see overlong_prompts")
+    overlong_prompts: Literal["drop", "truncate", "refuse"] = Field(
+        default="drop",
+        description="tasks with longer prompts are left out, or cut at their beginning (both counted), or end the run",
+    )
     max_response_tokens: PositiveInt = Field(default=1024, description="longest response; longer ones are cut")
     max_model_len: PositiveInt = Field(default=2048, description="longest prompt and response together")
     timeout_s: PositiveFloat = Field(default=600.0, description="seconds a group may take before it is tried again")

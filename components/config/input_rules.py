@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Callable
 
+from .auxiliary import AuxiliaryModel
 from .environments import ENVIRONMENT_OPTIONS, checked_options
-from .errors import ConfigError
+from .errors import ConfigError, words
 from .inputs import EnvConfig, TaskConfig
 from .names import ENVIRONMENTS, OPERATORS, REWARDS, check_name
 from .schema import Config
@@ -20,13 +22,22 @@ _SOURCES = {
     "parquet": ("path", "data/train.parquet"),
     "hf": ("path", "data/my_dataset"),
     "python": ("path", "my_tasks:generate"),
+    "sql": ("path", "data/tasks.sqlite"),
+    "queue": ("path", "data/queue.jsonl"),
     "reasoning_gym": ("dataset", "chain_sum"),
     "mix": ("mix", "'{a: {name: jsonl, path: a.jsonl}, b: {...}}'"),
 }
 
 
 def task_source_is_complete(config: Config, named: Named) -> None:
-    _source_is_complete(config.task, named, "task")
+    if config.task.name == "queue" and config.train.epochs is not None:
+        raise ConfigError(
+            named("train.epochs"),
+            got=config.train.epochs,
+            expected="train.steps, because task.name is queue: nobody knows how long it will be",
+            fix="set train.steps=1000 train.epochs=null; the run ends before that when the queue is closed",
+        )
+    source_is_complete(config.task, named, "task")
     for name, own in config.task.mix.items():
         key = f"task.mix.{name}"
         weight = own.get("weight", 1.0)
@@ -37,10 +48,10 @@ def task_source_is_complete(config: Config, named: Named) -> None:
         part = checked_options(TaskConfig, settings, key=named(key), whose="a taskset of task.mix")
         if part.name == "mix":
             raise ConfigError(named(f"{key}.name"), got="mix", expected="a source", fix="mix on one level only")
-        _source_is_complete(part, named, key)
+        source_is_complete(part, named, key)
 
 
-def _source_is_complete(task: TaskConfig, named: Named, where: str) -> None:
+def source_is_complete(task: TaskConfig, named: Named, where: str) -> None:
     needed, example = _SOURCES[task.name]
     if not getattr(task, needed):
         raise ConfigError(
@@ -58,6 +69,20 @@ def _source_is_complete(task: TaskConfig, named: Named, where: str) -> None:
                 expected=f"null, because {where}.name is {task.name}",
                 fix=f"add {where}.{key}=null, or change {where}.name",
             )
+    if (task.name == "sql") != (task.query is not None):
+        raise ConfigError(
+            named(f"{where}.query"),
+            got=task.query,
+            expected="a SELECT with task.name=sql, and with nothing else",
+            fix=f"set {where}.query='select question, answer from tasks', or leave it out",
+        )
+    if task.name == "queue" and (task.holdout_frac or where != "task"):
+        raise ConfigError(
+            named(f"{where}.name"),
+            got="queue",
+            expected="tasks that are known before the run, to hold some out or to mix or evaluate on them",
+            fix="set task.holdout_frac=0 and eval.path=FILE, and let the queue be the only source",
+        )
     if task.name == "python" and ":" not in str(task.path):
         raise ConfigError(
             named(f"{where}.path"), got=task.path, expected='"pkg.mod:function"', fix=f"set {where}.path={example}"
@@ -125,12 +150,51 @@ def environment_variables_are_the_users(config: Config, named: Named) -> None:
             )
 
 
+def auxiliary_models_are_valid(config: Config, named: Named) -> None:
+    for name, own in config.env.models.items():
+        key = f"env.models.{name}"
+        model = checked_options(AuxiliaryModel, own, key=named(key), whose="a model of env.models")
+        if (model.url is None) == (model.path is None):
+            raise ConfigError(
+                named(key),
+                got=words("neither url nor path" if model.url is None else "both url and path"),
+                expected="exactly one of them",
+                fix=f"set {key}.url=http://host:8000/v1, or {key}.path=FOLDER",
+            )
+        if model.url is not None and not re.match(r"https?://[^/]+", model.url):
+            raise ConfigError(
+                named(f"{key}.url"), got=model.url, expected="http://host:port/v1 or https://...", fix="fix it"
+            )
+        if model.key_variable is not None and model.key_variable not in os.environ:
+            raise ConfigError(
+                named(f"{key}.key_variable"),
+                got=model.key_variable,
+                expected="a variable of this environment that holds the key",
+                fix=f"export {model.key_variable}=..., or leave it out",
+            )
+    for name in {*config.env.rewards, config.env.reward} & {"judge", "rubric", "reward_model"}:
+        asked = config.env.reward_options.get(name, {}).get("model")
+        if config.env.rewards and name not in config.env.rewards:
+            continue
+        if asked not in config.env.models:
+            raise ConfigError(
+                named(f"env.reward_options.{name}.model"),
+                got=asked,
+                expected=f"a model of env.models ({', '.join(config.env.models) or 'none yet'})",
+                fix="write env.models={judge: {url: http://host:8000/v1}} and name it",
+            )
+
+
 def environments_by_taskset_are_valid(config: Config, named: Named) -> None:
     for name, own in config.env.by_taskset.items():
         key = f"env.by_taskset.{name}"
-        if name not in config.task.mix:
+        known = [*config.task.mix, *config.eval.tasksets]
+        if name not in known:
             raise ConfigError(
-                named(key), got=own, expected=f"a taskset of task.mix ({', '.join(config.task.mix)})", fix="rename it"
+                named(key),
+                got=own,
+                expected=f"a taskset of task.mix or eval.tasksets ({', '.join(known)})",
+                fix="rename it",
             )
         shared = config.env.model_dump(exclude={"by_taskset"})
         env = checked_options(EnvConfig, {**shared, **own}, key=named(key), whose="the env section")

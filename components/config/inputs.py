@@ -31,13 +31,15 @@ class ModelConfig(Section):
 class TaskConfig(Section):
     """Where prompts come from."""
 
-    name: Literal["reasoning_gym", "jsonl", "parquet", "hf", "python", "mix"] = Field(
+    name: Literal["reasoning_gym", "jsonl", "parquet", "hf", "python", "sql", "queue", "mix"] = Field(
         default="jsonl", description="kind of source"
     )
     path: str | None = Field(
         default=None,
-        description='jsonl: the file; parquet: file or folder; hf: folder or hub id; python: "pkg.mod:function"',
+        description="jsonl, queue: the file; parquet: file or folder; hf: folder or hub id; sql: a SQLite file; "
+        'python: "pkg.mod:function"',
     )
+    query: str | None = Field(default=None, description="sql: the SELECT whose rows are tasks")
     split: str = Field(default="train", description="hf: which split of the dataset")
     dataset: str | None = Field(default=None, description="reasoning_gym: name of the dataset, e.g. chain_sum")
     options: dict[str, Any] = Field(
@@ -56,6 +58,9 @@ class TaskConfig(Section):
         default=None,
         description="key of a whole conversation, in place of prompt and answer; sft trains on every assistant turn",
     )
+    tools_key: str | None = Field(
+        default=None, description="key of the tools (names or schemas) that a row may use, for env.name=tool_use"
+    )
     rejected_key: str = Field(default="rejected", description="recipe dpo: key of the answer not preferred")
     answer_after: str | None = Field(default=None, description='keep what follows the last of this mark, e.g. "####"')
     role_key: str = Field(default="role", description="key of a message's role")
@@ -72,15 +77,38 @@ class TaskConfig(Section):
     limit: PositiveInt | None = Field(default=None, description="use only the first so many tasks")
 
 
-class EvalConfig(Section):
+class EvalSampling(Section):
+    """How held-out tasks are answered. Each of `eval.tasksets` may set these for itself."""
+
+    num_tasks: PositiveInt = Field(default=256, description="held-out tasks per evaluation, at most")
+    samples: PositiveInt = Field(default=1, description="completions per task")
+    k: list[PositiveInt] | None = Field(
+        default=None, description="pass@k and best@k for these k, at most samples; null: 1, 2, 4, ... up to samples"
+    )
+    temperature: NonNegativeFloat = Field(default=0.0, description="sampling temperature; 0 is greedy")
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="sample from the likeliest tokens of so much mass")
+    max_tokens: PositiveInt | None = Field(
+        default=None, description="longest response; null: rollout.max_response_tokens"
+    )
+    solved: float = Field(
+        default=1.0, description="reward from which an answer counts as right, where it says no exact_match"
+    )
+
+
+class EvalConfig(EvalSampling):
     """How the policy is measured on held-out tasks, before, during and after training."""
 
     at_start: bool = Field(default=True, description="evaluate before the first step")
     at_end: bool = Field(default=True, description="evaluate after the last step")
     every: NonNegativeInt = Field(default=0, description="optimizer steps between evaluations; 0: start and end only")
-    num_tasks: PositiveInt = Field(default=256, description="held-out tasks per evaluation, at most")
-    temperature: NonNegativeFloat = Field(default=0.0, description="sampling temperature; 0 is greedy")
     path: str | None = Field(default=None, description="jsonl file of held-out tasks, instead of task.holdout_frac")
+    tasksets: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="more tasksets to measure on, by name: settings of task and of eval that differ; never trained on",
+    )
+    checkpoints: str | None = Field(
+        default=None, description="recipe evaluate: a run's folder; all its saved weights are measured, in order"
+    )
 
 
 class EnvConfig(Section):
@@ -97,6 +125,10 @@ class EnvConfig(Section):
     )
     by_taskset: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="by taskset of task.mix: what its environment sets differently"
+    )
+    models: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="models beside the policy that environments and rewards may ask, by name (docs/environments)",
     )
     variables: dict[str, str] = Field(
         default_factory=dict, description="environment variables of the processes that run environments"

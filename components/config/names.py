@@ -39,6 +39,9 @@ REWARDS = (
     "length",
     "overlong",
     "code_tests",
+    "judge",
+    "rubric",
+    "reward_model",
 )
 OPERATORS = ("filter_zero_variance", "filter_reward", "mask_truncated", "shape_reward", "prefer_short", "dedupe")
 PRIORITIES = ("spread", "reward", "newest")
@@ -89,7 +92,7 @@ def check_name(key: str, name: str, builtin: Iterable[str], *, kind: str) -> Non
             key,
             got=name,
             expected=f"a module {module} in this folder ({os.getcwd()}) or installed",
-            fix="run leeway where that module is, install it, or put its folder on PYTHONPATH",
+            fix="run leeway where that module is, install it, or name its folder in plugins=[FOLDER]",
         )
     if file.suffix == ".py" and not _may_define(file, attribute):
         raise ConfigError(

@@ -8,8 +8,10 @@ from pathlib import Path
 from .algorithm_rules import ALGORITHM_RULES
 from .derived import derive, least_target_policy_lag
 from .errors import ConfigError, words
+from .eval_rules import evaluation_samples_suffice, evaluation_tasksets_are_valid
 from .input_rules import (
     Named,
+    auxiliary_models_are_valid,
     environment_and_reward_exist,
     environment_options_are_valid,
     environment_variables_are_the_users,
@@ -18,7 +20,8 @@ from .input_rules import (
     prompt_template_holds_the_prompt,
     task_source_is_complete,
 )
-from .names import TRAINING_RECIPES, engine_options, nearest
+from .names import OFFLINE_RECIPES, STUDIES, TRAINING_RECIPES, engine_options, nearest
+from .plugins import use_folders
 from .replay_rules import REPLAY_RULES
 from .schema import Config
 
@@ -48,6 +51,7 @@ NOT_REPRODUCIBLE = (
 
 def check_rules(config: Config, recipe: str, named: Named = str) -> None:
     """Raise ConfigError for the first rule that `config` breaks as a run of `recipe`."""
+    use_folders(config.plugins)
     for rule in (
         model_is_loaded_or_built,
         model_path_is_a_path_or_a_hub_id,
@@ -56,17 +60,22 @@ def check_rules(config: Config, recipe: str, named: Named = str) -> None:
         environment_and_reward_exist,
         environment_options_are_valid,
         environment_variables_are_the_users,
+        auxiliary_models_are_valid,
         environments_by_taskset_are_valid,
         operators_exist,
         lengths_fit,
         engine_arguments_are_the_users,
         evaluation_has_tasks,
+        evaluation_tasksets_are_valid,
+        evaluation_samples_suffice,
     ):
         rule(config, named)
     if recipe == "evaluate" and not has_heldout_tasks(config):
         raise _no_heldout(config, named("task.holdout_frac"))
     if recipe in TRAINING_RECIPES:
         steps_or_epochs_is_set(config, named)
+    if recipe in STUDIES or recipe in OFFLINE_RECIPES:
+        a_queue_feeds_rollouts(config, named)
     if recipe == "dpo":
         pairs_fill_batches(config, named)
     if recipe == "async_rl":
@@ -170,7 +179,7 @@ def engine_arguments_are_the_users(config: Config, named: Named) -> None:
 def has_heldout_tasks(config: Config) -> bool:
     """Whether there is anything to evaluate on."""
     shares = [config.task.holdout_frac, *(part.get("holdout_frac", 0) for part in config.task.mix.values())]
-    return config.eval.path is not None or any(share > 0 for share in shares)
+    return config.eval.path is not None or bool(config.eval.tasksets) or any(share > 0 for share in shares)
 
 
 def evaluation_has_tasks(config: Config, named: Named) -> None:
@@ -192,6 +201,16 @@ def _no_heldout(config: Config, key: str) -> ConfigError:
         expected="held-out tasks to evaluate on",
         fix="set eval.path=FILE.jsonl or task.holdout_frac=0.05",
     )
+
+
+def a_queue_feeds_rollouts(config: Config, named: Named) -> None:
+    if config.task.name == "queue":
+        raise ConfigError(
+            named("task.name"),
+            got="queue",
+            expected="a source that ends: only rollouts of the recipe async_rl wait for tasks",
+            fix="use task.name=jsonl here, and the queue in a stage of async_rl",
+        )
 
 
 def steps_or_epochs_is_set(config: Config, named: Named) -> None:

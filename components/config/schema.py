@@ -11,6 +11,7 @@ from .base import Section
 from .flow import ParamServerConfig, ReplayConfig, RolloutConfig, StalenessConfig
 from .inputs import EnvConfig, EvalConfig, ModelConfig, TaskConfig
 from .learning import AlgorithmConfig, CheckpointConfig, FrontierConfig, OptimizerConfig, TrainConfig
+from .plugins import with_entry_points
 from .presets import with_preset
 from .running import ClusterConfig, LogConfig, MonitorConfig
 
@@ -22,6 +23,9 @@ class Config(Section):
     name: str = Field(default="run", min_length=1, pattern=r"^[\w.\-]+$", description="folder of this run")
     seed: NonNegativeInt = Field(default=0, description="seed of the tasks, the sampling and the initial weights")
     output_dir: str = Field(default="runs", min_length=1, description="where runs are kept")
+    plugins: list[str] = Field(
+        default_factory=list, description="folders whose modules may be named in settings; sent to every machine"
+    )
     model: ModelConfig = Field(default_factory=ModelConfig, description="the policy")
     task: TaskConfig = Field(default_factory=TaskConfig, description="where prompts come from")
     eval: EvalConfig = Field(default_factory=EvalConfig, description="held-out evaluation")
@@ -45,7 +49,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _preset_fills_in(cls, tree: Any) -> Any:
-        return with_preset(tree)
+        return with_preset(with_entry_points(tree))
 
     @property
     def run_dir(self) -> Path:

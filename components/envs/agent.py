@@ -19,8 +19,18 @@ from .tools import describe_schemas
 
 MODEL = "policy"
 MAX_THREADS = 512
-_NOT_REPRODUCIBLE = {"top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "stop": None, "n": 1}
-"""What a trainer could not reproduce token by token, and the value at which it does nothing."""
+_NOT_REPRODUCIBLE = {
+    "top_p": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "stop": None,
+    "n": 1,
+    "best_of": 1,
+    "suffix": None,
+    "echo": False,
+}
+"""What a trainer could not reproduce token by token (or is not served), and the value at which it does nothing."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +43,16 @@ class Endpoint:
 
 
 class AgentEnvironment(Environment):
-    """Subclass it and write `run`: your agent, which calls the model through any OpenAI client (chat completions).
+    """Subclass it and write `run`: your agent, which calls the model through any OpenAI client.
 
     Each of the G trajectories of a group is one call of `run` with an endpoint key of its own. Several requests that
-    continue a conversation become one trajectory, token by token as sampled; of several conversations the one is
-    trained on in which the policy wrote most ("env/conversations" counts them). The sampling temperature is the run's,
-    whatever a request says. The endpoint listens on 127.0.0.1 and refuses requests without its key.
+    continue a conversation become one trajectory, token by token as sampled. Of several conversations all are trained
+    on, with the one reward ("env/conversations" counts them); with `longest_only` the one in which the policy wrote
+    most. The sampling temperature is the run's, whatever a request says. The endpoint listens on 127.0.0.1 and refuses
+    requests without its key.
     """
+
+    longest_only: bool = False
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
@@ -77,7 +90,8 @@ class AgentEnvironment(Environment):
             del self._recorders[session]
         reward, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if isinstance(reward, bool | int | float) and isinstance(metrics, dict):
-            return recorder.trajectory(reward=float(reward), metrics={k: float(v) for k, v in metrics.items()})
+            numbers = {k: float(v) for k, v in metrics.items()}
+            return recorder.trajectory(reward=float(reward), metrics=numbers, longest_only=self.longest_only)
         code = inspect.unwrap(type(self).run).__code__
         raise TypeError(
             f"{type(self).__name__}.run ({code.co_filename}:{code.co_firstlineno}) returned {result!r:.80}; "
@@ -91,12 +105,12 @@ class AgentEnvironment(Environment):
             return refusal(401, "expected the key of a rollout that is running", "invalid_api_key")
         if (request.method, request.path) == ("GET", "/v1/models"):
             return Answer({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "leeway"}]})
-        if (request.method, request.path) != ("POST", "/v1/chat/completions"):
-            return refusal(
-                404, f"{request.method} {request.path}: expected POST /v1/chat/completions or GET /v1/models"
-            )
+        serves = _SERVED.get(request.path) if request.method == "POST" else None
+        if serves is None:
+            expected = f"POST {' or '.join(_SERVED)}, or GET /v1/models"
+            return refusal(404, f"{request.method} {request.path}: expected {expected}")
         try:
-            return await _chat(request.body, recorder)
+            return await serves(request.body, recorder)
         except NoRoom as error:
             return refusal(400, str(error), "context_length_exceeded")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -106,38 +120,65 @@ class AgentEnvironment(Environment):
 async def _chat(body: Any, recorder: Recorder) -> Answer:
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
         raise ValueError("expected an object with messages")
-    for name, neutral in _NOT_REPRODUCIBLE.items():
-        if body.get(name) not in (None, neutral):
-            raise ValueError(f"{name}: got {body[name]!r}; tokens sampled so cannot be trained on; leave it out")
+    _refuse_what_changes_sampling(body)
     tools = [tool["function"] for tool in body.get("tools") or []]
     max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
     turn = await recorder.chat(
         body["messages"], tools_text=describe_schemas(tools) if tools else None, max_tokens=max_tokens
     )
-    return _stream(turn) if body.get("stream") else Answer(_whole(turn))
-
-
-def _whole(turn: Turn) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": turn.text}
     if turn.calls:
         message["tool_calls"] = turn.calls
-    choice = {"index": 0, "message": message, "finish_reason": _finish_reason(turn), "logprobs": None}
-    return {**_head("chat.completion"), "choices": [choice], "usage": _usage(turn)}
+    delta: dict[str, Any] = {"role": "assistant", "content": turn.text}
+    if turn.calls:
+        delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(turn.calls)]
+    if body.get("stream"):
+        return _stream("chat.completion.chunk", {"delta": delta}, {"delta": {}}, turn)
+    return _whole("chat.completion", {"message": message}, turn)
 
 
-def _stream(turn: Turn) -> Answer:
+async def _complete(body: Any, recorder: Recorder) -> Answer:
+    prompt = body.get("prompt") if isinstance(body, dict) else None
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if not prompt or not (
+        isinstance(prompt, str) or (isinstance(prompt, list) and all(type(t) is int for t in prompt))
+    ):
+        raise ValueError("expected an object with one prompt: text, or token ids")
+    _refuse_what_changes_sampling(body)
+    turn = await recorder.complete(prompt, max_tokens=body.get("max_tokens"))
+    if body.get("stream"):
+        return _stream("text_completion", {"text": turn.text}, {"text": ""}, turn)
+    return _whole("text_completion", {"text": turn.text, "token_ids": turn.completion.tokens}, turn)
+
+
+_SERVED = {"/v1/chat/completions": _chat, "/v1/completions": _complete}
+
+
+def _refuse_what_changes_sampling(body: dict[str, Any]) -> None:
+    for name, neutral in _NOT_REPRODUCIBLE.items():
+        if body.get(name) not in (None, neutral):
+            raise ValueError(f"{name}: got {body[name]!r}; tokens sampled so cannot be trained on; leave it out")
+
+
+def _whole(kind: str, content: dict[str, Any], turn: Turn) -> Answer:
+    choice = {"index": 0, **content, "finish_reason": _finish_reason(turn), "logprobs": None}
+    return Answer({**_head(kind), "choices": [choice], "usage": _usage(turn)})
+
+
+def _stream(kind: str, content: dict[str, Any], nothing: dict[str, Any], turn: Turn) -> Answer:
     """One event with the whole turn, one with its end: tokens are recorded per request, not per event."""
-    calls = [{"index": i, **call} for i, call in enumerate(turn.calls)]
-    delta = {"role": "assistant", "content": turn.text, **({"tool_calls": calls} if calls else {})}
+    head = _head(kind)
     events = [
-        {**_head("chat.completion.chunk"), "choices": [{"index": 0, "delta": d, "finish_reason": reason}]}
-        for d, reason in ((delta, None), ({}, _finish_reason(turn)))
+        {**head, "choices": [{"index": 0, **part, "finish_reason": reason}]}
+        for part, reason in ((content, None), (nothing, _finish_reason(turn)))
     ]
-    return Answer(None, events=[*events, {**_head("chat.completion.chunk"), "choices": [], "usage": _usage(turn)}])
+    return Answer(None, events=[*events, {**head, "choices": [], "usage": _usage(turn)}])
 
 
 def _head(kind: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{secrets.token_hex(8)}", "object": kind, "created": 0, "model": MODEL}
+    prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
+    return {"id": f"{prefix}-{secrets.token_hex(8)}", "object": kind, "created": 0, "model": MODEL}
 
 
 def _finish_reason(turn: Turn) -> str:

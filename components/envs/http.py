@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_HEAD_BYTES, MAX_BODY_BYTES = 2**16, 2**24
+MAX_WAITING = 4096
+"""Connections not yet accepted: hundreds of agents begin at the same moment; the usual 100 makes clients time out."""
 _REASONS = {200: "OK", 400: "Bad Request", 401: "Unauthorized", 404: "Not Found", 413: "Too Large", 500: "Server Error"}
 
 
@@ -32,9 +34,11 @@ class Answer:
 Handler = Callable[[Request], Awaitable[Answer]]
 
 
-async def serve(handler: Handler) -> asyncio.Server:
-    """Listen on a free port of 127.0.0.1; connections are kept open between requests."""
-    return await asyncio.start_server(lambda r, w: _connection(handler, r, w), "127.0.0.1", 0, limit=MAX_HEAD_BYTES)
+async def serve(handler: Handler, host: str = "127.0.0.1") -> asyncio.Server:
+    """Listen on a free port of `host`; connections are kept open between requests."""
+    return await asyncio.start_server(
+        lambda r, w: _connection(handler, r, w), host, 0, limit=MAX_HEAD_BYTES, backlog=MAX_WAITING
+    )
 
 
 def refusal(status: int, message: str, code: str = "invalid_request_error") -> Answer:
@@ -88,5 +92,5 @@ def _write(writer: asyncio.StreamWriter, answer: Answer) -> None:
     else:
         lines = [*(json.dumps(event) for event in answer.events), "[DONE]"]
         body, kind = "".join(f"data: {line}\n\n" for line in lines).encode(), "text/event-stream"
-    status = f"HTTP/1.1 {answer.status} {_REASONS[answer.status]}"
+    status = f"HTTP/1.1 {answer.status} {_REASONS.get(answer.status, 'Error')}"
     writer.write(f"{status}\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)

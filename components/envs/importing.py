@@ -26,7 +26,7 @@ def import_user_object(name: str, *, key: str, expected: str) -> Any:
         if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise ValueError(
                 f"{key}: got {name!r}, but there is no module {error.name!r}; expected an installed package, or "
-                f"{module_name.replace('.', '/')}.py in the folder where leeway is started"
+                f"{module_name.replace('.', '/')}.py in the folder where leeway is started or in one of `plugins`"
             ) from None
         raise ValueError(
             f"{key}: {_place_of(error, module_name)} cannot be imported: {error}; install what it needs"

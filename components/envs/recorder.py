@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..types import Completion, Message, Trajectory
@@ -14,6 +14,9 @@ from .transcript import Transcript
 Seen = tuple[str, str, str]
 """A message as it is compared: role, text, tool calls."""
 
+Prompt = str | list[int]
+"""What a completion (not a chat) continues: text, or token ids."""
+
 
 class NoRoom(ValueError):
     """The conversation leaves no room for another token."""
@@ -21,9 +24,12 @@ class NoRoom(ValueError):
 
 @dataclass
 class _Conversation:
-    seen: list[Seen]
+    """`seen`: its messages, the last answer included; of bare completions its text so far ("": of token ids)."""
+
+    seen: list[Seen] | str
     transcript: Transcript
     num_sampled: int = 0
+    was_cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,8 @@ class Recorder:
     """The requests of one agent in one rollout.
 
     A request whose messages begin with those of an earlier one and the answer to it goes on with that one's tokens:
-    what was sampled stays as it was sampled. Any other begins a conversation of its own.
+    what was sampled stays as it was sampled. So does a bare completion whose text (or tokens) begins with an earlier
+    one's and its answer. Any other begins a conversation of its own.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -50,38 +57,83 @@ class Recorder:
 
     async def chat(self, messages: list[dict[str, Any]], *, tools_text: str | None, max_tokens: int | None) -> Turn:
         """One turn. Raises ValueError for messages that cannot be rendered, `NoRoom` for ones that are too long."""
-        self.num_requests += 1
         seen = [_seen(m) for m in messages]
-        known = [c for c in self._conversations if _continues(c.seen, seen)]
+        known = [c for c in self._conversations if isinstance(c.seen, list) and _continues(c.seen, seen)]
         if known:
             found = max(known, key=lambda c: len(c.seen))
             # Worked on as a copy: a request that is broken off and sent again finds the conversation as it was.
             transcript = found.transcript.copy()
-            if not transcript.observed(_rendered(messages[len(found.seen) :]), max_len=self._policy.max_model_len):
-                raise NoRoom(f"the conversation is longer than {self._policy.max_model_len} tokens")
+            self._observe(transcript, _rendered(messages[len(found.seen) :]))
         else:
             prompt_messages = _with_tools(_rendered(messages), tools_text)
             found = _Conversation([], Transcript(self._policy.prompter, prompt_messages))
             transcript = found.transcript
-        prompt = transcript.tokens
+        turn = await self._sample(found, transcript, max_tokens)
+        found.seen = [*seen, _seen({"role": "assistant", "content": turn.text, "tool_calls": turn.calls})]
+        return turn
+
+    async def complete(self, prompt: Prompt, *, max_tokens: int | None) -> Turn:
+        """One bare completion of text or token ids; what stands after an earlier one's text or tokens goes on there.
+
+        The same text again goes on only where it was cut off: an answer that ended has no continuation of its own.
+        """
+        known = [(c, rest) for c in self._conversations if (rest := self._rest(c, prompt)) is not None]
+        if known:
+            found, rest = max(known, key=lambda pair: len(pair[0].transcript.tokens))
+            transcript = found.transcript.copy()
+            if rest:
+                self._observe(transcript, rest if isinstance(rest, list) else self._policy.prompter.encode_plain(rest))
+        else:
+            tokens = list(prompt) if isinstance(prompt, list) else self._policy.prompter.encode_text(prompt)
+            found = _Conversation("", Transcript(self._policy.prompter, tokens))
+            transcript = found.transcript
+        turn = await self._sample(found, transcript, max_tokens, calls=False)
+        found.seen = prompt + turn.text if isinstance(prompt, str) else ""
+        found.was_cut = turn.completion.finish_reason == "length"
+        return turn
+
+    def _rest(self, conversation: _Conversation, prompt: Prompt) -> Prompt | None:
+        """What `prompt` adds to a conversation; None where it is no continuation of it."""
+        if isinstance(conversation.seen, list):
+            return None
+        before: Any = conversation.seen if isinstance(prompt, str) else conversation.transcript.tokens
+        if not before or prompt[: len(before)] != before:
+            return None
+        rest = prompt[len(before) :]
+        return rest if rest or conversation.was_cut else None
+
+    def _observe(self, transcript: Transcript, observation: Any) -> None:
+        if not transcript.observed(observation, max_len=self._policy.max_model_len):
+            raise NoRoom(f"the conversation is longer than {self._policy.max_model_len} tokens")
+
+    async def _sample(
+        self, found: _Conversation, transcript: Transcript, max_tokens: int | None, *, calls: bool = True
+    ) -> Turn:
+        self.num_requests += 1
+        number, prompt = self.num_requests, transcript.tokens
         if len(prompt) >= self._policy.max_model_len:
             raise NoRoom(f"{len(prompt)} tokens; at most {self._policy.max_model_len} fit with the answer")
         (completion,) = await self._policy.generate(prompt, n=1, max_tokens=max_tokens)
         transcript.sampled(completion)
-        turn = _turn(completion, len(prompt), number=self.num_requests)
-        if found not in self._conversations:
+        if not any(c is found for c in self._conversations):
             self._conversations.append(found)
         found.transcript, found.num_sampled = transcript, found.num_sampled + len(completion.tokens)
-        found.seen = [*seen, _seen({"role": "assistant", "content": turn.text, "tool_calls": turn.calls})]
-        return turn
+        if not calls:
+            return Turn(completion.text, [], completion, len(prompt))
+        return _turn(completion, len(prompt), number=number)
 
-    def trajectory(self, *, reward: float, metrics: dict[str, float]) -> Trajectory:
-        """The conversation in which the policy wrote most. Raises ValueError where there is none."""
+    def trajectory(self, *, reward: float, metrics: dict[str, float], longest_only: bool = False) -> Trajectory:
+        """The conversation in which the policy wrote most, with the `others`, in order.
+
+        Raises ValueError where there is none.
+        """
         if not self._conversations:
             raise ValueError("the agent made no request that was answered; expected at least one")
         longest = max(self._conversations, key=lambda c: c.num_sampled)
+        rest = [] if longest_only else [c for c in self._conversations if c is not longest]
         counts = {"env/requests": float(self.num_requests), "env/conversations": float(len(self._conversations))}
-        return longest.transcript.trajectory(reward=reward, metrics={**counts, **metrics})
+        trajectory = longest.transcript.trajectory(reward=reward, metrics={**counts, **metrics})
+        return replace(trajectory, others=[c.transcript.trajectory(reward=reward) for c in rest])
 
 
 def _continues(known: list[Seen], new: list[Seen]) -> bool:

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from ..config.environments import checked_options
 from ..config.inputs import EnvConfig
 from .agent import AgentEnvironment
+from .auxiliary import build_models
 from .base import Environment
 from .by_taskset import ByTaskSet
 from .importing import import_user_object, is_user_name
@@ -53,12 +54,15 @@ def _build_one(env_config: Any) -> Environment:
     arguments: dict[str, Any] = options
     if model is not None:
         arguments = {"options": checked_options(model, options, key="env.options", whose=_whose(cls, model))}
+    models = build_models(getattr(env_config, "models", {}))
     if "reward" in parameters and "reward" not in options:
-        arguments["reward"] = build_reward(env_config)
+        arguments["reward"] = build_reward(env_config, models)
+    if "models" in parameters and "models" not in options:
+        arguments["models"] = models
     try:
         return cls(**arguments)
     except TypeError as error:
-        accepted = [name for name in parameters if name not in ("reward", "options")]
+        accepted = [name for name in parameters if name not in ("reward", "models", "options")]
         raise ValueError(
             f"env.options: {env_config.name} cannot be made with {sorted(options)}: {error}; it accepts {accepted}"
         ) from error

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import inspect
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from difflib import get_close_matches
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from .answers import answer_format, boxed, countdown, exact_match, length, overl
 from .code_tests import code_tests
 from .guarded import ScorerPool
 from .importing import import_user_object, is_user_name
+from .judges import judge, reward_model, rubric
 from .scorer_process import parses_text, score_entry
 
 Reward = Callable[[Task, str], float]
@@ -69,12 +70,21 @@ REWARDS: dict[str, AnyReward] = {
     "length": length,
     "overlong": overlong,
     "code_tests": code_tests,
+    "judge": judge,
+    "rubric": rubric,
+    "reward_model": reward_model,
 }
 _NEEDS = {"math_verify": "math_verify", "reasoning_gym": "reasoning_gym"}
 
 
-def resolve_reward(name: str, options: dict[str, Any] | None = None, *, key: str = "env.reward") -> AnyReward:
-    """The reward function of a name, with `options` as keyword arguments.
+def resolve_reward(
+    name: str,
+    options: dict[str, Any] | None = None,
+    *,
+    key: str = "env.reward",
+    models: Mapping[str, Any] | None = None,
+) -> AnyReward:
+    """The reward function of a name, with `options` as keyword arguments; one with a parameter `models` is given them.
 
     Raises ValueError in one line when it is unknown, cannot be imported, or does not take the options.
     """
@@ -96,8 +106,17 @@ def resolve_reward(name: str, options: dict[str, Any] | None = None, *, key: str
         raise ValueError(
             f"{key}: got {name!r}, expected {near!r}, another of {sorted(REWARDS)}, or 'package.module:function'"
         )
+    if "models" in _parameters(reward):
+        options = {**(options or {}), "models": models or {}}
     _check_call(reward, name, options or {}, key)
     return cast(AnyReward, functools.partial(reward, **options) if options else reward)
+
+
+def _parameters(reward: Any) -> Mapping[str, Any]:
+    try:
+        return inspect.signature(reward).parameters
+    except (TypeError, ValueError):  # some built-in functions have none
+        return {}
 
 
 def _check_call(reward: Any, name: str, options: dict[str, Any], key: str) -> None:

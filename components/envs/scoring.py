@@ -54,13 +54,13 @@ async def score(reward: AnyReward | WeightedSum, task: Task, text: str, completi
     return Score(await _value(reward, task, text, completion), {})
 
 
-def build_reward(env_config: Any) -> AnyReward | WeightedSum:
+def build_reward(env_config: Any, models: Mapping[str, Any] | None = None) -> AnyReward | WeightedSum:
     """The reward of the `env` section: `reward`, or `rewards` with weights. Raises ValueError in one line."""
     options = env_config.reward_options
     if env_config.rewards:
-        functions = {n: resolve_reward(n, options.get(n), key="env.rewards") for n in env_config.rewards}
+        functions = {n: resolve_reward(n, options.get(n), key="env.rewards", models=models) for n in env_config.rewards}
         return WeightedSum(functions, dict(env_config.rewards))
-    return resolve_reward(env_config.reward, options.get(env_config.reward))
+    return resolve_reward(env_config.reward, options.get(env_config.reward), models=models)
 
 
 def short_name(name: str) -> str:

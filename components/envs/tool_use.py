@@ -9,7 +9,7 @@ from ..types import Completion, Message, Task
 from .rewards import AnyReward, exact_match
 from .scoring import WeightedSum, score
 from .step import Observation, Step, StepEnvironment
-from .tools import Call, ToolError, build_tools, describe, parse_calls, run_call
+from .tools import Call, ToolError, build_tools, chosen, describe, parse_calls, run_call
 from .transcript import as_messages
 
 TOOL_TIMEOUT_S = 30.0
@@ -32,6 +32,9 @@ class ToolUse(StepEnvironment):
 
     async def reset(self, task: Task) -> Observation:
         self._task, self._num_calls, self._num_failed = task, 0, 0
+        self._tools = chosen(self._tools, task.info.get("allowed_tools"))  # of this conversation's own copy
+        if not self._tools:
+            return task.prompt
         return _with_system(as_messages(task.prompt), describe(self._tools)) if self.options.describe else task.prompt
 
     async def step(self, completion: Completion) -> Step:

@@ -156,6 +156,39 @@ def _parse(text: str) -> Call:
     return Call(item["name"], arguments)
 
 
+def chosen(tools: dict[str, Tool], wanted: Sequence[str | dict[str, Any]] | None) -> dict[str, Tool]:
+    """The tools that a task may use: those it names; a schema describes the tool of its name in its own words.
+
+    None: all of them. Raises ValueError for a name that nobody built.
+    """
+    if wanted is None:
+        return tools
+    found: dict[str, Tool] = {}
+    for item in wanted:
+        schema: dict[str, Any] = {"name": item} if isinstance(item, str) else item
+        name = schema["name"]
+        if name not in tools:
+            raise ValueError(f"tools of a task: got {name!r}, expected one of env.options.tools: {', '.join(tools)}")
+        tool = tools[name]
+        found[name] = _Described(
+            name, schema.get("description", tool.description), schema.get("parameters", tool.parameters), tool
+        )
+    return found
+
+
+@dataclass
+class _Described:
+    """A tool as a task describes it."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    tool: Tool
+
+    def __call__(self, *args: Any, **arguments: Any) -> str | Awaitable[str]:
+        return self.tool(*args, **arguments)
+
+
 async def run_call(call: Call, tools: dict[str, Tool]) -> str:
     """The result of a call as text. Raises ToolError with what the policy is to be told."""
     if call.error is not None:

@@ -19,7 +19,9 @@ from ..monitor.logs import log_to_file
 from ..tasks.examples import expert_source, expert_tasks
 from ..tasks.mixed import MixedTaskSet
 from ..tasks.prompting import Prompter
+from ..tasks.queue_tasks import QueueTaskSet
 from ..tasks.taskset import TaskSet, build_taskset
+from ..tasks.truncate import truncated
 from ..types import Admission, Group, Task, Trajectory
 from .admission import AdmissionRule
 from .assemble import Assembler, RewardShaping, pass_rate
@@ -69,7 +71,8 @@ class ReplayBufferActor:
             experts=self._experts(skip_steps=position.num_takes * train.updates_per_batch),
             count_turns=algorithm.aggregation == "turn_mean_token_mean",
         )
-        self._num_too_long = 0
+        self._num_too_long = self._num_cut = 0
+        self._at_the_queue = asyncio.Lock()
         self._pipeline = Pipeline(config.replay.operators)
         replay = config.replay
         priority = priority_of(replay.priority) if replay.sampling == "priority" else None
@@ -110,13 +113,23 @@ class ReplayBufferActor:
         return expert_source(tasks, self._prompter, count=count, skip=skip_steps * count)
 
     def _fitting(self, tasks: Iterator[Task]) -> Iterator[Task]:
-        """Leave out tasks whose prompt is longer than `rollout.max_prompt_tokens`, and count them."""
+        """Tasks within `rollout.max_prompt_tokens`; longer ones as `rollout.overlong_prompts` says, and counted."""
         limit, in_a_row = self._config.rollout.max_prompt_tokens, 0
         for task in tasks:
-            length = len(self._prompter.encode(task.prompt))
-            if length <= limit:
+            if self._fits(task):
                 in_a_row = 0
                 yield task
+                continue
+            length, how = len(self._prompter.encode(task.prompt)), self._config.rollout.overlong_prompts
+            if how == "refuse":
+                raise ValueError(
+                    f"rollout.max_prompt_tokens: got {limit}, but the prompt of task {task.task_id} has {length}; "
+                    "raise it, or set rollout.overlong_prompts=drop or truncate"
+                )
+            if how == "truncate" and (shorter := truncated(task, self._prompter, limit)) is not None:
+                self._num_cut += 1
+                in_a_row = 0
+                yield shorter
                 continue
             self._num_too_long += 1
             in_a_row += 1
@@ -125,6 +138,9 @@ class ReplayBufferActor:
                 raise ValueError(
                     f"rollout.max_prompt_tokens: got {limit}, but every prompt is longer (the last: {length}); raise it"
                 )
+
+    def _fits(self, task: Task) -> bool:
+        return len(self._prompter.encode(task.prompt)) <= self._config.rollout.max_prompt_tokens
 
     async def start(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "node": ray.util.get_node_ip_address(), "tasks": len(self._taskset)}
@@ -139,7 +155,12 @@ class ReplayBufferActor:
 
     @as_text
     async def admit(self, limit: int, timeout_s: float, collector: str) -> list[Admission]:
-        return await self._buffer.admit(limit, timeout_s=timeout_s, collector=collector)
+        if not isinstance(self._taskset, QueueTaskSet):
+            return await self._buffer.admit(limit, timeout_s=timeout_s, collector=collector)
+        async with self._at_the_queue:  # what one has seen there, no other draws
+            ready = await self._taskset.num_ready(self._fits, timeout_s=timeout_s)
+            limit = limit if ready is None else min(limit, ready)
+            return await self._buffer.admit(limit, timeout_s=timeout_s, collector=collector)
 
     @as_text
     async def put(self, groups: Sequence[Group]) -> None:
@@ -186,7 +207,7 @@ class ReplayBufferActor:
         await self._buffer.trained(group_ids)
         stats = asdict(self._buffer.stats())
         counts = {f"replay/{name}": float(value) for name, value in stats.items()}
-        own = {"replay/too_long": float(self._num_too_long)}
+        own = {"replay/too_long": float(self._num_too_long), "replay/cut_prompts": float(self._num_cut)}
         return counts | own | self._buffer.lengths.metrics() | self._pipeline.counts() | self._reuse.metrics()
 
     @as_text
@@ -215,7 +236,7 @@ class ReplayBufferActor:
         return [ray.put(batch) for batch in take.batches[0]], take.metrics
 
 
-def _tasks(taskset: TaskSet | MixedTaskSet, epochs: float | None) -> Iterator[Task]:
+def _tasks(taskset: TaskSet | MixedTaskSet | QueueTaskSet, epochs: float | None) -> Iterator[Task]:
     """For ever, or `epochs` passes (the last one may be a part)."""
     stream = taskset.forever()
     if epochs is None:

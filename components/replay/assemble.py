@@ -108,7 +108,12 @@ class Assembler:
         return {g.group_id: a.tolist() for g, a in zip(groups, advantages, strict=True)}
 
     def _step(self, groups: Sequence[Group], advantages: dict[int, list[Advantage]]) -> list[TrainBatch]:
-        pairs = [(t, a) for g in groups for t, a in zip(g.trajectories, advantages[g.group_id], strict=True)]
+        pairs = [
+            pair
+            for g in groups
+            for t, a in zip(g.trajectories, advantages[g.group_id], strict=True)
+            for pair in [(t, a), *((other, _of_whole(t, a)) for other in t.others)]
+        ]
         num_tokens = sum(sum(t.loss_mask) for t, _ in pairs)
         num_sequences = sum(num_turns(t) for t, _ in pairs) if self.count_turns else len(pairs)
         if self.skip_zero_advantage:
@@ -160,6 +165,14 @@ def split_evenly(
 def num_pass_tokens(pairs: Sequence[tuple[Trajectory, Advantage]]) -> int:
     """Tokens that go through the model for trajectories of one prompt."""
     return len(pairs[0][0].prompt_tokens) + sum(len(t.response_tokens) for t, _ in pairs)
+
+
+def _of_whole(trajectory: Trajectory, advantage: Advantage) -> float:
+    """One number for a trajectory whose tokens have advantages of their own: their mean over what was sampled."""
+    if not isinstance(advantage, list):
+        return advantage
+    sampled = [a for a, trained in zip(advantage, trajectory.loss_mask, strict=True) if trained]
+    return sum(sampled) / max(1, len(sampled))
 
 
 def _num_pass_tokens(batch: TrainBatch) -> int:

@@ -127,11 +127,10 @@ class Pipeline:
 
 
 def masked(trajectory: Trajectory) -> Trajectory:
-    """The same trajectory with no token to train on."""
+    """The same trajectory with no token to train on, in none of its conversations."""
     num = len(trajectory.response_tokens)
-    return replace(
-        trajectory, loss_mask=[False] * num, behavior_logprobs=[0.0] * num, policy_versions=[NO_VERSION] * num
-    )
+    nothing = {"loss_mask": [False] * num, "behavior_logprobs": [0.0] * num, "policy_versions": [NO_VERSION] * num}
+    return replace(trajectory, **nothing, others=[])
 
 
 def _resolve(name: str, options: dict[str, Any]) -> Operator:

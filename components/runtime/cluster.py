@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import ray
 
 from ..config import Config, derive
 from ..config.names import user_names
+from ..config.plugins import modules_in
 from ..failures import PartFailed
 
 
@@ -63,26 +65,32 @@ def disconnect(processes: list[psutil.Process], *, grace_s: float = 10.0) -> Non
 
 
 def user_module_paths(config: Config) -> list[Path]:
-    """Files or packages of the user's own that the config names ("pkg.mod:Name"), to be sent to every worker.
+    """Files and packages of the user's own, to be sent to every worker.
 
-    Installed packages are expected on every node already.
+    Those that the config names ("pkg.mod:Name"), what they have imported from beside them so far, and everything in the
+    folders of `plugins`. Installed packages are expected on every node already.
     """
     sections = (config.env, config.task, config.replay, config.algorithm)
     found = user_names([section.model_dump() for section in sections])
     names = {name.split(":")[0].split(".")[0] for name in found}
-    paths = []
-    for name in sorted(names):
-        try:
-            spec = importlib.util.find_spec(name)
-        except ValueError:  # a module that is loaded but carries no spec
-            continue
-        origin = spec.origin if spec else None
-        if (
-            not origin
-            or "site-packages" in origin
-            or Path(origin).resolve().is_relative_to(Path(__file__).resolve().parents[1])
-        ):
-            continue
-        path = Path(origin)
-        paths.append(path.parent if path.name == "__init__.py" else path)
-    return paths
+    paths = [path for name in sorted(names) if (path := _own_source(name)) is not None]
+    folders = {path.parent for path in paths}
+    beside = (_own_source(name) for name in sorted(sys.modules) if "." not in name and name not in names)
+    paths += [path for path in beside if path is not None and path.parent in folders]
+    paths += [path for folder in config.plugins for path in modules_in(folder)]
+    return list(dict.fromkeys(paths))
+
+
+def _own_source(name: str) -> Path | None:
+    """The file or package folder of a top-level module; None for what is installed, built in, or Leeway itself."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ValueError:  # a module that is loaded but carries no spec
+        return None
+    origin = spec.origin if spec else None
+    if not origin or not origin.endswith(".py") or "site-packages" in origin:
+        return None
+    path = Path(origin).resolve()
+    if path.is_relative_to(Path(__file__).resolve().parents[1]):
+        return None
+    return path.parent if path.name == "__init__.py" else path

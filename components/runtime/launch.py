@@ -12,10 +12,13 @@ import psutil
 import ray
 
 from ..algorithms.build import objective_of
+from ..auxiliary.actor import AuxiliaryRemote
 from ..collector.actor import CollectorRemote
 from ..collector.collector import CollectorSettings
 from ..collector.engine import EngineSettings
 from ..config import Config, derive
+from ..config.auxiliary import AuxiliaryModel
+from ..config.evalsets import evalset_sampling
 from ..config.names import OFFLINE_RECIPES
 from ..param_server.actor import ParameterServerRemote
 from ..replay.actor import ReplayBufferRemote
@@ -34,6 +37,7 @@ class Parts:
     supervisor: Supervisor
     trainers: list[Any] = field(default_factory=list)
     collectors: list[Any] = field(default_factory=list)
+    auxiliaries: list[Any] = field(default_factory=list)
     buffer: Any = None
     param_server: Any = None
     processes: dict[str, Any] = field(default_factory=dict)
@@ -41,14 +45,14 @@ class Parts:
     async def stop(self, *, grace_s: float = 10.0) -> None:
         """End every part on purpose: engines are asked first, then all actors are killed."""
         self.supervisor.forget_all()
-        calls = [asyncio.ensure_future(awaited(c.shutdown.remote())) for c in self.collectors]
+        calls = [asyncio.ensure_future(awaited(c.shutdown.remote())) for c in [*self.collectors, *self.auxiliaries]]
         if calls:
             await asyncio.wait(calls, timeout=grace_s)
         for call in calls:
             # An engine that is already dead cannot say goodbye; killing its actor below is all that is left to do.
             if not call.cancel() and not call.cancelled():
                 call.exception()  # asked for, so that nobody warns about it
-        for actor in [*self.collectors, *self.trainers, self.buffer, self.param_server]:
+        for actor in [*self.collectors, *self.auxiliaries, *self.trainers, self.buffer, self.param_server]:
             if actor is not None:
                 ray.kill(actor)
 
@@ -115,7 +119,7 @@ def engine_settings(config: Config, *, cores: list[int], load_weights: bool) -> 
         cores=cores,
         kv_cache_gib=config.cluster.kv_cache_gib,
         load_weights=load_weights,
-        seeded=requests_are_seeded(config),
+        seeded=requests_are_seeded(config) or evaluation_is_seeded(config),
         read_back=config.param_server.read_back,
     )
 
@@ -129,6 +133,11 @@ def versions_kept(config: Config) -> int:
 def requests_are_seeded(config: Config) -> bool:
     """Only where no request lives through a change of weights: a rebuilt KV cache would rewind its generator."""
     return derive(config).lockstep or config.staleness.in_flight == "off"
+
+
+def evaluation_is_seeded(config: Config) -> bool:
+    """Whether held-out tasks are sampled, not answered greedily: then each of their requests has a seed."""
+    return any(evalset_sampling(config.eval, name).temperature > 0 for name in (None, *config.eval.tasksets))
 
 
 def collector_settings(config: Config) -> CollectorSettings:
@@ -156,11 +165,12 @@ class Launcher:
         self._recipe = recipe
         self._logs = (run_dir / "logs").absolute()
         self._cores: Cores = place(config, recipe)
+        self._addresses: dict[str, str] = {}
         self.parts = Parts(supervisor)
 
     async def begin(self, config: Config, *, total_steps: int, canary: CanaryPrompts) -> None:
         """Another run of async_rl on the parts that are running: as many of them, on the same cores."""
-        self._config = config
+        self._config = config = self._with_addresses(config)
         parts = self.parts
         await self._wait(
             together([parts.param_server.begin.remote(versions_kept(config)), parts.buffer.begin.remote(config)]),
@@ -239,6 +249,7 @@ class Launcher:
 
         `load_weights`: serve the model's own weights, without a parameter server.
         """
+        await self._auxiliaries()
         config = self._config
         gpus = derive(config, self._recipe).gpus["generator"] // config.rollout.num_generators
         names = [f"generator-{i}" for i in range(config.rollout.num_generators)]
@@ -257,6 +268,38 @@ class Launcher:
         processes = await asyncio.gather(*(self._wait(s, n) for s, n in zip(starts, names, strict=True)))
         for name, actor, process in zip(names, self.parts.collectors, processes, strict=True):
             self._started(name, actor, process)
+
+    async def _auxiliaries(self) -> None:
+        """Serve the models of `env.models` that have a path, and tell the collectors where."""
+        config, gpus = self._config, 1 if self._config.cluster.device == "cuda" else 0
+        models = {name: AuxiliaryModel.model_validate(own) for name, own in config.env.models.items()}
+        served = {name: model for name, model in models.items() if model.path is not None}
+        actors = [AuxiliaryRemote.options(num_gpus=gpus).remote(**self._common(f"auxiliary-{name}")) for name in served]
+        self.parts.auxiliaries = actors
+        starts = [
+            actor.start.remote(
+                model,
+                dtype=config.model.dtype,
+                device=config.cluster.device,
+                kv_cache_gib=config.cluster.kv_cache_gib,
+            )
+            for actor, model in zip(actors, served.values(), strict=True)
+        ]
+        waits = (self._wait(s, f"auxiliary-{name}") for s, name in zip(starts, served, strict=True))
+        for name, actor, process in zip(served, actors, await asyncio.gather(*waits), strict=True):
+            self._addresses[name] = process.pop("url")
+            self._started(f"auxiliary-{name}", actor, process)
+        self._config = self._with_addresses(config)
+
+    def _with_addresses(self, config: Config) -> Config:
+        """The settings with served models as models at an address; never written down, because it holds their key."""
+        if not self._addresses:
+            return config
+        models = {
+            name: {**own, "path": None, "url": self._addresses[name]} if name in self._addresses else own
+            for name, own in config.env.models.items()
+        }
+        return config.model_copy(update={"env": config.env.model_copy(update={"models": models})})
 
     def _common(self, role: str) -> dict[str, Any]:
         return {"role": role, "log_file": self._logs / f"{role}.log", "log_level": self._config.log.level}

@@ -25,13 +25,14 @@ def read_jsonl(path: str | Path, *, form: RowFormat, limit: int | None = None) -
             if limit is not None and len(rows) >= limit:
                 break
             if line.strip():
-                rows.append(_parse(line, f"{path}:{number}", form))
+                rows.append(parse_line(line, f"{path}:{number}", form))
     if not rows:
         raise ValueError(f"{path}: got no rows, expected one JSON object per line; check the file and task.limit")
     return rows
 
 
-def _parse(line: bytes, where: str, form: RowFormat) -> Row:
+def parse_line(line: bytes, where: str, form: RowFormat) -> Row:
+    """The row of one line. Raises ValueError that begins with `where`."""
     try:
         item = json.loads(line)
     except ValueError as error:

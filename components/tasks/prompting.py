@@ -51,7 +51,11 @@ class Prompter:
         """Token ids [T] of a prompt, ready for the assistant to continue. Text counts as one user message."""
         if self.has_template:
             return self._tokens(self._render(_as_messages(prompt)))
-        tokens = list(self.tokenizer(_as_text(prompt))["input_ids"])
+        return self.encode_text(_as_text(prompt))
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids [T] of text to be continued: never a chat template, the tokenizer's own BOS, no EOS at the end."""
+        tokens = list(self.tokenizer(text)["input_ids"])
         while len(tokens) > 1 and tokens[-1] == self.tokenizer.eos_token_id:
             tokens.pop()
         if not tokens:

@@ -18,8 +18,9 @@ class RowFormat:
     that end with the assistant lose that turn; it is the answer where the item has none of its own. With `answer_after`
     the answer is what follows the last occurrence of that mark, and `info["solution"]` keeps the whole text (for
     supervised training). With `messages_key` an item is a whole conversation under that key: its prompt is everything
-    before the first assistant message, its answer the last assistant message, and `info["messages"]` all of it. All
-    other keys arrive in `info`.
+    before the first assistant message, its answer the last assistant message, and `info["messages"]` all of it. Under
+    `tools_key` an item says which tools it may use (none where it has no such key): `info["allowed_tools"]`. All other
+    keys arrive in `info`.
     """
 
     prompt_key: str
@@ -29,6 +30,7 @@ class RowFormat:
     role_key: str = "role"
     content_key: str = "content"
     roles: dict[str, str] = field(default_factory=dict)
+    tools_key: str | None = None
 
     def row(self, item: Any, where: str) -> Row:
         """Raises ValueError that begins with `where`."""
@@ -36,6 +38,8 @@ class RowFormat:
             key = self.prompt_key if self.messages_key is None else self.messages_key
             raise ValueError(f"{where}: got {type(item).__name__}, expected an object with the key {key!r}")
         item = dict(item)
+        if self.tools_key is not None:
+            item["allowed_tools"] = _tools(item.pop(self.tools_key, []), f"{where}: {self.tools_key!r}")
         return self._example(item, where) if self.messages_key is None else self._conversation(item, where)
 
     def _example(self, item: dict[str, Any], where: str) -> Row:
@@ -104,3 +108,15 @@ class RowFormat:
             and isinstance(item.get(self.role_key), str)
             and isinstance(item.get(self.content_key), str)
         )
+
+
+def _tools(found: Any, where: str) -> list[str | dict[str, Any]]:
+    """Names, or JSON schemas with a name; bare, or wrapped as OpenAI does ({"type": "function", "function": ...})."""
+    try:
+        found = json.loads(found) if isinstance(found, str) else found
+    except ValueError:
+        found = None
+    items = [t["function"] if isinstance(t, dict) and "function" in t else t for t in found or []]
+    if found is None or not all(isinstance(t, str) or (isinstance(t, dict) and "name" in t) for t in items):
+        raise ValueError(f"{where}: expected a list of tool names, or of schemas with a name")
+    return items

@@ -21,7 +21,7 @@ def read_parquet(path: str, *, form: RowFormat, limit: int | None) -> list[Row]:
     files = [place] if place.is_file() else sorted(place.rglob("*.parquet"))
     if not files:
         raise ValueError(f"task.path: got {path}, expected a .parquet file or a folder with some")
-    return _rows(((f"{file}, row {i}", item) for file in files for i, item in _parquet_items(file)), form, limit)
+    return as_rows(((f"{file}, row {i}", item) for file in files for i, item in _parquet_items(file)), form, limit)
 
 
 def read_hf(path: str, *, split: str, form: RowFormat, limit: int | None) -> list[Row]:
@@ -38,7 +38,7 @@ def read_hf(path: str, *, split: str, form: RowFormat, limit: int | None) -> lis
             f"task.path: got {path}, split {split!r}, expected a dataset: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:200]}"
         ) from None
-    return _rows(((f"{path}, row {i}", item) for i, item in enumerate(found)), form, limit)
+    return as_rows(((f"{path}, row {i}", item) for i, item in enumerate(found)), form, limit)
 
 
 def read_generator(name: str, *, options: dict[str, Any], size: int, seed: int, form: RowFormat) -> list[Row]:
@@ -64,7 +64,7 @@ def read_generator(name: str, *, options: dict[str, Any], size: int, seed: int, 
         raise ValueError(
             f"task.path: {where} failed: {type(error).__name__}: {error}; expected rows (dicts)"
         ) from error
-    return _rows(((f"{where}, row {i}", item) for i, item in enumerate(items)), form, size)
+    return as_rows(((f"{where}, row {i}", item) for i, item in enumerate(items)), form, size)
 
 
 def _parquet_items(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -74,7 +74,8 @@ def _parquet_items(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield from zip(count, batch.to_pylist())  # noqa: B905 (the count has no end)
 
 
-def _rows(items: Iterable[tuple[str, Any]], form: RowFormat, limit: int | None) -> list[Row]:
+def as_rows(items: Iterable[tuple[str, Any]], form: RowFormat, limit: int | None) -> list[Row]:
+    """The first `limit` of (where, item) as rows. Raises ValueError where there is none."""
     rows = [form.row(item, where) for where, item in itertools.islice(items, limit)]
     if not rows:
         raise ValueError("task.path: got no rows, expected at least one; check the source and task.limit")

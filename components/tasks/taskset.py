@@ -7,14 +7,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..config.evalsets import evalset_settings
 from ..config.inputs import TaskConfig
 from ..types import Task
 from .jsonl_tasks import read_jsonl
 from .order import difficulty_of, order_of, updated
 from .questions import Row, is_held_out, make_task
+from .queue_tasks import QueueTaskSet
 from .reasoning_gym_tasks import generate_rows
 from .rows import RowFormat
-from .sources import read_generator, read_hf, read_parquet
+from .sources import as_rows, read_generator, read_hf, read_parquet
+from .sql_tasks import sql_items
 
 if TYPE_CHECKING:
     from .mixed import MixedTaskSet
@@ -137,16 +140,26 @@ class TaskSet:
 
 def build_taskset(
     task_config: Any, *, seed: int, split: Literal["train", "eval"], eval_config: Any = None
-) -> TaskSet | MixedTaskSet:
+) -> TaskSet | MixedTaskSet | QueueTaskSet:
     """The tasks of one split, as the `task` and `eval` sections describe them.
 
-    train: every question that is not held out (by hash, or by standing in `eval.path`); repeated procedural questions
-    once. eval: the held-out questions (or the rows of `eval.path`), each once, the first `eval.num_tasks` in hash
-    order, unshuffled; empty when nothing is held out. Of `task.mix` each taskset by itself: mixed for training, one
-    after the other for evaluation. Raises ValueError or FileNotFoundError in one line.
+    train: every question that is not held out (by hash, or by standing in `eval.path` or in one of `eval.tasksets`);
+    repeated procedural questions once. eval: the held-out questions (or the rows of `eval.path`), each once, the first
+    `eval.num_tasks` in hash order, unshuffled; empty when nothing is held out. Of `task.mix` each taskset by itself:
+    mixed for training, one after the other for evaluation. Raises ValueError or FileNotFoundError in one line.
     """
+    kept_out = _evalset_digests(task_config, eval_config, seed=seed) if split == "train" else set()
     if task_config.name == "mix":
-        return _build_mix(task_config, seed=seed, split=split, eval_config=eval_config)
+        return _build_mix(task_config, seed=seed, split=split, eval_config=eval_config, kept_out=kept_out)
+    if task_config.name == "queue" and split == "train":
+        return _build_queue(task_config, kept_out | _eval_digests(task_config, getattr(eval_config, "path", None)))
+    return _build(task_config, seed=seed, split=split, eval_config=eval_config, kept_out=kept_out)
+
+
+def _build(
+    task_config: Any, *, seed: int, split: Literal["train", "eval"], eval_config: Any, kept_out: set[str]
+) -> TaskSet:
+    """One source. `kept_out`: digests of questions that are not trained on, whatever holds them out."""
     template = task_config.prompt_template
     if template is not None and "{prompt}" not in template:
         raise ValueError(f'task.prompt_template: got {template!r}, expected text with "{{prompt}}" in it')
@@ -156,7 +169,7 @@ def build_taskset(
         rows = _eval_rows(task_config, seed, eval_path)[:num_tasks]
         return TaskSet(_to_tasks(rows, task_config), seed=seed, order="sequential", name="held_out")
 
-    own = _eval_digests(task_config, eval_path)
+    own = _eval_digests(task_config, eval_path) | kept_out
     rows = [
         r
         for r in _read_rows(task_config, seed)
@@ -176,7 +189,37 @@ def build_taskset(
     return TaskSet(tasks, seed=seed, order=task_config.order, difficulty_key=task_config.difficulty_key, name="train")
 
 
-def _build_mix(config: Any, *, seed: int, split: Literal["train", "eval"], eval_config: Any) -> TaskSet | MixedTaskSet:
+def build_evalset(config: TaskConfig, *, name: str, seed: int, num_tasks: int) -> TaskSet:
+    """The first `num_tasks` rows of a taskset that is only evaluated on, each question once, as its source has them."""
+    tasks = _to_tasks(_unique(_read_rows(config, seed))[:num_tasks], config)
+    tasks = [replace(t, task_id=f"{name}/{t.task_id}", info={**t.info, "taskset": name}) for t in tasks]
+    return TaskSet(tasks, seed=seed, order="sequential", name=name)
+
+
+def _evalset_digests(task_config: Any, eval_config: Any, *, seed: int) -> set[str]:
+    """The questions of `eval.tasksets`, which are not trained on, all of their rows."""
+    parts = [
+        TaskConfig.model_validate(evalset_settings(task_config, own))
+        for own in getattr(eval_config, "tasksets", {}).values()
+    ]
+    return {row.digest for part in parts for row in _read_rows(part, seed)}
+
+
+def _build_queue(config: Any, kept_out: set[str]) -> QueueTaskSet:
+    def make(row: Row, number: int) -> Task | None:
+        if row.digest in kept_out:
+            return None
+        task_id = f"{row.digest[:16]}-{number}"  # the same question may come twice
+        return make_task(
+            row, task_id=task_id, system_prompt=config.system_prompt, prompt_template=config.prompt_template
+        )
+
+    return QueueTaskSet(config.path, form=_form(config), make=make)
+
+
+def _build_mix(
+    config: Any, *, seed: int, split: Literal["train", "eval"], eval_config: Any, kept_out: set[str]
+) -> TaskSet | MixedTaskSet:
     from .mixed import MixedTaskSet
 
     parts: dict[str, TaskSet] = {}
@@ -184,10 +227,9 @@ def _build_mix(config: Any, *, seed: int, split: Literal["train", "eval"], eval_
     for name in config.mix:
         own, weights[name] = part_of_mix(config, name)
         try:
-            part = build_taskset(own, seed=seed, split=split, eval_config=eval_config)
+            part = _build(own, seed=seed, split=split, eval_config=eval_config, kept_out=kept_out)
         except ValueError as error:
             raise ValueError(f"task.mix.{name}: {error}") from error
-        assert isinstance(part, TaskSet)
         tasks = [replace(t, task_id=f"{name}/{t.task_id}", info={**t.info, "taskset": name}) for t in part.tasks]
         parts[name] = TaskSet(tasks, seed=seed, order=own.order, difficulty_key=own.difficulty_key, name=name)
         if split == "eval" and getattr(eval_config, "path", None) is not None:
@@ -219,11 +261,16 @@ def _read_rows(config: Any, seed: int) -> list[Row]:
         return read_parquet(config.path, form=_form(config), limit=config.limit)
     if config.name == "hf":
         return read_hf(config.path, split=config.split, form=_form(config), limit=config.limit)
+    if config.name == "sql":
+        return as_rows(sql_items(str(config.path), str(config.query)), _form(config), config.limit)
+    if config.name == "queue":
+        return []  # what comes is trained on; evaluate on eval.path
     if config.name == "python":
         size = config.size if config.limit is None else min(config.size, config.limit)
         return read_generator(config.path, options=dict(config.options), size=size, seed=seed, form=_form(config))
     raise ValueError(
-        f"task.name: got {config.name!r}, expected 'jsonl', 'reasoning_gym', 'parquet', 'hf', 'python' or 'mix'"
+        f"task.name: got {config.name!r}, expected 'jsonl', 'reasoning_gym', 'parquet', 'hf', 'python', "
+        "'sql', 'queue' or 'mix'"
     )
 
 
@@ -236,6 +283,7 @@ def _form(config: Any) -> RowFormat:
         role_key=config.role_key,
         content_key=config.content_key,
         roles=dict(config.roles),
+        tools_key=config.tools_key,
     )
 
 

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 
 TOLERANCE = 1e-4
+SAMPLED = (
+    "eval.tasksets={sampled: {name: reasoning_gym, dataset: chain_sum, options: {min_terms: 2, max_terms: 2, "
+    "min_digits: 2, max_digits: 2}, size: 200, num_tasks: 48, samples: 4, temperature: 1}}"
+)
 
 
 @pytest.mark.timeout(400)
 def test_asynchronous_rl_learns_within_the_bound(start: Any, from_warm: list[str]) -> None:
-    command = start("async_rl", *from_warm, "stages.async_rl.train.steps=60", "monitor.tensorboard=true")
+    command = start("async_rl", *from_warm, "stages.async_rl.train.steps=60", "monitor.tensorboard=true", SAMPLED)
     run = command.wait(300)
     assert run.code == 0, run.output
     summary = run.summary
@@ -59,8 +63,14 @@ def _weights_load_and_evaluate_the_same(start: Any, run_dir: Path, summary: dict
 
     folder = run_dir / "stages/async_rl/checkpoints/step-000060/hf"
     assert AutoModelForCausalLM.from_pretrained(folder).config.model_type == "qwen2"
-    again = start("evaluate", "stages.sft=null", "model.init=null", f"model.path={folder}", name="again").wait(200)
+    saved = f"eval.checkpoints={run_dir}/stages/async_rl"
+    own = ("stages.sft=null", "model.init=null", f"model.path={folder}", saved, SAMPLED)
+    again = start("evaluate", *own, name="again").wait(200)
     assert again.code == 0, again.output
+    sampled, sampled_alone = summary["eval"]["after"]["tasksets"]["sampled"], again.summary["eval"]["sampled"]
+    assert sampled_alone == sampled, "what is drawn depends on weights, seed and task alone"
+    assert sampled["pass_at_4"] > sampled["pass_at_1"] == pytest.approx(sampled["mean_at_4"])
+    assert list(again.summary["checkpoints"]) == ["60"]
     after, alone = summary["eval"]["after"], again.summary["eval"]["held_out"]
     assert alone["exact_match"] == after["exact_match"]
     assert alone["response_tokens_mean"] == after["response_tokens_mean"]

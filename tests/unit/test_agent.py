@@ -37,7 +37,7 @@ class FakePolicy:
         self.texts, self.group_size, self.prompter, self.max_model_len = list(texts), group_size, PROMPTER, 3000
         self.requests: list[list[int]] = []
         self.said: list[Completion] = []
-        self.broken = False
+        self.broken, self.cut = False, False
 
     def encode(self, prompt):
         return PROMPTER.encode(prompt)
@@ -51,12 +51,12 @@ class FakePolicy:
         self.requests.append(list(prompt))
         text = self.texts.pop(0)
         bytewise = [token for char in text for token in PROMPTER.encode_plain(char)]
-        tokens = [*bytewise, TOKENIZER.convert_tokens_to_ids("<|im_end|>")]
+        tokens = bytewise if self.cut else [*bytewise, TOKENIZER.convert_tokens_to_ids("<|im_end|>")]
         done = Completion(
             tokens=tokens,
             logprobs=[-random.random() for _ in tokens],
             policy_versions=[4] * len(tokens),
-            finish_reason="stop",
+            finish_reason="length" if self.cut else "stop",
             text=text,
         )
         self.said.append(done)
@@ -98,7 +98,7 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def test_another_beginning_is_another_conversation_and_the_longest_is_trained_on():
+def test_another_beginning_is_another_conversation_and_all_are_trained_on_with_the_longest_first():
     policy = FakePolicy("one", "two", "three", "four longer")
     recorder = Recorder(policy)
 
@@ -114,6 +114,74 @@ def test_another_beginning_is_another_conversation_and_the_longest_is_trained_on
     t = recorder.trajectory(reward=0.0, metrics={})
     assert t.metrics["env/conversations"] == 3
     assert sampled(t) == policy.said[3].tokens
+    assert [sampled(o) for o in t.others] == [policy.said[0].tokens + policy.said[1].tokens, policy.said[2].tokens]
+    assert recorder.trajectory(reward=0.0, metrics={}, longest_only=True).others == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_over_random_conversations_each_sampled_token_is_in_exactly_one_place(seed):
+    """Chats, completions of text and of token ids; continued, begun anew and forked, in any order."""
+    draw = random.Random(seed)
+    policy = FakePolicy(*("ab 12"[draw.randrange(5) :] + str(i) for i in range(12)))
+    recorder = Recorder(policy)
+
+    async def talk():
+        chats: list[list[dict[str, Any]]] = [[]]
+        texts, ids = [""], [PROMPTER.encode_plain("ids:")]
+        for i in range(draw.randrange(1, 12)):
+            kind = draw.randrange(3)
+            if kind == 0:
+                messages = [*draw.choice(chats), user(f"q{i}")]
+                turn = await recorder.chat(messages, tools_text=None, max_tokens=None)
+                chats.append([*messages, {"role": "assistant", "content": turn.text}])
+            elif kind == 1:
+                prompt = draw.choice(texts) + f" text{i}"
+                texts.append(prompt + (await recorder.complete(prompt, max_tokens=None)).text)
+            else:
+                prompt = [*draw.choice(ids), *PROMPTER.encode_plain(f" {i}")]
+                turn = await recorder.complete(prompt, max_tokens=None)
+                assert policy.requests[-1] == prompt
+                ids.append([*prompt, *turn.completion.tokens])
+
+    asyncio.run(talk())
+    t = recorder.trajectory(reward=1.0, metrics={})
+    parts = t.conversations()
+    assert sorted(x for p in parts for x in sampled(p)) == sorted(x for c in policy.said for x in c.tokens)
+    logprobs = [x for p in parts for x, mask in zip(p.behavior_logprobs, p.loss_mask, strict=True) if mask]
+    assert sorted(logprobs) == sorted(x for c in policy.said for x in c.logprobs)
+    ends = [[*request, *said.tokens] for request, said in zip(policy.requests, policy.said, strict=False)]
+    assert all([*p.prompt_tokens, *p.response_tokens] in ends for p in parts), "as the engine saw it"
+
+
+def test_completions_of_text_go_on_where_the_text_does():
+    policy = FakePolicy("one", "two", "cut", "more", "anew")
+    recorder = Recorder(policy)
+
+    async def talk():
+        first = await recorder.complete("say", max_tokens=None)
+        await recorder.complete(f"say{first.text} and", max_tokens=None)
+        await recorder.complete("say", max_tokens=None)  # the same again is a second sample, not a continuation
+
+    asyncio.run(talk())
+    assert policy.requests[1] == [*policy.requests[0], *policy.said[0].tokens, *PROMPTER.encode_plain(" and")]
+    assert policy.requests[2] == policy.requests[0] == PROMPTER.encode_text("say")
+    assert recorder.trajectory(reward=0.0, metrics={}).metrics["env/conversations"] == 2
+
+
+def test_an_answer_that_was_cut_off_is_continued_by_the_same_text():
+    policy = FakePolicy("one", "two")
+    policy.cut = True
+    recorder = Recorder(policy)
+
+    async def talk():
+        first = await recorder.complete("say", max_tokens=3)
+        await recorder.complete("say" + first.text, max_tokens=3)
+
+    asyncio.run(talk())
+    t = recorder.trajectory(reward=0.0, metrics={})
+    assert (t.metrics["env/conversations"], all(t.loss_mask)) == (1.0, True)
+    assert t.response_tokens == [token for c in policy.said for token in c.tokens]
 
 
 def test_a_request_that_broke_off_leaves_nothing_behind():
@@ -173,6 +241,32 @@ def test_the_official_client():
     assert sampled(t) == [token for c in policy.said for token in c.tokens]
     assert '"name": "add"' in TOKENIZER.decode(policy.requests[0])
     assert "<tool_response>\n46\n</tool_response>" in TOKENIZER.decode(policy.requests[1])
+
+
+class Completes(AgentEnvironment):
+    """An agent of bare completions, whole and streamed."""
+
+    async def run(self, task, endpoint):
+        openai = pytest.importorskip("openai")
+        async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0) as client:
+            first = await client.completions.create(model=endpoint.model, prompt=task.prompt, max_tokens=9)
+            assert (first.object, first.choices[0].text) == ("text_completion", "46")
+            assert first.usage.prompt_tokens == len(PROMPTER.encode_text(task.prompt))
+            prompt = f"{task.prompt}46 and"
+            stream = await client.completions.create(model=endpoint.model, prompt=prompt, stream=True)
+            text = "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
+            for wrong in ({"prompt": ["a", "b"]}, {"prompt": ""}, {"prompt": "a", "echo": True}):
+                with pytest.raises(openai.BadRequestError):
+                    await client.completions.create(model=endpoint.model, **wrong)
+        return float(text == "7"), {}
+
+
+def test_the_official_client_with_bare_completions():
+    pytest.importorskip("openai")
+    policy = FakePolicy("46", "7")
+    (t,) = asyncio.run(Completes().rollout(TASK, policy))
+    assert (t.reward, t.metrics["env/conversations"], t.others) == (1.0, 1.0, [])
+    assert sampled(t) == [token for c in policy.said for token in c.tokens]
 
 
 def post(endpoint, body, key=None):

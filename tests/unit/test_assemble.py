@@ -287,3 +287,24 @@ def test_the_same_groups_are_always_cut_the_same_way():
     groups = random_groups(random.Random(5), 8, 4)
     first, second = (assemble(groups, u=2, ranks=3) for _ in range(2))
     assert [[names(b) for b in s] for s in first.batches] == [[names(b) for b in s] for s in second.batches]
+
+
+def test_all_conversations_of_an_attempt_are_trained_on_with_its_advantage():
+    groups = [
+        Group(
+            group_id=0,
+            task_id="t",
+            trajectories=[
+                trajectory(
+                    100, reward=1.0, others=[trajectory(101, reward=1.0), trajectory(102, reward=1.0, version=3)]
+                ),
+                trajectory(103, reward=0.0),
+            ],
+        )
+    ]
+    (batch,) = assemble(groups).batches[0]
+    found = {row["response_tokens"][0]: row["advantages"][0] for row in rows(batch)}
+    assert set(found) == {100, 101, 102, 103}
+    assert found[100] == found[101] == found[102] == -found[103] > 0
+    assert int(batch.num_sequences) == 4
+    assert groups[0].policy_versions() == (0, 3)

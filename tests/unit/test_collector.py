@@ -19,11 +19,13 @@ from torchrl.collectors import BaseCollector
 from leeway.collector.clock import ACTIVITIES, ActivityClock
 from leeway.collector.collector import Collector, CollectorSettings, EngineLost
 from leeway.collector.hand_over import HandOver
+from leeway.config.inputs import EvalSampling
 from leeway.param_server.server import ParameterServer
 from leeway.types import NO_VERSION, Admission, Completion, Group, Task, Trajectory
 from leeway.weights import Canary, CanaryGap, CanaryPrompts, HandOverError, Manifest, Publication, digest_of
 
 CANARY = Canary(CanaryPrompts(scored=[], cached=[]), [], [], [])
+GREEDY = EvalSampling()
 PROMPTER = SimpleNamespace(
     encode=lambda prompt: [1] * len(prompt), decode=lambda tokens: "".join(map(str, tokens)), stop_token_ids=[0]
 )
@@ -697,11 +699,11 @@ def test_giving_up_the_iteration_cancels_what_is_in_flight():
 def test_evaluation_is_of_one_version_with_one_trajectory_per_task_in_order():
     async def scenario(rig, collecting):
         tasks = [Task(task_id=f"t{i}", prompt="x" * (i + 1)) for i in range(6)]
-        evaluating = asyncio.create_task(rig.collector.evaluate(tasks, temperature=0.0, policy_version=1))
+        evaluating = asyncio.create_task(rig.collector.evaluate(tasks, GREEDY, policy_version=1))
         await settle()
         assert not evaluating.done(), "version 1 is not served yet"
         await rig.publish(1)
-        trajectories = await asyncio.wait_for(evaluating, 1)
+        trajectories = [t for (t,) in await asyncio.wait_for(evaluating, 1)]
         assert [len(t.prompt_tokens) for t in trajectories] == [1, 2, 3, 4, 5, 6]
         assert {(r["n"], r["temperature"], r["seed"]) for r in rig.engine.requests} == {(1, 0.0, None)}
         assert {v for t in trajectories for v in t.policy_versions} == {1}
@@ -720,12 +722,12 @@ def test_evaluation_holds_newer_weights_back():
 
     async def scenario(rig, collecting):
         tasks = [Task(task_id="t", prompt="x")]
-        evaluating = asyncio.create_task(rig.collector.evaluate(tasks, temperature=0.0, policy_version=0))
+        evaluating = asyncio.create_task(rig.collector.evaluate(tasks, GREEDY, policy_version=0))
         await settle()
         await rig.publish(1)
         assert rig.engine.version == 0
         rig.environment.gate.set()
-        assert (await evaluating)[0].policy_versions == [0, 0]
+        assert (await evaluating)[0][0].policy_versions == [0, 0]
         await rig.hand_over.until_verified(1)
 
     play(scenario, Gated())
@@ -735,10 +737,43 @@ def test_evaluation_of_a_version_that_is_gone_is_refused():
     async def scenario(rig, collecting):
         await rig.publish(3)
         with pytest.raises(RuntimeError, match="evaluate version 2, but this engine already serves 3"):
-            await rig.collector.evaluate([], temperature=0.0, policy_version=2)
+            await rig.collector.evaluate([], GREEDY, policy_version=2)
         assert not rig.hand_over.hold().locked()
 
     play(scenario)
+
+
+def test_samples_of_an_evaluation_are_a_function_of_seed_and_task_with_settings_of_their_own():
+    sampling = EvalSampling(samples=3, temperature=0.5, top_p=0.9, max_tokens=2)
+
+    async def scenario(rig, collecting):
+        tasks = [Task(task_id=f"t{i}", prompt="x") for i in range(3)]
+        await rig.publish(1)
+        groups = await rig.collector.evaluate(tasks, sampling, policy_version=1)
+        again = await rig.collector.evaluate(tasks[::-1], sampling, policy_version=1)
+        assert [len(group) for group in groups + again] == [3] * 6
+        asked = [(r["n"], r["temperature"], r["top_p"], r["max_tokens"]) for r in rig.engine.requests]
+        assert set(asked) == {(3, 0.5, 0.9, 2)}
+        seeds = [r["seed"] for r in rig.engine.requests]
+        assert seeds[3:] == seeds[:3][::-1]
+        assert len(set(seeds)) == 3
+
+    play(scenario)
+
+
+def test_a_task_that_fails_in_an_evaluation_leaves_its_place_empty():
+    class Picky(Answer):
+        async def rollout(self, task: Task, policy: Any) -> Any:
+            if task.task_id == "t1":
+                raise OSError("no such host")
+            return await super().rollout(task, policy)
+
+    async def scenario(rig, collecting):
+        tasks = [Task(task_id=f"t{i}", prompt="x") for i in range(3)]
+        await rig.publish(1)
+        assert [len(g) for g in await rig.collector.evaluate(tasks, GREEDY, policy_version=1)] == [1, 0, 1]
+
+    play(scenario, Picky())
 
 
 def test_measuring_rollouts_keep_to_the_number_in_flight():

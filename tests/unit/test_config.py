@@ -502,7 +502,7 @@ MIX = [
         ([*MIX, "task.mix.b.weight=0"], "task.mix.b.weight: got 0"),
         ([*MIX, "task.mix.b.pth=x"], "task.mix.b.pth: got an unknown option"),
         ([*MIX, "task.mix.b.path=null"], "task.mix.b.path: got null"),
-        ([*MIX, "env.by_taskset={c: {}}"], "env.by_taskset.c: .*a taskset of task.mix \\(a, b\\)"),
+        ([*MIX, "env.by_taskset={c: {}}"], "env.by_taskset.c: .*a taskset of task.mix or eval.tasksets \\(a, b\\)"),
         ([*MIX, "env.by_taskset={b: {name: nope}}"], "env.by_taskset.b.name: got 'nope'"),
         ([*MIX, "env.by_taskset={b: {name: multi_turn, options: {x: 1}}}"], "env.by_taskset.b.options.x"),
         (["task.name=python", "task.dataset=null", "task.path=no_such_module_x:f"], "task.path: .*no_such_module_x"),

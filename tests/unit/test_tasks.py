@@ -31,6 +31,7 @@ def task_config(**changes):
         "answer_key": "answer",
         "answer_after": None,
         "messages_key": None,
+        "tools_key": None,
         "system_prompt": None,
         "prompt_template": None,
         "order": "shuffle",

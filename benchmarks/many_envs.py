@@ -1,0 +1,133 @@
+"""512 environments in flight, each of which takes its time: what is left of the engine's own tokens/s?
+
+    python benchmarks/many_envs.py                 # one engine, a minute or two on two cores
+
+The same prompts go to one engine, in turn and several times over: bare (requests only, no environment), through the
+collector with an environment that answers at once, and with one that waits 100 ms after every turn. Two turns per
+conversation, one trajectory per group. A random model writes answers of fixed length, so tokens are equal by
+construction.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from leeway import Completion, StepEnvironment, Task
+from leeway.collector.clock import ActivityClock
+from leeway.collector.collector import Collector, CollectorSettings
+from leeway.collector.engine import Engine, EngineSettings
+from leeway.config import load_config
+from leeway.tasks.bootstrap import build_model_dir
+from leeway.tasks.prompting import Prompter
+from leeway.tasks.taskset import build_taskset
+
+TURNS, TOKENS = 2, 16
+
+
+class Slow(StepEnvironment):
+    """Asks twice; thinks `delay_s` after every answer, without using a processor."""
+
+    max_turns = TURNS
+    max_tokens_per_turn = TOKENS
+
+    def __init__(self, delay_s: float) -> None:
+        self._delay_s = delay_s
+
+    async def reset(self, task: Task) -> Any:
+        self._turn = 0
+        return task.prompt
+
+    async def step(self, completion: Completion) -> Any:
+        await asyncio.sleep(self._delay_s)
+        self._turn += 1
+        return " again =", 0.0, self._turn == TURNS, {}
+
+
+async def bare(engine: Engine, prompter: Prompter, tasks: list[Task], in_flight: int) -> int:
+    """Tokens sampled: each prompt, then prompt, answer and a second question, with no environment in between."""
+    room = asyncio.Semaphore(in_flight)
+    again = prompter.encode_plain(" again =")
+    sampling = {"n": 1, "temperature": 1.0, "max_tokens": TOKENS, "stop_token_ids": []}
+
+    async def one(task: Task) -> int:
+        async with room:
+            tokens, count = prompter.encode(task.prompt), 0
+            for _ in range(TURNS):
+                (sampled,) = await engine.generate(tokens, **sampling)
+                tokens, count = [*tokens, *sampled.tokens, *again], count + len(sampled.tokens)
+            return count
+
+    return sum(await asyncio.gather(*map(one, tasks)))
+
+
+async def measure(options: argparse.Namespace) -> int:
+    config = load_config("quickstart", ["model.init.options.max_position_embeddings=128"])
+    taskset = build_taskset(config.task, seed=0, split="train", eval_config=config.eval)
+    with tempfile.TemporaryDirectory() as folder:
+        assert config.model.init is not None
+        path = build_model_dir(config.model.init, taskset.texts(), Path(folder), seed=0)
+        engine = Engine(
+            EngineSettings(
+                model_path=str(path), dtype="float32", device="cpu", max_model_len=128, seed=0,
+                options={"enforce_eager": True, "block_size": 32, "max_num_seqs": 256},
+                cores=[], kv_cache_gib=1, load_weights=True,
+            )
+        )  # fmt: skip
+        await engine.serve_own_weights()
+        prompter = Prompter.load(path)
+        prompter.stop_token_ids = []  # answers of one length
+        tasks = list(taskset.tasks[: options.tasks])
+        speeds: dict[str, list[float]] = {}
+        try:
+            for _ in range(options.rounds + 1):  # the first one warms up
+                for name, work in (
+                    ("bare engine", lambda: bare(engine, prompter, tasks, options.in_flight)),
+                    ("environment, 0 ms", lambda: rolled(engine, prompter, tasks, options.in_flight, 0.0)),
+                    ("environment, 100 ms", lambda: rolled(engine, prompter, tasks, options.in_flight, 0.1)),
+                ):
+                    started = time.monotonic()
+                    tokens = await work()
+                    speeds.setdefault(name, []).append(tokens / (time.monotonic() - started))
+        finally:
+            engine.shutdown()
+    own = speeds["bare engine"][1:]
+    print(f"{options.tasks} conversations of {TURNS} x {TOKENS} tokens, {options.in_flight} in flight")
+    for name, found in speeds.items():
+        shares = [a / b for a, b in zip(found[1:], own, strict=True)]
+        spread = f"{min(shares):.2f} to {max(shares):.2f}"
+        speed, share = statistics.median(found[1:]), statistics.median(shares)
+        print(f"{name:22}{speed:8.0f} tokens/s{share:7.2f} of its own ({spread})")
+    return 0
+
+
+async def rolled(engine: Engine, prompter: Prompter, tasks: list[Task], in_flight: int, delay_s: float) -> int:
+    unused: Any = None
+    collector = Collector(
+        engine=engine, environment=Slow(delay_s), prompter=prompter, hand_over=unused, clock=ActivityClock(),
+        admit=unused, retried=unused, give_back=unused, fail=unused, is_engine_lost=lambda error: False,
+        settings=CollectorSettings(
+            group_size=1, temperature=1.0, max_prompt_tokens=64, max_response_tokens=64, max_model_len=128,
+            max_in_flight=in_flight, timeout_s=600.0, retries=0, seed=0, seeded=False,
+        ),
+    )  # fmt: skip
+    trajectories = await collector.rollouts(tasks, temperature=1.0, group_size=1)
+    return sum(sum(t.loss_mask) for t in trajectories)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", type=int, default=2048)
+    parser.add_argument("--in-flight", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    return asyncio.run(measure(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""A model beside the policy as a Ray actor: a vLLM engine or a classifier, behind an address of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from ..collector.engine import Engine, EngineSettings
+from ..config.auxiliary import AuxiliaryModel
+from ..envs.http import serve
+from ..failures import PartFailed, as_text
+from ..monitor.logs import log_to_file, tail
+from ..tasks.prompting import Prompter
+from .classifier import Classifier
+from .service import Service
+
+
+class AuxiliaryActor:
+    """`start` brings the model up and gives its address, which holds the key: http://:KEY@host:port/v1."""
+
+    def __init__(self, *, role: str, log_file: Path, log_level: str) -> None:
+        self.role = role
+        self._log_file = log_file
+        self._engine: Engine | None = None
+        log_to_file(log_file, log_level)
+
+    @as_text
+    async def start(self, model: AuxiliaryModel, *, dtype: str, device: str, kv_cache_gib: float) -> dict[str, Any]:
+        assert model.path is not None
+        path, key = os.path.expanduser(model.path), secrets.token_hex(16)
+        try:
+            if model.kind == "classify":
+                service = Service(key=key, model=model.path, classifier=Classifier(path, device=device, dtype=dtype))
+            else:
+                self._engine = Engine(
+                    EngineSettings(
+                        model_path=path,
+                        dtype=dtype,
+                        device=device,
+                        max_model_len=model.max_model_len,
+                        seed=0,
+                        options=dict(model.engine),
+                        cores=[],
+                        kv_cache_gib=kv_cache_gib,
+                        load_weights=True,
+                    )
+                )
+                await self._engine.serve_own_weights()
+                service = Service(
+                    key=key,
+                    model=model.path,
+                    engine=self._engine,
+                    prompter=Prompter.load(path),
+                    max_model_len=model.max_model_len,
+                )
+        except Exception as error:
+            raise PartFailed(self.role, f"the model did not start: {error}", tail(self._log_file)) from None
+        host = ray.util.get_node_ip_address()
+        self._server = await serve(service.answer, host)
+        port = self._server.sockets[0].getsockname()[1]
+        return {
+            "url": f"http://:{key}@{host}:{port}/v1",
+            "pid": os.getpid(),
+            "node": host,
+            "engine_pids": [] if self._engine is None else self._engine.process_ids(),
+        }
+
+    async def alive(self) -> None:
+        await asyncio.Event().wait()
+
+    async def shutdown(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
+
+
+# Ray's overloads do not name max_concurrency.
+AuxiliaryRemote = ray.remote(num_cpus=0, max_concurrency=1000)(AuxiliaryActor)  # type: ignore[call-overload]

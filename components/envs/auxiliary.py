@@ -1,0 +1,121 @@
+"""Models beside the policy, asked over HTTP as OpenAI's clients do: with deadlines, retries and a limit on requests.
+
+Requests run in threads, on the standard library alone. What an environment or a reward sees:
+
+    models["judge"].chat([{"role": "user", "content": "..."}])    -> text
+    models["judge"].complete("...")                               -> text
+    models["scorer"].classify("...")                              -> probabilities by class
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from ..config.auxiliary import AuxiliaryModel
+from ..types import Message
+
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 8.0
+_WORTH_ANOTHER_TRY = {408, 409, 425, 429, 500, 502, 503, 504}
+
+
+class AuxiliaryError(RuntimeError):
+    """A model did not answer, or not with what was asked for; the message names it, its address and the reason."""
+
+
+class AuxiliaryClient:
+    """One of `env.models`. A request takes at most (retries + 1) x `timeout_s`, and the waits between the tries."""
+
+    def __init__(self, name: str, settings: AuxiliaryModel) -> None:
+        assert settings.url is not None, "models with a path are given an address when they are served"
+        self.name = name
+        self._settings = settings
+        parts = urlsplit(settings.url)
+        host = parts.netloc.rpartition("@")[2]
+        self._url = urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", ""))
+        key = parts.password or (os.environ.get(settings.key_variable) if settings.key_variable else None)
+        # A model of the run's own, or of this machine, is next door: no proxy knows the way there.
+        is_near = parts.password is not None or parts.hostname in ("localhost", "127.0.0.1", "::1")
+        self._open = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_near else [])).open
+        self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
+        self._threads = ThreadPoolExecutor(settings.max_in_flight, thread_name_prefix=f"leeway-{name}")
+        self._room = asyncio.Semaphore(settings.max_in_flight)
+        self._model = settings.model
+        self._finding_model = asyncio.Lock()
+
+    async def chat(self, messages: Sequence[Message], **sampling: Any) -> str:
+        """The answer to a conversation. `sampling` (temperature, max_tokens, ...) goes into the request."""
+        answer = await self._ask("chat/completions", {"messages": list(messages), **sampling})
+        return self._read(answer, lambda a: a["choices"][0]["message"]["content"] or "")
+
+    async def complete(self, prompt: str, **sampling: Any) -> str:
+        """How bare text goes on."""
+        return self._read(
+            await self._ask("completions", {"prompt": prompt, **sampling}), lambda a: a["choices"][0]["text"]
+        )
+
+    async def classify(self, text: str) -> list[float]:
+        """What a sequence classifier gives a text: one number per class."""
+        model = await self._known_as()
+        answer = await self._post(self._url.removesuffix("/v1") + "/classify", {"model": model, "input": text})
+        return self._read(answer, lambda a: [float(p) for p in a["data"][0]["probs"]])
+
+    async def _ask(self, path: str, body: dict[str, Any]) -> Any:
+        s = self._settings
+        own = {"model": await self._known_as(), "temperature": s.temperature, "max_tokens": s.max_tokens}
+        return await self._post(f"{self._url}/{path}", {**own, **body})
+
+    async def _known_as(self) -> str:
+        async with self._finding_model:
+            if self._model is None:
+                self._model = self._read(await self._post(f"{self._url}/models", None), lambda a: a["data"][0]["id"])
+        return self._model
+
+    async def _post(self, url: str, body: dict[str, Any] | None) -> Any:
+        """The answer as JSON; GET where there is no body."""
+        s, reason = self._settings, ""
+        for attempt in range(s.retries + 1):
+            if attempt:
+                wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (attempt - 1))
+                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))  # many fail at once: they come back apart
+            try:
+                async with self._room, asyncio.timeout(s.timeout_s):
+                    return await asyncio.get_running_loop().run_in_executor(self._threads, self._request, url, body)
+            except TimeoutError:
+                reason = f"no answer within timeout_s = {s.timeout_s:g} s"
+            except urllib.error.HTTPError as error:
+                reason = f"HTTP {error.code}: {error.read(300).decode(errors='replace')}"
+                if error.code not in _WORTH_ANOTHER_TRY:
+                    break
+            except (OSError, ValueError) as error:
+                reason = f"{type(error).__name__}: {error}"
+        raise AuxiliaryError(f"env.models.{self.name} at {url}: {' '.join(reason.split())}")
+
+    def _request(self, url: str, body: dict[str, Any] | None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data, self._headers)
+        with self._open(request, timeout=self._settings.timeout_s) as answer:
+            return json.loads(answer.read())
+
+    def _read(self, answer: Any, what: Any) -> Any:
+        try:
+            return what(answer)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise AuxiliaryError(
+                f"env.models.{self.name} at {self._url}: got {json.dumps(answer)[:200]}, which is no answer of the "
+                f"protocol ({type(error).__name__}: {error})"
+            ) from None
+
+
+def build_models(models: Mapping[str, Mapping[str, Any]]) -> dict[str, AuxiliaryClient]:
+    """Clients by name. A model of the run's own that is not served yet has no address, and no client."""
+    checked = {name: AuxiliaryModel.model_validate(own) for name, own in models.items()}
+    return {name: AuxiliaryClient(name, model) for name, model in checked.items() if model.url is not None}

@@ -1,0 +1,35 @@
+"""What a run is measured on: the held-out tasks of its own, and the tasksets of `eval.tasksets`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config.evalsets import evalset_sampling, evalset_settings
+from ..config.inputs import EvalSampling, TaskConfig
+from ..config.schema import Config
+from ..types import Task
+from .taskset import build_evalset, build_taskset
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """Tasks, and how they are answered. `name` is the one in `eval/<name>/...`."""
+
+    name: str
+    tasks: tuple[Task, ...]
+    sampling: EvalSampling
+
+
+def build_evalsets(config: Config) -> list[EvalSet]:
+    """All of them that have tasks; the held-out ones first. Raises ValueError or FileNotFoundError in one line."""
+    held_out = build_taskset(config.task, seed=config.seed, split="eval", eval_config=config.eval)
+    sets = [EvalSet(held_out.name, tuple(held_out.tasks), evalset_sampling(config.eval, None))]
+    for name, own in config.eval.tasksets.items():
+        sampling = evalset_sampling(config.eval, name)
+        source = TaskConfig.model_validate(evalset_settings(config.task, own))
+        try:
+            taskset = build_evalset(source, name=name, seed=config.seed, num_tasks=sampling.num_tasks)
+        except ValueError as error:
+            raise ValueError(f"eval.tasksets.{name}: {error}") from error
+        sets.append(EvalSet(name, taskset.tasks, sampling))
+    return [evalset for evalset in sets if evalset.tasks]

@@ -1,0 +1,34 @@
+"""The weights that a run has left: one Hugging Face folder for each checkpoint."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+
+def saved_models(folder: str | Path) -> dict[int, Path]:
+    """Policy version -> Hugging Face folder of every checkpoint below `folder` (a run, a stage, its checkpoints).
+
+    Raises ValueError in one line where there is none, or where two stages have checkpoints.
+    """
+    root = Path(folder).expanduser()
+    found: dict[int, Path] = {}
+    for model in sorted(root.glob("**/step-*/hf")):
+        match = re.fullmatch(r"step-(\d+)", model.parent.name)
+        if match is None or not (model / "config.json").exists():
+            continue
+        state = model.parent / "state.json"
+        version = json.loads(state.read_text())["policy_version"] if state.exists() else int(match[1])
+        if version in found:
+            raise ValueError(
+                f"eval.checkpoints: {found[version]} and {model} are both of step {version}; "
+                "name the folder of one stage"
+            )
+        found[version] = model
+    if not found:
+        raise ValueError(
+            f"eval.checkpoints: got {folder}, expected a run's folder with checkpoints/step-*/hf in it; "
+            "train with checkpoint.save_hf=always"
+        )
+    return dict(sorted(found.items()))

@@ -1,0 +1,122 @@
+"""A served model, asked by the client that environments have: text from an engine, classes from a real classifier."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from leeway.auxiliary.classifier import Classifier
+from leeway.auxiliary.service import Service
+from leeway.config import derive, load_config
+from leeway.config.auxiliary import AuxiliaryModel
+from leeway.envs.auxiliary import AuxiliaryClient, AuxiliaryError
+from leeway.envs.http import serve
+from leeway.tasks import Prompter
+from leeway.tasks.tiny_tokenizer import build_tokenizer
+
+TOKENIZER = build_tokenizer(["a question and its answer 123"])
+PROMPTER = Prompter(TOKENIZER)
+
+
+class Echo:
+    """Says its prompt again, and how it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+
+    async def generate(self, prompt_tokens: list[int], **sampling: Any) -> list[Any]:
+        self.asked.append(sampling)
+        return [SimpleNamespace(tokens=prompt_tokens[: sampling["max_tokens"]], finish_reason="stop")]
+
+
+def play(service: Service, scenario: Any, *, key: str = "k", **settings: Any) -> Any:
+    async def main():
+        listening = await serve(service.answer)
+        url = f"http://:{key}@127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1"
+        async with listening:
+            return await scenario(AuxiliaryClient("m", AuxiliaryModel(url=url, retries=0, **settings)))
+
+    return asyncio.run(main())
+
+
+def test_an_engine_behind_an_address_answers_chats_and_completions():
+    engine = Echo()
+    service = Service(key="k", model="judge", engine=engine, prompter=PROMPTER, max_model_len=40)
+
+    begun = TOKENIZER.decode(PROMPTER.encode_text("answer 123")[:2])
+
+    async def scenario(client):
+        assert await client.chat([{"role": "user", "content": "a question"}]) == "a question"
+        assert await client.complete("answer 123", temperature=0.7, max_tokens=2) == begun
+        assert client._model == "judge"
+        with pytest.raises(AuxiliaryError, match=r"HTTP 400: .*max_model_len is 40"):
+            await client.complete("1" * 50)
+        with pytest.raises(AuxiliaryError, match="HTTP 404"):
+            await client.classify("x")
+
+    play(service, scenario)
+    assert [asked["temperature"] for asked in engine.asked] == [0.0, 0.7]
+    assert engine.asked[0]["max_tokens"] < 40, "what the client allows, but no more than there is room for"
+
+
+def test_nobody_without_the_runs_key_is_served():
+    service = Service(key="k", model="judge", engine=Echo(), prompter=PROMPTER, max_model_len=40)
+    with pytest.raises(AuxiliaryError, match="HTTP 401"):
+        play(service, lambda client: client.complete("x"), key="other")
+
+
+@pytest.fixture(scope="module", params=[1, 3])
+def classifier(request, tmp_path_factory):
+    from transformers import Qwen2Config, Qwen2ForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("classifier")
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=len(TOKENIZER), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=32, max_position_embeddings=64, num_labels=request.param, pad_token_id=TOKENIZER.pad_token_id,
+    )  # fmt: skip
+    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return Classifier(str(folder), device="cpu", dtype="float32"), request.param
+
+
+def test_texts_that_come_together_get_the_scores_they_get_alone(classifier):
+    model, num_labels = classifier
+    texts = [f"a question {i} " + "and " * (i % 5) for i in range(40)]
+
+    async def together():
+        return await asyncio.gather(*map(model.classify, texts))
+
+    found = asyncio.run(together())
+    alone = [model._scores([text])[0] for text in texts]
+    assert torch.tensor(found).shape == (40, num_labels)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(alone), atol=1e-5, rtol=0)
+    assert len({round(scores[0], 6) for scores in found}) > 20, "scores are of the texts"
+    if num_labels > 1:
+        torch.testing.assert_close(torch.tensor(found).sum(1), torch.ones(40))
+
+
+def test_a_text_that_cannot_be_scored_fails_by_itself_and_the_next_is_scored(classifier, monkeypatch):
+    model, _ = classifier
+    with monkeypatch.context() as broken:
+        broken.setattr(model, "_scores", lambda texts: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            asyncio.run(_once(model))
+    assert asyncio.run(_once(model))
+
+
+async def _once(model):
+    model._busy = asyncio.Lock()  # a loop of its own
+    return await model.classify("a")
+
+
+def test_a_served_model_counts_as_a_process_of_the_run(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    config = load_config("quickstart", [f"env.models={{judge: {{path: {tmp_path}}}, far: {{url: 'http://a/v1'}}}}"])
+    assert derive(config).processes["auxiliary model"] == 1
+    assert derive(config).cpus_needed == derive(load_config("quickstart")).cpus_needed + 1
+    assert "auxiliary model" not in derive(config, "sft").processes

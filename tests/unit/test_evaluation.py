@@ -1,0 +1,176 @@
+"""What is measured on, and what the samples say: against counting all choices by hand."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from leeway.config import ConfigError, load_config
+from leeway.config.evalsets import ks
+from leeway.config.inputs import EvalSampling
+from leeway.recipes.eval_metrics import at_k, best_at_k, interval, pass_at_k
+from leeway.recipes.evaluation import of_set, summarise
+from leeway.recipes.saved_models import saved_models
+from leeway.tasks.evalsets import build_evalsets
+from leeway.tasks.taskset import build_taskset
+from leeway.types import Trajectory
+
+
+def samples_and_k(value):
+    return st.integers(1, 7).flatmap(lambda n: st.tuples(st.lists(value, min_size=n, max_size=n), st.integers(1, n)))
+
+
+@given(samples_and_k(st.booleans()))
+def test_pass_at_k_is_the_share_of_choices_with_a_right_one(drawn):
+    right, k = drawn
+    choices = list(itertools.combinations(right, k))
+    assert pass_at_k(len(right), sum(right), k) == pytest.approx(sum(map(any, choices)) / len(choices))
+
+
+@given(samples_and_k(st.floats(-2, 2)))
+def test_best_at_k_is_the_mean_of_the_best_of_all_choices(drawn):
+    rewards, k = drawn
+    choices = list(itertools.combinations(rewards, k))
+    assert best_at_k(rewards, k) == pytest.approx(sum(map(max, choices)) / len(choices), abs=1e-12)
+
+
+def test_pass_at_k_is_unbiased_where_one_minus_the_failure_rate_to_the_k_is_not():
+    draw, p, n, k = random.Random(0), 0.3, 8, 4
+    counts = [sum(draw.random() < p for _ in range(n)) for _ in range(20000)]
+    truth = 1 - (1 - p) ** k
+    assert sum(pass_at_k(n, c, k) for c in counts) / len(counts) == pytest.approx(truth, abs=0.005)
+    naive = sum(1 - (1 - c / n) ** k for c in counts) / len(counts)
+    assert naive < truth - 0.03
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says():
+    draw, inside = random.Random(1), 0
+    for _ in range(200):
+        low, high = interval([float(draw.random() < 0.4) for _ in range(100)])
+        inside += low <= 0.4 <= high
+    assert 180 <= inside <= 199
+    assert interval([1.0] * 5) == (1.0, 1.0)
+
+
+def test_k_beyond_the_samples_is_refused():
+    with pytest.raises(ValueError, match="expected 1 to 4"):
+        pass_at_k(4, 2, 5)
+    with pytest.raises(ValueError, match="expected 1 to 2"):
+        best_at_k([0.0, 1.0], 0)
+
+
+def test_default_ks():
+    assert [ks(EvalSampling(samples=n)) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert ks(EvalSampling(samples=8, k=[5, 1, 5])) == [1, 5]
+
+
+def trajectory(reward, **metrics):
+    return Trajectory(
+        prompt_tokens=[1], response_tokens=[2, 3], loss_mask=[True] * 2, behavior_logprobs=[0.0] * 2,
+        policy_versions=[0] * 2, reward=reward, finish_reason="stop", text="", metrics=metrics,
+    )  # fmt: skip
+
+
+def test_a_summary_of_several_samples_counts_right_answers_and_failed_tasks():
+    groups = [[trajectory(1.0), trajectory(0.2)], [], [trajectory(0.2), trajectory(0.4)]]
+    found = of_set(summarise(groups, EvalSampling(samples=2, temperature=1.0), name="a", policy_version=7), "a")
+    assert found["reward"] == pytest.approx(0.45)
+    assert (found["num_tasks"], found["failed_tasks"], found["policy_version"]) == (2.0, 1.0, 7.0)
+    assert (found["mean_at_2"], found["pass_at_1"], found["pass_at_2"]) == (0.25, 0.25, 0.5)
+    assert found["best_at_2"] == pytest.approx(0.7)
+    assert found["pass_at_2_low"] <= 0.5 <= found["pass_at_2_high"]
+    low = summarise(groups, EvalSampling(samples=2, temperature=1.0, solved=0.4), name="a", policy_version=7)
+    assert low["eval/a/pass_at_2"] == 1.0
+    said = [[trajectory(0.9, exact_match=1.0), trajectory(1.0, exact_match=0.0)]]
+    assert summarise(said, EvalSampling(samples=2), name="a", policy_version=0)["eval/a/pass_at_1"] == 0.5
+
+
+def test_one_sample_says_nothing_at_k():
+    found = summarise([[trajectory(1.0)]], EvalSampling(), name="a", policy_version=0)
+    assert not [name for name in found if "_at_" in name]
+
+
+def test_at_k_of_rewards_zero_and_one_is_the_same_by_both_names():
+    rewards = [[0.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 1.0]]
+    found = at_k(rewards, [[r == 1.0 for r in task] for task in rewards], [1, 2, 4])
+    for k in (1, 2, 4):
+        assert found[f"pass_at_{k}"] == pytest.approx(found[f"best_at_{k}"])
+    assert found["mean_at_4"] == found["pass_at_1"] == 0.5
+
+
+def rows(path, *questions):
+    path.write_text("".join(json.dumps({"question": q, "answer": "a"}) + "\n" for q in questions))
+    return path
+
+
+def config(tmp_path, *overrides):
+    train = rows(tmp_path / "train.jsonl", "a", "b", "c", "d")
+    return load_config(
+        "gsm8k_qwen2_5_1_5b",
+        [
+            f"task.path={train}",
+            "task.answer_after=null",
+            "eval.path=null",
+            "eval.every=0",
+            "task.holdout_frac=0",
+            *overrides,
+        ],
+    )
+
+
+def test_tasksets_to_measure_on_have_settings_of_their_own_and_are_not_trained_on(tmp_path):
+    easy, hard = rows(tmp_path / "easy.jsonl", "b", "x", "b"), rows(tmp_path / "hard.jsonl", "y", "d", "z")
+    settings = config(
+        tmp_path,
+        f"eval.tasksets={{easy: {{name: jsonl, path: {easy}}}, hard: {{name: jsonl, path: {hard}, num_tasks: 2, "
+        "samples: 4, temperature: 0.6, prompt_template: 'Q: {prompt}'}}",
+    )
+    easy_set, hard_set = build_evalsets(settings)
+    assert [t.task_id.split("/")[0] for t in easy_set.tasks] == ["easy", "easy"], "each question once"
+    assert (easy_set.sampling.samples, hard_set.sampling.samples, hard_set.sampling.temperature) == (1, 4, 0.6)
+    assert ["Q: " in str(t.prompt) for t in hard_set.tasks] == [True, True]
+    assert {t.info["taskset"] for t in hard_set.tasks} == {"hard"}
+    train = build_taskset(settings.task, seed=0, split="train", eval_config=settings.eval)
+    held = {t.task_id.partition("/")[2] for t in (*easy_set.tasks, *hard_set.tasks)}
+    assert not held & {t.task_id for t in train.tasks}
+    assert len(train) == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("eval.tasksets={a: {name: jsonl}}", r"eval\.tasksets\.a\.path: got null, expected a value"),
+        ("eval.tasksets={a: {path: x.jsonl}}", r"eval\.tasksets\.a\.name: got null, expected a kind of source"),
+        ("eval.tasksets={a: {name: jsonl, path: x, sample: 3}}", r"eval\.tasksets\.a\.sample: got an unknown option"),
+        ("eval.tasksets={held_out: {name: jsonl, path: x}}", r"eval\.tasksets\.held_out: .*a name of its own"),
+        ("eval.samples=4", r"eval\.temperature: got 0, expected more than 0, because eval\.samples is 4"),
+        ("eval.k=[1, 8]", r"eval\.k: .*expected numbers up to eval\.samples 1"),
+        ("env.by_taskset={a: {reward: boxed}}", r"env\.by_taskset\.a: .*a taskset of task\.mix or eval\.tasksets"),
+    ],
+)
+def test_wrong_settings_are_refused(tmp_path, override, message):
+    with pytest.raises(ConfigError, match=message):
+        config(tmp_path, override)
+
+
+def test_saved_models_of_a_run_in_order(tmp_path):
+    for step in (10, 2):
+        folder = tmp_path / f"run/stages/rl/checkpoints/step-{step:06d}"
+        (folder / "hf").mkdir(parents=True)
+        (folder / "hf/config.json").write_text("{}")
+        (folder / "state.json").write_text(json.dumps({"policy_version": step}))
+    (tmp_path / "run/stages/rl/checkpoints/step-000020.partial/hf").mkdir(parents=True)
+    (tmp_path / "run/stages/rl/checkpoints/step-000030").mkdir()
+    assert list(saved_models(tmp_path / "run")) == [2, 10]
+    with pytest.raises(ValueError, match=r"checkpoint\.save_hf=always"):
+        saved_models(tmp_path / "run/stages/rl/checkpoints/step-000030")
+    twin = tmp_path / "run/stages/sft/checkpoints/step-000002/hf"
+    twin.mkdir(parents=True)
+    (twin / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="both of step 2; name the folder of one stage"):
+        saved_models(tmp_path / "run")
