@@ -66,9 +66,7 @@ def whitening_sums(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
     return torch.stack([torch.tensor(float(chosen.numel())).double(), chosen.sum(), chosen.square().sum()])
 
 
-def whitened(
-    advantages: torch.Tensor, mask: torch.Tensor, sums: torch.Tensor, *, eps: float = 1e-8
-) -> torch.Tensor:
+def whitened(advantages: torch.Tensor, mask: torch.Tensor, sums: torch.Tensor, *, eps: float = 1e-8) -> torch.Tensor:
     """`(A - mean) / (std + eps)` with the moments of `sums`, the sample's deviation; [S], 0 outside of `mask`.
 
     Of fewer than two tokens, and of equal ones, nothing is left: zeros.

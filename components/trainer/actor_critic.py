@@ -1,8 +1,8 @@
 """A trainer with a critic beside the policy: advantages are made here, of the critic's values.
 
-    take ---> estimate: values (once, under the weights that took it), GAE, whitening over the take
-      each step ---> critic: forward_backward, optim_step
-                \\--> policy: as in `Trainer`, with these advantages   (not while the critic warms up)
+take ---> estimate: values (once, under the weights that took it), GAE, whitening over the take
+  each step ---> critic: forward_backward, optim_step
+            \\--> policy: as in `Trainer`, with these advantages   (not while the critic warms up)
 """
 
 from __future__ import annotations

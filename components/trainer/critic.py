@@ -105,9 +105,7 @@ class Critic:
         head = lm.get_output_embeddings()
         assert isinstance(head, nn.Linear), "a causal LM has an output head"
         model = ValueModel(lm.base_model, head.in_features).train().to(device)
-        self.model = shard(
-            model, mesh, compute_dtype=compute_dtype, gradient_checkpointing=gradient_checkpointing
-        )
+        self.model = shard(model, mesh, compute_dtype=compute_dtype, gradient_checkpointing=gradient_checkpointing)
         self.optimizer = make_optimizer(self.model.parameters(), settings.optimizer)
         self._num_ranks = mesh.size()
 
