@@ -138,7 +138,7 @@ def minimal(tmp_path: Path) -> str:
         (["algorithm.name=ppo", "critic.gamma=0"], ["critic.gamma: got 0"]),
         (["algorithm.name=ppo", "critic.gae_lambda=1.1"], ["critic.gae_lambda: got 1.1"]),
         (["algorithm.name=ppo", "algorithm.greedy_baseline=true"], ["a critic is a baseline of its own"]),
-        (["algorithm.greedy_baseline=true"], ["algorithm.advantage: got grpo", "it cancels"]),
+        (["algorithm.greedy_baseline=true"], ["algorithm.advantage: got 'grpo'", "it cancels"]),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(minimal: str, overrides: list[str], parts: list[str]) -> None:
