@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -104,8 +105,15 @@ class Critic:
         lm = load_model(settings.path, attn=attn, packing=packing, trust_remote_code=trust_remote_code).lm
         head = lm.get_output_embeddings()
         assert isinstance(head, nn.Linear), "a causal LM has an output head"
-        model = ValueModel(lm.base_model, head.in_features).train().to(device)
-        self.model = shard(model, mesh, compute_dtype=compute_dtype, gradient_checkpointing=gradient_checkpointing)
+        body = lm.base_model
+        assert isinstance(body, PreTrainedModel)
+        model = ValueModel(body, head.in_features).train().to(device)
+        self.model: ValueModel = shard(
+            cast(Any, model),  # any module around an `lm`
+            mesh,
+            compute_dtype=compute_dtype,
+            gradient_checkpointing=gradient_checkpointing,
+        )  # type: ignore[assignment]
         self.optimizer = make_optimizer(self.model.parameters(), settings.optimizer)
         self._num_ranks = mesh.size()
 

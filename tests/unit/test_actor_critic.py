@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import pickle
 import subprocess
@@ -18,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from leeway.algorithms.critic import gae, outcome_rewards, value_loss
 from leeway.algorithms.objective import PolicyObjective
+from leeway.trainer.actor import TrainerActor
 from leeway.trainer.actor_critic import ActorCriticSettings, ActorCriticTrainer, begin_again, of_take
 from leeway.trainer.checkpoint import CheckpointError
 from leeway.trainer.critic import CriticSettings
@@ -238,6 +240,35 @@ def test_a_take_of_two_steps_is_estimated_and_whitened_once_under_the_weights_th
     assert first["train/value/clipped_frac"] == 0.0, "the values are those of the take"
     assert second["train/value/clipped_frac"] > 0.0, "and stay them after a step"
     assert of_take(trainer, batches, needs_proximal=False)[0].keys() == {"estimates"}
+
+
+def test_the_actor_hands_each_step_what_was_said_of_it_when_the_take_began(make, model_path):  # noqa: F811
+    """Without Ray: the class behind the actor, through two takes' calls and a run of another kind."""
+    batches = [batch_of(in_pairs(random_trajectories(seed, 6)), seed=seed) for seed in (1, 2)]
+    alone = make(critic={"value_clip": 0.01})
+    told = of_take(alone, batches, needs_proximal=False)
+    expected = [
+        alone.forward_backward(batch, **known) | alone.optim_step() for batch, known in zip(batches, told, strict=True)
+    ]
+    dist.destroy_process_group()
+
+    async def through_the_actor(tmp: Path) -> tuple[list[dict[str, float]], dict[str, float]]:
+        actor = TrainerActor(role="trainer-0", log_file=tmp, log_level="INFO", cores=[])
+        await actor.start(critic_settings_of(model_path, critic={"value_clip": 0.01}), 0, free_address())
+        assert isinstance(actor._trainer, ActorCriticTrainer)
+        fill_head(actor._trainer)
+        await actor.begin_take(*batches)
+        got = [await actor.train_step(batch, False) for batch in batches]
+        await actor.begin(settings_of(model_path, objective=OBJECTIVE))
+        return got, await actor.train_step(batches[0], True)
+
+    got, plain = asyncio.run(through_the_actor(model_path.parent / "trainer.log"))
+    assert expected[1]["train/value/clipped_frac"] > 0
+    for one, two in zip(got, expected, strict=True):
+        assert {n: v for n, v in one.items() if not n.endswith("_s")} == {
+            n: v for n, v in two.items() if not n.endswith("_s")
+        }
+    assert "train/loss/value" not in plain
 
 
 def test_another_run_on_the_same_ranks_may_have_a_critic_or_none(make, model_path):  # noqa: F811
