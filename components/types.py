@@ -156,13 +156,15 @@ class Trajectory:
 class Group:
     """The G finished trajectories of one task, as they travel from a collector to the replay buffer.
 
-    `attempt` is that of the admission they come from.
+    `attempt` is that of the admission they come from. `greedy_reward`: what one more completion earned, that was
+    sampled greedily and is not trained on; None where `algorithm.greedy_baseline` does not ask for it.
     """
 
     group_id: int
     task_id: str
     trajectories: list[Trajectory]
     attempt: int = 0
+    greedy_reward: float | None = None
 
     def policy_versions(self) -> tuple[int, int]:
         """(oldest, newest) policy version that sampled a token of this group."""

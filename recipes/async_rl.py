@@ -249,8 +249,8 @@ class AsyncRL:
         }
 
     async def _begin_take(self, take: TakeRefs) -> dict[str, float]:
-        """Later steps of a take compare with the policy that took it: score it now, once, where that is asked for."""
-        if not self._numbers.scores_proximal or len(take.batches) == 1:
+        """Later steps of a take compare with the weights that took it: score it now, once, where that is asked for."""
+        if not (self._numbers.scores_proximal or self._numbers.has_critic) or len(take.batches) == 1:
             return {}
         calls = [
             t.begin_take.remote(*shares)

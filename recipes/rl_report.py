@@ -17,7 +17,7 @@ from leeway.runtime.launch import Parts
 from leeway.runtime.limit import LimitMeter, Speeds
 from leeway.runtime.supervisor import together
 
-WORK = ("step/forward_backward_s", "step/optim_s", "step/publish_s", "step/proximal_s")
+WORK = ("step/forward_backward_s", "step/optim_s", "step/publish_s", "step/proximal_s", "step/critic_s")
 """What a trainer does in a step; the rest of the step it waits."""
 
 

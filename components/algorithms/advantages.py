@@ -106,6 +106,11 @@ def reward_advantage(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tenso
     return rewards.clone()
 
 
+def outcome(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """`R` as it is, [N] -> [N]: the trainer's critic makes advantages of it, token by token; see `critic.gae`."""
+    return rewards.clone()
+
+
 def batch_std_advantage(rewards: torch.Tensor, groups: torch.Tensor, *, eps: float = 1e-6) -> torch.Tensor:
     """`(R - mean_g) / (std of all rewards of the take + eps)`, [N] -> [N].
 
@@ -149,4 +154,5 @@ ADVANTAGES: dict[str, Callable[..., torch.Tensor]] = {
     "best": per_group(best_advantage),
     "reward": reward_advantage,
     "zero": zero_advantage,
+    "gae": outcome,
 }

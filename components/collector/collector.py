@@ -16,12 +16,13 @@ import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torchrl.collectors import BaseCollector
 
 from ..config.inputs import EvalSampling
+from ..envs.base import all_or_none
 from ..types import Admission, Group, Task, Trajectory
 from ..weights import HandOverError
 from .checks import TookTooLong, checked, within
@@ -46,7 +47,8 @@ class CollectorSettings:
     """What a collector holds its groups to: at most `max_in_flight` of them at a time.
 
     `seeded`: every request has its own seed, derived from the group (never with KV recomputed in flight on a CPU, where
-    vLLM cannot rewind a request's generator).
+    vLLM cannot rewind a request's generator). `greedy_baseline`: each group brings the reward of one more rollout,
+    sampled greedily, under weights that its floor and its verification hold to as well.
     """
 
     group_size: int
@@ -59,6 +61,7 @@ class CollectorSettings:
     retries: int
     seed: int
     seeded: bool
+    greedy_baseline: bool = False
 
 
 class Collector(BaseCollector):
@@ -267,18 +270,21 @@ class Collector(BaseCollector):
         with self._clock.doing("wait_for_weights"):
             await self._hand_over.until_verified(admission.floor)
         s = self._settings
+        rollouts = [
+            self._attempts(admission.task, group_size=s.group_size, temperature=s.temperature, admission=admission)
+        ]
+        if s.greedy_baseline:
+            rollouts.append(self._attempts(admission.task, group_size=1, temperature=0.0))
         try:
             async with self._hand_over.serving(admission.floor):
-                trajectories = await self._attempts(
-                    admission.task, group_size=s.group_size, temperature=s.temperature, admission=admission
-                )
+                trajectories, *greedy = await all_or_none(rollouts)
         except RolloutFailed as failure:
             await self._fail(admission, str(failure))
             return None
         group = Group(
             group_id=admission.group_id,
             task_id=admission.task.task_id,
-            trajectories=trajectories,
+            trajectories=[*trajectories, *(t for ts in greedy for t in ts)],
             attempt=admission.attempt,
         )
         oldest, newest = group.policy_versions()
@@ -291,6 +297,8 @@ class Collector(BaseCollector):
             )
         with self._clock.doing("withheld"):
             await self._hand_over.until_verified(newest)
+        if greedy:
+            group = replace(group, trajectories=trajectories, greedy_reward=greedy[0][0].reward)
         return group
 
     async def _admit_when_serving(self, limit: int) -> list[Admission]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .critic import CriticConfig
 from .errors import ConfigError, words
 from .names import check_name, nearest
-from .presets import ADVANTAGE_OPTIONS, NEED_NO_GROUP, POLICY_LOSS_OPTIONS
+from .presets import ADVANTAGE_OPTIONS, KEEP_BASELINE, NEED_CRITIC, NEED_NO_GROUP, POLICY_LOSS_OPTIONS
 from .schema import Config
 
 Named = Callable[[str], str]
@@ -113,6 +114,54 @@ def expert_data_is_named(config: Config, named: Named) -> None:
         )
 
 
+def a_greedy_baseline_is_seen(config: Config, named: Named) -> None:
+    a = config.algorithm
+    if a.greedy_baseline and a.advantage in ADVANTAGE_OPTIONS and a.advantage not in KEEP_BASELINE:
+        why = "a critic is a baseline of its own" if a.advantage in NEED_CRITIC else "it cancels out of the others"
+        raise ConfigError(
+            named("algorithm.advantage"),
+            got=a.advantage,
+            expected=f"{' or '.join(KEEP_BASELINE)} where algorithm.greedy_baseline is true: {why}",
+            fix="set algorithm.advantage=reward, or algorithm.greedy_baseline=false",
+        )
+
+
+def a_critic_is_used(config: Config, named: Named) -> None:
+    if config.algorithm.advantage in NEED_CRITIC:
+        return
+    defaults = CriticConfig()
+    for name in CriticConfig.model_fields:
+        if (value := getattr(config.critic, name)) != getattr(defaults, name):
+            raise ConfigError(
+                named(f"critic.{name}"),
+                got=value,
+                expected=f"nothing where algorithm.advantage is {config.algorithm.advantage}, which asks no critic",
+                fix="set algorithm.name=ppo (or algorithm.advantage=gae), or leave the critic section out",
+            )
+
+
+def a_critic_leaves_the_policy_time(config: Config, named: Named) -> None:
+    steps, warmup = config.train.steps, config.critic.warmup_steps
+    if steps is not None and warmup >= steps:
+        raise ConfigError(
+            named("critic.warmup_steps"),
+            got=warmup,
+            expected=f"less than train.steps {steps}: the policy does not learn before",
+            fix=f"use {steps // 10}",
+        )
+
+
+def a_critic_has_rollouts_only(config: Config, named: Named) -> None:
+    a = config.algorithm
+    if a.advantage in NEED_CRITIC and a.expert_path is not None:
+        raise ConfigError(
+            named("algorithm.expert_path"),
+            got=a.expert_path,
+            expected=f"null where algorithm.advantage is {a.advantage}: expert answers have no reward",
+            fix="set algorithm.expert_path=null, or another algorithm.advantage",
+        )
+
+
 ALGORITHM_RULES = (
     pieces_exist,
     groups_are_large_enough,
@@ -122,4 +171,8 @@ ALGORITHM_RULES = (
     a_reference_is_used_and_a_teacher_is_named,
     jsd_is_a_teachers,
     expert_data_is_named,
+    a_greedy_baseline_is_seen,
+    a_critic_is_used,
+    a_critic_leaves_the_policy_time,
+    a_critic_has_rollouts_only,
 )

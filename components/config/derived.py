@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .names import OFFLINE_RECIPES
-from .presets import NOT_PROPORTIONAL, POLICY_LOSS_OPTIONS
+from .presets import NEED_CRITIC, NOT_PROPORTIONAL, POLICY_LOSS_OPTIONS
 from .schema import Config
 
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
@@ -21,7 +21,7 @@ class Derived:
     `fresh_groups_per_take`: those of a take that were not used before; `first_use_policy_lag`: the bound on their lag,
     which leaves room for replay.max_uses - 1 more uses within `max_policy_lag`. `skip_zero_advantage`:
     train.skip_zero_advantage, where it changes nothing. `scores_proximal`: whether the trainer scores a batch when it
-    is taken.
+    is taken. `has_critic`: whether it has a value function, whose values are taken then too.
     """
 
     reorder_window: int
@@ -42,6 +42,7 @@ class Derived:
     lockstep: bool
     skip_zero_advantage: bool
     scores_proximal: bool
+    has_critic: bool
 
     @property
     def cpus_needed(self) -> int:
@@ -105,6 +106,7 @@ def derive(config: Config, recipe: str = "async_rl") -> Derived:
         lockstep=first_use == target == least_target_policy_lag(P, u, n, window) and (window - 1) % P == 0,
         skip_zero_advantage=train.skip_zero_advantage and _zero_advantage_moves_nothing(config),
         scores_proximal=config.algorithm.correction != "none" and config.algorithm.correction_proximal == "recompute",
+        has_critic=config.algorithm.advantage in NEED_CRITIC and not offline,
         served_tolerance=config.param_server.served_tolerance or (1e-4 if config.model.dtype == "float32" else 0.1),
     )
 
@@ -112,9 +114,11 @@ def derive(config: Config, recipe: str = "async_rl") -> Derived:
 def _zero_advantage_moves_nothing(config: Config) -> bool:
     """Whether a trajectory without advantage has no gradient: not where a KL penalty or an entropy bonus moves it too.
 
-    A user's own loss may do anything.
+    A user's own loss may do anything, and a critic learns from a reward of 0 too.
     """
     a = config.algorithm
+    if a.advantage in NEED_CRITIC:
+        return False
     proportional = a.policy_loss in POLICY_LOSS_OPTIONS and a.policy_loss not in NOT_PROPORTIONAL
     return proportional and not a.kl_coef and not a.entropy_coef
 

@@ -11,7 +11,7 @@ from .presets import ADVANTAGE_OPTIONS, POLICY_LOSS_OPTIONS
 
 AlgorithmName = Literal[
     "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce_pp", "asymre", "topr", "opmd", "opmd_kimi",
-    "sppo", "rec", "raft", "on_policy_distill", "jsd", "mix", "step_grpo", "gigpo",
+    "sppo", "rec", "raft", "on_policy_distill", "jsd", "mix", "ppo", "remax", "step_grpo", "gigpo",
 ]  # fmt: skip
 
 CorrectionName = Literal["none", "decoupled", "tis", "icepop", "mis", "m2po"]
@@ -30,6 +30,10 @@ class AlgorithmConfig(Section):
         default_factory=dict, description="options of the advantage, such as delta (asymre) or tau (log_mean_exp)"
     )
     advantage_eps: PositiveFloat = Field(default=1e-6, description="added to the standard deviation of rewards")
+    greedy_baseline: bool = Field(
+        default=False,
+        description="one more completion per group, sampled greedily, not trained on: its reward is taken off theirs",
+    )
     overlong_buffer_frac: float = Field(
         default=0.0,
         ge=0.0,

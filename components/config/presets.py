@@ -28,6 +28,17 @@ PRESETS: dict[str, Preset] = {
     "reinforce_pp": {
         "algorithm": {"advantage": "whitened", "aggregation": "token_mean", "kl_where": "reward", "kl_estimator": "k1"},
     },
+    "ppo": {
+        "algorithm": {"advantage": "gae", "aggregation": "token_mean", "clip_high": 0.2, "dual_clip": 3.0},
+    },
+    "remax": {
+        "algorithm": {
+            "greedy_baseline": True,
+            "advantage": "reward",
+            "policy_loss": "reinforce",
+            "aggregation": "seq_mean_token_sum",
+        },
+    },
     "asymre": {"algorithm": {"advantage": "asymre", "policy_loss": "reinforce", "aggregation": "seq_mean_token_sum"}},
     "topr": {"algorithm": {"advantage": "mean", "policy_loss": "topr", "aggregation": "seq_mean_token_sum"}},
     "opmd": {"algorithm": {"advantage": "mean", "policy_loss": "opmd", "aggregation": "seq_mean_token_sum"}},
@@ -79,6 +90,7 @@ ADVANTAGE_OPTIONS: dict[str, tuple[str, ...]] = {
     "reward": (),
     "zero": (),
     "gigpo": ("omega", "gamma", "std"),
+    "gae": (),
 }
 POLICY_LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
     "clip": (),
@@ -92,8 +104,12 @@ POLICY_LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
     "sppo": ("epsilon",),
     "rec": ("clip", "importance_weight", "ring_low", "ring_high"),
 }
-NEED_NO_GROUP = ("whitened", "reward", "zero")
+NEED_NO_GROUP = ("whitened", "reward", "zero", "gae")
 """Advantages that a group of one has; the others compare a trajectory with the rest of its group."""
+NEED_CRITIC = ("gae",)
+"""Advantages that the trainer's critic makes, of rewards that reach it as they are."""
+KEEP_BASELINE = ("whitened", "reward")
+"""Advantages in which something that is taken off all rewards of a group is still seen."""
 NOT_PROPORTIONAL = ("opmd_kimi",)
 """Policy losses that move a trajectory whose advantage is 0."""
 

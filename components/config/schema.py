@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import Field, NonNegativeInt, model_validator
 
 from .base import Section
+from .critic import CriticConfig
 from .flow import ParamServerConfig, ReplayConfig, RolloutConfig, StalenessConfig
 from .inputs import EnvConfig, EvalConfig, ModelConfig, TaskConfig
 from .learning import AlgorithmConfig, CheckpointConfig, FrontierConfig, OptimizerConfig, TrainConfig
@@ -35,6 +36,7 @@ class Config(Section):
     replay: ReplayConfig = Field(default_factory=ReplayConfig, description="the buffer")
     param_server: ParamServerConfig = Field(default_factory=ParamServerConfig, description="weight transfer")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="objective")
+    critic: CriticConfig = Field(default_factory=CriticConfig, description="value function, with algorithm.name=ppo")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW")
     train: TrainConfig = Field(default_factory=TrainConfig, description="steps and batches")
     frontier: FrontierConfig = Field(default_factory=FrontierConfig, description="what the recipe frontier compares")

@@ -38,7 +38,10 @@ def rewards_of(group: Group) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardShaping:
-    """Rewards [G] of a group, less what rank and length cost; see `algorithms.shaping`. 0: costs nothing."""
+    """Rewards [G] of a group, less what rank and length cost; see `algorithms.shaping`. 0: costs nothing.
+
+    Less what the greedy completion earned, too, where there is one. Source: ReMax, arXiv 2310.10505.
+    """
 
     rank_penalty: float
     overlong_buffer_tokens: float
@@ -54,7 +57,7 @@ class RewardShaping:
             rewards = rewards + overlong_penalty(
                 lengths, max_tokens=self.max_response_tokens, buffer_tokens=self.overlong_buffer_tokens
             )
-        return rewards
+        return rewards if group.greedy_reward is None else rewards - group.greedy_reward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +205,9 @@ def _take_metrics(groups: Sequence[Group], advantages: dict[int, list[Advantage]
         "train/zero_advantage_frac": zero / len(groups),
         "train/truncated_frac": sum(t.finish_reason == "length" for t in trajectories) / len(trajectories),
     }
+    greedy = [g.greedy_reward for g in groups if g.greedy_reward is not None]
+    if greedy:
+        metrics["train/reward/greedy"] = sum(greedy) / len(greedy)
     names = sorted({name for t in trajectories for name in t.metrics})
     for name in names:
         values = [t.metrics[name] for t in trajectories if name in t.metrics]

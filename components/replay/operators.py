@@ -52,9 +52,14 @@ def shape_reward(
     min: float = float("-inf"),
     max: float = float("inf"),
 ) -> Group:
-    """reward <- scale x reward + offset, then held between `min` and `max`."""
-    trajectories = [replace(t, reward=_between(scale * t.reward + offset, min, max)) for t in group.trajectories]
-    return replace(group, trajectories=trajectories)
+    """reward <- scale x reward + offset, then held between `min` and `max`; that of the greedy completion too."""
+
+    def shaped(reward: float) -> float:
+        return _between(scale * reward + offset, min, max)
+
+    trajectories = [replace(t, reward=shaped(t.reward)) for t in group.trajectories]
+    greedy = None if group.greedy_reward is None else shaped(group.greedy_reward)
+    return replace(group, trajectories=trajectories, greedy_reward=greedy)
 
 
 def prefer_short(group: Group, *, weight: float = 0.1, right: float = 1.0) -> Group | None:

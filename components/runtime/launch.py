@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from ..config.names import OFFLINE_RECIPES
 from ..param_server.actor import ParameterServerRemote
 from ..replay.actor import ReplayBufferRemote
 from ..trainer.actor import TrainerRank
+from ..trainer.actor_critic import ActorCriticSettings
+from ..trainer.critic import CriticSettings
 from ..trainer.optimizer import OptimizerSettings
 from ..trainer.trainer import TrainerSettings
 from ..weights import CanaryPrompts
@@ -73,7 +75,7 @@ def trainer_settings(
 ) -> TrainerSettings:
     assert config.model.path is not None
     o, reference = config.optimizer, config.algorithm.reference_path
-    return TrainerSettings(
+    settings = TrainerSettings(
         model_path=config.model.path,
         objective=objective_of(config, recipe),
         optimizer=OptimizerSettings(
@@ -104,6 +106,23 @@ def trainer_settings(
         packing=config.train.packing,
         reference_path=None if reference is None else os.path.expanduser(reference),
         logprob_chunk_tokens=config.train.logprob_chunk_tokens,
+    )
+    if not derive(config, recipe).has_critic:
+        return settings
+    return ActorCriticSettings(**vars(settings), critic=critic_settings(config, settings))
+
+
+def critic_settings(config: Config, settings: TrainerSettings) -> CriticSettings:
+    c, o = config.critic, settings.optimizer
+    return CriticSettings(
+        path=settings.model_path if c.path is None else os.path.expanduser(c.path),
+        optimizer=replace(o, lr=o.lr if c.lr is None else c.lr),
+        gamma=c.gamma,
+        gae_lambda=c.gae_lambda,
+        value_lambda=c.value_lambda,
+        value_clip=c.value_clip,
+        whiten=c.whiten,
+        warmup_steps=c.warmup_steps,
     )
 
 
@@ -145,6 +164,7 @@ def collector_settings(config: Config) -> CollectorSettings:
     r = config.rollout
     return CollectorSettings(
         group_size=config.algorithm.group_size,
+        greedy_baseline=config.algorithm.greedy_baseline,
         temperature=r.temperature,
         max_prompt_tokens=r.max_prompt_tokens,
         max_response_tokens=r.max_response_tokens,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-import torch
 
 from ..failures import as_text
 from ..monitor.logs import log_to_file
@@ -32,7 +31,7 @@ class TrainerActor:
         if cores:
             os.sched_setaffinity(0, cores)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
-        self._proximal: deque[torch.Tensor] = deque()
+        self._of_take: deque[dict[str, Any]] = deque()
 
     async def address(self) -> str:
         """Where the ranks meet; asked of rank 0."""
@@ -45,17 +44,21 @@ class TrainerActor:
     async def start(self, settings: Any, rank: int, init_method: str) -> dict[str, Any]:
         from transformers.utils import logging as transformers_logging
 
-        from .trainer import Trainer
+        from .actor_critic import make_trainer
 
         transformers_logging.disable_progress_bar()
-        self._trainer = await self._in_order(lambda: Trainer(settings, rank=rank, init_method=init_method))
+        self._settings, self._place = settings, {"rank": rank, "init_method": init_method}
+        self._trainer = await self._in_order(lambda: make_trainer(settings, **self._place))
         return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
 
     @as_text
     async def begin(self, settings: Any) -> None:
         """Another run with the same ranks."""
-        self._proximal.clear()
-        await self._in_order(lambda: self._trainer.begin(settings))
+        from .actor_critic import begin_again
+
+        self._of_take.clear()
+        self._settings = settings
+        self._trainer = await self._in_order(lambda: begin_again(self._trainer, settings, **self._place))
 
     async def alive(self) -> None:
         """Never returns: a call that is pending shows at once when the process dies."""
@@ -63,11 +66,13 @@ class TrainerActor:
 
     @as_text
     async def begin_take(self, *batches: TrainBatch) -> dict[str, float]:
-        """Score a take of several steps under the weights of now, where the objective compares with them later."""
+        """Score a take of several steps under the weights of now, by policy or critic, for its later steps."""
+        from .actor_critic import of_take
 
         def score() -> dict[str, float]:
             started = time.monotonic()
-            self._proximal = deque(self._trainer.token_logprobs(batch) for batch in batches)
+            needs_proximal = self._settings.objective.needs_proximal
+            self._of_take = deque(of_take(self._trainer, batches, needs_proximal=needs_proximal))
             return {"step/proximal_s": time.monotonic() - started}
 
         return await self._in_order(score)
@@ -83,8 +88,8 @@ class TrainerActor:
         """forward_backward, optim_step and, if asked, the gathering of the new weights."""
 
         def step() -> dict[str, float]:
-            proximal = self._proximal.popleft() if self._proximal else None
-            metrics = self._trainer.forward_backward(batch, proximal_logprobs=proximal) | self._trainer.optim_step()
+            told = self._of_take.popleft() if self._of_take else {}
+            metrics = self._trainer.forward_backward(batch, **told) | self._trainer.optim_step()
             started = time.monotonic()
             if publish:
                 self._trainer.publish()

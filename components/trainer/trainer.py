@@ -82,13 +82,14 @@ class Trainer:
         )
         if settings.num_threads:
             torch.set_num_threads(settings.num_threads)
-        dist.init_process_group(
-            "nccl" if settings.device == "cuda" else "gloo",
-            init_method=init_method,
-            rank=rank,
-            world_size=settings.num_ranks,
-            timeout=timedelta(seconds=settings.timeout_s),
-        )
+        if not dist.is_initialized():  # else by the trainer of an earlier run on these ranks
+            dist.init_process_group(
+                "nccl" if settings.device == "cuda" else "gloo",
+                init_method=init_method,
+                rank=rank,
+                world_size=settings.num_ranks,
+                timeout=timedelta(seconds=settings.timeout_s),
+            )
         self.begin(settings)
 
     def begin(self, settings: TrainerSettings) -> None:

@@ -1,0 +1,208 @@
+"""A trainer with a critic beside the policy: advantages are made here, of the critic's values.
+
+take ---> estimate: values (once, under the weights that took it), GAE, whitening over the take
+  each step ---> critic: forward_backward, optim_step
+            \\--> policy: as in `Trainer`, with these advantages   (not while the critic warms up)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..algorithms.critic import gae, outcome_rewards, value_metrics, whitened, whitening_sums
+from .critic import NUM_SUMS, Critic, CriticSettings, Estimates
+from .sharding import make_mesh
+from .trainer import Trainer, TrainerSettings
+
+if TYPE_CHECKING:
+    from ..types import TrainBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActorCriticSettings(TrainerSettings):
+    critic: CriticSettings
+
+
+class ActorCriticTrainer(Trainer):
+    """What is in `batch.advantages` is the reward of each token's trajectory; see `advantages.outcome`.
+
+    Versions go on counting while the critic warms up, and the learning rates follow them: they count the run's steps.
+    """
+
+    def begin(self, settings: TrainerSettings) -> None:
+        assert isinstance(settings, ActorCriticSettings)
+        super().begin(settings)
+        self._critic_settings = settings.critic
+        self._warmup_steps = settings.critic.warmup_steps
+        self._critic = Critic(
+            settings.critic,
+            make_mesh(settings.device, settings.num_ranks),
+            attn=settings.attn,
+            packing=settings.packing,
+            compute_dtype=getattr(torch, settings.compute_dtype),
+            gradient_checkpointing=settings.gradient_checkpointing,
+            device=self._device,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        if (known := self._critic.vocabulary_size) < self._config.vocab_size:
+            raise ValueError(
+                f"critic.path: {settings.critic.path} knows {known} tokens, the policy {self._config.vocab_size}; "
+                "expected a model with the policy's tokenizer"
+            )
+        if not self._critic.model.is_packed:  # both see the same passes
+            self._packing = "padded"
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether the next step is one in which the policy stays as it is."""
+        return self.policy_version < self._warmup_steps
+
+    def estimate(self, batches: Sequence[TrainBatch]) -> list[Estimates]:
+        """Values, returns and advantages of this rank's shares of all steps of a take, under the weights of now.
+
+        A collective. Advantages are whitened over the whole take and all ranks, where that is asked for.
+        """
+        made = [self._estimate(batch) for batch in batches]
+        if not self._critic_settings.whiten:
+            return made
+        own = [whitening_sums(e.advantages, b.loss_mask) for e, b in zip(made, batches, strict=True)]
+        sums = self._reduce(torch.stack(own).sum(0), dist.ReduceOp.SUM)
+        return [
+            Estimates(values=e.values, returns=e.returns, advantages=whitened(e.advantages, b.loss_mask, sums))
+            for e, b in zip(made, batches, strict=True)
+        ]
+
+    def forward_backward(
+        self,
+        batch: TrainBatch,
+        *,
+        proximal_logprobs: torch.Tensor | None = None,
+        estimates: Estimates | None = None,
+    ) -> dict[str, float]:
+        """As `Trainer.forward_backward`, and the critic's; `estimates` are those of when the batch was taken.
+
+        None: it was taken under the weights of now, and is a whole take.
+        """
+        self._check_versions(batch)
+        started = time.monotonic()
+        estimates = estimates or self.estimate([batch])[0]
+        num_tokens = int(batch.num_tokens)
+        sums = self._critic.forward_backward(self._passes(batch), estimates, num_tokens=num_tokens)
+        sums = self._reduce(sums, dist.ReduceOp.SUM).cpu()
+        assert len(sums) == NUM_SUMS
+        elapsed = time.monotonic() - started
+        own = {"train/loss/value": sums[0].item(), **value_metrics(sums[1:]), "step/critic_s": elapsed}
+        if self.is_warming_up:
+            return own | {"step/forward_backward_s": 0.0, "train/tokens_per_s": num_tokens / elapsed}
+        batch = batch.clone(recurse=False)
+        batch.advantages = estimates.advantages
+        return super().forward_backward(batch, proximal_logprobs=proximal_logprobs) | own
+
+    def optim_step(self) -> dict[str, float]:
+        """One step of both, or of the critic alone while it warms up; `policy_version` grows by one either way."""
+        started = time.monotonic()
+        own = self._critic.optim_step(self.policy_version)
+        elapsed = time.monotonic() - started
+        if self.is_warming_up:
+            self.policy_version += 1
+            return own | {"train/lr": 0.0, "step/optim_s": elapsed}
+        metrics = super().optim_step() | own
+        return metrics | {"step/optim_s": metrics["step/optim_s"] + elapsed}
+
+    def save_state(self, directory: str) -> None:
+        with self._critic_in_the_state():
+            super().save_state(directory)
+
+    def load_state(self, directory: str) -> int:
+        with self._critic_in_the_state():
+            return super().load_state(directory)
+
+    def measure(self, batch: TrainBatch) -> dict[str, float]:
+        self._warmup_steps = 0  # what is to be known is a step of both
+        times = super().measure(batch)
+        self._warmup_steps = self._critic_settings.warmup_steps
+        self._critic.forget_gradient()
+        return times
+
+    def _estimate(self, batch: TrainBatch) -> Estimates:
+        """Before whitening."""
+        c = self._critic_settings
+        values = self._critic.values(self._passes(batch), len(batch.response_tokens))
+        lengths = batch.response_lengths
+        where = {
+            "mask": batch.loss_mask,
+            "segments": torch.repeat_interleave(torch.arange(len(lengths)), lengths),
+        }
+        rewards = outcome_rewards(batch.advantages, **where)
+        advantages = gae(values, rewards, **where, gamma=c.gamma, lam=c.gae_lambda)
+        if c.value_lambda == c.gae_lambda:
+            returns = advantages + values
+        else:
+            returns = gae(values, rewards, **where, gamma=c.gamma, lam=c.value_lambda) + values
+        return Estimates(values=values, returns=returns, advantages=advantages)
+
+    @contextmanager
+    def _critic_in_the_state(self) -> Iterator[None]:
+        """Checkpoints hold one set of named tensors: for their time, the critic's are among the policy's."""
+        model, optimizer = self._model, self._optimizer
+        self._model = cast(Any, _Both(model, self._critic.model))
+        self._optimizer = cast(Any, _BothStates(optimizer, self._critic.optimizer))
+        try:
+            yield
+        finally:
+            self._model, self._optimizer = model, optimizer
+
+
+class _Both(nn.Module):
+    """The policy's parameters under their own names, and the critic's under critic.*"""
+
+    def __init__(self, policy: nn.Module, critic: nn.Module) -> None:
+        super().__init__()
+        for name, child in policy.named_children():
+            self.add_module(name, child)
+        self.critic = critic
+
+
+class _BothStates:
+    """`optimizer.state[parameter]` of whichever optimizer has the parameter."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.state = self
+        self._owners = {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
+
+    def __getitem__(self, parameter: torch.Tensor) -> Any:
+        return self._owners[parameter].state[parameter]
+
+
+def make_trainer(settings: TrainerSettings, *, rank: int, init_method: str) -> Trainer:
+    """The trainer that these settings ask for."""
+    kind = ActorCriticTrainer if isinstance(settings, ActorCriticSettings) else Trainer
+    return kind(settings, rank=rank, init_method=init_method)
+
+
+def begin_again(trainer: Trainer, settings: TrainerSettings, *, rank: int, init_method: str) -> Trainer:
+    """The trainer of another run on the same ranks; another object where only one of the two runs has a critic."""
+    if isinstance(trainer, ActorCriticTrainer) is not isinstance(settings, ActorCriticSettings):
+        return make_trainer(settings, rank=rank, init_method=init_method)
+    trainer.begin(settings)
+    return trainer
+
+
+def of_take(trainer: Trainer, batches: Sequence[TrainBatch], *, needs_proximal: bool) -> list[dict[str, Any]]:
+    """What `forward_backward` is to be told of each step of a take beside its batch, under the weights of now."""
+    told: list[dict[str, Any]] = [{} for _ in batches]
+    if needs_proximal:
+        for step, batch in zip(told, batches, strict=True):
+            step["proximal_logprobs"] = trainer.token_logprobs(batch)
+    if isinstance(trainer, ActorCriticTrainer):
+        for step, estimates in zip(told, trainer.estimate(batches), strict=True):
+            step["estimates"] = estimates
+    return told

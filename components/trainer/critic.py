@@ -1,0 +1,174 @@
+"""The critic: a value function of its own weights and optimizer, sharded like the policy, beside it.
+
+    values(passes) -> what each state is worth        forward_backward(passes, ...) -> optim_step()
+
+The body of any Hugging Face causal LM, and a head that makes one number of each hidden state. The head begins at zero:
+the first values are 0, so the first advantages are the rewards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from ..algorithms.critic import value_loss, value_sums
+from .attention import NAME as PACKED
+from .layout import Layout
+from .microbatch import Microbatch
+from .optimizer import OptimizerSettings, learning_rate, make_optimizer
+from .scoring import load_model
+from .sharding import shard
+
+NUM_SUMS = 8
+"""The value loss, then `value_sums`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticSettings:
+    """See the config section `critic`. `path`: a causal LM with the policy's vocabulary; only its body is used."""
+
+    path: str
+    optimizer: OptimizerSettings
+    gamma: float
+    gae_lambda: float
+    value_lambda: float
+    value_clip: float | None
+    whiten: bool
+    warmup_steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimates:
+    """What the critic says of a rank's share of a step: [S] each, on the CPU.
+
+    `values` under the weights that took the batch, `returns` that they are to learn, `advantages` for the policy.
+    """
+
+    values: torch.Tensor
+    returns: torch.Tensor
+    advantages: torch.Tensor
+
+
+class ValueModel(nn.Module):
+    """The body of a causal LM under a linear head; the FSDP root."""
+
+    def __init__(self, body: PreTrainedModel, hidden_size: int) -> None:
+        super().__init__()
+        self.lm = body
+        self.head = nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    @property
+    def is_packed(self) -> bool:
+        return self.lm.config._attn_implementation == PACKED
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        rows: torch.Tensor,
+        *,
+        position_ids: torch.Tensor | None = None,
+        layout: Layout | None = None,
+    ) -> torch.Tensor:
+        """input_ids [B, T], rows [S] into the flattened B * T positions -> values [S] of the states there, float32."""
+        packed = {} if layout is None else {"position_ids": position_ids, "layout": layout}
+        hidden = self.lm(input_ids=input_ids, use_cache=False, **packed).last_hidden_state.flatten(0, 1)[rows]
+        # In float32 whatever the body computes in: bfloat16 knows rewards between 0 and 1 to two digits only.
+        values = nn.functional.linear(hidden.float(), self.head.weight.float(), self.head.bias.float())
+        return values.sum(-1)  # over one element: FSDP hooks must not sit on a view
+
+
+class Critic:
+    """One rank's part of it. Every method that is given passes is a collective: all ranks give as many."""
+
+    def __init__(
+        self,
+        settings: CriticSettings,
+        mesh: DeviceMesh,
+        *,
+        attn: str,
+        packing: str,
+        compute_dtype: torch.dtype,
+        gradient_checkpointing: bool,
+        device: torch.device,
+        trust_remote_code: bool,
+    ) -> None:
+        self._settings = settings
+        lm = load_model(settings.path, attn=attn, packing=packing, trust_remote_code=trust_remote_code).lm
+        head = lm.get_output_embeddings()
+        assert isinstance(head, nn.Linear), "a causal LM has an output head"
+        body = lm.base_model
+        assert isinstance(body, PreTrainedModel)
+        model = ValueModel(body, head.in_features).train().to(device)
+        self.model: ValueModel = shard(
+            cast(Any, model),  # any module around an `lm`
+            mesh,
+            compute_dtype=compute_dtype,
+            gradient_checkpointing=gradient_checkpointing,
+        )  # type: ignore[assignment]
+        self.optimizer = make_optimizer(self.model.parameters(), settings.optimizer)
+        self._num_ranks = mesh.size()
+
+    @property
+    def vocabulary_size(self) -> int:
+        embeddings = self.model.lm.get_input_embeddings()
+        assert isinstance(embeddings, nn.Embedding)
+        return embeddings.num_embeddings
+
+    @torch.no_grad()
+    def values(self, passes: Iterable[Microbatch], count: int) -> torch.Tensor:
+        """Values [S], S = `count`, of the states before each response token of a rank's share, on the CPU."""
+        values = torch.zeros(count)
+        for microbatch in passes:
+            values[microbatch.places.cpu()] = self._run(microbatch).cpu()
+        return values
+
+    def forward_backward(self, passes: Iterable[Microbatch], estimates: Estimates, *, num_tokens: int) -> torch.Tensor:
+        """Add this step's gradient; returns sums [NUM_SUMS] over this rank's tokens, see `value_sums`.
+
+        The loss is the mean of `value_loss` over the `num_tokens` sampled tokens of the whole step.
+        """
+        sums = torch.zeros(NUM_SUMS, dtype=torch.float64)
+        clip = self._settings.value_clip
+        for microbatch in passes:
+            values, places = self._run(microbatch), microbatch.places.cpu()
+            old, returns = (x[places].to(values.device) for x in (estimates.values, estimates.returns))
+            per_token = value_loss(values, old, returns, clip=clip)
+            loss = torch.where(microbatch.mask, per_token, 0.0).sum() / num_tokens
+            # FSDP averages gradients over ranks; the parts must add up.
+            (loss * self._num_ranks).backward()
+            own = value_sums(values, old, returns, microbatch.mask, clip=clip)
+            sums += torch.cat([loss.detach().double()[None], own]).cpu()
+        return sums
+
+    def optim_step(self, step: int) -> dict[str, float]:
+        """One optimizer step, the `step`-th. A gradient that is not finite raises before any weight changes."""
+        optimizer = self._settings.optimizer
+        norm = torch.nn.utils.clip_grad_norm_(list(self.model.parameters()), optimizer.max_grad_norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if not torch.isfinite(norm):
+            raise FloatingPointError(
+                f"gradient norm of the critic is {norm.item()} at policy version {step}; lower critic.lr"
+            )
+        lr = learning_rate(optimizer, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.forget_gradient()
+        return {"train/value/grad_norm": norm.item(), "train/value/lr": lr}
+
+    def forget_gradient(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _run(self, microbatch: Microbatch) -> torch.Tensor:
+        return self.model(
+            microbatch.input_ids, microbatch.rows, position_ids=microbatch.position_ids, layout=microbatch.layout
+        )
