@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from .sequences import sequence_sums
-from .turns import turn_segments
 
 AGGREGATIONS = ("seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "fixed_length", "turn_mean_token_mean")
 
@@ -50,3 +49,10 @@ def aggregate(
         assert length, "aggregation fixed_length divides by a length"
         return masked.sum() / (length * num_sequences)
     raise ValueError(f"aggregation: got {how!r}; expected one of {', '.join(AGGREGATIONS)}")
+
+
+def turn_segments(mask: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
+    """Each token's turn, 0, 1, ...: [S] -> [S]. A turn is a run of tokens in `mask`; what is outside has any number."""
+    before = torch.zeros_like(mask)
+    before[1:] = mask[:-1] & (segments[1:] == segments[:-1])
+    return ((mask & ~before).cumsum(0) - 1).clamp(min=0)

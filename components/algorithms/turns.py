@@ -95,13 +95,6 @@ def discounted_returns(rewards: torch.Tensor, trajectories: torch.Tensor, *, gam
     return returns
 
 
-def turn_segments(mask: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-    """Each token's turn, 0, 1, ...: [S] -> [S]. A turn is a run of tokens in `mask`; what is outside has any number."""
-    before = torch.zeros_like(mask)
-    before[1:] = mask[:-1] & (segments[1:] == segments[:-1])
-    return ((mask & ~before).cumsum(0) - 1).clamp(min=0)
-
-
 def num_turns(trajectory: Trajectory) -> int:
     """Runs of tokens that the policy sampled."""
     return sum(m and not before for m, before in zip(trajectory.loss_mask, [False, *trajectory.loss_mask]))  # noqa: B905

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leeway.algorithms.aggregation import aggregate
+from leeway.algorithms.aggregation import aggregate, turn_segments
 from leeway.algorithms.pieces import advantage_of, check_pieces
-from leeway.algorithms.turns import TurnAdvantage, Turns, num_turns, turn_segments, turns_of
+from leeway.algorithms.turns import TurnAdvantage, Turns, num_turns, turns_of
 from leeway.config import load_config
 from leeway.config.environments import FrozenLakeOptions
 from leeway.envs.frozen_lake import FrozenLake
