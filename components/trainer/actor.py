@@ -48,7 +48,7 @@ class TrainerActor:
         from .trainer import Trainer
 
         transformers_logging.disable_progress_bar()
-        self._trainer = await self._in_order(lambda: Trainer(settings, rank=rank, init_method=init_method))
+        self._trainer = await self._in_order(lambda: Trainer(settings, rank=rank, init_method=init_method, put=ray.put))
         return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
 
     @as_text
@@ -98,13 +98,8 @@ class TrainerActor:
 
     @as_text
     async def publication(self) -> Publication:
-        """Hash and upload the last gathered weights, beside whatever the trainer computes next."""
-
-        def upload() -> Publication:
-            manifest, buckets = self._trainer.publication()
-            return Publication(manifest, [ray.put(bucket) for bucket in buckets])
-
-        return await asyncio.to_thread(upload)
+        """The last published weights once they are uploaded, beside whatever the trainer computes next."""
+        return await asyncio.to_thread(self._trainer.publication)
 
     @as_text
     async def measure(self, batch: TrainBatch) -> dict[str, float]:
