@@ -37,6 +37,7 @@ from trainer import SHAPES, settings_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.trainer.canary import score_canary
+from leeway.trainer.sharding import reshard
 from leeway.trainer.trainer import Trainer
 from leeway.weights import CanaryPrompts
 
@@ -64,7 +65,7 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str, dtype: str, bucke
     arguments = argparse.Namespace(
         device="cpu", dtype=dtype, max_tokens=4096, gradient_checkpointing=False, threads=args.threads
     )
-    canary = CanaryPrompts(scored=[list(range(24))] * 4, cached=[list(range(160))] * 2)
+    canary = CanaryPrompts(scored=[list(range(24))] * 4, cached=[list(range(64))] * 2)
     settings = replace(
         settings_of(arguments, folder, "auto"), num_ranks=args.ranks, bucket_bytes=bucket_mb * MB, canary=canary
     )
@@ -98,7 +99,9 @@ def measure(trainer: Trainer, put: Store, repeats: int) -> dict[str, Any]:
     plans = trainer._gatherer.plans
     rank, largest = dist.get_rank(), max(plan.num_bytes for plan in plans)
     num_bytes = sum(plan.num_bytes for plan in plans)
-    canary, canary_mb = watched(lambda: score_canary(trainer._model, trainer._settings.canary, trainer._device))
+    for _ in range(2):  # the first pass warms up
+        reshard(trainer._model)
+        canary, canary_mb = watched(lambda: score_canary(trainer._model, trainer._settings.canary, trainer._device))
     times: dict[str, list[float]] = {"stop": [], "publish": [], "copy": []}
     peaks: list[float] = []
 
