@@ -80,7 +80,7 @@ class TrainerActor:
 
     @as_text
     async def train_step(self, batch: TrainBatch, publish: bool) -> dict[str, float]:
-        """forward_backward, optim_step and, if asked, the gathering of the new weights."""
+        """forward_backward, optim_step and, if asked, publish."""
 
         def step() -> dict[str, float]:
             proximal = self._proximal.popleft() if self._proximal else None

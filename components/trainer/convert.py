@@ -17,7 +17,7 @@ from .export import HFWriter
 
 PREFIX = "model.lm."
 PART_BYTES = 2**31
-"""So much of a checkpoint is in memory at a time, and in one file of the result."""
+"""So much of a checkpoint is read at a time, and is in one file of the result."""
 
 
 def convert(path: Path, *, base_model: str | None = None, dtype: str | None = None) -> Iterator[tuple[Path, bool]]:
@@ -74,7 +74,7 @@ def _base_of(step: Path, base_model: str | None) -> str:
 
 
 def _weights(directory: Path, dtype: str) -> Iterator[dict[str, torch.Tensor]]:
-    """All weights of a checkpoint, at most `PART_BYTES` of them at a time."""
+    """All weights of a checkpoint, `PART_BYTES` of them at a time."""
     reader = FileSystemReader(directory)
     saved = reader.read_metadata().state_dict_metadata
     weights = [
@@ -85,4 +85,5 @@ def _weights(directory: Path, dtype: str) -> Iterator[dict[str, torch.Tensor]]:
     for plan in plan_buckets(weights, PART_BYTES):
         tensors = {place.names[0]: torch.empty(place.shape, dtype=place.dtype) for place in plan.places}
         dcp_load(tensors, storage_reader=reader, no_dist=True)
-        yield {name.removeprefix(PREFIX): tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+        yield {name.removeprefix(PREFIX): tensors[name].to(getattr(torch, dtype)) for name in tensors}
+        del tensors

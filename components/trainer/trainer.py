@@ -247,6 +247,7 @@ class Trainer:
             if writer is not None and memory is not None:
                 # A model's own files name tied weights once.
                 writer.add({place.names[0]: place.tensor(memory) for place in plan.places})
+            del memory  # before the next is gathered: one of a publication may still be on its way
         if writer is not None:
             writer.finish()
         dist.barrier()
