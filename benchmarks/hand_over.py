@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 import torch
 
-from leeway.weights import BucketWriter, Canary, CanaryPrompts, Manifest, digest_of
+from leeway.weights import Canary, CanaryPrompts, Manifest, digest_of, plan_buckets, sha256_of
 
 VOCABULARY = 256
 GROUPS, GROUP_SIZE, PROMPT, RESPONSE = 48, 8, 14, 8
@@ -65,11 +65,15 @@ class Model:
         self.version += 1
         for parameter in self.lm.parameters():
             parameter.add_(torch.randn_like(parameter) * scale)
-        writer = BucketWriter(268435456)
-        for name, parameter in self.lm.named_parameters():
-            writer.add(name, parameter)
-        writer.add_alias("lm_head.weight", alias_of="model.embed_tokens.weight")
-        entries, buckets = writer.finish()
+        parameters = dict(self.lm.named_parameters())
+        tied = {"model.embed_tokens.weight": ["lm_head.weight"]}
+        entries, buckets = [], []
+        for plan in plan_buckets((([n, *tied.get(n, [])], p.dtype, p.shape) for n, p in parameters.items()), 1 << 28):
+            memory = plan.empty()
+            for place in plan.places:
+                place.tensor(memory).copy_(parameters[place.names[0]])
+            entries += plan.entries(sha256_of(place.data(memory)) for place in plan.places)
+            buckets.append(memory)
         scored = [
             self._logits(s)[:-1].gather(-1, torch.tensor(s)[1:, None])[:, 0].tolist() for s in self.prompts.scored
         ]

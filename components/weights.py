@@ -9,9 +9,10 @@ function.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -125,64 +126,86 @@ class Publication:
     bucket_refs: list[Any]
 
 
-def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as uint8 [num_bytes], without a copy where it is contiguous and on the CPU."""
-    return tensor.detach().contiguous().cpu().view(-1).view(torch.uint8)
-
-
 def sha256_of(data: torch.Tensor) -> str:
     """SHA-256 of a uint8 CPU tensor."""
     return hashlib.sha256(data.numpy().data).hexdigest()
 
 
-class BucketWriter:
-    """Lays a stream of named tensors into buckets of at most `bucket_bytes` (a larger tensor gets a bucket of its own).
+ALIGNMENT = 64
+"""Tensors begin at multiples of so many bytes of their bucket: any type can be viewed there."""
 
-    `add` copies, so the caller may let its tensor go at once. A tensor that was already added under another name
-    (`alias_of`) costs no bytes: its entry points at the same place.
-    """
 
-    ALIGNMENT = 64
+@dataclass(frozen=True)
+class Place:
+    """Where one tensor will lie in its bucket. Tied tensors are one place with several names, and cost no bytes."""
 
-    def __init__(self, bucket_bytes: int) -> None:
-        self._bucket_bytes = bucket_bytes
-        self._pieces: list[torch.Tensor] = []
-        self._size = 0
-        self._pending: list[tuple[str, str, tuple[int, ...], int, int]] = []
-        self._full: list[torch.Tensor] = []
-        self._places: list[tuple[str, str, tuple[int, ...], int, int, int]] = []
-        self._aliases: list[tuple[str, str]] = []
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        data = tensor_bytes(tensor).clone()
-        if self._size and self._size + data.numel() > self._bucket_bytes:
-            self._close_bucket()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self._places.append((name, dtype, tuple(tensor.shape), len(self._full), self._size, data.numel()))
-        padding = -data.numel() % self.ALIGNMENT
-        self._pieces += [data, torch.zeros(padding, dtype=torch.uint8)]
-        self._size += data.numel() + padding
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
-    def add_alias(self, name: str, *, alias_of: str) -> None:
-        self._aliases.append((name, alias_of))
+    def data(self, memory: torch.Tensor) -> torch.Tensor:
+        """Its bytes in the bucket's memory (uint8), as a view."""
+        return memory[self.offset : self.offset + self.num_bytes]
 
-    def _close_bucket(self) -> None:
-        self._full.append(torch.cat(self._pieces))
-        self._pieces, self._size = [], 0
+    def tensor(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor itself, as a view of the bucket's memory."""
+        return self.data(memory).view(self.dtype).view(self.shape)
 
-    def finish(self) -> tuple[list[TensorEntry], list[torch.Tensor]]:
-        """All entries and all buckets (uint8); hashing happens here, so that it can run beside the next step."""
-        if self._pieces:
-            self._close_bucket()
-        entries = [
-            TensorEntry(name, dtype, shape, bucket, offset, size, sha256_of(self._full[bucket][offset : offset + size]))
-            for name, dtype, shape, bucket, offset, size in self._places
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """What one bucket will hold: made from names, types and shapes alone, so every rank makes the same."""
+
+    index: int
+    places: list[Place]
+    num_bytes: int
+
+    def empty(self, device: torch.device | str = "cpu") -> torch.Tensor:
+        """Memory for it, uint8 [num_bytes]; the gaps between tensors are zero, the tensors are not yet anything."""
+        memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        for place, next_place in itertools.pairwise(self.places):
+            memory[place.offset + place.num_bytes : next_place.offset] = 0
+        return memory
+
+    def entries(self, hashes: Iterable[str]) -> list[TensorEntry]:
+        """The manifest's lines for it; `hashes`: the SHA-256 of each place."""
+        return [
+            TensorEntry(
+                name,
+                str(place.dtype).removeprefix("torch."),
+                place.shape,
+                self.index,
+                place.offset,
+                place.num_bytes,
+                sha256,
+            )
+            for place, sha256 in zip(self.places, hashes, strict=True)
+            for name in place.names
         ]
-        by_name = {e.name: e for e in entries}
-        for name, alias_of in self._aliases:
-            e = by_name[alias_of]
-            entries.append(TensorEntry(name, e.dtype, e.shape, e.bucket, e.offset, e.num_bytes, e.sha256))
-        return entries, self._full
+
+
+def plan_buckets(
+    tensors: Iterable[tuple[Sequence[str], torch.dtype, Sequence[int]]], bucket_bytes: int
+) -> list[BucketPlan]:
+    """Lay tensors (names, type, shape) one after the other into buckets of at most `bucket_bytes`.
+
+    A tensor is never cut: one that is larger than a bucket is a bucket of its own, as large as it is.
+    """
+    buckets: list[list[Place]] = []
+    end = 0
+    for names, dtype, shape in tensors:
+        place = Place(tuple(names), dtype, tuple(shape), offset=end + -end % ALIGNMENT)
+        if not buckets or place.offset + place.num_bytes > bucket_bytes:
+            place = replace(place, offset=0)
+            buckets.append([])
+        buckets[-1].append(place)
+        end = place.offset + place.num_bytes
+    return [BucketPlan(i, places, places[-1].offset + places[-1].num_bytes) for i, places in enumerate(buckets)]
 
 
 def read_bucket(

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..types import Group, Trajectory, Turn
 from .advantages import grpo_advantage, mean_advantage, per_group
+
+if TYPE_CHECKING:
+    from ..types import Group, Trajectory, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +109,8 @@ def turns_of(trajectory: Trajectory) -> list[Turn]:
     Those began in the state that the tokens since the last turn spell (for the first: the prompt), and the last one
     earned the reward.
     """
+    from ..types import Turn  # here: objectives are used where there is no tensordict, and import this module
+
     if trajectory.turns:
         return trajectory.turns
     turns: list[Turn] = []

@@ -85,7 +85,11 @@ class ParamServerConfig(Section):
 
     publish_every: PositiveInt = Field(default=1, description="optimizer steps between published versions")
     transport: Literal["object_store"] = Field(default="object_store", description="how the bytes travel")
-    bucket_bytes: PositiveInt = Field(default=268435456, description="most bytes of weights that travel in one piece")
+    bucket_mb: PositiveInt = Field(
+        default=256,
+        description="most MB of weights that leave the trainer in one piece (a larger tensor is a piece of its own); "
+        "publishing takes the memory of two",
+    )
     canary_prompts: PositiveInt = Field(default=4, description="prompts that prove the served weights after each pull")
     canary_tokens: PositiveInt = Field(
         default=160, description="tokens of the contexts that prove the prefix cache; more than one block of it"

@@ -98,7 +98,7 @@ def trainer_settings(
         max_policy_lag=None if recipe in OFFLINE_RECIPES else config.staleness.max_policy_lag,
         max_tokens_per_microbatch=config.train.max_tokens_per_microbatch,
         gradient_checkpointing=config.train.gradient_checkpointing,
-        bucket_bytes=config.param_server.bucket_bytes,
+        bucket_bytes=config.param_server.bucket_mb * 2**20,
         canary=canary,
         num_threads=len(cores),
         seed=config.seed,

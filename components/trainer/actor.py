@@ -47,7 +47,7 @@ class TrainerActor:
         from .actor_critic import make_trainer
 
         transformers_logging.disable_progress_bar()
-        self._settings, self._place = settings, {"rank": rank, "init_method": init_method}
+        self._settings, self._place = settings, {"rank": rank, "init_method": init_method, "put": ray.put}
         self._trainer = await self._in_order(lambda: make_trainer(settings, **self._place))
         return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
 
@@ -85,7 +85,7 @@ class TrainerActor:
 
     @as_text
     async def train_step(self, batch: TrainBatch, publish: bool) -> dict[str, float]:
-        """forward_backward, optim_step and, if asked, the gathering of the new weights."""
+        """forward_backward, optim_step and, if asked, publish."""
 
         def step() -> dict[str, float]:
             told = self._of_take.popleft() if self._of_take else {}
@@ -103,13 +103,8 @@ class TrainerActor:
 
     @as_text
     async def publication(self) -> Publication:
-        """Hash and upload the last gathered weights, beside whatever the trainer computes next."""
-
-        def upload() -> Publication:
-            manifest, buckets = self._trainer.publication()
-            return Publication(manifest, [ray.put(bucket) for bucket in buckets])
-
-        return await asyncio.to_thread(upload)
+        """The last published weights once they are uploaded, beside whatever the trainer computes next."""
+        return await asyncio.to_thread(self._trainer.publication)
 
     @as_text
     async def measure(self, batch: TrainBatch) -> dict[str, float]:

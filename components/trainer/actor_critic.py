@@ -182,16 +182,16 @@ class _BothStates:
         return self._owners[parameter].state[parameter]
 
 
-def make_trainer(settings: TrainerSettings, *, rank: int, init_method: str) -> Trainer:
-    """The trainer that these settings ask for."""
+def make_trainer(settings: TrainerSettings, **place: Any) -> Trainer:
+    """The trainer that these settings ask for; `place` as for `Trainer`."""
     kind = ActorCriticTrainer if isinstance(settings, ActorCriticSettings) else Trainer
-    return kind(settings, rank=rank, init_method=init_method)
+    return kind(settings, **place)
 
 
-def begin_again(trainer: Trainer, settings: TrainerSettings, *, rank: int, init_method: str) -> Trainer:
+def begin_again(trainer: Trainer, settings: TrainerSettings, **place: Any) -> Trainer:
     """The trainer of another run on the same ranks; another object where only one of the two runs has a critic."""
     if isinstance(trainer, ActorCriticTrainer) is not isinstance(settings, ActorCriticSettings):
-        return make_trainer(settings, rank=rank, init_method=init_method)
+        return make_trainer(settings, **place)
     trainer.begin(settings)
     return trainer
 

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..weights import Manifest, read_bucket
 from .scoring import ScoringModel
+from .sharding import reshard
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def published_weights(model: ScoringModel, manifest: Manifest, buckets: Sequence
 
     Every rank reads the whole publication and keeps its own shards of it. Costs one more copy of the rank's shards.
     """
-    _let_go_of_gathered(model)
+    reshard(model)
     parameters = dict(model.lm.named_parameters())
     own = {name: _local(p).detach().clone() for name, p in parameters.items()}
     try:
@@ -33,17 +33,10 @@ def published_weights(model: ScoringModel, manifest: Manifest, buckets: Sequence
                     _local(parameters[name]).copy_(_shard_like(parameters[name], tensor))
         yield
     finally:
-        _let_go_of_gathered(model)
+        reshard(model)
         with torch.no_grad():
             for name, parameter in parameters.items():
                 _local(parameter).copy_(own[name])
-
-
-def _let_go_of_gathered(model: ScoringModel) -> None:
-    """FSDP keeps what a forward without a backward has gathered for the outermost layers, and would use it again."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,13 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.checkpoint import load as dcp_load  # pyright: ignore[reportPrivateImportUsage]
 
+from ..weights import plan_buckets
 from .checkpoint import STATE_FILE, CheckpointError, read_state
-from .export import write_hf
+from .export import HFWriter
 
 PREFIX = "model.lm."
+PART_BYTES = 2**31
+"""So much of a checkpoint is read at a time, and is in one file of the result."""
 
 
 def convert(path: Path, *, base_model: str | None = None, dtype: str | None = None) -> Iterator[tuple[Path, bool]]:
@@ -33,7 +36,10 @@ def convert(path: Path, *, base_model: str | None = None, dtype: str | None = No
             yield target, False
             continue
         read_state(step / "dcp")
-        write_hf(_base_of(step, base_model), _weights(step / "dcp", dtype or "float32"), target)
+        writer = HFWriter(_base_of(step, base_model), target, dtype=getattr(torch, dtype or "float32"))
+        for weights in _weights(step / "dcp", dtype or "float32"):
+            writer.add(weights)
+        writer.finish()
         yield target, True
 
 
@@ -67,13 +73,17 @@ def _base_of(step: Path, base_model: str | None) -> str:
     return base
 
 
-def _weights(directory: Path, dtype: str) -> dict[str, torch.Tensor]:
+def _weights(directory: Path, dtype: str) -> Iterator[dict[str, torch.Tensor]]:
+    """All weights of a checkpoint, `PART_BYTES` of them at a time."""
     reader = FileSystemReader(directory)
     saved = reader.read_metadata().state_dict_metadata
-    tensors = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]
+    weights = [
+        ([name], entry.properties.dtype, entry.size)  # type: ignore[union-attr]
         for name, entry in saved.items()
         if name.startswith(PREFIX)
-    }
-    dcp_load(tensors, storage_reader=reader, no_dist=True)
-    return {name.removeprefix(PREFIX): tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+    ]
+    for plan in plan_buckets(weights, PART_BYTES):
+        tensors = {place.names[0]: torch.empty(place.shape, dtype=place.dtype) for place in plan.places}
+        dcp_load(tensors, storage_reader=reader, no_dist=True)
+        yield {name.removeprefix(PREFIX): tensors[name].to(getattr(torch, dtype)) for name in tensors}
+        del tensors

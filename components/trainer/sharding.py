@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from .scoring import ScoringModel
 
@@ -27,6 +27,16 @@ def shard(
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of gathered weights, so that every parameter is this rank's own shard of its master weights.
+
+    FSDP keeps what a forward without a backward has gathered for the outermost layers, and would use it again.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def decoder_layers(lm: nn.Module) -> list[nn.Module]:

@@ -22,12 +22,14 @@ from torch.distributed.tensor import DTensor
 
 from ..algorithms.objective import Objective
 from ..versions import NO_VERSION
-from ..weights import BucketWriter, Canary, CanaryPrompts, Manifest, digest_of
+from ..weights import CanaryPrompts, Manifest, Publication
 from .audit import published_weights
 from .canary import score_canary
 from .checkpoint import load_state, save_state
+from .gather import Gatherer
 from .microbatch import Microbatch, Packing, cut, empty_microbatch
 from .optimizer import OptimizerSettings, learning_rate, make_optimizer
+from .publish import Publisher, Put, keep
 from .reference import load_reference
 from .scoring import ScoringModel, load_model
 from .sharding import make_mesh, shard
@@ -74,9 +76,11 @@ class TrainerSettings:
 
 
 class Trainer:
-    def __init__(self, settings: TrainerSettings, *, rank: int, init_method: str) -> None:
+    def __init__(self, settings: TrainerSettings, *, rank: int, init_method: str, put: Put = keep) -> None:
+        """`put` takes published buckets over; the default keeps them in this process."""
         self._settings = settings
         self._rank = rank
+        self._put = put
         self._device = (
             torch.device("cuda", torch.cuda.current_device()) if settings.device == "cuda" else torch.device("cpu")
         )
@@ -128,7 +132,10 @@ class Trainer:
             if not self._reference.is_packed:  # both score the same passes
                 self._packing = "padded"
         self._optimizer = make_optimizer(self._model.parameters(), settings.optimizer)
-        self._pending_writer: tuple[int, BucketWriter, Canary] | None = None
+        self._gatherer = Gatherer(
+            self._model, dtype=getattr(torch, settings.publish_dtype), bucket_bytes=settings.bucket_bytes
+        )
+        self._publisher = Publisher(self._gatherer, put=self._put)
         self.policy_version = 0
 
     def forward_backward(self, batch: TrainBatch, *, proximal_logprobs: torch.Tensor | None = None) -> dict[str, float]:
@@ -218,52 +225,32 @@ class Trainer:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Gather the weights tensor by tensor (a collective) and score the canary with them.
+        """Gather the weights bucket by bucket (a collective) and score the canary with them; see `Publisher`."""
+        self._publisher.publish(
+            self.policy_version, lambda: score_canary(self._model, self._settings.canary, self._device)
+        )
 
-        Rank 0 keeps the copy for `publication`.
-        """
-        writer = BucketWriter(self._settings.bucket_bytes)
-        dtype = getattr(torch, self._settings.publish_dtype)
-        names: dict[int, str] = {}
-        for name, parameter in self._model.lm.named_parameters(remove_duplicate=False):
-            if id(parameter) in names:
-                # Tied: the engine may keep a packed copy of it under this other name, so it is named, not left out.
-                writer.add_alias(name, alias_of=names[id(parameter)])
-                continue
-            names[id(parameter)] = name
-            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if self._rank == 0:
-                writer.add(name, full.to(dtype))
-        canary = score_canary(self._model, self._settings.canary, self._device)
-        if self._rank == 0:
-            self._pending_writer = (self.policy_version, writer, canary)
+    def publication(self) -> Publication:
+        """Rank 0: the last `publish`, complete. May run beside the next step."""
+        return self._publisher.publication()
 
-    def publication(self) -> tuple[Manifest, list[np.ndarray]]:
-        """Rank 0: the manifest and buckets of the last `publish`.
-
-        Hashing happens here; it may run beside the next step.
-        """
-        assert self._pending_writer is not None, "publication() is for rank 0, after publish()"
-        (policy_version, writer, canary), self._pending_writer = self._pending_writer, None
-        entries, buckets = writer.finish()
-        num_bytes = sum(b.numel() for b in buckets)
-        manifest = Manifest(policy_version, entries, len(buckets), num_bytes, canary, digest_of(entries))
-        return manifest, [b.numpy() for b in buckets]
-
-    @torch.no_grad()
     def save(self, directory: str) -> None:
-        """Write the weights as a Hugging Face directory (a collective; rank 0 writes)."""
-        state = {}
-        for name, parameter in self._model.lm.named_parameters():
-            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if self._rank == 0:
-                state[name] = full.detach().to(getattr(torch, self._settings.publish_dtype)).cpu().clone()
-        if self._rank == 0:
-            from .export import write_hf
+        """Write the weights as a Hugging Face directory, bucket by bucket (a collective; rank 0 writes)."""
+        from .export import HFWriter
 
-            write_hf(
-                self._settings.model_path, state, Path(directory), trust_remote_code=self._settings.trust_remote_code
+        settings, writer = self._settings, None
+        if self._rank == 0:
+            dtype = getattr(torch, settings.publish_dtype)
+            writer = HFWriter(
+                settings.model_path, Path(directory), dtype=dtype, trust_remote_code=settings.trust_remote_code
             )
+        for plan, memory in self._gatherer.buckets():
+            if writer is not None and memory is not None:
+                # A model's own files name tied weights once.
+                writer.add({place.names[0]: place.tensor(memory) for place in plan.places})
+            del memory  # before the next is gathered: one of a publication may still be on its way
+        if writer is not None:
+            writer.finish()
         dist.barrier()
 
     def save_state(self, directory: str) -> None:

@@ -22,7 +22,7 @@ from leeway.collector import engine_worker_env
 from leeway.collector.clock import ActivityClock
 from leeway.collector.engine import Engine, EngineSettings
 from leeway.collector.hand_over import HandOver
-from leeway.weights import BucketWriter, Canary, CanaryPrompts, HandOverError, Manifest, digest_of
+from leeway.weights import Canary, CanaryPrompts, HandOverError, Manifest, digest_of, plan_buckets, sha256_of
 
 TOLERANCE = 1e-4
 VOCABULARY = 96
@@ -69,12 +69,17 @@ class Publisher:
 
     @torch.no_grad()
     def publication(self) -> tuple[Manifest, list[np.ndarray]]:
-        writer = BucketWriter(50_000)
-        for name, parameter in self.model.named_parameters():
-            writer.add(name, parameter)
-        writer.add_alias("lm_head.weight", alias_of="model.embed_tokens.weight")
-        entries, buckets = writer.finish()
-        assert len(buckets) > 3, "the stream must come in several pieces"
+        parameters = dict(self.model.named_parameters())
+        tied = {"model.embed_tokens.weight": ["lm_head.weight"]}
+        plans = plan_buckets((([n, *tied.get(n, [])], p.dtype, p.shape) for n, p in parameters.items()), 50_000)
+        assert len(plans) > 3, "the stream must come in several pieces"
+        entries, buckets = [], []
+        for plan in plans:
+            memory = plan.empty()
+            for place in plan.places:
+                place.tensor(memory).copy_(parameters[place.names[0]])
+            entries += plan.entries(sha256_of(place.data(memory)) for place in plan.places)
+            buckets.append(memory)
         manifest = Manifest(self.version, entries, len(buckets), 0, self.canary(), digest_of(entries))
         return manifest, [b.numpy() for b in buckets]
 

@@ -3,19 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from leeway.weights import BucketWriter, Canary, CanaryPrompts, HandOverError, Manifest, digest_of
+from leeway.weights import (
+    ALIGNMENT,
+    Canary,
+    CanaryPrompts,
+    HandOverError,
+    Manifest,
+    TensorEntry,
+    digest_of,
+    plan_buckets,
+    read_bucket,
+    sha256_of,
+)
+
+
+def pack(
+    tensors: dict[str, torch.Tensor], bucket_bytes: int, *, tied: dict[str, str] | None = None
+) -> tuple[list[TensorEntry], list[torch.Tensor]]:
+    """Entries and buckets of tensors that are all there; `tied`: a further name of a tensor."""
+    further = tied or {}
+    plans = plan_buckets(
+        (([n, further[n]] if n in further else [n], t.dtype, t.shape) for n, t in tensors.items()), bucket_bytes
+    )
+    entries, buckets = [], []
+    for plan in plans:
+        memory = plan.empty()
+        for place in plan.places:
+            place.tensor(memory).copy_(tensors[place.names[0]])
+        entries += plan.entries(sha256_of(place.data(memory)) for place in plan.places)
+        buckets.append(memory)
+    return entries, buckets
 
 
 def manifest() -> Manifest:
-    writer = BucketWriter(100)
-    writer.add("a", torch.arange(6.0).view(2, 3))
-    writer.add("b", torch.arange(40.0))
-    writer.add_alias("c", alias_of="a")
-    entries, buckets = writer.finish()
+    entries, buckets = pack({"a": torch.arange(6.0).view(2, 3), "b": torch.arange(40.0)}, 100, tied={"a": "c"})
+    assert len(buckets) == 2
     canary = Canary(CanaryPrompts(scored=[], cached=[]), [], [], [])
     return Manifest(7, entries, len(buckets), sum(b.numel() for b in buckets), canary, digest_of(entries))
 
@@ -38,3 +67,53 @@ def test_entries_that_were_not_published_are_refused_with_both_digests(change: d
     with pytest.raises(HandOverError, match=f"version 7 failed the bytes check: .* {whole.digest[:16]}, .* give ") as e:
         dataclasses.replace(whole, entries=entries).check()
     assert (e.value.check, e.value.policy_version) == ("bytes", 7)
+
+
+def test_buckets_of_odd_tensors_round_trip() -> None:
+    tensors = {
+        "scalar": torch.tensor(3.5),
+        "odd": torch.arange(7, dtype=torch.uint8),
+        "half": torch.randn(3, 5).bfloat16(),
+        "big": torch.randn(100),
+        "transposed": torch.randn(4, 6).T,
+        "int": torch.arange(5),
+    }
+    entries, buckets = pack(tensors, 256)
+    found = {}
+    for i, bucket in enumerate(buckets):
+        found |= dict(read_bucket(bucket, [e for e in entries if e.bucket == i], policy_version=0))
+    assert set(found) == set(tensors)
+    for name, tensor in tensors.items():
+        assert torch.equal(found[name], tensor), name
+        assert found[name].dtype == tensor.dtype
+
+
+@settings(deadline=None)
+@given(shapes=st.lists(st.lists(st.integers(1, 9), max_size=3), min_size=1, max_size=12), limit=st.integers(1, 400))
+def test_a_plan_holds_every_tensor_once_in_order_within_the_limit(shapes: list[list[int]], limit: int) -> None:
+    types = [torch.float32, torch.bfloat16, torch.uint8]
+    plans = plan_buckets((([f"t{i}"], types[i % 3], shape) for i, shape in enumerate(shapes)), limit)
+    assert [n for plan in plans for p in plan.places for n in p.names] == [f"t{i}" for i in range(len(shapes))]
+    assert [plan.index for plan in plans] == list(range(len(plans)))
+    for plan, follower in itertools.pairwise(plans):
+        first = follower.places[0]
+        assert plan.num_bytes + -plan.num_bytes % ALIGNMENT + first.num_bytes > limit, "it would have had room"
+    for plan in plans:
+        assert plan.num_bytes <= limit or len(plan.places) == 1, "only a tensor that is larger alone may be larger"
+        end = 0
+        for place in plan.places:
+            assert end <= place.offset < end + ALIGNMENT
+            assert place.offset % ALIGNMENT == 0
+            end = place.offset + place.num_bytes
+        assert plan.num_bytes == end
+        memory = plan.empty()
+        for place in plan.places:
+            place.tensor(memory).zero_()
+        assert not memory.any(), "no gap holds what was in the memory before"
+
+
+def test_tied_tensors_have_every_name_and_their_bytes_once() -> None:
+    entries, buckets = pack({"a": torch.arange(6.0), "b": torch.arange(3.0)}, 1000, tied={"a": "c"})
+    by_name = {e.name: e for e in entries}
+    assert dataclasses.replace(by_name["c"], name="a") == by_name["a"]
+    assert [b.numel() for b in buckets] == [ALIGNMENT + 12]

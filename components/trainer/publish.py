@@ -1,0 +1,101 @@
+"""How a policy version leaves the trainer: gathered, hashed and handed over as a stream of buckets.
+
+    all ranks:       gather 0   gather 1   gather 2   ...  canary | next step
+    rank 0, beside:             upload 0   upload 1   upload 2 ...
+
+At most two buckets exist at a time: the one that is being gathered and the one that is being uploaded. Where uploading
+is slower, gathering waits for it; a model of one bucket is uploaded entirely beside the next step.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from threading import Semaphore
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..weights import BucketPlan, Canary, Manifest, Publication, TensorEntry, digest_of, sha256_of
+from .gather import Gatherer
+
+Put = Callable[[np.ndarray], Any]
+"""put(bucket) -> a reference to its bytes, which are the transport's from then on. Called in a thread of its own."""
+
+MAX_HASHING_THREADS = 4
+"""SHA-256 of one thread is slower than a gather between GPUs; four keep up with it."""
+
+
+@dataclass(frozen=True)
+class _Pending:
+    policy_version: int
+    uploads: list[Future[tuple[list[TensorEntry], Any]]]
+    canary: Canary
+
+
+class Publisher:
+    """One rank's part in publishing. Rank 0 uploads and holds the last publication until it is asked for."""
+
+    def __init__(self, gatherer: Gatherer, *, put: Put) -> None:
+        self._gatherer = gatherer
+        self._put = put
+        self._uploading = ThreadPoolExecutor(1, thread_name_prefix="upload")
+        self._hashing = ThreadPoolExecutor(
+            min(MAX_HASHING_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="hash"
+        )
+        self._uploaded = Semaphore(1)  # acquired: the bucket before has left
+        self._pending: _Pending | None = None
+
+    def publish(self, policy_version: int, score: Callable[[], Canary]) -> None:
+        """Gather the weights of now and send them on their way, then `score` the canary (both collectives).
+
+        When it fails, nothing is left: what was uploaded is let go, and nobody has heard of it. A publication that was
+        not asked for by then is let go too.
+        """
+        self._pending = None
+        uploads: list[Future[tuple[list[TensorEntry], Any]]] = []
+        for plan, memory in self._gatherer.buckets():
+            if memory is None:
+                continue
+            self._uploaded.acquire()
+            uploads.append(self._uploading.submit(self._upload, plan, memory))
+            del memory
+            if len(uploads) > 1:
+                uploads[-2].result()  # it is done: here a failed one is heard
+        canary = score()
+        if uploads:
+            self._pending = _Pending(policy_version, uploads, canary)
+
+    def publication(self) -> Publication:
+        """Rank 0: the last `publish`, once all of its buckets are where they can be pulled from.
+
+        May run in another thread, beside the next step.
+        """
+        assert self._pending is not None, "publication() is for rank 0, after publish()"
+        pending, self._pending = self._pending, None
+        entries: list[TensorEntry] = []
+        refs: list[Any] = []
+        for upload in pending.uploads:
+            of_bucket, ref = upload.result()
+            entries += of_bucket
+            refs.append(ref)
+        num_bytes = sum(plan.num_bytes for plan in self._gatherer.plans)
+        manifest = Manifest(pending.policy_version, entries, len(refs), num_bytes, pending.canary, digest_of(entries))
+        return Publication(manifest, refs)
+
+    def _upload(self, plan: BucketPlan, memory: torch.Tensor) -> tuple[list[TensorEntry], Any]:
+        try:
+            # Of what was gathered, not of what was put: the hash speaks for the whole way.
+            hashes = self._hashing.map(sha256_of, [place.data(memory) for place in plan.places])
+            ref = self._put(memory.numpy())
+            return plan.entries(hashes), ref
+        finally:
+            self._uploaded.release()
+
+
+def keep(bucket: np.ndarray) -> np.ndarray:
+    """The transport within one process: the bucket is its own reference."""
+    return bucket

@@ -1,0 +1,273 @@
+"""Publishing as a stream: whole or not at all, bit for bit from any number of ranks, in the memory of two buckets."""
+
+from __future__ import annotations
+
+import gc
+import json
+import pickle
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from leeway.trainer.export import HFWriter
+from leeway.trainer.trainer import Trainer
+from leeway.weights import BucketPlan, digest_of
+
+from .test_trainer import (  # noqa: F401  (fixtures)
+    free_address,
+    model_path,
+    published,
+    reference_model,
+    save_model,
+    settings_of,
+)
+
+SMALL = 4096
+
+
+class Bucket:
+    """Stands for a reference into an object store: its memory goes when nobody holds it."""
+
+
+class Store:
+    """`broken`: which puts fail. What is put is counted, in and out."""
+
+    def __init__(self, *, broken: set[int] | None = None, seconds: float = 0.0) -> None:
+        self.broken, self.seconds = broken or set(), seconds
+        self.refs: list[weakref.ref[Bucket]] = []
+        self.num_puts = self.num_done = 0
+        self.threads: set[int] = set()
+
+    def __call__(self, bucket: np.ndarray) -> Bucket:
+        self.threads.add(threading.get_ident())
+        self.num_puts += 1
+        time.sleep(self.seconds)
+        if self.num_puts in self.broken:
+            raise OSError("the object store is full")
+        ref = Bucket()
+        self.refs.append(weakref.ref(ref))
+        self.num_done += 1
+        return ref
+
+    def num_alive(self) -> int:
+        gc.collect()
+        return sum(ref() is not None for ref in self.refs)
+
+
+@pytest.fixture
+def trainer_with(model_path):  # noqa: F811
+    """trainer_with(put) -> a trainer; the one before it is closed."""
+
+    def close() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def build(put: Any) -> Trainer:
+        close()
+        return Trainer(settings_of(model_path, bucket_bytes=SMALL), rank=0, init_method=free_address(), put=put)
+
+    yield build
+    close()
+
+
+def test_no_bucket_is_gathered_before_the_last_but_one_has_left(trainer_with, monkeypatch):
+    store = Store(seconds=0.01)
+    trainer = trainer_with(store)
+    on_the_way = []
+    empty = BucketPlan.empty
+
+    def watched(plan: BucketPlan, device: Any = "cpu") -> torch.Tensor:
+        on_the_way.append(begun[0] - store.num_done)
+        begun[0] += 1
+        return empty(plan, device)
+
+    begun = [0]
+    monkeypatch.setattr(BucketPlan, "empty", watched)
+    for _ in range(2):  # the second begins while the first is being uploaded
+        trainer.publish()
+    trainer.publication()
+    assert len(on_the_way) == 2 * len(trainer._gatherer.plans) > 20
+    assert max(on_the_way) == 1, "one is on its way while the next is gathered: not two, and not none"
+    assert threading.get_ident() not in store.threads
+
+
+def test_what_was_published_is_held_by_whoever_asked_for_it_alone(trainer_with):
+    store = Store()
+    trainer = trainer_with(store)
+    trainer.publish()
+    publication = trainer.publication()
+    num_buckets = publication.manifest.num_buckets
+    assert store.num_alive() == len(publication.bucket_refs) == num_buckets
+    del publication
+    assert store.num_alive() == 0
+    trainer.publish()  # nobody asks for this one
+    trainer.publish()
+    trainer.publication()
+    assert store.num_alive() == 0
+
+
+@pytest.mark.parametrize("broken", ["first", "middle", "last"])
+def test_a_publication_that_fails_leaves_nothing_and_the_next_one_is_whole(trainer_with, broken):
+    whole = trainer_with(Store())
+    whole.publish()
+    expected = whole.publication().manifest
+    number = {"first": 1, "middle": expected.num_buckets // 2, "last": expected.num_buckets}[broken]
+    store = Store(broken={number})
+    trainer = trainer_with(store)
+
+    def publish() -> None:
+        trainer.publish()
+        trainer.publication()
+
+    with pytest.raises(OSError, match="the object store is full"):
+        publish()
+    assert store.num_alive() == 0
+    with pytest.raises(AssertionError):
+        trainer.publication()
+    trainer.publish()
+    publication = trainer.publication()
+    assert publication.manifest.digest == expected.digest == digest_of(publication.manifest.entries)
+    assert store.num_alive() == expected.num_buckets
+
+
+# -------------------------------------------------------------------------------------------------- three ranks
+
+CHILD = """
+import pickle, sys
+from leeway.trainer.trainer import Trainer
+settings, address, folder = pickle.load(open(sys.argv[1], "rb"))
+trainer = Trainer(settings, rank=int(sys.argv[2]), init_method=address)
+trainer.publish()
+trainer.save(folder)
+trainer.close()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_shards_of_any_size_meet_in_their_place(tmp_path):
+    """Three ranks: rows that do not divide by three, and tensors of four rows, of which the third rank has none."""
+    config = AutoConfig.for_model(
+        "qwen2",
+        vocab_size=65,
+        hidden_size=32,
+        intermediate_size=65,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(3)
+    save_model(tmp_path / "model", tied=True)  # for the tokenizer
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "model")
+    settings = settings_of(tmp_path / "model", num_ranks=3, bucket_bytes=SMALL, publish_dtype="bfloat16")
+    address = free_address()
+    # A file that this test wrote itself, for processes that it starts itself.
+    (tmp_path / "work").write_bytes(pickle.dumps((settings, address, str(tmp_path / "hf"))))
+    children = [
+        subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(tmp_path / "work"), str(rank)],
+            env={"PYTHONPATH": ":".join(p for p in sys.path if p), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+            stderr=(tmp_path / f"stderr-{rank}").open("w"),
+        )
+        for rank in (1, 2)
+    ]
+    try:
+        trainer = Trainer(settings, rank=0, init_method=address)
+        manifest, _, tensors = published(trainer)
+        trainer.save(str(tmp_path / "hf"))
+        trainer.close()
+        assert [child.wait(20) for child in children] == [0, 0], (tmp_path / "stderr-1").read_text()[-2000:]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    expected = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    assert expected["model.layers.0.self_attn.k_proj.weight"].shape[0] == 4
+    assert manifest.num_buckets > 3
+    saved = reference_model(tmp_path / "hf").state_dict()
+    assert tensors.keys() == expected.keys() == saved.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensors[name], tensor), name
+        assert torch.equal(saved[name].bfloat16(), tensor), name
+
+
+# ------------------------------------------------------------------------------------------------------- exports
+
+
+def parts_of(state: dict[str, torch.Tensor], number: int) -> list[dict[str, torch.Tensor]]:
+    names = list(state)
+    return [{name: state[name] for name in names[i::number]} for i in range(number)]
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_folder_written_in_parts_is_one_model(model_path, tmp_path, parts):  # noqa: F811
+    state = dict(reference_model(model_path).named_parameters())
+    writer = HFWriter(str(model_path), tmp_path / "hf", dtype=torch.float32)
+    for part in parts_of(state, parts):
+        writer.add({name: p.detach() for name, p in part.items()})
+        assert not (tmp_path / "hf").exists()
+    writer.finish()
+    files = sorted(p.name for p in (tmp_path / "hf").glob("*.safetensors*"))
+    if parts == 1:
+        assert files == ["model.safetensors"]
+    else:
+        assert files == [*(f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)), "model.safetensors.index.json"]
+        index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+        assert set(index["weight_map"]) == set(state)
+        assert index["metadata"]["total_size"] == sum(p.nbytes for p in state.values())
+    for name, tensor in reference_model(tmp_path / "hf").named_parameters():
+        assert torch.equal(tensor, state[name]), name
+    assert json.loads((tmp_path / "hf/config.json").read_text())["dtype"] == "float32"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+
+
+def test_an_export_that_ends_half_way_leaves_the_one_before(model_path, tmp_path):  # noqa: F811
+    state = {name: p.detach() for name, p in reference_model(model_path).named_parameters()}
+    whole = HFWriter(str(model_path), tmp_path / "hf", dtype=torch.float32)
+    whole.add(state)
+    whole.finish()
+    HFWriter(str(model_path), tmp_path / "hf", dtype=torch.float32).add(parts_of(state, 2)[0])
+    assert reference_model(tmp_path / "hf").state_dict().keys() >= state.keys()
+    again = HFWriter(str(model_path), tmp_path / "hf", dtype=torch.float32)
+    again.add(state)
+    again.finish()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
+
+
+def test_experts_are_written_as_the_models_own_files_have_them(model_path, tmp_path):  # noqa: F811
+    """In memory all experts of a layer are one tensor; in the files each has its own."""
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=50,
+        hidden_size=16,
+        intermediate_size=32,
+        moe_intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        head_dim=8,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    save_model(tmp_path / "base", tied=True)  # for the tokenizer
+    model.save_pretrained(tmp_path / "base")
+    state = {name: p.detach() for name, p in model.named_parameters()}
+    writer = HFWriter(str(tmp_path / "base"), tmp_path / "hf", dtype=torch.float32)
+    for part in parts_of(state, 3):
+        writer.add(part)
+    writer.finish()
+    index = json.loads((tmp_path / "hf/model.safetensors.index.json").read_text())
+    assert "model.layers.1.mlp.experts.3.down_proj.weight" in index["weight_map"]
+    for name, tensor in reference_model(tmp_path / "hf").named_parameters():
+        assert torch.equal(tensor, state[name]), name
