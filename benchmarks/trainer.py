@@ -128,6 +128,8 @@ def settings_of(args: argparse.Namespace, path: str, packing: str) -> TrainerSet
         seed=0,
         timeout_s=600.0,
         packing=packing,  # type: ignore[arg-type]
+        compile_layers=args.compile,
+        cpu_offload=args.cpu_offload,
     )
 
 
@@ -284,6 +286,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="the trainer's decoder layers")
+    parser.add_argument("--cpu-offload", action="store_true", help="of the trainer's weights and optimizer")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; 0: torch's default")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
