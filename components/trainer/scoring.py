@@ -75,7 +75,7 @@ def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def load_model(
-    path: str, *, attn: str, packing: str = "auto", chunk_tokens: int = 512, trust_remote_code: bool = False
+    path: str, *, attn: str, packing: str = "auto", chunk_tokens: int = 256, trust_remote_code: bool = False
 ) -> ScoringModel:
     """The model in float32 (master weights), in training mode with every dropout off.
 
