@@ -47,10 +47,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
-# An engine takes half a minute to start: the suite tries the family whose tensors have other names outside of the
-# trainer, `make test-long` all of them. The tied Qwen2 is in test_engine.py.
-TRIED = list(FAMILIES) if os.environ.get("LEEWAY_LONG_TESTS") else ["mixtral"]
-pytestmark = pytest.mark.timeout(200)
+# The tied Qwen2 is in test_engine.py.
+pytestmark = [
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(not os.environ.get("LEEWAY_LONG_TESTS"), reason="an engine for each family: make test-long"),
+]
 
 
 def save_model(folder: Path, family: str) -> None:
@@ -131,7 +132,7 @@ async def sampled(engine: Engine, version: int) -> list[Trajectory]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", TRIED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_engine_and_trainer_agree_after_hand_overs(family: str, tmp_path: Path) -> None:
     save_model(tmp_path, family)
     loop, threads = asyncio.new_event_loop(), torch.get_num_threads()
