@@ -172,10 +172,10 @@ class TrainConfig(Section):
         description="auto: sequences back to back and a group's prompt computed once, where model.attn is sdpa and the "
         "model allows it; padded: one row each",
     )
-    logprob_chunk_tokens: PositiveInt = Field(
-        default=256,
-        description="no more logits exist at a time than those of so many tokens; takes about 8 bytes x this x "
-        "vocabulary",
+    logprob_chunk_tokens: PositiveInt | None = Field(
+        default=None,
+        description="no more logits exist at a time than those of so many tokens, about 8 bytes x this x vocabulary; "
+        "null: as many as take 128 MiB",
     )
     skip_zero_advantage: bool = Field(default=True, description="save the work on trajectories that move nothing")
     gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")

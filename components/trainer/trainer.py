@@ -49,7 +49,7 @@ class TrainerSettings:
     `max_policy_lag` None: batches carry no policy tokens (supervised training). `publish_dtype`: what engines get.
     `packing`: how sequences lie in a pass, see `Packing`; "auto" is shared where the model's attention allows it.
     `reference_path` None: where an objective needs a reference policy, it is the weights at `model_path`.
-    `logprob_chunk_tokens`: no more logits exist at a time than those of so many tokens. `compile_layers` and
+    `logprob_chunk_tokens`: see `scoring.load_model`. `compile_layers` and
     `cpu_offload`: see `sharding.shard`.
     """
 
@@ -73,7 +73,7 @@ class TrainerSettings:
     trust_remote_code: bool = False
     packing: Packing | Literal["auto"] = "auto"
     reference_path: str | None = None
-    logprob_chunk_tokens: int = 256
+    logprob_chunk_tokens: int | None = None
     compile_layers: bool = False
     cpu_offload: bool = False
 
