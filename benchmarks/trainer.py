@@ -43,6 +43,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True},
     "small": {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
     | {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "medium": {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
+    | {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "qwen2_5-0.5b": {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
     | {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "qwen2_5-1.5b": {"vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}
@@ -128,6 +130,8 @@ def settings_of(args: argparse.Namespace, path: str, packing: str) -> TrainerSet
         seed=0,
         timeout_s=600.0,
         packing=packing,  # type: ignore[arg-type]
+        compile_layers=args.compile,
+        cpu_offload=args.cpu_offload,
     )
 
 
@@ -284,6 +288,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--gradient-checkpointing", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="the trainer's decoder layers")
+    parser.add_argument("--cpu-offload", action="store_true", help="of the trainer's weights and optimizer")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; 0: torch's default")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")

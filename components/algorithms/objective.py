@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
@@ -256,7 +257,7 @@ class PolicyObjective(Objective):
 
     def after_step(self, metrics: dict[str, float]) -> Self:
         kl = metrics.get("train/reference_kl/mean")
-        if self.kl.target is None or kl is None:
+        if self.kl.target is None or kl is None or not math.isfinite(kl):
             return self
         coefficient = adapted_coefficient(self.kl.coefficient, kl, target=self.kl.target)
         return replace(self, kl=replace(self.kl, coefficient=coefficient))

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -135,6 +135,8 @@ def _shape(module: torch.nn.Module) -> tuple[int, int]:
     if isinstance(module, VocabParallelEmbedding):
         return module.num_embeddings_per_partition, module.embedding_dim
     assert isinstance(module, LinearBase)
+    if isinstance(module, ReplicatedLinear):  # the router of a mixture of experts
+        return module.output_size, module.input_size
     return module.output_size_per_partition, module.input_size_per_partition  # type: ignore[attr-defined]
 
 

@@ -137,12 +137,21 @@ class OptimizerConfig(Section):
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's decay rates")
     eps: PositiveFloat = Field(default=1e-8, description="AdamW's epsilon")
     weight_decay: NonNegativeFloat = Field(default=0.0, description="decoupled weight decay")
+    decay: Literal["all", "matrices", "hidden_matrices"] = Field(
+        default="matrices",
+        description="what weight_decay acts on: all, not biases and norms (matrices), nor embeddings (hidden_matrices; "
+        "a tied output head counts as one)",
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="course of the learning rate after warm-up"
     )
     warmup_steps: NonNegativeInt = Field(default=0, description="optimizer steps of linear warm-up")
     min_lr_frac: float = Field(default=0.0, ge=0.0, le=1.0, description="last learning rate as a share of lr")
     max_grad_norm: PositiveFloat = Field(default=1.0, description="gradients are scaled down to this norm")
+    max_skipped_steps: NonNegativeInt = Field(
+        default=3,
+        description="steps in a row that change nothing because their gradient is nan or inf; one more ends the run",
+    )
 
 
 class TrainConfig(Section):
@@ -172,12 +181,20 @@ class TrainConfig(Section):
         description="auto: sequences back to back and a group's prompt computed once, where model.attn is sdpa and the "
         "model allows it; padded: one row each",
     )
-    logprob_chunk_tokens: PositiveInt = Field(
-        default=512,
-        description="most tokens whose logits exist at a time; takes about 12 bytes x this x vocabulary",
+    logprob_chunk_tokens: PositiveInt | None = Field(
+        default=None,
+        description="no more logits exist at a time than those of so many tokens, about 8 bytes x this x vocabulary; "
+        "null: as many as take 128 MiB",
     )
     skip_zero_advantage: bool = Field(default=True, description="save the work on trajectories that move nothing")
     gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
+    compile: bool = Field(
+        default=False, description="decoder layers by torch.compile: the first steps take minutes, later ones less"
+    )
+    cpu_offload: bool = Field(
+        default=False,
+        description="master weights, gradients and optimizer in the CPU's memory (device cuda): slower",
+    )
 
 
 class FrontierConfig(Section):

@@ -74,6 +74,7 @@ def check_rules(config: Config, recipe: str, named: Named = str) -> None:
         raise _no_heldout(config, named("task.holdout_frac"))
     if recipe in TRAINING_RECIPES:
         steps_or_epochs_is_set(config, named)
+        only_a_gpu_is_offloaded(config, named)
     if recipe in STUDIES or recipe in OFFLINE_RECIPES:
         a_queue_feeds_rollouts(config, named)
     if recipe == "dpo":
@@ -221,6 +222,16 @@ def steps_or_epochs_is_set(config: Config, named: Named) -> None:
             got=words("neither train.steps nor train.epochs" if steps is None else "both train.steps and train.epochs"),
             expected="exactly one of them",
             fix="set train.steps=100" if steps is None else "set one of the two to null",
+        )
+
+
+def only_a_gpu_is_offloaded(config: Config, named: Named) -> None:
+    if config.train.cpu_offload and config.cluster.device == "cpu":
+        raise ConfigError(
+            named("train.cpu_offload"),
+            got=True,
+            expected="false where cluster.device is cpu: the weights are in the CPU's memory already",
+            fix="set train.cpu_offload=false",
         )
 
 

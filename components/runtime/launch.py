@@ -88,6 +88,8 @@ def trainer_settings(
             min_lr_frac=o.min_lr_frac,
             max_grad_norm=o.max_grad_norm,
             total_steps=total_steps,
+            decay=o.decay,
+            max_skipped_steps=o.max_skipped_steps,
         ),
         num_ranks=config.train.num_ranks,
         device=config.cluster.device,
@@ -106,6 +108,8 @@ def trainer_settings(
         packing=config.train.packing,
         reference_path=None if reference is None else os.path.expanduser(reference),
         logprob_chunk_tokens=config.train.logprob_chunk_tokens,
+        compile_layers=config.train.compile,
+        cpu_offload=config.train.cpu_offload,
     )
     if not derive(config, recipe).has_critic:
         return settings

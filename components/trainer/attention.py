@@ -32,6 +32,7 @@ def is_packable(lm: PreTrainedModel) -> bool:
     )
 
 
+@torch.compiler.disable  # its buckets change with every microbatch; the rest of a layer compiles around it
 def packed_attention(
     module: nn.Module,
     query: torch.Tensor,

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..weights import Manifest, read_bucket
+from .names import PublishedNames
 from .scoring import ScoringModel
 from .sharding import reshard
 
@@ -21,16 +22,23 @@ def published_weights(model: ScoringModel, manifest: Manifest, buckets: Sequence
     Every rank reads the whole publication and keeps its own shards of it. Costs one more copy of the rank's shards.
     """
     reshard(model)
-    parameters = dict(model.lm.named_parameters())
+    parameters, names = dict(model.lm.named_parameters()), PublishedNames(model.lm)
+    missing = {name: names.parts(name, p.shape) for name, p in parameters.items()}
+    found: dict[str, torch.Tensor] = {}
     own = {name: _local(p).detach().clone() for name, p in parameters.items()}
     try:
         with torch.no_grad():
             for index, bucket in enumerate(buckets):
-                entries = [e for e in manifest.entries if e.bucket == index and e.name in parameters]
+                entries = [e for e in manifest.entries if e.bucket == index]
                 # A copy, because what comes out of an object store is read-only.
                 memory = torch.from_numpy(np.array(bucket))
-                for name, tensor in read_bucket(memory, entries, policy_version=manifest.policy_version):
-                    _local(parameters[name]).copy_(_shard_like(parameters[name], tensor))
+                found |= read_bucket(memory, entries, policy_version=manifest.policy_version)
+                for name in [name for name, parts in missing.items() if parts <= found.keys()]:
+                    full = names.join(name, parameters[name].shape, found)
+                    _local(parameters[name]).copy_(_shard_like(parameters[name], full))
+                    for part in missing.pop(name):
+                        del found[part]
+        assert not missing, f"not in the publication: {sorted(missing)[:3]}"
         yield
     finally:
         reshard(model)

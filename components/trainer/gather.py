@@ -7,12 +7,14 @@ in the bucket. No other rank sees more than its shards.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from ..weights import BucketPlan, plan_buckets
+from .names import PublishedNames
 from .scoring import ScoringModel
 from .sharding import reshard
 
@@ -22,6 +24,7 @@ class Gatherer:
 
     def __init__(self, model: ScoringModel, *, dtype: torch.dtype, bucket_bytes: int) -> None:
         self._model = model
+        self._names = PublishedNames(model.lm)
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         reshard(model)
         names: dict[torch.nn.Parameter, list[str]] = {}
@@ -43,6 +46,22 @@ class Gatherer:
         for plan in self.plans:
             # Not kept in a variable: it would live on while the next one is gathered.
             yield plan, self._gather(plan, parameters)
+
+    def as_published(self, plan: BucketPlan, memory: torch.Tensor) -> tuple[BucketPlan, torch.Tensor]:
+        """The same weights under the names of the model's files: a layer's experts apart, which costs another copy."""
+        if not self._names.differ:
+            return plan, memory
+        tensors: list[tuple[tuple[str, ...], torch.Tensor]] = []
+        for place in plan.places:
+            parts = self._names.split(place.names[0], place.tensor(memory))
+            is_whole = set(parts) == {place.names[0]}
+            tensors += [(place.names if is_whole else (name,), tensor) for name, tensor in parts.items()]
+        (renamed,) = plan_buckets(((n, t.dtype, t.shape) for n, t in tensors), bucket_bytes=2 * plan.num_bytes + 2**20)
+        renamed = replace(renamed, index=plan.index)
+        copy = renamed.empty()
+        for place, (_, tensor) in zip(renamed.places, tensors, strict=True):
+            place.tensor(copy).copy_(tensor)
+        return renamed, copy
 
     def _gather(self, plan: BucketPlan, parameters: dict[str, torch.nn.Parameter]) -> torch.Tensor | None:
         # On a GPU shards meet on rank 0's GPU, and cross to its main memory a bucket at a time.

@@ -1,18 +1,26 @@
-"""Log-probabilities of given tokens, a few rows of logits at a time.
+"""Log-probabilities of given tokens, a few columns of logits at a time.
 
 Logits of T tokens over a vocabulary of V are the largest tensor of a step (4,096 x 151,936 in float32: 2.5 GB, and
-plain autograd keeps several like it). Here only `chunk` rows exist at once: the forward pass keeps the hidden states,
-the backward pass computes the logits again. That is a third more arithmetic in the output head, and in nothing else.
+plain autograd keeps several like it). Here only a tile of them exists at once: all tokens against a slice of the
+vocabulary, with a running maximum and running sums as in online softmax (Milakov and Gimelshein, arXiv 1805.02867).
+The forward pass keeps the hidden states, the backward pass computes the logits again: four matrix products instead of
+three, a third more arithmetic in the output head and in nothing else. Tiles run along the vocabulary because each then
+finishes its own rows of the head's gradient, which would otherwise be read and written once per tile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+# Tiles are not cut narrower than this, however many tokens there are; hidden states are wider.
+MIN_COLUMNS = 32
+# Stands for infinity where infinity minus itself would be nan: exp(-LARGE) is 0.
+LARGE = 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +53,14 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [S, D], weight [V, D], bias [V], targets [S] -> (logprobs, entropy [S]), in nats, float32.
 
+    `chunk`: no more logits exist at a time than those of so many tokens (or `MIN_COLUMNS` of all tokens).
+
     Gradients reach `hidden`, `weight` and `bias` through the logprobs; the entropy has none.
     """
+    if transform.cap is None and hidden.dtype == torch.float32:
+        # The logits are then scaled already: two passes over all of them less.
+        bias = None if bias is None else bias * transform.scale
+        hidden, transform = hidden * transform.scale, replace(transform, scale=1.0)
     return _TokenLogprobs.apply(hidden, weight, bias, targets, transform, chunk)  # type: ignore[return-value]
 
 
@@ -61,69 +75,91 @@ class _TokenLogprobs(torch.autograd.Function):
         transform: LogitTransform,
         chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        size = len(targets)
-        logprobs, entropy, normaliser = (torch.empty(size, device=hidden.device) for _ in range(3))
-        for part in _parts(size, chunk):
-            logits = _logits(hidden[part], weight, bias, transform)
-            lse = logits.logsumexp(-1)
-            logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - lse
-            normaliser[part] = lse
-            # H = lse - sum p x; p x in the memory of p. A probability of 0 counts 0, whatever x is.
-            probabilities = (logits - lse[:, None]).exp_()
-            entropy[part] = lse - probabilities.mul_(logits).nan_to_num_(0.0).sum(-1)
+        def zeros() -> torch.Tensor:
+            return torch.zeros(len(targets), device=hidden.device)
+
+        # Of the logits x so far, with their maximum m: sum exp(x - m), sum exp(x - m) (x - m), and x of the target.
+        maximum, total, weighted, picked = zeros() - LARGE, zeros(), zeros(), zeros()
+        for columns in _tiles(len(targets), len(weight), chunk):
+            logits = _logits(hidden, weight, bias, transform, columns)
+            inside, place = _places(targets, columns)
+            picked = torch.where(inside, logits.gather(-1, place).squeeze(-1), picked)
+            higher = torch.maximum(maximum, logits.amax(-1))
+            drop = maximum - higher
+            # A logit of -inf adds nothing, but 0 * -inf would be nan.
+            shifted = logits.sub_(higher[:, None]).clamp_(min=-LARGE)
+            weighted = drop.exp() * (weighted + drop * total)
+            total = drop.exp() * total
+            exponentials = shifted.exp()
+            total += exponentials.sum(-1)
+            weighted += exponentials.mul_(shifted).sum(-1)
+            maximum = higher
+            del logits, shifted, exponentials  # or they would live beside the next tile
+        normaliser = maximum + total.log()
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
         ctx.transform, ctx.chunk = transform, chunk
+        entropy = total.log() - weighted / total
         ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return picked - normaliser, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, normaliser = ctx.saved_tensors
-        grad = grads[0]
-        assert grad is not None
+        assert grads[0] is not None
         transform: LogitTransform = ctx.transform
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        # Chunks add up in float32: in bfloat16 the small ones would be rounded away.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        for part in _parts(len(targets), ctx.chunk):
-            logits = _logits(hidden[part], weight, bias, transform)
+        # With d_tv = p - (1 where it is the target), d loss / d logit is -grad_t d_tv. -grad_t multiplies hidden states
+        # and their gradient, which are narrow, rather than d.
+        grad = -transform.scale * grads[0]
+        weighted_hidden = (hidden * grad[:, None]).to(weight.dtype)
+        # Tiles add up in float32: in bfloat16 the small ones would be rounded away.
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
+        grad_weight = torch.empty_like(weight) if needs_weight else None
+        grad_bias = torch.empty_like(bias) if needs_bias else None
+        for columns in _tiles(len(targets), len(weight), ctx.chunk):
+            logits = _logits(hidden, weight, bias, transform, columns)
             # d cap tanh(x / cap) / dx = 1 - tanh^2, read off the capped logits before they become probabilities.
             slope = (logits / (transform.cap * transform.scale)).square_().neg_().add_(1.0) if transform.cap else None
-            # d logprob / d logit = (1 where it is the target) - p
-            delta = logits.sub_(normaliser[part, None]).exp_().mul_(-grad[part, None])
-            delta.scatter_add_(-1, targets[part, None], grad[part, None])
-            delta = delta.mul_(transform.scale) if slope is None else delta.mul_(slope).mul_(transform.scale)
+            d = logits.sub_(normaliser[:, None]).exp_()
+            inside, place = _places(targets, columns)
+            d.scatter_add_(-1, place, -inside[:, None].to(d.dtype))
+            if slope is not None:
+                d.mul_(slope)
             if grad_bias is not None:
-                grad_bias += delta.sum(0)
-            delta = delta.to(weight.dtype)
+                grad_bias[columns] = grad @ d
+            d = d.to(weight.dtype)
             if grad_hidden is not None:
-                grad_hidden[part] = delta @ weight
-            if grad_weight is not None:
                 if weight.dtype == torch.float32:
-                    grad_weight.addmm_(delta.T, hidden[part])
+                    grad_hidden.addmm_(d, weight[columns])
                 else:
-                    grad_weight += delta.T @ hidden[part]
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(weight.dtype),
-            None,
-            None,
-            None,
-        )
+                    grad_hidden += d @ weight[columns]
+            if grad_weight is not None:
+                torch.mm(d.T, weighted_hidden, out=grad_weight[columns])
+            del logits, d, slope
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.mul_(grad[:, None]).to(hidden.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def _parts(size: int, chunk: int) -> Iterator[slice]:
-    return (slice(start, min(start + chunk, size)) for start in range(0, size, chunk))
+def _tiles(num_tokens: int, vocab_size: int, chunk: int) -> Iterator[slice]:
+    """Slices of the vocabulary, nearly equal, each with about as many logits as `chunk` tokens have in all of it."""
+    widest = max(MIN_COLUMNS, vocab_size * chunk // max(1, num_tokens))
+    number = -(-vocab_size // widest)
+    return (slice(vocab_size * i // number, vocab_size * (i + 1) // number) for i in range(number))
+
+
+def _places(targets: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which targets [S] are in these columns, and their place there [S, 1]; of the others, any place."""
+    place = targets - columns.start
+    width = columns.stop - columns.start
+    return (place >= 0) & (place < width), place.clamp(0, width - 1)[:, None]
 
 
 def _logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transform: LogitTransform
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transform: LogitTransform, columns: slice
 ) -> torch.Tensor:
-    """[S, V] in float32, after everything but the softmax; the steps after the head reuse its memory."""
-    logits = F.linear(hidden, weight, bias).float()
+    """[S, columns] in float32, after everything but the softmax; the steps after the head reuse its memory."""
+    logits = F.linear(hidden, weight[columns], None if bias is None else bias[columns]).float()
     if transform.cap:
         logits = logits.div_(transform.cap).tanh_().mul_(transform.cap)
-    return logits.mul_(transform.scale)
+    return logits if transform.scale == 1.0 else logits.mul_(transform.scale)

@@ -1,12 +1,17 @@
-"""AdamW and its learning-rate schedule."""
+"""AdamW, its learning-rate schedule, and what happens to a gradient before it becomes a step."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +19,7 @@ class OptimizerSettings:
     """AdamW's settings and those of its schedule.
 
     The first `warmup_steps` rise linearly; `schedule` runs over `total_steps` and ends at `min_lr_frac` of `lr`.
+    `decay`: what `weight_decay` acts on, see `make_optimizer`. `max_skipped_steps`: see `Stepper`.
     """
 
     lr: float
@@ -25,6 +31,8 @@ class OptimizerSettings:
     min_lr_frac: float
     max_grad_norm: float
     total_steps: int
+    decay: str = "matrices"
+    max_skipped_steps: int = 0
 
 
 def learning_rate(settings: OptimizerSettings, step: int) -> float:
@@ -38,13 +46,71 @@ def learning_rate(settings: OptimizerSettings, step: int) -> float:
     return settings.lr * (settings.min_lr_frac + (1 - settings.min_lr_frac) * max(0.0, left))
 
 
-def make_optimizer(parameters: Iterable[torch.nn.Parameter], settings: OptimizerSettings) -> torch.optim.AdamW:
-    """Weight decay acts on matrices only: biases and norm gains are one-dimensional."""
+def embedding_ids(model: nn.Module) -> set[int]:
+    """`id` of every parameter of an embedding, those of a tied output head among them."""
+    return {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+
+
+def make_optimizer(
+    parameters: Iterable[nn.Parameter], settings: OptimizerSettings, *, embeddings: Collection[int] = ()
+) -> torch.optim.AdamW:
+    """AdamW in two groups, with weight decay and without.
+
+    `settings.decay`: `all`; `matrices`: not what is one-dimensional, biases and gains of norms; `hidden_matrices`: not
+    the `embeddings` either (ids, see `embedding_ids`).
+    """
+
+    def decays(parameter: nn.Parameter) -> bool:
+        if settings.decay == "all":
+            return True
+        return parameter.ndim >= 2 and not (settings.decay == "hidden_matrices" and id(parameter) in embeddings)
+
     parameters = list(parameters)
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if decays(p)], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if not decays(p)], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
         [g for g in groups if g["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
     )
+
+
+class Stepper:
+    """Turns the gradients at hand into one step: clipped, at the schedule's rate, or skipped.
+
+    A gradient that is not finite moves nothing, neither weights nor AdamW's moments. `max_skipped_steps` of them in a
+    row are skipped and counted; the next one raises FloatingPointError.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
+        self._optimizer = optimizer
+        self._settings = settings
+        self._skipped = self._in_a_row = 0
+
+    def step(self, policy_version: int) -> dict[str, float]:
+        """Step number `policy_version`, counted from 0 (a collective); the gradients are gone afterwards."""
+        settings = self._settings
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        norm = nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        lr = learning_rate(settings, policy_version)
+        if math.isfinite(norm):
+            self._in_a_row = 0
+            for group in self._optimizer.param_groups:
+                group["lr"] = lr
+            self._optimizer.step()
+        else:
+            self._skip(norm, policy_version)
+        self._optimizer.zero_grad(set_to_none=True)
+        return {"train/grad_norm": norm, "train/lr": lr, "train/skipped_steps": float(self._skipped)}
+
+    def _skip(self, norm: float, policy_version: int) -> None:
+        self._skipped += 1
+        self._in_a_row += 1
+        said = f"gradient norm is {norm} at policy version {policy_version}"
+        if self._in_a_row > self._settings.max_skipped_steps:
+            raise FloatingPointError(
+                f"{said}, {self._in_a_row} in a row (optimizer.max_skipped_steps is "
+                f"{self._settings.max_skipped_steps}); lower optimizer.lr or check rewards"
+            )
+        logger.warning("%s: the step is skipped, %d so far", said, self._skipped)

@@ -30,9 +30,18 @@ MAX_HASHING_THREADS = 4
 
 
 @dataclass(frozen=True)
+class _Uploaded:
+    """One bucket that can be pulled."""
+
+    entries: list[TensorEntry]
+    ref: Any
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class _Pending:
     policy_version: int
-    uploads: list[Future[tuple[list[TensorEntry], Any]]]
+    uploads: list[Future[_Uploaded]]
     canary: Canary
 
 
@@ -56,7 +65,7 @@ class Publisher:
         not asked for by then is let go too.
         """
         self._pending = None
-        uploads: list[Future[tuple[list[TensorEntry], Any]]] = []
+        uploads: list[Future[_Uploaded]] = []
         for plan, memory in self._gatherer.buckets():
             if memory is None:
                 continue
@@ -76,22 +85,21 @@ class Publisher:
         """
         assert self._pending is not None, "publication() is for rank 0, after publish()"
         pending, self._pending = self._pending, None
-        entries: list[TensorEntry] = []
-        refs: list[Any] = []
-        for upload in pending.uploads:
-            of_bucket, ref = upload.result()
-            entries += of_bucket
-            refs.append(ref)
-        num_bytes = sum(plan.num_bytes for plan in self._gatherer.plans)
-        manifest = Manifest(pending.policy_version, entries, len(refs), num_bytes, pending.canary, digest_of(entries))
-        return Publication(manifest, refs)
+        uploaded = [upload.result() for upload in pending.uploads]
+        entries = [entry for bucket in uploaded for entry in bucket.entries]
+        num_bytes = sum(bucket.num_bytes for bucket in uploaded)
+        manifest = Manifest(
+            pending.policy_version, entries, len(uploaded), num_bytes, pending.canary, digest_of(entries)
+        )
+        return Publication(manifest, [bucket.ref for bucket in uploaded])
 
-    def _upload(self, plan: BucketPlan, memory: torch.Tensor) -> tuple[list[TensorEntry], Any]:
+    def _upload(self, plan: BucketPlan, memory: torch.Tensor) -> _Uploaded:
         try:
+            plan, memory = self._gatherer.as_published(plan, memory)
             # Of what was gathered, not of what was put: the hash speaks for the whole way.
             hashes = self._hashing.map(sha256_of, [place.data(memory) for place in plan.places])
             ref = self._put(memory.numpy())
-            return plan.entries(hashes), ref
+            return _Uploaded(plan.entries(hashes), ref, plan.num_bytes)
         finally:
             self._uploaded.release()
 

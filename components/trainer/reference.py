@@ -15,7 +15,7 @@ def load_reference(
     *,
     attn: str,
     packing: str,
-    chunk_tokens: int,
+    chunk_tokens: int | None,
     compute_dtype: torch.dtype,
     device: torch.device,
     trust_remote_code: bool,

@@ -15,6 +15,9 @@ from .logprobs import LogitTransform, token_logprobs
 
 logger = logging.getLogger(__name__)
 
+# Logits that are worth a third more arithmetic in the head to not have at once: 128 MiB in float32.
+MANY_LOGITS = 1 << 25
+
 
 class ScoringModel(nn.Module):
     """Wraps a causal LM; the output head runs only on the positions asked for, `chunk_tokens` of them at a time.
@@ -75,11 +78,12 @@ def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def load_model(
-    path: str, *, attn: str, packing: str = "auto", chunk_tokens: int = 512, trust_remote_code: bool = False
+    path: str, *, attn: str, packing: str = "auto", chunk_tokens: int | None = None, trust_remote_code: bool = False
 ) -> ScoringModel:
     """The model in float32 (master weights), in training mode with every dropout off.
 
-    `packing`: see `TrainerSettings`. What cannot be packed is padded. `chunk_tokens`: most rows of logits at a time.
+    `packing`: see `TrainerSettings`. What cannot be packed is padded. `chunk_tokens`: no more logits at a time than
+    those of so many tokens; None: `MANY_LOGITS`.
     """
     lm = AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, attn_implementation=attn, trust_remote_code=trust_remote_code, low_cpu_mem_usage=True
@@ -96,4 +100,6 @@ def load_model(
             lm.set_attn_implementation(PACKED)
         else:
             logger.warning("%s mixes tokens in ways that packing does not know: batches are padded", type(lm).__name__)
+    if chunk_tokens is None:
+        chunk_tokens = max(1, MANY_LOGITS // lm.config.get_text_config().vocab_size)
     return ScoringModel(lm, chunk_tokens=chunk_tokens).train()  # gradient checkpointing works in training mode only

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from .scoring import ScoringModel
 
@@ -15,17 +15,31 @@ def make_mesh(device_type: str, num_ranks: int) -> DeviceMesh:
 
 
 def shard(
-    model: ScoringModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, gradient_checkpointing: bool
+    model: ScoringModel,
+    mesh: DeviceMesh,
+    *,
+    compute_dtype: torch.dtype,
+    gradient_checkpointing: bool,
+    compile_layers: bool = False,
+    cpu_offload: bool = False,
 ) -> ScoringModel:
-    """Shard in place: compute in `compute_dtype`; master weights, gradient reduction and optimizer in float32."""
+    """Shard in place: compute in `compute_dtype`; master weights, gradient reduction and optimizer in float32.
+
+    `compile_layers`: each decoder layer by torch.compile, except its packed attention. `cpu_offload`: master weights,
+    gradients and optimizer live in the CPU's memory, and a layer's weights come to the device while it computes.
+    """
     if gradient_checkpointing:
         model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype is torch.float32 else compute_dtype, reduce_dtype=torch.float32
     )
+    offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     for layer in decoder_layers(model.lm):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        if compile_layers:
+            # Microbatches differ in length: one program for all of them, not one for each.
+            layer.compile(dynamic=True)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
     return model
 
 

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from ..algorithms.objective import Objective
 from ..versions import NO_VERSION
@@ -27,8 +26,9 @@ from .audit import published_weights
 from .canary import score_canary
 from .checkpoint import load_state, save_state
 from .gather import Gatherer
+from .memory import peak_memory_gib
 from .microbatch import Microbatch, Packing, cut, empty_microbatch
-from .optimizer import OptimizerSettings, learning_rate, make_optimizer
+from .optimizer import OptimizerSettings, Stepper, embedding_ids, make_optimizer
 from .publish import Publisher, Put, keep
 from .reference import load_reference
 from .scoring import ScoringModel, load_model
@@ -49,7 +49,8 @@ class TrainerSettings:
     `max_policy_lag` None: batches carry no policy tokens (supervised training). `publish_dtype`: what engines get.
     `packing`: how sequences lie in a pass, see `Packing`; "auto" is shared where the model's attention allows it.
     `reference_path` None: where an objective needs a reference policy, it is the weights at `model_path`.
-    `logprob_chunk_tokens`: most rows of logits that exist at a time.
+    `logprob_chunk_tokens`: see `scoring.load_model`. `compile_layers` and
+    `cpu_offload`: see `sharding.shard`.
     """
 
     model_path: str
@@ -72,7 +73,9 @@ class TrainerSettings:
     trust_remote_code: bool = False
     packing: Packing | Literal["auto"] = "auto"
     reference_path: str | None = None
-    logprob_chunk_tokens: int = 512
+    logprob_chunk_tokens: int | None = None
+    compile_layers: bool = False
+    cpu_offload: bool = False
 
 
 class Trainer:
@@ -88,7 +91,9 @@ class Trainer:
             torch.set_num_threads(settings.num_threads)
         if not dist.is_initialized():  # else by the trainer of an earlier run on these ranks
             dist.init_process_group(
-                "nccl" if settings.device == "cuda" else "gloo",
+                "cpu:gloo,cuda:nccl"
+                if settings.device == "cuda"
+                else "gloo",  # what is offloaded is reduced on the CPU
                 init_method=init_method,
                 rank=rank,
                 world_size=settings.num_ranks,
@@ -107,14 +112,19 @@ class Trainer:
             packing=settings.packing,
             chunk_tokens=settings.logprob_chunk_tokens,
             trust_remote_code=settings.trust_remote_code,
-        ).to(self._device)
+        ).to("cpu" if settings.cpu_offload else self._device)
         self._packing: Packing = "padded"
         if model.is_packed:
             self._packing = "shared" if settings.packing == "auto" else settings.packing
         self._config = model.lm.config
         mesh, compute_dtype = make_mesh(settings.device, settings.num_ranks), getattr(torch, settings.compute_dtype)
         self._model = shard(
-            model, mesh, compute_dtype=compute_dtype, gradient_checkpointing=settings.gradient_checkpointing
+            model,
+            mesh,
+            compute_dtype=compute_dtype,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            compile_layers=settings.compile_layers,
+            cpu_offload=settings.cpu_offload,
         )
         self._objective = settings.objective
         self._reference: ScoringModel | None = None
@@ -131,7 +141,10 @@ class Trainer:
             )
             if not self._reference.is_packed:  # both score the same passes
                 self._packing = "padded"
-        self._optimizer = make_optimizer(self._model.parameters(), settings.optimizer)
+        self._optimizer = make_optimizer(
+            self._model.parameters(), settings.optimizer, embeddings=embedding_ids(self._model)
+        )
+        self._stepper = Stepper(self._optimizer, settings.optimizer)
         self._gatherer = Gatherer(
             self._model, dtype=getattr(torch, settings.publish_dtype), bucket_bytes=settings.bucket_bytes
         )
@@ -202,26 +215,12 @@ class Trainer:
         return {"sum": total[0].item(), "tokens": total[1].item(), "max": largest.item()}
 
     def optim_step(self) -> dict[str, float]:
-        """One optimizer step; `policy_version` grows by one.
-
-        A gradient that is not finite raises before any weight changes.
-        """
+        """One optimizer step, empty where the gradient is not finite (`Stepper`); `policy_version` grows by one."""
         started = time.monotonic()
-        parameters = list(self._model.parameters())
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self._settings.optimizer.max_grad_norm)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not torch.isfinite(norm):
-            raise FloatingPointError(
-                f"gradient norm is {norm.item()} at policy version {self.policy_version}; "
-                "lower optimizer.lr or check rewards"
-            )
-        lr = learning_rate(self._settings.optimizer, self.policy_version)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        metrics = self._stepper.step(self.policy_version)
         self.policy_version += 1
-        return {"train/grad_norm": norm.item(), "train/lr": lr, "step/optim_s": time.monotonic() - started}
+        peak = self._reduce(torch.tensor([peak_memory_gib(self._device)]), dist.ReduceOp.MAX).item()
+        return {**metrics, "train/peak_memory_gib": peak, "step/optim_s": time.monotonic() - started}
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,16 +25,16 @@ class Absent:
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Absent())
-sys.argv = ["trainer.py", "--groups=2", "--group-size=2", "--steps=1", "--bare", "--packing", "shared", "padded"]
-runpy.run_path("benchmarks/trainer.py", run_name="__main__")
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 @pytest.mark.timeout(180)
 def test_publishing_takes_no_more_memory_than_two_buckets_on_any_of_two_ranks(tmp_path):
-    """As the benchmark measures it; the whole model is five buckets of 4 MB."""
+    """As the benchmark measures it; the whole model is nine buckets of 16 MB."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if "site-packages" in p)}
-    arguments = ["--shape=small", "--dtype=float32", "--bucket-mb=4", "--repeats=2"]
+    arguments = ["--shape=medium", "--dtype=float32", "--bucket-mb=16", "--repeats=2"]
     done = subprocess.run(
         [sys.executable, "benchmarks/publish.py", *arguments], cwd=ROOT, env=env, capture_output=True, text=True
     )
@@ -41,16 +42,22 @@ def test_publishing_takes_no_more_memory_than_two_buckets_on_any_of_two_ranks(tm
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [row["rank"] for row in rows] == [0, 1]
     for row in rows:
-        assert row["num_buckets"] >= 5
-        assert row["extra_mb"] <= 2 * 4 + 3, "two buckets, and what threads and allocators take for themselves"
-    assert rows[0]["extra_mb"] > 3, "or nothing was measured"
+        assert row["num_buckets"] >= 8
+        assert row["extra_mb"] <= 2 * 16 + 12, "two buckets, and what threads and allocators take for themselves"
+    assert rows[0]["extra_mb"] > 12, "or nothing was measured"
+
+
+def rows_of(benchmark: str, *args: str) -> list[dict[str, Any]]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if "site-packages" in p)}
+    command = [sys.executable, "-c", WITHOUT, f"benchmarks/{benchmark}", *args]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def test_the_trainers_benchmark_needs_torch_and_transformers_only():
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if "site-packages" in p)}
-    done = subprocess.run([sys.executable, "-c", WITHOUT], cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    options = ["--groups=2", "--group-size=2", "--steps=1", "--bare", "--packing", "shared", "padded"]
+    rows = rows_of("trainer.py", *options)
     assert [(r["packing"], r["loop"]) for r in rows] == [
         (packing, loop) for packing in ("shared", "padded") for loop in ("trainer", "bare")
     ]
@@ -81,3 +88,9 @@ def test_the_study_of_presets_has_one_run_each_and_says_which_did_not_learn(monk
     assert script["csv_lines"](curves)[:3] == [
         "preset,seed,policy_version,train_s,accuracy", "grpo,0,0,0.00,0.2000", "grpo,0,14,2.00,0.6000",
     ]  # fmt: skip
+
+
+def test_tiles_of_logits_take_less_memory_and_give_the_same_gradient():
+    [row] = rows_of("output_head.py", "--tokens=512", "--hidden=64", "--vocab=40000", "--chunk=16", "--rounds=1")
+    assert row["tiled_gib"] < row["whole_gib"] / 4
+    assert float(row["gradient_difference"]) < 1e-5

@@ -217,6 +217,13 @@ def test_what_to_go_on_from_must_be_a_checkpoint(minimal: str, tmp_path: Path) -
     assert problems(str(tmp_path / "step-000005")) == problems("auto") == problems("never") == []
 
 
+def test_only_a_gpus_weights_are_offloaded(minimal: str) -> None:
+    assert load_config(minimal, ["train.cpu_offload=true", "cluster.device=cuda"]).train.cpu_offload
+    text = refused(minimal, "train.cpu_offload=true", "cluster.device=cpu")
+    assert "train.cpu_offload: got true" in text.lower()
+    assert "set train.cpu_offload=false" in text
+
+
 def test_a_step_must_outlast_every_attempt_of_its_slowest_group(minimal: str) -> None:
     rollout = ["rollout.timeout_s=50", "rollout.retries=2"]
     assert load_config(minimal, [*rollout, "cluster.step_timeout_s=151"]).cluster.step_timeout_s == 151

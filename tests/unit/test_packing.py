@@ -40,7 +40,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 5, "query_pre_attn_scalar": 8},  # capped scores, every other layer with a window
     "gemma3_text": {"sliding_window": 5, "query_pre_attn_scalar": 8},
     "mistral": {"sliding_window": 4},
+    "llama tied": {"tie_word_embeddings": True},
     "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "granite": {},
 }
 
@@ -126,6 +128,19 @@ def test_every_layout_gives_the_gradient_of_the_padded_one(load, name):
             check_same(score(model, batch, packing, max_tokens), expected)
     # Rows without a layout, as the canary is scored.
     check_same(score(model, batch, "padded"), expected)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_rows_say_what_transformers_says_of_each_sequence_alone(load, name):
+    trajectories = groups(2)
+    batch = batch_of(trajectories)
+    got, _ = score(load(name, "auto"), batch, "shared", max_tokens=60)
+    plain: Any = load(name, "padded").lm
+    with torch.no_grad():
+        for t, logprobs in zip(trajectories, got.split(batch.response_lengths.tolist()), strict=True):
+            logits = plain(torch.tensor([t.prompt_tokens + t.response_tokens])).logits[0, len(t.prompt_tokens) - 1 : -1]
+            expected = torch.log_softmax(logits.double() / 0.7, -1).gather(-1, torch.tensor(t.response_tokens)[:, None])
+            torch.testing.assert_close(logprobs.double(), expected[:, 0], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "mistral"])

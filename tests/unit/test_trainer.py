@@ -640,7 +640,7 @@ def test_two_ranks_take_the_same_steps_as_one(make, model_path, tmp_path):
             got = together.forward_backward(batch_of(trajectories, share=slice(0, split))) | together.optim_step()
             got_manifest, _, got_tensors = published(together)
             for name in metrics:
-                if not name.endswith("_s"):
+                if not name.endswith(("_s", "_gib")):
                     assert got[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
             for name, tensor in tensors.items():
                 torch.testing.assert_close(got_tensors[name], tensor, rtol=1e-5, atol=1e-5, msg=name)

@@ -1,0 +1,157 @@
+"""Every family of models: a real engine agrees with the real trainer after two hand-overs, token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from leeway.collector.clock import ActivityClock
+from leeway.collector.engine import Engine, EngineSettings
+from leeway.collector.hand_over import HandOver
+from leeway.trainer.trainer import Trainer
+from leeway.types import Trajectory, batch_trajectories
+from leeway.weights import CanaryPrompts
+
+from ..unit.test_trainer import OPTIMIZER, batch_of, free_address, random_trajectories, settings_of
+
+TOLERANCE = 1e-4
+TEMPERATURE = 0.8
+VOCABULARY = 96
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen2": {"tie_word_embeddings": False},
+    "qwen3": {"tie_word_embeddings": True},
+    "llama": {"tie_word_embeddings": False},
+    "llama tied": {"tie_word_embeddings": True},
+    "gemma": {},
+    "mistral": {"sliding_window": None},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+}
+# The tied Qwen2 is in test_engine.py.
+pytestmark = [
+    pytest.mark.timeout(200),
+    pytest.mark.skipif(not os.environ.get("LEEWAY_LONG_TESTS"), reason="an engine for each family: make test-long"),
+]
+
+
+def save_model(folder: Path, family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family.split()[0], **(SIZES | FAMILIES[family]))
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def canary_prompts() -> CanaryPrompts:
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda n, t: torch.randint(2, VOCABULARY, (n, t), generator=generator).tolist()  # noqa: E731
+    return CanaryPrompts(scored=draw(3, 24), cached=draw(2, 80))
+
+
+def start_engine(folder: Path) -> Engine:
+    return Engine(
+        EngineSettings(
+            model_path=str(folder),
+            dtype="float32",
+            device="cpu",
+            max_model_len=256,
+            seed=0,
+            options={"enforce_eager": True, "block_size": 32, "max_num_seqs": 16},
+            cores=[],
+            kv_cache_gib=0.5,
+        )
+    )
+
+
+async def hand_over(engine: Engine, trainer: Trainer) -> float:
+    """Give the trainer's weights to the engine with all checks; returns the gap on the canary."""
+
+    async def nothing(*_: Any) -> None:
+        raise AssertionError("nobody pulls, nothing fails")
+
+    async def stream() -> Any:
+        for bucket in buckets:
+            yield bucket
+
+    trainer.publish()
+    manifest, buckets = trainer.publication()
+    receiver = HandOver(
+        engine,
+        nothing,
+        in_flight="recompute",
+        tolerance=TOLERANCE,
+        pull_every=1,
+        deadline_s=30,
+        paused=lambda: ActivityClock().doing("pause"),
+        on_quarantine=nothing,
+        max_failures=0,
+    )
+    await receiver._take_over(manifest, stream())
+    return receiver.drain_reports()[0].served_gap
+
+
+async def sampled(engine: Engine, version: int) -> list[Trajectory]:
+    trajectories = []
+    for i in range(3):
+        prompt = [2 + (7 * i + j) % 90 for j in range(10 + i)]
+        for completion in await engine.generate(prompt, n=2, temperature=TEMPERATURE, max_tokens=24, stop_token_ids=[]):
+            assert set(completion.policy_versions) == {version}
+            trajectories.append(
+                Trajectory(
+                    prompt_tokens=prompt,
+                    response_tokens=list(completion.tokens),
+                    loss_mask=[True] * len(completion.tokens),
+                    behavior_logprobs=list(completion.logprobs),
+                    policy_versions=list(completion.policy_versions),
+                    reward=0.0,
+                    finish_reason="length",
+                    text="",
+                )
+            )
+    return trajectories
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_engine_and_trainer_agree_after_hand_overs(family: str, tmp_path: Path) -> None:
+    save_model(tmp_path, family)
+    loop, threads = asyncio.new_event_loop(), torch.get_num_threads()
+    settings = settings_of(tmp_path, canary=canary_prompts(), temperature=TEMPERATURE, bucket_bytes=50_000)
+    trainer = Trainer(settings, rank=0, init_method=free_address())
+    engine = start_engine(tmp_path)
+    try:
+        for version in (1, 2):
+            trainer.forward_backward(batch_of(random_trajectories(version, 8, version=version - 1)))
+            assert trainer.optim_step()["train/lr"] == OPTIMIZER.lr
+            gap = loop.run_until_complete(asyncio.wait_for(hand_over(engine, trainer), 60))
+            assert 0 < gap <= TOLERANCE
+            trajectories = loop.run_until_complete(asyncio.wait_for(sampled(engine, version), 60))
+            batch = batch_trajectories(trajectories, [0.0] * len(trajectories), num_sequences=1, num_tokens=1)
+            worst = (trainer.token_logprobs(batch) - batch.behavior_logprobs).abs().max().item()
+            print(f"{family}, version {version}: canary {gap:.1e}, {len(batch.response_tokens)} tokens {worst:.1e}")
+            assert 0 < worst <= TOLERANCE
+    finally:
+        engine.shutdown()
+        loop.close()
+        dist.destroy_process_group()
+        torch.set_num_threads(threads)

@@ -1,0 +1,124 @@
+"""The gradient of a batch does not depend on how it is cut: over passes, ranks, layouts or tiles of logits.
+
+For every aggregation of the losses, in float32, within 1e-5 of the gradient's norm.
+"""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from leeway.algorithms.aggregation import AGGREGATIONS
+from leeway.algorithms.objective import Objective, PolicyObjective, SupervisedObjective
+from leeway.trainer.microbatch import cut
+from leeway.trainer.trainer import Trainer
+
+from .test_trainer import (  # noqa: F401  (fixtures)
+    batch_of,
+    free_address,
+    gradients,
+    in_pairs,
+    make,
+    model_path,
+    random_trajectories,
+    settings_of,
+)
+
+OBJECTIVES: dict[str, Objective] = {
+    how: PolicyObjective(clip_low=0.2, clip_high=0.28, aggregation=how, aggregation_length=20) for how in AGGREGATIONS
+} | {"supervised": SupervisedObjective()}
+TRAJECTORIES = in_pairs(random_trajectories(1, 16))
+WHOLE = {"max_tokens_per_microbatch": 10_000, "logprob_chunk_tokens": 10_000}
+
+
+def in_passes(number: int, packing: str) -> dict[str, Any]:
+    """Settings under which the batch is cut into so many passes."""
+    for limit in range(20, 400):
+        if len(cut(batch_of(TRAJECTORIES), max_tokens=limit, packing=packing)) == number:  # type: ignore[arg-type]
+            return {"max_tokens_per_microbatch": limit, "packing": packing}
+    raise AssertionError(f"no limit gives {number} passes")
+
+
+def check_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+
+    def norm(tensors: list[torch.Tensor]) -> float:
+        return sum(float(t.double().square().sum()) for t in tensors) ** 0.5
+
+    total = norm(list(expected.values()))
+    assert total > 0
+    assert norm([got[name] - gradient for name, gradient in expected.items()]) <= 1e-5 * total
+    for name, gradient in expected.items():
+        # Some are 0 but for rounding: a key bias moves no attention score.
+        assert (got[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7 * total, name
+
+
+@pytest.mark.parametrize("how", OBJECTIVES)
+def test_one_rank_cuts_as_it_likes(make, how):  # noqa: F811
+    def gradient(**changes: Any) -> dict[str, torch.Tensor]:
+        trainer = make(objective=OBJECTIVES[how], **(WHOLE | changes))
+        trainer.forward_backward(batch_of(TRAJECTORIES))
+        return gradients(trainer)
+
+    expected = gradient(packing="padded")
+    for changes in (
+        {"packing": "packed"},
+        {"packing": "shared"},
+        {"packing": "shared", "logprob_chunk_tokens": 7},
+        {"packing": "padded", "logprob_chunk_tokens": 50},
+        in_passes(5, "packed"),
+        in_passes(5, "padded"),
+        in_passes(5, "shared") | {"logprob_chunk_tokens": 7},
+    ):
+        check_same(gradient(**changes), expected)
+
+
+RANK_1 = """
+import pickle, sys
+from leeway.trainer.trainer import Trainer
+all_settings, address, share = pickle.load(open(sys.argv[1], "rb"))
+trainer = Trainer(all_settings[0], rank=1, init_method=address)
+for settings in all_settings:
+    trainer.begin(settings)
+    trainer.forward_backward(share)
+    for parameter in trainer._model.parameters():
+        parameter.grad.full_tensor()
+trainer.close()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_two_ranks_add_up_to_one(make, model_path, tmp_path):  # noqa: F811
+    split, address = 5, free_address()  # unequal shares, a group cut in two, several passes against one
+    limits = {"max_tokens_per_microbatch": 60}
+    settings = [settings_of(model_path, num_ranks=2, objective=o, **limits) for o in OBJECTIVES.values()]
+    # A file that this test wrote itself, for a process that it starts itself.
+    (tmp_path / "work").write_bytes(pickle.dumps((settings, address, batch_of(TRAJECTORIES, share=slice(split, None)))))
+    child = subprocess.Popen(
+        [sys.executable, "-c", RANK_1, str(tmp_path / "work")],
+        env={"PYTHONPATH": ":".join(p for p in sys.path if p), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        stderr=(tmp_path / "stderr").open("w"),
+    )
+    try:
+        expected = []
+        for objective in OBJECTIVES.values():
+            alone = make(objective=objective, **WHOLE)
+            alone.forward_backward(batch_of(TRAJECTORIES))
+            expected.append(gradients(alone))
+        dist.destroy_process_group()
+        together = Trainer(settings[0], rank=0, init_method=address)
+        for each, gradient in zip(settings, expected, strict=True):
+            together.begin(each)
+            together.forward_backward(batch_of(TRAJECTORIES, share=slice(0, split)))
+            check_same(gradients(together), gradient)
+        dist.destroy_process_group()
+        assert child.wait(30) == 0, (tmp_path / "stderr").read_text()[-2000:]
+    finally:
+        child.kill()
+        child.wait()

@@ -1,0 +1,151 @@
+"""Options of a step: what decays, what is skipped, and mixed precision, compiled layers and offloading that change
+where and how fast it is computed, not what."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import resource
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
+
+from .test_trainer import (  # noqa: F401  (fixtures)
+    OPTIMIZER,
+    batch_of,
+    gradients,
+    make,
+    model_path,
+    published,
+    random_trajectories,
+)
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+@pytest.mark.parametrize(
+    ("decay", "spared"),
+    [
+        ("all", set()),
+        ("matrices", {"bias", "norm"}),
+        ("hidden_matrices", {"bias", "norm", "embed_tokens", "lm_head"}),  # the head is tied to the embedding
+    ],
+)
+def test_weight_decay_acts_on_what_it_is_told(make, decay, spared):  # noqa: F811
+    trainer = make(optimizer=dataclasses.replace(OPTIMIZER, decay=decay))
+    before = published(trainer)[2]
+    batch = batch_of(random_trajectories(0, 4))
+    batch.advantages.zero_()  # no gradient: what moves has decayed
+    trainer.forward_backward(batch)
+    trainer.optim_step()
+    for name, tensor in published(trainer)[2].items():
+        kept = 1.0 if any(word in name for word in spared) else 1 - OPTIMIZER.lr * OPTIMIZER.weight_decay
+        torch.testing.assert_close(tensor, before[name] * kept, msg=name)
+
+
+# ----------------------------------------------------------------------------------------------------- not finite
+
+
+def broken_batch() -> Any:
+    batch = batch_of(random_trajectories(0, 4))
+    batch.advantages[3] = math.inf
+    return batch
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_leaves_no_trace(make):  # noqa: F811
+    good, digests = batch_of(random_trajectories(1, 6)), []
+    for broken_first in (False, True):
+        trainer = make(optimizer=dataclasses.replace(OPTIMIZER, max_skipped_steps=1))
+        if broken_first:
+            before = published(trainer)[0].digest
+            trainer.forward_backward(broken_batch())
+            metrics = trainer.optim_step()
+            assert metrics["train/skipped_steps"] == 1
+            assert not math.isfinite(metrics["train/grad_norm"])
+            assert trainer.policy_version == 1, "the batch is spent, and the lag of what follows is counted from here"
+            assert published(trainer)[0].digest == before
+        trainer.forward_backward(good)
+        assert trainer.optim_step()["train/skipped_steps"] == float(broken_first)
+        digests.append(published(trainer)[0].digest)
+    assert digests[0] == digests[1], "not even AdamW's moments remember it"
+
+
+def test_too_many_in_a_row_end_the_run(make):  # noqa: F811
+    trainer = make(optimizer=dataclasses.replace(OPTIMIZER, max_skipped_steps=2), max_policy_lag=9)
+    for batch in (broken_batch(), broken_batch(), batch_of(random_trajectories(1, 6)), broken_batch(), broken_batch()):
+        trainer.forward_backward(batch)
+        trainer.optim_step()
+    trainer.forward_backward(broken_batch())
+    with pytest.raises(FloatingPointError, match=r"at policy version 5, 3 in a row .optimizer.max_skipped_steps is 2"):
+        trainer.optim_step()
+
+
+# ---------------------------------------------------------------------------------------------------- where and how
+
+
+def test_bfloat16_computes_and_float32_remembers(make):  # noqa: F811
+    # Steps of 1e-5: far below what bfloat16 can tell apart at weights of 0.3.
+    trainer = make(
+        compute_dtype="bfloat16", optimizer=dataclasses.replace(OPTIMIZER, lr=1e-5, eps=1e-12, weight_decay=0.0)
+    )
+    used = []
+    layer = trainer._model.lm.model.layers[0].mlp.gate_proj
+    layer.register_forward_pre_hook(lambda module, args: used.extend((module.weight.dtype, args[0].dtype)))
+    before = {n: local(p).detach().clone() for n, p in trainer._model.named_parameters()}
+    trainer.forward_backward(batch_of(random_trajectories(1, 8)))
+    assert set(used) == {torch.bfloat16}
+    assert {g.dtype for g in gradients(trainer).values()} == {torch.float32}
+    trainer.optim_step()
+    for name, parameter in trainer._model.named_parameters():
+        moments = trainer._optimizer.state[parameter]
+        assert local(parameter).dtype == moments["exp_avg"].dtype == moments["exp_avg_sq"].dtype == torch.float32
+        moved = (local(parameter) - before[name]).abs()
+        assert 0 < moved.max() < 2e-5, name
+        assert (moved > 0).float().mean() > 0.5 or "embed" in name, name
+
+
+def two_steps(make: Any, **changes: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:  # noqa: F811
+    """Gradients of the first step, weights after the second."""
+    trainer = make(max_tokens_per_microbatch=40, **changes)
+    trainer.forward_backward(batch_of(random_trajectories(1, 8)))
+    first = gradients(trainer)
+    trainer.optim_step()
+    trainer.forward_backward(batch_of(random_trajectories(2, 5)))
+    trainer.optim_step()
+    return first, published(trainer)[2]
+
+
+def check_close(got: tuple[dict, dict], expected: tuple[dict, dict]) -> None:
+    for mine, theirs in zip(got, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(mine[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.skipif(not os.environ.get("LEEWAY_LONG_TESTS"), reason="compiling takes a minute: make test-long")
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+def test_compiled_layers_take_the_same_steps(make, gradient_checkpointing):  # noqa: F811
+    expected = two_steps(make)
+    torch.compiler.reset()
+    counters.clear()
+    check_close(two_steps(make, compile_layers=True, gradient_checkpointing=gradient_checkpointing), expected)
+    assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+
+
+def test_offloaded_weights_take_the_same_steps(make):  # noqa: F811
+    check_close(two_steps(make, cpu_offload=True), two_steps(make))
+
+
+def test_the_peak_of_memory_is_reported(make):  # noqa: F811
+    trainer = make()
+    trainer.forward_backward(batch_of(random_trajectories(1, 8)))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    held = torch.ones(int((before + 0.25) * 2**28))  # more than ever before
+    reported = trainer.optim_step()["train/peak_memory_gib"]
+    assert before + 0.2 < reported < before + held.nbytes / 2**30 + 0.5
