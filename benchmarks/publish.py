@@ -63,7 +63,13 @@ def main() -> None:
 
 def run_rank(rank: int, args: argparse.Namespace, folder: str, dtype: str, bucket_mb: int, port: int, out: Any) -> None:
     arguments = argparse.Namespace(
-        device="cpu", dtype=dtype, max_tokens=4096, gradient_checkpointing=False, threads=args.threads
+        device="cpu",
+        dtype=dtype,
+        max_tokens=4096,
+        gradient_checkpointing=False,
+        threads=args.threads,
+        compile=False,
+        cpu_offload=False,
     )
     canary = CanaryPrompts(scored=[list(range(24))] * 4, cached=[list(range(64))] * 2)
     settings = replace(

@@ -91,9 +91,7 @@ class Trainer:
             torch.set_num_threads(settings.num_threads)
         if not dist.is_initialized():  # else by the trainer of an earlier run on these ranks
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl"
-                if settings.device == "cuda"
-                else "gloo",  # what is offloaded is reduced on the CPU
+                "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo",  # offloaded weights meet on the CPU
                 init_method=init_method,
                 rank=rank,
                 world_size=settings.num_ranks,
