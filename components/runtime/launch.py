@@ -100,6 +100,8 @@ def trainer_settings(
         packing=config.train.packing,
         reference_path=None if reference is None else os.path.expanduser(reference),
         logprob_chunk_tokens=config.train.logprob_chunk_tokens,
+        save_in_background=config.checkpoint.in_background,
+        max_writers=config.checkpoint.max_writers,
     )
 
 
