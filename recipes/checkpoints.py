@@ -25,6 +25,8 @@ from leeway.config import Config
 from leeway.config.learning import CheckpointConfig
 from leeway.recipes.context import say
 from leeway.runtime.supervisor import Supervisor, together
+from leeway.tasks.mixed import MixedTaskSet
+from leeway.tasks.taskset import TaskSet
 from leeway.trainer.checkpoint import CheckpointError, read_state
 from leeway.trainer.durable import sync, write_durably
 
@@ -242,6 +244,16 @@ def check_same_settings(folder: Path, config: Config) -> None:
     if different:
         listed = "; ".join(f"{key} was {saved.get(key)!r}, is {own.get(key)!r}" for key in different)
         raise CheckpointError(f"checkpoint {folder} is of other settings: {listed}")
+
+
+def check_same_tasks(folder: Path, taskset: TaskSet | MixedTaskSet) -> None:
+    """Raises `CheckpointError` when the position in this checkpoint is one in other tasks."""
+    stream = json.loads((folder / STATE_FILE).read_text()).get("position", {}).get("stream")
+    if stream is not None and stream["taskset"]["fingerprint"] != taskset.fingerprint():
+        raise CheckpointError(
+            f"checkpoint {folder} is of other tasks: {taskset.name} had fingerprint "
+            f"{stream['taskset']['fingerprint']}, has {taskset.fingerprint()}; put the tasks back as they were"
+        )
 
 
 def learned_settings(config: Config) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class _InTurns(FileSystemWriter):
 
 
 def _in_one_line(directory: Path, rank: int, cause: BaseException | str, num_bytes: int | None = None) -> str:
-    needed = "" if num_bytes is None else f"; {num_bytes / 1e6:.0f} MB were to be written"
+    needed = "" if num_bytes is None else f"; {num_bytes / 1e6:.1f} MB were to be written"
     return (
         f"checkpoint {directory}: rank {rank} could not write it: {_cause_of(cause)}{needed}, {_room(directory)}; "
         "checkpoints before it are as they were: make room, then go on with checkpoint.resume=auto"
@@ -99,7 +99,7 @@ def _cause_of(error: BaseException | str) -> str:
 def _room(directory: Path) -> str:
     while not directory.exists():
         directory = directory.parent
-    return f"{shutil.disk_usage(directory).free / 1e6:.0f} MB are free at {directory}"
+    return f"{shutil.disk_usage(directory).free / 1e6:.1f} MB are free at {directory}"
 
 
 def _num_bytes(tensors: dict[str, torch.Tensor]) -> int:
