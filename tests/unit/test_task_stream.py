@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -39,6 +40,11 @@ def solved(task_id: str) -> float:
     return (sum(map(ord, task_id)) % 5) / 4
 
 
+def taken(index: int, groups: Sequence[Group]) -> Take:
+    ids = [group.group_id for group in groups]
+    return Take(index=index, group_ids=ids, batches=[], metrics={}, rollouts=[], oldest_version=0)
+
+
 class Run:
     """A buffer in lockstep and its tasks, as the actor puts them together; `start` is JSON."""
 
@@ -62,7 +68,7 @@ class Run:
             rule=rule,
             num_takes=None,
             capacity=64,
-            assemble=lambda index, groups: Take(index, [g.group_id for g in groups], [], {}, [], 0),
+            assemble=taken,
             start=position,
         )
         self.version = position.num_takes
