@@ -12,12 +12,22 @@ from typing import Any
 
 import pytest
 
-from leeway.config import load_config
+from leeway.config import Stage, load_config
 from leeway.failures import PartFailed
-from leeway.recipes.checkpoints import Checkpoints, newest_state, resume_point, saved_position, saved_steps
+from leeway.recipes.checkpoints import (
+    Checkpoints,
+    check_same_tasks,
+    newest_state,
+    resume_point,
+    saved_position,
+    saved_steps,
+)
 from leeway.recipes.context import StageContext, StageResult, finished_stage, mark_finished
+from leeway.recipes.runner import _check_resume
 from leeway.runtime.supervisor import Supervisor
+from leeway.tasks.taskset import TaskSet
 from leeway.trainer.checkpoint import CheckpointError
+from leeway.types import Task
 
 
 class FakeRank:
@@ -274,6 +284,27 @@ def test_other_settings_are_refused_with_the_difference_and_other_machines_are_n
     assert resume_point(saved, config_of(tmp_path)) is None
     with pytest.raises(CheckpointError, match=r"optimizer\.lr was 0\.001, is 0\.002; seed was 0, is 7"):
         resume_point(saved, config_of(tmp_path, resume, "stages.sft.optimizer.lr=0.002", "seed=7"))
+
+
+def test_other_settings_and_other_tasks_are_refused_before_anything_starts(tmp_path):
+    def stage(*overrides: str) -> Stage:
+        config = config_of(tmp_path, "task.limit=20", "checkpoint.resume=auto", *overrides)
+        return Stage(name="sft", recipe="sft", config=config, dir=tmp_path)
+
+    tasks = TaskSet([Task(task_id="a", prompt="1")], seed=0)
+
+    async def position(version: int) -> dict[str, Any]:
+        return {"stream": {"taskset": tasks.state_dict()}}
+
+    rank = FakeRank()
+    checkpoints = checkpoints_of(tmp_path, rank, "task.limit=20", "checkpoint.every=1", position=position)
+    checkpoints._directory = tmp_path / "checkpoints"
+    run(checkpoints, rank, 1)
+    with pytest.raises(ValueError, match=r"checkpoint.resume: got auto, but .* seed was 0, is 7"):
+        _check_resume(stage("seed=7"))
+    with pytest.raises(ValueError, match=r"checkpoint.resume: got auto, but .* other tasks: train had fingerprint"):
+        _check_resume(stage())
+    check_same_tasks(tmp_path / "checkpoints/step-000001", tasks)
 
 
 def test_in_the_middle_of_a_batch_only_weights_are_saved(tmp_path):
