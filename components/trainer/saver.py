@@ -28,7 +28,9 @@ class Saver:
 
     def __init__(self, *, rank: int, device: torch.device, timeout_s: float) -> None:
         self._rank, self._device = rank, device
-        self._group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saving")
         self._pending: Future[float] | None = None
 
