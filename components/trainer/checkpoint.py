@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.checkpoint import load as dcp_load  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from .durable import write_durably
@@ -152,8 +153,15 @@ def read_state(directory: Path) -> dict[str, Any]:
 
 def _tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, torch.Tensor]:
     """Every tensor of the state by name, as the live objects. A parameter that had no gradient yet has zero moments."""
+    # After a forward pass alone (a canary) FSDP leaves the root's weights whole, in parameters that the optimizer does
+    # not know: their moments would be saved as zeros.
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
+        assert parameter in known, f"{name} is not the optimizer's"
         moments = optimizer.state[parameter]
         if not moments:
             moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
