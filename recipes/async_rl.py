@@ -188,6 +188,7 @@ class AsyncRL:
             trainers=self._parts.trainers,
             supervisor=self._supervisor,
             position=lambda version: self._wait(self._parts.buffer.position.remote(version), "replay"),
+            resumed=self._resumed,
         )
         for i, collector in enumerate(self._parts.collectors):
             self._supervisor.watch(f"generator-{i}", collector.keep_current.remote())
@@ -217,7 +218,7 @@ class AsyncRL:
                     self._supervisor.watch("publishing", self._publishing)
                 if i == len(take.batches) - 1:  # between takes: none is ever half trained on resume
                     with clock.waiting("checkpoint"):
-                        await self._checkpoints.after_step(self._version)
+                        metrics |= await self._checkpoints.after_step(self._version)
                 self._train_s += clock.so_far()
                 with clock.waiting("evaluate"):
                     await self._maybe_evaluate()

@@ -5,14 +5,17 @@
     checkpoints/step-000050/state.json    policy version, the settings that a successor must share, position in the data
     checkpoints/latest.json               the newest one, written last
 
-A checkpoint is written to step-000050.partial and renamed when everything in it is on disk: whatever dies in between,
-the checkpoints before it stay as they were, and a half-written one never has a name that anybody looks for.
+A checkpoint is written to step-000050.*.partial and renamed when everything in it is on disk: whatever dies in between,
+the checkpoints before it stay as they were, and a half-written one never has a name that anybody looks for. What is
+added to one later (weights for others at a run's end) is renamed into it, so that it is whole at every moment.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import secrets
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -22,9 +25,11 @@ from leeway.config import Config
 from leeway.config.learning import CheckpointConfig
 from leeway.recipes.context import say
 from leeway.runtime.supervisor import Supervisor, together
-from leeway.trainer.checkpoint import CheckpointError, read_state, sync_directory, write_durably
+from leeway.tasks.mixed import MixedTaskSet
+from leeway.tasks.taskset import TaskSet
+from leeway.trainer.checkpoint import CheckpointError, read_state
+from leeway.trainer.durable import sync, write_durably
 
-SAVE_TIMEOUT_S = 600.0
 STATE_FILE = "state.json"
 # What may differ between a run and the one that goes on from it: where it runs and what it reports, not what it learns.
 # The weights come from the checkpoint, which knows their shapes itself, so the model's own folder may have moved.
@@ -45,8 +50,10 @@ FREE_KEYS = {"train.steps", "train.epochs", "train.num_ranks", "train.max_tokens
 class Checkpoints:
     """Saves through all trainer ranks (a collective), points `latest.json` at the result, then removes old ones.
 
-    `config` is kept with each checkpoint. `position(policy_version)` says where in the data a run of that version
-    stands, as JSON-able data; None: it is in the middle of a batch, and nobody can go on from there.
+    Training goes on while files are written; one save is under way at most. One that fails ends the run, by name, at
+    the next thing that the run waits for. `config` is kept with each checkpoint. `position(policy_version)` says where
+    in the data a run of that version stands, as JSON-able data; None: it is in the middle of a batch, and nobody can go
+    on from there. `resumed`: the checkpoint that this run goes on from.
     """
 
     def __init__(
@@ -57,77 +64,138 @@ class Checkpoints:
         trainers: Sequence[Any],
         supervisor: Supervisor,
         position: Callable[[int], Awaitable[dict[str, Any] | None]] | None = None,
+        resumed: Path | None = None,
     ) -> None:
         self._directory = directory
         self._settings: CheckpointConfig = config.checkpoint
+        self._timeout_s = config.cluster.step_timeout_s
         self._config = learned_settings(config)
         self._base_model = config.model.path
         self._trainers = trainers
         self._supervisor = supervisor
         self._position = position
-        self._last_step = 0
+        self._own = set() if resumed is None else {resumed.resolve()}  # what is whole: by this run, or checked by it
+        self._last_step = step_of(resumed) if resumed is not None else 0
+        self._writing: asyncio.Future[None] | None = None
+        self._metrics: dict[str, float] = {}
+        for left_over in directory.glob("step-*.partial"):  # of a run that was killed while it saved
+            shutil.rmtree(left_over, ignore_errors=True)
 
-    async def after_step(self, step: int) -> None:
-        """Save where `checkpoint.every` says so: once per so many steps, at the first opportunity."""
+    async def after_step(self, step: int) -> dict[str, float]:
+        """Begin to save where `checkpoint.every` says so: once per so many steps, at the first opportunity.
+
+        Returns what is to be logged of saving: of the checkpoint that was begun, and of the last one that is done.
+        """
         every = self._settings.every
         if every and step // every > self._last_step // every:
-            await self.save(hf=self._settings.save_hf == "always", state=True)
+            await self._begin(hf=self._settings.save_hf == "always", state=True)
         self._last_step = step
+        metrics, self._metrics = self._metrics, {}
+        return metrics
 
     async def at_end(self, *, interrupted: bool = False) -> Path | None:
-        """The last weights (unless `checkpoint.save_hf` is never), and the state where somebody may go on from it."""
-        hf, state = self._settings.save_hf != "never", interrupted or self._settings.every > 0
-        return await self.save(hf=hf, state=state) if hf or state else None
+        """The last weights (unless `checkpoint.save_hf` is never), and the state where somebody may go on from it.
 
-    async def save(self, *, hf: bool, state: bool) -> Path | None:
-        """Save what the ranks hold, and return the Hugging Face folder if there is one.
+        Returns the Hugging Face folder if there is one, when everything is on disk.
+        """
+        hf, state = self._settings.save_hf != "never", interrupted or self._settings.every > 0
+        folder = await self._begin(hf=hf, state=state) if hf or state else None
+        await self._finish()
+        return folder / "hf" if folder is not None and hf else None
+
+    async def _begin(self, *, hf: bool, state: bool) -> Path | None:
+        """Copy out what the ranks hold; returns the folder that it will be in.
 
         They are asked for the step, because an interrupt may come in the middle of one.
         """
+        await self._finish()
         step = await self._wait(self._trainers[0].policy_version.remote(), "trainer-0")
         folder = self._directory / f"step-{step:06d}"
-        if all((folder / name).exists() for name, wanted in (("hf", hf), ("dcp", state)) if wanted):
-            return folder / "hf" if hf else None
+        if folder.exists() and folder.resolve() not in self._own:
+            discard(folder)  # damaged: the run passed it over, and has now come as far again
+        hf, state = (wanted and not (folder / name).exists() for name, wanted in (("hf", hf), ("dcp", state)))
         about: dict[str, Any] = {"policy_version": step, "base_model": self._base_model, "config": self._config}
         if self._position is not None and state:
             about["position"] = await self._position(step)
             state = about["position"] is not None
         if not hf and not state:
-            return None
-        partial = folder.with_name(folder.name + ".partial")
-        shutil.rmtree(partial, ignore_errors=True)
+            return folder
+        # A name of its own: what a run before this one left running may still write into a folder that it made.
+        partial = self._directory / f"{folder.name}.{secrets.token_hex(4)}.partial"
         partial.mkdir(parents=True)
-        if state:
-            await self._collective(lambda t: t.save_state.remote(str(partial / "dcp")))
-        if hf:
-            await self._collective(lambda t: t.save.remote(str(partial / "hf")))
-        write_durably(partial / STATE_FILE, json.dumps(about) + "\n")
-        self._put_in_place(partial, folder)
-        write_durably(self._directory / "latest.json", json.dumps({"step": step, "path": folder.name}) + "\n")
-        self._remove_old()
-        return folder / "hf" if hf else None
+        folders = [str(partial / name) if wanted else None for name, wanted in (("dcp", state), ("hf", hf))]
+        try:
+            held_up = await self._collective(lambda t: t.begin_save.remote(*folders))
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        self._metrics["checkpoint/copy_s"] = max(of_rank["checkpoint/copy_s"] for of_rank in held_up)
+        self._writing = self._supervisor.watch("checkpoint", self._complete(partial, folder, about))
+        return folder
 
-    def _put_in_place(self, partial: Path, folder: Path) -> None:
-        old = folder.with_name(folder.name + ".old.partial")
-        if folder.exists():  # of the same step, with less in it
-            folder.rename(old)
-        partial.rename(folder)
-        sync_directory(self._directory)
-        shutil.rmtree(old, ignore_errors=True)
+    async def _finish(self) -> None:
+        """Wait for what is being written."""
+        if self._writing is not None:
+            await self._wait(asyncio.shield(self._writing), "checkpoint")
+            self._writing = None
 
-    def _remove_old(self) -> None:
-        steps = saved_steps(self._directory)
+    async def _complete(self, partial: Path, folder: Path, about: dict[str, Any]) -> None:
+        """Once every rank has written: give it its name, and only then remove others."""
+        try:
+            written = await together(t.finish_save.remote() for t in self._trainers)
+            self._metrics["checkpoint/write_s"] = max(of_rank["checkpoint/write_s"] for of_rank in written)
+            if folder.exists():  # of the same step, with less in it
+                about = json.loads((folder / STATE_FILE).read_text()) | about
+                write_durably(folder / STATE_FILE, json.dumps(about) + "\n")
+                for part in partial.iterdir():
+                    part.rename(folder / part.name)
+                sync(folder)
+                partial.rmdir()
+            else:
+                write_durably(partial / STATE_FILE, json.dumps(about) + "\n")
+                partial.rename(folder)
+            sync(self._directory)
+            self._own.add(folder.resolve())
+            write_durably(
+                self._directory / "latest.json", json.dumps({"step": step_of(folder), "path": folder.name}) + "\n"
+            )
+            self._remove_old(step_of(folder))
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)  # room for what a failing run still has to say
+            raise
+
+    def _remove_old(self, newest: int) -> None:
+        """Of the checkpoints up to `newest`. Later ones are damaged: they count for nothing, and are nobody's."""
+        steps = [step for step in saved_steps(self._directory) if step <= newest]
         kept = set(steps[-self._settings.keep_last :])
         if self._settings.keep_every:
             kept |= {step for step in steps if step % self._settings.keep_every == 0}
+        # Where the newest holds only weights (an interrupt in the middle of a batch), a run goes on from an older one.
+        kept |= set([step for step in steps if (self._folder(step) / "dcp" / STATE_FILE).exists()][-1:])
         for step in set(steps) - kept:
-            shutil.rmtree(self._directory / f"step-{step:06d}")
+            discard(self._folder(step))
 
-    async def _collective(self, call: Callable[[Any], Any]) -> None:
-        await self._wait(together([call(t) for t in self._trainers]), "saving a checkpoint")
+    def _folder(self, step: int) -> Path:
+        return self._directory / f"step-{step:06d}"
+
+    async def _collective(self, call: Callable[[Any], Any]) -> list[Any]:
+        return await self._wait(together([call(t) for t in self._trainers]), "saving a checkpoint")
 
     async def _wait(self, call: Any, what: str) -> Any:
-        return await self._supervisor.wait(call, what=what, timeout_s=SAVE_TIMEOUT_S)
+        return await self._supervisor.wait(call, what=what, timeout_s=self._timeout_s)
+
+
+def discard(folder: Path) -> None:
+    """Remove a checkpoint; whatever dies in between, nothing half-removed keeps its name."""
+    doomed = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.partial")
+    folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def step_of(folder: Path) -> int:
+    """The policy version in a checkpoint's name, or 0 where somebody gave it another one."""
+    name = re.fullmatch(r"step-(\d+)", folder.name)
+    return int(name[1]) if name else 0
 
 
 def saved_steps(directory: Path) -> list[int]:
@@ -179,6 +247,16 @@ def check_same_settings(folder: Path, config: Config) -> None:
     if different:
         listed = "; ".join(f"{key} was {saved.get(key)!r}, is {own.get(key)!r}" for key in different)
         raise CheckpointError(f"checkpoint {folder} is of other settings: {listed}")
+
+
+def check_same_tasks(folder: Path, taskset: TaskSet | MixedTaskSet) -> None:
+    """Raises `CheckpointError` when the position in this checkpoint is one in other tasks."""
+    stream = json.loads((folder / STATE_FILE).read_text()).get("position", {}).get("stream")
+    if stream is not None and stream["taskset"]["fingerprint"] != taskset.fingerprint():
+        raise CheckpointError(
+            f"checkpoint {folder} is of other tasks: {taskset.name} had fingerprint "
+            f"{stream['taskset']['fingerprint']}, has {taskset.fingerprint()}; put the tasks back as they were"
+        )
 
 
 def learned_settings(config: Config) -> dict[str, Any]:

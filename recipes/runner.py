@@ -38,6 +38,7 @@ def run_stages(stages: Sequence[Stage], run_dir: Path, config_name: str, argv: S
             check_plugins(stage.config)
             _check_pieces(stage)
             _check_tasks(stage)
+            _check_resume(stage)
         _check_hand_on(stages)
     except (MonitorError, ValueError, OSError) as error:
         print(f"leeway: refused: {error}", file=sys.stderr)
@@ -80,8 +81,12 @@ class _Run:
         finally:
             self._ignore_signals()  # what is left is short, and cutting it short would leave processes behind
             await asyncio.to_thread(self._leave_cluster)
-        self._write_summary(status, cause)
-        self._draw()
+        try:
+            self._write_summary(status, cause)
+            self._draw()
+        except OSError as error:  # a full disk must not hide why the run ended
+            print(f"leeway: summary.json and curves.png could not be written: {error}", file=sys.stderr)
+            code = code or 1
         self._say_goodbye(status, cause)
         return code
 
@@ -224,6 +229,24 @@ def _check_tasks(stage: Stage) -> None:
         from leeway.tasks.preferences import check_pairs
 
         check_pairs(taskset.tasks, key=config.task.rejected_key)
+
+
+def _check_resume(stage: Stage) -> None:
+    """A checkpoint that cannot be gone on from, or was learned otherwise, is refused before anything starts."""
+    config = stage.config
+    if config.checkpoint.resume == "never" or stage.recipe == "evaluate":
+        return
+    from leeway.recipes.checkpoints import check_same_tasks, resume_point
+    from leeway.tasks.taskset import build_taskset
+    from leeway.trainer.checkpoint import CheckpointError
+
+    try:
+        folder = resume_point(stage.dir / "checkpoints", config)
+        if folder is not None:
+            taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
+            check_same_tasks(folder, taskset)
+    except CheckpointError as error:
+        raise ValueError(f"checkpoint.resume: got {config.checkpoint.resume}, but {error}") from None
 
 
 def _check_hand_on(stages: Sequence[Stage]) -> None:

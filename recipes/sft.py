@@ -75,6 +75,7 @@ async def train_offline(context: StageContext, *, recipe: str, batches: Batches,
             config=config,
             trainers=parts.trainers,
             supervisor=parts.supervisor,
+            resumed=resumed,
         )
         try:
             first = await launcher.load_state(resumed / "dcp") if resumed else 0
@@ -145,7 +146,7 @@ async def _train(
         if step < total_steps:
             upcoming = await asyncio.to_thread(lambda: _put(next(batches)))
         metrics = (await parts.supervisor.wait(pending, what="trainer", timeout_s=timeout_s))[0]
-        await checkpoints.after_step(step)
+        metrics |= await checkpoints.after_step(step)
         total_s = time.monotonic() - begun
         recent.append(metrics[loss_name])
         trained = _Trained(step, trained.num_tokens + tokens, sum(recent) / len(recent))

@@ -226,6 +226,14 @@ class CheckpointConfig(Section):
     save_hf: Literal["last", "always", "never"] = Field(
         default="last", description="when weights are saved for transformers"
     )
+    in_background: bool = Field(
+        default=True,
+        description="write while training goes on, from a copy in main memory (of weights and optimizer state, shared "
+        "out over the ranks); false: no copy, training waits",
+    )
+    max_writers: NonNegativeInt = Field(
+        default=0, description="most ranks that write at once, where storage that all share is slow; 0: all"
+    )
     resume: str = Field(
         default="never",
         description="never, auto (go on from the newest whole checkpoint in this run's folder, if there is one), or "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,9 @@ from ..config import Config, derive
 from ..failures import as_text
 from ..monitor.logs import log_to_file
 from ..tasks.examples import expert_source, expert_tasks
-from ..tasks.mixed import MixedTaskSet
 from ..tasks.prompting import Prompter
 from ..tasks.queue_tasks import QueueTaskSet
-from ..tasks.taskset import TaskSet, build_taskset
+from ..tasks.taskset import build_taskset
 from ..tasks.truncate import truncated
 from ..types import Admission, Group, Task, Trajectory
 from .admission import AdmissionRule
@@ -29,6 +28,7 @@ from .buffer import ReplayBuffer
 from .operators import Pipeline
 from .position import Position
 from .reuse import ReusePool, priority_of
+from .stream import TaskStream
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +48,12 @@ class ReplayBufferActor:
     def __init__(self, config: Config, *, role: str, log_file: Path, start: dict[str, Any] | None = None) -> None:
         self.role = role
         log_to_file(log_file, config.log.level)
-        self._begin(config, Position(**(start or {})))
+        self._begin(config, start)
 
-    def _begin(self, config: Config, position: Position) -> None:
+    def _begin(self, config: Config, start: dict[str, Any] | None = None) -> None:
+        """`start`: what `position` said in the run that this one goes on from."""
+        own = {name: value for name, value in (start or {}).items() if name != "stream"}
+        position, stream = Position(**own), start["stream"] if start else None
         self._config = config
         numbers = derive(config)
         train, algorithm = config.train, config.algorithm
@@ -71,8 +74,16 @@ class ReplayBufferActor:
             experts=self._experts(skip_steps=position.num_takes * train.updates_per_batch),
             count_turns=algorithm.aggregation == "turn_mean_token_mean",
         )
-        self._num_too_long = self._num_cut = 0
         self._at_the_queue = asyncio.Lock()
+        self._stream = TaskStream(
+            self._taskset,
+            num_tokens=self._num_tokens,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            shortened=self._shortened,
+            epochs=train.epochs,
+            draws=position,
+            start=stream,
+        )
         self._pipeline = Pipeline(config.replay.operators)
         replay = config.replay
         priority = priority_of(replay.priority) if replay.sampling == "priority" else None
@@ -86,7 +97,7 @@ class ReplayBufferActor:
             decay=replay.priority_decay,
         )
         self._buffer = ReplayBuffer(
-            tasks=position.tasks(self._fitting(_tasks(self._taskset, train.epochs))),
+            tasks=self._stream,
             start=position,
             rule=AdmissionRule(
                 groups_per_take=numbers.fresh_groups_per_take,
@@ -112,35 +123,23 @@ class ReplayBufferActor:
         count = config.algorithm.expert_batch_size
         return expert_source(tasks, self._prompter, count=count, skip=skip_steps * count)
 
-    def _fitting(self, tasks: Iterator[Task]) -> Iterator[Task]:
-        """Tasks within `rollout.max_prompt_tokens`; longer ones as `rollout.overlong_prompts` says, and counted."""
-        limit, in_a_row = self._config.rollout.max_prompt_tokens, 0
-        for task in tasks:
-            if self._fits(task):
-                in_a_row = 0
-                yield task
-                continue
-            length, how = len(self._prompter.encode(task.prompt)), self._config.rollout.overlong_prompts
-            if how == "refuse":
-                raise ValueError(
-                    f"rollout.max_prompt_tokens: got {limit}, but the prompt of task {task.task_id} has {length}; "
-                    "raise it, or set rollout.overlong_prompts=drop or truncate"
-                )
-            if how == "truncate" and (shorter := truncated(task, self._prompter, limit)) is not None:
-                self._num_cut += 1
-                in_a_row = 0
-                yield shorter
-                continue
-            self._num_too_long += 1
-            in_a_row += 1
-            logger.warning("task %s left out: prompt of %d tokens", task.task_id, length)
-            if in_a_row >= len(self._taskset):
-                raise ValueError(
-                    f"rollout.max_prompt_tokens: got {limit}, but every prompt is longer (the last: {length}); raise it"
-                )
+    def _num_tokens(self, task: Task) -> int:
+        return len(self._prompter.encode(task.prompt))
+
+    def _shortened(self, task: Task) -> Task | None:
+        """What `rollout.overlong_prompts` makes of a task whose prompt is too long; None leaves it out."""
+        rollout = self._config.rollout
+        if rollout.overlong_prompts == "refuse":
+            raise ValueError(
+                f"rollout.max_prompt_tokens: got {rollout.max_prompt_tokens}, but the prompt of task {task.task_id} "
+                f"has {self._num_tokens(task)}; raise it, or set rollout.overlong_prompts=drop or truncate"
+            )
+        if rollout.overlong_prompts == "drop":
+            return None
+        return truncated(task, self._prompter, rollout.max_prompt_tokens)
 
     def _fits(self, task: Task) -> bool:
-        return len(self._prompter.encode(task.prompt)) <= self._config.rollout.max_prompt_tokens
+        return self._num_tokens(task) <= self._config.rollout.max_prompt_tokens
 
     async def start(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "node": ray.util.get_node_ip_address(), "tasks": len(self._taskset)}
@@ -148,7 +147,7 @@ class ReplayBufferActor:
     @as_text
     async def begin(self, config: Config) -> None:
         """Another run: tasks from the first on, nothing outstanding. The last one's waiters must have left."""
-        self._begin(config, Position())
+        self._begin(config)
 
     async def alive(self) -> None:
         await asyncio.Event().wait()
@@ -205,16 +204,20 @@ class ReplayBufferActor:
     async def trained(self, group_ids: list[int]) -> dict[str, float]:
         """The take was trained on; returns the state of the buffer."""
         await self._buffer.trained(group_ids)
+        self._stream.forget_before(self._buffer.first_draw)
         stats = asdict(self._buffer.stats())
         counts = {f"replay/{name}": float(value) for name, value in stats.items()}
-        own = {"replay/too_long": float(self._num_too_long), "replay/cut_prompts": float(self._num_cut)}
+        own = {
+            "replay/too_long": float(self._stream.num_too_long),
+            "replay/cut_prompts": float(self._stream.num_shortened),
+        }
         return counts | own | self._buffer.lengths.metrics() | self._pipeline.counts() | self._reuse.metrics()
 
     @as_text
     async def position(self, policy_version: int) -> dict[str, Any] | None:
-        """See `ReplayBuffer.position`, as JSON-able data."""
+        """See `ReplayBuffer.position`, as JSON-able data, with the taskset's own position under `stream`."""
         position = self._buffer.position(policy_version)
-        return None if position is None else asdict(position)
+        return None if position is None else asdict(position) | {"stream": self._stream.position(position)}
 
     @as_text
     async def published(self, policy_version: int) -> None:
@@ -234,16 +237,6 @@ class ReplayBufferActor:
         # All of it in one step, trajectories without an advantage included: speed is measured per token.
         take = replace(self._assembler, skip_zero_advantage=False, updates_per_take=1)(0, groups)
         return [ray.put(batch) for batch in take.batches[0]], take.metrics
-
-
-def _tasks(taskset: TaskSet | MixedTaskSet | QueueTaskSet, epochs: float | None) -> Iterator[Task]:
-    """For ever, or `epochs` passes (the last one may be a part)."""
-    stream = taskset.forever()
-    if epochs is None:
-        yield from stream
-        return
-    for _ in range(round(epochs * len(taskset))):
-        yield next(stream)
 
 
 # Ray's overloads do not name max_concurrency.

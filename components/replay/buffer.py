@@ -270,6 +270,12 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             next_draw=max(self._start.next_draw, self._last_draw + 1),
         )
 
+    @property
+    def first_draw(self) -> int:
+        """Every draw before this one is over."""
+        drawn = min(self._draw_of.values(), default=self._last_draw + 1)
+        return min([drawn, *(d for d in self._start.open_draws if d > self._last_draw)])
+
     async def published(self, policy_version: int) -> None:
         """A newer version can be pulled: more groups may start."""
         async with self._changed:

@@ -1,8 +1,8 @@
 """Where a run stands in its tasks, so that another one can go on from there.
 
-Every group draws one task, so draw k is the k-th task of the (deterministic) stream. Trained draws are over; every
-other one from the first open group on is drawn again: those in flight, finished, taken and not yet trained, and also
-those filtered or failed after it, so that group ids, and with them the seeds of lockstep, come out as they were.
+Every group draws one task: draw k is the k-th task of the stream (`stream` knows its own part). Trained draws are over;
+every other one from the first open group on is drawn again: those in flight, finished, taken and not yet trained, and
+also those filtered or failed after it, so that group ids, and with them the seeds of lockstep, come out as they were.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-
-from ..types import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +25,3 @@ class Position:
     def draws(self) -> Iterator[int]:
         """Draw numbers from here on."""
         return itertools.chain(self.open_draws, itertools.count(self.next_draw))
-
-    def tasks(self, stream: Iterator[Task]) -> Iterator[Task]:
-        """The tasks of `draws()`, from the whole stream."""
-        wanted = set(self.open_draws)
-        for draw, task in enumerate(stream):
-            if draw >= self.next_draw or draw in wanted:
-                yield task

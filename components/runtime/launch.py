@@ -110,6 +110,8 @@ def trainer_settings(
         logprob_chunk_tokens=config.train.logprob_chunk_tokens,
         compile_layers=config.train.compile,
         cpu_offload=config.train.cpu_offload,
+        save_in_background=config.checkpoint.in_background,
+        max_writers=config.checkpoint.max_writers,
     )
     if not derive(config, recipe).has_critic:
         return settings

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,7 +55,7 @@ class QueueTaskSet:
 
     def forever(self) -> Iterator[Task]:
         """Tasks in order until the queue is closed. Waits for the next one by blocking: ask `num_ready` before."""
-        for number in range(10**18):
+        for number in itertools.count(self._num_drawn):
             while number >= len(self._tasks):
                 closed = self._is_closed()  # asked before the last look into the file
                 self._poll()
@@ -100,6 +101,12 @@ class QueueTaskSet:
 
     def state_dict(self) -> dict[str, Any]:
         return {"fingerprint": self.fingerprint(), "position": self._num_drawn}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another run's `state_dict` was. Raises ValueError where the file is another one."""
+        if (got := state["fingerprint"]) != (own := self.fingerprint()):
+            raise ValueError(f"task.path: the saved position has fingerprint {got}, {self._path} has {own}")
+        self._num_drawn = state["position"]
 
     def fingerprint(self) -> str:
         """16 hex digits of the first task: the file may only grow."""

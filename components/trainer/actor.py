@@ -116,12 +116,14 @@ class TrainerActor:
         return await self._in_order(lambda: self._trainer.policy_version)
 
     @as_text
-    async def save(self, directory: str) -> None:
-        await self._in_order(lambda: self._trainer.save(directory))
+    async def begin_save(self, state: str | None, hf: str | None) -> dict[str, float]:
+        """Returns when training may go on; see `Trainer.begin_save`."""
+        return await self._in_order(lambda: self._trainer.begin_save(state=state, hf=hf))
 
     @as_text
-    async def save_state(self, directory: str) -> None:
-        await self._in_order(lambda: self._trainer.save_state(directory))
+    async def finish_save(self) -> dict[str, float]:
+        """Returns when it is on disk. Beside whatever the trainer computes next."""
+        return await asyncio.to_thread(self._trainer.finish_save)
 
     @as_text
     async def load_state(self, directory: str) -> int:

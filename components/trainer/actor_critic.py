@@ -19,7 +19,7 @@ from torch import nn
 
 from ..algorithms.critic import gae, outcome_rewards, value_metrics, whitened, whitening_sums
 from .critic import NUM_SUMS, Critic, CriticSettings, Estimates
-from .sharding import make_mesh
+from .sharding import make_mesh, reshard
 from .trainer import Trainer, TrainerSettings
 
 if TYPE_CHECKING:
@@ -117,9 +117,9 @@ class ActorCriticTrainer(Trainer):
         metrics = super().optim_step() | own
         return metrics | {"step/optim_s": metrics["step/optim_s"] + elapsed}
 
-    def save_state(self, directory: str) -> None:
+    def begin_save(self, *, state: str | None = None, hf: str | None = None) -> dict[str, float]:
         with self._critic_in_the_state():
-            super().save_state(directory)
+            return super().begin_save(state=state, hf=hf)
 
     def load_state(self, directory: str) -> int:
         with self._critic_in_the_state():
@@ -153,6 +153,8 @@ class ActorCriticTrainer(Trainer):
     def _critic_in_the_state(self) -> Iterator[None]:
         """Checkpoints hold one set of named tensors: for their time, the critic's are among the policy's."""
         model, optimizer = self._model, self._optimizer
+        reshard(model)  # the roots are not among the modules below
+        reshard(self._critic.model)
         self._model = cast(Any, _Both(model, self._critic.model))
         self._optimizer = cast(Any, _BothStates(optimizer, self._critic.optimizer))
         try:
@@ -176,6 +178,7 @@ class _BothStates:
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
         self.state = self
+        self.param_groups = [group for o in optimizers for group in o.param_groups]
         self._owners = {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
 
     def __getitem__(self, parameter: torch.Tensor) -> Any:

@@ -4,6 +4,8 @@
     DIR/state.json                 written last: policy version, ranks, what the objective has learned, sizes of the
                                    files, SHA-256 of .metadata
 
+    take_state (copies out)  ->  write_state (beside training, if that was a copy)        load_state
+
 Weights, AdamW's moments and step counts are tensors under their parameters' names, so any number of ranks may load what
 any number saved. The learning-rate schedule has no state of its own: it follows the policy version. Torch pickles
 `.metadata`; it is checked against the hash in state.json before anything reads it, and nothing else here is pickled.
@@ -13,17 +15,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.checkpoint import FileSystemReader  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.checkpoint import load as dcp_load  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.checkpoint import save as dcp_save  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.fsdp import FSDPModule
+
+from .durable import write_durably
+from .rng import rng_state, set_rng_state
+from .writing import on_all_ranks, write_shards
 
 FORMAT = 1
 STATE_FILE = "state.json"
@@ -33,41 +39,70 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be loaded: it is incomplete, was changed, or belongs to another model."""
 
 
-def save_state(
-    directory: Path,
+@dataclass(frozen=True, kw_only=True)
+class TrainerState:
+    """All that one rank has to write. `about`: what state.json says of it."""
+
+    tensors: dict[str, torch.Tensor]
+    about: dict[str, Any]
+    rank: int
+    num_ranks: int
+
+
+def take_state(
     *,
     model: nn.Module,
     optimizer: torch.optim.AdamW,
+    device: torch.device,
     rank: int,
     num_ranks: int,
     policy_version: int,
     objective: dict[str, float],
-) -> None:
-    """Write all of it into `directory` (a collective); on disk, not merely in caches, when the call returns.
+    copy: bool,
+) -> TrainerState:
+    """The state of this rank as it is now; with `copy` it stays so, in main memory, while training goes on.
 
-    Complete once state.json is there. Raises OSError, or torch's CheckpointException, when it cannot be written.
+    A copy is as large as this rank's share of weights and optimizer state: 12 bytes per parameter, over the ranks.
     """
-    if rank == 0:
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / STATE_FILE).unlink(missing_ok=True)
-    dist.barrier()
-    state = _tensors(model, optimizer) | {_rng_key(rank): torch.get_rng_state()}
-    dcp_save(state, storage_writer=FileSystemWriter(directory, single_file_per_rank=True, sync_files=True))
-    if rank == 0:
-        written = {
-            "format": FORMAT,
-            "policy_version": policy_version,
-            "num_ranks": num_ranks,
-            "objective": objective,
-            "metadata_sha256": _sha256(directory / ".metadata"),
-            "bytes": {p.name: p.stat().st_size for p in sorted(directory.glob("*.distcp"))},
-        }
-        write_durably(directory / STATE_FILE, json.dumps(written) + "\n")
-    dist.barrier()
+    tensors = _tensors(model, optimizer)
+    if copy:
+        tensors = {name: _copied(tensor) for name, tensor in tensors.items()}
+    tensors |= {f"{_rng_prefix(rank)}{name}": state for name, state in rng_state(device).items()}
+    about = {"format": FORMAT, "policy_version": policy_version, "num_ranks": num_ranks, "objective": objective}
+    return TrainerState(tensors=tensors, about=about, rank=rank, num_ranks=num_ranks)
 
 
-def load_state(directory: Path, *, model: nn.Module, optimizer: torch.optim.AdamW, rank: int) -> dict[str, Any]:
-    """Put what `save_state` wrote into model, optimizer and generator (a collective); returns what state.json says.
+def write_state(
+    directory: Path, state: TrainerState, *, group: dist.ProcessGroup | None = None, max_writers: int = 0
+) -> None:
+    """Write all of it into `directory` (a collective over `group`); on disk, not merely in caches, when it returns.
+
+    At most `max_writers` ranks write at a time (0: all of them). Complete once state.json is there. Raises
+    `CheckpointWriteError` on every rank when one of them cannot write.
+    """
+
+    def begin() -> None:
+        if state.rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / STATE_FILE).unlink(missing_ok=True)
+
+    def complete() -> None:
+        if state.rank == 0:
+            files = {
+                "metadata_sha256": _sha256(directory / ".metadata"),
+                "bytes": {p.name: p.stat().st_size for p in sorted(directory.glob("*.distcp"))},
+            }
+            write_durably(directory / STATE_FILE, json.dumps(state.about | files) + "\n")
+
+    on_all_ranks(begin, directory, group)
+    write_shards(directory, state.tensors, rank=state.rank, group=group, max_writers=max_writers)
+    on_all_ranks(complete, directory, group)
+
+
+def load_state(
+    directory: Path, *, model: nn.Module, optimizer: torch.optim.AdamW, device: torch.device, rank: int
+) -> dict[str, Any]:
+    """Put what `write_state` wrote into model, optimizer and generators (a collective); returns what state.json says.
 
     Raises `CheckpointError` before anything is changed.
     """
@@ -76,11 +111,13 @@ def load_state(directory: Path, *, model: nn.Module, optimizer: torch.optim.Adam
     reader = FileSystemReader(directory)
     saved = reader.read_metadata().state_dict_metadata
     _check_same_model(directory, tensors, saved)
-    if (key := _rng_key(rank)) in saved:  # a rank that did not exist then keeps its seed
-        tensors[key] = torch.empty_like(torch.get_rng_state())
-    dcp_load(tensors, storage_reader=reader)
-    if key in tensors:
-        torch.set_rng_state(tensors[key])
+    generators = {  # a rank that did not exist then keeps its seed
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in saved.items()
+        if name.startswith(_rng_prefix(rank)) and isinstance(entry, TensorStorageMetadata)
+    }
+    dcp_load(tensors | generators, storage_reader=reader)
+    set_rng_state({name.removeprefix(_rng_prefix(rank)): value for name, value in generators.items()}, device)
     return state
 
 
@@ -102,30 +139,17 @@ def read_state(directory: Path) -> dict[str, Any]:
     return state
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Replace `path` in one step; after a crash there is the old content or the new one."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Make what was created, renamed or removed in `directory` survive a crash of the machine."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, torch.Tensor]:
     """Every tensor of the state by name, as the live objects. A parameter that had no gradient yet has zero moments."""
+    # After a forward pass alone (a canary) FSDP leaves the root's weights whole, in parameters that the optimizer does
+    # not know: their moments would be saved as zeros.
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     tensors: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
+        assert parameter in known, f"{name} is not the optimizer's"
         moments = optimizer.state[parameter]
         if not moments:
             moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -134,6 +158,11 @@ def _tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, torch.
         tensors[f"model.{name}"] = parameter.detach()
         tensors |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
     return tensors
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """In main memory, sharded as before."""
+    return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu")
 
 
 def _check_same_model(directory: Path, tensors: dict[str, torch.Tensor], saved: dict[str, Any]) -> None:
@@ -152,8 +181,8 @@ def _check_same_model(directory: Path, tensors: dict[str, torch.Tensor], saved: 
         )
 
 
-def _rng_key(rank: int) -> str:
-    return f"rng.{rank}"
+def _rng_prefix(rank: int) -> str:
+    return f"rng.{rank}."
 
 
 def _sha256(path: Path) -> str:

@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from .durable import sync, sync_tree
+
 
 class HFWriter:
     """Config, tokenizer and generation settings of `base` with weights in `dtype`; appears whole or not at all.
@@ -59,8 +61,10 @@ class HFWriter:
             (self._partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         for i, name in enumerate(names):
             (self._partial / _unnumbered(i)).rename(self._partial / name)
+        sync_tree(self._partial)
         shutil.rmtree(self._directory, ignore_errors=True)
         self._partial.rename(self._directory)
+        sync(self._directory.parent)
 
 
 def _unnumbered(index: int) -> str:

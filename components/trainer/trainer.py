@@ -1,7 +1,7 @@
 """One rank of the trainer. Every public method is called on all ranks alike, between which FSDP2 exchanges shards.
 
     forward_backward(batch) -> optim_step() -> publish()      token_logprobs(batch)
-    save(dir): for others to load      save_state(dir), load_state(dir): to go on from
+    begin_save(state=dir, hf=dir), finish_save(), load_state(dir)
 
 `policy_version` is the number of optimizer steps in the weights.
 """
@@ -20,26 +20,24 @@ import torch
 import torch.distributed as dist
 
 from ..algorithms.objective import Objective
-from ..versions import NO_VERSION
 from ..weights import CanaryPrompts, Manifest, Publication
 from .audit import published_weights
+from .bound import StalenessError as StalenessError
+from .bound import check_versions
 from .canary import score_canary
-from .checkpoint import load_state, save_state
+from .checkpoint import load_state
 from .gather import Gatherer
 from .memory import peak_memory_gib
 from .microbatch import Microbatch, Packing, cut, empty_microbatch
 from .optimizer import OptimizerSettings, Stepper, embedding_ids, make_optimizer
 from .publish import Publisher, Put, keep
 from .reference import load_reference
+from .saver import Saver
 from .scoring import ScoringModel, load_model
 from .sharding import make_mesh, shard
 
 if TYPE_CHECKING:  # the benchmark runs where tensordict is not installed
     from ..types import TrainBatch
-
-
-class StalenessError(RuntimeError):
-    """A batch holds a token that is older, or newer, than the bound allows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +47,9 @@ class TrainerSettings:
     `max_policy_lag` None: batches carry no policy tokens (supervised training). `publish_dtype`: what engines get.
     `packing`: how sequences lie in a pass, see `Packing`; "auto" is shared where the model's attention allows it.
     `reference_path` None: where an objective needs a reference policy, it is the weights at `model_path`.
-    `logprob_chunk_tokens`: see `scoring.load_model`. `compile_layers` and
-    `cpu_offload`: see `sharding.shard`.
+    `logprob_chunk_tokens`: see `scoring.load_model`. `compile_layers` and `cpu_offload`: see `sharding.shard`.
+    `save_in_background`: checkpoints are written from a copy while training goes on, by at most `max_writers` ranks at
+    once (0: all).
     """
 
     model_path: str
@@ -76,6 +75,8 @@ class TrainerSettings:
     logprob_chunk_tokens: int | None = None
     compile_layers: bool = False
     cpu_offload: bool = False
+    save_in_background: bool = True
+    max_writers: int = 0
 
 
 class Trainer:
@@ -97,6 +98,7 @@ class Trainer:
                 world_size=settings.num_ranks,
                 timeout=timedelta(seconds=settings.timeout_s),
             )
+        self._saver = Saver(rank=rank, device=self._device, timeout_s=settings.timeout_s)
         self.begin(settings)
 
     def begin(self, settings: TrainerSettings) -> None:
@@ -156,7 +158,12 @@ class Trainer:
         it was taken under the weights of now). Raises `StalenessError` when a token breaks the bound, before any
         computing.
         """
-        self._check_versions(batch)
+        check_versions(
+            batch,
+            policy_version=self.policy_version,
+            bound=self._settings.max_policy_lag,
+            with_expert_tokens=self._objective.takes_expert_tokens,
+        )
         started = time.monotonic()
         objective = self._objective
         if objective.needs_step_values:
@@ -231,43 +238,45 @@ class Trainer:
         """Rank 0: the last `publish`, complete. May run beside the next step."""
         return self._publisher.publication()
 
-    def save(self, directory: str) -> None:
-        """Write the weights as a Hugging Face directory, bucket by bucket (a collective; rank 0 writes)."""
-        from .export import HFWriter
+    def begin_save(self, *, state: str | None = None, hf: str | None = None) -> dict[str, float]:
+        """Save into `state` (to go on from) and `hf` (for others to load), beside what comes next (a collective).
 
-        settings, writer = self._settings, None
-        if self._rank == 0:
-            dtype = getattr(torch, settings.publish_dtype)
-            writer = HFWriter(
-                settings.model_path, Path(directory), dtype=dtype, trust_remote_code=settings.trust_remote_code
-            )
-        for plan, memory in self._gatherer.buckets():
-            if writer is not None and memory is not None:
-                # A model's own files name tied weights once.
-                writer.add({place.names[0]: place.tensor(memory) for place in plan.places})
-            del memory  # before the next is gathered: one of a publication may still be on its way
-        if writer is not None:
-            writer.finish()
-        dist.barrier()
-
-    def save_state(self, directory: str) -> None:
-        """Write weights, optimizer, generator, version and objective to go on from (a collective); see `checkpoint`."""
-        save_state(
-            Path(directory),
+        One at a time: `finish_save` comes before the next. Returns the seconds that training was held up.
+        """
+        seconds = self._saver.begin(
+            self._settings,
             model=self._model,
+            gatherer=self._gatherer,
             optimizer=self._optimizer,
-            rank=self._rank,
-            num_ranks=self._settings.num_ranks,
             policy_version=self.policy_version,
             objective=self._objective.state_dict(),
+            state=None if state is None else Path(state),
+            hf=None if hf is None else Path(hf),
         )
+        return {"checkpoint/copy_s": seconds}
+
+    def finish_save(self) -> dict[str, float]:
+        """Wait, in any thread, until what was begun is on disk; raises `CheckpointWriteError` if it cannot be."""
+        return {"checkpoint/write_s": self._saver.finish()}
+
+    def save(self, directory: str) -> None:
+        """Write the weights as a Hugging Face directory, and wait for it (a collective)."""
+        self.begin_save(hf=directory)
+        self.finish_save()
+
+    def save_state(self, directory: str) -> None:
+        """Write everything to go on from, and wait for it (a collective); see `checkpoint`."""
+        self.begin_save(state=directory)
+        self.finish_save()
 
     def load_state(self, directory: str) -> int:
         """Go on from what `save_state` wrote, on any number of ranks (a collective); returns the policy version.
 
         A reference policy stays what it is: the weights that training started from, not those of the checkpoint.
         """
-        state = load_state(Path(directory), model=self._model, optimizer=self._optimizer, rank=self._rank)
+        state = load_state(
+            Path(directory), model=self._model, optimizer=self._optimizer, device=self._device, rank=self._rank
+        )
         self.policy_version = int(state["policy_version"])
         self._objective = self._objective.with_state(state["objective"])
         return self.policy_version
@@ -294,6 +303,7 @@ class Trainer:
         return times
 
     def close(self) -> None:
+        self._saver.close()
         dist.destroy_process_group()
 
     def _passes(
@@ -348,26 +358,6 @@ class Trainer:
         # FSDP averages gradients over ranks; losses are divided by the whole step's counts, so the parts must add up.
         (loss.total * self._settings.num_ranks).backward()
         return loss.sums, loss.maxima
-
-    def _check_versions(self, batch: TrainBatch) -> None:
-        bound = self._settings.max_policy_lag
-        versions = batch.policy_versions[batch.loss_mask]
-        if self._objective.takes_expert_tokens:
-            versions = versions[versions != NO_VERSION]
-        if bound is None or not len(versions):
-            return
-        oldest, newest = int(versions.min()), int(versions.max())
-        if oldest < 0:
-            raise StalenessError(
-                f"refused a batch at trainer version {self.policy_version}: a sampled token has version {oldest}"
-            )
-        if self.policy_version - oldest > bound or newest > self.policy_version:
-            raise StalenessError(
-                f"refused a batch at trainer version {self.policy_version}: "
-                f"its tokens have versions {oldest} to {newest}, "
-                f"so lags {self.policy_version - newest} to {self.policy_version - oldest}; "
-                f"staleness.max_policy_lag is {bound}"
-            )
 
     def _gathered(self, values: torch.Tensor) -> torch.Tensor:
         """Values [K] of every rank, end to end; K may differ from rank to rank."""

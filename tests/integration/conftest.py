@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,20 +100,33 @@ class Started:
             process.kill()
 
 
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Any]:
-    """start(recipe, *overrides, config=...) -> Started; whatever it started is ended with the test."""
+@contextmanager
+def starting(folder: Path) -> Iterator[Any]:
     started: list[Started] = []
 
     def begin(recipe: str, *overrides: str, config: str = "quickstart", name: str = "run") -> Started:
-        args = ["run", recipe, "--config", config, f"output_dir={tmp_path}/runs", f"name={name}", *overrides]
-        command = Started(args, cwd=tmp_path, run_dir=tmp_path / "runs/leeway" / name)
+        args = ["run", recipe, "--config", config, f"output_dir={folder}/runs", f"name={name}", *overrides]
+        command = Started(args, cwd=folder, run_dir=folder / "runs/leeway" / name)
         started.append(command)
         return command
 
     yield begin
     for command in started:
         command.end()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    """start(recipe, *overrides, config=...) -> Started; whatever it started is ended with the test."""
+    with starting(tmp_path) as begin:
+        yield begin
+
+
+@pytest.fixture(scope="module")
+def start_for_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The same, for runs that several tests of a file compare with."""
+    with starting(tmp_path_factory.mktemp("shared")) as begin:
+        yield begin
 
 
 @pytest.fixture(scope="session")
@@ -133,7 +147,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
         command.end()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def from_warm(warm: Path) -> list[str]:
     """Overrides that start RL from the warmed-up model, without the supervised stage."""
     return ["stages.sft=null", "model.init=null", f"model.path={warm}", "monitor.console=plain"]

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import os
+import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,17 @@ import numpy as np
 import pytest
 import torch
 
+from leeway.algorithms.objective import PolicyObjective
 from leeway.collector import engine_worker_env
 from leeway.collector.clock import ActivityClock
 from leeway.collector.engine import Engine, EngineSettings
 from leeway.collector.hand_over import HandOver
+from leeway.tasks.tiny_tokenizer import build_tokenizer
+from leeway.trainer.canary import score_canary
+from leeway.trainer.convert import convert
+from leeway.trainer.optimizer import OptimizerSettings
+from leeway.trainer.trainer import Trainer, TrainerSettings
+from leeway.types import TrainBatch, Trajectory, batch_trajectories
 from leeway.weights import Canary, CanaryPrompts, HandOverError, Manifest, digest_of, plan_buckets, sha256_of
 
 TOLERANCE = 1e-4
@@ -110,19 +120,9 @@ class Served:
 
     def __init__(self, folder: Path) -> None:
         self.loop = asyncio.new_event_loop()
+        self.folder = folder
         self.publisher = Publisher(folder)
-        self.engine = Engine(
-            EngineSettings(
-                model_path=str(folder),
-                dtype="float32",
-                device="cpu",
-                max_model_len=256,
-                seed=0,
-                options={"enforce_eager": True, "block_size": 32, "max_num_seqs": 64},
-                cores=[],
-                kv_cache_gib=1.0,
-            )
-        )
+        self.engine = Engine(_engine_settings(folder))
 
     def run(self, coroutine: Any) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, 60))
@@ -351,3 +351,116 @@ def test_a_prefix_cache_kept_across_versions_is_refused(served: Served, monkeypa
         served.give(*served.publisher.next())
     monkeypatch.undo()
     served.recover()
+
+
+def test_a_converted_checkpoint_is_served_from_disk_and_agrees_with_the_trainer(served: Served, tmp_path: Path) -> None:
+    """Trained, saved in shards, converted, loaded by an engine that starts: it computes what the trainer does."""
+    base = served.folder
+    build_tokenizer(["12 + 34 = 46"]).save_pretrained(base)
+    trainer = Trainer(_settings(base, served.publisher.prompts), rank=0, init_method=_free_address())
+    try:
+        for step in range(3):
+            trainer.forward_backward(_batch(step))
+            trainer.optim_step()
+        trainer.save_state(str(tmp_path / "run/checkpoints/step-000003/dcp"))
+        canary = score_canary(trainer._model, served.publisher.prompts, torch.device("cpu"))
+    finally:
+        trainer.close()
+    assert not served.run(served.engine.score(canary)).within(TOLERANCE), "these are other weights"
+    ((folder, written),) = convert(tmp_path / "run", base_model=str(base))
+    assert written
+    # An engine of its own: where the head is tied, loading anew into one that runs is not what loading at its start is.
+    # And a process of its own, because two engines in one do not always end.
+    work = tmp_path / "work.json"
+    work.write_text(json.dumps([asdict(_engine_settings(folder, load_weights=True)), asdict(canary)]))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", SCORE, str(work)], env=env, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    gap = float(done.stdout.split()[-1])
+    assert 0 < gap <= TOLERANCE
+
+
+SCORE = """
+import asyncio, json, os, sys
+from leeway.collector.engine import Engine, EngineSettings
+from leeway.weights import Canary, CanaryPrompts
+settings, canary = json.load(open(sys.argv[1]))
+engine = Engine(EngineSettings(**settings))
+gap = asyncio.run(engine.score(Canary(**canary | {"prompts": CanaryPrompts(**canary["prompts"])})))
+engine.shutdown()
+print(gap.largest, flush=True)
+os._exit(0)
+"""
+
+
+def _engine_settings(folder: Path, **changes: Any) -> EngineSettings:
+    return EngineSettings(
+        model_path=str(folder),
+        dtype="float32",
+        device="cpu",
+        max_model_len=256,
+        seed=0,
+        options={"enforce_eager": True, "block_size": 32, "max_num_seqs": 64},
+        cores=[],
+        kv_cache_gib=1.0,
+        **changes,
+    )
+
+
+def _settings(path: Path, prompts: CanaryPrompts) -> TrainerSettings:
+    return TrainerSettings(
+        model_path=str(path),
+        objective=PolicyObjective(clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
+        optimizer=OptimizerSettings(
+            lr=0.01,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            weight_decay=0.0,
+            schedule="constant",
+            warmup_steps=0,
+            min_lr_frac=0.0,
+            max_grad_norm=1.0,
+            total_steps=3,
+        ),
+        num_ranks=1,
+        device="cpu",
+        compute_dtype="float32",
+        publish_dtype="float32",
+        attn="sdpa",
+        temperature=1.0,
+        max_policy_lag=None,
+        max_tokens_per_microbatch=1000,
+        gradient_checkpointing=False,
+        bucket_bytes=1 << 20,
+        canary=prompts,
+        num_threads=1,
+        seed=0,
+        timeout_s=60.0,
+    )
+
+
+def _batch(step: int) -> TrainBatch:
+    draw = torch.Generator().manual_seed(step)
+    tokens = torch.randint(2, VOCABULARY, (4, 20), generator=draw).tolist()
+    trajectories = [
+        Trajectory(
+            prompt_tokens=row[:8],
+            response_tokens=row[8:],
+            loss_mask=[True] * 12,
+            behavior_logprobs=[-4.5] * 12,
+            policy_versions=[0] * 12,
+            reward=0.0,
+            finish_reason="stop",
+            text="",
+        )
+        for row in tokens
+    ]
+    return batch_trajectories(trajectories, [1.0, -1.0, 0.5, -0.5], num_sequences=4, num_tokens=48)
+
+
+def _free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"

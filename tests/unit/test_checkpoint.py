@@ -6,14 +6,18 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,11 +25,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.algorithms.objective import PolicyObjective
 from leeway.tasks.tiny_tokenizer import build_tokenizer
-from leeway.trainer import checkpoint
+from leeway.trainer import writing
 from leeway.trainer.checkpoint import CheckpointError, read_state
 from leeway.trainer.convert import convert
 from leeway.trainer.optimizer import OptimizerSettings
 from leeway.trainer.trainer import Trainer, TrainerSettings
+from leeway.trainer.writing import CheckpointWriteError
 from leeway.types import TrainBatch, Trajectory, batch_trajectories
 from leeway.weights import CanaryPrompts
 
@@ -156,6 +161,7 @@ def test_ten_steps_and_ten_more_are_twenty_steps(make, tmp_path):
     train(first, range(10))
     torch.rand(3)  # the generator's position is part of the state
     position = torch.get_rng_state()
+    first.publish()  # scores its canary: a forward pass without a backward pass, which FSDP does not tidy up after
     first.save_state(str(tmp_path / "state"))
     assert train(first, range(10, 20)) == rates[10:], "saving changes nothing"
     second = make()
@@ -168,8 +174,8 @@ def test_ten_steps_and_ten_more_are_twenty_steps(make, tmp_path):
 
 
 RANK = """
-import pickle, sys
-from pathlib import Path
+import json, pickle, sys, time
+from leeway.trainer import writing
 from leeway.trainer.trainer import Trainer
 settings, address, rank, folder, batches, out = pickle.load(open(sys.argv[1], "rb"))
 trainer = Trainer(settings, rank=rank, init_method=address)
@@ -178,6 +184,29 @@ for batch in batches:
     trainer.forward_backward(batch)
     trainer.optim_step()
 trainer.save_state(out)
+
+# One at a time (settings.max_writers): when did each rank write?
+real, spans = writing.FileSystemWriter.write_data, []
+def slowly(*args):
+    begun = time.monotonic()
+    time.sleep(0.2)
+    result = real(*args)
+    spans.append((begun, time.monotonic()))
+    return result
+writing.FileSystemWriter.write_data = slowly
+trainer.save_state(out + "-slowly")
+
+# A rank that cannot write: each hears of it, none waits for it.
+def full(*args):
+    raise OSError(28, "No space left on device")
+if rank == 1:
+    writing.FileSystemWriter.write_data = full
+try:
+    trainer.save_state(out + "-full")
+    error = "none"
+except writing.CheckpointWriteError as told:
+    error = str(told)
+print(json.dumps({"spans": spans[:1], "error": error}), flush=True)
 trainer.close()
 """
 
@@ -189,7 +218,8 @@ def test_two_ranks_go_on_from_what_one_saved_and_one_from_what_two_saved(make, t
     alone.save_state(str(tmp_path / "one"))
     train(alone, range(5, 15))
     expected = weights(alone)
-    address, settings, children = free_address(), settings_of(Path(alone._settings.model_path), 2), []
+    settings = replace(settings_of(Path(alone._settings.model_path), 2), max_writers=1)
+    address, children = free_address(), []
     try:
         for rank in range(2):
             batches = [step_batch(step, rank, 2) for step in range(5, 15)]
@@ -200,6 +230,7 @@ def test_two_ranks_go_on_from_what_one_saved_and_one_from_what_two_saved(make, t
                 subprocess.Popen(
                     [sys.executable, "-c", RANK, str(tmp_path / f"work{rank}")],
                     env={**os.environ, "PYTHONPATH": ":".join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"},
+                    stdout=(tmp_path / f"stdout{rank}").open("w"),
                     stderr=(tmp_path / f"stderr{rank}").open("w"),
                 )
             )
@@ -209,7 +240,12 @@ def test_two_ranks_go_on_from_what_one_saved_and_one_from_what_two_saved(make, t
         for child in children:
             child.kill()
             child.wait()
-    assert read_state(tmp_path / "two")["num_ranks"] == 2
+    first, second = (json.loads((tmp_path / f"stdout{rank}").read_text()) for rank in range(2))
+    (begun, ended), (next_begun, next_ended) = sorted(first["spans"] + second["spans"])
+    assert begun < ended <= next_begun < next_ended, "two ranks wrote at once"
+    assert "rank 1 could not write it: [Errno 28] No space left" in first["error"]
+    assert "rank 1 could not write it: [Errno 28] No space left" in second["error"]
+    assert read_state(tmp_path / "two")["num_ranks"] == read_state(tmp_path / "two-slowly")["num_ranks"] == 2
     back = make()
     assert back.load_state(str(tmp_path / "two")) == 15
     for name, tensor in weights(back).items():
@@ -256,17 +292,73 @@ def test_another_models_checkpoint_is_refused_by_name(make, saved, tmp_path):
     refused(make(save_model(tmp_path / "deeper", num_hidden_layers=3)), saved, r"layers\.2.*absent in the checkpoint")
 
 
-def test_saving_over_an_old_state_is_incomplete_until_it_is_written(make, saved, monkeypatch):
+def test_what_is_saved_is_the_state_at_that_moment_however_far_training_has_come_when_it_is_written(
+    make, tmp_path, monkeypatch
+):
+    trainer, may_write = make(), threading.Event()
+    train(trainer, range(3))
+    expected, real = weights(trainer), writing.dcp_save
+
+    def late(*args: Any, **options: Any) -> None:
+        assert may_write.wait(60)
+        real(*args, **options)
+
+    monkeypatch.setattr(writing, "dcp_save", late)
+    assert set(trainer.begin_save(state=str(tmp_path / "state"), hf=str(tmp_path / "hf"))) == {"checkpoint/copy_s"}
+    train(trainer, range(3, 6))
+    assert not (tmp_path / "state/state.json").exists(), "training did not wait for it"
+    may_write.set()
+    assert trainer.finish_save()["checkpoint/write_s"] > 0
+    after = weights(trainer)
+    again = make()
+    assert again.load_state(str(tmp_path / "state")) == 3
+    for name, tensor in weights(again).items():
+        assert torch.equal(tensor, expected[name]), name
+    assert any(not torch.equal(after[name], expected[name]) for name in expected)
+    for name, tensor in AutoModelForCausalLM.from_pretrained(tmp_path / "hf").named_parameters():
+        assert torch.equal(tensor, expected[f"lm.{name}"]), name
+    train(again, range(3, 6))  # its optimizer's state, too, was that of version 3
+    for name, tensor in weights(again).items():
+        assert torch.equal(tensor, after[name]), name
+
+
+def test_a_failed_write_is_told_in_one_line_and_the_next_one_is_free_to_succeed(make, saved, monkeypatch):
     trainer = make()
 
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "shard")
 
-    monkeypatch.setattr(checkpoint, "dcp_save", full)
-    with pytest.raises(OSError, match="No space left"):
-        trainer.save_state(str(saved))
+    with monkeypatch.context() as patch:
+        patch.setattr(writing.FileSystemWriter, "write_data", full)
+        trainer.begin_save(state=str(saved))
+        train(trainer, range(1))
+        with pytest.raises(CheckpointWriteError) as told:
+            trainer.finish_save()
+    assert re.fullmatch(
+        rf"checkpoint {saved}: rank 0 could not write it: \[Errno 28\] No space left on device: 'shard'; "
+        rf"\d+\.\d MB were to be written, \d+\.\d MB are free at {saved}; .* checkpoint.resume=auto",
+        str(told.value),
+    )
     with pytest.raises(CheckpointError, match="never completed"):
         read_state(saved)
+    trainer.save_state(str(saved))
+    assert read_state(saved)["policy_version"] == 1
+
+
+def test_every_generator_goes_on_where_it_was(make, tmp_path):
+    def draw() -> tuple[Any, ...]:
+        return torch.rand(3).tolist(), random.gauss(0, 1), np.random.standard_normal(3).tolist()
+
+    trainer = make()
+    random.gauss(0, 1)  # both keep the second of a pair for the next call
+    np.random.standard_normal(1)
+    trainer.save_state(str(tmp_path / "state"))
+    expected = draw()
+    again = make()
+    random.seed(5)
+    np.random.seed(5)
+    again.load_state(str(tmp_path / "state"))
+    assert draw() == expected
 
 
 # ------------------------------------------------------------------------------------------------------- convert

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import pickle
 import random
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +41,10 @@ def group(group_id: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> Group:
     return Group(group_id=group_id, task_id=f"task-{group_id}", trajectories=[trajectory(r) for r in rewards])
 
 
+def tasks_from(position: Position, stream: Iterator[Task]) -> Iterator[Task]:
+    return (t for draw, t in enumerate(stream) if draw >= position.next_draw or draw in position.open_draws)
+
+
 def buffer_of(
     *,
     num_tasks: int | None = None,
@@ -63,7 +67,7 @@ def buffer_of(
         "max_lag": T,
     }
     return ReplayBuffer(
-        tasks=(start or Position()).tasks(Task(task_id=f"task-{i}", prompt="") for i in ids),
+        tasks=tasks_from(start or Position(), (Task(task_id=f"task-{i}", prompt="") for i in ids)),
         start=start,
         rule=AdmissionRule(**(settings | rule)),
         num_takes=num_takes,

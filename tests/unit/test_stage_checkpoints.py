@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -11,43 +12,66 @@ from typing import Any
 
 import pytest
 
-from leeway.config import load_config
+from leeway.config import Stage, load_config
 from leeway.failures import PartFailed
-from leeway.recipes.checkpoints import Checkpoints, newest_state, resume_point, saved_position, saved_steps
+from leeway.recipes.checkpoints import (
+    Checkpoints,
+    check_same_tasks,
+    newest_state,
+    resume_point,
+    saved_position,
+    saved_steps,
+)
 from leeway.recipes.context import StageContext, StageResult, finished_stage, mark_finished
+from leeway.recipes.runner import _check_resume
 from leeway.runtime.supervisor import Supervisor
+from leeway.tasks.taskset import TaskSet
 from leeway.trainer.checkpoint import CheckpointError
+from leeway.types import Task
 
 
 class FakeRank:
-    """Saves like a trainer rank, or dies of `fault` with what it saves half written."""
+    """Saves like a trainer rank, or fails of `fault` with what it saves half written.
 
-    def __init__(self) -> None:
-        self.step, self.fault = 0, None
+    With `slow` nothing is on disk before `go_on` is set; what is written is what it held when saving began.
+    """
+
+    def __init__(self, *, slow: bool = False) -> None:
+        self.step, self.fault, self.slow, self.go_on = 0, None, slow, asyncio.Event()
         self.policy_version = SimpleNamespace(remote=self._version)
-        self.save_state = SimpleNamespace(remote=self._save_state)
-        self.save = SimpleNamespace(remote=self._save)
+        self.begin_save = SimpleNamespace(remote=self._begin_save)
+        self.finish_save = SimpleNamespace(remote=self._finish_save)
+        self._begun: list[tuple[int, str | None, str | None]] = []
 
     async def _version(self) -> int:
         return self.step
 
-    async def _save_state(self, directory: str) -> None:
-        import hashlib
+    async def _begin_save(self, state: str | None, hf: str | None) -> dict[str, float]:
+        assert not self._begun, "one save at a time"
+        self._begun.append((self.step, state, hf))
+        return {"checkpoint/copy_s": 0.25}
 
-        folder = Path(directory)
+    async def _finish_save(self) -> dict[str, float]:
+        if self.slow:
+            await self.go_on.wait()
+        step, state, hf = self._begun.pop()
+        if state is not None:
+            self._write_state(Path(state), step)
+        if hf is not None:
+            Path(hf).mkdir(parents=True)
+            if self.fault == "hf":
+                raise OSError(28, "No space left on device")
+            (Path(hf) / "model.safetensors").write_text(str(step))
+        return {"checkpoint/write_s": 2.0}
+
+    def _write_state(self, folder: Path, step: int) -> None:
         folder.mkdir(parents=True)
         (folder / ".metadata").write_bytes(b"names")
         if self.fault == "state":
             raise OSError(28, "No space left on device")
-        written = {"format": 1, "policy_version": self.step, "num_ranks": 1, "bytes": {}}
+        written = {"format": 1, "policy_version": step, "num_ranks": 1, "bytes": {}}
         written["metadata_sha256"] = hashlib.sha256(b"names").hexdigest()
         (folder / "state.json").write_text(json.dumps(written))
-
-    async def _save(self, directory: str) -> None:
-        Path(directory).mkdir(parents=True)
-        if self.fault == "hf":
-            raise OSError(28, "No space left on device")
-        (Path(directory) / "model.safetensors").write_text(str(self.step))
 
 
 def config_of(tmp_path: Path, *overrides: str) -> Any:
@@ -55,15 +79,16 @@ def config_of(tmp_path: Path, *overrides: str) -> Any:
     return load_config("quickstart", options, recipe="sft")
 
 
-def checkpoints_of(tmp_path: Path, rank: FakeRank, *overrides: str, position: Any = None) -> Checkpoints:
+def checkpoints_of(tmp_path: Path, rank: FakeRank, *overrides: str, **options: Any) -> Checkpoints:
     config = config_of(tmp_path, *overrides)
-    return Checkpoints(tmp_path / "saved", config=config, trainers=[rank], supervisor=Supervisor(), position=position)
+    return Checkpoints(tmp_path / "saved", config=config, trainers=[rank], supervisor=Supervisor(), **options)
 
 
 def run(checkpoints: Checkpoints, rank: FakeRank, steps: int) -> None:
     async def steps_() -> None:
         for rank.step in range(1, steps + 1):
             await checkpoints.after_step(rank.step)
+        await checkpoints._finish()
 
     asyncio.run(steps_())
 
@@ -117,6 +142,7 @@ def test_steps_that_come_in_strides_are_saved_at_the_first_one_after_each_mark(t
     async def strides() -> None:
         for rank.step in (3, 6, 9, 12, 15):
             await checkpoints.after_step(rank.step)
+        await checkpoints._finish()
 
     asyncio.run(strides())
     assert saved_steps(tmp_path / "saved") == [6, 12, 15]
@@ -128,15 +154,112 @@ def test_a_full_disk_leaves_the_checkpoint_before_it_and_nothing_with_a_name(tmp
     checkpoints = checkpoints_of(tmp_path, rank, "checkpoint.every=1", "checkpoint.save_hf=always")
     run(checkpoints, rank, 2)
     rank.step, rank.fault = 3, fault
-    with pytest.raises(PartFailed, match="No space left"):
-        asyncio.run(checkpoints.after_step(3))
-    assert saved_steps(tmp_path / "saved") == [1, 2]
+
+    async def fails_beside_the_next_step() -> None:
+        await checkpoints.after_step(3)
+        rank.step = 4
+        await checkpoints.after_step(4)
+
+    with pytest.raises(PartFailed, match=r"checkpoint: OSError.*No space left"):
+        asyncio.run(fails_beside_the_next_step())
+    assert contents(tmp_path / "saved") == {"step-000001", "step-000002", "latest.json"}, "the half is gone: room"
     assert json.loads((tmp_path / "saved/latest.json").read_text())["step"] == 2
-    newest = newest_state(tmp_path / "saved")
-    assert newest == tmp_path / "saved/step-000002"
-    rank.fault = None
-    asyncio.run(checkpoints.after_step(4))  # the left-over of the failed one is in nobody's way
-    assert saved_steps(tmp_path / "saved") == [2, 3]
+    assert newest_state(tmp_path / "saved") == tmp_path / "saved/step-000002"
+
+
+def test_training_goes_on_while_one_checkpoint_is_written_and_the_end_waits_for_it(tmp_path):
+    async def scenario() -> None:
+        rank = FakeRank(slow=True)
+        checkpoints = checkpoints_of(tmp_path, rank, "checkpoint.every=2", "checkpoint.keep_last=9")
+        rank.step = 2
+        assert await checkpoints.after_step(2) == {"checkpoint/copy_s": 0.25}
+        rank.step = 3
+        assert await checkpoints.after_step(3) == {}, "nobody waits for the disk"
+        assert saved_steps(tmp_path / "saved") == []
+        rank.step = 4
+        second = asyncio.ensure_future(checkpoints.after_step(4))
+        await asyncio.sleep(0.05)
+        assert not second.done(), "one at a time"
+        rank.go_on.set()
+        assert await second == {"checkpoint/copy_s": 0.25, "checkpoint/write_s": 2.0}
+        rank.go_on.clear()
+        assert json.loads((tmp_path / "saved/step-000002/dcp/state.json").read_text())["policy_version"] == 2
+        rank.step = 5
+        end = asyncio.ensure_future(checkpoints.at_end())
+        await asyncio.sleep(0.05)
+        assert not end.done()
+        rank.go_on.set()
+        assert await end == tmp_path / "saved/step-000005/hf"
+        assert saved_steps(tmp_path / "saved") == [2, 4, 5]
+
+    asyncio.run(scenario())
+
+
+def test_an_interrupt_while_a_checkpoint_is_written_loses_neither_it_nor_the_last_one(tmp_path):
+    async def scenario() -> None:
+        rank = FakeRank(slow=True)
+        checkpoints = checkpoints_of(tmp_path, rank, "checkpoint.every=2", "checkpoint.keep_last=9")
+        rank.step = 2
+        await checkpoints.after_step(2)
+        rank.step = 4
+        waiting = asyncio.ensure_future(checkpoints.after_step(4))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        rank.go_on.set()
+        await checkpoints.at_end(interrupted=True)
+        assert saved_steps(tmp_path / "saved") == [2, 4]
+
+    asyncio.run(scenario())
+
+
+def test_what_a_killed_run_left_half_written_is_removed_by_the_next(tmp_path):
+    left = tmp_path / "saved/step-000007.0badcafe.partial/dcp"
+    left.mkdir(parents=True)
+    checkpoints_of(tmp_path, FakeRank())
+    assert not left.parent.exists()
+
+
+def test_a_damaged_later_checkpoint_pushes_nothing_out_and_is_replaced_when_the_run_has_come_as_far(tmp_path):
+    rank, saved = FakeRank(), tmp_path / "saved"
+    run(checkpoints_of(tmp_path, rank, "checkpoint.every=1", "checkpoint.keep_last=3"), rank, 4)
+    (saved / "step-000004/dcp/.metadata").write_bytes(b"other")
+    overrides = ["checkpoint.every=2", "checkpoint.keep_last=1", "checkpoint.resume=auto"]
+    resumed = resume_point(saved, config_of(tmp_path, *overrides))
+    assert resumed == saved / "step-000003"
+    again = checkpoints_of(tmp_path, rank, *overrides, resumed=resumed)
+
+    async def interrupted_where_it_began() -> None:
+        rank.step = 3
+        await again.at_end(interrupted=True)
+
+    asyncio.run(interrupted_where_it_began())
+    assert newest_state(saved) == saved / "step-000003", "a damaged one counts for nothing"
+
+    async def one_step_more() -> None:
+        rank.step = 4
+        await again.after_step(4)
+        await again._finish()
+
+    asyncio.run(one_step_more())
+    assert newest_state(saved) == saved / "step-000004"
+    assert saved_steps(saved) == [4]
+
+
+def test_weights_that_are_added_at_the_end_leave_the_state_as_it_is(tmp_path):
+    async def position(version: int) -> dict[str, int]:
+        return {"next_draw": version * 10}
+
+    rank, saved = FakeRank(), tmp_path / "saved"
+    checkpoints = checkpoints_of(tmp_path, rank, "checkpoint.every=1", position=position)
+    run(checkpoints, rank, 1)
+    before = (saved / "step-000001/dcp/state.json").stat()
+    asyncio.run(checkpoints.at_end())
+    assert contents(saved / "step-000001") == {"dcp", "hf", "state.json"}
+    after = (saved / "step-000001/dcp/state.json").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert saved_position(saved / "step-000001") == {"next_draw": 10}
 
 
 def test_a_damaged_checkpoint_is_passed_over(tmp_path):
@@ -163,6 +286,27 @@ def test_other_settings_are_refused_with_the_difference_and_other_machines_are_n
         resume_point(saved, config_of(tmp_path, resume, "stages.sft.optimizer.lr=0.002", "seed=7"))
 
 
+def test_other_settings_and_other_tasks_are_refused_before_anything_starts(tmp_path):
+    def stage(*overrides: str) -> Stage:
+        config = config_of(tmp_path, "task.limit=20", "checkpoint.resume=auto", *overrides)
+        return Stage(name="sft", recipe="sft", config=config, dir=tmp_path)
+
+    tasks = TaskSet([Task(task_id="a", prompt="1")], seed=0)
+
+    async def position(version: int) -> dict[str, Any]:
+        return {"stream": {"taskset": tasks.state_dict()}}
+
+    rank = FakeRank()
+    checkpoints = checkpoints_of(tmp_path, rank, "task.limit=20", "checkpoint.every=1", position=position)
+    checkpoints._directory = tmp_path / "checkpoints"
+    run(checkpoints, rank, 1)
+    with pytest.raises(ValueError, match=r"checkpoint.resume: got auto, but .* seed was 0, is 7"):
+        _check_resume(stage("seed=7"))
+    with pytest.raises(ValueError, match=r"checkpoint.resume: got auto, but .* other tasks: train had fingerprint"):
+        _check_resume(stage())
+    check_same_tasks(tmp_path / "checkpoints/step-000001", tasks)
+
+
 def test_in_the_middle_of_a_batch_only_weights_are_saved(tmp_path):
     rank = FakeRank()
 
@@ -176,6 +320,19 @@ def test_in_the_middle_of_a_batch_only_weights_are_saved(tmp_path):
     rank.step = 3
     asyncio.run(checkpoints.at_end(interrupted=True))
     assert contents(tmp_path / "saved/step-000003") == {"hf", "state.json"}
+    assert newest_state(tmp_path / "saved") == tmp_path / "saved/step-000002"
+
+
+def test_the_last_checkpoint_that_can_be_gone_on_from_is_kept_whatever_came_after_it(tmp_path):
+    rank = FakeRank()
+
+    async def position(version: int) -> dict[str, int] | None:
+        return {"next_draw": 0} if version == 2 else None
+
+    checkpoints = checkpoints_of(tmp_path, rank, "checkpoint.keep_last=1", position=position)
+    for rank.step in (2, 3):  # the second interrupt came in the middle of a batch: weights only
+        asyncio.run(checkpoints.at_end(interrupted=True))
+    assert saved_steps(tmp_path / "saved") == [2, 3]
     assert newest_state(tmp_path / "saved") == tmp_path / "saved/step-000002"
 
 

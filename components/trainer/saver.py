@@ -1,0 +1,132 @@
+"""Writes checkpoints beside training: from a copy, in a thread of its own, with a process group of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .checkpoint import take_state, write_state
+from .gather import Gatherer
+from .writing import on_all_ranks
+
+if TYPE_CHECKING:
+    from .export import HFWriter
+    from .trainer import TrainerSettings
+
+
+class Saver:
+    """`begin` a checkpoint, train on, `finish` it: one at a time. Made by every rank at once (a collective).
+
+    Collectives of two threads must not meet in one group: which comes first would differ from rank to rank.
+    """
+
+    def __init__(self, *, rank: int, device: torch.device, timeout_s: float) -> None:
+        self._rank, self._device = rank, device
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="saving")
+        self._pending: Future[float] | None = None
+
+    def begin(
+        self,
+        settings: TrainerSettings,
+        *,
+        model: nn.Module,
+        gatherer: Gatherer,
+        optimizer: torch.optim.AdamW,
+        policy_version: int,
+        objective: dict[str, float],
+        state: Path | None,
+        hf: Path | None,
+    ) -> float:
+        """Copy out what goes into the folder `state` (everything of `model`, to go on from), then write it beside the
+        caller; returns the seconds that the caller was held up.
+
+        `hf`: the weights for others to load are written by rank 0 before this returns, a bucket at a time, as a whole
+        copy of them may be more than it has room for; the folder gets its name beside the caller. With
+        `settings.save_in_background` false nothing is copied, and all is written before this returns.
+        """
+        assert self._pending is None, "one checkpoint at a time: finish() the last one first"
+        started, beside = time.monotonic(), settings.save_in_background
+        work: list[Callable[[], None]] = []
+        if state is not None:
+            taken = take_state(
+                model=model,
+                optimizer=optimizer,
+                device=self._device,
+                rank=self._rank,
+                num_ranks=settings.num_ranks,
+                policy_version=policy_version,
+                objective=objective,
+                copy=beside,
+            )
+            work.append(lambda: write_state(state, taken, group=self._group, max_writers=settings.max_writers))
+        if hf is not None:
+            finish = self._written_in_parts(settings, gatherer, hf)
+            work.append(lambda: on_all_ranks(finish, hf, self._group))
+        self._pending = self._thread.submit(_timed, work)
+        if not beside:
+            self._pending.exception()
+        return time.monotonic() - started
+
+    def finish(self) -> float:
+        """Wait until what was begun is on disk; returns the seconds it took to write. Raises `CheckpointWriteError`."""
+        assert self._pending is not None, "finish() comes after begin()"
+        try:
+            return self._pending.result()
+        finally:
+            self._pending = None
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _written_in_parts(
+        self, settings: TrainerSettings, gatherer: Gatherer, folder: Path
+    ) -> Callable[[], None] | None:
+        """Rank 0: what puts the folder in its place, or says why its weights could not be written."""
+        writer: HFWriter | None = None
+        failure: Exception | None = None
+        if self._rank == 0:
+            from .export import HFWriter  # not where only training is measured: it needs a tokenizer
+
+            try:
+                writer = HFWriter(
+                    settings.model_path,
+                    folder,
+                    dtype=getattr(torch, settings.publish_dtype),
+                    trust_remote_code=settings.trust_remote_code,
+                )
+            except OSError as error:
+                failure = error
+        for plan, memory in gatherer.buckets():
+            if writer is not None and memory is not None and failure is None:
+                try:
+                    # A model's own files name tied weights once.
+                    writer.add({place.names[0]: place.tensor(memory) for place in plan.places})
+                except Exception as error:  # raised where all ranks hear it: the others are in the middle of sending
+                    failure = error
+            del memory  # before the next is gathered: one of a publication may still be on its way
+
+        def finish() -> None:
+            if failure is not None:
+                raise failure
+            assert writer is not None
+            writer.finish()
+
+        return finish if self._rank == 0 else None
+
+
+def _timed(work: list[Callable[[], None]]) -> float:
+    started = time.monotonic()
+    for write in work:
+        write()
+    return time.monotonic() - started

@@ -1,0 +1,151 @@
+"""Processes that train a tiny model and save it, to be killed: started by test_saving_killed.py, not a test itself.
+
+    python saving_process.py MODEL FOLDER        on stdin one line per life: killed after how many steps, and seconds
+    python saving_process.py MODEL FOLDER full   one life, on a disk that is too small; its last words as JSON
+
+A life goes on from the newest checkpoint, and saves after every step. What it computes is checked by all: the hash of
+the weights of each version is written down, and any life that has that version, trained or loaded, must have the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from test_checkpoint import free_address, save_model, settings_of, step_batch
+
+from leeway.config import load_config
+from leeway.failures import PartFailed
+from leeway.recipes.checkpoints import Checkpoints, newest_state, saved_steps
+from leeway.runtime.supervisor import Supervisor
+from leeway.trainer.checkpoint import CheckpointError
+from leeway.trainer.trainer import Trainer
+
+
+class Rank:
+    """A trainer in this process, called as an actor is."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        for name in ("policy_version", "begin_save", "finish_save"):
+            setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
+
+    async def _policy_version(self) -> int:
+        return self._trainer.policy_version
+
+    async def _begin_save(self, state: str | None, hf: str | None) -> dict[str, float]:
+        return self._trainer.begin_save(state=state, hf=hf)
+
+    async def _finish_save(self) -> dict[str, float]:
+        return await asyncio.to_thread(self._trainer.finish_save)
+
+
+def sha_of(trainer: Trainer) -> str:
+    digest = hashlib.sha256()
+    for _, parameter in sorted(trainer._model.named_parameters()):
+        digest.update(parameter.detach().full_tensor().numpy().tobytes())  # type: ignore[attr-defined]
+    return digest.hexdigest()
+
+
+def note(file: Path, **what: Any) -> None:
+    """One line, in one write: a kill may lose it, and never tears it."""
+    with file.open("ab", buffering=0) as out:
+        out.write(json.dumps(what).encode() + b"\n")
+
+
+def notes(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+async def life(model: Path, folder: Path, diary: Path, *, steps: int, keep_last: int, said: int | None = None) -> int:
+    """Go on from the newest checkpoint for at most so many steps; returns the last version."""
+    torch.set_num_threads(1)
+    trainer = Trainer(settings_of(model), rank=0, init_method=free_address())
+    overrides = [f"output_dir={folder}", "model.init=null", "model.path=org/m", "checkpoint.every=1"]
+    config = load_config("quickstart", [*overrides, f"checkpoint.keep_last={keep_last}"], recipe="sft")
+    saved = folder / "checkpoints"
+    newest = newest_state(saved)
+    if newest is not None:
+        trainer.load_state(str(newest / "dcp"))
+    note(diary, resumed=trainer.policy_version, sha=sha_of(trainer), kept=saved_steps(saved))
+    checkpoints = Checkpoints(saved, config=config, trainers=[Rank(trainer)], supervisor=Supervisor(), resumed=newest)
+    for step in range(trainer.policy_version, trainer.policy_version + steps):
+        trainer.forward_backward(step_batch(step))
+        trainer.optim_step()
+        if said is not None:
+            os.write(said, b".")
+        note(diary, trained=trainer.policy_version, sha=sha_of(trainer))
+        if "checkpoint/write_s" in await checkpoints.after_step(trainer.policy_version):
+            note(diary, saved=trainer.policy_version - 1)
+    await checkpoints._finish()
+    return trainer.policy_version
+
+
+def be_killed(model: Path, folder: Path, steps: int, after_s: float) -> None:
+    """One life in a child of this process (which has imported everything once), ended from here by SIGKILL: so long
+    after it has begun and taken so many steps.
+    """
+    heard, said = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(heard)
+        asyncio.run(life(model, folder, folder / "diary.jsonl", steps=10_000, keep_last=2, said=said))
+        os._exit(3)
+    os.close(said)
+    for _ in range(steps):
+        assert os.read(heard, 1), "it ended by itself"
+    time.sleep(after_s)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    os.close(heard)
+    assert os.WIFSIGNALED(status), f"it ended by itself: {status}"
+    print(json.dumps({"half_written": len(list((folder / "checkpoints").glob("*.partial")))}), flush=True)
+
+
+def fill_the_disk(model: Path, folder: Path) -> None:
+    error = ""
+    try:
+        asyncio.run(life(model, folder, folder.parents[1] / "diary.jsonl", steps=10_000, keep_last=10_000))
+    except PartFailed as failure:
+        error = str(failure)
+    saved = folder / "checkpoints"
+    newest = newest_state(saved)
+    assert newest is not None
+    torch.distributed.destroy_process_group()
+    again = Trainer(settings_of(model), rank=0, init_method=free_address())
+    try:
+        version = again.load_state(str(newest / "dcp"))
+    except CheckpointError as broken:
+        version = str(broken)
+    print(
+        json.dumps(
+            {
+                "error": error,
+                "steps": saved_steps(saved),
+                "version": version,
+                "sha": sha_of(again),
+                "latest": json.loads((saved / "latest.json").read_text())["step"],
+                "left": sorted(p.name for p in saved.glob("*.partial")),
+            }
+        ),
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    save_model(Path(sys.argv[1]))
+    if sys.argv[3:] == ["full"]:
+        fill_the_disk(Path(sys.argv[1]), Path(sys.argv[2]))
+    else:
+        for line in sys.stdin:
+            steps, after_s = line.split()
+            be_killed(Path(sys.argv[1]), Path(sys.argv[2]), int(steps), float(after_s))

@@ -1,0 +1,102 @@
+"""A trainer that is killed at any moment, and one whose disk is full: real processes, real files.
+
+The lives are in saving_process.py; what they had and what they loaded is in their diary.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leeway.recipes.checkpoints import newest_state
+
+HERE = Path(__file__).parent
+KILLS = 20
+
+
+def command(*args: str) -> list[str]:
+    return [sys.executable, str(HERE / "saving_process.py"), *args]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": ":".join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+
+
+def diary_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.timeout(280)
+def test_twenty_kills_at_random_moments_leave_a_whole_checkpoint_each_time(tmp_path):
+    model, folder = tmp_path / "model", tmp_path / "run"
+    folder.mkdir()
+    rng = random.Random(1)
+    moments = [(max(0, rng.randint(-2, 6)), rng.uniform(0, 0.15)) for _ in range(KILLS)]  # 0 steps: while it starts
+    done = subprocess.run(
+        command(str(model), str(folder)),
+        input="".join(f"{steps} {after_s}\n" for steps, after_s in moments),
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    half_written = [json.loads(line)["half_written"] for line in done.stdout.splitlines()]
+    assert len(half_written) == KILLS
+    assert sum(map(bool, half_written)) >= 3, f"too few of the kills came while it saved: {half_written}"
+    sha_of: dict[int, str] = {}
+    newest, lives = 0, 0
+    for entry in diary_of(folder / "diary.jsonl"):
+        if "resumed" in entry:
+            version, lives = entry["resumed"], lives + 1
+            assert version >= newest, "a checkpoint that was complete was lost"
+            assert len(entry["kept"]) <= 3
+        elif "saved" in entry:
+            newest = max(newest, entry["saved"])
+            continue
+        else:
+            version = entry["trained"]
+        assert sha_of.setdefault(version, entry["sha"]) == entry["sha"], f"version {version} is not what it was"
+    assert lives >= sum(steps > 0 for steps, _ in moments)
+    assert newest > KILLS // 2
+    assert newest_state(folder / "checkpoints") is not None
+
+
+def can_mount(folder: Path) -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    mount = ["unshare", "--user", "--map-root-user", "--mount", "mount", "-t", "tmpfs", "-o", "size=1m", "none"]
+    return subprocess.run([*mount, str(folder)], capture_output=True).returncode == 0
+
+
+@pytest.mark.timeout(200)
+def test_a_full_disk_ends_it_with_one_clear_line_and_the_last_checkpoint_is_whole(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if not can_mount(disk):
+        pytest.skip("no small disk can be mounted here: unprivileged user namespaces are off")
+    script = f'mount -t tmpfs -o size=2m none {disk} && exec "$@"'
+    lives = command(str(tmp_path / "model"), str(disk / "run"), "full")
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", *lives],
+        capture_output=True,
+        text=True,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert "No space left on device" in last["error"], last["error"]
+    assert "rank 0 could not write it" in last["error"]
+    assert "\n" not in last["error"]
+    assert len(last["steps"]) > 3
+    assert last["version"] == last["latest"] == last["steps"][-1]
+    assert last["left"] == [], "the half that did not fit is gone, and with it the lack of room"
+    trained = {e["trained"]: e["sha"] for e in diary_of(tmp_path / "diary.jsonl") if "trained" in e}
+    assert last["sha"] == trained[last["version"]]

@@ -1,0 +1,166 @@
+"""A run that goes on draws the tasks that the first one would have drawn, in every order."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from leeway.replay.admission import AdmissionRule
+from leeway.replay.assemble import Take
+from leeway.replay.buffer import ReplayBuffer
+from leeway.replay.position import Position
+from leeway.replay.stream import TaskStream
+from leeway.tasks.mixed import MixedTaskSet
+from leeway.tasks.taskset import TaskSet
+from leeway.types import Group, Task, Trajectory
+
+NUM_TASKS, TAKES = 7, 40
+
+
+def taskset_of(kind: str, num_tasks: int = NUM_TASKS) -> TaskSet | MixedTaskSet:
+    if kind == "mixture":
+        parts = {name: letters(5, order, name) for name, order in (("a", "adaptive"), ("b", "shuffle"))}
+        return MixedTaskSet(parts, {"a": 2.0, "b": 1.0})
+    return letters(num_tasks, kind)
+
+
+def letters(count: int, order: str, prefix: str = "") -> TaskSet:
+    return TaskSet([Task(task_id=f"{prefix}{i}", prompt="x" * i) for i in range(count)], seed=3, order=order)
+
+
+def solved(task_id: str) -> float:
+    """How often: fixed, and different for each task."""
+    return (sum(map(ord, task_id)) % 5) / 4
+
+
+def taken(index: int, groups: Sequence[Group]) -> Take:
+    ids = [group.group_id for group in groups]
+    return Take(index=index, group_ids=ids, batches=[], metrics={}, rollouts=[], oldest_version=0)
+
+
+class Run:
+    """A buffer in lockstep and its tasks, as the actor puts them together; `start` is JSON."""
+
+    def __init__(self, kind: str, start: str | None = None) -> None:
+        saved: dict[str, Any] | None = json.loads(start) if start else None
+        stream = saved.pop("stream") if saved else None
+        position = Position(**(saved or {}))
+        self.taskset = taskset_of(kind)
+        self.stream = TaskStream(
+            self.taskset,
+            num_tokens=lambda task: len(task.prompt),
+            max_prompt_tokens=NUM_TASKS,
+            draws=position,
+            start=stream,
+        )
+        rule = AdmissionRule(
+            groups_per_take=3, updates_per_take=1, publish_every=1, reorder_window=1, target_lag=0, max_lag=0
+        )
+        self.buffer = ReplayBuffer(
+            tasks=self.stream,
+            rule=rule,
+            num_takes=None,
+            capacity=64,
+            assemble=taken,
+            start=position,
+        )
+        self.version = position.num_takes
+
+    async def step(self, rng: random.Random) -> list[tuple[int, str]]:
+        """One take: (group, task) of each admitted group; some fail, and are replaced."""
+        await self.buffer.published(self.version)
+        drawn: list[tuple[int, str]] = []
+        while self.buffer._window.missing_for_take(last=False) is not None:
+            for admission in await self.buffer.admit(100, timeout_s=5):
+                group_id, task_id = admission.group_id, admission.task.task_id
+                drawn.append((group_id, task_id))
+                if rng.random() < 0.2:
+                    await self.buffer.fail(group_id, "by chance")
+                    continue
+                self.taskset.record(task_id, solved(task_id))
+                await self.buffer.put([Group(group_id=group_id, task_id=task_id, trajectories=[TRAJECTORY])])
+        take = await self.buffer.take(timeout_s=5)
+        assert take is not None
+        self.version += 1
+        self.saved = self.position()
+        await self.buffer.trained(take.group_ids)
+        self.stream.forget_before(self.buffer.first_draw)
+        return drawn
+
+    def position(self) -> str:
+        position = self.buffer.position(self.version)
+        assert position is not None
+        return json.dumps(asdict(position) | {"stream": self.stream.position(position)})
+
+
+TRAJECTORY = Trajectory(
+    prompt_tokens=[1],
+    response_tokens=[2],
+    loss_mask=[True],
+    behavior_logprobs=[-1.0],
+    policy_versions=[0],
+    reward=0.0,
+    finish_reason="stop",
+    text="",
+)
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "sequential", "adaptive", "mixture"])
+def test_a_lockstep_run_that_is_ended_anywhere_draws_what_it_would_have_drawn(kind: str) -> None:
+    async def scenario() -> None:
+        through, rngs = Run(kind), [random.Random(i) for i in range(TAKES)]
+        expected, saved = [], []
+        for rng in rngs:
+            expected.append(await through.step(rng))
+            saved.append(through.saved)
+        drawn = [task_id for step in expected for _, task_id in step]
+        if kind == "adaptive":
+            shuffled = itertools.islice(taskset_of("shuffle").forever(), len(drawn))
+            assert drawn != [t.task_id for t in shuffled], "the order did not adapt: nothing is shown"
+        again: Run | None = None
+        for k in range(TAKES - 1):
+            if again is None or k % 3:  # mostly ended after every step, and now and then going on a while
+                again = Run(kind, saved[k] if again is None else again.saved)
+            assert await again.step(random.Random(k + 1)) == expected[k + 1], f"step {k + 1}"
+            assert again.saved == saved[k + 1]
+        assert len(again.stream._task_of) < 20, "draws that are over are forgotten"  # type: ignore[union-attr]
+
+    asyncio.run(scenario())
+
+
+def test_epochs_end_where_they_would_have_ended_and_long_prompts_are_left_out_in_both_runs() -> None:
+    def stream(start: Any = None, draws: Position | None = None) -> TaskStream:
+        options = {"max_prompt_tokens": 4, "epochs": 2.5, "num_tokens": lambda task: len(task.prompt)}
+        return TaskStream(taskset_of("shuffle", 10), start=start, draws=draws, **options)
+
+    whole = [task.task_id for task in stream()]
+    assert set(whole) == {str(i) for i in range(5)}
+    assert 10 < len(whole) < 15
+    first = stream()
+    drawn = [next(first).task_id for _ in range(6)]
+    assert drawn == whole[:6]
+    assert first.num_too_long > 0
+    # Draws 2 and 4 are not over; 5 was drawn ahead and nobody has asked for it.
+    position = Position(open_draws=[2, 4], next_draw=5)
+    second = stream(first.position(position), position)
+    assert [task.task_id for task in second] == [whole[2], whole[4], *whole[5:]]
+
+
+def test_when_every_prompt_is_too_long_that_is_said_at_once() -> None:
+    options = {"num_tokens": lambda task: 9, "max_prompt_tokens": 8}
+    with pytest.raises(ValueError, match=r"rollout.max_prompt_tokens: got 8, but every prompt is longer"):
+        next(TaskStream(taskset_of("shuffle"), **options))
+
+
+def test_a_position_in_other_tasks_is_refused() -> None:
+    first = TaskStream(taskset_of("shuffle"), num_tokens=lambda _: 1, max_prompt_tokens=8)
+    saved = first.position(Position())
+    with pytest.raises(ValueError, match="saved position has fingerprint"):
+        TaskStream(taskset_of("shuffle", 8), num_tokens=lambda _: 1, max_prompt_tokens=8, start=saved)
