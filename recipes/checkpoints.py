@@ -26,6 +26,7 @@ from leeway.config.learning import CheckpointConfig
 from leeway.recipes.context import say
 from leeway.runtime.supervisor import Supervisor, together
 from leeway.tasks.mixed import MixedTaskSet
+from leeway.tasks.queue_tasks import QueueTaskSet
 from leeway.tasks.taskset import TaskSet
 from leeway.trainer.checkpoint import CheckpointError, read_state
 from leeway.trainer.durable import sync, write_durably
@@ -249,7 +250,7 @@ def check_same_settings(folder: Path, config: Config) -> None:
         raise CheckpointError(f"checkpoint {folder} is of other settings: {listed}")
 
 
-def check_same_tasks(folder: Path, taskset: TaskSet | MixedTaskSet) -> None:
+def check_same_tasks(folder: Path, taskset: TaskSet | MixedTaskSet | QueueTaskSet) -> None:
     """Raises `CheckpointError` when the position in this checkpoint is one in other tasks."""
     stream = json.loads((folder / STATE_FILE).read_text()).get("position", {}).get("stream")
     if stream is not None and stream["taskset"]["fingerprint"] != taskset.fingerprint():

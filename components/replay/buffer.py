@@ -27,6 +27,7 @@ from .lengths import LengthMeter
 from .operators import Operator
 from .position import Position
 from .reuse import Priority, ReusePool
+from .stats import BufferStats
 from .storage import ChosenSampler, FreeSlotWriter, make_storage
 from .window import Window
 
@@ -45,18 +46,6 @@ class _Held:
 
     admission: Admission
     collector: str | None
-
-
-@dataclass(frozen=True)
-class BufferStats:
-    slots_in_use: int
-    groups_ready: int
-    groups_taken: int
-    filtered: int
-    failed: int
-    retries: int
-    admitted: int
-    dropped_stale: int
 
 
 class ReplayBuffer(torchrl.data.ReplayBuffer):

@@ -158,12 +158,7 @@ class Trainer:
         it was taken under the weights of now). Raises `StalenessError` when a token breaks the bound, before any
         computing.
         """
-        check_versions(
-            batch,
-            policy_version=self.policy_version,
-            bound=self._settings.max_policy_lag,
-            with_expert_tokens=self._objective.takes_expert_tokens,
-        )
+        self._check_versions(batch)
         started = time.monotonic()
         objective = self._objective
         if objective.needs_step_values:
@@ -305,6 +300,14 @@ class Trainer:
     def close(self) -> None:
         self._saver.close()
         dist.destroy_process_group()
+
+    def _check_versions(self, batch: TrainBatch) -> None:
+        check_versions(
+            batch,
+            policy_version=self.policy_version,
+            bound=self._settings.max_policy_lag,
+            with_expert_tokens=self._objective.takes_expert_tokens,
+        )
 
     def _passes(
         self,

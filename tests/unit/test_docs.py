@@ -12,7 +12,7 @@ import pytest
 from leeway.config import Config, load_config
 from leeway.config.keys import all_keys, is_free_form
 from leeway.replay.admission import AdmissionRule
-from leeway.replay.buffer import BufferStats
+from leeway.replay.stats import BufferStats
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
