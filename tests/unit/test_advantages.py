@@ -78,7 +78,7 @@ def random_groups(rng: random.Random) -> Groups:
 
 
 def test_every_registered_advantage_has_a_formula_here() -> None:
-    assert set(FORMULAS) == set(ADVANTAGES)
+    assert set(FORMULAS) == set(ADVANTAGES) - {"gae"}  # the critic's: test_critic.py
 
 
 @pytest.mark.parametrize("name", FORMULAS)

@@ -39,8 +39,9 @@ class Recorder:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self.steps.append(step)
 
-    async def after_step(self, step: int) -> None:
+    async def after_step(self, step: int) -> dict[str, float]:
         self.saved_after.append(step)
+        return {}
 
 
 def train(monkeypatch: pytest.MonkeyPatch, *, stop_below: str, first_loss: float, total_steps: int = 50) -> Any:

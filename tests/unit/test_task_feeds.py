@@ -18,6 +18,7 @@ from leeway.config.environments import ToolUseOptions
 from leeway.config.inputs import EvalConfig, TaskConfig
 from leeway.envs.tool_use import ToolUse
 from leeway.replay.actor import ReplayBufferActor
+from leeway.replay.stream import TaskStream
 from leeway.tasks import Prompter
 from leeway.tasks.queue_tasks import QueueTaskSet
 from leeway.tasks.taskset import build_taskset
@@ -199,22 +200,30 @@ def test_a_prompt_that_is_cut_fits_and_is_the_end_of_what_it_was(text, limit, as
 
 def drawn(tasks, how, limit=8):
     rollout = SimpleNamespace(max_prompt_tokens=limit, overlong_prompts=how)
-    buffer: Any = SimpleNamespace(
-        _config=SimpleNamespace(rollout=rollout), _prompter=PROMPTER, _taskset=tasks, _num_too_long=0, _num_cut=0
+    buffer: Any = SimpleNamespace(_config=SimpleNamespace(rollout=rollout), _prompter=PROMPTER)
+    buffer._num_tokens = lambda task: ReplayBufferActor._num_tokens(buffer, task)
+
+    class Tasks(list):
+        def forever(self):
+            return iter(self)
+
+    return TaskStream(
+        Tasks(tasks),  # type: ignore[arg-type]
+        num_tokens=buffer._num_tokens,
+        max_prompt_tokens=limit,
+        shortened=lambda task: ReplayBufferActor._shortened(buffer, task),
     )
-    buffer._fits = lambda task: ReplayBufferActor._fits(buffer, task)
-    return buffer, ReplayBufferActor._fitting(buffer, iter(tasks))
 
 
 def test_overlong_prompts_are_dropped_cut_or_refused_and_counted():
     tasks = [Task(task_id="a", prompt="what is"), Task(task_id="b", prompt="12345 " * 9), Task(task_id="c", prompt="1")]
-    buffer, found = drawn(tasks, "drop")
-    assert ([t.task_id for t in found], buffer._num_too_long, buffer._num_cut) == (["a", "c"], 1, 0)
-    buffer, found = drawn(tasks, "truncate")
-    cut = list(found)
-    assert ([t.task_id for t in cut], buffer._num_too_long, buffer._num_cut) == (["a", "b", "c"], 0, 1)
+    stream = drawn(tasks, "drop")
+    assert ([t.task_id for t in stream], stream.num_too_long, stream.num_shortened) == (["a", "c"], 1, 0)
+    stream = drawn(tasks, "truncate")
+    cut = list(stream)
+    assert ([t.task_id for t in cut], stream.num_too_long, stream.num_shortened) == (["a", "b", "c"], 0, 1)
     assert len(PROMPTER.encode(cut[1].prompt)) <= 8
-    _, found = drawn(tasks, "refuse")
-    assert next(found).task_id == "a"
+    stream = drawn(tasks, "refuse")
+    assert next(stream).task_id == "a"
     with pytest.raises(ValueError, match=r"rollout\.max_prompt_tokens: got 8, but the prompt of task b has"):
-        next(found)
+        next(stream)
