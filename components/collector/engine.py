@@ -101,6 +101,7 @@ class Engine:
         self._initialised = False
         self._read_back = settings.read_back
         self._half_loaded = False
+        self._cache_salt: str | None = None
 
     async def serve_own_weights(self) -> None:
         """Label the weights that the engine was started with as version 0."""
@@ -177,13 +178,13 @@ class Engine:
         with paused():
             try:
                 await self._load(manifest, buckets)
-                if in_flight == "keep":
-                    # New requests must not read what an older version cached; running ones keep their own blocks.
-                    await self._llm.reset_prefix_cache()
             except HandOverError:
                 raise
             except Exception as error:
                 raise _as_hand_over_error(error, manifest.policy_version) from error
+            # Kept keys and values are for those who run. vLLM cannot clear a prefix cache that is in use: new requests
+            # look for their prefixes under another name.
+            self._cache_salt = str(manifest.policy_version) if in_flight == "keep" else None
             await self._llm.resume_generation()
         return LoadTimes(drain_s=stopped - started, pause_s=time.monotonic() - stopped)
 
@@ -258,9 +259,10 @@ class Engine:
 
     async def _final_output(self, prompt_tokens: list[int], params: Any, *, priority: int = 0) -> Any:
         final = None
-        async for output in self._llm.generate(
-            {"prompt_token_ids": prompt_tokens}, params, request_id=uuid.uuid4().hex, priority=priority
-        ):
+        prompt: Any = {"prompt_token_ids": prompt_tokens}
+        if self._cache_salt is not None:
+            prompt["cache_salt"] = self._cache_salt
+        async for output in self._llm.generate(prompt, params, request_id=uuid.uuid4().hex, priority=priority):
             final = output
         assert final is not None, "vLLM ended a request without an output"
         return final
