@@ -165,7 +165,7 @@ class HandOver:
                 self._changed.notify_all()
 
     async def _until_nothing_is_served(self) -> None:
-        """Groups have time-outs, so this ends; new ones ask for newer and newer weights."""
+        """Groups have time-outs, and those that wait for newer weights have a deadline, so this ends."""
         if not self._finish_first:
             return
         async with self._changed:

@@ -229,7 +229,7 @@ class CheckpointConfig(Section):
     in_background: bool = Field(
         default=True,
         description="write while training goes on, from a copy in main memory (of weights and optimizer state, shared "
-        "out over the ranks); false: no copy, training waits",
+        "out over the ranks; not hf/, which is written at once); false: no copy, training waits",
     )
     max_writers: NonNegativeInt = Field(
         default=0, description="most ranks that write at once, where storage that all share is slow; 0: all"

@@ -55,7 +55,7 @@ async def _connection(handler: Handler, reader: asyncio.StreamReader, writer: as
             if isinstance(request, Answer):  # what could not be read leaves the stream at an unknown place
                 return
     except (ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-        pass
+        pass  # the client has gone, or the server ends: nobody is left to answer
     finally:
         writer.close()
 

@@ -157,7 +157,9 @@ class ReplayBufferActor:
         if not isinstance(self._taskset, QueueTaskSet):
             return await self._buffer.admit(limit, timeout_s=timeout_s, collector=collector)
         async with self._at_the_queue:  # what one has seen there, no other draws
-            ready = await self._taskset.num_ready(self._fits, timeout_s=timeout_s)
+            ready: int | None = self._stream.num_again
+            if not ready:
+                ready = await self._taskset.num_ready(self._fits, timeout_s=timeout_s)
             limit = limit if ready is None else min(limit, ready)
             return await self._buffer.admit(limit, timeout_s=timeout_s, collector=collector)
 

@@ -53,6 +53,11 @@ class TaskStream(Iterator[Task]):
             self._num_drawn = start["num_drawn"]
         self._source = taskset.forever()
 
+    @property
+    def num_again(self) -> int:
+        """Tasks of an earlier run that are still to be drawn again: nobody has to wait for them."""
+        return len(self._again)
+
     def __next__(self) -> Task:
         task = (self._fitting(self._again.pop()) if self._again else None) or self._fresh()
         self._task_of[next(self._numbers)] = task.task_id

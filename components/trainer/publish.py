@@ -4,7 +4,8 @@
     rank 0, beside:             upload 0   upload 1   upload 2 ...
 
 At most two buckets exist at a time: the one that is being gathered and the one that is being uploaded. Where uploading
-is slower, gathering waits for it; a model of one bucket is uploaded entirely beside the next step.
+is slower, gathering waits for it; a model of one bucket is uploaded entirely beside the next step. Where the model's
+files have other names for its weights (experts), the one that is uploaded exists twice while it is renamed.
 """
 
 from __future__ import annotations

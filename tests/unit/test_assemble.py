@@ -308,3 +308,29 @@ def test_all_conversations_of_an_attempt_are_trained_on_with_its_advantage():
     assert found[100] == found[101] == found[102] == -found[103] > 0
     assert int(batch.num_sequences) == 4
     assert groups[0].policy_versions() == (0, 3)
+
+
+def test_further_conversations_get_the_mean_of_advantages_that_differ_by_turn():
+    """Advantages by turn are of the main conversation's tokens; what began anew has none of its own."""
+
+    def attempt(name: int, reward: float) -> Trajectory:
+        masked = trajectory(name, reward=reward, response=4, masked=0)
+        mask = [True, False, True, True]  # two turns
+        versions = [v if m else NO_VERSION for v, m in zip(masked.policy_versions, mask, strict=True)]
+        logprobs = [p if m else 0.0 for p, m in zip(masked.behavior_logprobs, mask, strict=True)]
+        return dataclasses.replace(masked, loss_mask=mask, policy_versions=versions, behavior_logprobs=logprobs)
+
+    first = dataclasses.replace(attempt(100, 1.0), others=[trajectory(101, reward=1.0)])
+    group = Group(group_id=0, task_id="t", trajectories=[first, attempt(102, 0.0)])
+    take = Assembler(
+        advantage=advantage_of("gigpo", {"gamma": 0.5}, eps=1e-6),
+        updates_per_take=1,
+        num_ranks=1,
+        skip_zero_advantage=False,
+        rollouts_per_take=0,
+    )(0, [group])
+    (batch,) = take.batches[0]
+    found = {row["response_tokens"][0]: row["advantages"] for row in rows(batch)}
+    main = [a for a, m in zip(found[100], first.loss_mask, strict=True) if m]
+    assert main[0] != main[1], "its turns differ"
+    assert found[101] == pytest.approx([sum(main) / len(main)] * len(found[101]))

@@ -18,6 +18,7 @@ from leeway.config.environments import ToolUseOptions
 from leeway.config.inputs import EvalConfig, TaskConfig
 from leeway.envs.tool_use import ToolUse
 from leeway.replay.actor import ReplayBufferActor
+from leeway.replay.position import Position
 from leeway.replay.stream import TaskStream
 from leeway.tasks import Prompter
 from leeway.tasks.queue_tasks import QueueTaskSet
@@ -94,6 +95,29 @@ def test_a_queue_gives_each_task_once_in_order_while_it_grows(tmp_path):
     assert len({t.task_id for t in queue.tasks}) == 5, "the same question twice is two tasks"
     again = build(name="queue", path=str(path))
     assert [t.task_id for t in again.forever()] == [t.task_id for t in queue.tasks], "as a run that goes on draws it"
+
+
+def test_a_run_goes_on_in_a_queue_where_it_was(tmp_path):
+    path = tmp_path / "queue.jsonl"
+    feed(path, 0, 1, 2, 3)
+
+    def stream(**options):
+        queue = build(name="queue", path=str(path))
+        return TaskStream(queue, num_tokens=lambda task: 1, max_prompt_tokens=8, **options)
+
+    first = stream()
+    assert [next(first).answer for _ in range(4)] == ["a0", "a1", "a2", "a3"]
+    position = Position(open_draws=[1], next_draw=3)  # 0 and 2 are over; 3 was drawn ahead
+    saved = json.loads(json.dumps(first.position(position)))
+    feed(path, 4)
+    close(path)
+    again = stream(draws=position, start=saved)
+    assert again.num_again == 2, "these are there, whatever else comes into the queue"
+    assert [task.answer for task in again] == ["a1", "a3", "a4"]
+    other = tmp_path / "other.jsonl"
+    feed(other, 7)
+    with pytest.raises(ValueError, match=r"task\.path: the saved position has fingerprint"):
+        build(name="queue", path=str(other)).load_state_dict(saved["taskset"])
 
 
 def test_what_is_evaluated_on_is_left_out_of_a_queue(tmp_path):
