@@ -28,6 +28,7 @@ from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer import writing
 from leeway.trainer.checkpoint import CheckpointError, read_state
 from leeway.trainer.convert import convert
+from leeway.trainer.export import HFWriter
 from leeway.trainer.optimizer import OptimizerSettings
 from leeway.trainer.trainer import Trainer, TrainerSettings
 from leeway.trainer.writing import CheckpointWriteError
@@ -402,3 +403,19 @@ def test_what_cannot_be_converted_is_refused_by_name(make, saved, model_path, tm
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="no sharded checkpoint"):
         list(convert(tmp_path / "empty"))
+
+
+def test_weights_for_others_that_cannot_be_written_leave_no_folder_and_are_told_of(make, tmp_path, monkeypatch):
+    trainer, folder = make(), tmp_path / "hf"
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HFWriter, "add", full)
+        trainer.begin_save(hf=str(folder))  # the other ranks are in the middle of sending: told of when all have sent
+        with pytest.raises(CheckpointWriteError, match="rank 0 could not write it: .* No space left on device"):
+            trainer.finish_save()
+    assert not folder.exists()
+    trainer.save(str(folder))
+    AutoModelForCausalLM.from_pretrained(folder)
