@@ -414,7 +414,7 @@ def test_weights_for_others_that_cannot_be_written_leave_no_folder_and_are_told_
     with monkeypatch.context() as patch:
         patch.setattr(HFWriter, "add", full)
         trainer.begin_save(hf=str(folder))  # the other ranks are in the middle of sending: told of when all have sent
-        with pytest.raises(CheckpointWriteError, match="rank 0 could not write it: .* No space left on device"):
+        with pytest.raises(CheckpointWriteError, match=r"rank 0 could not write it: .* No space left on device"):
             trainer.finish_save()
     assert not folder.exists()
     trainer.save(str(folder))
