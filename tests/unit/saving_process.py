@@ -10,12 +10,14 @@ the weights of each version is written down, and any life that has that version,
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import hashlib
 import json
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,9 +97,11 @@ def be_killed(model: Path, folder: Path, steps: int, after_s: float) -> None:
     after it has begun and taken so many steps.
     """
     heard, said = os.pipe()
+    assert len(os.listdir("/proc/self/task")) == 1, "a process with threads is forked: its child may wait for ever"
     child = os.fork()
     if child == 0:
         os.close(heard)
+        faulthandler.dump_traceback_later(100, exit=True)  # where it waits, should it ever
         asyncio.run(life(model, folder, folder / "diary.jsonl", steps=10_000, keep_last=2, said=said))
         os._exit(3)
     os.close(said)
@@ -141,11 +145,21 @@ def fill_the_disk(model: Path, folder: Path) -> None:
     )
 
 
+def in_a_child(act: Callable[[], None]) -> None:
+    child = os.fork()
+    if child == 0:
+        act()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert status == 0, f"the child ended with {status}"
+
+
 if __name__ == "__main__":
-    save_model(Path(sys.argv[1]))
     if sys.argv[3:] == ["full"]:
+        save_model(Path(sys.argv[1]))
         fill_the_disk(Path(sys.argv[1]), Path(sys.argv[2]))
     else:
+        in_a_child(lambda: save_model(Path(sys.argv[1])))  # it starts threads, and whoever forks must have none
         for line in sys.stdin:
             steps, after_s = line.split()
             be_killed(Path(sys.argv[1]), Path(sys.argv[2]), int(steps), float(after_s))

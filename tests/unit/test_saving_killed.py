@@ -46,6 +46,7 @@ def test_twenty_kills_at_random_moments_leave_a_whole_checkpoint_each_time(tmp_p
         capture_output=True,
         text=True,
         env=environment(),
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     half_written = [json.loads(line)["half_written"] for line in done.stdout.splitlines()]
