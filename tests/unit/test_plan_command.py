@@ -64,7 +64,8 @@ def leeway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def run(tmp_path: Path) -> Path:
     """What a run of the quickstart's second stage leaves behind, with the speeds above."""
     folder = tmp_path / "run"
-    overrides = ["stages.sft=null", "model.init=null", "model.path=some/model", "stages.async_rl.train.steps=40"]
+    overrides = ["stages.sft=null", "model.init=null", "model.path=some/model", "staleness.in_flight=recompute"]
+    overrides += ["stages.async_rl.train.steps=40", "stages.async_rl.train.groups_per_step=48"]
     stages = plan_run("quickstart", "async_rl", overrides)
     stage = folder / "stages" / "async_rl"
     (stage / "rollouts").mkdir(parents=True)
