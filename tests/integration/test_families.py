@@ -90,11 +90,11 @@ async def hand_over(engine: Engine, trainer: Trainer) -> float:
         raise AssertionError("nobody pulls, nothing fails")
 
     async def stream() -> Any:
-        for bucket in buckets:
+        for bucket in publication.bucket_refs:
             yield bucket
 
     trainer.publish()
-    manifest, buckets = trainer.publication()
+    publication = trainer.publication()
     receiver = HandOver(
         engine,
         nothing,
@@ -106,7 +106,7 @@ async def hand_over(engine: Engine, trainer: Trainer) -> float:
         on_quarantine=nothing,
         max_failures=0,
     )
-    await receiver._take_over(manifest, stream())
+    await receiver._take_over(publication.manifest, stream())
     return receiver.drain_reports()[0].served_gap
 
 
