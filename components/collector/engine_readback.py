@@ -132,7 +132,10 @@ def read_back(model: torch.nn.Module, published: Published, *, dtype: torch.dtyp
 def _expert_sums(module: RoutedExperts, layer: str, dtype: torch.dtype) -> Iterator[tuple[Key, torch.Tensor]]:
     """The sum of each expert's matrices of each width, whatever order they lie in."""
     hidden, inner = module.moe_config.hidden_dim_unpadded, module.moe_config.intermediate_size_per_partition_unpadded
-    for i, (w13, w2) in enumerate(zip(module.w13_weight, module.w2_weight, strict=True)):
+    assert hidden is not None
+    assert inner is not None
+    weights = dict(module.named_parameters(recurse=False))
+    for i, (w13, w2) in enumerate(zip(weights["w13_weight"], weights["w2_weight"], strict=True)):
         expert, up, down = f"{layer}.experts.{i}", total_sum(w13.to(dtype)), total_sum(w2.to(dtype))
         yield from {(expert, inner): down, (expert, hidden): up + down if inner == hidden else up}.items()
 
