@@ -11,6 +11,9 @@ weights in packed form; both are got around without knowing how:
   changed places within a layer, moves logprobs by far more than the canary's tolerance.
 - A packed matrix is read by multiplying it with columns of the identity, which gives its columns back exactly. That
   costs numel x width multiplications, so of large models each load reads a block of columns, the next load the next.
+- The experts of a mixture are packed for a kernel that cannot be made to give them back. Packing moves weights about
+  and pads with zeros, so one sum over each expert's matrices of one width is compared. What it does not see, weights
+  that changed places within an expert, the canary sees of the experts that it is routed to.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from dataclasses import dataclass
 
 import torch
 from vllm.distributed import get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import (
@@ -35,7 +40,7 @@ MAX_MULTIPLICATIONS = 1e9
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 Key = tuple[str, int]
-"""(decoder layer or module, width of its matrices; 1 for vectors)."""
+"""(decoder layer, expert or module, width of its matrices; 1 for vectors)."""
 
 
 def layer_of(name: str) -> str:
@@ -52,6 +57,18 @@ def column_sums(tensor: torch.Tensor) -> torch.Tensor:
     return (matrix + 0.0).view(_BITS[matrix.dtype]).sum(0, dtype=torch.int64)
 
 
+def expert_of(name: str) -> str | None:
+    """The expert whose matrix this is in a model's files, as (decoder layer).experts.(number)."""
+    _, found, number = name.partition(".experts.")
+    number = number.partition(".")[0]
+    return f"{layer_of(name)}.experts.{number}" if found and number.isdigit() else None
+
+
+def total_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum of the bit patterns of all elements: int64 [1]."""
+    return column_sums(tensor.flatten())
+
+
 class Published:
     """The column sums of one publication, gathered while it streams in."""
 
@@ -60,8 +77,10 @@ class Published:
         self.sums: dict[Key, torch.Tensor] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        sums = column_sums(tensor.to(device=self._device, dtype=self._dtype))
-        key = (layer_of(name), len(sums) if tensor.dim() > 1 else 1)
+        tensor = tensor.to(device=self._device, dtype=self._dtype)
+        expert = expert_of(name)
+        sums = column_sums(tensor) if expert is None else total_sum(tensor)
+        key = (expert or layer_of(name), tensor.shape[-1] if tensor.dim() > 1 else 1)
         self.sums[key] = self.sums[key] + sums if key in self.sums else sums
 
 
@@ -79,27 +98,46 @@ def read_back(model: torch.nn.Module, published: Published, *, dtype: torch.dtyp
 
     `turn` chooses the block of columns where reading all of them would cost too much.
     """
-    # A module under two names (a tied head) was published under both.
-    modules = [
-        (n, m) for n, m in model.named_modules(remove_duplicate=False) if next(m.parameters(False), None) is not None
-    ]
+    # A module under two names (a tied head) was published under both; a router has two names within one layer.
+    named = [(layer_of(f"{n}.weight"), m) for n, m in model.named_modules(remove_duplicate=False)]
+    modules = {(layer, id(m)): m for layer, m in named if next(m.parameters(False), None) is not None}
     names = {layer for layer, _ in published.sums}
-    unread = {layer_of(f"{n}.weight") for n, m in modules if not _is_readable(m)}
-    unread |= {layer_of(f"{n}.weight") for n, _ in modules} - names
-    packed = sum(math.prod(_shape(m)) for _, m in modules if _is_packed(m))
-    num_columns = max(1, int(MAX_MULTIPLICATIONS / max(1, packed)))
+    unread: set[str] = set()
     found: dict[Key, torch.Tensor] = {}
-    for name, module in modules:
-        if (layer := layer_of(f"{name}.weight")) not in unread:
+    for (layer, _), module in modules.items():
+        if isinstance(module, RoutedExperts):
+            experts = dict(_expert_sums(module, layer, dtype)) if _are_readable(module) else {}
+            if experts and experts.keys() <= published.sums.keys():
+                found |= experts
+            else:
+                unread.add(f"{layer}.experts")
+        elif not _is_readable(module) or layer not in names:
+            unread.add(layer)
+    packed = sum(math.prod(_shape(m)) for m in modules.values() if _is_packed(m))
+    num_columns = max(1, int(MAX_MULTIPLICATIONS / max(1, packed)))
+    for (layer, _), module in modules.items():
+        if layer not in unread and not isinstance(module, RoutedExperts):
             for width, sums in _sums(module, dtype, num_columns, turn):
                 found[layer, width] = found[layer, width] + sums if (layer, width) in found else sums
+    read = {layer for layer, _ in found}
     differing = {
         layer
         for (layer, width), sums in published.sums.items()
-        if layer in {layer for layer, _ in found}
+        if layer in read
         and not ((layer, width) in found and torch.equal(found[layer, width], _block(sums, num_columns, turn)))
     }
     return ReadBack(sorted(differing), sorted(unread))
+
+
+def _expert_sums(module: RoutedExperts, layer: str, dtype: torch.dtype) -> Iterator[tuple[Key, torch.Tensor]]:
+    """The sum of each expert's matrices of each width, whatever order they lie in."""
+    hidden, inner = module.moe_config.hidden_dim_unpadded, module.moe_config.intermediate_size_per_partition_unpadded
+    assert hidden is not None
+    assert inner is not None
+    weights = dict(module.named_parameters(recurse=False))
+    for i, (w13, w2) in enumerate(zip(weights["w13_weight"], weights["w2_weight"], strict=True)):
+        expert, up, down = f"{layer}.experts.{i}", total_sum(w13.to(dtype)), total_sum(w2.to(dtype))
+        yield from {(expert, inner): down, (expert, hidden): up + down if inner == hidden else up}.items()
 
 
 def _sums(
@@ -138,6 +176,16 @@ def _shape(module: torch.nn.Module) -> tuple[int, int]:
     if isinstance(module, ReplicatedLinear):  # the router of a mixture of experts
         return module.output_size, module.input_size
     return module.output_size_per_partition, module.input_size_per_partition  # type: ignore[attr-defined]
+
+
+def _are_readable(module: RoutedExperts) -> bool:
+    """Whether all of a layer's experts are here, one by one, and nothing else is."""
+    return (
+        get_tensor_model_parallel_world_size() == 1
+        and type(module.quant_method) is UnquantizedFusedMoEMethod
+        and {name for name, _ in module.named_parameters(recurse=False)} == {"w13_weight", "w2_weight"}
+        and module.local_num_experts == module.moe_config.num_logical_experts == module.moe_config.num_experts
+    )
 
 
 def _is_readable(module: torch.nn.Module) -> bool:

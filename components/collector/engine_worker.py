@@ -21,12 +21,14 @@ import torch
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     get_layerwise_info,
     initialize_layerwise_reload,
 )
+from vllm.platforms import current_platform
 
 from ..weights import HandOverError, TensorEntry, read_bucket
 from .engine_readback import Published, read_back
@@ -109,6 +111,7 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, BucketInfo]):
 
     def start_weight_update(self) -> None:
         self._published = self._nothing_published()
+        forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: BucketInfo) -> None:
@@ -151,6 +154,20 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, BucketInfo]):
 
     def shutdown(self) -> None:
         pass
+
+
+def forget_packed_experts(model: torch.nn.Module) -> None:
+    """Make vLLM pack the experts of this load as it packed the first ones.
+
+    On a CPU a mixture's experts are packed when their kernel is made. A later load finds a kernel and leaves that out:
+    plain weights would lie where the kernel reads packed ones. On GPUs, where graphs hold on to kernels, nothing is
+    packed there.
+    """
+    if current_platform.is_cpu():
+        for module in model.modules():
+            method = getattr(module, "quant_method", None)
+            if isinstance(method, UnquantizedFusedMoEMethod):
+                method.moe_kernel = None
 
 
 def uncovered_parameters(model: torch.nn.Module) -> list[str]:

@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 NO_PROGRESS_TAKES = 20
 
+Assemble = Callable[[int, Sequence[Group], Sequence[Group]], Take]
+"""assemble(number of the take, its new groups, those used before) -> the take."""
+
 
 class NoProgressError(RuntimeError):
     """So many groups in a row were filtered or failed that the run would go on without ever training."""
@@ -63,7 +66,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         rule: AdmissionRule,
         num_takes: int | None,
         capacity: int,
-        assemble: Callable[..., Take],
+        assemble: Assemble,
         operators: Sequence[Operator] = (),
         start: Position | None = None,
         reuse: ReusePool | None = None,
@@ -220,7 +223,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             self._used_again.append([g.group_id for g in reused])
             self._lost_in_a_row = 0
             self._changed.notify_all()
-        return self._assemble(index, groups, reused) if reused else self._assemble(index, groups)
+        return self._assemble(index, groups, reused)
 
     async def trained(self, group_ids: Sequence[int]) -> None:
         """The oldest take that was served has been through all its steps. (`ReusePool` counts uses after the first.)"""

@@ -8,18 +8,17 @@ take ---> estimate: values (once, under the weights that took it), GAE, whitenin
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ..algorithms.critic import gae, outcome_rewards, value_metrics, whitened, whitening_sums
+from .checkpoint import Parts
 from .critic import NUM_SUMS, Critic, CriticSettings, Estimates
-from .sharding import make_mesh, reshard
+from .sharding import make_mesh
 from .trainer import Trainer, TrainerSettings
 
 if TYPE_CHECKING:
@@ -117,14 +116,6 @@ class ActorCriticTrainer(Trainer):
         metrics = super().optim_step() | own
         return metrics | {"step/optim_s": metrics["step/optim_s"] + elapsed}
 
-    def begin_save(self, *, state: str | None = None, hf: str | None = None) -> dict[str, float]:
-        with self._critic_in_the_state():
-            return super().begin_save(state=state, hf=hf)
-
-    def load_state(self, directory: str) -> int:
-        with self._critic_in_the_state():
-            return super().load_state(directory)
-
     def measure(self, batch: TrainBatch) -> dict[str, float]:
         self._warmup_steps = 0  # what is to be known is a step of both
         times = super().measure(batch)
@@ -149,40 +140,8 @@ class ActorCriticTrainer(Trainer):
             returns = gae(values, rewards, **where, gamma=c.gamma, lam=c.value_lambda) + values
         return Estimates(values=values, returns=returns, advantages=advantages)
 
-    @contextmanager
-    def _critic_in_the_state(self) -> Iterator[None]:
-        """Checkpoints hold one set of named tensors: for their time, the critic's are among the policy's."""
-        model, optimizer = self._model, self._optimizer
-        reshard(model)  # the roots are not among the modules below
-        reshard(self._critic.model)
-        self._model = cast(Any, _Both(model, self._critic.model))
-        self._optimizer = cast(Any, _BothStates(optimizer, self._critic.optimizer))
-        try:
-            yield
-        finally:
-            self._model, self._optimizer = model, optimizer
-
-
-class _Both(nn.Module):
-    """The policy's parameters under their own names, and the critic's under critic.*"""
-
-    def __init__(self, policy: nn.Module, critic: nn.Module) -> None:
-        super().__init__()
-        for name, child in policy.named_children():
-            self.add_module(name, child)
-        self.critic = critic
-
-
-class _BothStates:
-    """`optimizer.state[parameter]` of whichever optimizer has the parameter."""
-
-    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
-        self.state = self
-        self.param_groups = [group for o in optimizers for group in o.param_groups]
-        self._owners = {p: o for o in optimizers for group in o.param_groups for p in group["params"]}
-
-    def __getitem__(self, parameter: torch.Tensor) -> Any:
-        return self._owners[parameter].state[parameter]
+    def _parts(self) -> Parts:
+        return {**super()._parts(), "critic.": (self._critic.model, self._critic.optimizer)}
 
 
 def make_trainer(settings: TrainerSettings, **place: Any) -> Trainer:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,10 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.checkpoint import load as dcp_load  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.fsdp import FSDPModule
 
 from .durable import write_durably
 from .rng import rng_state, set_rng_state
+from .sharding import reshard
 from .writing import on_all_ranks, write_shards
 
 FORMAT = 1
@@ -49,10 +50,13 @@ class TrainerState:
     num_ranks: int
 
 
+Parts = Mapping[str, tuple[nn.Module, torch.optim.AdamW]]
+"""What is trained, each with its optimizer, under what comes before the names of its parameters ("": the policy)."""
+
+
 def take_state(
     *,
-    model: nn.Module,
-    optimizer: torch.optim.AdamW,
+    parts: Parts,
     device: torch.device,
     rank: int,
     num_ranks: int,
@@ -64,7 +68,7 @@ def take_state(
 
     A copy is as large as this rank's share of weights and optimizer state: 12 bytes per parameter, over the ranks.
     """
-    tensors = _tensors(model, optimizer)
+    tensors = _tensors(parts)
     if copy:
         tensors = {name: _copied(tensor) for name, tensor in tensors.items()}
     tensors |= {f"{_rng_prefix(rank)}{name}": state for name, state in rng_state(device).items()}
@@ -99,15 +103,13 @@ def write_state(
     on_all_ranks(complete, directory, group)
 
 
-def load_state(
-    directory: Path, *, model: nn.Module, optimizer: torch.optim.AdamW, device: torch.device, rank: int
-) -> dict[str, Any]:
-    """Put what `write_state` wrote into model, optimizer and generators (a collective); returns what state.json says.
+def load_state(directory: Path, *, parts: Parts, device: torch.device, rank: int) -> dict[str, Any]:
+    """Put what `write_state` wrote into models, optimizers and generators (a collective); returns what state.json says.
 
     Raises `CheckpointError` before anything is changed.
     """
     state = read_state(directory)
-    tensors = _tensors(model, optimizer)
+    tensors = _tensors(parts)
     reader = FileSystemReader(directory)
     saved = reader.read_metadata().state_dict_metadata
     _check_same_model(directory, tensors, saved)
@@ -139,24 +141,23 @@ def read_state(directory: Path) -> dict[str, Any]:
     return state
 
 
-def _tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, torch.Tensor]:
+def _tensors(parts: Parts) -> dict[str, torch.Tensor]:
     """Every tensor of the state by name, as the live objects. A parameter that had no gradient yet has zero moments."""
-    # After a forward pass alone (a canary) FSDP leaves the root's weights whole, in parameters that the optimizer does
-    # not know: their moments would be saved as zeros.
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     tensors: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
-        assert parameter in known, f"{name} is not the optimizer's"
-        moments = optimizer.state[parameter]
-        if not moments:
-            moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            moments["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            moments["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        tensors[f"model.{name}"] = parameter.detach()
-        tensors |= {f"optimizer.{name}.{key}": value for key, value in moments.items()}
+    for prefix, (model, optimizer) in parts.items():
+        # After a forward pass alone (a canary) FSDP leaves the root's weights whole, in parameters that the optimizer
+        # does not know: their moments would be saved as zeros.
+        reshard(model)
+        known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for name, parameter in model.named_parameters():
+            assert parameter in known, f"{name} is not the optimizer's"
+            moments = optimizer.state[parameter]
+            if not moments:
+                moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                moments["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                moments["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            tensors[f"model.{prefix}{name}"] = parameter.detach()
+            tensors |= {f"optimizer.{prefix}{name}.{key}": value for key, value in moments.items()}
     return tensors
 
 

@@ -39,7 +39,7 @@ class LogitTransform:
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         if self.cap:
             logits = self.cap * torch.tanh(logits / self.cap)
-        return logits * self.scale
+        return logits if self.scale == 1.0 else logits * self.scale
 
 
 def token_logprobs(

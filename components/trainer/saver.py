@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from .checkpoint import take_state, write_state
+from .checkpoint import Parts, take_state, write_state
 from .gather import Gatherer
 from .writing import on_all_ranks
 
@@ -40,15 +39,14 @@ class Saver:
         self,
         settings: TrainerSettings,
         *,
-        model: nn.Module,
+        parts: Parts,
         gatherer: Gatherer,
-        optimizer: torch.optim.AdamW,
         policy_version: int,
         objective: dict[str, float],
         state: Path | None,
         hf: Path | None,
     ) -> float:
-        """Copy out what goes into the folder `state` (everything of `model`, to go on from), then write it beside the
+        """Copy out what goes into the folder `state` (everything of `parts`, to go on from), then write it beside the
         caller; returns the seconds that the caller was held up.
 
         `hf`: the weights for others to load are written by rank 0 before this returns, a bucket at a time, as a whole
@@ -60,8 +58,7 @@ class Saver:
         work: list[Callable[[], None]] = []
         if state is not None:
             taken = take_state(
-                model=model,
-                optimizer=optimizer,
+                parts=parts,
                 device=self._device,
                 rank=self._rank,
                 num_ranks=settings.num_ranks,

@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 
 # Logits that are worth a third more arithmetic in the head to not have at once: 128 MiB in float32.
 MANY_LOGITS = 1 << 25
+CACHED_LOGITS = 1 << 18  # 1 MiB
+# Stands for infinity where 0 times infinity would be nan.
+LOWEST = -1e30
 
 
 class ScoringModel(nn.Module):
@@ -64,8 +67,11 @@ class ScoringModel(nn.Module):
         if targets is not None and chunked:
             return token_logprobs(hidden, head.weight, head.bias, targets, transform=transform, chunk=self.chunk_tokens)
         logprobs = torch.log_softmax(transform(head(hidden).float()), dim=-1)
-        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+        if entropy_gradient and torch.is_grad_enabled():
             entropy = entropy_of(logprobs)
+        else:
+            # A few rows at a time, which stay in a CPU's cache: passes over all at once cost as much as a layer.
+            entropy = torch.cat([entropy_of(part) for part in logprobs.detach().split(_rows_in_cache(logprobs))])
         if targets is None:
             return logprobs, entropy
         # A sum over one element instead of a squeeze: FSDP hooks must not sit on a view.
@@ -74,7 +80,12 @@ class ScoringModel(nn.Module):
 
 def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
     """Entropies [S] of distributions [S, V]; a token of probability 0 adds nothing, nor to the gradient."""
-    return -(logprobs.exp() * logprobs.masked_fill(logprobs == float("-inf"), 0.0)).sum(-1)
+    return -(logprobs.exp() * logprobs.clamp(min=LOWEST)).sum(-1)
+
+
+def _rows_in_cache(logprobs: torch.Tensor) -> int:
+    """How many rows of [S, V] are handled at once where nothing is gained by handling all of them."""
+    return max(1, CACHED_LOGITS // logprobs.shape[-1] if logprobs.device.type == "cpu" else len(logprobs))
 
 
 def load_model(

@@ -25,7 +25,7 @@ from .audit import published_weights
 from .bound import StalenessError as StalenessError
 from .bound import check_versions
 from .canary import score_canary
-from .checkpoint import load_state
+from .checkpoint import Parts, load_state
 from .gather import Gatherer
 from .memory import peak_memory_gib
 from .microbatch import Microbatch, Packing, cut, empty_microbatch
@@ -240,9 +240,8 @@ class Trainer:
         """
         seconds = self._saver.begin(
             self._settings,
-            model=self._model,
+            parts=self._parts(),
             gatherer=self._gatherer,
-            optimizer=self._optimizer,
             policy_version=self.policy_version,
             objective=self._objective.state_dict(),
             state=None if state is None else Path(state),
@@ -269,9 +268,7 @@ class Trainer:
 
         A reference policy stays what it is: the weights that training started from, not those of the checkpoint.
         """
-        state = load_state(
-            Path(directory), model=self._model, optimizer=self._optimizer, device=self._device, rank=self._rank
-        )
+        state = load_state(Path(directory), parts=self._parts(), device=self._device, rank=self._rank)
         self.policy_version = int(state["policy_version"])
         self._objective = self._objective.with_state(state["objective"])
         return self.policy_version
@@ -300,6 +297,10 @@ class Trainer:
     def close(self) -> None:
         self._saver.close()
         dist.destroy_process_group()
+
+    def _parts(self) -> Parts:
+        """What checkpoints hold."""
+        return {"": (self._model, self._optimizer)}
 
     def _check_versions(self, batch: TrainBatch) -> None:
         check_versions(

@@ -66,6 +66,17 @@ class Saboteur(engine_worker.WorkerExtension):
 
         engine_worker.finalize_layerwise_reload = finalize
 
+    def arm_expert(self: Any, module: str, expert: int, index: int) -> None:
+        """Let the next load end with the last bit of one packed weight of an expert flipped, once."""
+        real = engine_worker.finalize_layerwise_reload
+
+        def finalize(*args: Any) -> None:
+            engine_worker.finalize_layerwise_reload = real
+            real(*args)
+            self._layer(module).w2_weight.data[expert].view(-1).view(torch.int32)[index] ^= 1
+
+        engine_worker.finalize_layerwise_reload = finalize
+
     def _arm_swap(self: Any, names: str) -> None:
         """Two tensors arrive in each other's place, after the checks of bytes."""
         a, b = names.split(" ")

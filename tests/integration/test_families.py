@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from leeway.collector import engine_worker_env
 from leeway.collector.clock import ActivityClock
 from leeway.collector.engine import Engine, EngineSettings
 from leeway.collector.hand_over import HandOver
 from leeway.trainer.trainer import Trainer
 from leeway.types import Trajectory, batch_trajectories
-from leeway.weights import CanaryPrompts
+from leeway.weights import CanaryPrompts, HandOverError
 
 from ..unit.test_trainer import OPTIMIZER, batch_of, free_address, random_trajectories, settings_of
 
@@ -47,6 +49,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
+EXPERTS = {"mixtral": "block_sparse_moe.experts", "qwen3_moe": "mlp.experts"}
 # The tied Qwen2 is in test_engine.py.
 pytestmark = [
     pytest.mark.timeout(200),
@@ -90,11 +93,11 @@ async def hand_over(engine: Engine, trainer: Trainer) -> float:
         raise AssertionError("nobody pulls, nothing fails")
 
     async def stream() -> Any:
-        for bucket in buckets:
+        for bucket in publication.bucket_refs:
             yield bucket
 
     trainer.publish()
-    manifest, buckets = trainer.publication()
+    publication = trainer.publication()
     receiver = HandOver(
         engine,
         nothing,
@@ -106,7 +109,7 @@ async def hand_over(engine: Engine, trainer: Trainer) -> float:
         on_quarantine=nothing,
         max_failures=0,
     )
-    await receiver._take_over(manifest, stream())
+    await receiver._take_over(publication.manifest, stream())
     return receiver.drain_reports()[0].served_gap
 
 
@@ -133,7 +136,12 @@ async def sampled(engine: Engine, version: int) -> list[Trajectory]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_engine_and_trainer_agree_after_hand_overs(family: str, tmp_path: Path) -> None:
+def test_engine_and_trainer_agree_after_hand_overs(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_worker_env, "WORKER_EXTENSION", "engine_saboteur.Saboteur")
+    monkeypatch.syspath_prepend(here := str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *sys.path]))
     save_model(tmp_path, family)
     loop, threads = asyncio.new_event_loop(), torch.get_num_threads()
     settings = settings_of(tmp_path, canary=canary_prompts(), temperature=TEMPERATURE, bucket_bytes=50_000)
@@ -150,6 +158,13 @@ def test_engine_and_trainer_agree_after_hand_overs(family: str, tmp_path: Path) 
             worst = (trainer.token_logprobs(batch) - batch.behavior_logprobs).abs().max().item()
             print(f"{family}, version {version}: canary {gap:.1e}, {len(batch.response_tokens)} tokens {worst:.1e}")
             assert 0 < worst <= TOLERANCE
+        if experts := EXPERTS.get(family):
+            # The last bit of one weight, which no canary can see: experts are read back too.
+            rpc = engine._llm.collective_rpc("arm_expert", args=(f"model.layers.1.{experts}.routed_experts", 2, 100))
+            loop.run_until_complete(asyncio.wait_for(rpc, 60))
+            with pytest.raises(HandOverError, match=r"the load check.*differ.* in model\.layers\.1\.experts\.2$"):
+                loop.run_until_complete(asyncio.wait_for(hand_over(engine, trainer), 60))
+            assert loop.run_until_complete(asyncio.wait_for(hand_over(engine, trainer), 60)) <= TOLERANCE
     finally:
         engine.shutdown()
         loop.close()

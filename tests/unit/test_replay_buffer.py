@@ -72,7 +72,7 @@ def buffer_of(
         rule=AdmissionRule(**(settings | rule)),
         num_takes=num_takes,
         capacity=capacity,
-        assemble=lambda index, groups: SimpleNamespace(  # type: ignore[arg-type,return-value]
+        assemble=lambda index, groups, reused: SimpleNamespace(  # type: ignore[arg-type,return-value]
             index=index, group_ids=[g.group_id for g in groups], groups=list(groups)
         ),
         operators=operators,

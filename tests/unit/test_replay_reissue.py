@@ -25,7 +25,7 @@ def buffer_of(*, P: int = 2, T: int = 2, num_tasks: int | None = None, num_takes
         ),
         num_takes=num_takes,
         capacity=64,
-        assemble=lambda index, groups: SimpleNamespace(group_ids=[g.group_id for g in groups]),  # type: ignore[arg-type,return-value]
+        assemble=lambda index, groups, reused: SimpleNamespace(group_ids=[g.group_id for g in groups]),  # type: ignore[arg-type,return-value]
     )
 
 

@@ -96,7 +96,7 @@ def group_of(admission: Admission, version: int, *, equal: bool) -> Group:
     )
 
 
-def keep_groups(index: int, groups: Sequence[Group]) -> SimpleNamespace:
+def keep_groups(index: int, groups: Sequence[Group], reused: Sequence[Group]) -> SimpleNamespace:
     return SimpleNamespace(index=index, groups=list(groups))
 
 

@@ -207,7 +207,7 @@ class Run:
             ),
             num_takes=s.num_takes,
             capacity=max_outstanding_groups(s.P, s.u, s.W, s.T),
-            assemble=lambda index, groups, reused=(): SimpleNamespace(new=list(groups), reused=list(reused)),  # type: ignore[arg-type,return-value]
+            assemble=lambda index, groups, reused: SimpleNamespace(new=list(groups), reused=list(reused)),  # type: ignore[arg-type,return-value]
             operators=[filter_zero_variance],
             reuse=ReusePool(
                 max_uses=s.K,

@@ -40,7 +40,7 @@ def solved(task_id: str) -> float:
     return (sum(map(ord, task_id)) % 5) / 4
 
 
-def taken(index: int, groups: Sequence[Group]) -> Take:
+def taken(index: int, groups: Sequence[Group], reused: Sequence[Group]) -> Take:
     ids = [group.group_id for group in groups]
     return Take(index=index, group_ids=ids, batches=[], metrics={}, rollouts=[], oldest_version=0)
 
