@@ -65,7 +65,7 @@ def _rows(stage: Stage) -> list[tuple[str, str]]:
                 f"{d.max_policy_lag} (target {d.target_policy_lag}, least possible {d.least_policy_lag})",
             ),
             ("reorder window", f"{d.reorder_window} groups"),
-            ("max outstanding groups", f"{d.max_outstanding_groups} ({d.max_groups_in_flight} in flight per generator)"),
+            ("max outstanding groups", str(d.max_outstanding_groups)),
             ("served tolerance", f"{d.served_tolerance:g}"),
         ]
     for role, count in d.processes.items():

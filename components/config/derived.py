@@ -16,7 +16,7 @@ class Derived:
     """What the settings of one recipe's run amount to.
 
     Lags are in optimizer steps, the window in groups. `max_outstanding_groups` is the largest number of groups that are
-    admitted and not yet taken at any time, `max_groups_in_flight` that of one generator's unfinished ones. `num_takes` and `total_groups` are None where train.epochs decides. CPUs and
+    admitted and not yet taken at any time. `num_takes` and `total_groups` are None where train.epochs decides. CPUs and
     GPUs are per role, for all its processes. `lockstep`: no group is in flight when weights change.
     `fresh_groups_per_take`: those of a take that were not used before; `first_use_policy_lag`: the bound on their lag,
     which leaves room for replay.max_uses - 1 more uses within `max_policy_lag`. `skip_zero_advantage`:
@@ -31,7 +31,6 @@ class Derived:
     first_use_policy_lag: int
     least_policy_lag: int
     max_outstanding_groups: int
-    max_groups_in_flight: int
     num_takes: int | None
     total_groups: int | None
     sequences_per_take: int
@@ -67,11 +66,6 @@ def derive(config: Config, recipe: str = "async_rl") -> Derived:
     num_takes = None if train.steps is None else train.steps // u
     total_groups = None if num_takes is None else num_takes * P
     outstanding = max_outstanding_groups(P, u, window, target)
-    if total_groups is not None:
-        outstanding = min(outstanding, total_groups)
-    in_flight = max(1, -(-outstanding // rollout.num_generators))
-    if rollout.max_groups_in_flight is not None:
-        in_flight = min(in_flight, rollout.max_groups_in_flight)
     processes = {
         "generator": 0 if recipe in OFFLINE_RECIPES else rollout.num_generators,
         "trainer": 0 if recipe == "evaluate" else train.num_ranks,
@@ -90,8 +84,7 @@ def derive(config: Config, recipe: str = "async_rl") -> Derived:
         fresh_groups_per_take=P,
         first_use_policy_lag=first_use,
         least_policy_lag=least_target_policy_lag(P, u, n, window),
-        max_outstanding_groups=outstanding,
-        max_groups_in_flight=in_flight,
+        max_outstanding_groups=outstanding if total_groups is None else min(outstanding, total_groups),
         num_takes=num_takes,
         total_groups=total_groups,
         sequences_per_take=train.batch_size if offline else train.groups_per_step * config.algorithm.group_size,

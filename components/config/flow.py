@@ -22,12 +22,6 @@ class RolloutConfig(Section):
     )
     max_response_tokens: PositiveInt = Field(default=1024, description="longest response; longer ones are cut")
     max_model_len: PositiveInt = Field(default=2048, description="longest prompt and response together")
-    max_groups_in_flight: PositiveInt | None = Field(
-        default=None,
-        description="groups that a generator has begun and not finished at any time; null: all that the bound admits. A "
-        "few more than the engine runs at once are enough where environments take no time: the later a group is admitted, "
-        "the newer the weights it may begin with",
-    )
     timeout_s: PositiveFloat = Field(default=600.0, description="seconds a group may take before it is tried again")
     retries: NonNegativeInt = Field(default=2, description="times a group is tried again before it has failed for good")
     pull_every: PositiveInt = Field(default=1, description="pull weights at most once per so many published versions")

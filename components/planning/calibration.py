@@ -174,7 +174,7 @@ class _Measured:
         )
         groups = -(-min(s.max_outstanding_groups, 2 * s.groups_per_step) // s.generators)  # on each engine
         many_s = per_token * sampled * groups * s.generators
-        many_passes = groups * decoded / min(room, groups * s.group_size, s.max_groups_in_flight * s.group_size) + max(1.0, groups * prompts / budget)
+        many_passes = groups * decoded / min(room, groups * s.group_size) + max(1.0, groups * prompts / budget)
         many_passes = max(many_passes, longest)
         # What a group waits for once is in both of the last two: their difference is passes and tokens alone.
         rows = np.array([[longest - 1, decoded], [many_passes - 1, groups * (decoded + prompts) - prompts]])

@@ -30,7 +30,6 @@ class Settings:
     publish_every: int = 1  # n
     pull_every: int = 1
     in_flight: str = "recompute"
-    groups_in_flight: int | None = None  # of one engine, unfinished; None: as many as the rule admits
 
     @property
     def rule(self) -> AdmissionRule:
@@ -47,12 +46,6 @@ class Settings:
     @property
     def max_outstanding_groups(self) -> int:
         return self.rule.num_admissible(published=0)
-
-    @property
-    def max_groups_in_flight(self) -> int:
-        """Of one engine."""
-        share = max(1, -(-self.max_outstanding_groups // self.generators))
-        return share if self.groups_in_flight is None else min(share, self.groups_in_flight)
 
     @property
     def num_gpus(self) -> int:
@@ -88,7 +81,6 @@ class Settings:
             publish_every=config.param_server.publish_every,
             pull_every=config.rollout.pull_every * config.param_server.publish_every,
             in_flight=config.staleness.in_flight,
-            groups_in_flight=config.rollout.max_groups_in_flight,
         )
 
 

@@ -88,7 +88,7 @@ def train_work_s(c: Calibration, s: Settings) -> float:
 
 def group_work_s(c: Calibration, s: Settings) -> float:
     """Seconds of one engine per group when as many sequences run together as may ever do."""
-    at_once = max(1.0, min(c.max_sequences, s.max_groups_in_flight * s.group_size))
+    at_once = max(1.0, min(c.max_sequences, s.max_outstanding_groups * s.group_size / s.generators))
     tokens = (c.lengths.mean - 1) * s.group_size  # the first one comes with the prompt
     return (tokens * (c.pass_s / at_once + c.token_s) + c.prefill_tokens(s.group_size) * c.token_s) / c.kept_frac
 

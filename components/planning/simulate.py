@@ -46,7 +46,8 @@ class Simulation:
         self._order = TakeOrder(self._rule)
         self._draws = Draws(calibration, settings.group_size, chunks_per_group, seed)
         self._factors = self._draws.train_factors(num_steps)
-        self._max_in_flight = settings.max_groups_in_flight
+        limit = max(1, -(-settings.max_outstanding_groups // settings.generators))
+        self._max_in_flight = limit
         keep = calibration.kept_frac  # filtered groups are generated as well, and nothing comes of them
         self._collectors = [
             Collector(

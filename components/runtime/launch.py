@@ -166,6 +166,7 @@ def evaluation_is_seeded(config: Config) -> bool:
 
 
 def collector_settings(config: Config) -> CollectorSettings:
+    numbers = derive(config)
     r = config.rollout
     return CollectorSettings(
         group_size=config.algorithm.group_size,
@@ -174,7 +175,7 @@ def collector_settings(config: Config) -> CollectorSettings:
         max_prompt_tokens=r.max_prompt_tokens,
         max_response_tokens=r.max_response_tokens,
         max_model_len=r.max_model_len,
-        max_in_flight=derive(config).max_groups_in_flight,
+        max_in_flight=max(1, -(-numbers.max_outstanding_groups // r.num_generators)),
         timeout_s=r.timeout_s,
         retries=r.retries,
         seed=config.seed,
