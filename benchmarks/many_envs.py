@@ -1,23 +1,30 @@
 """512 environments in flight, each of which takes its time: what is left of the engine's own tokens/s?
 
     python benchmarks/many_envs.py                 # one engine, a minute or two on two cores
+    python benchmarks/many_envs.py --run           # a whole run of 40 steps instead: what driver and buffer take
 
 The same prompts go to one engine, in turn and several times over: bare (requests only, no environment), through the
 collector with an environment that answers at once, and with one that waits 100 ms after every turn. Two turns per
 conversation, one trajectory per group. A random model writes answers of fixed length, so tokens are equal by
-construction.
+construction. With --run the same environments (100 ms) feed a real run, 64 groups of 8 in flight, and the processor
+seconds of its driver and of its replay buffer are counted from the third step to the last.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import psutil
+from quickstart_runs import HERE
 
 from leeway import Completion, StepEnvironment, Task
 from leeway.collector.clock import ActivityClock
@@ -47,7 +54,7 @@ class Slow(StepEnvironment):
     async def step(self, completion: Completion) -> Any:
         await asyncio.sleep(self._delay_s)
         self._turn += 1
-        return " again =", 0.0, self._turn == TURNS, {}
+        return " again =", len(completion.text) % 2, self._turn == TURNS, {}
 
 
 async def bare(engine: Engine, prompter: Prompter, tasks: list[Task], in_flight: int) -> int:
@@ -121,12 +128,58 @@ async def rolled(engine: Engine, prompter: Prompter, tasks: list[Task], in_fligh
     return sum(sum(t.loss_mask) for t in trajectories)
 
 
+RUN = (
+    "env.name=many_envs:Slow", "env.options={delay_s: 0.1}", "stages.sft=null", "algorithm.group_size=8",
+    "stages.async_rl.train.groups_per_step=16", "stages.async_rl.train.steps=40", "staleness.max_policy_lag=3",
+    "eval.at_start=false", "eval.at_end=false", "checkpoint.save_hf=never", "monitor.console=off",
+)  # fmt: skip
+BUFFER = "ray::Replay"
+"""How the process of the buffer's actor is called."""
+
+
+def shares_in_a_run() -> int:
+    """Start a run in a folder of its own and print which share of one core its driver and its buffer took."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", "from leeway.cli.main import main; main()", "run", "async_rl"]
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = (f"output_dir={folder}", "project=many_envs", "name=run", *RUN)
+        driver = subprocess.Popen([*command, "--config", "quickstart", *overrides], cwd=HERE, env=env)
+        rows = Path(folder) / "many_envs/run/stages/async_rl/metrics.jsonl"
+        seen: list[tuple[float, float, float]] = []  # time, processor seconds of driver and buffer
+        while driver.poll() is None:
+            time.sleep(0.2)
+            if not rows.exists() or not 3 <= _num_steps(rows) < 40:
+                continue
+            family = psutil.Process(driver.pid)
+            buffers = [p for p in family.children(recursive=True) if p.name().startswith(BUFFER)]
+            if buffers:
+                seen.append((time.monotonic(), _seconds(family), sum(map(_seconds, buffers))))
+    if driver.returncode or len(seen) < 2:
+        print(f"the run ended with {driver.returncode}, after {len(seen)} samples", file=sys.stderr)
+        return 1
+    (start, *first), (end, *last) = seen[0], seen[-1]
+    shares = [(after - before) / (end - start) for before, after in zip(first, last, strict=True)]
+    print(f"{end - start:.0f} s: driver {shares[0]:.3f} of a core, buffer {shares[1]:.3f}, together {sum(shares):.3f}")
+    return int(sum(shares) > 0.15)
+
+
+def _seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def _num_steps(rows: Path) -> int:
+    return sum("train/reward/mean" in line for line in rows.open(encoding="utf-8"))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=2048)
     parser.add_argument("--in-flight", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
-    return asyncio.run(measure(parser.parse_args()))
+    parser.add_argument("--run", action="store_true", help="processor time of driver and buffer in a whole run")
+    options = parser.parse_args()
+    return shares_in_a_run() if options.run else asyncio.run(measure(options))
 
 
 if __name__ == "__main__":

@@ -19,12 +19,9 @@ class Careful(AgentEnvironment):
 
     async def run(self, task: Task, endpoint: Endpoint):
         client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, http_client=self.http)
-        messages = [{"role": "user", "content": str(task.prompt)}]
-        text = ""
-        for remark in (" Sure? =", None):
-            reply = await client.chat.completions.create(model=endpoint.model, messages=messages)
-            text = reply.choices[0].message.content or ""
-            if remark is not None:
-                messages += [{"role": "assistant", "content": text}, {"role": "user", "content": remark}]
-        right = float(text.strip() == task.answer)
+        messages = [{"role": "user", "content": task.prompt}]
+        first = await client.chat.completions.create(model=endpoint.model, messages=messages)
+        messages += [first.choices[0].message, {"role": "user", "content": f" Sure? {task.prompt}"}]
+        second = await client.chat.completions.create(model=endpoint.model, messages=messages)
+        right = float((second.choices[0].message.content or "").strip() == task.answer)
         return right, {"exact_match": right}

@@ -16,6 +16,7 @@ from .base import Environment, Policy, all_or_none
 from .http import Answer, Request, refusal, serve
 from .recorder import NoRoom, Recorder, Turn
 from .tools import describe_schemas
+from .turnstile import Turnstile
 
 MODEL = "policy"
 MAX_THREADS = 512
@@ -60,6 +61,9 @@ class AgentEnvironment(Environment):
         self._recorders: dict[str, Recorder] = {}
         self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
+        # What a client does before and after each request is milliseconds of this loop. Of hundreds at once the loop
+        # would not come back within the time that clients give a connection (5 s), nor to the engine's tokens.
+        self._turnstile = Turnstile()
         # Agents wait most of the time; asyncio's own pool has a few threads per core only.
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="leeway-agent")
 
@@ -80,6 +84,7 @@ class AgentEnvironment(Environment):
         session = secrets.token_hex(8)
         recorder = self._recorders[session] = Recorder(policy)
         try:
+            await self._turnstile.through()
             endpoint = Endpoint(base_url, f"{self._token}.{session}")
             if inspect.iscoroutinefunction(self.run):
                 result = await self.run(task, endpoint)
@@ -110,7 +115,9 @@ class AgentEnvironment(Environment):
             expected = f"POST {' or '.join(_SERVED)}, or GET /v1/models"
             return refusal(404, f"{request.method} {request.path}: expected {expected}")
         try:
-            return await serves(request.body, recorder)
+            answer = await serves(request.body, recorder)
+            await self._turnstile.through()
+            return answer
         except NoRoom as error:
             return refusal(400, str(error), "context_length_exceeded")
         except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -20,6 +20,8 @@ def log_to_file(path: Path, level: str) -> None:
     logging.basicConfig(
         level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
+    for client in ("httpx", "httpx2"):  # a line for each request of each agent
+        logging.getLogger(client).setLevel(logging.WARNING)
 
 
 def tail(path: Path, num_lines: int = 30) -> str:

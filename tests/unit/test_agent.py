@@ -316,3 +316,49 @@ def test_what_an_agent_must_return(result, error):
 
     with pytest.raises((TypeError, ValueError), match=error):
         asyncio.run(Idle().rollout(TASK, FakePolicy()))
+
+
+def test_agents_that_begin_together_and_answers_that_come_together_leave_the_loop_free_in_between():
+    """Each piece of an agent's own work is milliseconds of the loop; hundreds in one turn would hold it for seconds."""
+    log: list[str] = []
+
+    class Together(FakePolicy):
+        """Answers all requests in the same turn of the loop."""
+
+        def __init__(self):
+            super().__init__(*(["46"] * 30), group_size=30)
+            self.all_asked = asyncio.Event()
+
+        async def generate(self, prompt, *, n=None, max_tokens=None):
+            answer = await super().generate(prompt)
+            if not self.texts:
+                self.all_asked.set()
+            await self.all_asked.wait()
+            return answer
+
+    class Busy(AgentEnvironment):
+        async def run(self, task, endpoint):
+            log.append("work")
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.base_url.split(":")[2][:-3]))
+            body = json.dumps({"messages": [user(task.prompt)]})
+            head = f"authorization: Bearer {endpoint.api_key}\r\ncontent-length: {len(body)}"
+            writer.write(f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n\r\n{body}".encode())
+            await reader.readline()
+            log.append("work")
+            writer.close()
+            return 0.0
+
+    async def main():
+        async def tick():
+            while True:
+                log.append("tick")
+                await asyncio.sleep(0)
+
+        ticking = asyncio.create_task(tick())
+        await Busy().rollout(TASK, Together())
+        ticking.cancel()
+
+    asyncio.run(main())
+    turns = "".join("w" if event == "work" else " " for event in log).split(" ")
+    assert sum(map(len, turns)) == 60
+    assert max(map(len, turns)) <= 5, "agents that did their work in the same turn of the loop"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -11,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from leeway.config import load_config
+from leeway.envs.registry import build_environment
 from leeway.recipes.plugins import check_plugins, dry_run
 from leeway.recipes.try_env import exchange
 from leeway.tasks import Prompter
 from leeway.tasks.tiny_tokenizer import build_tokenizer
-from leeway.types import NO_VERSION, Task, Trajectory
+from leeway.types import NO_VERSION, Completion, Task, Trajectory
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = Task(task_id="t", prompt="12 + 34 =", answer="46")
@@ -78,8 +80,12 @@ def test_what_is_right_or_needs_a_run_passes(mine, line, monkeypatch):
     assert time.monotonic() - started < 30
 
 
-@pytest.mark.parametrize("name", ["my_env:MyEnv", "guess_number:GuessNumber", "openai_agent:Careful"])
-def test_the_examples_pass(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "reward"),
+    # The stand-in says the task's answer; the game hides another number.
+    [("my_env:MyEnv", 1.0), ("guess_number:GuessNumber", 0.0), ("openai_agent:Careful", 1.0)],
+)
+def test_the_examples_pass(name, reward, monkeypatch):
     if name.startswith("openai"):
         pytest.importorskip("openai")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
@@ -89,7 +95,27 @@ def test_the_examples_pass(name, monkeypatch):
     played = []
     monkeypatch.setattr("leeway.recipes.plugins._check_returned", lambda returned, environment: played.extend(returned))
     dry_run(settings, TASK)
-    assert [t.reward for t in played] == [1.0, 1.0], "the stand-in says the answer"
+    assert [t.reward for t in played] == [reward, reward]
+
+
+def test_who_listens_wins_the_game_and_only_then(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    environment = build_environment(load_config("quickstart", ["env.name=guess_number:GuessNumber"]).env)
+
+    async def play(answer: int, *, listens: bool) -> float:
+        observation = await environment.reset(Task(task_id="t", prompt="?", answer=str(answer)))
+        done, reward, guess, step = False, 0.0, 4, 2
+        assert observation == "1 to 7 ="
+        while not done:
+            said = Completion(
+                tokens=[5], logprobs=[-0.1], policy_versions=[0], finish_reason="stop", text=f" {guess}<x>"
+            )
+            observation, reward, done, _ = await environment.step(said)
+            guess, step = guess + (step if listens and "higher" in str(observation) else -step), max(1, step // 2)
+        return reward
+
+    assert [asyncio.run(play(answer, listens=True)) for answer in range(-10, 4)] == [1.0] * 14
+    assert sum(asyncio.run(play(answer, listens=False)) for answer in range(7)) == 3
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
