@@ -47,8 +47,8 @@ test: $(STAMP)  ## every test this machine can run
 test-long: $(STAMP)  ## the same, with the comparisons that take minutes more
 	@LEEWAY_LONG_TESTS=1 $(BIN)/python -m pytest tests $(ARGS)
 
-test-unit: $(STAMP)  ## tests without Ray and vLLM: seconds
-	@$(BIN)/python -m pytest tests/unit tests/test_architecture.py $(ARGS)
+test-unit: $(STAMP)  ## tests without Ray, vLLM and processes of their own: seconds
+	@$(BIN)/python -m pytest tests/unit tests/test_architecture.py -m "not processes" $(ARGS)
 
 lint: $(STAMP)  ## ruff, format check, pyright
 	@$(BIN)/ruff check .

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import gc
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -56,17 +55,19 @@ def tree_of(file: Path) -> ast.Module:
         gc.enable()
 
 
-def imports(file: Path) -> Iterator[tuple[int, str, int]]:
+@cache
+def imports(file: Path) -> list[tuple[int, str, int]]:
     """(line, absolute dotted module, relative level) of every import anywhere in the file."""
+    found = []
     for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name, 0
+            found += [(node.lineno, alias.name, 0) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package_of(file)[: len(package_of(file)) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
             for alias in node.names:  # `from .. import replay` names a part too
-                yield node.lineno, f"{module}.{alias.name}", node.level
+                found.append((node.lineno, f"{module}.{alias.name}", node.level))
+    return found
 
 
 def where(file: Path, line: int) -> str:

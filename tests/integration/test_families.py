@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +47,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
 }
 # The tied Qwen2 is in test_engine.py.
-pytestmark = [
-    pytest.mark.timeout(200),
-    pytest.mark.skipif(not os.environ.get("LEEWAY_LONG_TESTS"), reason="an engine for each family: make test-long"),
-]
+pytestmark = [pytest.mark.timeout(200), pytest.mark.long("an engine for each family")]
 
 
 def save_model(folder: Path, family: str) -> None:
@@ -131,7 +127,6 @@ async def sampled(engine: Engine, version: int) -> list[Trajectory]:
     return trajectories
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engine_and_trainer_agree_after_hand_overs(family: str, tmp_path: Path) -> None:
     save_model(tmp_path, family)

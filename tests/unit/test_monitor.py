@@ -279,6 +279,7 @@ def _without_block_headers(data: bytes) -> bytes:
     return content
 
 
+@pytest.mark.processes
 def test_wandb_offline_leaves_a_run_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # anything that did reach for the network would fail

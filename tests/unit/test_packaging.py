@@ -54,6 +54,7 @@ def test_links_lead_to_the_folders() -> None:
     assert (ROOT / "components/configs").readlink() == Path("../configs")
 
 
+@pytest.mark.processes
 def test_a_wheel_works_outside_the_clone(users_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip(
         "setuptools", minversion="77", reason="the wheel is built with the setuptools that is installed"

@@ -229,6 +229,7 @@ def test_wrong_input_exits_2_with_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.processes
 def test_planning_loads_nothing_heavy(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom leeway.cli.main import main\n"

@@ -1,0 +1,94 @@
+"""Other ranks of a process group, for tests: processes that load torch once and then do one test's work after another.
+
+A test gives each of them a script and a tuple `work` to do it with. Run as a program, this file is such a process.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class OtherRanks:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._idle: list[subprocess.Popen[bytes]] = []
+        self._busy: list[subprocess.Popen[bytes]] = []
+
+    def begin(self, script: str, works: Sequence[tuple[Any, ...]]) -> None:
+        """One process for each of `works` runs `script`; what it calls `result` there is its answer."""
+        assert not self._busy, "the test before this one did not wait for its ranks"
+        for work in works:
+            process = self._idle.pop(0) if self._idle else self._start()
+            self._busy.append(process)
+            assert process.stdin is not None
+            pickle.dump((script, work), process.stdin)
+            process.stdin.flush()
+
+    def results(self, timeout_s: float = 60) -> list[Any]:
+        """Of each rank, in order; an AssertionError with its traceback if one failed."""
+        answers = []
+        for process in self._busy:
+            assert process.stdout is not None
+            ready, _, _ = select.select([process.stdout], [], [], timeout_s)
+            assert ready, f"a rank was not done after {timeout_s:g} s"
+            # Written by this test's own process.
+            failure, result = pickle.load(process.stdout)
+            assert failure is None, failure
+            answers.append(result)
+        self._idle += self._busy
+        self._busy = []
+        return answers
+
+    def end_busy(self) -> None:
+        for process in self._busy:
+            process.kill()
+            process.wait()
+        self._busy = []
+
+    def end(self) -> None:
+        self._busy += self._idle
+        self._idle = []
+        self.end_busy()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        path = os.pathsep.join([str(ROOT), *(p for p in sys.path if p)])
+        with (self._folder / "stderr").open("ab") as stderr:
+            return subprocess.Popen(
+                [sys.executable, __file__],
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+            )
+
+
+def serve() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints is no answer
+    while True:
+        try:
+            script, work = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        names: dict[str, Any] = {"work": work}
+        try:
+            exec(script, names)
+            answer = None, names.get("result")
+        except BaseException:
+            answer = traceback.format_exc(), None
+        pickle.dump(answer, answers)
+        answers.flush()
+
+
+if __name__ == "__main__":
+    serve()
