@@ -1,6 +1,6 @@
 """What a session of tests runs: see "Tests" in docs/design.md.
 
-`make test-unit` leaves out the marker `processes` and tests/integration; `make test` has both; `make test-long` also
+`make test-unit` leaves out the marker `slow` and tests/integration; `make test` has both; `make test-long` also
 runs what is marked `long`, and gives sampled properties their full number.
 """
 

@@ -41,8 +41,10 @@ class OtherRanks:
             assert process.stdout is not None
             ready, _, _ = select.select([process.stdout], [], [], timeout_s)
             assert ready, f"a rank was not done after {timeout_s:g} s"
-            # Written by this test's own process.
-            failure, result = pickle.load(process.stdout)
+            try:
+                failure, result = pickle.load(process.stdout)  # from a process that this test started itself
+            except EOFError:
+                failure, result = "a rank died:\n" + (self._folder / "stderr").read_text(errors="replace")[-2000:], None
             assert failure is None, failure
             answers.append(result)
         self._idle += self._busy

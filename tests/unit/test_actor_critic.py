@@ -196,6 +196,7 @@ def test_the_head_begins_at_zero_and_advantages_at_the_rewards(model_path):  # n
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_critic_learns_what_answers_are_worth(make):
     trajectories = random_trajectories(9, 6)
     trainer = make(critic={"optimizer": dataclasses.replace(OPTIMIZER, lr=3e-3, eps=1e-8), "warmup_steps": 60})
@@ -352,7 +353,7 @@ trainer.close()
 """
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_two_ranks_take_the_same_steps_as_one_and_one_goes_on_from_their_state(
     make,

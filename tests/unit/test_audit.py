@@ -170,7 +170,7 @@ trainer.close()
 """
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_two_ranks_audit_their_shares_together(make, model_path, other_ranks):  # noqa: F811
     settings, address = settings_of(model_path, num_ranks=2, bucket_bytes=4096), free_address()

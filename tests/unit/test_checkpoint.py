@@ -209,7 +209,7 @@ trainer.close()
 """
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_two_ranks_go_on_from_what_one_saved_and_one_from_what_two_saved(make, tmp_path, other_ranks):
     alone = make()

@@ -16,6 +16,7 @@ from leeway.algorithms.objective import Objective, PolicyObjective, SupervisedOb
 from leeway.trainer.microbatch import cut
 from leeway.trainer.trainer import Trainer
 
+from ..tiers import sample
 from .test_trainer import (  # noqa: F401  (fixtures)
     batch_of,
     free_address,
@@ -64,15 +65,18 @@ def test_one_rank_cuts_as_it_likes(make, how):  # noqa: F811
         return gradients(trainer)
 
     expected = gradient(packing="padded")
-    for changes in (
+    cuts = [
         {"packing": "packed"},
+        in_passes(5, "padded"),
+        in_passes(5, "shared") | {"logprob_chunk_tokens": 7},
+    ]
+    one_at_a_time = [
         {"packing": "shared"},
         {"packing": "shared", "logprob_chunk_tokens": 7},
         {"packing": "padded", "logprob_chunk_tokens": 50},
         in_passes(5, "packed"),
-        in_passes(5, "padded"),
-        in_passes(5, "shared") | {"logprob_chunk_tokens": 7},
-    ):
+    ]
+    for changes in cuts + sample([], one_at_a_time):
         check_same(gradient(**changes), expected)
 
 
@@ -89,7 +93,7 @@ trainer.close()
 """
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_two_ranks_add_up_to_one(make, model_path, other_ranks):  # noqa: F811
     split, address = 5, free_address()  # unequal shares, a group cut in two, several passes against one

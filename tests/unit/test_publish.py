@@ -148,7 +148,7 @@ trainer.close()
 """
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_shards_of_any_size_meet_in_their_place(tmp_path, other_ranks):
     """Three ranks: rows that do not divide by three, and tensors of four rows, of which the third rank has none."""

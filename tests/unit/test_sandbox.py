@@ -193,7 +193,7 @@ def test_a_system_without_sandbox_is_refused_with_the_reason(monkeypatch, tmp_pa
         resolve_reward("code_tests")
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 def test_a_sandbox_ends_with_the_process_that_started_it():
     code = (
         "from leeway.envs.sandbox import *; run_sandboxed('import time; time.sleep(60)', limits=Limits(timeout_s=60))"

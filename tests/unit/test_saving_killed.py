@@ -22,7 +22,7 @@ from ..tiers import sample
 
 HERE = Path(__file__).parent
 KILLS = sample(6, 20)
-pytestmark = pytest.mark.processes
+pytestmark = pytest.mark.slow
 
 
 def command(*args: str) -> list[str]:

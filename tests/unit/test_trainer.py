@@ -600,7 +600,7 @@ trainer.close()
 """
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.timeout(90)
 def test_two_ranks_take_the_same_steps_as_one(make, model_path, tmp_path, other_ranks):
     # Unequal shares: several passes against one, then a rank that has nothing at all.
