@@ -11,7 +11,7 @@ import select
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class OtherRanks:
+    """A process keeps its rank: torch remembers, per process, which rows of a tensor are its own."""
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._idle: list[subprocess.Popen[bytes]] = []
-        self._busy: list[subprocess.Popen[bytes]] = []
+        self._idle: dict[int, subprocess.Popen[bytes]] = {}
+        self._busy: dict[int, subprocess.Popen[bytes]] = {}
 
-    def begin(self, script: str, works: Sequence[tuple[Any, ...]]) -> None:
-        """One process for each of `works` runs `script`; what it calls `result` there is its answer."""
+    def begin(self, script: str, works: Mapping[int, tuple[Any, ...]]) -> None:
+        """Each rank of `works` runs `script` with its own; what that calls `result` is the rank's answer."""
         assert not self._busy, "the test before this one did not wait for its ranks"
-        for work in works:
-            process = self._idle.pop(0) if self._idle else self._start()
-            self._busy.append(process)
+        for rank, work in works.items():
+            process = self._busy[rank] = self._idle.pop(rank, None) or self._start()
             assert process.stdin is not None
             pickle.dump((script, work), process.stdin)
             process.stdin.flush()
@@ -37,29 +38,29 @@ class OtherRanks:
     def results(self, timeout_s: float = 60) -> list[Any]:
         """Of each rank, in order; an AssertionError with its traceback if one failed."""
         answers = []
-        for process in self._busy:
+        for rank, process in self._busy.items():
             assert process.stdout is not None
             ready, _, _ = select.select([process.stdout], [], [], timeout_s)
-            assert ready, f"a rank was not done after {timeout_s:g} s"
+            assert ready, f"rank {rank} was not done after {timeout_s:g} s"
             try:
                 failure, result = pickle.load(process.stdout)  # from a process that this test started itself
             except EOFError:
-                failure, result = "a rank died:\n" + (self._folder / "stderr").read_text(errors="replace")[-2000:], None
-            assert failure is None, failure
+                failure, result = "it died:\n" + (self._folder / "stderr").read_text(errors="replace")[-2000:], None
+            assert failure is None, f"rank {rank}: {failure}"
             answers.append(result)
-        self._idle += self._busy
-        self._busy = []
+        self._idle |= self._busy
+        self._busy = {}
         return answers
 
     def end_busy(self) -> None:
-        for process in self._busy:
+        for process in self._busy.values():
             process.kill()
             process.wait()
-        self._busy = []
+        self._busy = {}
 
     def end(self) -> None:
-        self._busy += self._idle
-        self._idle = []
+        self._busy |= self._idle
+        self._idle = {}
         self.end_busy()
 
     def _start(self) -> subprocess.Popen[bytes]:

@@ -371,7 +371,7 @@ def test_two_ranks_take_the_same_steps_as_one_and_one_goes_on_from_their_state(
     changes: dict[str, Any] = {"max_tokens_per_microbatch": 60, "max_policy_lag": 9, "critic": {"value_clip": 0.2}}
     settings, address = critic_settings_of(model_path, num_ranks=2, **changes), free_address()
     work = settings, address, takes(lambda split: slice(split, None)), str(tmp_path / "state")
-    other_ranks.begin(RANK_1, [work])
+    other_ranks.begin(RANK_1, {1: work})
 
     def run(trainer: ActorCriticTrainer, work: list[list[TrainBatch]]) -> list[dict[str, float]]:
         return [

@@ -176,7 +176,7 @@ def test_two_ranks_audit_their_shares_together(make, model_path, other_ranks):  
     settings, address = settings_of(model_path, num_ranks=2, bucket_bytes=4096), free_address()
     trained, audited = random_trajectories(7, 8), random_trajectories(0, 6, version=VERSION)
     audited = [t for t in audited if all(t.loss_mask)]
-    other_ranks.begin(RANK_1, [(settings, address, batch_of(trained, share=slice(5, None)), batch_of(audited[1:]))])
+    other_ranks.begin(RANK_1, {1: (settings, address, batch_of(trained, share=slice(5, None)), batch_of(audited[1:]))})
     trainer = Trainer(settings, rank=0, init_method=address)
     own, batch = batch_of(trained, share=slice(0, 5)), batch_of(audited[:1])
     step(trainer, own)

@@ -220,7 +220,7 @@ def test_two_ranks_go_on_from_what_one_saved_and_one_from_what_two_saved(make, t
     settings = replace(settings_of(Path(alone._settings.model_path), 2), max_writers=1)
     address, one, two = free_address(), str(tmp_path / "one"), str(tmp_path / "two")
     batches = [[step_batch(step, rank, 2) for step in range(5, 15)] for rank in range(2)]
-    other_ranks.begin(RANK, [(settings, address, rank, one, batches[rank], two) for rank in range(2)])
+    other_ranks.begin(RANK, {rank: (settings, address, rank, one, batches[rank], two) for rank in range(2)})
     first, second = other_ranks.results(200)
     (begun, ended), (next_begun, next_ended) = sorted(first["spans"] + second["spans"])
     assert begun < ended <= next_begun < next_ended, "two ranks wrote at once"

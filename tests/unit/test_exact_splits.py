@@ -99,7 +99,7 @@ def test_two_ranks_add_up_to_one(make, model_path, other_ranks):  # noqa: F811
     split, address = 5, free_address()  # unequal shares, a group cut in two, several passes against one
     limits = {"max_tokens_per_microbatch": 60}
     settings = [settings_of(model_path, num_ranks=2, objective=o, **limits) for o in OBJECTIVES.values()]
-    other_ranks.begin(RANK_1, [(settings, address, batch_of(TRAJECTORIES, share=slice(split, None)))])
+    other_ranks.begin(RANK_1, {1: (settings, address, batch_of(TRAJECTORIES, share=slice(split, None)))})
     expected = []
     for objective in OBJECTIVES.values():
         alone = make(objective=objective, **WHOLE)

@@ -617,7 +617,7 @@ def test_two_ranks_take_the_same_steps_as_one(make, model_path, tmp_path, other_
     settings = settings_of(model_path, num_ranks=2, max_tokens_per_microbatch=60, objective=objective)
     address = free_address()
     others = [batch_of(trajectories, share=slice(split, None)) for trajectories, split in steps]
-    other_ranks.begin(RANK_1, [(settings, address, others, str(tmp_path / "hf"))])
+    other_ranks.begin(RANK_1, {1: (settings, address, others, str(tmp_path / "hf"))})
     alone = make(max_tokens_per_microbatch=60, objective=objective)
     expected = []
     for i, (trajectories, _) in enumerate(steps):
