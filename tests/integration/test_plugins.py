@@ -24,23 +24,18 @@ class ShortAnswers(Environment):
 
 
 @pytest.mark.timeout(300)
-def test_an_environment_of_the_users_own_trained_on_by_two_ranks(
-    start: Any, from_warm: list[str], tmp_path: Path
-) -> None:
+def test_an_environment_of_the_users_own(start: Any, from_warm: list[str], tmp_path: Path) -> None:
     (tmp_path / "envs_of_mine.py").write_text(MY_ENV)
     (tmp_path / "helper_of_mine.py").write_text("def bonus(n):\n    return 1.0 / n\n")
     run = start(
         "async_rl",
         *from_warm,
         "env.name=envs_of_mine:ShortAnswers",
-        "train.num_ranks=2",
         "stages.async_rl.train.steps=4",
         "eval.at_start=false",
         "eval.at_end=false",
     ).wait(240)
     assert run.code == 0, run.output
-    assert {"trainer-0", "trainer-1"} <= set(run.summary["processes"])
-    assert 0 < run.summary["served_gap_max"] <= 1e-4
     assert len(run.series("train/accuracy/short")) == 4
     lengths, rewards = run.series("train/response_tokens/mean"), run.series("train/reward/mean")
     assert all(1 / 8 <= r <= 1.0 for r in rewards)
