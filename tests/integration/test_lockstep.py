@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ..tiers import LONG, sample
+from ..tiers import sample
 
 TOLERANCE = 1e-4
 STEPS = sample(6, 20)
