@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import os
 
-# Its plugin loads it at the very end otherwise, when finalizers of an engine's sockets upset CPython 3.11's parser.
-import hypothesis.internal.observability  # noqa: F401
+# Loaded later than now, and so parsed by pytest's own loader, they meet finalizers that upset CPython 3.11's parser.
+import hypothesis.internal.observability
+import hypothesis.strategies._internal.random  # noqa: F401
 import pytest
 
 from .tiers import LONG

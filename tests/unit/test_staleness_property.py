@@ -440,14 +440,16 @@ def test_every_schedule_holds_the_bound_trains_everything_once_and_ends(number):
     holds()
     print(seen)
     assert seen["schedules"] >= number
+    if number < NUM_SCHEDULES:  # too few to count what they were
+        return
     # None of the properties above is empty, and a rule that is merely too careful does not pass. (Far below what is
     # drawn: Hypothesis takes constants from the modules that happen to be loaded, so counts differ between sessions.)
-    assert seen["issued again"] > number // 20, seen
-    assert seen["groups of several versions"] > number // 40, seen
-    assert seen["lockstep"] > number // 40, seen
-    assert seen["used again"] > number // 20, seen
-    assert seen["used again at the bound"] > number // 80, seen
-    assert seen["tight"] > number // 80, seen
+    assert seen["issued again"] > NUM_SCHEDULES // 20, seen
+    assert seen["groups of several versions"] > NUM_SCHEDULES // 40, seen
+    assert seen["lockstep"] > NUM_SCHEDULES // 40, seen
+    assert seen["used again"] > NUM_SCHEDULES // 20, seen
+    assert seen["used again at the bound"] > NUM_SCHEDULES // 80, seen
+    assert seen["tight"] > NUM_SCHEDULES // 80, seen
     assert seen["tight and reached"] >= 0.8 * seen["tight"], seen
 
 
