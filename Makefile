@@ -41,14 +41,17 @@ endif
 quickstart: $(STAMP)  ## train a tiny model on two-digit arithmetic, on CPU, in minutes
 	@$(BIN)/leeway run async_rl --config quickstart $(ARGS)
 
-test: $(STAMP)  ## every test this machine can run
+# A run starts six processes: where no compiled files are kept, each of them compiles all of ours again.
+test test-long test-unit: export PYTHONDONTWRITEBYTECODE =
+
+test: $(STAMP)  ## every test this machine can run, but for the comparisons that take minutes
 	@$(BIN)/python -m pytest tests $(ARGS)
 
-test-long: $(STAMP)  ## the same, with the comparisons that take minutes more
+test-long: $(STAMP)  ## the same, and those comparisons
 	@LEEWAY_LONG_TESTS=1 $(BIN)/python -m pytest tests $(ARGS)
 
-test-unit: $(STAMP)  ## tests without Ray and vLLM: seconds
-	@$(BIN)/python -m pytest tests/unit tests/test_architecture.py $(ARGS)
+test-unit: $(STAMP)  ## tests without Ray, vLLM and other processes: under a minute
+	@$(BIN)/python -m pytest tests/unit tests/test_architecture.py -m "not slow" $(ARGS)
 
 lint: $(STAMP)  ## ruff, format check, pyright
 	@$(BIN)/ruff check .

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ast
 import gc
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPONENTS = ROOT / "components"
@@ -56,17 +53,19 @@ def tree_of(file: Path) -> ast.Module:
         gc.enable()
 
 
-def imports(file: Path) -> Iterator[tuple[int, str, int]]:
+@cache
+def imports(file: Path) -> list[tuple[int, str, int]]:
     """(line, absolute dotted module, relative level) of every import anywhere in the file."""
+    found = []
     for node in ast.walk(tree_of(file)):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name, 0
+            found += [(node.lineno, alias.name, 0) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = package_of(file)[: len(package_of(file)) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
             for alias in node.names:  # `from .. import replay` names a part too
-                yield node.lineno, f"{module}.{alias.name}", node.level
+                found.append((node.lineno, f"{module}.{alias.name}", node.level))
+    return found
 
 
 def where(file: Path, line: int) -> str:
@@ -80,31 +79,31 @@ def test_there_is_something_to_check() -> None:
     assert {"config", "cli", "types"} <= {part_of(f) for f in SOURCES}
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=lambda f: str(f.relative_to(ROOT)))
-def test_imports_run_one_way(file: Path) -> None:
-    source = part_of(file)
-    if source == "__init__":  # the public API names every part, lazily
-        return
-    assert source in RANK, f"{file.relative_to(ROOT)}: {source} has no place in LAYERS"
-    for line, module, _ in imports(file):
-        names = module.split(".")
-        if names[0] != "leeway" or len(names) < 2 or names[1] not in RANK or names[1] == source:
+def test_imports_run_one_way() -> None:
+    for file in SOURCES:
+        source = part_of(file)
+        if source == "__init__":  # the public API names every part, lazily
             continue
-        target = names[1]
-        assert RANK[target] <= RANK[source], f"{where(file, line)}: {source} must not import {target}"
-        assert not {source, target} <= MIDDLE, f"{where(file, line)}: {source} and {target} never import each other"
+        assert source in RANK, f"{file.relative_to(ROOT)}: {source} has no place in LAYERS"
+        for line, module, _ in imports(file):
+            names = module.split(".")
+            if names[0] != "leeway" or len(names) < 2 or names[1] not in RANK or names[1] == source:
+                continue
+            target = names[1]
+            assert RANK[target] <= RANK[source], f"{where(file, line)}: {source} must not import {target}"
+            assert not {source, target} <= MIDDLE, f"{where(file, line)}: {source} and {target} never import each other"
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=lambda f: str(f.relative_to(ROOT)))
-def test_imports_inside_components_are_relative(file: Path) -> None:
-    relative = not file.is_relative_to(ROOT / "recipes")
-    for line, module, level in imports(file):
-        first = module.split(".")[0]
-        assert first not in ("components", "configs"), f"{where(file, line)}: nothing is named {first}"
-        if relative:
-            assert level or first != "leeway", f"{where(file, line)}: write a relative import"
-        else:
-            assert first != "recipes", f"{where(file, line)}: write leeway.recipes"
+def test_imports_inside_components_are_relative() -> None:
+    for file in SOURCES:
+        relative = not file.is_relative_to(ROOT / "recipes")
+        for line, module, level in imports(file):
+            first = module.split(".")[0]
+            assert first not in ("components", "configs"), f"{where(file, line)}: nothing is named {first}"
+            if relative:
+                assert level or first != "leeway", f"{where(file, line)}: write a relative import"
+            else:
+                assert first != "recipes", f"{where(file, line)}: write leeway.recipes"
 
 
 def may_import(file: Path, library: str) -> bool:
@@ -118,15 +117,15 @@ def may_import(file: Path, library: str) -> bool:
     return part == "monitor" and library in name  # wandb, tensorboard, mlflow: their own sink
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=lambda f: str(f.relative_to(ROOT)))
-def test_libraries_come_in_by_their_doors(file: Path) -> None:
-    for line, module, level in imports(file):
-        names = module.split(".")
-        library = "tensorboard" if module.startswith("torch.utils.tensorboard") else names[0]
-        if not level and library in ("vllm", "ray", "omegaconf", "yaml", "wandb", "tensorboard", "mlflow"):
-            assert may_import(file, library), f"{where(file, line)}: {library} does not belong here"
+def test_libraries_come_in_by_their_doors() -> None:
+    for file in SOURCES:
+        for line, module, level in imports(file):
+            names = module.split(".")
+            library = "tensorboard" if module.startswith("torch.utils.tensorboard") else names[0]
+            if not level and library in ("vllm", "ray", "omegaconf", "yaml", "wandb", "tensorboard", "mlflow"):
+                assert may_import(file, library), f"{where(file, line)}: {library} does not belong here"
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=lambda f: str(f.relative_to(ROOT)))
-def test_files_stay_small(file: Path) -> None:
-    assert len(file.read_text(encoding="utf-8").splitlines()) <= 400
+def test_files_stay_small() -> None:
+    for file in SOURCES:
+        assert len(file.read_text(encoding="utf-8").splitlines()) <= 400, f"{file.relative_to(ROOT)} is too long"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,8 +91,10 @@ def build_config(tree: Tree, *, recipe: str, stage: str = "", stage_tree: Tree |
     """Resolve, validate and check one recipe's tree; errors name `stages.STAGE.key` for what the stage itself sets."""
     tree = {name: value for name, value in tree.items() if name != "stages"}
     check_known(tree)
+    resolved = copy.deepcopy(tree)
     try:
-        resolved = OmegaConf.to_container(OmegaConf.create(copy.deepcopy(tree)), resolve=True)
+        if any(isinstance(leaf, str) and "${" in leaf for leaf in _leaves(resolved)):  # most files have none
+            resolved = OmegaConf.to_container(OmegaConf.create(resolved), resolve=True)
     except OmegaConfBaseException as error:
         key = str(getattr(error, "full_key", "") or "config")
         raise ConfigError(
@@ -117,6 +119,14 @@ def build_config(tree: Tree, *, recipe: str, stage: str = "", stage_tree: Tree |
 def to_yaml(config: Config) -> str:
     """The resolved settings, every default written out, as YAML that loads again."""
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+
+
+def _leaves(node: Any) -> Iterator[Any]:
+    if isinstance(node, dict | list):
+        for child in node.values() if isinstance(node, dict) else node:
+            yield from _leaves(child)
+    else:
+        yield node
 
 
 def _sets(tree: Tree, key: str) -> bool:

@@ -16,7 +16,6 @@ async def agrees(task, text, *, models):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_reward_asks_a_model_that_the_run_serves(
     start: Any, from_warm: list[str], warm: Path, tmp_path: Path

@@ -43,7 +43,13 @@ def test_a_killed_actor_ends_the_run_by_name(start: Any, from_warm: list[str]) -
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long("takes the same way as SIGINT")),
+    ],
+)
 def test_an_interrupt_saves_a_checkpoint_and_leaves_nothing(
     start: Any, from_warm: list[str], number: signal.Signals, code: int
 ) -> None:

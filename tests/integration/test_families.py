@@ -51,10 +51,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 EXPERTS = {"mixtral": "block_sparse_moe.experts", "qwen3_moe": "mlp.experts"}
 # The tied Qwen2 is in test_engine.py.
-pytestmark = [
-    pytest.mark.timeout(200),
-    pytest.mark.skipif(not os.environ.get("LEEWAY_LONG_TESTS"), reason="an engine for each family: make test-long"),
-]
+pytestmark = [pytest.mark.timeout(200), pytest.mark.long("an engine for each family")]
 
 
 def save_model(folder: Path, family: str) -> None:
@@ -134,7 +131,6 @@ async def sampled(engine: Engine, version: int) -> list[Trajectory]:
     return trajectories
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_engine_and_trainer_agree_after_hand_overs(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

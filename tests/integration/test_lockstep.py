@@ -4,16 +4,16 @@ however often everything is killed on the way."""
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ..tiers import sample
+
 TOLERANCE = 1e-4
-LONG = bool(os.environ.get("LEEWAY_LONG_TESTS"))  # make test-long
-STEPS = 20 if LONG else 6
+STEPS = sample(6, 20)
 
 
 def begin(start: Any, from_warm: list[str], generators: int, ranks: int, *more: str, name: str) -> Any:
@@ -53,18 +53,28 @@ def alone(start_for_all: Any, from_warm: list[str]) -> tuple[str, Path]:
     return train(start_for_all, from_warm, 1, 1)
 
 
+@pytest.fixture(scope="module")
+def of_two_ranks(start_for_all: Any, from_warm: list[str]) -> tuple[str, Path]:
+    """Two generators, two ranks."""
+    return train(start_for_all, from_warm, 2, 2)
+
+
+@pytest.mark.long("a run for each number of generators and ranks")
 @pytest.mark.timeout(600)
-def test_lockstep_gives_the_same_weights_with_one_or_two_generators_and_close_ones_with_two_ranks(
-    start: Any, from_warm: list[str], alone: tuple[str, Path]
+def test_lockstep_gives_the_same_weights_with_one_or_two_generators(
+    start: Any, from_warm: list[str], alone: tuple[str, Path], of_two_ranks: tuple[str, Path]
 ) -> None:
-    one, of_one = alone
-    assert train(start, from_warm, 2, 1)[0] == one
-    two, of_two = train(start, from_warm, 2, 2)
-    if LONG:  # another minute for the same with two ranks
-        assert train(start, from_warm, 1, 2)[0] == two
+    assert train(start, from_warm, 2, 1)[0] == alone[0]
+    assert train(start, from_warm, 1, 2)[0] == of_two_ranks[0]
+
+
+@pytest.mark.timeout(600)
+def test_lockstep_gives_close_weights_with_two_generators_and_two_ranks(
+    from_warm: list[str], alone: tuple[str, Path], of_two_ranks: tuple[str, Path]
+) -> None:
     warm = Path(from_warm[2].removeprefix("model.path="))
-    assert _moved(of_one, warm) > 0, "nothing was learned: equal hashes say little"
-    assert _moved(of_one, of_two) <= 1e-5
+    assert _moved(alone[1], warm) > 0, "nothing was learned: equal hashes say little"
+    assert _moved(alone[1], of_two_ranks[1]) <= 1e-5
 
 
 @pytest.mark.timeout(600)

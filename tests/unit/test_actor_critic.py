@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -199,6 +196,7 @@ def test_the_head_begins_at_zero_and_advantages_at_the_rewards(model_path):  # n
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_critic_learns_what_answers_are_worth(make):
     trajectories = random_trajectories(9, 6)
     trainer = make(critic={"optimizer": dataclasses.replace(OPTIMIZER, lr=3e-3, eps=1e-8), "warmup_steps": 60})
@@ -341,10 +339,9 @@ def test_a_critic_of_another_vocabulary_is_refused(model_path, tmp_path):  # noq
 
 
 RANK_1 = """
-import pickle, sys
 from leeway.trainer.actor_critic import ActorCriticTrainer
 from tests.unit.test_actor_critic import fill_head
-settings, address, takes, folder = pickle.load(open(sys.argv[1], "rb"))
+settings, address, takes, folder = work
 trainer = ActorCriticTrainer(settings, rank=1, init_method=address)
 fill_head(trainer)
 for take in takes:
@@ -356,8 +353,14 @@ trainer.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_two_ranks_take_the_same_steps_as_one_and_one_goes_on_from_their_state(make, model_path, tmp_path):  # noqa: F811
+def test_two_ranks_take_the_same_steps_as_one_and_one_goes_on_from_their_state(
+    make,
+    model_path,  # noqa: F811
+    tmp_path,
+    other_ranks,
+):
     # Unequal shares: several passes against one, then a rank that has nothing at all.
     steps = [(in_pairs(random_trajectories(seed, 9)), split) for seed, split in ((0, 6), (1, 1), (2, 9), (3, 4))]
 
@@ -368,13 +371,7 @@ def test_two_ranks_take_the_same_steps_as_one_and_one_goes_on_from_their_state(m
     changes: dict[str, Any] = {"max_tokens_per_microbatch": 60, "max_policy_lag": 9, "critic": {"value_clip": 0.2}}
     settings, address = critic_settings_of(model_path, num_ranks=2, **changes), free_address()
     work = settings, address, takes(lambda split: slice(split, None)), str(tmp_path / "state")
-    # A file that this test wrote itself, for a process that it starts itself.
-    (tmp_path / "work").write_bytes(pickle.dumps(work))
-    child = subprocess.Popen(
-        [sys.executable, "-c", RANK_1, str(tmp_path / "work")],
-        env={"PYTHONPATH": ":".join([str(Path(__file__).parents[2]), *filter(None, sys.path)]), "OMP_NUM_THREADS": "1"},
-        stderr=(tmp_path / "stderr").open("w"),
-    )
+    other_ranks.begin(RANK_1, {1: work})
 
     def run(trainer: ActorCriticTrainer, work: list[list[TrainBatch]]) -> list[dict[str, float]]:
         return [
@@ -383,24 +380,20 @@ def test_two_ranks_take_the_same_steps_as_one_and_one_goes_on_from_their_state(m
             for batch, estimates in zip(take, trainer.estimate(take), strict=True)
         ]
 
-    try:
-        alone = make(**changes)
-        expected = run(alone, takes(lambda _: slice(None)))
-        both = weights(alone._model), weights(alone._critic.model)
-        dist.destroy_process_group()
-        together = ActorCriticTrainer(settings, rank=0, init_method=address)
-        fill_head(together)
-        got = run(together, takes(lambda split: slice(0, split)))
-        for one, two in zip(expected, got, strict=True):
-            for name in one:
-                if not name.endswith(("_s", "_gib")):
-                    assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
-        together.save_state(str(tmp_path / "state"))
-        dist.destroy_process_group()
-        assert child.wait(20) == 0, (tmp_path / "stderr").read_text()[-2000:]
-    finally:
-        child.kill()
-        child.wait()
+    alone = make(**changes)
+    expected = run(alone, takes(lambda _: slice(None)))
+    both = weights(alone._model), weights(alone._critic.model)
+    dist.destroy_process_group()
+    together = ActorCriticTrainer(settings, rank=0, init_method=address)
+    fill_head(together)
+    got = run(together, takes(lambda split: slice(0, split)))
+    for one, two in zip(expected, got, strict=True):
+        for name in one:
+            if not name.endswith(("_s", "_gib")):
+                assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+    together.save_state(str(tmp_path / "state"))
+    dist.destroy_process_group()
+    other_ranks.results()
     back = make(**changes)
     assert back.load_state(str(tmp_path / "state")) == 4
     for module, known in zip((back._model, back._critic.model), both, strict=True):

@@ -30,6 +30,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_publishing_takes_no_more_memory_than_two_buckets_on_any_of_two_ranks(tmp_path):
     """As the benchmark measures it; the whole model is nine buckets of 16 MB.
@@ -59,6 +60,7 @@ def rows_of(benchmark: str, *args: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
+@pytest.mark.slow
 def test_the_trainers_benchmark_needs_torch_and_transformers_only():
     options = ["--groups=2", "--group-size=2", "--steps=1", "--bare", "--packing", "shared", "padded"]
     rows = rows_of("trainer.py", *options)
@@ -94,6 +96,7 @@ def test_the_study_of_presets_has_one_run_each_and_says_which_did_not_learn(monk
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_tiles_of_logits_take_less_memory_and_give_the_same_gradient():
     [row] = rows_of("output_head.py", "--tokens=512", "--hidden=64", "--vocab=40000", "--chunk=16", "--rounds=1")
     assert row["tiled_gib"] < row["whole_gib"] / 4

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
 import random
 import re
 import shutil
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -175,10 +171,10 @@ def test_ten_steps_and_ten_more_are_twenty_steps(make, tmp_path):
 
 
 RANK = """
-import json, pickle, sys, time
+import time
 from leeway.trainer import writing
 from leeway.trainer.trainer import Trainer
-settings, address, rank, folder, batches, out = pickle.load(open(sys.argv[1], "rb"))
+settings, address, rank, folder, batches, out = work
 trainer = Trainer(settings, rank=rank, init_method=address)
 trainer.load_state(folder)
 for batch in batches:
@@ -207,41 +203,25 @@ try:
     error = "none"
 except writing.CheckpointWriteError as told:
     error = str(told)
-print(json.dumps({"spans": spans[:1], "error": error}), flush=True)
+writing.FileSystemWriter.write_data = real
+result = {"spans": spans[:1], "error": error}
 trainer.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_two_ranks_go_on_from_what_one_saved_and_one_from_what_two_saved(make, tmp_path):
+def test_two_ranks_go_on_from_what_one_saved_and_one_from_what_two_saved(make, tmp_path, other_ranks):
     alone = make()
     train(alone, range(5))
     alone.save_state(str(tmp_path / "one"))
     train(alone, range(5, 15))
     expected = weights(alone)
     settings = replace(settings_of(Path(alone._settings.model_path), 2), max_writers=1)
-    address, children = free_address(), []
-    try:
-        for rank in range(2):
-            batches = [step_batch(step, rank, 2) for step in range(5, 15)]
-            # A file that this test wrote itself, for a process that it starts itself.
-            work = (settings, address, rank, str(tmp_path / "one"), batches, str(tmp_path / "two"))
-            (tmp_path / f"work{rank}").write_bytes(pickle.dumps(work))
-            children.append(
-                subprocess.Popen(
-                    [sys.executable, "-c", RANK, str(tmp_path / f"work{rank}")],
-                    env={**os.environ, "PYTHONPATH": ":".join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"},
-                    stdout=(tmp_path / f"stdout{rank}").open("w"),
-                    stderr=(tmp_path / f"stderr{rank}").open("w"),
-                )
-            )
-        for rank, child in enumerate(children):
-            assert child.wait(200) == 0, (tmp_path / f"stderr{rank}").read_text()[-2000:]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    first, second = (json.loads((tmp_path / f"stdout{rank}").read_text()) for rank in range(2))
+    address, one, two = free_address(), str(tmp_path / "one"), str(tmp_path / "two")
+    batches = [[step_batch(step, rank, 2) for step in range(5, 15)] for rank in range(2)]
+    other_ranks.begin(RANK, {rank: (settings, address, rank, one, batches[rank], two) for rank in range(2)})
+    first, second = other_ranks.results(200)
     (begun, ended), (next_begun, next_ended) = sorted(first["spans"] + second["spans"])
     assert begun < ended <= next_begun < next_ended, "two ranks wrote at once"
     assert "rank 1 could not write it: [Errno 28] No space left" in first["error"]

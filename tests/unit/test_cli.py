@@ -1,4 +1,4 @@
-"""The command line, run as users run it."""
+"""The command line: what it says, how it ends, and what it loads."""
 
 from __future__ import annotations
 
@@ -6,23 +6,43 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from leeway.cli.main import main
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 HEAVY = ("torch", "ray", "vllm", "transformers", "torchrl", "tensordict", "matplotlib", "wandb", "tensorboard")
 
 
-def leeway(*args: str, cwd: Path, path: Path = SRC) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "PYTHONPATH": str(path), "COLUMNS": "200"}
-    command = [sys.executable, "-c", "from leeway.cli.main import main; main()", *args]
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
+@pytest.fixture
+def leeway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """The command, started in `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def command(*args: str) -> Done:
+        with pytest.raises(SystemExit) as end:
+            main([*args])
+        printed = capsys.readouterr()
+        return Done(int(end.value.code or 0), printed.out, printed.err)
+
+    return command
+
+
+def test_light_commands_load_nothing_heavy(tmp_path: Path) -> None:
+    """One after the other in one process: what one loads is still there after the next."""
+    commands = [
         ["--help"],
         ["run", "--help"],
         ["plan", "--help"],
@@ -32,50 +52,51 @@ def leeway(*args: str, cwd: Path, path: Path = SRC) -> subprocess.CompletedProce
         ["convert", "--help"],
         ["validate", "quickstart"],
         ["validate", "gsm8k_qwen2_5_1_5b"],
-    ],
-)
-def test_light_commands_load_nothing_heavy(args: list[str], tmp_path: Path) -> None:
+    ]
     code = (
         "import json, sys\n"
         "from leeway.cli.main import main\n"
-        "try:\n    main(sys.argv[1:])\n"
-        "except SystemExit as end:\n    code = end.code\n"
-        f"print(json.dumps([code, sorted(set(sys.modules) & set({HEAVY!r}))]))\n"
+        "for command in json.loads(sys.argv[1]):\n"
+        "    try:\n        main(command)\n"
+        "    except SystemExit as end:\n        code = end.code\n"
+        f"    print('DONE', json.dumps([command, code or 0, sorted(set(sys.modules) & set({HEAVY!r}))]))\n"
     )
     env = {**os.environ, "PYTHONPATH": str(SRC)}
     done = subprocess.run(
-        [sys.executable, "-c", code, *args], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60
-    )
+        [sys.executable, "-c", code, json.dumps(commands)],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) in ([0, []], [None, []])
+    lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("DONE ")]
+    assert lines == [[command, 0, []] for command in commands]
 
 
-def test_ls_shows_each_config_with_its_description(tmp_path: Path) -> None:
-    done = leeway("ls", cwd=tmp_path)
+def test_ls_shows_each_config_with_its_description(leeway: Callable[..., Done]) -> None:
+    done = leeway("ls")
     assert done.returncode == 0
     assert "quickstart  " in done.stdout
     assert "two-digit" in done.stdout
     assert "async_rl" in done.stdout
 
 
-def test_cat_and_cp_give_the_same_file(tmp_path: Path) -> None:
-    text = leeway("cat", "quickstart", cwd=tmp_path).stdout
+def test_cat_and_cp_give_the_same_file(leeway: Callable[..., Done], tmp_path: Path) -> None:
+    text = leeway("cat", "quickstart").stdout
     assert text.startswith("# A tiny model")
-    assert leeway("cp", "quickstart", "mine.yaml", cwd=tmp_path).returncode == 0
+    assert leeway("cp", "quickstart", "mine.yaml").returncode == 0
     assert (tmp_path / "mine.yaml").read_text() == text
-    assert leeway("validate", "mine.yaml", cwd=tmp_path).returncode == 0
+    assert leeway("validate", "mine.yaml").returncode == 0
 
 
-def test_cp_never_overwrites(tmp_path: Path) -> None:
+def test_cp_never_overwrites(leeway: Callable[..., Done], tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("precious")
-    done = leeway("cp", "quickstart", "mine.yaml", cwd=tmp_path)
+    done = leeway("cp", "quickstart", "mine.yaml")
     assert done.returncode == 2
     assert "exists" in done.stderr
     assert (tmp_path / "mine.yaml").read_text() == "precious"
 
 
-def test_validate_prints_derived_numbers_and_what_is_missing(tmp_path: Path) -> None:
-    done = leeway("validate", "gsm8k_qwen2_5_1_5b", cwd=tmp_path)
+def test_validate_prints_derived_numbers_and_what_is_missing(leeway: Callable[..., Done]) -> None:
+    done = leeway("validate", "gsm8k_qwen2_5_1_5b")
     assert done.returncode == 0
     assert "max outstanding groups  1217" in done.stdout  # 64 * (19 + 1) - 64 + 1
     assert "GPUs needed             8" in done.stdout
@@ -94,19 +115,21 @@ def test_validate_prints_derived_numbers_and_what_is_missing(tmp_path: Path) -> 
         (["cat", "nothing"], "quickstart"),
     ],
 )
-def test_wrong_input_exits_2_without_a_traceback(args: list[str], word: str, tmp_path: Path) -> None:
-    done = leeway(*args, cwd=tmp_path)
+def test_wrong_input_exits_2_without_a_traceback(
+    args: list[str], word: str, leeway: Callable[..., Done], tmp_path: Path
+) -> None:
+    done = leeway(*args)
     assert done.returncode == 2
     assert word in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_run_refuses_a_folder_that_holds_a_run(tmp_path: Path) -> None:
+def test_run_refuses_a_folder_that_holds_a_run(leeway: Callable[..., Done], tmp_path: Path) -> None:
     folder = tmp_path / "runs/leeway/quickstart"
     folder.mkdir(parents=True)
     (folder / "summary.json").write_text("{}")
-    done = leeway("run", "async_rl", "--config", "quickstart", cwd=tmp_path)
+    done = leeway("run", "async_rl", "--config", "quickstart")
     assert done.returncode == 2
     assert "holds another run" in done.stderr
     assert "name=" in done.stderr

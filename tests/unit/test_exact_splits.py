@@ -5,9 +5,6 @@ For every aggregation of the losses, in float32, within 1e-5 of the gradient's n
 
 from __future__ import annotations
 
-import pickle
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -19,6 +16,7 @@ from leeway.algorithms.objective import Objective, PolicyObjective, SupervisedOb
 from leeway.trainer.microbatch import cut
 from leeway.trainer.trainer import Trainer
 
+from ..tiers import sample
 from .test_trainer import (  # noqa: F401  (fixtures)
     batch_of,
     free_address,
@@ -67,22 +65,24 @@ def test_one_rank_cuts_as_it_likes(make, how):  # noqa: F811
         return gradients(trainer)
 
     expected = gradient(packing="padded")
-    for changes in (
+    cuts = [
         {"packing": "packed"},
+        in_passes(5, "padded"),
+        in_passes(5, "shared") | {"logprob_chunk_tokens": 7},
+    ]
+    one_at_a_time = [
         {"packing": "shared"},
         {"packing": "shared", "logprob_chunk_tokens": 7},
         {"packing": "padded", "logprob_chunk_tokens": 50},
         in_passes(5, "packed"),
-        in_passes(5, "padded"),
-        in_passes(5, "shared") | {"logprob_chunk_tokens": 7},
-    ):
+    ]
+    for changes in cuts + sample([], one_at_a_time):
         check_same(gradient(**changes), expected)
 
 
 RANK_1 = """
-import pickle, sys
 from leeway.trainer.trainer import Trainer
-all_settings, address, share = pickle.load(open(sys.argv[1], "rb"))
+all_settings, address, share = work
 trainer = Trainer(all_settings[0], rank=1, init_method=address)
 for settings in all_settings:
     trainer.begin(settings)
@@ -93,32 +93,23 @@ trainer.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_two_ranks_add_up_to_one(make, model_path, tmp_path):  # noqa: F811
+def test_two_ranks_add_up_to_one(make, model_path, other_ranks):  # noqa: F811
     split, address = 5, free_address()  # unequal shares, a group cut in two, several passes against one
     limits = {"max_tokens_per_microbatch": 60}
     settings = [settings_of(model_path, num_ranks=2, objective=o, **limits) for o in OBJECTIVES.values()]
-    # A file that this test wrote itself, for a process that it starts itself.
-    (tmp_path / "work").write_bytes(pickle.dumps((settings, address, batch_of(TRAJECTORIES, share=slice(split, None)))))
-    child = subprocess.Popen(
-        [sys.executable, "-c", RANK_1, str(tmp_path / "work")],
-        env={"PYTHONPATH": ":".join(p for p in sys.path if p), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
-        stderr=(tmp_path / "stderr").open("w"),
-    )
-    try:
-        expected = []
-        for objective in OBJECTIVES.values():
-            alone = make(objective=objective, **WHOLE)
-            alone.forward_backward(batch_of(TRAJECTORIES))
-            expected.append(gradients(alone))
-        dist.destroy_process_group()
-        together = Trainer(settings[0], rank=0, init_method=address)
-        for each, gradient in zip(settings, expected, strict=True):
-            together.begin(each)
-            together.forward_backward(batch_of(TRAJECTORIES, share=slice(0, split)))
-            check_same(gradients(together), gradient)
-        dist.destroy_process_group()
-        assert child.wait(30) == 0, (tmp_path / "stderr").read_text()[-2000:]
-    finally:
-        child.kill()
-        child.wait()
+    other_ranks.begin(RANK_1, {1: (settings, address, batch_of(TRAJECTORIES, share=slice(split, None)))})
+    expected = []
+    for objective in OBJECTIVES.values():
+        alone = make(objective=objective, **WHOLE)
+        alone.forward_backward(batch_of(TRAJECTORIES))
+        expected.append(gradients(alone))
+    dist.destroy_process_group()
+    together = Trainer(settings[0], rank=0, init_method=address)
+    for each, gradient in zip(settings, expected, strict=True):
+        together.begin(each)
+        together.forward_backward(batch_of(TRAJECTORIES, share=slice(0, split)))
+        check_same(gradients(together), gradient)
+    dist.destroy_process_group()
+    other_ranks.results()

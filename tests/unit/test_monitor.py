@@ -279,6 +279,7 @@ def _without_block_headers(data: bytes) -> bytes:
     return content
 
 
+@pytest.mark.slow
 def test_wandb_offline_leaves_a_run_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # anything that did reach for the network would fail
@@ -440,6 +441,7 @@ def test_curves_show_every_question_with_its_numbers() -> None:
     assert set(limit.get_ydata()) == {0.8}
 
 
+@pytest.mark.slow
 def test_no_text_of_the_picture_overlaps_another() -> None:
     figure = build_figure([("rl", read_series(rl_rows(200)))], title="t", max_policy_lag=2)
     figure.draw_without_rendering()

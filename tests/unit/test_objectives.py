@@ -19,6 +19,8 @@ from leeway.config import Config
 from leeway.config.presets import ADVANTAGE_OPTIONS, NEED_NO_GROUP, PRESETS
 from leeway.types import NO_VERSION, Group, Trajectory
 
+from ..tiers import sample
+
 f64 = torch.float64
 LOW, HIGH = 0.2, 0.28
 SAMPLED_ALONE = [name for name in PRESETS if name not in ("mix", "ppo", "remax")]
@@ -80,7 +82,7 @@ def close(got: list[list[float]], expected: list[list[float]]) -> None:
     assert [x for row in got for x in row] == pytest.approx([x for row in expected for x in row], abs=1e-12)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=sample(6, 12), deadline=None)
 @given(seed=st.integers(0, 10_000), order=st.randoms(use_true_random=False))
 @pytest.mark.parametrize("preset", SAMPLED_ALONE)
 def test_order_and_microbatches_change_nothing_and_masked_tokens_move_nothing(preset: str, seed: int, order) -> None:
@@ -101,7 +103,7 @@ def test_order_and_microbatches_change_nothing_and_masked_tokens_move_nothing(pr
     close(step.gradient(whole, [sequences]), expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=sample(10, 30), deadline=None)
 @given(seed=st.integers(0, 10_000))
 @pytest.mark.parametrize("preset", ["grpo", "dr_grpo", "dapo", "cispo", "sapo", "step_grpo", "rloo", "topr", "asymre"])
 def test_on_policy_the_gradient_is_that_of_reinforce_with_the_same_advantages(preset: str, seed: int) -> None:
@@ -113,7 +115,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce_with_the_same_advantages(pr
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=sample(10, 30), deadline=None)
 @given(seed=st.integers(0, 10_000))
 @pytest.mark.parametrize("correction", ["decoupled", "tis", "icepop", "mis"])
 def test_where_the_sampling_policy_took_the_batch_a_correction_is_plain_ppo(correction: str, seed: int) -> None:

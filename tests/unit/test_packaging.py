@@ -44,6 +44,7 @@ def probe(path: Path, cwd: Path) -> Path:
     return Path(done.stdout.strip())
 
 
+@pytest.mark.slow
 def test_a_checkout_works_beside_folders_of_the_same_names(users_folder: Path) -> None:
     assert probe(ROOT / "src", users_folder).resolve() == ROOT / "components/__init__.py"
 
@@ -54,6 +55,7 @@ def test_links_lead_to_the_folders() -> None:
     assert (ROOT / "components/configs").readlink() == Path("../configs")
 
 
+@pytest.mark.slow
 def test_a_wheel_works_outside_the_clone(users_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip(
         "setuptools", minversion="77", reason="the wheel is built with the setuptools that is installed"

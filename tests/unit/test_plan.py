@@ -143,6 +143,7 @@ def test_prompts_that_wait_for_their_pass_do_not_hold_up_what_is_drained() -> No
     assert 0 < found.step_s < 20 * job().settings.groups_per_step
 
 
+@pytest.mark.slow
 def test_a_larger_bound_is_never_slower() -> None:
     calibration = job(lengths=LONG_TAIL, pass_s=0.01, token_s=1e-5, train_token_s=1e-4)
     settings = replace(calibration.settings, groups_per_step=16, in_flight="keep")
@@ -267,6 +268,7 @@ def test_alike_ties_the_members_of_a_group_and_keeps_the_distribution() -> None:
 # ---- searching and advising ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_4096_devices_are_simulated_in_few_events() -> None:
     settings = Settings(groups_per_step=1024, group_size=16, generators=3072, trainers=1024).with_lag(2)
     calibration = job(settings=settings, lengths=LONG_TAIL, pass_s=0.01, token_s=1e-5, train_token_s=1e-4, pause_s=1.0)

@@ -157,6 +157,7 @@ def test_a_run_that_is_too_short_or_none_is_refused(run: Path, tmp_path: Path) -
         open_run(tmp_path / "elsewhere")
 
 
+@pytest.mark.slow
 def test_plan_of_a_run_prints_a_table_a_recommendation_and_draws(run: Path, leeway: Callable[..., Done]) -> None:
     done = leeway("--from", "run", "-L", "0,1,2", "--reorder-window", "1,48")
     assert done.returncode == 0, done.stderr
@@ -171,6 +172,7 @@ def test_plan_of_a_run_prints_a_table_a_recommendation_and_draws(run: Path, leew
     assert (run / "plan.png").stat().st_size > 20_000
 
 
+@pytest.mark.slow
 def test_settings_of_the_run_can_be_changed(run: Path, leeway: Callable[..., Done]) -> None:
     plain, changed = (
         json.loads(leeway("--from", "run", "-L", "2", "--json", *more).stdout)
@@ -230,6 +232,7 @@ def test_wrong_input_exits_2_with_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_planning_loads_nothing_heavy(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom leeway.cli.main import main\n"

@@ -129,6 +129,7 @@ def leeway(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_validate_and_try_refuse_a_broken_module_before_anything_starts(tmp_path):
     (tmp_path / "env_of_mine.py").write_text("from leeway import StepEnvironment\n\nclass Env(StepEnvironment): pass\n")
     for command in (

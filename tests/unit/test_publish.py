@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import pickle
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -142,18 +139,18 @@ def test_a_publication_that_fails_leaves_nothing_and_the_next_one_is_whole(train
 # -------------------------------------------------------------------------------------------------- three ranks
 
 CHILD = """
-import pickle, sys
 from leeway.trainer.trainer import Trainer
-settings, address, folder = pickle.load(open(sys.argv[1], "rb"))
-trainer = Trainer(settings, rank=int(sys.argv[2]), init_method=address)
+settings, address, rank, folder = work
+trainer = Trainer(settings, rank=rank, init_method=address)
 trainer.publish()
 trainer.save(folder)
 trainer.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_shards_of_any_size_meet_in_their_place(tmp_path):
+def test_shards_of_any_size_meet_in_their_place(tmp_path, other_ranks):
     """Three ranks: rows that do not divide by three, and tensors of four rows, of which the third rank has none."""
     config = AutoConfig.for_model(
         "qwen2",
@@ -171,26 +168,12 @@ def test_shards_of_any_size_meet_in_their_place(tmp_path):
     model.save_pretrained(tmp_path / "model")
     settings = settings_of(tmp_path / "model", num_ranks=3, bucket_bytes=SMALL, publish_dtype="bfloat16")
     address = free_address()
-    # A file that this test wrote itself, for processes that it starts itself.
-    (tmp_path / "work").write_bytes(pickle.dumps((settings, address, str(tmp_path / "hf"))))
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(tmp_path / "work"), str(rank)],
-            env={"PYTHONPATH": ":".join(p for p in sys.path if p), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
-            stderr=(tmp_path / f"stderr-{rank}").open("w"),
-        )
-        for rank in (1, 2)
-    ]
-    try:
-        trainer = Trainer(settings, rank=0, init_method=address)
-        manifest, _, tensors = published(trainer)
-        trainer.save(str(tmp_path / "hf"))
-        trainer.close()
-        assert [child.wait(20) for child in children] == [0, 0], (tmp_path / "stderr-1").read_text()[-2000:]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
+    other_ranks.begin(CHILD, {rank: (settings, address, rank, str(tmp_path / "hf")) for rank in (1, 2)})
+    trainer = Trainer(settings, rank=0, init_method=address)
+    manifest, _, tensors = published(trainer)
+    trainer.save(str(tmp_path / "hf"))
+    trainer.close()
+    other_ranks.results()
     expected = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
     assert expected["model.layers.0.self_attn.k_proj.weight"].shape[0] == 4
     assert manifest.num_buckets > 3

@@ -87,6 +87,7 @@ def test_math_verify_works_from_threads_and_from_a_loop():
     assert asyncio.run(all_at_once()) == expected
 
 
+@pytest.mark.slow
 def test_endless_computation_costs_the_deadline_and_nothing_more():
     pool = ScorerPool("math_verify", num_workers=1, deadline_s=0.5)
     assert pool.score("72", "72") == 1.0
@@ -97,6 +98,7 @@ def test_endless_computation_costs_the_deadline_and_nothing_more():
     pool.close()
 
 
+@pytest.mark.slow
 def test_killed_process_is_replaced_and_none_is_left_behind():
     pool = ScorerPool("math_verify", num_workers=1)
     assert pool.score("1", "1") == 1.0
@@ -111,6 +113,7 @@ def test_killed_process_is_replaced_and_none_is_left_behind():
             os.kill(gone, 0)
 
 
+@pytest.mark.slow
 def test_process_ends_with_its_parent():
     pool = ScorerPool("math_verify", num_workers=1)
     assert pool.score("1", "1") == 1.0
@@ -146,6 +149,7 @@ def test_entry_survives_json(dataset):
     assert reasoning_gym(task, "nonsense") < 0.1
 
 
+@pytest.mark.slow
 def test_dataset_that_computes_what_the_model_wrote_runs_under_the_deadline(monkeypatch):
     monkeypatch.setattr(rewards, "_reasoning_gym_pool", ScorerPool("reasoning_gym", num_workers=1, deadline_s=1.0))
     task = gym_task("countdown")

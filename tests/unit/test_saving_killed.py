@@ -18,8 +18,11 @@ import pytest
 
 from leeway.recipes.checkpoints import newest_state
 
+from ..tiers import sample
+
 HERE = Path(__file__).parent
-KILLS = 20
+KILLS = sample(6, 20)
+pytestmark = pytest.mark.slow
 
 
 def command(*args: str) -> list[str]:
@@ -35,7 +38,7 @@ def diary_of(file: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(280)
-def test_twenty_kills_at_random_moments_leave_a_whole_checkpoint_each_time(tmp_path):
+def test_kills_at_random_moments_leave_a_whole_checkpoint_each_time(tmp_path):
     model, folder = tmp_path / "model", tmp_path / "run"
     folder.mkdir()
     rng = random.Random(1)
@@ -51,7 +54,7 @@ def test_twenty_kills_at_random_moments_leave_a_whole_checkpoint_each_time(tmp_p
     assert done.returncode == 0, done.stderr[-2000:]
     half_written = [json.loads(line)["half_written"] for line in done.stdout.splitlines()]
     assert len(half_written) == KILLS
-    assert sum(map(bool, half_written)) >= 3, f"too few of the kills came while it saved: {half_written}"
+    assert sum(map(bool, half_written)) >= sample(1, 3), f"too few of the kills came while it saved: {half_written}"
     sha_of: dict[int, str] = {}
     newest, lives = 0, 0
     for entry in diary_of(folder / "diary.jsonl"):

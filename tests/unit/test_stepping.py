@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 import resource
 from typing import Any
 
@@ -128,7 +127,7 @@ def check_close(got: tuple[dict, dict], expected: tuple[dict, dict]) -> None:
             torch.testing.assert_close(mine[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.skipif(not os.environ.get("LEEWAY_LONG_TESTS"), reason="compiling takes a minute: make test-long")
+@pytest.mark.long("compiling takes a minute")
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_compiled_layers_take_the_same_steps(make, gradient_checkpointing):  # noqa: F811
     expected = two_steps(make)

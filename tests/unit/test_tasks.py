@@ -127,6 +127,7 @@ def test_eval_takes_the_first_in_hash_order_unshuffled():
     assert len(build_taskset(chain_sum(), seed=0, split="eval", eval_config=eval_config())) == 0
 
 
+@pytest.mark.slow
 def test_task_ids_are_the_same_in_another_process():
     code = (
         "from types import SimpleNamespace as N; from leeway.tasks import build_taskset;"

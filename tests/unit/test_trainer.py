@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import pickle
 import random
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -591,9 +588,8 @@ def test_saved_weights_are_what_transformers_loads(make, tmp_path):
 # ----------------------------------------------------------------------------------------------------- two ranks
 
 RANK_1 = """
-import pickle, sys
 from leeway.trainer.trainer import Trainer
-settings, address, batches, folder = pickle.load(open(sys.argv[1], "rb"))
+settings, address, batches, folder = work
 trainer = Trainer(settings, rank=1, init_method=address)
 for batch in batches:
     trainer.forward_backward(batch)
@@ -604,8 +600,9 @@ trainer.close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(90)
-def test_two_ranks_take_the_same_steps_as_one(make, model_path, tmp_path):
+def test_two_ranks_take_the_same_steps_as_one(make, model_path, tmp_path, other_ranks):
     # Unequal shares: several passes against one, then a rank that has nothing at all.
     steps = [(in_pairs(random_trajectories(seed, 9)), split) for seed, split in ((0, 6), (1, 1), (2, 9))]
     # Everything that ranks must agree on: a cut over the whole step, a reference, a coefficient that adapts.
@@ -620,39 +617,29 @@ def test_two_ranks_take_the_same_steps_as_one(make, model_path, tmp_path):
     settings = settings_of(model_path, num_ranks=2, max_tokens_per_microbatch=60, objective=objective)
     address = free_address()
     others = [batch_of(trajectories, share=slice(split, None)) for trajectories, split in steps]
-    # A file that this test wrote itself, for a process that it starts itself.
-    (tmp_path / "work").write_bytes(pickle.dumps((settings, address, others, str(tmp_path / "hf"))))
-    child = subprocess.Popen(
-        [sys.executable, "-c", RANK_1, str(tmp_path / "work")],
-        env={"PYTHONPATH": ":".join(p for p in sys.path if p), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
-        stderr=(tmp_path / "stderr").open("w"),
-    )
-    try:
-        alone = make(max_tokens_per_microbatch=60, objective=objective)
-        expected = []
-        for i, (trajectories, _) in enumerate(steps):
-            metrics = alone.forward_backward(batch_of(trajectories)) | alone.optim_step()
-            expected.append((metrics, *published(alone)))
-            assert i + 1 == alone.policy_version
-        dist.destroy_process_group()
-        together = Trainer(settings, rank=0, init_method=address)
-        for (trajectories, split), (metrics, manifest, _, tensors) in zip(steps, expected, strict=True):
-            got = together.forward_backward(batch_of(trajectories, share=slice(0, split))) | together.optim_step()
-            got_manifest, _, got_tensors = published(together)
-            for name in metrics:
-                if not name.endswith(("_s", "_gib")):
-                    assert got[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
-            for name, tensor in tensors.items():
-                torch.testing.assert_close(got_tensors[name], tensor, rtol=1e-5, atol=1e-5, msg=name)
-            assert got_manifest.policy_version == manifest.policy_version
-            for one, other in zip(got_manifest.canary.logprobs, manifest.canary.logprobs, strict=True):
-                assert one == pytest.approx(other, abs=1e-4)
-            assert got_manifest.canary.next_tokens == manifest.canary.next_tokens
-        together.save(str(tmp_path / "hf"))
-        for name, tensor in reference_model(tmp_path / "hf").state_dict().items():
-            assert torch.equal(got_tensors[name], tensor), name
-        dist.destroy_process_group()
-        assert child.wait(20) == 0, (tmp_path / "stderr").read_text()[-2000:]
-    finally:
-        child.kill()
-        child.wait()
+    other_ranks.begin(RANK_1, {1: (settings, address, others, str(tmp_path / "hf"))})
+    alone = make(max_tokens_per_microbatch=60, objective=objective)
+    expected = []
+    for i, (trajectories, _) in enumerate(steps):
+        metrics = alone.forward_backward(batch_of(trajectories)) | alone.optim_step()
+        expected.append((metrics, *published(alone)))
+        assert i + 1 == alone.policy_version
+    dist.destroy_process_group()
+    together = Trainer(settings, rank=0, init_method=address)
+    for (trajectories, split), (metrics, manifest, _, tensors) in zip(steps, expected, strict=True):
+        got = together.forward_backward(batch_of(trajectories, share=slice(0, split))) | together.optim_step()
+        got_manifest, _, got_tensors = published(together)
+        for name in metrics:
+            if not name.endswith(("_s", "_gib")):
+                assert got[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(got_tensors[name], tensor, rtol=1e-5, atol=1e-5, msg=name)
+        assert got_manifest.policy_version == manifest.policy_version
+        for one, other in zip(got_manifest.canary.logprobs, manifest.canary.logprobs, strict=True):
+            assert one == pytest.approx(other, abs=1e-4)
+        assert got_manifest.canary.next_tokens == manifest.canary.next_tokens
+    together.save(str(tmp_path / "hf"))
+    for name, tensor in reference_model(tmp_path / "hf").state_dict().items():
+        assert torch.equal(got_tensors[name], tensor), name
+    dist.destroy_process_group()
+    other_ranks.results()
