@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -18,13 +17,9 @@ EXAMPLES = {
         "stages.async_rl.train.groups_per_step=16",
     ),
 }
-pytestmark = [
-    pytest.mark.timeout(500),
-    pytest.mark.skipif(not os.environ.get("LEEWAY_LONG_TESTS"), reason="three whole runs: make test-long"),
-]
+pytestmark = [pytest.mark.timeout(500), pytest.mark.long("three whole runs")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_trains_to_the_end_and_gets_better(start: Any, from_warm: list[str], name: str) -> None:
     if name == "agent":
