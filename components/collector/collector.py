@@ -25,6 +25,7 @@ from ..config.inputs import EvalSampling
 from ..envs.base import all_or_none
 from ..types import Admission, Group, Task, Trajectory
 from ..weights import HandOverError
+from .awaited import Awaited
 from .checks import TookTooLong, checked, within
 from .clock import ActivityClock
 from .hand_over import HandOver, PullReport
@@ -109,23 +110,22 @@ class Collector(BaseCollector):
         Waits for a slot when nothing is in flight; raises when the engine is lost.
         """
         admitting: asyncio.Future[list[Admission]] | None = None
-        ended = False
+        ended, awaited = False, Awaited()
         try:
             while not (ended and not self._in_flight):
                 free = self._settings.max_in_flight - len(self._in_flight)
                 if admitting is None and not ended and free > 0:
-                    admitting = asyncio.ensure_future(self._admit_when_serving(free))
-                waiting_for = self._in_flight | ({admitting} if admitting else set())
-                done, _ = await asyncio.wait(waiting_for, return_when=asyncio.FIRST_COMPLETED)
+                    admitting = awaited.add(asyncio.ensure_future(self._admit_when_serving(free)))
+                done = await awaited.ended()
                 if admitting in done:
                     admissions = admitting.result()
                     admitting = None
                     ended = not admissions
                     for admission in admissions:
-                        self._in_flight.add(asyncio.create_task(self._run_group(admission)))
-                ended_groups = [task for task in self._in_flight & done if not task.cancelled()]
+                        self._in_flight.add(awaited.add(asyncio.create_task(self._run_group(admission))))
+                ended_groups = [task for task in self._in_flight.intersection(done) if not task.cancelled()]
                 finished = [g for task in ended_groups if (g := task.result()) is not None]
-                self._in_flight -= done
+                self._in_flight.difference_update(done)
                 if finished:
                     self._num_finished += len(finished)
                     yield finished
