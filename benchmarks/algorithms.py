@@ -34,6 +34,8 @@ from leeway.recipes.frontier_report import Interval
 
 TEACHERS: tuple[str, ...] = ("on_policy_distill", "jsd")
 EXPERTS: tuple[str, ...] = ("mix",)
+ON_POLICY = dict.fromkeys(("rloo", "remax"), "staleness.max_policy_lag=0")
+"""Presets without a ratio, and what docs/algorithms.md says that they need."""
 OTHER_PARTS = ("ppo",)
 """Presets whose runs need other parts than the rest: they cannot share an engine and a trainer with them."""
 EVALUATIONS = 3
@@ -148,8 +150,10 @@ def main() -> int:
     out = options.out.absolute()
     model = options.model or warmed_up(out, "algorithms")
     overrides = ["model.init=null", f"model.path={model}", *options.overrides]
-    needs = dict.fromkeys(TEACHERS, f"algorithm.reference_path={options.teacher}") | dict.fromkeys(
-        EXPERTS, f"algorithm.expert_path={options.experts}"
+    needs = (
+        dict.fromkeys(TEACHERS, f"algorithm.reference_path={options.teacher}")
+        | dict.fromkeys(EXPERTS, f"algorithm.expert_path={options.experts}")
+        | ON_POLICY
     )
     cells = cells_of(presets, seeds=options.seeds, steps=options.steps, overrides=overrides, needs=needs)
     curves = study(cells, out / "algorithms" / time.strftime("%Y%m%d-%H%M%S"))

@@ -5,6 +5,8 @@
 It knows nothing of Leeway but an address and a key; its requests become the trajectory that is trained on.
 """
 
+from typing import Any
+
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from leeway import AgentEnvironment, Endpoint, Task
@@ -19,7 +21,7 @@ class Careful(AgentEnvironment):
 
     async def run(self, task: Task, endpoint: Endpoint):
         client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, http_client=self.http)
-        messages = [{"role": "user", "content": task.prompt}]
+        messages: list[Any] = [{"role": "user", "content": task.prompt}]
         first = await client.chat.completions.create(model=endpoint.model, messages=messages)
         messages += [first.choices[0].message, {"role": "user", "content": f" Sure? {task.prompt}"}]
         second = await client.chat.completions.create(model=endpoint.model, messages=messages)

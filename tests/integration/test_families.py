@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,7 +91,7 @@ async def hand_over(engine: Engine, trainer: Trainer) -> float:
     async def nothing(*_: Any) -> None:
         raise AssertionError("nobody pulls, nothing fails")
 
-    async def stream() -> Any:
+    async def stream() -> AsyncIterator[np.ndarray]:
         for bucket in publication.bucket_refs:
             yield bucket
 

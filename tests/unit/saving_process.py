@@ -145,7 +145,7 @@ def fill_the_disk(model: Path, folder: Path) -> None:
     )
 
 
-def in_a_child(act: Callable[[], None]) -> None:
+def in_a_child(act: Callable[[], object]) -> None:
     child = os.fork()
     if child == 0:
         act()

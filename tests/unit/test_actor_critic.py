@@ -48,8 +48,8 @@ OBJECTIVE = PolicyObjective(clip_low=0.2, clip_high=0.2, aggregation="token_mean
 
 def critic_settings_of(path: Path, *, critic: dict[str, Any] | None = None, **changes: Any) -> ActorCriticSettings:
     plain = settings_of(path, **{"objective": OBJECTIVE} | changes)
-    own = CriticSettings(**{"path": str(path)} | CRITIC | (critic or {}))
-    return ActorCriticSettings(**vars(plain), critic=own)
+    own: dict[str, Any] = {"path": str(path)} | CRITIC | (critic or {})
+    return ActorCriticSettings(**vars(plain), critic=CriticSettings(**own))
 
 
 @pytest.fixture
@@ -181,6 +181,7 @@ def test_the_policy_learns_from_whitened_estimates(make, model_path):  # noqa: F
     batch.advantages = estimates.advantages
     plain.forward_backward(batch)
     for name, parameter in plain._model.named_parameters():
+        assert parameter.grad is not None
         torch.testing.assert_close(got[name], full(parameter.grad), msg=name)
 
 

@@ -75,9 +75,10 @@ def classifier(request, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("classifier")
     torch.manual_seed(0)
+    labels: dict[str, Any] = {"num_labels": request.param}
     config = Qwen2Config(
         vocab_size=len(TOKENIZER), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        intermediate_size=32, max_position_embeddings=64, num_labels=request.param, pad_token_id=TOKENIZER.pad_token_id,
+        intermediate_size=32, max_position_embeddings=64, pad_token_id=TOKENIZER.pad_token_id, **labels,
     )  # fmt: skip
     Qwen2ForSequenceClassification(config).save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -118,7 +119,7 @@ def test_supervised_batches_count_only_what_is_trained_on(file: Path, tmp_path: 
         "train: {steps: 1, batch_size: 1}\n"
     )
     config = load_config(str(tmp_path / "c.yaml"), recipe="sft")
-    taskset = build_taskset(config.task, seed=0, split="train", eval_config=SimpleNamespace(path=None))
+    taskset: Any = build_taskset(config.task, seed=0, split="train", eval_config=SimpleNamespace(path=None))
     assert "b b" in set(taskset.texts())
     [batch] = next(sft._batches(config, taskset, Prompter(tokenizer(CHATML))))
     assert int(batch.num_tokens) == int(batch.loss_mask.sum()) == 6

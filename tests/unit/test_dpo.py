@@ -152,7 +152,7 @@ def file(tmp_path: Path) -> str:
 
 def test_batches_hold_pairs_whole_and_every_rank_gets_its_share(file: str) -> None:
     config = load_config(file, ["train.num_ranks=2"], recipe="dpo")
-    taskset = build_taskset(config.task, seed=0, split="train", eval_config=config.eval)
+    taskset: Any = build_taskset(config.task, seed=0, split="train", eval_config=config.eval)
     prompter: Any = Characters()
     shares = next(batches_of(config, taskset, prompter))
     seen = []
@@ -165,8 +165,9 @@ def test_batches_hold_pairs_whole_and_every_rank_gets_its_share(file: str) -> No
         assert (int(share.num_sequences), share.loss_mask.all().item()) == (8, True)
         seen += answers
     assert len(set(seen)) == 8
-    batches = batches_of(config, build_taskset(config.task, seed=0, split="train", eval_config=config.eval), prompter)
-    again = build_taskset(config.task, seed=0, split="train", eval_config=config.eval)
+    first: Any = build_taskset(config.task, seed=0, split="train", eval_config=config.eval)
+    batches = batches_of(config, first, prompter)
+    again: Any = build_taskset(config.task, seed=0, split="train", eval_config=config.eval)
     resumed = next(batches_of(config, again, prompter, skip_steps=2))
     expected = [next(batches) for _ in range(3)][2]
     for share, other in zip(resumed, expected, strict=True):

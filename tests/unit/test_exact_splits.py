@@ -30,7 +30,8 @@ from .test_trainer import (  # noqa: F401  (fixtures)
 
 OBJECTIVES: dict[str, Objective] = {
     how: PolicyObjective(clip_low=0.2, clip_high=0.28, aggregation=how, aggregation_length=20) for how in AGGREGATIONS
-} | {"supervised": SupervisedObjective()}
+}
+OBJECTIVES["supervised"] = SupervisedObjective()
 TRAJECTORIES = in_pairs(random_trajectories(1, 16))
 WHOLE = {"max_tokens_per_microbatch": 10_000, "logprob_chunk_tokens": 10_000}
 

@@ -239,8 +239,9 @@ def test_flash_attention_agrees_with_the_padded_form(window):
     layout = make_layout(segments).to(torch.device("cuda"))
     q, k, v = (torch.randn(1, h, 32, 64, device="cuda", requires_grad=True) for h in (4, 2, 2))
     options: dict[str, Any] = {"layout": layout, "sliding_window": window}
-    expected, _ = packed_attention(torch.nn.Module(), q, k, v, None, **options)
-    got, _ = packed_attention(torch.nn.Module(), q.bfloat16(), k.bfloat16(), v.bfloat16(), None, **options)
+    attend: Any = packed_attention
+    expected, _ = attend(torch.nn.Module(), q, k, v, None, **options)
+    got, _ = attend(torch.nn.Module(), q.bfloat16(), k.bfloat16(), v.bfloat16(), None, **options)
     torch.testing.assert_close(got.float(), expected, rtol=0.05, atol=0.05)
     weights = torch.randn_like(expected)
     for a, b in zip(

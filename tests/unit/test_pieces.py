@@ -6,6 +6,7 @@ import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -127,7 +128,7 @@ def test_a_loss_of_ones_own_is_what_is_minimised() -> None:
 
 @pytest.mark.usefixtures("mine")
 def test_an_advantage_of_ones_own_sees_the_whole_take() -> None:
-    advantage = advantage_of("mine:advantage", {"scale": 2.0})
+    advantage: Any = advantage_of("mine:advantage", {"scale": 2.0})
     assert advantage(torch.tensor([0.0, 4.0]), torch.tensor([0, 1])).tolist() == [-4.0, 4.0]
 
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,7 +101,7 @@ def test_the_examples_pass(name, reward, monkeypatch):
 
 def test_who_listens_wins_the_game_and_only_then(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    environment = build_environment(load_config("quickstart", ["env.name=guess_number:GuessNumber"]).env)
+    environment: Any = build_environment(load_config("quickstart", ["env.name=guess_number:GuessNumber"]).env)
 
     async def play(answer: int, *, listens: bool) -> float:
         observation = await environment.reset(Task(task_id="t", prompt="?", answer=str(answer)))

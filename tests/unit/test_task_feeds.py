@@ -193,7 +193,7 @@ def test_tools_by_row(tmp_path):
     assert [t.info["allowed_tools"] for t in tasks] == [["calculator"], [schema], [], ["x"]]
     assert "t" not in tasks[0].info
 
-    def begin(task):
+    def begin(task) -> Any:
         return asyncio.run(ToolUse(ToolUseOptions(tools=["calculator"])).reset(task))
 
     assert "Calculates" in begin(tasks[0])[0]["content"]
