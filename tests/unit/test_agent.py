@@ -251,7 +251,7 @@ class Completes(AgentEnvironment):
         async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0) as client:
             first = await client.completions.create(model=endpoint.model, prompt=task.prompt, max_tokens=9)
             assert (first.object, first.choices[0].text) == ("text_completion", "46")
-            assert first.usage.prompt_tokens == len(PROMPTER.encode(task.prompt))
+            assert first.usage.prompt_tokens == len(PROMPTER.encode_text(str(task.prompt)))
             prompt = f"{task.prompt}46 and"
             stream = await client.completions.create(model=endpoint.model, prompt=prompt, stream=True)
             text = "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
