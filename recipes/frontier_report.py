@@ -114,6 +114,8 @@ def conclusions(summaries: Sequence[CellSummary], *, margin: float) -> list[str]
                 f"(difference {best.difference.mean:+.3f}, 95 % interval {best.difference.low:+.3f} to "
                 f"{best.difference.high:+.3f}, margin {margin:g})"
             )
+        elif cells and all(s.difference is None for s in cells):
+            line = f"correction {correction}: compared with nothing, because lockstep was not run"
         else:
             line = f"correction {correction}: no bound was shown to be not inferior to lockstep"
         if open_ones:

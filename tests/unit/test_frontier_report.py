@@ -205,6 +205,13 @@ def test_each_correction_has_its_own_conclusion() -> None:
     assert tis.endswith("margin 0.02)")
 
 
+def test_without_lockstep_there_is_nothing_to_compare_with() -> None:
+    runs = [r for r in study([0.0, 0.0]) if not r.lockstep]
+    assert conclusions(summarise(runs, margin=MARGIN), margin=MARGIN) == [
+        "correction none: compared with nothing, because lockstep was not run"
+    ]
+
+
 # Table and picture
 
 
