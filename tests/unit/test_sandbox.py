@@ -23,7 +23,7 @@ from leeway.envs.rewards import resolve_reward
 from leeway.envs.sandbox import _SCRIPT, Limits, NoSandboxError, run_sandboxed, why_not
 from leeway.types import Task
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
+pytestmark = [pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}"), pytest.mark.slow]
 LIMITS = Limits(timeout_s=2.0, cpu_s=2, memory_mb=256)
 SHORT = replace(LIMITS, timeout_s=0.7)  # for programs that use up what they are given
 
