@@ -35,7 +35,7 @@ def main() -> int:
         return finished_run(
             out, "long_tail", name, model,
             f"stages.async_rl.train.groups_per_step={options.groups}", f"stages.async_rl.train.steps={options.steps}",
-            f"staleness.max_policy_lag={lag}", f"staleness.reorder_window={window}",
+            f"staleness.max_policy_lag={lag}", f"staleness.reorder_window={window}", "staleness.in_flight=recompute",
             f"monitor.rollouts_per_step={options.groups * 8}",
             "env.name=slow_env:SlowSingleTurn", f"env.options={{delay_s: {MEAN_S}, sigma: 1.0, cap: 8.0}}",
         )  # fmt: skip

@@ -1,11 +1,15 @@
-"""For unit tests: one thread for tiny tensors, and ranks of a group that are started once for all."""
+"""For unit tests: one thread for tiny tensors, the command in this process, and ranks started once for all."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+
+from leeway.cli.main import main
 
 from .other_ranks import OtherRanks
 
@@ -15,6 +19,28 @@ def one_thread() -> None:
     """The tensors of a unit test are so small that handing a share to a second thread costs more than the share."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
+
+
+@dataclass(frozen=True)
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def leeway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
+    """The command, started in `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def command(*args: str) -> Done:
+        with pytest.raises(SystemExit) as end:
+            main([*args])
+        printed = capsys.readouterr()
+        return Done(int(end.value.code or 0), printed.out, printed.err)
+
+    return command
 
 
 @pytest.fixture(scope="session")

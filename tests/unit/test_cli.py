@@ -7,37 +7,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from leeway.cli.main import main
+from .conftest import Done
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 HEAVY = ("torch", "ray", "vllm", "transformers", "torchrl", "tensordict", "matplotlib", "wandb", "tensorboard")
-
-
-@dataclass(frozen=True)
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
-@pytest.fixture
-def leeway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """The command, started in `tmp_path`."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def command(*args: str) -> Done:
-        with pytest.raises(SystemExit) as end:
-            main([*args])
-        printed = capsys.readouterr()
-        return Done(int(end.value.code or 0), printed.out, printed.err)
-
-    return command
 
 
 def test_light_commands_load_nothing_heavy(tmp_path: Path) -> None:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import struct
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from leeway.cli.main import main
 from leeway.config import plan_run, run_yaml
 from leeway.config.errors import ConfigError
 from leeway.planning.advice import advice_after
 from leeway.planning.calibration import calibrate, open_run
+
+from .conftest import Done
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 HEAVY = ("torch", "ray", "vllm", "transformers", "torchrl", "tensordict")
@@ -38,26 +39,9 @@ TRAIN_S, PAUSE_S, STEP_S = 0.6, 0.07, 0.65
 GENERATING_S = LATENCY_S + 2 * 5 * PASS_S + 48 * 8 * 14 * TOKEN_S + 0.03
 
 
-@dataclass(frozen=True)
-class Done:
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture
-def leeway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Done]:
-    """The command, started in `tmp_path`."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def command(*args: str) -> Done:
-        with pytest.raises(SystemExit) as end:
-            main(["plan", *args])
-        printed = capsys.readouterr()
-        return Done(int(end.value.code or 0), printed.out, printed.err)
-
-    return command
+def plan(leeway: Callable[..., Done]) -> Callable[..., Done]:
+    return functools.partial(leeway, "plan")
 
 
 @pytest.fixture
@@ -158,8 +142,8 @@ def test_a_run_that_is_too_short_or_none_is_refused(run: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_plan_of_a_run_prints_a_table_a_recommendation_and_draws(run: Path, leeway: Callable[..., Done]) -> None:
-    done = leeway("--from", "run", "-L", "0,1,2", "--reorder-window", "1,48")
+def test_plan_of_a_run_prints_a_table_a_recommendation_and_draws(run: Path, plan: Callable[..., Done]) -> None:
+    done = plan("--from", "run", "-L", "0,1,2", "--reorder-window", "1,48")
     assert done.returncode == 0, done.stderr
     assert "of limit" in done.stdout
     assert "the run itself: 0.65 s a step measured" in done.stdout
@@ -173,9 +157,9 @@ def test_plan_of_a_run_prints_a_table_a_recommendation_and_draws(run: Path, leew
 
 
 @pytest.mark.slow
-def test_settings_of_the_run_can_be_changed(run: Path, leeway: Callable[..., Done]) -> None:
+def test_settings_of_the_run_can_be_changed(run: Path, plan: Callable[..., Done]) -> None:
     plain, changed = (
-        json.loads(leeway("--from", "run", "-L", "2", "--json", *more).stdout)
+        json.loads(plan("--from", "run", "-L", "2", "--json", *more).stdout)
         for more in ((), ("stages.async_rl.train.groups_per_step=96", "rollout.num_generators=2"))
     )
     assert plain["as_it_is"]["settings"]["groups_per_step"] == 48
@@ -185,8 +169,8 @@ def test_settings_of_the_run_can_be_changed(run: Path, leeway: Callable[..., Don
     assert not (run / "plan.png").exists()  # --json draws nothing
 
 
-def test_plan_of_numbers_tries_splits_of_the_devices(leeway: Callable[..., Done], tmp_path: Path) -> None:
-    done = leeway(*NUMBERS, "--gpus", "16", "-L", "1,2", "--json", "--out", "plans")
+def test_plan_of_numbers_tries_splits_of_the_devices(plan: Callable[..., Done], tmp_path: Path) -> None:
+    done = plan(*NUMBERS, "--gpus", "16", "-L", "1,2", "--json", "--out", "plans")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["predictions"]
     assert {p["settings"]["generators"] + p["settings"]["trainers"] for p in found} == {16}
@@ -195,8 +179,8 @@ def test_plan_of_numbers_tries_splits_of_the_devices(leeway: Callable[..., Done]
     assert (tmp_path / "plans/plan.png").exists()
 
 
-def test_plan_of_a_bundled_config_takes_its_settings(leeway: Callable[..., Done]) -> None:
-    done = leeway("--config", "gsm8k_qwen2_5_1_5b", *NUMBERS, "-L", "19", "--json")
+def test_plan_of_a_bundled_config_takes_its_settings(plan: Callable[..., Done]) -> None:
+    done = plan("--config", "gsm8k_qwen2_5_1_5b", *NUMBERS, "-L", "19", "--json")
     assert done.returncode == 0, done.stderr
     settings = json.loads(done.stdout)["as_it_is"]["settings"]
     config = plan_run("gsm8k_qwen2_5_1_5b", "async_rl")[-1].config
@@ -223,9 +207,9 @@ def test_plan_of_a_bundled_config_takes_its_settings(leeway: Callable[..., Done]
     ],
 )
 def test_wrong_input_exits_2_with_one_line(
-    args: tuple[str, ...], word: str, leeway: Callable[..., Done], tmp_path: Path
+    args: tuple[str, ...], word: str, plan: Callable[..., Done], tmp_path: Path
 ) -> None:
-    done = leeway(*args)
+    done = plan(*args)
     assert done.returncode == 2
     assert word in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
