@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from leeway.recipes.frontier_report import CellSummary, FrontierRun, Interval
 
-COLORS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8d6a9f", "#e09f3e")
+COLORS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8d6a9f", "#e09f3e", "#444444", "#3bb3b3", "#a0522d")
 NAMES = {"none": "uncorrected", "decoupled": "decoupled", "tis": "truncated importance sampling"}
 
 
@@ -65,7 +65,7 @@ def _panel(ax: Axes, summaries: Sequence[CellSummary], value: Callable[[CellSumm
         )  # fmt: skip
     lockstep = {s.max_policy_lag for s in summaries if s.lockstep}
     ax.set_xticks(range(len(lags)), [f"{lag}\n(lockstep)" if lag in lockstep else str(lag) for lag in lags])
-    ax.set_xlim(-0.5, len(lags) - 0.5)
+    ax.set_xlim(-0.6, len(lags) - 0.4)
     ax.set_xlabel("bound on the policy lag, optimizer steps (real lag forced towards it)")
     ax.set_title(title, fontsize=11)
     ax.grid(axis="y", color="#e5e5e5")
