@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import resource
 import socket
 import sys
 import tempfile
@@ -32,6 +31,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.algorithms.objective import PolicyObjective
+from leeway.trainer.memory import peak_memory_gib
 from leeway.trainer.microbatch import cut
 from leeway.trainer.optimizer import OptimizerSettings, make_optimizer
 from leeway.trainer.scoring import load_model
@@ -150,42 +150,47 @@ def main() -> None:
         with torch.device(args.device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder)
-        num_matrix_weights = sum(p.numel() for n, p in model.named_parameters() if p.ndim > 1 and "embed" not in n)
-        num_matrix_weights += shape["vocab_size"] * shape["hidden_size"] if shape["tie_word_embeddings"] else 0
-        del model
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        body = sum(p.numel() for p in model.parameters() if p.ndim > 1 and p is not embedding and p is not head)
+        del model, embedding, head
         peak = peak_flops(args)
         for packing in args.packing:
             runs = {"trainer": trainer_step(args, folder, packing, batch)}
             if args.bare:
                 runs["bare"] = bare_step(args, folder, packing, batch)
-            times, peak_gib = timed(args, list(runs.values()))
-            for loop, (pass_s, step_s) in zip(runs, times, strict=True):
-                row = describe(args, shape, batch, packing, pass_s, num_matrix_weights, peak)
-                row |= {"loop": loop, "forward_backward_s": round(pass_s, 4), "step_s": round(step_s, 4)}
-                row |= {} if args.bare else {"peak_gib": round(peak_gib, 2)}
+            for loop, (pass_s, step_s, peak_gib) in zip(runs, timed(args, list(runs.values())), strict=True):
+                row: dict[str, Any] = {"loop": loop} | describe(args, shape, batch, packing, body)
+                flops = row.pop("flops")
+                row |= {"forward_backward_s": round(pass_s, 4), "tokens_per_s": round(row["tokens"] / pass_s)}
+                row |= {"mfu": round(flops / pass_s / peak, 3)}
+                row |= {"step_s": round(step_s, 4), "step_mfu": round(flops / step_s / peak, 3)}
+                # Of a process, where there is no GPU: both loops together.
+                row |= {} if args.bare and args.device == "cpu" else {"peak_gib": round(peak_gib, 2)}
                 print(json.dumps(row), flush=True)
             dist.destroy_process_group()
 
 
-def trainer_step(args: argparse.Namespace, folder: str, packing: str, batch: Any) -> Callable[[], float]:
-    """One step of the trainer; returns the seconds of its forward_backward."""
+Step = Callable[[], tuple[float, float]]
+"""One step; returns the seconds of its forward and backward passes, and the GiB that it took at most."""
+
+
+def trainer_step(args: argparse.Namespace, folder: str, packing: str, batch: Any) -> Step:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
     trainer = Trainer(settings_of(args, folder, packing), rank=0, init_method=address)
 
-    def step() -> float:
+    def step() -> tuple[float, float]:
         begun = clock()
         trainer.forward_backward(batch)
         synchronize(args)
         seconds = clock() - begun
-        trainer.optim_step()
-        return seconds
+        return seconds, trainer.optim_step()["train/peak_memory_gib"]
 
     return step
 
 
-def bare_step(args: argparse.Namespace, folder: str, packing: str, batch: Any) -> Callable[[], float]:
+def bare_step(args: argparse.Namespace, folder: str, packing: str, batch: Any) -> Step:
     """The same passes through the same model in a loop with nothing around it: no FSDP, cross-entropy for a loss."""
     settings = settings_of(args, folder, packing)
     model = load_model(folder, attn="sdpa", packing=packing).to(args.device)
@@ -194,7 +199,7 @@ def bare_step(args: argparse.Namespace, folder: str, packing: str, batch: Any) -
     optimizer = make_optimizer(model.parameters(), settings.optimizer)
     pieces = [p.to(torch.device(args.device)) for p in cut(batch, max_tokens=args.max_tokens, packing=packing)]  # type: ignore[arg-type]
 
-    def step() -> float:
+    def step() -> tuple[float, float]:
         begun = clock()
         for piece in pieces:
             packed = {} if piece.layout is None else {"position_ids": piece.position_ids, "layout": piece.layout}
@@ -207,27 +212,23 @@ def bare_step(args: argparse.Namespace, folder: str, packing: str, batch: Any) -
         seconds = clock() - begun
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return seconds
+        return seconds, peak_memory_gib(torch.device(args.device))
 
     return step
 
 
-def timed(args: argparse.Namespace, runs: list[Callable[[], float]]) -> tuple[list[tuple[float, float]], float]:
-    """Of each run the best seconds of (forward_backward, step), in turn and after one that warms up; peak GiB."""
-    for run in runs:
+def timed(args: argparse.Namespace, runs: list[Step]) -> list[tuple[float, float, float]]:
+    """Of each run, in turn and after two that warm up: best seconds of (forward_backward, step); most GiB."""
+    for run in runs * 2:  # compiled layers are compiled for one length, then for all
         run()
-    if args.device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    best = [(float("inf"), float("inf")) for _ in runs]
+    best = [(float("inf"), float("inf"), 0.0) for _ in runs]
     for _ in range(args.steps):
         for i, run in enumerate(runs):
             begun = clock()
-            pass_s = run()
+            pass_s, peak_gib = run()
             synchronize(args)
-            best[i] = (min(best[i][0], pass_s), min(best[i][1], clock() - begun))
-    on_gpu = args.device == "cuda"
-    peak = torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return best, peak / 2**30
+            best[i] = (min(best[i][0], pass_s), min(best[i][1], clock() - begun), max(best[i][2], peak_gib))
+    return best
 
 
 def describe(
@@ -235,17 +236,18 @@ def describe(
     shape: dict[str, Any],
     batch: Any,
     packing: str,
-    pass_s: float,
-    num_matrix_weights: int,
-    peak: float,
+    num_body_weights: int,
 ) -> dict[str, Any]:
+    """What a row says of the work: counts, and the floating-point operations of one step's passes."""
     lengths = batch.prompt_lengths + batch.response_lengths
     tokens = int(lengths.sum())
     pieces = cut(batch, max_tokens=args.max_tokens, packing=packing)  # type: ignore[arg-type]
     positions = sum(p.input_ids.numel() for p in pieces)
     # Scores and values, causal: 2 * 2 * hidden * length^2 / 2 per layer forward, twice that backward.
     attention = 6 * shape["num_hidden_layers"] * shape["hidden_size"] * int(lengths.square().sum())
-    flops = 6 * num_matrix_weights * (tokens if packing == "padded" else positions) + attention
+    # The output head computes what responses are scored with.
+    head = shape["vocab_size"] * shape["hidden_size"] * len(batch.response_tokens)
+    flops = 6 * (num_body_weights * (tokens if packing == "padded" else positions) + head) + attention
     return {
         "shape": args.shape,
         "data": args.data,
@@ -254,8 +256,7 @@ def describe(
         "tokens": tokens,
         "passes": len(pieces),
         "positions": positions,
-        "tokens_per_s": round(tokens / pass_s),
-        "mfu": round(flops / pass_s / peak, 3),
+        "flops": flops,
     }
 
 

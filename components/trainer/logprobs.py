@@ -10,8 +10,11 @@ finishes its own rows of the head's gradient, which would otherwise be read and 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,8 +22,11 @@ import torch.nn.functional as F
 
 # Tiles are not cut narrower than this, however many tokens there are; hidden states are wider.
 MIN_COLUMNS = 32
+# And begin at multiples of this: on a GPU, products with rows that begin anywhere take up to three times as long.
+ALIGNED_COLUMNS = 64
 # Stands for infinity where infinity minus itself would be nan: exp(-LARGE) is 0.
 LARGE = 1e30
+HAS_TRITON = find_spec("triton") is not None  # CUDA builds of torch bring it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,26 +81,14 @@ class _TokenLogprobs(torch.autograd.Function):
         transform: LogitTransform,
         chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        def zeros() -> torch.Tensor:
-            return torch.zeros(len(targets), device=hidden.device)
-
-        # Of the logits x so far, with their maximum m: sum exp(x - m), sum exp(x - m) (x - m), and x of the target.
-        maximum, total, weighted, picked = zeros() - LARGE, zeros(), zeros(), zeros()
+        sums = torch.zeros(4, len(targets), device=hidden.device)
+        sums[0] = -LARGE
+        passes = _passes(hidden)
         for columns in _tiles(len(targets), len(weight), chunk):
-            logits = _logits(hidden, weight, bias, transform, columns)
-            inside, place = _places(targets, columns)
-            picked = torch.where(inside, logits.gather(-1, place).squeeze(-1), picked)
-            higher = torch.maximum(maximum, logits.amax(-1))
-            drop = maximum - higher
-            # A logit of -inf adds nothing, but 0 * -inf would be nan.
-            shifted = logits.sub_(higher[:, None]).clamp_(min=-LARGE)
-            weighted = drop.exp() * (weighted + drop * total)
-            total = drop.exp() * total
-            exponentials = shifted.exp()
-            total += exponentials.sum(-1)
-            weighted += exponentials.mul_(shifted).sum(-1)
-            maximum = higher
-            del logits, shifted, exponentials  # or they would live beside the next tile
+            logits = F.linear(hidden, weight[columns], None if bias is None else bias[columns])
+            passes.add_up(logits, targets - columns.start, transform.cap, transform.scale, sums)
+            del logits  # or it would live beside the next tile
+        maximum, total, weighted, picked = sums
         normaliser = maximum + total.log()
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
         ctx.transform, ctx.chunk = transform, chunk
@@ -116,50 +110,88 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
+        passes = _passes(hidden)
         for columns in _tiles(len(targets), len(weight), ctx.chunk):
-            logits = _logits(hidden, weight, bias, transform, columns)
-            # d cap tanh(x / cap) / dx = 1 - tanh^2, read off the capped logits before they become probabilities.
-            slope = (logits / (transform.cap * transform.scale)).square_().neg_().add_(1.0) if transform.cap else None
-            d = logits.sub_(normaliser[:, None]).exp_()
-            inside, place = _places(targets, columns)
-            d.scatter_add_(-1, place, -inside[:, None].to(d.dtype))
-            if slope is not None:
-                d.mul_(slope)
+            logits = F.linear(hidden, weight[columns], None if bias is None else bias[columns])
+            d = passes.slopes(logits, targets - columns.start, transform.cap, transform.scale, normaliser)
             if grad_bias is not None:
-                grad_bias[columns] = grad @ d
-            d = d.to(weight.dtype)
+                grad_bias[columns] = grad @ d.float()
             if grad_hidden is not None:
                 if weight.dtype == torch.float32:
                     grad_hidden.addmm_(d, weight[columns])
-                else:
+                elif hidden.is_cuda:
+                    grad_hidden = torch.addmm(grad_hidden, d, weight[columns], out_dtype=torch.float32)
+                else:  # no product of bfloat16 into float32 there
                     grad_hidden += d @ weight[columns]
             if grad_weight is not None:
                 torch.mm(d.T, weighted_hidden, out=grad_weight[columns])
-            del logits, d, slope
+            del logits, d
         if grad_hidden is not None:
             grad_hidden = grad_hidden.mul_(grad[:, None]).to(hidden.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
+def add_up(logits: torch.Tensor, places: torch.Tensor, cap: float | None, scale: float, sums: torch.Tensor) -> None:
+    """Add these logits [S, columns], whose memory is reused, to the `sums` [4, S] of all columns before them.
+
+    Of the transformed logits x: their maximum m, sum exp(x - m), sum exp(x - m) (x - m), and the x at `places` [S],
+    where those lie within these columns.
+    """
+    maximum, total, weighted, picked = sums
+    x = _transformed(logits, cap, scale)
+    inside, place = _places(places, x.shape[-1])
+    picked.copy_(torch.where(inside, x.gather(-1, place).squeeze(-1), picked))
+    higher = torch.maximum(maximum, x.amax(-1))
+    drop = maximum - higher
+    # A logit of -inf adds nothing, but 0 * -inf would be nan.
+    shifted = x.sub_(higher[:, None]).clamp_(min=-LARGE)
+    weighted.copy_(drop.exp() * (weighted + drop * total))
+    total.mul_(drop.exp())
+    exponentials = shifted.exp()
+    total += exponentials.sum(-1)
+    weighted += exponentials.mul_(shifted).sum(-1)
+    maximum.copy_(higher)
+
+
+def slopes(
+    logits: torch.Tensor, places: torch.Tensor, cap: float | None, scale: float, normaliser: torch.Tensor
+) -> torch.Tensor:
+    """-(d logprob / d logit) / scale [S, columns], in the logits' type; reuses their memory."""
+    x = _transformed(logits, cap, scale)
+    # d cap tanh(x / cap) / dx = 1 - tanh^2, read off the capped logits before they become probabilities.
+    slope = (x / (cap * scale)).square_().neg_().add_(1.0) if cap else None
+    d = x.sub_(normaliser[:, None]).exp_()
+    inside, place = _places(places, d.shape[-1])
+    d.scatter_add_(-1, place, -inside[:, None].to(d.dtype))
+    return (d if slope is None else d.mul_(slope)).to(logits.dtype)
+
+
+def _passes(hidden: torch.Tensor) -> ModuleType:
+    """Whose `add_up` and `slopes` to use."""
+    if hidden.is_cuda and HAS_TRITON:
+        from . import logit_kernels
+
+        return logit_kernels
+    return sys.modules[__name__]
+
+
 def _tiles(num_tokens: int, vocab_size: int, chunk: int) -> Iterator[slice]:
     """Slices of the vocabulary, nearly equal, each with about as many logits as `chunk` tokens have in all of it."""
     widest = max(MIN_COLUMNS, vocab_size * chunk // max(1, num_tokens))
-    number = -(-vocab_size // widest)
-    return (slice(vocab_size * i // number, vocab_size * (i + 1) // number) for i in range(number))
+    width = -(-vocab_size // -(-vocab_size // widest))
+    if width > ALIGNED_COLUMNS:
+        width -= width % ALIGNED_COLUMNS
+    return (slice(start, min(start + width, vocab_size)) for start in range(0, vocab_size, width))
 
 
-def _places(targets: torch.Tensor, columns: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which targets [S] are in these columns, and their place there [S, 1]; of the others, any place."""
-    place = targets - columns.start
-    width = columns.stop - columns.start
-    return (place >= 0) & (place < width), place.clamp(0, width - 1)[:, None]
+def _places(places: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which of these columns [S] are among the first `width`, and theirs [S, 1]; of the others, any."""
+    return (places >= 0) & (places < width), places.clamp(0, width - 1)[:, None]
 
 
-def _logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, transform: LogitTransform, columns: slice
-) -> torch.Tensor:
-    """[S, columns] in float32, after everything but the softmax; the steps after the head reuse its memory."""
-    logits = F.linear(hidden, weight[columns], None if bias is None else bias[columns]).float()
-    if transform.cap:
-        logits = logits.div_(transform.cap).tanh_().mul_(transform.cap)
-    return logits if transform.scale == 1.0 else logits.mul_(transform.scale)
+def _transformed(logits: torch.Tensor, cap: float | None, scale: float) -> torch.Tensor:
+    """In float32, after everything but the softmax; the steps after the head reuse the memory of float32 logits."""
+    logits = logits.float()
+    if cap:
+        logits = logits.div_(cap).tanh_().mul_(cap)
+    return logits if scale == 1.0 else logits.mul_(scale)

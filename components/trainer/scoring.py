@@ -15,8 +15,9 @@ from .logprobs import LogitTransform, token_logprobs
 
 logger = logging.getLogger(__name__)
 
-# Logits that are worth a third more arithmetic in the head to not have at once: 128 MiB in float32.
-MANY_LOGITS = 1 << 25
+# Logits that are worth a third more arithmetic in the head to not have at once: 128 MiB in float32. GPUs have memory
+# for more, and need it for products of a size that keeps them busy: 256 MiB in bfloat16.
+MANY_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}
 CACHED_LOGITS = 1 << 18  # 1 MiB
 # Stands for infinity where 0 times infinity would be nan.
 LOWEST = -1e30
@@ -25,10 +26,11 @@ LOWEST = -1e30
 class ScoringModel(nn.Module):
     """Wraps a causal LM; the output head runs only on the positions asked for, `chunk_tokens` of them at a time.
 
-    It is the FSDP root, so that the head (tied or not) is gathered together with the embeddings whatever calls it.
+    None: as many as `MANY_LOGITS` allows. The wrapper is the FSDP root, so that the head (tied or not) is gathered
+    together with the embeddings whatever calls it.
     """
 
-    def __init__(self, lm: PreTrainedModel, *, chunk_tokens: int) -> None:
+    def __init__(self, lm: PreTrainedModel, *, chunk_tokens: int | None = None) -> None:
         super().__init__()
         self.lm = lm
         self.chunk_tokens = chunk_tokens
@@ -63,9 +65,10 @@ class ScoringModel(nn.Module):
         transform = LogitTransform.of(self.lm.config, temperature)
         # A head of an unknown kind is asked for all logits: its weights alone do not say what it does. And so is any
         # head where the entropy is to carry a gradient: that of the chunks has none.
-        chunked = len(rows) > self.chunk_tokens and type(head) is nn.Linear and not entropy_gradient
+        chunk = self.chunk_tokens or _chunk_tokens(self.lm, hidden.device)
+        chunked = len(rows) > chunk and type(head) is nn.Linear and not entropy_gradient
         if targets is not None and chunked:
-            return token_logprobs(hidden, head.weight, head.bias, targets, transform=transform, chunk=self.chunk_tokens)
+            return token_logprobs(hidden, head.weight, head.bias, targets, transform=transform, chunk=chunk)
         logprobs = torch.log_softmax(transform(head(hidden).float()), dim=-1)
         if entropy_gradient and torch.is_grad_enabled():
             entropy = entropy_of(logprobs)
@@ -76,6 +79,10 @@ class ScoringModel(nn.Module):
             return logprobs, entropy
         # A sum over one element instead of a squeeze: FSDP hooks must not sit on a view.
         return logprobs.gather(-1, targets[:, None]).sum(-1), entropy
+
+
+def _chunk_tokens(lm: PreTrainedModel, device: torch.device) -> int:
+    return max(1, MANY_LOGITS[device.type] // lm.config.get_text_config().vocab_size)
 
 
 def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
@@ -111,6 +118,4 @@ def load_model(
             lm.set_attn_implementation(PACKED)
         else:
             logger.warning("%s mixes tokens in ways that packing does not know: batches are padded", type(lm).__name__)
-    if chunk_tokens is None:
-        chunk_tokens = max(1, MANY_LOGITS // lm.config.get_text_config().vocab_size)
     return ScoringModel(lm, chunk_tokens=chunk_tokens).train()  # gradient checkpointing works in training mode only

@@ -36,9 +36,11 @@ def shard(
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     for layer in decoder_layers(model.lm):
         if compile_layers:
-            # Microbatches differ in length: one program for all of them, not one for each.
-            layer.compile(dynamic=True)
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
+            # Microbatches differ in length and in nothing else: the first two compile one program for all of them.
+            # Told that any size may differ, torch would divide every index by the size of a head.
+            layer.compile()
+        # One rank has everything already; gathering it again for the backward pass would save its copy in bfloat16.
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=mesh.size() > 1)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
     return model
 
