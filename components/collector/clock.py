@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 ACTIVITIES: tuple[str, ...] = (
     "pause",
@@ -32,16 +32,11 @@ class ActivityClock:
         self._since = now()
         self._active = dict.fromkeys(ACTIVITIES[:-1], 0)
         self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
+        self._doing = {activity: _Doing(self, activity) for activity in ACTIVITIES[:-1]}
 
-    @contextmanager
-    def doing(self, activity: str) -> Iterator[None]:
-        self._account()
-        self._active[activity] += 1
-        try:
-            yield
-        finally:
-            self._account()
-            self._active[activity] -= 1
+    def doing(self, activity: str) -> AbstractContextManager[None]:
+        """Inside of it, `activity` goes on. Always the same object: it is entered for every request."""
+        return self._doing[activity]
 
     def drain(self) -> dict[str, float]:
         """Seconds per activity since the last call."""
@@ -49,8 +44,28 @@ class ActivityClock:
         seconds, self._seconds = self._seconds, dict.fromkeys(ACTIVITIES, 0.0)
         return seconds
 
+    def add(self, activity: str, by: int) -> None:
+        """So many more are in `activity` from now on."""
+        before = self._active[activity]
+        if not before or not before + by:
+            self._account()  # one of several that begins or ends changes nothing
+        self._active[activity] = before + by
+
     def _account(self) -> None:
         now = self._now()
         activity = next((a for a, count in self._active.items() if count), ACTIVITIES[-1])
         self._seconds[activity] += now - self._since
         self._since = now
+
+
+class _Doing(AbstractContextManager[None]):
+    __slots__ = ("_activity", "_clock")
+
+    def __init__(self, clock: ActivityClock, activity: str) -> None:
+        self._clock, self._activity = clock, activity
+
+    def __enter__(self) -> None:
+        self._clock.add(self._activity, 1)
+
+    def __exit__(self, *_: object) -> None:
+        self._clock.add(self._activity, -1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import json
 import math
 import os
@@ -71,8 +73,9 @@ class Engine:
             kv_cache_gib=settings.kv_cache_gib,
             eager=bool(settings.options.get("enforce_eager")),
         )
-        from vllm import AsyncEngineArgs
+        from vllm import AsyncEngineArgs, SamplingParams
         from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.async_llm import AsyncLLM
 
         args: dict[str, Any] = dict(
@@ -98,6 +101,12 @@ class Engine:
                 # generator by an offset, which CPU generators do not have, and the engine dies.
                 args |= dict(enable_chunked_prefill=False)
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(args | settings.options)))
+        # Per request, on the processor that answers environments: a deep copy of these parameters would cost more than
+        # all that is done with them.
+        self._params = functools.partial(
+            SamplingParams, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True
+        )
+        self._request_ids = map(str, itertools.count())  # vLLM makes them unique
         self._initialised = False
         self._read_back = settings.read_back
         self._half_loaded = False
@@ -119,10 +128,7 @@ class Engine:
         top_p: float = 1.0,
     ) -> list[SampledTokens]:
         """Sample n completions of one prompt; each token with its logprob under the distribution it was drawn from."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
+        params = self._params(
             n=n if temperature else 1,
             temperature=temperature,
             top_p=top_p,
@@ -130,9 +136,8 @@ class Engine:
             stop_token_ids=list(stop_token_ids),
             ignore_eos=True,  # the stop tokens above are the whole truth, and the trainer knows them
             logprobs=0,
+            flat_logprobs=True,
             seed=seed,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
         )
         outputs = (await self._final_output(list(prompt_tokens), params)).outputs
         completions = [_sampled_tokens(o) for o in sorted(outputs, key=lambda o: o.index)]
@@ -233,36 +238,23 @@ class Engine:
             path.unlink(missing_ok=True)
 
     async def _scored_gap(self, sequence: list[int], expected: list[float]) -> float:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
-        )
+        params = self._params(max_tokens=1, temperature=1.0, prompt_logprobs=0)
         scored = (await self._final_output(sequence, params, priority=FIRST)).prompt_logprobs
         got = [scored[t][sequence[t]].logprob for t in range(1, len(sequence))]
         return largest([abs(a - b) for a, b in zip(got, expected, strict=True)])
 
     async def _continued_gap(self, context: list[int], token: int, expected: float) -> float:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=1.0,
-            logprob_token_ids=[token],
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        params = self._params(max_tokens=1, temperature=1.0, logprob_token_ids=[token])
         output = (await self._final_output(context, params, priority=FIRST)).outputs[0]
         return abs(output.logprobs[0][token].logprob - expected)
 
     async def _final_output(self, prompt_tokens: list[int], params: Any, *, priority: int = 0) -> Any:
         final = None
-        prompt: Any = {"prompt_token_ids": prompt_tokens}
+        # With its type a prompt is taken as it is; without, vLLM hands it to another thread that would tokenise text.
+        prompt: Any = {"type": "token", "prompt_token_ids": prompt_tokens}
         if self._cache_salt is not None:
             prompt["cache_salt"] = self._cache_salt
-        async for output in self._llm.generate(prompt, params, request_id=uuid.uuid4().hex, priority=priority):
+        async for output in self._llm.generate(prompt, params, request_id=next(self._request_ids), priority=priority):
             final = output
         assert final is not None, "vLLM ended a request without an output"
         return final
@@ -285,13 +277,13 @@ def largest(gaps: list[float]) -> float:
 
 
 def _sampled_tokens(output: Any) -> SampledTokens:
-    tokens = list(output.token_ids)
-    logprobs = [step[token].logprob for step, token in zip(output.logprobs, tokens, strict=True)]
+    tokens, flat = list(output.token_ids), output.logprobs
+    assert flat.token_ids == tokens, f"logprobs of tokens {flat.token_ids}, but {tokens} were sampled"
     versions: list[int] = []
     for span in output.weight_versions:
         versions += [int(span.version)] * (span.end - span.start)
     assert len(versions) == len(tokens), f"version spans cover {len(versions)} of {len(tokens)} tokens"
-    return SampledTokens(tokens, logprobs, versions, output.finish_reason or "unknown")
+    return SampledTokens(tokens, flat.logprobs, versions, output.finish_reason or "unknown")
 
 
 def _entry_dict(entry: TensorEntry) -> dict[str, Any]:

@@ -50,9 +50,12 @@ class Policy(Protocol):
 
 async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Results of coroutines run together. The first that raises cancels the others, so that none is left running."""
+    waiting = list(coroutines)
+    if len(waiting) == 1:  # needs no task of its own
+        return [await waiting[0]]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(coroutine) for coroutine in coroutines]
+            tasks = [group.create_task(coroutine) for coroutine in waiting]
     except BaseExceptionGroup as failures:
         raise failures.exceptions[0] from None
     return [task.result() for task in tasks]

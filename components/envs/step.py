@@ -6,7 +6,6 @@ import copy
 import inspect
 import math
 from abc import abstractmethod
-from dataclasses import replace
 from typing import Any
 
 from ..types import Completion, Task, Trajectory, Turn
@@ -86,8 +85,7 @@ class StepEnvironment(Environment):
                     finish_reason = "length"
                     break
             metrics = {"env/turns": float(num_turns), **metrics}
-            whole = transcript.trajectory(reward=reward, finish_reason=finish_reason, metrics=metrics)
-            return replace(whole, turns=turns)
+            return transcript.trajectory(reward=reward, finish_reason=finish_reason, metrics=metrics, turns=turns)
         finally:
             await self.close()
 
@@ -100,20 +98,21 @@ class StepEnvironment(Environment):
         return observation
 
     def _checked_step(self, result: Any) -> Step:
-        where = self._where("step")
         if not isinstance(result, tuple) or len(result) != 4:
-            raise TypeError(f"{where} returned {result!r:.80}; expected (observation, reward, done, info)")
+            raise TypeError(
+                f"{self._where('step')} returned {result!r:.80}; expected (observation, reward, done, info)"
+            )
         observation, reward, done, info = result
         try:
             reward, done = float(reward), bool(done)
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(
-                f"{where} gave reward {reward!r:.40} and done {done!r:.40}; expected a number and a bool"
+                f"{self._where('step')} gave reward {reward!r:.40} and done {done!r:.40}; expected a number and a bool"
             ) from None
         if not math.isfinite(reward):
-            raise ValueError(f"{where} gave reward {reward}; expected a finite number")
+            raise ValueError(f"{self._where('step')} gave reward {reward}; expected a finite number")
         if not isinstance(info, dict):
-            raise TypeError(f"{where} gave info {info!r:.80}; expected a dict")
+            raise TypeError(f"{self._where('step')} gave info {info!r:.80}; expected a dict")
         return observation, reward, done, info
 
     def _where(self, method: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..tasks.prompting import ASSISTANT_STANDS
-from ..types import NO_VERSION, Completion, Message, Trajectory
+from ..types import NO_VERSION, Completion, Message, Trajectory, Turn
 
 Observation = str | list[Message] | list[int]
 """What an environment says: text (one user message), messages, or token ids."""
@@ -72,7 +72,12 @@ class Transcript:
         return True
 
     def trajectory(
-        self, *, reward: float, finish_reason: str | None = None, metrics: dict[str, float] | None = None
+        self,
+        *,
+        reward: float,
+        finish_reason: str | None = None,
+        metrics: dict[str, float] | None = None,
+        turns: Sequence[Turn] = (),
     ) -> Trajectory:
         """The whole conversation; `finish_reason` defaults to that of the last completion."""
         return Trajectory(
@@ -85,6 +90,7 @@ class Transcript:
             finish_reason=finish_reason or self._finish_reason,
             text=self._prompter.decode(self._response),
             metrics=metrics or {},
+            turns=list(turns),
         )
 
     def _between(self, observation: Observation) -> list[int]:
@@ -111,7 +117,8 @@ def as_messages(observation: Observation) -> list[Message]:
 
 def is_token_ids(observation: Any) -> bool:
     return (
-        isinstance(observation, Sequence)
+        not isinstance(observation, str)
+        and isinstance(observation, Sequence)
         and bool(observation)
         and all(isinstance(token, int) and not isinstance(token, bool) for token in observation)
     )
