@@ -177,9 +177,11 @@ class AsyncRL:
                 f"{self._config.train.num_ranks} trainer rank(s)"
             )
             start = saved_position(self._resumed) if self._resumed else None
-            await asyncio.gather(self._launcher.param_server(), self._launcher.buffer(start=start))
             await asyncio.gather(
-                self._launcher.trainers(total_steps=self._total_steps, canary=canary), self._launcher.collectors()
+                self._launcher.param_server(),
+                self._launcher.buffer(start=start),
+                self._launcher.trainers(total_steps=self._total_steps, canary=canary),
+                self._launcher.collectors(),
             )
             self._context.processes.extend(self._parts.local_processes())
         self._checkpoints = Checkpoints(

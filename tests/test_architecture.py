@@ -129,3 +129,42 @@ def test_libraries_come_in_by_their_doors() -> None:
 def test_files_stay_small() -> None:
     for file in SOURCES:
         assert len(file.read_text(encoding="utf-8").splitlines()) <= 400, f"{file.relative_to(ROOT)} is too long"
+
+
+def loaded_with(file: Path, seen: set[Path]) -> set[str]:
+    """Modules of others that importing `file` loads, itself or through ours; not what its functions import."""
+    if file in seen:
+        return set()
+    seen.add(file)
+    found = set()
+    for line, module, _ in imports(file):
+        if line not in when_loaded(file):
+            continue
+        if module.startswith("leeway."):
+            found |= set().union(*(loaded_with(ours, seen) for ours in files_of(module)))
+        else:
+            found.add(module)
+    return found
+
+
+def when_loaded(file: Path) -> set[int]:
+    """Lines of the statements at the top of the file."""
+    return {node.lineno for node in tree_of(file).body}
+
+
+def files_of(module: str) -> list[Path]:
+    """`leeway.part.file.Name` -> that file."""
+    names = module.split(".")[1:]
+    base = ROOT if names[0] == "recipes" else COMPONENTS
+    return [
+        f for stop in (len(names), len(names) - 1) if (f := base.joinpath(*names[:stop]).with_suffix(".py")).is_file()
+    ]
+
+
+def test_the_driver_of_a_run_loads_neither_vllm_nor_what_loads_it() -> None:
+    """torchrl's collectors import vLLM: seconds before anything starts, for classes that only actors make."""
+    for recipe in ("async_rl", "sft", "evaluate"):
+        loaded = loaded_with(ROOT / f"recipes/{recipe}.py", set())
+        assert any(module.startswith("ray") for module in loaded), "the way to the actors was not found"
+        assert any(module.startswith("torchrl.data") for module in loaded), "the way into the actors was not found"
+        assert not {module for module in loaded if module.startswith(("vllm", "torchrl.collectors", "torchrl.envs"))}

@@ -21,9 +21,9 @@ from ..tasks.prompting import Prompter
 from ..types import Task, Trajectory
 from ..weights import Manifest
 from .clock import ActivityClock
-from .collector import Collector, CollectorSettings
 from .engine import Engine, EngineSettings, is_engine_lost
 from .hand_over import HandOver
+from .settings import CollectorSettings
 
 
 class CollectorActor:
@@ -80,6 +80,9 @@ class CollectorActor:
     def _begin(
         self, config: Config, settings: CollectorSettings, tolerance: float, buffer: Any, param_server: Any
     ) -> None:
+        # Here, because torchrl loads vLLM: seconds of the driver, which needs neither to start an actor of this class.
+        from .collector import Collector
+
         deadline_s, oldest = config.cluster.step_timeout_s, config.rollout.pull == "oldest"
 
         async def pull(newer_than: int, timeout_s: float) -> tuple[Manifest, AsyncIterator[np.ndarray]] | None:

@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from torchrl.collectors import BaseCollector
@@ -31,6 +31,7 @@ from .clock import ActivityClock
 from .hand_over import HandOver, PullReport
 from .many import RolloutFailed, each
 from .policy import EnginePolicy, derived_seed
+from .settings import CollectorSettings
 
 logger = logging.getLogger(__name__)
 
@@ -41,28 +42,6 @@ class RunsTasks(Protocol):
 
 class EngineLost(RuntimeError):
     """The engine died; nothing that it was generating can be finished here."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CollectorSettings:
-    """What a collector holds its groups to: at most `max_in_flight` of them at a time.
-
-    `seeded`: every request has its own seed, derived from the group (never with KV recomputed in flight on a CPU, where
-    vLLM cannot rewind a request's generator). `greedy_baseline`: each group brings the reward of one more rollout,
-    sampled greedily, under weights that its floor and its verification hold to as well.
-    """
-
-    group_size: int
-    temperature: float
-    max_prompt_tokens: int
-    max_response_tokens: int
-    max_model_len: int
-    max_in_flight: int
-    timeout_s: float
-    retries: int
-    seed: int
-    seeded: bool
-    greedy_baseline: bool = False
 
 
 class Collector(BaseCollector):

@@ -14,8 +14,8 @@ import ray
 from ..algorithms.build import objective_of
 from ..auxiliary.actor import AuxiliaryRemote
 from ..collector.actor import CollectorRemote
-from ..collector.collector import CollectorSettings
 from ..collector.engine import EngineSettings
+from ..collector.settings import CollectorSettings
 from ..config import Config, derive
 from ..config.auxiliary import AuxiliaryModel
 from ..config.evalsets import evalset_sampling

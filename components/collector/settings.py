@@ -1,0 +1,27 @@
+"""What a collector holds its groups to. Apart from the collector: who starts one elsewhere need not load torchrl."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectorSettings:
+    """What a collector holds its groups to: at most `max_in_flight` of them at a time.
+
+    `seeded`: every request has its own seed, derived from the group (never with KV recomputed in flight on a CPU, where
+    vLLM cannot rewind a request's generator). `greedy_baseline`: each group brings the reward of one more rollout,
+    sampled greedily, under weights that its floor and its verification hold to as well.
+    """
+
+    group_size: int
+    temperature: float
+    max_prompt_tokens: int
+    max_response_tokens: int
+    max_model_len: int
+    max_in_flight: int
+    timeout_s: float
+    retries: int
+    seed: int
+    seeded: bool
+    greedy_baseline: bool = False
