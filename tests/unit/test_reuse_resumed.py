@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 
 from leeway.config import load_config
+from leeway.recipes.checkpoints import Checkpoints, newest_state, saved_position
 from leeway.replay import actor as replay_actor
 from leeway.replay.actor import ReplayBufferActor
 from leeway.replay.reuse import ReusePool
 from leeway.replay.saved_groups import groups_as_text, groups_from_text
+from leeway.runtime.supervisor import Supervisor
 from leeway.types import Admission, Group, Turn
 
 from .test_reuse import group, steady
+from .test_stage_checkpoints import FakeRank
 from .test_trainer import model_path  # noqa: F401  (a fixture)
 
 P, L = 6, 9
@@ -161,6 +164,34 @@ def test_every_group_is_used_so_often_and_no_more_whatever_is_killed_in_between(
     full = (max_uses - 1) * (cooldown + 1)
     assert sizes[full:] == [P] * (num_takes - full), "a run that goes on has no smaller batches"
     assert set(sizes[: cooldown + 1]) == {P // max_uses}
+
+
+def test_it_goes_through_the_files_of_a_checkpoint(config, tmp_path: Path) -> None:
+    settings = config("replay.max_uses=2", "checkpoint.every=1")
+
+    async def scenario() -> None:
+        rollouts, rank = itertools.count(10), FakeRank()
+        run = Run(settings, tmp_path / "log", random.Random(0))
+        for _ in range(3):
+            await run.step(rollouts)
+        checkpoints = Checkpoints(
+            tmp_path / "saved",
+            config=settings,
+            trainers=[rank],
+            supervisor=Supervisor(),
+            position=run.actor.position,
+        )
+        rank.step = run.version
+        await checkpoints.at_end()
+        folder = newest_state(tmp_path / "saved")
+        assert folder is not None
+        start = saved_position(folder)
+        assert start == json.loads(run.saved)
+        again = Run(settings, tmp_path / "log", random.Random(1), start=json.dumps(start))
+        await again.step(rollouts)
+        assert {use.rollout for use in again.uses} & {use.rollout for use in run.uses if use.take == 2}
+
+    asyncio.run(scenario())
 
 
 def test_a_checkpoint_holds_what_was_there_when_its_last_take_was_served() -> None:
