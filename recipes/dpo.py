@@ -3,13 +3,14 @@
     taskset -> pairs of prompt + answer tokens -> [batches, one ahead] -> Trainer[N ranks] -> checkpoints/
 
 A task's answer (`task.answer_key`) is the chosen one; the rejected one is under `task.rejected_key`. The reference is
-the model that training starts from, or `algorithm.reference_path`. Everything else is as in supervised finetuning.
+the model that training starts from, or `algorithm.reference_path`. Held-out pairs (`task.holdout_frac` or `eval.path`)
+are compared before and after, and every `eval.every` steps. Everything else is as in supervised finetuning.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from leeway.config import Config
 from leeway.recipes.context import StageContext, StageResult
@@ -18,13 +19,15 @@ from leeway.tasks.examples import answer_trajectory
 from leeway.tasks.mixed import MixedTaskSet
 from leeway.tasks.preferences import rejected_answer
 from leeway.tasks.prompting import Prompter
-from leeway.tasks.taskset import TaskSet
+from leeway.tasks.taskset import TaskSet, build_taskset
 from leeway.types import Task, TrainBatch, Trajectory, batch_trajectories
 
 
 async def run(context: StageContext) -> StageResult:
     """Train for `train.steps` (or `train.epochs`) on batches of `train.batch_size` answers, two of each pair."""
-    return await train_offline(context, recipe="dpo", batches=batches_of, loss_name="train/loss/dpo")
+    return await train_offline(
+        context, recipe="dpo", batches=batches_of, loss_name="train/loss/dpo", held_out=held_out_pairs
+    )
 
 
 def batches_of(
@@ -36,15 +39,24 @@ def batches_of(
     """
     tasks = itertools.islice(taskset.forever(), skip_steps * (config.train.batch_size // 2), None)
     pairs = (_pair(task, prompter, key=config.task.rejected_key) for task in tasks)
-    num_ranks = config.train.num_ranks
     while True:
-        chosen = list(itertools.islice(pairs, config.train.batch_size // 2))
-        num_tokens = sum(len(t.response_tokens) for pair in chosen for t in pair)
-        shares = [[t for pair in chosen[rank::num_ranks] for t in pair] for rank in range(num_ranks)]
-        yield [
-            batch_trajectories(share, [0.0] * len(share), num_sequences=2 * len(chosen), num_tokens=num_tokens)
-            for share in shares
-        ]
+        yield _shares(list(itertools.islice(pairs, config.train.batch_size // 2)), config.train.num_ranks)
+
+
+def held_out_pairs(config: Config, prompter: Prompter) -> list[TrainBatch]:
+    """The first `eval.num_tasks` pairs that are not trained on, one share per rank; [] where nothing is held out."""
+    taskset = build_taskset(config.task, seed=config.seed, split="eval", eval_config=config.eval)
+    pairs = [_pair(task, prompter, key=config.task.rejected_key) for task in taskset.tasks]
+    return _shares(pairs, config.train.num_ranks) if pairs else []
+
+
+def _shares(pairs: Sequence[tuple[Trajectory, Trajectory]], num_ranks: int) -> list[TrainBatch]:
+    num_tokens = sum(len(t.response_tokens) for pair in pairs for t in pair)
+    shares = [[t for pair in pairs[rank::num_ranks] for t in pair] for rank in range(num_ranks)]
+    return [
+        batch_trajectories(share, [0.0] * len(share), num_sequences=2 * len(pairs), num_tokens=num_tokens)
+        for share in shares
+    ]
 
 
 def _pair(task: Task, prompter: Prompter, *, key: str) -> tuple[Trajectory, Trajectory]:

@@ -228,7 +228,8 @@ def _check_tasks(stage: Stage) -> None:
     if stage.recipe == "dpo":
         from leeway.tasks.preferences import check_pairs
 
-        check_pairs(taskset.tasks, key=config.task.rejected_key)
+        held_out = build_taskset(config.task, seed=config.seed, split="eval", eval_config=config.eval)
+        check_pairs([*taskset.tasks, *held_out.tasks], key=config.task.rejected_key)
 
 
 def _check_resume(stage: Stage) -> None:

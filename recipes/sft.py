@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -48,8 +48,18 @@ async def run(context: StageContext) -> StageResult:
     return await train_offline(context, recipe="sft", batches=_batches, loss_name="train/loss/sft")
 
 
-async def train_offline(context: StageContext, *, recipe: str, batches: Batches, loss_name: str) -> StageResult:
-    """What recipes that train on data share: start the ranks, feed them, save; `loss_name` is the metric to report."""
+async def train_offline(
+    context: StageContext,
+    *,
+    recipe: str,
+    batches: Batches,
+    loss_name: str,
+    held_out: Callable[[Config, Prompter], list[TrainBatch]] | None = None,
+) -> StageResult:
+    """What recipes that train on data share: start the ranks, feed them, save; `loss_name` is the metric to report.
+
+    `held_out` gives one share per rank of what is measured, and not trained on ([]: there is nothing).
+    """
     config = context.config
     assert config.model.path is not None
     prompter = Prompter.load(config.model.path)
@@ -77,12 +87,24 @@ async def train_offline(context: StageContext, *, recipe: str, batches: Batches,
             supervisor=parts.supervisor,
             resumed=resumed,
         )
+        measure = _Measure(config, launcher, monitor, held_out(config, prompter) if held_out else [])
         try:
             first = await launcher.load_state(resumed / "dcp") if resumed else 0
             upcoming = batches(config, taskset, prompter, skip_steps=first)
+            evals = {"before": await measure(first)} if config.eval.at_start else {}
             trained = await _train(
-                config, launcher, monitor, checkpoints, upcoming, total_steps, first_step=first, loss_name=loss_name
+                config,
+                launcher,
+                monitor,
+                checkpoints,
+                upcoming,
+                total_steps,
+                first_step=first,
+                loss_name=loss_name,
+                measure=measure,
             )
+            if config.eval.at_end:
+                evals["after"] = await measure(trained.num_steps)
         except asyncio.CancelledError:
             await asyncio.shield(checkpoints.at_end(interrupted=True))
             raise
@@ -98,11 +120,38 @@ async def train_offline(context: StageContext, *, recipe: str, batches: Batches,
         "loss_last": trained.loss,
         "processes": parts.processes,
     }
+    if any(evals.values()):
+        summary["eval"] = evals
     return StageResult(
         summary=summary,
         model_path=str(folder) if folder else None,
-        goodbye=[f"{context.name}: {trained.num_steps} steps, loss {trained.loss:.3f}, weights in {folder}"],
+        goodbye=[
+            f"{context.name}: {trained.num_steps} steps, loss {trained.loss:.3f}, weights in {folder}",
+            *(f"{context.name}: {name}, held out: {_in_words(numbers)}" for name, numbers in evals.items() if numbers),
+        ],
     )
+
+
+class _Measure:
+    """Measures the weights of now on what is held out, and logs it; says {} where nothing is."""
+
+    def __init__(self, config: Config, launcher: Launcher, monitor: Monitor, shares: Sequence[TrainBatch]) -> None:
+        self._config, self._parts, self._monitor = config, launcher.parts, monitor
+        self._refs = [ray.put(share) for share in shares]
+
+    async def __call__(self, step: int) -> dict[str, float]:
+        if not self._refs:
+            return {}
+        pending = together(t.evaluate.remote(ref) for t, ref in zip(self._parts.trainers, self._refs, strict=True))
+        timeout_s = self._config.cluster.step_timeout_s
+        metrics = (await self._parts.supervisor.wait(pending, what="trainer", timeout_s=timeout_s))[0]
+        numbers = {name.removeprefix("train/").replace("/", "_"): value for name, value in metrics.items()}
+        self._monitor.log(step, {f"eval/held_out/{name}": v for name, v in numbers.items()}, role="evaluation")
+        return numbers
+
+
+def _in_words(numbers: dict[str, float]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in numbers.items())
 
 
 def num_steps(config: Config, num_sequences: int) -> int:
@@ -129,6 +178,7 @@ async def _train(
     *,
     first_step: int = 0,
     loss_name: str = "train/loss/sft",
+    measure: _Measure | None = None,
 ) -> _Trained:
     """Consumes batches, waits for the ranks. The next batch is made while they compute."""
     parts, timeout_s = launcher.parts, config.cluster.step_timeout_s
@@ -151,6 +201,8 @@ async def _train(
         recent.append(metrics[loss_name])
         trained = _Trained(step, trained.num_tokens + tokens, sum(recent) / len(recent))
         monitor.log(step, metrics | {"step/total_s": total_s, "train/tokens_per_s": tokens / total_s})
+        if measure is not None and config.eval.every and step % config.eval.every == 0 and step < total_steps:
+            await measure(step)
         if stop_below is not None and len(recent) == LOSS_WINDOW and trained.loss < stop_below:
             break
     return trained

@@ -37,7 +37,7 @@ def part_of(file: Path) -> str:
 
 
 def package_of(file: Path) -> list[str]:
-    if file.is_relative_to(ROOT / "recipes"):
+    if not file.is_relative_to(COMPONENTS):
         return ["leeway", *file.relative_to(ROOT).parent.parts]
     return ["leeway", *file.relative_to(COMPONENTS).parent.parts]
 
@@ -124,6 +124,15 @@ def test_libraries_come_in_by_their_doors() -> None:
             library = "tensorboard" if module.startswith("torch.utils.tensorboard") else names[0]
             if not level and library in ("vllm", "ray", "omegaconf", "yaml", "wandb", "tensorboard", "mlflow"):
                 assert may_import(file, library), f"{where(file, line)}: {library} does not belong here"
+
+
+def test_what_the_tests_compare_with_is_never_imported() -> None:
+    """TRL and what comes with it are dependencies of the tests alone."""
+    for file in [*SOURCES, *(ROOT / "examples").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
+        for line, module, level in imports(file):
+            assert level or module.split(".")[0] not in ("trl", "accelerate"), (
+                f"{where(file, line)}: not in the package"
+            )
 
 
 def test_files_stay_small() -> None:

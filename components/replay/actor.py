@@ -28,6 +28,7 @@ from .buffer import ReplayBuffer
 from .operators import Pipeline
 from .position import Position
 from .reuse import ReusePool, priority_of
+from .saved_groups import groups_as_text, groups_from_text
 from .stream import TaskStream
 
 logger = logging.getLogger(__name__)
@@ -52,8 +53,9 @@ class ReplayBufferActor:
 
     def _begin(self, config: Config, start: dict[str, Any] | None = None) -> None:
         """`start`: what `position` said in the run that this one goes on from."""
-        own = {name: value for name, value in (start or {}).items() if name != "stream"}
-        position, stream = Position(**own), start["stream"] if start else None
+        own = dict(start or {})
+        stream, used = own.pop("stream", None), own.pop("used_groups", None)
+        position = Position(**own)
         self._config = config
         numbers = derive(config)
         train, algorithm = config.train, config.algorithm
@@ -95,6 +97,8 @@ class ReplayBufferActor:
             cooldown=replay.cooldown,
             priority=priority,
             decay=replay.priority_decay,
+            start=groups_from_text(used) if used else (),
+            num_takes=position.num_takes,
         )
         self._buffer = ReplayBuffer(
             tasks=self._stream,
@@ -207,6 +211,7 @@ class ReplayBufferActor:
         """The take was trained on; returns the state of the buffer."""
         await self._buffer.trained(group_ids)
         self._stream.forget_before(self._buffer.first_draw)
+        self._reuse.forget_before(self._buffer.num_trained_takes)
         stats = asdict(self._buffer.stats())
         counts = {f"replay/{name}": float(value) for name, value in stats.items()}
         own = {
@@ -217,9 +222,18 @@ class ReplayBufferActor:
 
     @as_text
     async def position(self, policy_version: int) -> dict[str, Any] | None:
-        """See `ReplayBuffer.position`, as JSON-able data, with the taskset's own position under `stream`."""
+        """See `ReplayBuffer.position`, as JSON-able data, with the taskset's own position under `stream`.
+
+        `used_groups`: those that may be used again, with how often and when they were.
+        """
         position = self._buffer.position(policy_version)
-        return None if position is None else asdict(position) | {"stream": self._stream.position(position)}
+        if position is None:
+            return None
+        used = self._reuse.after(position.num_takes)
+        return asdict(position) | {
+            "stream": self._stream.position(position),
+            "used_groups": groups_as_text(used) if used else "",
+        }
 
     @as_text
     async def published(self, policy_version: int) -> None:

@@ -99,7 +99,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._trained: set[int] = set()  # of those
         self._served: deque[list[int]] = deque()  # takes that are being trained on, new groups only
         self._used_again: deque[list[int]] = deque()  # the others of these takes
-        self._num_trained_takes, self._num_trained = start.num_takes, start.num_taken
+        self.num_trained_takes, self._num_trained = start.num_takes, start.num_taken
         self._place: dict[int, int] = {}
         self._in_flight: dict[int, _Held] = {}
         self._to_reissue: list[int] = []
@@ -233,7 +233,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         served, again = self._served.popleft(), self._used_again.popleft()
         assert [*served, *again] == list(group_ids), "takes are trained on in the order in which they were served"
         self._trained.update(served)
-        self._num_trained_takes += 1
+        self.num_trained_takes += 1
         self._num_trained += len(served)
         first = self._first_open(over=set())
         self._draw_of = {g: draw for g, draw in self._draw_of.items() if g >= first}
@@ -245,7 +245,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         The weights may be one take ahead of what `trained` was told.
         """
         takes, rest = divmod(policy_version, self._rule.updates_per_take)
-        ahead = takes - self._num_trained_takes
+        ahead = takes - self.num_trained_takes
         if rest or not 0 <= ahead <= len(self._served):
             return None
         over = {g for take in itertools.islice(self._served, ahead) for g in take}

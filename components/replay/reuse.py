@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..envs.importing import import_user_object, is_user_name
 from ..types import Group
@@ -58,8 +58,10 @@ def priority_of(name: str) -> Priority:
     return checked
 
 
-@dataclass(slots=True)
-class _Used:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Used:
+    """A group that was trained on: so many times, for the last time in take `last_take`. `score`: its priority then."""
+
     group: Group
     score: float
     oldest_version: int
@@ -73,6 +75,9 @@ class ReusePool:
     `room`: how many of them a take holds at most. `decay` is taken off a group's priority for each use. Without a
     `priority` groups are used again in admission order, each as soon as its cooldown is over: then every group is used
     exactly `max_uses` times, unless the run ends first. A priority may leave some out until they are too old for L.
+
+    Takes are served ahead of training, so a checkpoint asks for what was there some takes ago: `after`. `start` is what
+    it said in the run that this one goes on from, after `num_takes` takes.
     """
 
     def __init__(
@@ -85,6 +90,8 @@ class ReusePool:
         cooldown: int = 0,
         priority: Priority | None = None,
         decay: float = 0.0,
+        start: Sequence[Used] = (),
+        num_takes: int = 0,
     ) -> None:
         self._max_uses = max_uses
         self._room = room
@@ -93,28 +100,40 @@ class ReusePool:
         self._cooldown = cooldown
         self._priority = priority
         self._decay = decay
-        self._used: dict[int, _Used] = {}
+        # Numbers of groups begin again at the first open one: those from before are below all of them, in their order.
+        in_order = sorted(start, key=lambda used: used.group.group_id)
+        self._used = {
+            i - len(in_order): replace(used, group=replace(used.group, group_id=i - len(in_order)))
+            for i, used in enumerate(in_order)
+        }
+        self._after = {num_takes: self._used}  # by number of takes served
         self.num_reused = 0
         self._most_uses = 0
 
     def serve(self, take: int, fresh: Sequence[Group]) -> list[Group]:
         """The groups that take number `take` uses again, beside its `fresh` ones. Both are counted as used."""
         ready = [u for u in self._used.values() if take - u.last_take > self._cooldown and self._in_bound(u, take)]
-        chosen = sorted(ready, key=self._order)[: self._room]
-        for used in chosen:
-            used.num_uses += 1
-            used.last_take = take
-        for group in fresh if self._max_uses > 1 else ():
-            score = self._priority(group) if self._priority is not None else 0.0
-            self._used[group.group_id] = _Used(group, score, group.policy_versions()[0], 1, take)
+        chosen = [
+            replace(u, num_uses=u.num_uses + 1, last_take=take) for u in sorted(ready, key=self._order)[: self._room]
+        ]
+        new = [self._first_used(group, take) for group in (fresh if self._max_uses > 1 else ())]
         self.num_reused += len(chosen)
         self._most_uses = max([self._most_uses, bool(fresh), *(u.num_uses for u in chosen)])
         self._used = {
             g: u
-            for g, u in self._used.items()
+            for g, u in (self._used | {u.group.group_id: u for u in [*chosen, *new]}).items()
             if u.num_uses < self._max_uses and self._in_bound(u, max(take, u.last_take + self._cooldown) + 1)
         }
+        self._after[take + 1] = self._used
         return [u.group for u in chosen]
+
+    def after(self, num_takes: int) -> list[Used]:
+        """What could be used again when so many takes had been served, in admission order."""
+        return [used for _, used in sorted(self._after[num_takes].items())]
+
+    def forget_before(self, num_takes: int) -> None:
+        """So many takes have been trained on: nobody goes on from an earlier one any more."""
+        self._after = {n: used for n, used in self._after.items() if n >= num_takes}
 
     def metrics(self) -> dict[str, float]:
         """{"replay/..."} so far: uses of groups that had been used before, the most of one group, groups kept."""
@@ -124,10 +143,14 @@ class ReusePool:
             "replay/reusable": float(len(self._used)),
         }
 
-    def _in_bound(self, used: _Used, take: int) -> bool:
+    def _first_used(self, group: Group, take: int) -> Used:
+        score = self._priority(group) if self._priority is not None else 0.0
+        return Used(group=group, score=score, oldest_version=group.policy_versions()[0], num_uses=1, last_take=take)
+
+    def _in_bound(self, used: Used, take: int) -> bool:
         """Whether the last optimizer step of this take may still use it."""
         return self._updates * (take + 1) - 1 - used.oldest_version <= self._max_lag
 
-    def _order(self, used: _Used) -> tuple[float, int]:
+    def _order(self, used: Used) -> tuple[float, int]:
         cost = self._decay * (used.num_uses - 1) if self._priority is not None else 0.0
         return cost - used.score, used.group.group_id

@@ -111,6 +111,11 @@ class TrainerActor:
         return await self._in_order(lambda: self._trainer.measure(batch))
 
     @as_text
+    async def evaluate(self, batch: TrainBatch) -> dict[str, float]:
+        """See `Trainer.evaluate`."""
+        return await self._in_order(lambda: self._trainer.evaluate(batch))
+
+    @as_text
     async def policy_version(self) -> int:
         """Answered after every step that was asked for before."""
         return await self._in_order(lambda: self._trainer.policy_version)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..algorithms.objective import Objective
+from ..algorithms.objective import Loss, Objective
 from ..weights import CanaryPrompts, Manifest, Publication
 from .audit import published_weights
 from .bound import StalenessError as StalenessError
@@ -170,11 +170,11 @@ class Trainer:
         maxima = torch.full((objective.num_maxima,), float("-inf"), dtype=torch.float64, device=self._device)
         current_is_proximal = objective.needs_proximal and proximal_logprobs is None
         for microbatch in self._passes(batch, proximal_logprobs, reference_logprobs):
-            loss_sums, loss_maxima = self._backward(
-                objective, microbatch, batch, current_is_proximal=current_is_proximal
-            )
-            sums += loss_sums
-            maxima = torch.maximum(maxima, loss_maxima)
+            loss = self._loss(objective, microbatch, batch, current_is_proximal=current_is_proximal)
+            # FSDP averages gradients over ranks; losses are divided by the step's counts, so the parts must add up.
+            (loss.total * self._settings.num_ranks).backward()
+            sums += loss.sums
+            maxima = torch.maximum(maxima, loss.maxima)
         sums = self._reduce(sums, dist.ReduceOp.SUM)
         maxima = self._reduce(maxima, dist.ReduceOp.MAX)
         elapsed = time.monotonic() - started
@@ -190,6 +190,15 @@ class Trainer:
     def token_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """Logprobs [S] of this rank's response tokens under the weights of now, on the CPU (a collective)."""
         return self._score(self._model, batch)
+
+    @torch.no_grad()
+    def evaluate(self, batch: TrainBatch) -> dict[str, float]:
+        """What the objective says of this share of data under the weights of now (a collective); nothing is learned."""
+        reference_logprobs = self._score(self._reference, batch) if self._reference is not None else None
+        losses = [self._loss(self._objective, m, batch) for m in self._passes(batch, None, reference_logprobs)]
+        sums = self._reduce(torch.stack([loss.sums for loss in losses]).sum(0), dist.ReduceOp.SUM)
+        maxima = torch.stack([loss.maxima for loss in losses]).amax(0)
+        return self._objective.metrics(sums, self._reduce(maxima, dist.ReduceOp.MAX))
 
     @torch.no_grad()
     def _score(self, model: ScoringModel, batch: TrainBatch) -> torch.Tensor:
@@ -345,13 +354,13 @@ class Trainer:
             entropy_gradient=entropy_gradient,
         )
 
-    def _backward(
-        self, objective: Objective, microbatch: Microbatch, batch: TrainBatch, *, current_is_proximal: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _loss(
+        self, objective: Objective, microbatch: Microbatch, batch: TrainBatch, *, current_is_proximal: bool = False
+    ) -> Loss:
         logprobs, entropy = self._run(self._model, microbatch, entropy_gradient=objective.needs_entropy_gradient)
         if current_is_proximal:
             microbatch = replace(microbatch, proximal_logprobs=logprobs.detach())
-        loss = objective.loss(
+        return objective.loss(
             logprobs,
             entropy,
             microbatch,
@@ -359,9 +368,6 @@ class Trainer:
             num_sequences=int(batch.num_sequences),
             num_tokens=int(batch.num_tokens),
         )
-        # FSDP averages gradients over ranks; losses are divided by the whole step's counts, so the parts must add up.
-        (loss.total * self._settings.num_ranks).backward()
-        return loss.sums, loss.maxima
 
     def _gathered(self, values: torch.Tensor) -> torch.Tensor:
         """Values [K] of every rank, end to end; K may differ from rank to rank."""

@@ -18,14 +18,14 @@ from leeway.algorithms.preference import PreferenceObjective, dpo_loss
 from leeway.config import ConfigError, derive, load_config
 from leeway.monitor.curves import build_figure
 from leeway.monitor.series import Series
-from leeway.recipes.dpo import batches_of
+from leeway.recipes.dpo import batches_of, held_out_pairs
 from leeway.recipes.sft import num_steps
 from leeway.tasks.preferences import check_pairs
 from leeway.tasks.taskset import build_taskset
 from leeway.trainer.microbatch import Packing, cut
 from leeway.types import Task, batch_trajectories
 
-from .test_trainer import OPTIMIZER, in_pairs, make, model_path, random_trajectories  # noqa: F401  (fixtures)
+from .test_trainer import OPTIMIZER, gradients, in_pairs, make, model_path, random_trajectories  # noqa: F401  (fixtures)
 
 f64 = torch.float64
 
@@ -132,6 +132,23 @@ def test_training_raises_the_margin_from_log_2(make) -> None:  # noqa: F811
         assert [m["train/preference/margin"] for m in other] == pytest.approx(margins, rel=1e-3, abs=1e-6)
 
 
+def test_what_is_held_out_is_measured_and_not_learned(make) -> None:  # noqa: F811
+    trajectories = in_pairs(random_trajectories(2, 8))
+    batch = batch_trajectories(trajectories, [0.0] * 8, num_sequences=8, num_tokens=40)
+    trainer = make(
+        objective=PreferenceObjective(beta=0.1), optimizer=OPTIMIZER, max_policy_lag=None, max_tokens_per_microbatch=40
+    )
+    trainer.forward_backward(batch)
+    trainer.optim_step()
+    measured = trainer.evaluate(batch)
+    assert not gradients(trainer)
+    assert trainer.evaluate(batch) == measured
+    expected = trainer.forward_backward(batch)
+    assert measured == pytest.approx({name: expected[name] for name in measured}, rel=1e-6)
+    assert measured["train/preference/margin"] > 0
+    assert trainer.policy_version == 1
+
+
 class Characters:
     """A prompter of character codes."""
 
@@ -173,6 +190,24 @@ def test_batches_hold_pairs_whole_and_every_rank_gets_its_share(file: str) -> No
     for share, other in zip(resumed, expected, strict=True):
         assert torch.equal(share.response_tokens, other.response_tokens)
     assert num_steps(config, 2 * len(taskset)) == 3
+
+
+def test_held_out_pairs_are_whole_and_no_training_batch_has_them(file: str) -> None:
+    config = load_config(file, ["train.num_ranks=2", "task.holdout_frac=0.5"], recipe="dpo")
+    prompter: Any = Characters()
+    shares = held_out_pairs(config, prompter)
+    held_out = [bytes(p.tolist()).decode() for s in shares for p in prompts_of(s)]
+    taskset: Any = build_taskset(config.task, seed=0, split="train", eval_config=config.eval)
+    trained = {task.prompt for task in taskset.tasks}
+    assert len(held_out) == 2 * len(set(held_out)) == int(shares[0].num_sequences)
+    assert set(held_out) | trained == {f"q{i}" for i in range(6)}
+    assert not set(held_out) & trained
+    nothing = load_config(file, ["train.num_ranks=2"], recipe="dpo")
+    assert held_out_pairs(nothing, prompter) == []
+
+
+def prompts_of(batch: Any) -> Any:
+    return torch.split(batch.prompt_tokens, batch.prompt_lengths.tolist())
 
 
 def test_a_line_without_a_rejected_answer_is_refused_by_name() -> None:
