@@ -158,6 +158,7 @@ class Group:
 
     `attempt` is that of the admission they come from. `greedy_reward`: what one more completion earned, that was
     sampled greedily and is not trained on; None where `algorithm.greedy_baseline` does not ask for it.
+    `environment_s`: seconds in which nothing of it was in the engine, from its start to its last trajectory.
     """
 
     group_id: int
@@ -165,6 +166,7 @@ class Group:
     trajectories: list[Trajectory]
     attempt: int = 0
     greedy_reward: float | None = None
+    environment_s: float = 0.0
 
     def policy_versions(self) -> tuple[int, int]:
         """(oldest, newest) policy version that sampled a token of this group."""

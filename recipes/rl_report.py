@@ -96,6 +96,7 @@ class Reporter:
                 response_tokens=response_tokens,
                 trained_tokens=take["train/tokens_in_pass"] / updates,
                 longest_response_tokens=take["train/response_tokens/max"],
+                longest_environment_s=take["train/environment_s/max"],
                 step_s=step_s,
             )
             metrics["train/tokens_per_s"] = response_tokens / step_s

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,7 +46,7 @@ async def measure_speeds(config: Config, parts: Parts, tasks: Sequence[Task], *,
 
 
 async def _alone(config: Config, parts: Parts, tasks: Sequence[Task]) -> tuple[float, float]:
-    """(seconds until a group that is alone has its first tokens, seconds for each further one)."""
+    """(seconds in the engine until a group that is alone has its first tokens, seconds for each further one)."""
     first_token_s, per_token = float("inf"), float("inf")
     for i in range(_REPEATS):
         task = [tasks[i % len(tasks)]]
@@ -63,14 +62,21 @@ async def _alone(config: Config, parts: Parts, tasks: Sequence[Task]) -> tuple[f
 async def _timed_rollouts(
     config: Config, parts: Parts, tasks: Sequence[Task], *, max_response_tokens: int | None = None
 ) -> tuple[float, list[Trajectory]]:
-    started = time.monotonic()
+    """Seconds in which the busiest engine had a request: what environments think about meanwhile is not its work."""
+    begun = await _generating_s(config, parts)
     calls = [
         c.rollouts.remote(list(share), config.rollout.temperature, config.algorithm.group_size, max_response_tokens)
         for i, c in enumerate(parts.collectors)
         if (share := tasks[i :: len(parts.collectors)])
     ]
     results = await _wait(config, parts, together(calls), "generators")
-    return time.monotonic() - started, [t for part in results for t in part]
+    seconds = [after - before for before, after in zip(begun, await _generating_s(config, parts), strict=True)]
+    return max(seconds), [t for part in results for t in part]
+
+
+async def _generating_s(config: Config, parts: Parts) -> list[float]:
+    """Seconds so far in which each engine had a request."""
+    return await _wait(config, parts, together([c.generating_s.remote() for c in parts.collectors]), "generators")
 
 
 async def _wait(config: Config, parts: Parts, call: Any, what: str) -> Any:

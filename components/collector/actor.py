@@ -148,6 +148,9 @@ class CollectorActor:
             tasks, temperature=temperature, group_size=group_size, max_response_tokens=max_response_tokens
         )
 
+    async def generating_s(self) -> float:
+        return self._collector.generating_s()
+
     async def stats(self) -> dict[str, float]:
         return self._collector.stats()
 

@@ -32,6 +32,7 @@ class ActivityClock:
         self._since = now()
         self._active = dict.fromkeys(ACTIVITIES[:-1], 0)
         self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
+        self._drained = dict.fromkeys(ACTIVITIES, 0.0)
         self._doing = {activity: _Doing(self, activity) for activity in ACTIVITIES[:-1]}
 
     def doing(self, activity: str) -> AbstractContextManager[None]:
@@ -42,7 +43,13 @@ class ActivityClock:
         """Seconds per activity since the last call."""
         self._account()
         seconds, self._seconds = self._seconds, dict.fromkeys(ACTIVITIES, 0.0)
+        self._drained = {a: s + seconds[a] for a, s in self._drained.items()}
         return seconds
+
+    def total(self, activity: str) -> float:
+        """Seconds in `activity` since the clock was made."""
+        self._account()
+        return self._drained[activity] + self._seconds[activity]
 
     def add(self, activity: str, by: int) -> None:
         """So many more are in `activity` from now on."""
@@ -56,6 +63,30 @@ class ActivityClock:
         activity = next((a for a, count in self._active.items() if count), ACTIVITIES[-1])
         self._seconds[activity] += now - self._since
         self._since = now
+
+
+class IdleClock(AbstractContextManager[None]):
+    """Adds up the seconds, since it was made, in which nothing is inside of it; several things may be at once."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._since = now()
+        self._inside = 0
+        self._idle_s = 0.0
+
+    def __enter__(self) -> None:
+        if not self._inside:
+            self._idle_s += self._now() - self._since
+        self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self._since = self._now()
+
+    @property
+    def idle_s(self) -> float:
+        return self._idle_s if self._inside else self._idle_s + self._now() - self._since
 
 
 class _Doing(AbstractContextManager[None]):

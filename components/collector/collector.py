@@ -27,7 +27,7 @@ from ..types import Admission, Group, Task, Trajectory
 from ..weights import HandOverError
 from .awaited import Awaited
 from .checks import TookTooLong, checked, within
-from .clock import ActivityClock
+from .clock import ActivityClock, IdleClock
 from .hand_over import HandOver, PullReport
 from .many import RolloutFailed, each
 from .policy import EnginePolicy, derived_seed
@@ -197,6 +197,10 @@ class Collector(BaseCollector):
         groups = await each(tasks, attempts, at_once=self._settings.max_in_flight)
         return [t for group in groups for t in group]
 
+    def generating_s(self) -> float:
+        """Seconds since the start in which the engine had a request."""
+        return self._clock.total("generate")
+
     def stats(self) -> dict[str, float]:
         """What happened since the last call."""
         seconds = self._clock.drain()
@@ -248,15 +252,15 @@ class Collector(BaseCollector):
         """One group through all of its attempts; None when it failed for good (and was reported as such)."""
         with self._clock.doing("wait_for_weights"):
             await self._hand_over.until_verified(admission.floor)
-        s = self._settings
-        rollouts = [
-            self._attempts(admission.task, group_size=s.group_size, temperature=s.temperature, admission=admission)
-        ]
+        s, clock = self._settings, IdleClock()
+        attempts = functools.partial(self._attempts, admission.task, clock=clock)
+        rollouts = [attempts(group_size=s.group_size, temperature=s.temperature, admission=admission)]
         if s.greedy_baseline:
-            rollouts.append(self._attempts(admission.task, group_size=1, temperature=0.0))
+            rollouts.append(attempts(group_size=1, temperature=0.0))
         try:
             async with self._hand_over.serving(admission.floor):
                 trajectories, *greedy = await all_or_none(rollouts)
+                environment_s = clock.idle_s
         except RolloutFailed as failure:
             await self._fail(admission, str(failure))
             return None
@@ -265,6 +269,7 @@ class Collector(BaseCollector):
             task_id=admission.task.task_id,
             trajectories=[*trajectories, *(t for ts in greedy for t in ts)],
             attempt=admission.attempt,
+            environment_s=environment_s,
         )
         oldest, newest = group.policy_versions()
         if oldest < admission.floor:
@@ -292,13 +297,15 @@ class Collector(BaseCollector):
         group_size: int,
         temperature: float,
         admission: Admission | None = None,
+        clock: IdleClock | None = None,
         max_response_tokens: int | None = None,
         policy_of: Callable[[int], EnginePolicy] | None = None,
     ) -> list[Trajectory]:
         """The trajectories of one task, tried again `retries` times; raises `RolloutFailed` after the last.
 
         `admission`: of an admitted group, whose retries are counted and whose samples may be seeded. `policy_of`: what
-        each attempt samples from, where that is not the policy as it is trained.
+        each attempt samples from, where that is not the policy as it is trained. `clock` hears of
+        requests to the engine.
         """
         s = self._settings
         reason, last_error = "", None
@@ -314,6 +321,7 @@ class Collector(BaseCollector):
                 group_size=group_size,
                 seed=seed,
                 max_response_tokens=max_response_tokens,
+                in_engine=clock,
             )
             policy = train_policy() if policy_of is None else policy_of(attempt)
             try:
@@ -338,6 +346,7 @@ class Collector(BaseCollector):
         seed: int | None,
         top_p: float = 1.0,
         max_response_tokens: int | None = None,
+        in_engine: IdleClock | None = None,
     ) -> EnginePolicy:
         s = self._settings
         return EnginePolicy(
@@ -352,6 +361,7 @@ class Collector(BaseCollector):
             top_p=top_p,
             count_tokens=self._count_tokens,
             generating=lambda: self._clock.doing("generate"),
+            in_engine=in_engine,
         )
 
     def _count_tokens(self, count: int) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import copy
 import hashlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, TypeGuard
 
 from ..types import Completion, Message
@@ -22,7 +22,8 @@ class EnginePolicy:
     """One group's view of the engine.
 
     `seed` makes its samples a function of (weights, prompt, seed); None leaves them free. `top_p` below 1 is for
-    evaluation: the trainer does not reproduce such log-probabilities.
+    evaluation: the trainer does not reproduce such log-probabilities. Every request is within a `generating()` and
+    within `in_engine`.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class EnginePolicy:
         top_p: float = 1.0,
         count_tokens: Callable[[int], None],
         generating: Callable[[], AbstractContextManager[None]],
+        in_engine: AbstractContextManager[None] | None = None,
     ) -> None:
         self._engine = engine
         self.prompter = prompter
@@ -52,6 +54,7 @@ class EnginePolicy:
         self._num_calls = 0
         self._count_tokens = count_tokens
         self._generating = generating
+        self._in_engine = in_engine or nullcontext()
         self.versions: set[int] = set()
         """Versions of all tokens sampled so far, those of `conversation` views included."""
 
@@ -79,7 +82,7 @@ class EnginePolicy:
             )
         seed = None if self._seed is None else derived_seed(self._seed, self._num_calls)
         self._num_calls += 1
-        with self._generating():
+        with self._generating(), self._in_engine:
             sampled = await self._engine.generate(
                 tokens,
                 n=self.group_size if n is None else n,

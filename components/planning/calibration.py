@@ -99,8 +99,10 @@ class _Measured:
         self._collector = [r for r in rows if r["role"] == "collector" and r["step"] >= steps[0]["step"]]
         self._step_s = statistics.fmean(r["step/total_s"] for r in _settled([r for r in rows if "step/total_s" in r]))
         rollouts = list(_rollouts(run.dir / "rollouts"))
-        self._prompt_tokens = statistics.fmean(p for p, _ in rollouts) if rollouts else 0.0
-        self._lengths = self._distribution([tokens for _, tokens in rollouts])
+        self._prompt_tokens = statistics.fmean(len(r["prompt_tokens"]) for r in rollouts) if rollouts else 0.0
+        self._lengths = self._distribution([len(r["response_tokens"]) for r in rollouts])
+        outside = {r["group_id"]: r["environment_s"] for r in rollouts if r.get("environment_s")}
+        self._environment_s = from_samples(list(outside.values())) if outside else None
 
     def calibration(self) -> Calibration:
         s, engine = self._settings, self._run.config.rollout.engine
@@ -121,6 +123,7 @@ class _Measured:
             pass_s=pass_s,
             token_s=token_s,
             latency_s=latency_s,
+            environment_s=self._environment_s,
             max_sequences=room,
             prefill_budget=budget,
             kept_frac=self._kept_frac(),
@@ -254,8 +257,8 @@ def _mean(rows: Iterable[Row], name: str) -> float:
     return statistics.fmean(values) if values else 0.0
 
 
-def _rollouts(folder: Path) -> Iterable[tuple[int, int]]:
-    """(prompt tokens, response tokens) of the trajectories that were written down."""
+def _rollouts(folder: Path) -> Iterable[Row]:
+    """The trajectories that were written down."""
     files = sorted(folder.glob("step-*.jsonl"))
     for file in files[-_MAX_ROLLOUT_FILES:]:
         for line in file.read_text(encoding="utf-8").splitlines():
@@ -264,4 +267,4 @@ def _rollouts(folder: Path) -> Iterable[tuple[int, int]]:
             except json.JSONDecodeError:  # cut short by a kill
                 continue
             if "response_tokens" in row:
-                yield len(row["prompt_tokens"]), len(row["response_tokens"])
+                yield row

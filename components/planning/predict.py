@@ -71,11 +71,15 @@ def limit_s(calibration: Calibration, settings: Settings) -> float:
     generate_s = groups * group_work_s(c, s) / s.generators
     train_s = groups * train_work_s(c, s) / s.trainers + c.optim_s
     longest = c.lengths.longest_of(s.groups_per_step * s.group_size)
+    # The longest answer of a take and its longest wait may be of two groups: at least the longer of both is waited for.
     longest_s = (
-        longest * c.pass_s
-        + (longest - 1 + c.prompt_tokens) * c.token_s
+        c.pass_s
+        + c.prompt_tokens * c.token_s
         + c.latency_s
-        + (c.environment_s.mean if c.environment_s else 0.0)
+        + max(
+            (longest - 1) * (c.pass_s + c.token_s),
+            c.environment_s.longest_of(s.groups_per_step) if c.environment_s else 0.0,
+        )
     )
     serial_s = (longest_s + train_s + c.pause_s) / (s.max_policy_lag + 1)
     return max(generate_s, train_s, serial_s)

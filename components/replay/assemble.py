@@ -205,6 +205,8 @@ def _take_metrics(groups: Sequence[Group], advantages: dict[int, list[Advantage]
         "train/zero_advantage_frac": zero / len(groups),
         "train/truncated_frac": sum(t.finish_reason == "length" for t in trajectories) / len(trajectories),
     }
+    outside = [g.environment_s for g in groups]
+    metrics |= {"train/environment_s/mean": sum(outside) / len(groups), "train/environment_s/max": max(outside)}
     greedy = [g.greedy_reward for g in groups if g.greedy_reward is not None]
     if greedy:
         metrics["train/reward/greedy"] = sum(greedy) / len(greedy)
@@ -236,6 +238,7 @@ def _row(group: Group, index: int, advantage: Advantage) -> dict:
         "reward": t.reward,
         "advantage": advantage,
         "finish_reason": t.finish_reason,
+        "environment_s": group.environment_s,
         "policy_versions": t.policy_versions,
         "behavior_logprobs": t.behavior_logprobs,
         "loss_mask": t.loss_mask,

@@ -2,9 +2,9 @@
 
     T_step >= max(Wg / Ng, Wt / Nt, (Lmax + Tt + Ts) / (L + 1))
 
-Wg / Ng: all generators together make one take's tokens. Wt / Nt: the trainer makes one step. The third term: with lag
-bound L, a take can be no further behind than L + 1 steps, each at least its longest trajectory, one training and one
-stop for weights long.
+Wg / Ng: all generators together make one take's tokens, whatever environments do meanwhile. Wt / Nt: the trainer makes
+one step. The third term: with lag bound L, a take can be no further behind than L + 1 steps, each at least its longest
+trajectory, its environment's time included, one training and one stop for weights long.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 class Speeds:
     """Measured at the start, each side with the other idle.
 
-    Seconds per token; `serial_*` along one trajectory alone, after `first_token_s` (all that a rollout waits for once).
+    Seconds per token, of the engine alone; `serial_*` along one trajectory alone, after `first_token_s`.
     """
 
     generate_s_per_token: float
@@ -42,13 +42,25 @@ class LimitMeter:
         self._recent: deque[tuple[float, float]] = deque(maxlen=self.WINDOW)
 
     def step(
-        self, *, response_tokens: float, trained_tokens: float, longest_response_tokens: float, step_s: float
+        self,
+        *,
+        response_tokens: float,
+        trained_tokens: float,
+        longest_response_tokens: float,
+        longest_environment_s: float,
+        step_s: float,
     ) -> dict[str, float]:
-        """`limit/*` of a step with `response_tokens` to generate and `trained_tokens` to pass through the trainer."""
+        """`limit/*` of a step with `response_tokens` to generate and `trained_tokens` to pass through the trainer.
+
+        `longest_environment_s`: most seconds that a group of it spent outside the engine.
+        """
         speeds = self._speeds
         generate_s = speeds.generate_s_per_token * response_tokens
         train_s = speeds.train_s_per_token * trained_tokens + speeds.optim_s
-        longest_s = speeds.first_token_s + speeds.serial_s_per_token * (longest_response_tokens - 1)
+        # The longest answer and the longest wait may be of two groups: at least the longer of both was waited for.
+        longest_s = speeds.first_token_s + max(
+            speeds.serial_s_per_token * (longest_response_tokens - 1), longest_environment_s
+        )
         serial_s = (longest_s + train_s + speeds.hand_over_s) / (self._max_policy_lag + 1)
         limit_s = max(generate_s, train_s, serial_s)
         self._recent.append((limit_s, step_s))

@@ -264,6 +264,25 @@ def test_no_more_is_asked_for_than_there_is_room():
     assert min(rig.slots.limits) >= 1
 
 
+def test_a_group_says_how_long_it_was_outside_the_engine(monkeypatch):
+    sample = FakeEngine.generate
+
+    async def slow(engine: FakeEngine, prompt_tokens: list[int], **sampling: Any) -> list[Any]:
+        await asyncio.sleep(0.4)
+        return await sample(engine, prompt_tokens, **sampling)
+
+    class Thinking(Answer):
+        async def rollout(self, task: Task, policy: Any) -> Any:
+            trajectories = await super().rollout(task, policy)
+            await asyncio.sleep(0.05)
+            return trajectories
+
+    monkeypatch.setattr(FakeEngine, "generate", slow)
+    rig = play_to_the_end(Thinking(), floors=(0,))
+    assert 0.05 <= rig.out[0][0].environment_s < 0.3
+    assert 0.4 <= rig.collector.generating_s() < 0.7
+
+
 def test_a_fast_group_does_not_wait_for_a_slow_one():
     async def scenario(rig, collecting):
         rig.slots.add(0, 0)

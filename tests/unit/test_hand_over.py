@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from leeway.collector.clock import ACTIVITIES, ActivityClock
+from leeway.collector.clock import ACTIVITIES, ActivityClock, IdleClock
 from leeway.collector.hand_over import HandOver
 from leeway.param_server.server import ParameterServer
 from leeway.weights import Canary, CanaryGap, CanaryPrompts, HandOverError, Manifest, Publication, digest_of
@@ -434,3 +434,25 @@ def test_the_clock_adds_up_to_wall_time():
     }  # fmt: skip
     after(5)
     assert clock.drain() == nothing | {"wait_for_slot": 5.0}
+    assert clock.total("environment") == 1005.0, "whatever was drained"
+
+
+def test_an_idle_clock_adds_up_what_is_outside():
+    now = [0.0]
+    clock = IdleClock(lambda: now[0])
+
+    def after(seconds: float) -> None:
+        now[0] += seconds
+
+    after(1)
+    with clock:
+        after(10)
+        with clock:
+            after(20)
+        after(30)
+        assert clock.idle_s == 1
+    after(2)
+    assert clock.idle_s == 3
+    with clock:
+        after(100)
+    assert clock.idle_s == 3

@@ -18,9 +18,13 @@ SPEEDS = Speeds(
 )
 
 
-def metrics_of(*, lag=1, generated=1000.0, trained=2000.0, longest=200.0, step_s=10.0, speeds=SPEEDS):
+def metrics_of(*, lag=1, generated=1000.0, trained=2000.0, longest=200.0, outside=0.0, step_s=10.0, speeds=SPEEDS):
     return LimitMeter(speeds, max_policy_lag=lag).step(
-        response_tokens=generated, trained_tokens=trained, longest_response_tokens=longest, step_s=step_s
+        response_tokens=generated,
+        trained_tokens=trained,
+        longest_response_tokens=longest,
+        longest_environment_s=outside,
+        step_s=step_s,
     )
 
 
@@ -38,6 +42,11 @@ def test_what_a_rollout_waits_for_once_counts_once():
     later = metrics_of(speeds=replace(SPEEDS, first_token_s=0.51))
     assert later["limit/serial_s"] == pytest.approx((0.5 + 200 * 0.01 + 4.5 + 1.0) / 2)
     assert later["limit/first_token_s"] == 0.51
+
+
+def test_the_longest_time_in_the_environment_counts_where_no_answer_takes_longer():
+    assert metrics_of(outside=30.0)["limit/serial_s"] == pytest.approx((0.01 + 30.0 + 4.5 + 1.0) / 2)
+    assert metrics_of(outside=1.9)["limit/serial_s"] == metrics_of()["limit/serial_s"]
 
 
 @pytest.mark.parametrize(
@@ -69,9 +78,13 @@ def test_efficiency_is_taken_over_the_last_steps_together():
     meter = LimitMeter(SPEEDS, max_policy_lag=1)
 
     def step(seconds: float) -> float:
-        return meter.step(response_tokens=1000.0, trained_tokens=2000.0, longest_response_tokens=200.0, step_s=seconds)[
-            "limit/efficiency"
-        ]
+        return meter.step(
+            response_tokens=1000.0,
+            trained_tokens=2000.0,
+            longest_response_tokens=200.0,
+            longest_environment_s=0.0,
+            step_s=seconds,
+        )["limit/efficiency"]
 
     # A batch that was ready early makes one step look faster than the limit and the one before it slower.
     step(9.0)

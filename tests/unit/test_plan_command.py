@@ -17,6 +17,8 @@ from leeway.config import plan_run, run_yaml
 from leeway.config.errors import ConfigError
 from leeway.planning.advice import advice_after
 from leeway.planning.calibration import calibrate, open_run
+from leeway.planning.predict import predict
+from leeway.planning.search import advise
 
 from .conftest import Done
 
@@ -127,6 +129,21 @@ def test_advice_after_a_run_is_one_line_and_none_after_a_short_one(run: Path) ->
     file = stage / "metrics.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:20]))
     assert advice_after(config, stage) is None
+
+
+def test_what_groups_spend_in_the_environment_is_planned_with(run: Path) -> None:
+    """One group of sixteen is slow: every step of lockstep waits for such a one, and a larger bound hides it."""
+    stage = run / "stages/async_rl"
+    row = {"prompt_tokens": [1] * 10, "response_tokens": [2] * 5}
+    rows = [row | {"group_id": i, "environment_s": 8.0 if i == 3 else 0.5} for i in range(16) for _ in range(2)]
+    (stage / "rollouts" / "step-000001.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    lockstep = ["staleness.max_policy_lag=0", "staleness.reorder_window=1"]
+    found = calibrate(open_run(run, lockstep))
+    assert found.environment_s is not None
+    assert found.environment_s.mean == pytest.approx((15 * 0.5 + 8.0) / 16)
+    assert 8.0 < predict(found, found.settings).step_s < 10.0
+    line = advise(found)
+    assert "staleness.max_policy_lag=" in line, line
 
 
 def test_a_run_that_is_too_short_or_none_is_refused(run: Path, tmp_path: Path) -> None:

@@ -156,6 +156,7 @@ def take_of(reward: float, tokens: float) -> Any:
         "train/reward/mean": reward,
         "train/response_tokens/total": tokens,
         "train/response_tokens/max": 9.0,
+        "train/environment_s/max": 0.0,
         "train/tokens_in_pass": 2 * tokens,
     }
     return SimpleNamespace(metrics=metrics, rollouts=[{"text": f"of reward {reward}"}])
