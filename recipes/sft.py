@@ -127,7 +127,7 @@ async def train_offline(
         model_path=str(folder) if folder else None,
         goodbye=[
             f"{context.name}: {trained.num_steps} steps, loss {trained.loss:.3f}, weights in {folder}",
-            *(f"{context.name}: {name}, held out: {_in_words(numbers)}" for name, numbers in evals.items() if numbers),
+            *_changes(evals.get("before", {}), evals.get("after", {})),
         ],
     )
 
@@ -150,8 +150,10 @@ class _Measure:
         return numbers
 
 
-def _in_words(numbers: dict[str, float]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in numbers.items())
+def _changes(before: dict[str, float], after: dict[str, float]) -> list[str]:
+    """One line of what was measured on what is held out; none where nothing was."""
+    changes = [f"{name.replace('_', ' ')} {before[name]:.3f} -> {after[name]:.3f}" for name in before if name in after]
+    return [f"held out: {', '.join(changes)}"] if changes else []
 
 
 def num_steps(config: Config, num_sequences: int) -> int:

@@ -30,14 +30,14 @@ def answer_logprob(model: Any, prompter: Prompter, prompt: Any, answer: str) -> 
     return logprobs.gather(-1, torch.tensor(answer_tokens)[:, None]).sum().item()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 def test_dpo_widens_the_margin_of_pairs_that_it_never_saw(start: Any, warm: Path, tmp_path: Path) -> None:
     make_pairs = runpy.run_path(str(ROOT / "examples/preference_pairs.py"))["pairs"]
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps(line) + "\n" for line in make_pairs(6_000)))
     settings = [f"task.path={pairs}", f"model.path={warm}", f"train.steps={STEPS}", "eval.every=20"]
     file = str(ROOT / "examples/dpo.yaml")
-    run = start("dpo", *settings, "monitor.console=plain", config=file, name="run").wait(240)
+    run = start("dpo", *settings, "monitor.console=plain", config=file, name="run").wait(300)
     assert run.code == 0, run.output
     rows = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
     margins = [row["train/preference/margin"] for row in rows if "train/preference/margin" in row]
@@ -46,7 +46,9 @@ def test_dpo_widens_the_margin_of_pairs_that_it_never_saw(start: Any, warm: Path
     assert sum(margins[-5:]) / 5 > 0.3
     measured = [row["eval/held_out/preference_margin"] for row in rows if "eval/held_out/preference_margin" in row]
     assert len(measured) == 3
-    assert 0.0 == pytest.approx(measured[0], abs=1e-4) < measured[1] < measured[2]
+    assert measured[0] == pytest.approx(0.0, abs=1e-4)
+    assert measured[1] < measured[2], "it rises on"
+    assert measured[1] > 0.1
 
     # The numbers are those of the weights that were left, by transformers alone.
     config = load_config(file, settings, recipe="dpo")
