@@ -10,9 +10,9 @@ conversation, one trajectory per group. A random model writes answers of fixed l
 construction; so are the requests at a time, their parameters and what is asked for (logprobs, versions). The engine is
 kept on its cores, and the process beside it set up, as a run does. A share is that of the bare engine in the same
 round. Processor time per request says what costs where, also on a machine that does other things; how much of a core
-those took is printed, because they make shares worthless. With --run the same environments (100 ms) feed a real run, 64
-groups of 8 in flight, and the processor seconds of its driver and of its replay buffer are counted from the third step
-to the last.
+those took is printed with every round, because they make its share worthless. With --run the same environments (100 ms)
+feed a real run, 64 groups of 8 in flight, and the processor seconds of its driver and of its replay buffer are counted
+from the third step to the last.
 
 At least 256 requests want the engine's 256 places as long as fewer than 256 conversations wait for their environment:
 100 ms x requests per second, some 50. So nothing is lost by waiting, but at the end: 0.2 s, in which the last
@@ -114,18 +114,23 @@ async def measure(options: argparse.Namespace) -> int:
                     ("environment, 0 ms", lambda: rolled(engine, prompter, tasks, options.in_flight, 0.0)),
                     ("environment, 100 ms", lambda: rolled(engine, prompter, tasks, options.in_flight, 0.1)),
                 ):
-                    rounds.setdefault(name, []).append(await timed(work, engine, TURNS * len(tasks)))
+                    found = await timed(work, engine, TURNS * len(tasks))
+                    rounds.setdefault(name, []).append(found)
+                    print(
+                        f"{name:22}{found.tokens_per_s:8.0f} tokens/s, others {found.others:.2f} of a core", flush=True
+                    )
         finally:
             engine.shutdown()
     own = rounds["bare engine"][1:]
     print(f"{options.tasks} conversations of {TURNS} x {TOKENS} tokens, {options.in_flight} in flight")
-    print("processor time per request in this process and in the engine's; the machine's other processes at most")
+    print("share of the bare engine in the same round; processor time per request in this process and in the engine's")
     for name, (_, *found) in rounds.items():
         shares = [a.tokens_per_s / b.tokens_per_s for a, b in zip(found, own, strict=True)]
-        speed, here, there = (statistics.median(r[i] for r in map(as_row, found)) for i in range(3))
+        speed = statistics.median(r.tokens_per_s for r in found)
+        here, there = statistics.median(r.here_us for r in found), statistics.median(r.there_us for r in found)
         print(
             f"{name:22}{speed:8.0f} tokens/s, {statistics.median(shares):.2f} of its own ({min(shares):.2f} to "
-            f"{max(shares):.2f}) {here:6.0f} us {there:6.0f} us   {max(r.others for r in found):.2f} of a core"
+            f"{max(shares):.2f}) {here:6.0f} us {there:6.0f} us"
         )
     return 0
 
@@ -139,10 +144,6 @@ class Round:
     there_us: float
     others: float
     """Cores that processes of others took meanwhile."""
-
-
-def as_row(found: Round) -> tuple[float, float, float]:
-    return found.tokens_per_s, found.here_us, found.there_us
 
 
 async def timed(work: Callable[[], Awaitable[int]], engine: Engine, num_requests: int) -> Round:
