@@ -1,29 +1,42 @@
 """512 environments in flight, each of which takes its time: what is left of the engine's own tokens/s?
 
     python benchmarks/many_envs.py                 # one engine, a minute or two on two cores
+    python benchmarks/many_envs.py --cores 0 1     # the engine computes on both cores (default: on the first)
     python benchmarks/many_envs.py --run           # a whole run of 40 steps instead: what driver and buffer take
 
 The same prompts go to one engine, in turn and several times over: bare (requests only, no environment), through the
 collector with an environment that answers at once, and with one that waits 100 ms after every turn. Two turns per
 conversation, one trajectory per group. A random model writes answers of fixed length, so tokens are equal by
-construction. With --run the same environments (100 ms) feed a real run, 64 groups of 8 in flight, and the processor
-seconds of its driver and of its replay buffer are counted from the third step to the last.
+construction; so are the requests at a time, their parameters and what is asked for (logprobs, versions). The engine is
+kept on its cores, and the process beside it set up, as a run does. A share is that of the bare engine in the same
+round. Processor time per request says what costs where, also on a machine that does other things; how much of a core
+those took is printed with every round, because they make its share worthless. With --run the same environments (100 ms)
+feed a real run, 64 groups of 8 in flight, and the processor seconds of its driver and of its replay buffer are counted
+from the third step to the last.
+
+At least 256 requests want the engine's 256 places as long as fewer than 256 conversations wait for their environment:
+100 ms x requests per second, some 50. So nothing is lost by waiting, but at the end: 0.2 s, in which the last
+conversations wait and the engine is not full. That is the bound for any system.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
+import uvloop
 from quickstart_runs import HERE
 
 from leeway import Completion, StepEnvironment, Task
@@ -84,14 +97,16 @@ async def measure(options: argparse.Namespace) -> int:
             EngineSettings(
                 model_path=str(path), dtype="float32", device="cpu", max_model_len=128, seed=0,
                 options={"enforce_eager": True, "block_size": 32, "max_num_seqs": 256},
-                cores=[], kv_cache_gib=1, load_weights=True,
+                cores=options.cores, kv_cache_gib=1, load_weights=True,
             )
         )  # fmt: skip
         await engine.serve_own_weights()
         prompter = Prompter.load(path)
         prompter.stop_token_ids = []  # answers of one length
         tasks = list(taskset.tasks[: options.tasks])
-        speeds: dict[str, list[float]] = {}
+        gc.collect()
+        gc.freeze()  # as a collector's process does
+        rounds: dict[str, list[Round]] = {}
         try:
             for _ in range(options.rounds + 1):  # the first one warms up
                 for name, work in (
@@ -99,19 +114,49 @@ async def measure(options: argparse.Namespace) -> int:
                     ("environment, 0 ms", lambda: rolled(engine, prompter, tasks, options.in_flight, 0.0)),
                     ("environment, 100 ms", lambda: rolled(engine, prompter, tasks, options.in_flight, 0.1)),
                 ):
-                    started = time.monotonic()
-                    tokens = await work()
-                    speeds.setdefault(name, []).append(tokens / (time.monotonic() - started))
+                    found = await timed(work, engine, TURNS * len(tasks))
+                    rounds.setdefault(name, []).append(found)
+                    print(
+                        f"{name:22}{found.tokens_per_s:8.0f} tokens/s, others {found.others:.2f} of a core", flush=True
+                    )
         finally:
             engine.shutdown()
-    own = speeds["bare engine"][1:]
+    own = rounds["bare engine"][1:]
     print(f"{options.tasks} conversations of {TURNS} x {TOKENS} tokens, {options.in_flight} in flight")
-    for name, found in speeds.items():
-        shares = [a / b for a, b in zip(found[1:], own, strict=True)]
-        spread = f"{min(shares):.2f} to {max(shares):.2f}"
-        speed, share = statistics.median(found[1:]), statistics.median(shares)
-        print(f"{name:22}{speed:8.0f} tokens/s{share:7.2f} of its own ({spread})")
+    print("share of the bare engine in the same round; processor time per request in this process and in the engine's")
+    for name, (_, *found) in rounds.items():
+        shares = [a.tokens_per_s / b.tokens_per_s for a, b in zip(found, own, strict=True)]
+        speed = statistics.median(r.tokens_per_s for r in found)
+        here, there = statistics.median(r.here_us for r in found), statistics.median(r.there_us for r in found)
+        print(
+            f"{name:22}{speed:8.0f} tokens/s, {statistics.median(shares):.2f} of its own ({min(shares):.2f} to "
+            f"{max(shares):.2f}) {here:6.0f} us {there:6.0f} us"
+        )
     return 0
+
+
+@dataclass(frozen=True)
+class Round:
+    """`here_us`, `there_us`: processor time per request, in this process and in the engine's."""
+
+    tokens_per_s: float
+    here_us: float
+    there_us: float
+    others: float
+    """Cores that processes of others took meanwhile."""
+
+
+async def timed(work: Callable[[], Awaitable[int]], engine: Engine, num_requests: int) -> Round:
+    def seconds() -> tuple[float, float, float, float]:
+        there, machine = sum(_seconds(psutil.Process(pid)) for pid in engine.process_ids()), psutil.cpu_times()
+        return time.monotonic(), time.process_time(), there, machine.user + machine.nice + machine.system
+
+    before = seconds()
+    tokens = await work()
+    wall, here, there, machine = (b - a for a, b in zip(before, seconds(), strict=True))
+    return Round(
+        tokens / wall, 1e6 * here / num_requests, 1e6 * there / num_requests, max(0.0, machine - here - there) / wall
+    )
 
 
 async def rolled(engine: Engine, prompter: Prompter, tasks: list[Task], in_flight: int, delay_s: float) -> int:
@@ -177,9 +222,16 @@ def main() -> int:
     parser.add_argument("--tasks", type=int, default=2048)
     parser.add_argument("--in-flight", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
+    first = sorted(os.sched_getaffinity(0))[:1]
+    parser.add_argument(
+        "--cores", type=int, nargs="*", default=first, help="where the engine computes (none: anywhere)"
+    )
     parser.add_argument("--run", action="store_true", help="processor time of driver and buffer in a whole run")
     options = parser.parse_args()
-    return shares_in_a_run() if options.run else asyncio.run(measure(options))
+    if options.run:
+        return shares_in_a_run()
+    uvloop.install()  # what Ray's actors run on
+    return asyncio.run(measure(options))
 
 
 if __name__ == "__main__":

@@ -113,6 +113,37 @@ def test_plain_text_keeps_own_bos_and_never_ends_with_eos():
     assert prompter.decode([*ids(made, "b 2"), 6]) == "b 2"
 
 
+@pytest.mark.parametrize("writes", [{}, {"writes_bos": True, "writes_eos": True}])
+@pytest.mark.parametrize("text", ["a b", "a<|im_end|>b", "é?", "a\nuser 23"])
+def test_text_becomes_the_tokens_that_the_tokenizer_gives(writes, text):
+    made = tokenizer(**writes)
+    prompter = Prompter(made)
+    whole = made(text)["input_ids"]
+    assert prompter.encode_plain(text) == ids(made, text)
+    assert prompter.encode(text) == (whole[:-1] if writes else whole)
+    assert prompter.decode(ids(made, text)) == made.decode(ids(made, text), skip_special_tokens=True)
+
+
+def test_what_others_ask_of_the_tokenizer_neither_cuts_nor_pads():
+    made = tokenizer()
+    prompter, whole = Prompter(made), ids(made, "a b c a b")
+    made("a b c", truncation=True, max_length=2)
+    assert prompter.encode_plain("a b c a b") == whole
+    made.pad_token = "<unk>"
+    made(["a", "b c"], padding="max_length", max_length=30)
+    assert prompter.encode_plain("a b c a b") == whole
+
+
+def test_a_tokenizer_that_does_more_than_encode_is_asked_itself():
+    class Lowers(PreTrainedTokenizerFast):
+        def _encode_plus(self, text, *args, **kwargs):
+            return super()._encode_plus(text.lower(), *args, **kwargs)
+
+    core = tokenizer().backend_tokenizer
+    made = Lowers(tokenizer_object=core, unk_token="<unk>", bos_token="<bos>", eos_token="<eos>")
+    assert Prompter(made).encode_plain("A b") == ids(tokenizer(), "a b")
+
+
 def test_empty_plain_prompt_is_refused():
     with pytest.raises(ValueError, match="empty text"):
         Prompter(tokenizer()).encode("")
