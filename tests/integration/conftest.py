@@ -74,6 +74,19 @@ class Started:
             assert time.monotonic() < deadline, f"did not say {text!r} in {timeout_s:g} s:\n{self.output()}"
             time.sleep(0.1)
 
+    def wait_for_steps(self, number: int, timeout_s: float, stage: str = "async_rl") -> list[dict[str, Any]]:
+        """What `stage` had written to metrics.jsonl when that many of its steps were in it."""
+        file = self.run_dir / f"stages/{stage}/metrics.jsonl"
+        deadline = time.monotonic() + timeout_s
+        while True:
+            text = file.read_text() if file.exists() else ""
+            rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+            if sum("train/grad_norm" in row for row in rows) >= number:
+                return rows
+            assert self.process.poll() is None, f"ended before step {number}:\n{self.output()}"
+            assert time.monotonic() < deadline, f"no step {number} in {timeout_s:g} s:\n{self.output()}"
+            time.sleep(0.1)
+
     def processes(self) -> list[psutil.Process]:
         """Every living process that inherited this command's environment, wherever its parents went."""
         found = []

@@ -119,13 +119,17 @@ class Served:
     """An engine with its hand-over, driven from tests that are not coroutines."""
 
     def __init__(self, folder: Path) -> None:
-        self.loop = asyncio.new_event_loop()
+        self._runner = asyncio.Runner()
         self.folder = folder
         self.publisher = Publisher(folder)
         self.engine = Engine(_engine_settings(folder))
 
     def run(self, coroutine: Any) -> Any:
-        return self.loop.run_until_complete(asyncio.wait_for(coroutine, 60))
+        return self._runner.run(asyncio.wait_for(coroutine, 60))
+
+    def close(self) -> None:
+        self.engine.shutdown()
+        self._runner.close()  # ends what the engine still has to do in this loop, and then the loop
 
     def hand_over(self, in_flight: str = "recompute", *, deadline_s: float = 30) -> HandOver:
         async def nothing(newer_than: int, timeout_s: float) -> None:
@@ -180,8 +184,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         served = Served(tmp_path_factory.mktemp("model"))
         served.recover()
         yield served
-        served.engine.shutdown()
-        served.loop.close()
+        served.close()
 
 
 @pytest.mark.parametrize("scale", [1e-4, 0.02])

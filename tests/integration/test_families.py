@@ -141,7 +141,7 @@ def test_engine_and_trainer_agree_after_hand_overs(
     monkeypatch.syspath_prepend(here := str(Path(__file__).parent))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *sys.path]))
     save_model(tmp_path, family)
-    loop, threads = asyncio.new_event_loop(), torch.get_num_threads()
+    runner, threads = asyncio.Runner(), torch.get_num_threads()
     settings = settings_of(tmp_path, canary=canary_prompts(), temperature=TEMPERATURE, bucket_bytes=50_000)
     trainer = Trainer(settings, rank=0, init_method=free_address())
     engine = start_engine(tmp_path)
@@ -149,9 +149,9 @@ def test_engine_and_trainer_agree_after_hand_overs(
         for version in (1, 2):
             trainer.forward_backward(batch_of(random_trajectories(version, 8, version=version - 1)))
             assert trainer.optim_step()["train/lr"] == OPTIMIZER.lr
-            gap = loop.run_until_complete(asyncio.wait_for(hand_over(engine, trainer), 60))
+            gap = runner.run(asyncio.wait_for(hand_over(engine, trainer), 60))
             assert 0 < gap <= TOLERANCE
-            trajectories = loop.run_until_complete(asyncio.wait_for(sampled(engine, version), 60))
+            trajectories = runner.run(asyncio.wait_for(sampled(engine, version), 60))
             batch = batch_trajectories(trajectories, [0.0] * len(trajectories), num_sequences=1, num_tokens=1)
             worst = (trainer.token_logprobs(batch) - batch.behavior_logprobs).abs().max().item()
             print(f"{family}, version {version}: canary {gap:.1e}, {len(batch.response_tokens)} tokens {worst:.1e}")
@@ -159,12 +159,12 @@ def test_engine_and_trainer_agree_after_hand_overs(
         if experts := EXPERTS.get(family):
             # The last bit of one weight, which no canary can see: experts are read back too.
             rpc = engine._llm.collective_rpc("arm_expert", args=(f"model.layers.1.{experts}.routed_experts", 2, 100))
-            loop.run_until_complete(asyncio.wait_for(rpc, 60))
+            runner.run(asyncio.wait_for(rpc, 60))
             with pytest.raises(HandOverError, match=r"the load check.*differ.* in model\.layers\.1\.experts\.2$"):
-                loop.run_until_complete(asyncio.wait_for(hand_over(engine, trainer), 60))
-            assert loop.run_until_complete(asyncio.wait_for(hand_over(engine, trainer), 60)) <= TOLERANCE
+                runner.run(asyncio.wait_for(hand_over(engine, trainer), 60))
+            assert runner.run(asyncio.wait_for(hand_over(engine, trainer), 60)) <= TOLERANCE
     finally:
         engine.shutdown()
-        loop.close()
+        runner.close()  # ends what the engine still has to do in this loop, and then the loop
         dist.destroy_process_group()
         torch.set_num_threads(threads)

@@ -4,6 +4,7 @@ however often everything is killed on the way."""
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,11 @@ from ..tiers import sample
 
 TOLERANCE = 1e-4
 STEPS = sample(6, 20)
+HALF = STEPS // 2
+SAVING = (f"checkpoint.every={HALF}", "checkpoint.resume=auto")
+MINUTES = "a run for each number of generators and ranks"
+
+pytestmark = pytest.mark.timeout(600)
 
 
 def begin(start: Any, from_warm: list[str], generators: int, ranks: int, *more: str, name: str) -> Any:
@@ -33,18 +39,26 @@ def begin(start: Any, from_warm: list[str], generators: int, ranks: int, *more: 
     )
 
 
-def train(start: Any, from_warm: list[str], generators: int, ranks: int) -> tuple[str, Path]:
-    run = begin(start, from_warm, generators, ranks, name=f"lockstep-{generators}-{ranks}").wait(240)
+def weights_of(command: Any, generators: int, ranks: int, *, first_step: int = 1) -> tuple[str, Path]:
+    """Hash and folder of the weights after the last step of a run that trained all from `first_step` on at lag 0."""
+    run = command.wait(300)
     assert run.code == 0, run.output
-    assert run.series("train/policy_lag/max") == [0.0] * STEPS
+    steps = [*range(first_step, STEPS + 1)]
+    assert [row["step"] for row in run.metrics() if "train/grad_norm" in row] == steps
+    assert run.series("train/policy_lag/max") == [0.0] * len(steps)
     # Every token is of the trainer's own version, so both can be compared on all of them.
     gaps = run.series("train/logprob_gap/max")
-    assert len(gaps) == STEPS
+    assert len(gaps) == len(steps)
     assert 0 < max(gaps) <= TOLERANCE
     assert len([role for role in run.summary["processes"] if role.startswith(("generator", "trainer"))]) == (
         generators + ranks
     )
     return run.summary["weights_sha256"], run.dir / f"stages/async_rl/checkpoints/step-{STEPS:06d}/hf"
+
+
+def train(start: Any, from_warm: list[str], generators: int, ranks: int) -> tuple[str, Path]:
+    command = begin(start, from_warm, generators, ranks, name=f"lockstep-{generators}-{ranks}")
+    return weights_of(command, generators, ranks)
 
 
 @pytest.fixture(scope="module")
@@ -59,31 +73,10 @@ def of_two_ranks(start_for_all: Any, from_warm: list[str]) -> tuple[str, Path]:
     return train(start_for_all, from_warm, 2, 2)
 
 
-@pytest.mark.long("a run for each number of generators and ranks")
-@pytest.mark.timeout(600)
-def test_lockstep_gives_the_same_weights_with_one_or_two_generators(
-    start: Any, from_warm: list[str], alone: tuple[str, Path], of_two_ranks: tuple[str, Path]
-) -> None:
-    assert train(start, from_warm, 2, 1)[0] == alone[0]
-    assert train(start, from_warm, 1, 2)[0] == of_two_ranks[0]
-
-
-@pytest.mark.timeout(600)
-def test_lockstep_gives_close_weights_with_two_generators_and_two_ranks(
-    from_warm: list[str], alone: tuple[str, Path], of_two_ranks: tuple[str, Path]
-) -> None:
-    warm = Path(from_warm[2].removeprefix("model.path="))
-    assert _moved(alone[1], warm) > 0, "nothing was learned: equal hashes say little"
-    assert _moved(alone[1], of_two_ranks[1]) <= 1e-5
-
-
-@pytest.mark.timeout(600)
-def test_killing_everything_half_way_and_going_on_gives_the_weights_of_a_run_that_was_left_alone(
-    start: Any, from_warm: list[str], alone: tuple[str, Path]
-) -> None:
-    half = STEPS // 2
-    saving = (f"checkpoint.every={half}", "checkpoint.resume=auto")
-    command = begin(start, from_warm, 1, 1, *saving, name="killed")
+@pytest.fixture(scope="module")
+def half_way(start_for_all: Any, from_warm: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what one generator and one rank had saved when they were killed, half-way."""
+    command = begin(start_for_all, from_warm, 1, 1, *SAVING, name="killed")
     latest = command.run_dir / "stages/async_rl/checkpoints/latest.json"
     deadline = time.monotonic() + 240
     while not latest.exists():
@@ -93,18 +86,48 @@ def test_killing_everything_half_way_and_going_on_gives_the_weights_of_a_run_tha
     for process in [command.process, *command.processes()]:
         process.kill()  # no goodbyes, and in no order
     command.process.wait(10)
-    assert json.loads(latest.read_text())["step"] == half
-    assert not (command.run_dir / "summary.json").exists()
     assert command.left_over(grace_s=15) == []
+    assert not (command.run_dir / "summary.json").exists()
+    saved = json.loads(latest.read_text())
+    assert saved["step"] == HALF
+    return shutil.copytree(latest.parent / saved["path"], tmp_path_factory.mktemp("saved") / saved["path"])
 
-    run = begin(start, from_warm, 1, 1, *saving, name="killed").wait(240)
-    assert run.code == 0, run.output
-    assert [row["step"] for row in run.metrics() if "train/grad_norm" in row] == [*range(half + 1, STEPS + 1)]
-    assert run.summary["weights_sha256"] == alone[0]
+
+@pytest.mark.long(MINUTES)
+def test_lockstep_gives_the_same_weights_with_one_or_two_generators(
+    start: Any, from_warm: list[str], alone: tuple[str, Path], of_two_ranks: tuple[str, Path]
+) -> None:
+    assert train(start, from_warm, 2, 1)[0] == alone[0]
+    assert train(start, from_warm, 1, 2)[0] == of_two_ranks[0]
 
 
-def _moved(a: Path, b: Path) -> float:
-    """Largest difference of a weight."""
+@pytest.mark.long(MINUTES)
+def test_lockstep_gives_close_weights_with_two_generators_and_two_ranks(
+    alone: tuple[str, Path], of_two_ranks: tuple[str, Path]
+) -> None:
+    assert largest_difference(alone[1], of_two_ranks[1]) <= 1e-5
+
+
+def test_a_run_killed_half_way_goes_on_with_two_generators_to_the_weights_of_one_that_was_left_alone(
+    start_for_all: Any, warm: Path, from_warm: list[str], alone: tuple[str, Path], half_way: Path
+) -> None:
+    command = begin(start_for_all, from_warm, 2, 1, *SAVING, name="killed")
+    assert weights_of(command, 2, 1, first_step=HALF + 1)[0] == alone[0]
+    assert largest_difference(alone[1], warm) > 0, "nothing was learned: equal hashes say little"
+
+
+@pytest.mark.long(MINUTES)
+def test_two_ranks_go_on_from_what_one_rank_saved(
+    start: Any, from_warm: list[str], alone: tuple[str, Path], half_way: Path
+) -> None:
+    command = begin(start, from_warm, 1, 2, f"checkpoint.resume={half_way}", name="other-ranks")
+    difference = largest_difference(weights_of(command, 1, 2, first_step=HALF + 1)[1], alone[1])
+    print(f"two ranks, {STEPS - HALF} steps on from one rank's checkpoint: weights differ by {difference:.1e} at most")
+    assert difference <= 1e-5
+
+
+def largest_difference(a: Path, b: Path) -> float:
+    """Of a weight between two folders."""
     from safetensors.torch import load_file
 
     first, second = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")

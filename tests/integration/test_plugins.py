@@ -1,7 +1,9 @@
-"""A user's own environment, and real text from a file."""
+"""A user's own environment, and real text from a file; one run is ended by a user's mistake, one by an interrupt."""
 
 from __future__ import annotations
 
+import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,43 +16,76 @@ from helper_of_mine import bonus
 from leeway import Environment, Task, Trajectory
 
 class ShortAnswers(Environment):
-    """Pays for short answers; asks in a way of its own."""
+    """Pays for short answers; asks in a way of its own. Breaks when the policy has made three steps."""
     async def rollout(self, task: Task, policy) -> list[Trajectory]:
         prompt = policy.encode(task.prompt)
         completions = await policy.generate(prompt)
+        if completions[0].policy_versions[0] >= 3:
+            raise KeyError("my own mistake")
         return [Trajectory.from_completion(prompt, c, reward=bonus(len(c.tokens)),
                                            metrics={"short": float(len(c.tokens) < 4)}) for c in completions]
 '''
 
 
 @pytest.mark.timeout(300)
-def test_an_environment_of_the_users_own(start: Any, from_warm: list[str], tmp_path: Path) -> None:
+def test_an_environment_of_the_users_own_trains_on_two_ranks_and_what_it_raises_ends_the_run_as_its_reason(
+    start: Any, from_warm: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "envs_of_mine.py").write_text(MY_ENV)
     (tmp_path / "helper_of_mine.py").write_text("def bonus(n):\n    return 1.0 / n\n")
-    run = start(
+    command = start(
         "async_rl",
         *from_warm,
         "env.name=envs_of_mine:ShortAnswers",
-        "stages.async_rl.train.steps=4",
+        "train.num_ranks=2",
+        "rollout.retries=0",
+        "stages.async_rl.train.groups_per_step=4",
         "eval.at_start=false",
         "eval.at_end=false",
-    ).wait(240)
-    assert run.code == 0, run.output
-    assert len(run.series("train/accuracy/short")) == 4
+    )
+    run = command.wait(240)
+    assert run.code == 1, run.output
+    assert "my own mistake" in run.last_line()
     lengths, rewards = run.series("train/response_tokens/mean"), run.series("train/reward/mean")
+    assert len(run.series("train/accuracy/short")) == len(rewards) >= 3
     assert all(1 / 8 <= r <= 1.0 for r in rewards)
     assert all(r >= 1 / n - 1e-6 for r, n in zip(rewards, lengths, strict=True)), "mean of 1/n is at least 1/mean"
+    assert command.left_over(grace_s=15) == []
+
+
+def rows_of_gsm8k(folder: Path) -> Path:
+    """The real file, or where it is not at hand rows that are written the same way."""
+    if GSM8K.exists():
+        return GSM8K
+    rows = [
+        {
+            "question": f"Mia has {a} red marbles, and {b} more blue than red ones. How many are blue?",
+            "answer": f"There are {a} + {b} = <<{a}+{b}={a + b}>>{a + b} blue marbles.\n#### {a + b}",
+        }
+        for a in range(2, 22)
+        for b in range(3, 13)
+    ]
+    (file := folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return file
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(not GSM8K.exists(), reason=f"real data is not at hand: {GSM8K}")
-def test_gsm8k_rows_with_math_verify(start: Any) -> None:
-    run = start(
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long("takes the same way as SIGINT")),
+    ],
+)
+def test_gsm8k_rows_with_math_verify_until_an_interrupt_that_saves_a_checkpoint_and_leaves_nothing(
+    start: Any, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    command = start(
         "async_rl",
         "task.name=jsonl",
         "task.dataset=null",
         "task.options={}",
-        f"task.path={GSM8K}",
+        f"task.path={rows_of_gsm8k(tmp_path)}",
         "task.answer_after='####'",
         "task.limit=200",
         "env.reward=math_verify",
@@ -60,11 +95,21 @@ def test_gsm8k_rows_with_math_verify(start: Any) -> None:
         "rollout.max_model_len=512",
         "stages.sft.train.steps=3",
         "stages.sft.train.batch_size=8",
-        "stages.async_rl.train.steps=2",
         "stages.async_rl.train.groups_per_step=4",
         "eval.num_tasks=8",
-    ).wait(240)
-    assert run.code == 0, run.output
-    assert run.summary["steps"] == 2
-    assert run.series("train/sequences") == [32.0, 32.0]
-    assert run.summary["served_gap_max"] <= 1e-4
+        "monitor.console=plain",
+    )
+    rows = command.wait_for_steps(2, timeout_s=240)
+    command.process.send_signal(number)
+    run = command.wait(90)
+    assert run.code == code, run.output
+    assert run.summary["status"] == "interrupted"
+    sequences, gaps = run.series("train/sequences"), run.series("param_server/served_gap/max")
+    assert len(run.metrics()) >= len(rows)
+    assert sequences == [32.0] * len(sequences)
+    assert 0 < max(gaps) <= 1e-4
+    checkpoints = run.dir / "stages/async_rl/checkpoints"
+    latest = json.loads((checkpoints / "latest.json").read_text())
+    assert latest["step"] >= 2
+    assert (checkpoints / latest["path"] / "hf/model.safetensors").exists()
+    assert command.left_over(grace_s=15) == []
