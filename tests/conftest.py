@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+from pathlib import Path
 
 # Loaded later than now, and so parsed by pytest's own loader, they meet finalizers that upset CPython 3.11's parser.
 import hypothesis.internal.observability
@@ -16,6 +18,18 @@ from .tiers import LONG
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
 
+INTEGRATION = Path(__file__).parent / "integration"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Where no integration test is asked for nobody needs vLLM, but torchrl loads it wherever it is: a third of what
+    unit tests import. Until they are imported, it is not there.
+    """
+    asked = [(config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args]
+    if not any(INTEGRATION.is_relative_to(path) or path.is_relative_to(INTEGRATION) for path in asked):
+        sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]  # the import system's own sign for "not there"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not LONG and (mark := item.get_closest_marker("long")):
@@ -26,6 +40,8 @@ def pytest_collection_finish() -> None:
     """What is loaded now stays: torch and transformers are millions of objects, which each full collection, and each
     test that asks for one, would walk through again.
     """
+    if sys.modules.get("vllm", sys) is None:
+        del sys.modules["vllm"]
     gc.collect()
     gc.freeze()
 

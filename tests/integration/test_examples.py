@@ -17,14 +17,14 @@ EXAMPLES = {
         "stages.async_rl.train.groups_per_step=16",
     ),
 }
-pytestmark = [pytest.mark.timeout(500), pytest.mark.long("three whole runs")]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.long("three whole runs")]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_trains_to_the_end_and_gets_better(start: Any, from_warm: list[str], name: str) -> None:
     if name == "agent":
         pytest.importorskip("openai")
-    run = start("async_rl", *from_warm, f"plugins=[{ROOT}/examples]", *EXAMPLES[name]).wait(450)
+    run = start("async_rl", *from_warm, f"plugins=[{ROOT}/examples]", *EXAMPLES[name]).wait(850)
     assert run.code == 0, run.output
     rewards, done = run.series("train/reward/mean"), run.summary
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.05

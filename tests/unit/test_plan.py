@@ -128,7 +128,7 @@ def test_no_token_is_used_beyond_the_bound_and_the_bound_is_reached(lag: int, wi
     settings = fitting(base.with_lag(lag))
     assert settings is not None
     calibration = job(settings=settings, lengths=LONG_TAIL, pass_s=0.01, token_s=1e-5, pause_s=0.5, canary_s=0.1)
-    found = predict(calibration, settings, events=4000)
+    found = predict(calibration, settings, events=1500)
     assert found.lag_max <= lag
     if settings.reorder_window == 1 and in_flight != "off":
         assert found.lag_max == lag
@@ -160,7 +160,7 @@ def test_long_tails_gain_what_the_limit_says(lag: int, room: float) -> None:
     """
     calibration = job(lengths=LONG_TAIL, pass_s=0.01, token_s=0.0, train_token_s=1e-4, pause_s=0.5)
     settings = replace(calibration.settings, groups_per_step=16, in_flight="keep").with_lag(lag)
-    found = predict(calibration, settings, events=80_000)
+    found = predict(calibration, settings, events=40_000)
     limit = limit_s(calibration, settings)
     assert 0.97 * limit <= found.step_s <= room * limit
 
