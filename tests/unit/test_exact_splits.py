@@ -5,6 +5,7 @@ For every aggregation of the losses, in float32, within 1e-5 of the gradient's n
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ TRAJECTORIES = in_pairs(random_trajectories(1, 16))
 WHOLE = {"max_tokens_per_microbatch": 10_000, "logprob_chunk_tokens": 10_000}
 
 
+@functools.cache
 def in_passes(number: int, packing: str) -> dict[str, Any]:
     """Settings under which the batch is cut into so many passes."""
     for limit in range(20, 400):

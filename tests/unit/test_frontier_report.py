@@ -247,7 +247,8 @@ def runs_to_draw(num_seeds: int) -> list[FrontierRun]:
     ]
 
 
-@pytest.mark.parametrize("num_seeds", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_seeds", [1, 3])
 def test_a_picture_is_drawn_also_of_one_seed(tmp_path: Path, num_seeds: int) -> None:
     runs = runs_to_draw(num_seeds)
     draw_frontier(runs, summarise(runs, margin=MARGIN), tmp_path / "frontier.png", margin=MARGIN)

@@ -455,6 +455,7 @@ def test_no_text_of_the_picture_overlaps_another() -> None:
             assert not overlap, (one.get_title(loc="left"), other.get_title(loc="left"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "titles"),
     [

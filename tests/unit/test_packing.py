@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -80,9 +81,10 @@ def batch_of(trajectories: Sequence[Trajectory]) -> TrainBatch:
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., ScoringModel]:
-    """load(architecture, packing) -> the same weights for every packing."""
+    """load(architecture, packing) -> the same weights for every packing, and the same model at every call."""
     folder = tmp_path_factory.mktemp("architectures")
 
+    @functools.cache
     def build(name: str, packing: str) -> ScoringModel:
         path = folder / name
         if not path.exists():
