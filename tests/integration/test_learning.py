@@ -15,12 +15,12 @@ SAMPLED = (
 )
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 def test_asynchronous_rl_learns_within_the_bound(start: Any, from_warm: list[str]) -> None:
     small = [f"stages.async_rl.train.{size}" for size in ("steps=60", "groups_per_step=48")]
     own = (*small, "staleness.in_flight=recompute", "monitor.tensorboard=true")
     command = start("async_rl", *from_warm, *own, SAMPLED)
-    run = command.wait(300)
+    run = command.wait(450)
     assert run.code == 0, run.output
     summary = run.summary
     assert summary["status"] == "completed"
