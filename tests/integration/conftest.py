@@ -144,7 +144,10 @@ def start_for_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model after its supervised warm-up, as a Hugging Face folder."""
+    """The quickstart's model after its supervised warm-up, as a Hugging Face folder.
+
+    On a busy machine it takes minutes, which count against the deadline of the first test that asks for it.
+    """
     folder = tmp_path_factory.mktemp("warm")
     command = Started(
         ["run", "sft", "--config", "quickstart", f"output_dir={folder}", "name=warm", "monitor.console=off"],
@@ -152,7 +155,7 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run_dir=folder / "leeway/warm",
     )
     try:
-        run = command.wait(240)
+        run = command.wait(420)
         assert run.code == 0, run.output
         latest = json.loads((run.dir / "stages/sft/checkpoints/latest.json").read_text())
         return run.dir / "stages/sft/checkpoints" / latest["path"] / "hf"

@@ -16,7 +16,7 @@ async def agrees(task, text, *, models):
 """
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(700)
 def test_a_reward_asks_a_model_that_the_run_serves_and_nothing_is_left_of_it_when_the_driver_is_killed(
     start: Any, from_warm: list[str], warm: Path, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_generator_that_dies_ends_the_run_by_name(start: Any, from_warm: list[str]) -> None:
     command = start("async_rl", *from_warm, "eval.at_start=false")
     command.wait_for("steps, lag bound", 200)
@@ -27,7 +27,7 @@ def test_a_generator_that_dies_ends_the_run_by_name(start: Any, from_warm: list[
     assert command.left_over(grace_s=15) == []
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_killed_actor_ends_the_run_by_name(start: Any, from_warm: list[str]) -> None:
     command = start("async_rl", *from_warm, "eval.at_start=false")
     command.wait_for("steps, lag bound", 200)

@@ -27,7 +27,7 @@ class ShortAnswers(Environment):
 '''
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_an_environment_of_the_users_own_trains_on_two_ranks_and_what_it_raises_ends_the_run_as_its_reason(
     start: Any, from_warm: list[str], tmp_path: Path
 ) -> None:
@@ -69,7 +69,7 @@ def rows_of_gsm8k(folder: Path) -> Path:
     return file
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("number", "code"),
     [
