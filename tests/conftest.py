@@ -18,6 +18,9 @@ from .tiers import LONG
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
 
+# Imports make millions of objects that all stay: searching them for garbage is a third of the time that they take.
+gc.disable()
+
 INTEGRATION = Path(__file__).parent / "integration"
 
 
@@ -38,12 +41,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What is loaded now stays: torch and transformers are millions of objects, which each full collection, and each
-    test that asks for one, would walk through again.
+    test that asks for one, would walk through again. Garbage in cycles is rare; it may wait for 50,000 new objects.
     """
     if sys.modules.get("vllm", sys) is None:
         del sys.modules["vllm"]
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000)
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:
