@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from leeway.runtime.supervisor import together
 from leeway.types import Task, Trajectory
 
 _REPEATS = 3
+# One group alone is quick where answers are short, and then differs by more than it takes: as often as there is time.
+_ALONE_S, _MAX_REPEATS = 1.5, 12
 
 
 async def measure_speeds(config: Config, parts: Parts, tasks: Sequence[Task], *, hand_over_s: float) -> Speeds:
@@ -47,16 +50,15 @@ async def measure_speeds(config: Config, parts: Parts, tasks: Sequence[Task], *,
 
 async def _alone(config: Config, parts: Parts, tasks: Sequence[Task]) -> tuple[float, float]:
     """(seconds in the engine until a group that is alone has its first tokens, seconds for each further one)."""
-    first_token_s, per_token = float("inf"), float("inf")
-    for i in range(_REPEATS):
-        task = [tasks[i % len(tasks)]]
+    begun, first_token_s, wholes = time.monotonic(), float("inf"), []
+    while len(wholes) < _REPEATS or (time.monotonic() - begun < _ALONE_S and len(wholes) < _MAX_REPEATS):
+        task = [tasks[len(wholes) % len(tasks)]]
         first_s, _ = await _timed_rollouts(config, parts, task, max_response_tokens=1)
         first_token_s = min(first_token_s, first_s)
         whole_s, group = await _timed_rollouts(config, parts, task)
-        further = max(len(t.response_tokens) for t in group) - 1
-        if further:
-            per_token = min(per_token, max(0.0, whole_s - first_s) / further)
-    return first_token_s, per_token if per_token < float("inf") else 0.0
+        wholes.append((whole_s, max(len(t.response_tokens) for t in group) - 1))
+    per_token = [max(0.0, whole_s - first_token_s) / further for whole_s, further in wholes if further]
+    return first_token_s, min(per_token, default=0.0)
 
 
 async def _timed_rollouts(

@@ -101,17 +101,18 @@ class _Measured:
         rollouts = list(_rollouts(run.dir / "rollouts"))
         self._prompt_tokens = statistics.fmean(len(r["prompt_tokens"]) for r in rollouts) if rollouts else 0.0
         self._lengths = self._distribution([len(r["response_tokens"]) for r in rollouts])
+        self._prompts = [len(r["prompt_tokens"]) for r in rollouts]
         outside = {r["group_id"]: r["environment_s"] for r in rollouts if r.get("environment_s")}
         self._environment_s = from_samples(list(outside.values())) if outside else None
 
     def calibration(self) -> Calibration:
         s, engine = self._settings, self._run.config.rollout.engine
         block = int(engine.get("block_size", _DEFAULT_BLOCK))
-        shared = self._prompt_tokens // block * block if engine.get("enable_prefix_caching", True) else 0.0
+        shared = self._shared(block) if engine.get("enable_prefix_caching", True) else 0.0
         room = int(engine.get("max_num_seqs", _DEFAULT_MAX_SEQUENCES))
         budget = int(engine.get("max_num_batched_tokens", _DEFAULT_BUDGET))
         pass_s, token_s, latency_s = self._engine_speeds(room, shared, budget)
-        per_token, factors = self._trainer_speeds()
+        per_token, slowdown, factors = self._trainer_speeds()
         overhead_s = statistics.fmean(
             max(0.0, r["step/total_s"] - sum(r.get(f"step/{name}_s", 0.0) for name in _PARTS)) for r in self._steps
         )
@@ -128,6 +129,7 @@ class _Measured:
             prefill_budget=budget,
             kept_frac=self._kept_frac(),
             train_token_s=per_token,
+            train_slowdown=slowdown,
             train_factors=factors,
             optim_s=self._mean("step/optim_s"),
             publish_s=self._mean("step/publish_s"),
@@ -189,14 +191,22 @@ class _Measured:
             pass_s, token_s = 1e-9, seconds[1] / rows[1, 1]
         return float(pass_s), float(token_s), max(0.0, first_s - float(pass_s) - prompts * float(token_s))
 
-    def _trainer_speeds(self) -> tuple[float, tuple[float, ...]]:
-        """(seconds per token on one rank, how equal batches varied around it), beside generation as it was."""
+    def _shared(self, block: int) -> float:
+        """Mean prompt tokens that a group's sequences share: whole blocks, and never the last token."""
+        return statistics.fmean((n - 1) // block * block for n in self._prompts) if self._prompts else 0.0
+
+    def _trainer_speeds(self) -> tuple[float, float, tuple[float, ...]]:
+        """(seconds per token on one rank alone, times as long beside generation, how equal batches varied)."""
         s = self._settings
         prompts = self._prompt_tokens * s.groups_per_step * s.group_size
         tokens = [(r["train/response_tokens/total"] + prompts) / s.updates_per_batch for r in self._steps]
         each = [r["step/forward_backward_s"] / t for r, t in zip(self._steps, tokens, strict=True)]
         mean = statistics.fmean(each)
-        return mean * s.trainers, tuple(e / mean for e in each)
+        alone = statistics.fmean(
+            (r["limit/train_s"] - r["step/optim_s"]) / t for r, t in zip(self._steps, tokens, strict=True)
+        )
+        alone = min(mean, alone)  # warm-up may have been in it
+        return alone * s.trainers, mean / alone, tuple(e / mean for e in each)
 
     def _kept_frac(self) -> float:
         last = next((r for r in reversed(self._rows) if "replay/groups_taken" in r), None)
@@ -231,7 +241,8 @@ def _fitted(calibration: Calibration, *, generating_s: float) -> Calibration:
     if simulated_s(low) >= generating_s:
         return slowed(low)
     if simulated_s(high) <= generating_s:
-        return slowed(high)
+        # Nothing is generated beside training (lockstep), or environments spread it: no factor explains the rest.
+        return slowed(1.0)
     for _ in range(7):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if simulated_s(middle) < generating_s else (low, middle)

@@ -95,11 +95,12 @@ class Calibration:
     seconds of a group outside the engine, without using it. `kept_frac`: share of generated groups that are not
     filtered.
 
-    The trainer: `train_token_s` per token of prompts and responses on one rank, `optim_s` and `publish_s` (gathering
-    the weights) once per step, `overhead_s` between steps. `train_factors`: how the time of equal batches was seen to
-    vary, mean 1. Weights: `upload_s` beside the next step, then an engine stands still for `pause_s`, and its new
-    tokens are withheld for `canary_s` and, where something is running, two passes. `hand_on_s`: from the last group of
-    a batch to the trainer's start on it.
+    The trainer: `train_token_s` per token of prompts and responses on one rank, `train_slowdown` >= 1 times as long
+    while an engine generates (they share a machine), `optim_s` and `publish_s` (gathering the weights) once per step,
+    `overhead_s` between steps. `train_factors`: how the time of equal batches was seen to vary, mean 1. Weights:
+    `upload_s` beside the next step, then an engine stands still for `pause_s`, and its new tokens are withheld for
+    `canary_s` and, where something is running, two passes. `hand_on_s`: from the last group of a batch to the trainer's
+    start on it.
 
     `settings` are what was measured under; `measured_step_s` is what came of it (None: nothing was measured).
     """
@@ -117,6 +118,7 @@ class Calibration:
     environment_s: Distribution | None = None
     kept_frac: float = 1.0
     train_token_s: float
+    train_slowdown: float = 1.0
     train_factors: tuple[float, ...] = (1.0,)
     optim_s: float = 0.0
     publish_s: float = 0.0

@@ -36,6 +36,7 @@ class Collector:
         "draining",
         "engine",
         "generating_s",
+        "in_engine",
         "in_flight",
         "pulling",
         "verified",
@@ -47,6 +48,7 @@ class Collector:
     def __init__(self, engine: SimulatedEngine) -> None:
         self.engine = engine
         self.in_flight = 0
+        self.in_engine = 0  # of those, groups whose sequences are not all sampled
         self.asked = 0  # groups asked for by the admission that is open; 0: none is
         self.verified = 0
         self.wanted = 0
@@ -56,6 +58,27 @@ class Collector:
         self.withheld: list[Group] = []
         self.generating_s = 0.0
         self.changed_at = 0.0
+
+
+class PacedWork:
+    """Work of `left_s` seconds at full pace, whose pace may change while it is done."""
+
+    __slots__ = ("_left_s", "_paced_at", "_rate", "began_at", "epoch")
+
+    def __init__(self, left_s: float, now: float) -> None:
+        self._left_s = left_s
+        self._rate = 0.0
+        self._paced_at = self.began_at = now
+        self.epoch = 0
+
+    def at_rate(self, rate: float, now: float) -> float | None:
+        """When it will end at this rate; None where that is the rate already."""
+        if rate == self._rate:
+            return None
+        self._left_s -= (now - self._paced_at) * self._rate
+        self._rate, self._paced_at = rate, now
+        self.epoch += 1
+        return now + self._left_s / rate
 
 
 @dataclass

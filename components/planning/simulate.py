@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from .engine import Chunk, SimulatedEngine
 from .model import Calibration, Settings
 from .order import TakeOrder
-from .parts import Collector, Draws, Group, Record
+from .parts import Collector, Draws, Group, PacedWork, Record
 
 _MAX_AT_ONCE = 1_000_000
 """Events at one moment; a fleet that does everything together has thousands."""
@@ -72,8 +72,11 @@ class Simulation:
         self._take: list[int] | None = None
         self._trainer_waits_since: float | None = 0.0
         self._training = False
+        self._work = PacedWork(0.0, 0.0)
+        self._num_generating = 0  # engines
         self._uploading = False
         self._after_upload: Callable[[], None] | None = None
+        self._after_training: Callable[[], None] = lambda: None
         self._last_end = 0.0
         self._now = 0.0
         self.record = Record()
@@ -104,7 +107,7 @@ class Simulation:
             count = min(free, collector.asked)
             free -= count
             collector.asked = 0
-            self._set_in_flight(collector, collector.in_flight + count)
+            collector.in_flight += count
             for _ in range(count):
                 group_id, floor = self._order.admit()
                 group = self._groups[group_id] = Group(group_id, floor, collector)
@@ -128,6 +131,7 @@ class Simulation:
         lengths, environment_s = self._draws.of(group.group_id)
         group.environment_s = environment_s + self._c.latency_s
         group.open_chunks = len(lengths)
+        self._set_in_engine(group.collector, group.collector.in_engine + 1)
         engine = group.collector.engine
         engine.advance(self._now)
         prompt = self._c.prefill_tokens(self._s.group_size) / self._s.group_size
@@ -157,6 +161,7 @@ class Simulation:
             group.tokens += chunk.size * chunk.tokens
             group.open_chunks -= 1
             if not group.open_chunks:
+                self._set_in_engine(collector, collector.in_engine - 1)
                 if group.environment_s:
                     self._at(self._now + group.environment_s, self._group_done, group)
                 else:
@@ -171,7 +176,7 @@ class Simulation:
         if group.newest > collector.verified:
             collector.withheld.append(group)
             return
-        self._set_in_flight(collector, collector.in_flight - 1)
+        collector.in_flight -= 1
         self._ask(collector)
         self._order.finish(group.group_id)
         if self._order.num_free_slots(published=self._published):
@@ -207,15 +212,29 @@ class Simulation:
         tokens = sum(g.tokens for g in share) + len(share) * c.prompt_tokens * self._s.group_size
         compute_s = tokens * c.train_token_s / self._s.trainers * self._factors[self._version] + c.optim_s
         if self._version >= self._skip:
-            self.record.train_s += compute_s
             for group in share:
                 for version, count in group.versions.items():
                     lag = self._version - version
                     self.record.lag_tokens[lag] = self.record.lag_tokens.get(lag, 0.0) + count
-        self._set_training(True)
         publish_s = c.publish_s if self._publishes_after(self._version + 1) else 0.0
-        self._at(self._now + compute_s, self._set_training, False)
-        self._at(self._now + compute_s + publish_s, self._step_done, groups, update, waited)
+        self._set_training(True)
+        self._work = PacedWork(compute_s, self._now)
+        self._after_training = lambda: self._at(self._now + publish_s, self._step_done, groups, update, waited)
+        self._pace()
+
+    def _pace(self) -> None:
+        """Training takes longer while an engine generates."""
+        rate = 1.0 / self._c.train_slowdown if self._num_generating else 1.0
+        if self._training and (end := self._work.at_rate(rate, self._now)) is not None:
+            self._at(end, self._trained, self._work.epoch)
+
+    def _trained(self, epoch: int) -> None:
+        if not self._training or epoch != self._work.epoch:
+            return
+        if self._version >= self._skip:
+            self.record.train_s += self._now - self._work.began_at
+        self._set_training(False)
+        self._after_training()
 
     def _publishes_after(self, version: int) -> bool:
         return version % self._s.publish_every == 0
@@ -347,16 +366,20 @@ class Simulation:
         self._num_pushed += 1
         heapq.heappush(self._heap, (time, self._num_pushed, function, arguments))
 
-    def _set_in_flight(self, collector: Collector, count: int) -> None:
+    def _set_in_engine(self, collector: Collector, count: int) -> None:
         self._account(collector)
-        collector.in_flight = count
+        changed = bool(count) - bool(collector.in_engine)
+        collector.in_engine = count
+        if changed:
+            self._num_generating += changed
+            self._pace()
 
     def _account(self, collector: Collector) -> None:
-        """Seconds in which a collector counts itself as generating: something in flight and nothing being loaded.
+        """Seconds in which a collector counts itself as generating: a request in the engine and nothing being loaded.
 
         Called before either of the two changes.
         """
-        if collector.in_flight and not collector.engine.paused:
+        if collector.in_engine and not collector.engine.paused:
             collector.generating_s += self._now - collector.changed_at
         collector.changed_at = self._now
 
