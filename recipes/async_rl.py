@@ -177,7 +177,7 @@ class AsyncRL:
                 f"{self._config.train.num_ranks} trainer rank(s)"
             )
             start = saved_position(self._resumed) if self._resumed else None
-            await asyncio.gather(
+            await asyncio.gather(  # begun in this order: collectors are given the handles of the first two
                 self._launcher.param_server(),
                 self._launcher.buffer(start=start),
                 self._launcher.trainers(total_steps=self._total_steps, canary=canary),

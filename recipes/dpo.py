@@ -17,7 +17,7 @@ from leeway.recipes.context import StageContext, StageResult
 from leeway.recipes.sft import train_offline
 from leeway.tasks.examples import answer_trajectory
 from leeway.tasks.mixed import MixedTaskSet
-from leeway.tasks.preferences import rejected_answer
+from leeway.tasks.preferences import pairs_among, rejected_answer
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.taskset import TaskSet, build_taskset
 from leeway.types import Task, TrainBatch, Trajectory, batch_trajectories
@@ -46,7 +46,8 @@ def batches_of(
 def held_out_pairs(config: Config, prompter: Prompter) -> list[TrainBatch]:
     """The first `eval.num_tasks` pairs that are not trained on, one share per rank; [] where nothing is held out."""
     taskset = build_taskset(config.task, seed=config.seed, split="eval", eval_config=config.eval)
-    pairs = [_pair(task, prompter, key=config.task.rejected_key) for task in taskset.tasks]
+    key = config.task.rejected_key
+    pairs = [_pair(task, prompter, key=key) for task in pairs_among(taskset.tasks, key=key)]
     return _shares(pairs, config.train.num_ranks) if pairs else []
 
 

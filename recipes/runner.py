@@ -226,10 +226,11 @@ def _check_tasks(stage: Stage) -> None:
 
         expert_tasks(config.algorithm.expert_path, config.task, config.eval, seed=config.seed)
     if stage.recipe == "dpo":
-        from leeway.tasks.preferences import check_pairs
+        from leeway.tasks.preferences import check_pairs, pairs_among
 
         held_out = build_taskset(config.task, seed=config.seed, split="eval", eval_config=config.eval)
-        check_pairs([*taskset.tasks, *held_out.tasks], key=config.task.rejected_key)
+        check_pairs(taskset.tasks, key=config.task.rejected_key)
+        check_pairs(pairs_among(held_out.tasks, key=config.task.rejected_key), key=config.task.rejected_key)
 
 
 def _check_resume(stage: Stage) -> None:

@@ -252,13 +252,14 @@ class Collector(BaseCollector):
         """One group through all of its attempts; None when it failed for good (and was reported as such)."""
         with self._clock.doing("wait_for_weights"):
             await self._hand_over.until_verified(admission.floor)
-        s, clock = self._settings, IdleClock()
-        attempts = functools.partial(self._attempts, admission.task, clock=clock)
-        rollouts = [attempts(group_size=s.group_size, temperature=s.temperature, admission=admission)]
-        if s.greedy_baseline:
-            rollouts.append(attempts(group_size=1, temperature=0.0))
+        s = self._settings
         try:
             async with self._hand_over.serving(admission.floor):
+                clock = IdleClock()
+                attempts = functools.partial(self._attempts, admission.task, clock=clock)
+                rollouts = [attempts(group_size=s.group_size, temperature=s.temperature, admission=admission)]
+                if s.greedy_baseline:
+                    rollouts.append(attempts(group_size=1, temperature=0.0))
                 trajectories, *greedy = await all_or_none(rollouts)
                 environment_s = clock.idle_s
         except RolloutFailed as failure:

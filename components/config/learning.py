@@ -184,12 +184,13 @@ class TrainConfig(Section):
     logprob_chunk_tokens: PositiveInt | None = Field(
         default=None,
         description="no more logits exist at a time than those of so many tokens, about 8 bytes x this x vocabulary; "
-        "null: as many as take 128 MiB",
+        "null: as many as take 128 MiB (on a GPU, 256 MiB in bfloat16)",
     )
     skip_zero_advantage: bool = Field(default=True, description="save the work on trajectories that move nothing")
     gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
     compile: bool = Field(
-        default=False, description="decoder layers by torch.compile: the first steps take minutes, later ones less"
+        default=False,
+        description="decoder layers by torch.compile, at the first two microbatches: up to minutes, then faster",
     )
     cpu_offload: bool = Field(
         default=False,

@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -99,11 +99,10 @@ class _Measured:
         self._collector = [r for r in rows if r["role"] == "collector" and r["step"] >= steps[0]["step"]]
         self._step_s = statistics.fmean(r["step/total_s"] for r in _settled([r for r in rows if "step/total_s" in r]))
         rollouts = list(_rollouts(run.dir / "rollouts"))
-        self._prompt_tokens = statistics.fmean(len(r["prompt_tokens"]) for r in rollouts) if rollouts else 0.0
-        self._lengths = self._distribution([len(r["response_tokens"]) for r in rollouts])
-        self._prompts = [len(r["prompt_tokens"]) for r in rollouts]
-        outside = {r["group_id"]: r["environment_s"] for r in rollouts if r.get("environment_s")}
-        self._environment_s = from_samples(list(outside.values())) if outside else None
+        self._prompts = [r.prompt_tokens for r in rollouts]
+        self._prompt_tokens = statistics.fmean(self._prompts) if rollouts else 0.0
+        self._lengths = self._distribution([r.response_tokens for r in rollouts])
+        self._environment_s = self._outside({r.group_id: r.environment_s for r in rollouts if r.environment_s})
 
     def calibration(self) -> Calibration:
         s, engine = self._settings, self._run.config.rollout.engine
@@ -191,6 +190,13 @@ class _Measured:
             pass_s, token_s = 1e-9, seconds[1] / rows[1, 1]
         return float(pass_s), float(token_s), max(0.0, first_s - float(pass_s) - prompts * float(token_s))
 
+    def _outside(self, samples: Mapping[int, float]) -> Distribution | None:
+        """Seconds of a group outside the engine, of `samples` by group; where none were kept, as long for each."""
+        if samples:
+            return from_samples(list(samples.values()))
+        mean = statistics.fmean(r.get("train/environment_s/mean", 0.0) for r in self._steps)
+        return from_samples([mean]) if mean else None
+
     def _shared(self, block: int) -> float:
         """Mean prompt tokens that a group's sequences share: whole blocks, and never the last token."""
         return statistics.fmean((n - 1) // block * block for n in self._prompts) if self._prompts else 0.0
@@ -268,7 +274,14 @@ def _mean(rows: Iterable[Row], name: str) -> float:
     return statistics.fmean(values) if values else 0.0
 
 
-def _rollouts(folder: Path) -> Iterable[Row]:
+class _Rollout(NamedTuple):
+    group_id: int
+    prompt_tokens: int
+    response_tokens: int
+    environment_s: float
+
+
+def _rollouts(folder: Path) -> Iterable[_Rollout]:
     """The trajectories that were written down."""
     files = sorted(folder.glob("step-*.jsonl"))
     for file in files[-_MAX_ROLLOUT_FILES:]:
@@ -278,4 +291,9 @@ def _rollouts(folder: Path) -> Iterable[Row]:
             except json.JSONDecodeError:  # cut short by a kill
                 continue
             if "response_tokens" in row:
-                yield row
+                yield _Rollout(
+                    row.get("group_id", 0),
+                    len(row["prompt_tokens"]),
+                    len(row["response_tokens"]),
+                    row.get("environment_s", 0.0),
+                )

@@ -17,9 +17,9 @@ class Prediction:
     """Seconds, shares of time, and lags in optimizer steps.
 
     `step_s` is a mean over optimizer steps; `limit_s` the shortest that it could be by any schedule (docs/metrics.md).
-    `generator_busy` counts decoding and prefill, `generating_frac` the time with a group in flight and no pause (what
-    runs log as collector/generate_frac), `trainer_busy` the forward, backward and optimizer passes. `lag_share[l]` is
-    the share of trained tokens with lag l.
+    `generator_busy` counts decoding and prefill, `generating_frac` the time with a request in an engine and no pause
+    (what runs log as collector/generate_frac), `trainer_busy` the forward, backward and optimizer passes.
+    `lag_share[l]` is the share of trained tokens with lag l.
     """
 
     settings: Settings

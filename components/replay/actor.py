@@ -232,7 +232,7 @@ class ReplayBufferActor:
         used = self._reuse.after(position.num_takes)
         return asdict(position) | {
             "stream": self._stream.position(position),
-            "used_groups": groups_as_text(used) if used else "",
+            "used_groups": await asyncio.to_thread(groups_as_text, used) if used else "",
         }
 
     @as_text

@@ -20,6 +20,11 @@ def rejected_answer(task: Task, *, key: str) -> str:
     return rejected
 
 
+def pairs_among(tasks: Iterable[Task], *, key: str) -> list[Task]:
+    """Those with a rejected answer: stages may share held-out questions (`eval.path`) that are no pairs."""
+    return [task for task in tasks if key in task.info]
+
+
 def check_pairs(tasks: Iterable[Task], *, key: str) -> None:
     """Raise ValueError for the first task that is no preference pair."""
     for task in tasks:

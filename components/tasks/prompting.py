@@ -133,7 +133,7 @@ class Prompter:
     def _tokens(self, text: str, *, special: bool = False) -> list[int]:
         # Not `special`: the template has written BOS and the rest already; the tokenizer's own would double them.
         direct = self._direct
-        if direct is None or direct.truncation or direct.padding:
+        if direct is None or direct.truncation or direct.padding or direct.encode_special_tokens:
             return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
         return direct.encode(text, add_special_tokens=special).ids
 

@@ -176,7 +176,7 @@ def _passes(hidden: torch.Tensor) -> ModuleType:
 
 
 def _tiles(num_tokens: int, vocab_size: int, chunk: int) -> Iterator[slice]:
-    """Slices of the vocabulary, nearly equal, each with about as many logits as `chunk` tokens have in all of it."""
+    """Slices of the vocabulary, equal but for the last, each of at most the logits that `chunk` tokens have in all."""
     widest = max(MIN_COLUMNS, vocab_size * chunk // max(1, num_tokens))
     width = -(-vocab_size // -(-vocab_size // widest))
     if width > ALIGNED_COLUMNS:

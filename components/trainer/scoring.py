@@ -15,9 +15,10 @@ from .logprobs import LogitTransform, token_logprobs
 
 logger = logging.getLogger(__name__)
 
-# Logits that are worth a third more arithmetic in the head to not have at once: 128 MiB in float32. GPUs have memory
-# for more, and need it for products of a size that keeps them busy: 256 MiB in bfloat16.
-MANY_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}
+# Logits that are worth a third more arithmetic in the head to not have at once: 128 MiB in float32.
+MANY_LOGITS = 1 << 25
+# And how many there then are at once. GPUs need products of a size that keeps them busy: 256 MiB in bfloat16.
+TILE_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}
 CACHED_LOGITS = 1 << 18  # 1 MiB
 # Stands for infinity where 0 times infinity would be nan.
 LOWEST = -1e30
@@ -65,8 +66,8 @@ class ScoringModel(nn.Module):
         transform = LogitTransform.of(self.lm.config, temperature)
         # A head of an unknown kind is asked for all logits: its weights alone do not say what it does. And so is any
         # head where the entropy is to carry a gradient: that of the chunks has none.
-        chunk = self.chunk_tokens or _chunk_tokens(self.lm, hidden.device)
-        chunked = len(rows) > chunk and type(head) is nn.Linear and not entropy_gradient
+        many, chunk = self._chunks(hidden.device)
+        chunked = len(rows) > many and type(head) is nn.Linear and not entropy_gradient
         if targets is not None and chunked:
             return token_logprobs(hidden, head.weight, head.bias, targets, transform=transform, chunk=chunk)
         logprobs = torch.log_softmax(transform(head(hidden).float()), dim=-1)
@@ -80,9 +81,12 @@ class ScoringModel(nn.Module):
         # A sum over one element instead of a squeeze: FSDP hooks must not sit on a view.
         return logprobs.gather(-1, targets[:, None]).sum(-1), entropy
 
-
-def _chunk_tokens(lm: PreTrainedModel, device: torch.device) -> int:
-    return max(1, MANY_LOGITS[device.type] // lm.config.get_text_config().vocab_size)
+    def _chunks(self, device: torch.device) -> tuple[int, int]:
+        """(how many tokens are scored at once, how many tokens' logits there are at a time if more are scored)."""
+        if self.chunk_tokens is not None:
+            return self.chunk_tokens, self.chunk_tokens
+        vocab_size = self.lm.config.get_text_config().vocab_size
+        return max(1, MANY_LOGITS // vocab_size), max(1, TILE_LOGITS[device.type] // vocab_size)
 
 
 def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from .scoring import ScoringModel
 
+MAX_PROGRAMS = 32
+
 
 def make_mesh(device_type: str, num_ranks: int) -> DeviceMesh:
     return init_device_mesh(device_type, (num_ranks,))
@@ -34,13 +36,19 @@ def shard(
         param_dtype=None if compute_dtype is torch.float32 else compute_dtype, reduce_dtype=torch.float32
     )
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
+    # One rank has everything already: to gather it again for the backward pass would save a copy in the type to compute
+    # with. What is frozen has no backward pass, and offloaded weights are to leave the device.
+    again = mesh.size() > 1 or cpu_offload or not any(p.requires_grad for p in model.parameters())
+    if compile_layers:
+        # Training, scoring and the canary are programs of their own, and each kind of layer has them. What is over the
+        # limit would run uncompiled.
+        torch._dynamo.config.recompile_limit = max(MAX_PROGRAMS, torch._dynamo.config.recompile_limit)
     for layer in decoder_layers(model.lm):
         if compile_layers:
             # Microbatches differ in length and in nothing else: the first two compile one program for all of them.
             # Told that any size may differ, torch would divide every index by the size of a head.
             layer.compile()
-        # One rank has everything already; gathering it again for the backward pass would save its copy in bfloat16.
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=mesh.size() > 1)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
     return model
 

@@ -278,9 +278,11 @@ def test_a_group_says_how_long_it_was_outside_the_engine(monkeypatch):
             return trajectories
 
     monkeypatch.setattr(FakeEngine, "generate", slow)
+    begun = time.monotonic()
     rig = play_to_the_end(Thinking(), floors=(0,))
-    assert 0.05 <= rig.out[0][0].environment_s < 0.3
-    assert 0.4 <= rig.collector.generating_s() < 0.7
+    wall_s = time.monotonic() - begun
+    assert 0.05 <= rig.out[0][0].environment_s <= wall_s - 0.4
+    assert 0.4 <= rig.collector.generating_s() <= wall_s - 0.05
 
 
 def test_a_fast_group_does_not_wait_for_a_slow_one():

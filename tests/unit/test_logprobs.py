@@ -69,6 +69,19 @@ def test_bfloat16_adds_up_its_chunks_in_float32(monkeypatch):
         assert (chunked_grad - whole_grad).norm() <= 3e-3 * whole_grad.norm()
 
 
+@pytest.mark.parametrize("vocab_size", [1, 63, 64, 130, 151_936])
+@pytest.mark.parametrize("num_tokens", [1, 4096])
+def test_tiles_cover_the_vocabulary_once_and_begin_where_products_are_fast(vocab_size, num_tokens):
+    tiles = list(chunks._tiles(num_tokens, vocab_size, 220))
+    assert [token for tile in tiles for token in (tile.start, tile.stop)][1:-1] == [
+        edge for tile in tiles[1:] for edge in (tile.start, tile.start)
+    ]
+    assert (tiles[0].start, tiles[-1].stop) == (0, vocab_size)
+    width = tiles[0].stop
+    assert num_tokens * width <= max(220 * vocab_size, num_tokens * chunks.MIN_COLUMNS)
+    assert width <= 64 or all(tile.start % 64 == 0 for tile in tiles)
+
+
 @pytest.mark.parametrize("chunk", [1, 2])
 def test_a_token_that_cannot_be_sampled_has_no_nan_in_its_entropy(chunk, monkeypatch):
     monkeypatch.setattr(chunks, "MIN_COLUMNS", 1)

@@ -142,6 +142,12 @@ def test_what_groups_spend_in_the_environment_is_planned_with(run: Path) -> None
     assert found.environment_s is not None
     assert found.environment_s.mean == pytest.approx((15 * 0.5 + 8.0) / 16)
     assert 8.0 < predict(found, found.settings).step_s < 10.0
+    # Waiting is no work of the engine: it is found as fast as without.
+    at_once = calibrate(open_run(run)).pass_s
+    for row in rows:
+        row["environment_s"] = 0.0
+    (stage / "rollouts" / "step-000001.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert at_once == calibrate(open_run(run)).pass_s == pytest.approx(PASS_S, rel=0.02)
     line = advise(found)
     assert "staleness.max_policy_lag=" in line, line
 

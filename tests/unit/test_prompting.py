@@ -132,6 +132,9 @@ def test_what_others_ask_of_the_tokenizer_neither_cuts_nor_pads():
     made.pad_token = "<unk>"
     made(["a", "b c"], padding="max_length", max_length=30)
     assert prompter.encode_plain("a b c a b") == whole
+    tagged = prompter.encode_plain("a <eos> b")
+    made("a <eos> b", split_special_tokens=True)  # against tags in what users wrote
+    assert prompter.encode_plain("a <eos> b") == tagged
 
 
 def test_a_tokenizer_that_does_more_than_encode_is_asked_itself():
