@@ -600,6 +600,7 @@ class Misbehaves(Answer):
         return [replace(t, behavior_logprobs=[float("-inf")] * len(t.policy_versions)) for t in good]
 
 
+@pytest.mark.slow
 def test_one_rollout_in_twenty_that_goes_wrong_costs_its_own_group_only(monkeypatch, caplog):
     monkeypatch.setattr("leeway.collector.checks.GRACE_S", 0.1)
     environment = Misbehaves()

@@ -409,6 +409,7 @@ def legend(ax: Any) -> list[str]:
     return [text.get_text() for text in ax.get_legend().get_texts()]
 
 
+@pytest.mark.slow
 def test_curves_show_every_question_with_its_numbers() -> None:
     stages = [
         ("warm-up", read_series([{"step": s, "train/loss/sft": 1 / s} for s in range(1, 50)])),

@@ -192,6 +192,7 @@ def test_settings_of_the_run_can_be_changed(run: Path, plan: Callable[..., Done]
     assert not (run / "plan.png").exists()  # --json draws nothing
 
 
+@pytest.mark.slow
 def test_plan_of_numbers_tries_splits_of_the_devices(plan: Callable[..., Done], tmp_path: Path) -> None:
     done = plan(*NUMBERS, "--gpus", "16", "-L", "1,2", "--json", "--out", "plans")
     assert done.returncode == 0, done.stderr

@@ -139,6 +139,7 @@ def test_reasoning_gym_scores_with_the_datasets_own_function():
         reasoning_gym(make("1"), "1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dataset", ["spiral_matrix", "countdown", "rubiks_cube", "rearc", "zebra_puzzles", "prime_factorization"]
 )

@@ -109,6 +109,7 @@ class Says(StepEnvironment):
         return (self._left.pop(0), 1.0, False, {}) if self._left else (None, 1.0, True, {"exact_match": True})
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     template=st.sampled_from(sorted(TEMPLATES)),
