@@ -27,7 +27,10 @@ class ClusterConfig(Section):
     device: Literal["cuda", "cpu"] = Field(default="cuda", description="what engines and trainers run on")
     cpus_per_generator: PositiveInt = Field(default=1, description="cores per engine")
     cpus_per_trainer: PositiveInt = Field(default=1, description="cores per trainer rank")
-    pin_cores: bool = Field(default=True, description="keep engines and trainers on cores of their own (device cpu)")
+    pin_cores: bool = Field(
+        default=True,
+        description="keep engines and trainers on cores of their own, and other parts off the engines' (device cpu)",
+    )
     engine_cores: list[NonNegativeInt] | None = Field(
         default=None, description="cores of the engines; null: those before the trainers'"
     )

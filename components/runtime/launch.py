@@ -28,7 +28,7 @@ from ..trainer.critic import CriticSettings
 from ..trainer.optimizer import OptimizerSettings
 from ..trainer.trainer import TrainerSettings
 from ..weights import CanaryPrompts
-from .placement import Cores, place
+from .placement import beside_engines, keep_on, place, Cores
 from .supervisor import Supervisor, awaited, together
 
 
@@ -191,6 +191,7 @@ class Launcher:
         self._recipe = recipe
         self._logs = (run_dir / "logs").absolute()
         self._cores: Cores = place(config, recipe)
+        self._others = beside_engines(self._cores)
         self._addresses: dict[str, str] = {}
         self.parts = Parts(supervisor)
 
@@ -332,6 +333,8 @@ class Launcher:
 
     def _started(self, role: str, actor: Any, process: dict[str, Any]) -> None:
         self.parts.processes[role] = process
+        if self._others and actor not in self.parts.trainers and process["node"] == ray.util.get_node_ip_address():
+            keep_on(process["pid"], self._others)
         self.parts.supervisor.watch(role, actor.alive.remote())
 
     async def _wait(self, call: Any, role: str) -> Any:

@@ -1,9 +1,11 @@
-"""Which cores the compute threads of engines and trainers run on. Everything else floats."""
+"""Which cores the compute threads of engines and trainers run on, and where the other parts are kept: off the engines'."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..config import Config, derive
 
@@ -37,6 +39,26 @@ def place(config: Config, recipe: str, available: list[int] | None = None) -> Co
         _deal(engine_cores, num_engines, config.cluster.cpus_per_generator),
         _deal(trainer_cores, num_trainers, config.cluster.cpus_per_trainer),
     )
+
+
+def beside_engines(cores: Cores, available: list[int] | None = None) -> list[int]:
+    """Cores for parts that answer engines and trainers; [] where nothing is pinned or engines have them all.
+
+    An engine's passes are short and follow one another: whatever takes its core in between delays every sequence in it.
+    Where trainers leave a core, parts have it; else they share with trainers.
+    """
+    if not any(cores.engines):
+        return []
+    own = set(os.sched_getaffinity(0) if available is None else available)
+    left = own.difference(*cores.engines)
+    return sorted(left.difference(*cores.trainers) or left)
+
+
+def keep_on(pid: int, cores: list[int]) -> None:
+    """Let all threads of a process of this machine run on these cores only, and those that they start."""
+    for thread in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.sched_setaffinity(int(thread.name), cores)
 
 
 def _deal(cores: list[int], num_processes: int, per_process: int) -> list[list[int]]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from leeway.config import Config
-from leeway.runtime.placement import Cores, place
+from leeway.runtime.placement import Cores, beside_engines, keep_on, place
 
 
 def config_of(*, generators=1, ranks=1, **cluster: Any) -> Config:
@@ -58,6 +62,35 @@ def test_one_core_or_no_pinning_leaves_everything_to_float():
     assert cores_of(1) == Cores([[]], [[]])
     assert cores_of(8, generators=2, ranks=3, pin_cores=False) == Cores([[]] * 2, [[]] * 3)
     assert cores_of(8, device="cuda") == Cores([[]], [[]])
+
+
+@pytest.mark.parametrize(
+    ("available", "settings", "others"),
+    [
+        (2, {}, [1]),  # with the trainer
+        (4, {}, [1, 2]),
+        (4, {"cpus_per_generator": 3}, [3]),
+        (1, {}, []),
+        (4, {"pin_cores": False}, []),
+        (2, {"engine_cores": [0, 1]}, []),
+    ],
+)
+def test_other_parts_are_kept_off_the_engines_cores(available, settings, others):
+    assert beside_engines(cores_of(available, **settings), list(range(available))) == others
+    assert beside_engines(cores_of(4, "sft"), [0, 1, 2, 3]) == []
+
+
+def test_a_process_is_kept_on_cores_with_all_its_threads():
+    core = sorted(os.sched_getaffinity(0))[0]
+    program = "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); print(flush=True)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        keep_on(process.pid, [core])
+        threads = [int(path.name) for path in Path(f"/proc/{process.pid}/task").iterdir()]
+        assert len(threads) == 2
+        assert all(os.sched_getaffinity(thread) == {core} for thread in threads)
+        process.kill()
 
 
 def test_a_recipe_with_one_role_gives_it_what_there_is():
