@@ -28,7 +28,7 @@ from ..trainer.critic import CriticSettings
 from ..trainer.optimizer import OptimizerSettings
 from ..trainer.trainer import TrainerSettings
 from ..weights import CanaryPrompts
-from .placement import beside_engines, keep_on, place, Cores
+from .placement import Cores, beside_engines, keep_on, place
 from .supervisor import Supervisor, awaited, together
 
 

@@ -1,4 +1,4 @@
-"""Which cores the compute threads of engines and trainers run on, and where the other parts are kept: off the engines'."""
+"""Which cores the compute threads of engines and trainers run on; other parts are kept off those of engines."""
 
 from __future__ import annotations
 

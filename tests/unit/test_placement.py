@@ -72,7 +72,7 @@ def test_one_core_or_no_pinning_leaves_everything_to_float():
         (4, {"cpus_per_generator": 3}, [3]),
         (1, {}, []),
         (4, {"pin_cores": False}, []),
-        (2, {"engine_cores": [0, 1]}, []),
+        (2, {"engine_cores": [0, 1], "cpus_per_generator": 2}, []),
     ],
 )
 def test_other_parts_are_kept_off_the_engines_cores(available, settings, others):
