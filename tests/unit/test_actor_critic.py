@@ -299,6 +299,7 @@ def test_measuring_leaves_no_trace_and_measures_both(make):
     assert got[0]["train/lr"] == 0.0
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_the_same_critic(make, tmp_path):
     through = make(max_policy_lag=9)
     for seed in range(4):

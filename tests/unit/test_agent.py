@@ -233,6 +233,7 @@ class WithOpenAI(AgentEnvironment):
         return float(text == task.answer), {"exact_match": text == task.answer}
 
 
+@pytest.mark.slow
 def test_the_official_client():
     pytest.importorskip("openai")
     policy = FakePolicy('I add. <tool_call>{"name": "add", "arguments": {"a": 12}}</tool_call>', "46")

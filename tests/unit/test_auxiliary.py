@@ -94,6 +94,7 @@ def test_a_server_that_recovers_is_asked_again_and_one_that_refuses_is_not():
     assert len(refusing.requests) == 1
 
 
+@pytest.mark.slow
 def test_deadlines_times_tries_is_the_longest_wait():
     server = Server(slow_s=30)
     started = time.monotonic()

@@ -150,6 +150,7 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: p.detach().full_tensor().clone() for name, p in trainer._model.named_parameters()}  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_ten_steps_and_ten_more_are_twenty_steps(make, tmp_path):
     through = make()
     rates = train(through, range(20))

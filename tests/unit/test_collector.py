@@ -264,6 +264,7 @@ def test_no_more_is_asked_for_than_there_is_room():
     assert min(rig.slots.limits) >= 1
 
 
+@pytest.mark.slow
 def test_a_group_says_how_long_it_was_outside_the_engine(monkeypatch):
     sample = FakeEngine.generate
 

@@ -131,6 +131,7 @@ def test_advice_after_a_run_is_one_line_and_none_after_a_short_one(run: Path) ->
     assert advice_after(config, stage) is None
 
 
+@pytest.mark.slow
 def test_what_groups_spend_in_the_environment_is_planned_with(run: Path) -> None:
     """One group of sixteen is slow: every step of lockstep waits for such a one, and a larger bound hides it."""
     stage = run / "stages/async_rl"

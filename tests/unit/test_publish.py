@@ -76,6 +76,7 @@ def trainer_with(model_path):  # noqa: F811
     close()
 
 
+@pytest.mark.slow
 def test_no_bucket_is_gathered_before_the_last_but_one_has_left(trainer_with, monkeypatch):
     store = Store(seconds=0.01)
     trainer = trainer_with(store)
@@ -97,6 +98,7 @@ def test_no_bucket_is_gathered_before_the_last_but_one_has_left(trainer_with, mo
     assert threading.get_ident() not in store.threads
 
 
+@pytest.mark.slow
 def test_what_was_published_is_held_by_whoever_asked_for_it_alone(trainer_with):
     store = Store()
     trainer = trainer_with(store)

@@ -83,6 +83,7 @@ def test_another_run_has_its_own_reference_and_coefficient(make, model_path: Pat
     assert abs(trainer.forward_backward(batch)["train/reference_kl/mean"]) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_keeps_the_coefficient_and_the_first_reference(make, tmp_path: Path) -> None:  # noqa: F811
     objective = objective_of(kl=KLPenalty(coefficient=0.1, estimator="k1", target=0.001))
     batch = batch_of(random_trajectories(1, 6))

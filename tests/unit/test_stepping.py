@@ -141,6 +141,7 @@ def test_offloaded_weights_take_the_same_steps(make):  # noqa: F811
     check_close(two_steps(make, cpu_offload=True), two_steps(make))
 
 
+@pytest.mark.slow
 def test_the_peak_of_memory_is_reported(make):  # noqa: F811
     trainer = make()
     trainer.forward_backward(batch_of(random_trajectories(1, 8)))
