@@ -29,7 +29,8 @@ class ClusterConfig(Section):
     cpus_per_trainer: PositiveInt = Field(default=1, description="cores per trainer rank")
     pin_cores: bool = Field(
         default=True,
-        description="keep engines and trainers on cores of their own, and other parts off the engines' (device cpu)",
+        description="keep engines and trainers on cores of their own, and collectors, buffer and parameter server off "
+        "the engines' (device cpu)",
     )
     engine_cores: list[NonNegativeInt] | None = Field(
         default=None, description="cores of the engines; null: those before the trainers'"

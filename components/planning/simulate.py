@@ -226,13 +226,13 @@ class Simulation:
         """Training takes longer while an engine generates."""
         rate = 1.0 / self._c.train_slowdown if self._num_generating else 1.0
         if self._training and (end := self._work.at_rate(rate, self._now)) is not None:
-            self._at(end, self._trained, self._work.epoch)
+            self._at(end, self._trained, self._work, self._work.epoch)
 
-    def _trained(self, epoch: int) -> None:
-        if not self._training or epoch != self._work.epoch:
+    def _trained(self, work: PacedWork, epoch: int) -> None:
+        if work is not self._work or epoch != work.epoch:  # its pace has changed since, or it has ended
             return
         if self._version >= self._skip:
-            self.record.train_s += self._now - self._work.began_at
+            self.record.train_s += self._now - work.began_at
         self._set_training(False)
         self._after_training()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -263,13 +264,14 @@ class Launcher:
         self.parts.buffer = ReplayBufferRemote.remote(
             self._config, role="replay", log_file=self._logs / "replay.log", start=start
         )
-        self._started("replay", self.parts.buffer, await self._wait(self.parts.buffer.start.remote(), "replay"))
+        process = await self._wait(self.parts.buffer.start.remote(), "replay")
+        self._started("replay", self.parts.buffer, process, cores=self._others)
 
     async def param_server(self) -> None:
         self.parts.param_server = ParameterServerRemote.remote(**self._common("param_server"))
         process = await self._wait(self.parts.param_server.start.remote(), "param_server")
         await self._wait(self.parts.param_server.begin.remote(versions_kept(self._config)), "param_server")
-        self._started("param_server", self.parts.param_server, process)
+        self._started("param_server", self.parts.param_server, process, cores=self._others)
 
     async def collectors(self, *, load_weights: bool = False) -> None:
         """Engines start beside each other.
@@ -294,7 +296,7 @@ class Launcher:
         ]
         processes = await asyncio.gather(*(self._wait(s, n) for s, n in zip(starts, names, strict=True)))
         for name, actor, process in zip(names, self.parts.collectors, processes, strict=True):
-            self._started(name, actor, process)
+            self._started(name, actor, process, cores=self._others)
 
     async def _auxiliaries(self) -> None:
         """Serve the models of `env.models` that have a path, and tell the collectors where."""
@@ -331,10 +333,11 @@ class Launcher:
     def _common(self, role: str) -> dict[str, Any]:
         return {"role": role, "log_file": self._logs / f"{role}.log", "log_level": self._config.log.level}
 
-    def _started(self, role: str, actor: Any, process: dict[str, Any]) -> None:
+    def _started(self, role: str, actor: Any, process: dict[str, Any], *, cores: Sequence[int] = ()) -> None:
+        """`cores`: where the process is kept, on a cluster of this run's own (empty: it says so itself, or floats)."""
         self.parts.processes[role] = process
-        if self._others and actor not in self.parts.trainers and process["node"] == ray.util.get_node_ip_address():
-            keep_on(process["pid"], self._others)
+        if cores and self._config.cluster.address is None:
+            keep_on(process["pid"], cores)
         self.parts.supervisor.watch(role, actor.alive.remote())
 
     async def _wait(self, call: Any, role: str) -> Any:

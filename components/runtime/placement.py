@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def place(config: Config, recipe: str, available: list[int] | None = None) -> Co
 
 
 def beside_engines(cores: Cores, available: list[int] | None = None) -> list[int]:
-    """Cores for parts that answer engines and trainers; [] where nothing is pinned or engines have them all.
+    """Cores for collectors, buffer and parameter server; [] where nothing is pinned or engines have them all.
 
     An engine's passes are short and follow one another: whatever takes its core in between delays every sequence in it.
     Where trainers leave a core, parts have it; else they share with trainers.
@@ -54,7 +55,7 @@ def beside_engines(cores: Cores, available: list[int] | None = None) -> list[int
     return sorted(left.difference(*cores.trainers) or left)
 
 
-def keep_on(pid: int, cores: list[int]) -> None:
+def keep_on(pid: int, cores: Sequence[int]) -> None:
     """Let all threads of a process of this machine run on these cores only, and those that they start."""
     for thread in Path(f"/proc/{pid}/task").glob("*"):
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile

@@ -77,6 +77,13 @@ def test_generation_beside_training_is_slower_by_the_slowdown_for_as_long_as_it_
     assert step_s(job(generate_slowdown=2.0), 0) == pytest.approx(2.4, rel=1e-6)
 
 
+def test_training_beside_generation_is_slower_by_its_slowdown_for_as_long_as_it_is_generated() -> None:
+    # 2.4 s of training, of which 1.6 / 2 are done beside the 1.6 s of generation, and the rest at full pace.
+    slow = {"train_token_s": 2.4 / 1616, "train_slowdown": 2.0}
+    assert step_s(job(**slow), 8) == pytest.approx(1.6 + (2.4 - 1.6 / 2), rel=0.02)
+    assert step_s(job(**slow), 0) == pytest.approx(1.6 + 2.4, rel=1e-6)
+
+
 def test_time_in_the_environment_delays_without_using_the_engine() -> None:
     slow = job(environment_s=Distribution((2.0,)))
     assert step_s(slow, 0) == pytest.approx(1.6 + 2.0 + 0.8, rel=1e-3)
