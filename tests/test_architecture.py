@@ -135,11 +135,6 @@ def test_what_the_tests_compare_with_is_never_imported() -> None:
             )
 
 
-def test_files_stay_small() -> None:
-    for file in SOURCES:
-        assert len(file.read_text(encoding="utf-8").splitlines()) <= 400, f"{file.relative_to(ROOT)} is too long"
-
-
 def loaded_with(file: Path, seen: set[Path]) -> set[str]:
     """Modules of others that importing `file` loads, itself or through ours; not what its functions import."""
     if file in seen:
