@@ -15,12 +15,12 @@ from collections.abc import Iterator, Sequence
 from leeway.config import Config
 from leeway.recipes.context import StageContext, StageResult
 from leeway.recipes.sft import train_offline
-from leeway.tasks.examples import answer_trajectory
+from leeway.tasks.examples import pair_of
 from leeway.tasks.mixed import MixedTaskSet
-from leeway.tasks.preferences import pairs_among, rejected_answer
+from leeway.tasks.preferences import pairs_among
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.taskset import TaskSet, build_taskset
-from leeway.types import Task, TrainBatch, Trajectory, batch_trajectories
+from leeway.types import TrainBatch, Trajectory, batch_trajectories
 
 
 async def run(context: StageContext) -> StageResult:
@@ -38,7 +38,7 @@ def batches_of(
     `skip_steps` batches were trained on before.
     """
     tasks = itertools.islice(taskset.forever(), skip_steps * (config.train.batch_size // 2), None)
-    pairs = (_pair(task, prompter, key=config.task.rejected_key) for task in tasks)
+    pairs = (pair_of(task, prompter, rejected_key=config.task.rejected_key) for task in tasks)
     while True:
         yield _shares(list(itertools.islice(pairs, config.train.batch_size // 2)), config.train.num_ranks)
 
@@ -47,7 +47,7 @@ def held_out_pairs(config: Config, prompter: Prompter) -> list[TrainBatch]:
     """The first `eval.num_tasks` pairs that are not trained on, one share per rank; [] where nothing is held out."""
     taskset = build_taskset(config.task, seed=config.seed, split="eval", eval_config=config.eval)
     key = config.task.rejected_key
-    pairs = [_pair(task, prompter, key=key) for task in pairs_among(taskset.tasks, key=key)]
+    pairs = [pair_of(task, prompter, rejected_key=key) for task in pairs_among(taskset.tasks, key=key)]
     return _shares(pairs, config.train.num_ranks) if pairs else []
 
 
@@ -58,10 +58,3 @@ def _shares(pairs: Sequence[tuple[Trajectory, Trajectory]], num_ranks: int) -> l
         batch_trajectories(share, [0.0] * len(share), num_sequences=2 * len(pairs), num_tokens=num_tokens)
         for share in shares
     ]
-
-
-def _pair(task: Task, prompter: Prompter, *, key: str) -> tuple[Trajectory, Trajectory]:
-    return (
-        answer_trajectory(prompter, task.prompt, str(task.info.get("solution", task.answer))),
-        answer_trajectory(prompter, task.prompt, rejected_answer(task, key=key)),
-    )

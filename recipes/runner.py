@@ -221,10 +221,17 @@ def _check_tasks(stage: Stage) -> None:
     taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
     if stage.recipe not in OFFLINE_RECIPES:
         dry_run(config, taskset.tasks[0])
+    learned_from = taskset.tasks if stage.recipe in OFFLINE_RECIPES else ()
     if stage.recipe in ("async_rl", "frontier") and config.algorithm.expert_path is not None:
         from leeway.tasks.examples import expert_tasks
 
-        expert_tasks(config.algorithm.expert_path, config.task, config.eval, seed=config.seed)
+        learned_from = expert_tasks(config.algorithm.expert_path, config.task, config.eval, seed=config.seed).tasks
+    if learned_from and config.model.path is not None:
+        from leeway.tasks.examples import check_examples
+        from leeway.tasks.prompting import Prompter
+
+        pairs = config.task.rejected_key if stage.recipe == "dpo" else None
+        check_examples(learned_from, Prompter.load(config.model.path), rejected_key=pairs)
     if stage.recipe == "dpo":
         from leeway.tasks.preferences import check_pairs, pairs_among
 

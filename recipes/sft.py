@@ -24,7 +24,7 @@ from leeway.recipes.checkpoints import Checkpoints, resume_point
 from leeway.recipes.context import StageContext, StageResult, say
 from leeway.runtime.launch import Launcher
 from leeway.runtime.supervisor import Supervisor, together
-from leeway.tasks.examples import example_of
+from leeway.tasks.examples import check_examples, example_of
 from leeway.tasks.mixed import MixedTaskSet
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.queue_tasks import QueueTaskSet
@@ -65,6 +65,7 @@ async def train_offline(
     prompter = Prompter.load(config.model.path)
     taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
     assert not isinstance(taskset, QueueTaskSet), "a rule on settings keeps queues to async_rl"
+    check_examples(taskset.tasks, prompter, rejected_key=config.task.rejected_key if recipe == "dpo" else None)
     total_steps = num_steps(config, len(taskset) * (2 if recipe == "dpo" else 1))
     resumed = resume_point(context.dir / "checkpoints", config)
     launcher = Launcher(config, recipe, run_dir=context.dir, supervisor=Supervisor())

@@ -3,30 +3,69 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from ..types import NO_VERSION, Message, Task, Trajectory
+from ..types import NO_VERSION, Task, Trajectory
 from .conversations import encode_conversation
+from .preferences import rejected_answer
 from .prompting import Prompter
 from .taskset import TaskSet, build_taskset
 
 
 def example_of(task: Task, prompter: Prompter) -> Trajectory:
-    """What supervised training learns from a task: its whole conversation where it has one, else its answer."""
-    if "messages" in task.info:
-        prompt = [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else task.prompt
-        messages = task.info["messages"]
-        first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-        encoded = encode_conversation(prompter, [*prompt, *messages[first:]], num_prompt=len(prompt))
-        return _trajectory(*encoded, text=task.answer)
-    # The whole worked answer where the file has one; `task.answer` may be only what follows a mark.
-    return answer_trajectory(prompter, task.prompt, str(task.info.get("solution", task.answer)))
+    """What supervised training learns from a task: its whole conversation where it has one, else its answer.
+
+    Raises ValueError naming the task where its answer cannot be told apart from what the chat template writes.
+    """
+    with _naming(task):
+        if "messages" in task.info:
+            prompt = [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else task.prompt
+            messages = task.info["messages"]
+            first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
+            encoded = encode_conversation(prompter, [*prompt, *messages[first:]], num_prompt=len(prompt))
+            return _trajectory(*encoded, text=task.answer)
+        return _answered(task, prompter, whole_answer(task))
 
 
-def answer_trajectory(prompter: Prompter, prompt: str | list[Message], answer: str) -> Trajectory:
-    """A prompt and an answer to it; a stop token ends the response."""
-    prompt_tokens, response = prompter.encode_example(prompt, answer)
+def pair_of(task: Task, prompter: Prompter, *, rejected_key: str) -> tuple[Trajectory, Trajectory]:
+    """(chosen, rejected) of a preference pair. Raises ValueError as `example_of` does."""
+    with _naming(task):
+        rejected = rejected_answer(task, key=rejected_key)
+        return _answered(task, prompter, whole_answer(task)), _answered(task, prompter, rejected)
+
+
+def whole_answer(task: Task) -> str:
+    """The worked answer where the file has one; `task.answer` may be only what follows a mark."""
+    return str(task.info.get("solution", task.answer))
+
+
+def check_examples(tasks: Sequence[Task], prompter: Prompter, *, rejected_key: str | None = None) -> None:
+    """Raise ValueError naming the first task that cannot be trained on; `rejected_key`: the tasks are pairs.
+
+    Every answer is searched for stop tokens; one example is encoded, which shows what the chat template does.
+    """
+    for task in tasks:
+        with _naming(task):
+            messages = task.info.get("messages", ())
+            answers = [m["content"] for m in messages if m["role"] == "assistant"] or [whole_answer(task)]
+            for answer in [*answers, *([rejected_answer(task, key=rejected_key)] if rejected_key else [])]:
+                prompter.check_answer(answer)
+    for task in tasks[:1]:
+        example_of(task, prompter) if rejected_key is None else pair_of(task, prompter, rejected_key=rejected_key)
+
+
+@contextmanager
+def _naming(task: Task) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise error if task.task_id in str(error) else ValueError(f"task {task.task_id}: {error}") from None
+
+
+def _answered(task: Task, prompter: Prompter, answer: str) -> Trajectory:
+    prompt_tokens, response = prompter.encode_example(task.prompt, answer)
     return _trajectory(prompt_tokens, response, [True] * len(response), text=answer)
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..types import Message
 
 _PROBE = "leeway probe answer"
+"""Stands for an answer: rendered in its place, it shows what the template writes around one."""
 
 ASSISTANT_STANDS = "(the policy's turn)"
 """Stands for what the policy sampled where a template renders a conversation; the sampled tokens are kept aside."""
@@ -35,6 +36,7 @@ class Prompter:
                 "tokenizer: got no EOS token and no end of turn, expected one of them; responses could never stop"
             )
         self.stop_token_ids: list[int] = sorted(stops)
+        self._stop_texts = [text for text in map(tokenizer.decode, self.stop_token_ids) if text]
 
     @classmethod
     def load(cls, model_path: str | Path) -> Prompter:
@@ -83,7 +85,7 @@ class Prompter:
         if not full.startswith(before):
             same = next((i for i, (a, b) in enumerate(zip(before, full, strict=False)) if a != b), len(full))
             raise ValueError(
-                "chat template: it rewrites earlier turns when others follow: "
+                f"{self._template}: it rewrites earlier turns when others follow: "
                 f"{before[max(0, same - 20) : same + 40]!r} became {full[max(0, same - 20) : same + 40]!r}; "
                 "expected a template that only appends; use one, or answer with token ids"
             )
@@ -96,28 +98,31 @@ class Prompter:
     def encode_example(self, prompt: str | Sequence[Message], answer: str) -> tuple[list[int], list[int]]:
         """(prompt tokens [T], response tokens [R]) of a supervised example; the response ends with the stop token.
 
-        The prompt's tokens are exactly `encode(prompt)`. Raises ValueError when the chat template rewrites the prompt
-        once an answer follows it: then no response can be told apart from its prompt.
+        The prompt's tokens are exactly `encode(prompt)`, the response is what the policy would have to sample behind
+        them: what the template writes before an answer (an empty thought, a channel), the answer, the stop token.
+        Raises ValueError when the template rewrites the prompt once an answer follows it, when it writes something
+        other than the answer, or when a stop token stands in the answer itself.
         """
+        self.check_answer(answer)
         prompt_tokens = self.encode(prompt)
         if not self.has_template:
-            return prompt_tokens, [*self._tokens(answer), self._turn_end]
-        messages = _as_messages(prompt)
-        before = self._render(messages)
-        full = self._render([*messages, {"role": "assistant", "content": answer}], prompt_only=False)
-        if not full.startswith(before):
+            tokens = self._behind(self.encode_text, _as_text(prompt), prompt_tokens, answer)
+        else:
+            messages = _as_messages(prompt)
+            before = self._render(messages)
+            tokens = self._behind(self._tokens, before, prompt_tokens, self._response(messages, before, answer))
+        return prompt_tokens, [*tokens, self._turn_end]
+
+    def check_answer(self, answer: str) -> None:
+        """Raise ValueError where a stop token is written in the answer: the policy would never get past it."""
+        if not any(stop in answer for stop in self._stop_texts):  # far cheaper than encoding it
+            return
+        inside = next((token for token in self._tokens(answer) if token in self.stop_token_ids), None)
+        if inside is not None:
             raise ValueError(
-                f"chat template: the prompt ends with {before[-40:]!r}, but with an answer the same conversation reads "
-                f"{full[:80]!r}...; expected the first to begin the second; use a template that keeps earlier turns"
+                f"answer {_short(answer)}: got the stop token {self.tokenizer.decode([inside])!r} in it, expected text "
+                "without it: the policy stops there, and at the end of a turn Leeway writes it; take it out"
             )
-        rest = full[len(before) :]
-        content = answer if answer in rest else answer.strip()  # many templates trim what they are given
-        start = rest.find(content)
-        if start < 0:
-            raise ValueError(
-                f"chat template: the answer {answer[:40]!r} is not in what the template wrote, {rest[:80]!r}"
-            )
-        return prompt_tokens, [*self._tokens(rest[: start + len(content)]), self._turn_end]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of response tokens, without special and stop tokens."""
@@ -129,6 +134,51 @@ class Prompter:
 
     def _render(self, messages: list[Message], *, prompt_only: bool = True) -> str:
         return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt_only)
+
+    def _response(self, messages: list[Message], before: str, answer: str) -> str:
+        """What the template writes between the prompt, which it renders as `before`, and the end of the answer's turn.
+
+        Nobody searches for the answer: a template may write its text in other places too. What the template writes
+        after an answer is seen with a stand-in, and taken off the end; what is left must be the answer.
+        """
+        with_answer, with_probe = (
+            self._render([*messages, {"role": "assistant", "content": content}], prompt_only=False)
+            for content in (answer, _PROBE)
+        )
+        for full in (with_answer, with_probe):
+            if not full.startswith(before):
+                raise ValueError(
+                    f"{self._template}: the prompt ends with {before[-40:]!r}, but with an answer the same "
+                    f"conversation reads {full[:80]!r}...; expected the first to begin the second; use a template that "
+                    "keeps earlier turns"
+                )
+        written = with_answer[len(before) :]
+        lead, found, after = with_probe[len(before) :].rpartition(_PROBE)
+        end = len(written) - len(after)
+        response = written[:end]
+        # Apart from white space: templates trim. Some write the thought of an answer, where it has one, as their own.
+        if not found or written[end:] != after or _squeezed(response) not in map(_squeezed, (lead + answer, answer)):
+            raise ValueError(
+                f"{self._template}: for the answer {_short(answer)} it writes {_short(written)}, and for any other "
+                f"{_short(lead)}, the answer, {_short(after)}; expected the whole answer in the same place; use a "
+                "template that writes answers as they are"
+            )
+        return response
+
+    def _behind(self, encode: Callable[[str], list[int]], before: str, tokens: list[int], text: str) -> list[int]:
+        """The tokens of `text` where it follows `before`, which `encode` makes `tokens` of.
+
+        Encoded behind it: at the start of a text, some tokenizers add a space. Where the two would share a token,
+        `text` is encoded by itself, since the policy goes on from the prompt's own tokens.
+        """
+        both = encode(before + text)
+        return both[len(tokens) :] if both[: len(tokens)] == tokens else self._tokens(text)
+
+    @property
+    def _template(self) -> str:
+        """Names the template in messages."""
+        name = getattr(self.tokenizer, "name_or_path", "")
+        return f"chat template of {name}" if name else "chat template"
 
     def _tokens(self, text: str, *, special: bool = False) -> list[int]:
         # Not `special`: the template has written BOS and the rest already; the tokenizer's own would double them.
@@ -160,6 +210,14 @@ def _direct(tokenizer: Any) -> Any:
     own = ("__call__", "_encode_plus", "decode", "_decode")
     as_it_is = isinstance(tokenizer, Fast) and all(getattr(kind, name) is getattr(Fast, name) for name in own)
     return tokenizer.backend_tokenizer if as_it_is and not tokenizer.split_special_tokens else None
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:40]}...{text[-17:]}")
 
 
 def _as_messages(prompt: str | Sequence[Message]) -> list[Message]:
