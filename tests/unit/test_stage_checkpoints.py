@@ -22,8 +22,8 @@ from leeway.recipes.checkpoints import (
     saved_position,
     saved_steps,
 )
+from leeway.recipes.checks import check_resume
 from leeway.recipes.context import StageContext, StageResult, finished_stage, mark_finished
-from leeway.recipes.runner import _check_resume
 from leeway.runtime.supervisor import Supervisor
 from leeway.tasks.taskset import TaskSet
 from leeway.trainer.checkpoint import CheckpointError
@@ -301,9 +301,9 @@ def test_other_settings_and_other_tasks_are_refused_before_anything_starts(tmp_p
     checkpoints._directory = tmp_path / "checkpoints"
     run(checkpoints, rank, 1)
     with pytest.raises(ValueError, match=r"checkpoint.resume: got auto, but .* seed was 0, is 7"):
-        _check_resume(stage("seed=7"))
+        check_resume(stage("seed=7"))
     with pytest.raises(ValueError, match=r"checkpoint.resume: got auto, but .* other tasks: train had fingerprint"):
-        _check_resume(stage())
+        check_resume(stage())
     check_same_tasks(tmp_path / "checkpoints/step-000001", tasks)
 
 

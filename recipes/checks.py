@@ -1,0 +1,151 @@
+"""Everything that is checked before anything starts. `run` and `validate` both call `examine`, so they cannot disagree.
+
+settings (checked when they were read) -> this machine, files, packages -> data, models, the user's own code
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from leeway.config import Hardware, Stage, check_run, this_machine
+from leeway.config.check import earlier_run
+from leeway.config.names import OFFLINE_RECIPES, user_names
+from leeway.recipes.plugins import check_plugins, dry_run
+from leeway.recipes.saved_models import saved_models
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """One line for each thing found, in the order in which a user would repair it.
+
+    `wrong`: settings, data or code that no machine could run. `missing`: what this machine lacks, or what is in the
+    way on it.
+    """
+
+    wrong: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.wrong or self.missing)
+
+
+def examine(
+    stages: Sequence[Stage], run_dir: Path, hardware: Hardware | None = None, *, quick: bool = False
+) -> Findings:
+    """What keeps `stages` from running here with the run's files in `run_dir`; nothing is written.
+
+    Data, models and the user's own code are looked at once everything that takes no time is in order; `quick`: never.
+    """
+    hardware = this_machine() if hardware is None else hardware
+    missing = [str(problem) for stage in stages for problem in check_run(stage.config, stage.recipe, hardware)]
+    missing += [str(problem) for problem in (earlier_run(stages[0].config, run_dir),) if problem is not None]
+    missing += [problem for problem in (_folder_problem(run_dir),) if problem]
+    wrong: list[str] = []
+    if not missing and not quick:
+        try:
+            _check_hand_on(stages)
+            seen: set[str] = set()
+            for stage in stages:
+                check_plugins(stage.config)
+                _check_pieces(stage)
+                _check_tasks(stage, seen)
+                check_resume(stage)
+        except (ValueError, OSError) as error:
+            wrong.append(" ".join(str(error).split()))
+    return Findings(wrong=tuple(wrong), missing=tuple(dict.fromkeys(missing)))
+
+
+def _folder_problem(run_dir: Path) -> str:
+    """Why `run_dir` cannot be made or written to; "" where it can."""
+    place = run_dir.absolute()
+    expected = "expected a folder that can be made and written to; set output_dir=..."
+    try:
+        existing = next(folder for folder in (place, *place.parents) if folder.exists())
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        return f"output_dir: got {str(place)[:200]} ({error.strerror}), {expected}"
+    if not existing.is_dir():
+        return f"output_dir: got {place} ({existing} is a file), {expected}"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"output_dir: got {place} ({existing} cannot be written to), {expected}"
+    return ""
+
+
+def _check_pieces(stage: Stage) -> None:
+    """Try advantage and policy loss on an example where there is more to them than a built-in name."""
+    a = stage.config.algorithm
+    own = user_names([a.advantage, a.policy_loss]) or a.advantage_options or a.policy_loss_options
+    if stage.recipe in ("async_rl", "frontier") and own:
+        from leeway.algorithms.pieces import check_pieces  # loads torch
+
+        check_pieces(a)
+
+
+def _check_tasks(stage: Stage, seen: set[str]) -> None:
+    """Read the tasks: a wrong dataset, option or line is the user's to repair. `seen`: what other stages have read."""
+    from leeway.tasks.evalsets import build_evalsets
+    from leeway.tasks.taskset import build_taskset
+
+    config = stage.config
+    of_offline = stage.recipe in OFFLINE_RECIPES and stage.recipe != "dpo"
+    source = f"{config.task!r} {config.eval!r} {config.seed}"
+    if of_offline and source in seen:
+        return
+    evaluated = [] if stage.recipe in OFFLINE_RECIPES else build_evalsets(config)
+    if stage.recipe == "evaluate":
+        if config.eval.checkpoints is not None:
+            saved_models(config.eval.checkpoints)
+        if not evaluated:
+            raise ValueError("eval: nothing is held out, expected tasks to evaluate on; set eval.tasksets or eval.path")
+        dry_run(config, evaluated[0].tasks[0])
+        return
+    taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
+    seen.add(source)
+    if stage.recipe not in OFFLINE_RECIPES:
+        dry_run(config, taskset.tasks[0])
+    learned_from = taskset.tasks if stage.recipe in OFFLINE_RECIPES else ()
+    if stage.recipe in ("async_rl", "frontier") and config.algorithm.expert_path is not None:
+        from leeway.tasks.examples import expert_tasks
+
+        learned_from = expert_tasks(config.algorithm.expert_path, config.task, config.eval, seed=config.seed).tasks
+    if learned_from and config.model.path is not None:
+        from leeway.tasks.examples import check_examples
+        from leeway.tasks.prompting import Prompter
+
+        pairs = config.task.rejected_key if stage.recipe == "dpo" else None
+        check_examples(learned_from, Prompter.load(config.model.path), rejected_key=pairs)
+    if stage.recipe == "dpo":
+        from leeway.tasks.preferences import check_pairs, pairs_among
+
+        held_out = build_taskset(config.task, seed=config.seed, split="eval", eval_config=config.eval)
+        check_pairs(taskset.tasks, key=config.task.rejected_key)
+        check_pairs(pairs_among(held_out.tasks, key=config.task.rejected_key), key=config.task.rejected_key)
+
+
+def check_resume(stage: Stage) -> None:
+    """Raise ValueError for a checkpoint that cannot be gone on from, or that was learned under other settings."""
+    config = stage.config
+    if config.checkpoint.resume == "never" or stage.recipe == "evaluate":
+        return
+    from leeway.recipes.checkpoints import check_same_tasks, resume_point  # loads torch
+    from leeway.tasks.taskset import build_taskset
+    from leeway.trainer.checkpoint import CheckpointError
+
+    try:
+        folder = resume_point(stage.dir / "checkpoints", config)
+        if folder is not None:
+            taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
+            check_same_tasks(folder, taskset)
+    except CheckpointError as error:
+        raise ValueError(f"checkpoint.resume: got {config.checkpoint.resume}, but {error}") from None
+
+
+def _check_hand_on(stages: Sequence[Stage]) -> None:
+    for stage in stages[:-1]:
+        if stage.recipe != "evaluate" and stage.config.checkpoint.save_hf == "never":
+            raise ValueError(
+                f"stages.{stage.name}.checkpoint.save_hf: got never, expected last or always: "
+                "the next stage starts from its weights"
+            )
