@@ -38,7 +38,7 @@ A config is one YAML file that says only what differs from the defaults below. `
 - **Derived numbers** (the window, the most groups outstanding, processes, GPUs): `leeway validate NAME|FILE` prints
   them, and what this machine lacks.
 
-A setting that takes one value only holds the place of choices to come.
+Some settings have only one possible value today; more will follow.
 """
 
 ENGINE = """\

@@ -27,4 +27,4 @@ class AuxiliaryModel(Section):
     temperature: NonNegativeFloat = Field(default=0.0, description="sampling temperature")
     max_tokens: PositiveInt = Field(default=512, description="longest answer")
     max_model_len: PositiveInt = Field(default=4096, description="path: longest prompt and answer together")
-    engine: dict[str, Any] = Field(default_factory=dict, description="path: handed to vLLM's AsyncEngineArgs")
+    engine: dict[str, Any] = Field(default_factory=dict, description="path: passed to vLLM's AsyncEngineArgs")

@@ -8,7 +8,7 @@ from .base import Section
 
 
 class CriticConfig(Section):
-    """A value function of its own weights, for algorithm.advantage=gae. What is not here it shares with `optimizer`."""
+    """A value function with weights of its own, for algorithm.advantage=gae. Other settings come from `optimizer`."""
 
     path: str | None = Field(
         default=None,
@@ -24,9 +24,11 @@ class CriticConfig(Section):
     )
     value_lambda: float = Field(default=1.0, ge=0.0, le=1.0, description="the same for the returns the critic learns")
     value_clip: PositiveFloat | None = Field(
-        default=0.2, description="how far values move from those of the take, in units of reward; null: no limit"
+        default=0.2,
+        description="how far values may move from those computed when the batch was taken, in units of "
+        "reward; null: no limit",
     )
-    whiten: bool = Field(default=True, description="advantages of a take get mean 0 and deviation 1")
+    whiten: bool = Field(default=True, description="whiten the advantages of each batch: mean 0, standard deviation 1")
     warmup_steps: NonNegativeInt = Field(
-        default=0, description="first optimizer steps, in which only the critic learns and the policy stays as it is"
+        default=0, description="optimizer steps at the start that train the critic alone"
     )

@@ -15,40 +15,42 @@ class RolloutConfig(Section):
 
     num_generators: PositiveInt = Field(default=1, description="engines, each a process of its own")
     temperature: PositiveFloat = Field(default=1.0, description="sampling temperature; the trainer divides by the same")
-    max_prompt_tokens: PositiveInt = Field(default=1024, description="longest prompt; see overlong_prompts")
+    max_prompt_tokens: PositiveInt = Field(default=1024, description="longest prompt allowed; see overlong_prompts")
     overlong_prompts: Literal["drop", "truncate", "refuse"] = Field(
         default="drop",
-        description="tasks with longer prompts are left out, or cut at their beginning (both counted), or end the run",
+        description="what happens to tasks with longer prompts: left out, cut at the beginning (both "
+        "are counted), or the run ends",
     )
     max_response_tokens: PositiveInt = Field(default=1024, description="longest response; longer ones are cut")
     max_model_len: PositiveInt = Field(default=2048, description="longest prompt and response together")
     timeout_s: PositiveFloat = Field(default=600.0, description="seconds a group may take before it is tried again")
-    retries: NonNegativeInt = Field(default=2, description="times a group is tried again before it has failed for good")
-    pull_every: PositiveInt = Field(default=1, description="pull weights at most once per so many published versions")
+    retries: NonNegativeInt = Field(default=2, description="how often a group is retried before it fails for good")
+    pull_every: PositiveInt = Field(default=1, description="pull weights at most once every N published versions")
     pull: Literal["newest", "oldest"] = Field(
         default="newest",
         description="which published version a pull takes: the newest, or, to study lag, the oldest that groups "
         "waiting for weights may start under",
     )
-    engine: dict[str, Any] = Field(default_factory=dict, description="handed to vLLM's AsyncEngineArgs")
+    engine: dict[str, Any] = Field(default_factory=dict, description="passed to vLLM's AsyncEngineArgs")
 
 
 class StalenessConfig(Section):
     """How far behind the trainer the policy that generates may be."""
 
     max_policy_lag: NonNegativeInt = Field(
-        default=2, description="hard bound: no token older than so many optimizer steps is ever used; 0 is synchronous"
+        default=2, description="hard bound, in optimizer steps: no older token is ever trained on; 0 is synchronous RL"
     )
     target_policy_lag: NonNegativeInt | None = Field(
-        default=None, description="lag that admission aims at; null: max_policy_lag"
+        default=None, description="the lag that admission aims for; null: max_policy_lag"
     )
     reorder_window: PositiveInt | None = Field(
         default=None,
-        description="times a slow group may be overtaken, plus 1; null: groups_per_step where possible, else 1",
+        description="1 + how often a slow group may be overtaken; null: groups_per_step where possible, else 1",
     )
     in_flight: Literal["recompute", "keep", "off"] = Field(
         default="recompute",
-        description="requests under way at a pull: KV rebuilt (exact), KV kept (fast), or finished first (off)",
+        description="what happens to running requests at a pull: rebuild their KV cache (recompute, "
+        "exact), keep it (keep, faster), or let them finish first (off)",
     )
 
 
@@ -58,25 +60,25 @@ class ReplayConfig(Section):
     store: Literal["memory"] = Field(default="memory", description="where groups wait")
     max_uses: PositiveInt = Field(
         default=1,
-        description="batches that a group is part of, each use within the bound; a batch has groups_per_step / "
+        description="how many batches may use a group, each within the lag bound; a batch has groups_per_step / "
         "max_uses new groups",
     )
-    cooldown: NonNegativeInt = Field(default=0, description="batches between two uses of a group")
+    cooldown: NonNegativeInt = Field(default=0, description="number of batches between two uses of a group")
     sampling: Literal["admission", "priority"] = Field(
         default="admission",
-        description="which groups are taken first, inside the reorder window and of those that may be used again: the "
-        "oldest, or those of the highest priority",
+        description="which groups are trained on first, within the reorder window and among those that may be reused: the "
+        "oldest (admission), or those with the highest priority",
     )
     priority: str = Field(
         default="spread",
-        description=f"sampling=priority: what a group is worth: {', '.join(PRIORITIES)}, or pkg.mod:function",
+        description=f"sampling=priority: how groups are ranked: {', '.join(PRIORITIES)}, or pkg.mod:function",
     )
     priority_decay: NonNegativeFloat = Field(
-        default=0.1, description="taken off a group's priority for each time that it was used"
+        default=0.1, description="subtracted from a group's priority each time it is used"
     )
     operators: list[str | dict[str, dict[str, Any]]] = Field(
         default_factory=list,
-        description="what is done to finished groups, in order: names, or {name: {option: value}}",
+        description="operators applied to finished groups, in order: names, or {name: {option: value}}",
     )
 
 
@@ -87,20 +89,24 @@ class ParamServerConfig(Section):
     transport: Literal["object_store"] = Field(default="object_store", description="how the bytes travel")
     bucket_mb: PositiveInt = Field(
         default=256,
-        description="most MB of weights that leave the trainer in one piece (a larger tensor is a piece of its own); "
-        "publishing takes the memory of two",
+        description="size in MB of the buckets in which weights leave the trainer (a larger tensor has a bucket of its own); "
+        "publishing needs memory for two",
     )
-    canary_prompts: PositiveInt = Field(default=4, description="prompts that prove the served weights after each pull")
+    canary_prompts: PositiveInt = Field(
+        default=4, description="number of prompts that check the served weights after each pull"
+    )
     canary_tokens: PositiveInt = Field(
-        default=160, description="tokens of the contexts that prove the prefix cache; more than one block of it"
+        default=160,
+        description="tokens in each context that checks the prefix cache; must be more than one cache block",
     )
     read_back: bool = Field(
-        default=True, description="after each load, compare every weight the engine holds with what was published"
+        default=True, description="after each load, compare every weight in the engine with what was published"
     )
     quarantine_pulls: NonNegativeInt = Field(
         default=2,
-        description="pulls with which an engine that failed a check may prove itself again",
+        description="how many more pulls an engine gets to recover after it failed a check",
     )
     served_tolerance: PositiveFloat | None = Field(
-        default=None, description="largest logprob gap of engine and trainer; null: 1e-4 in float32, 0.1 in bfloat16"
+        default=None,
+        description="largest allowed logprob gap between engine and trainer; null: 1e-4 in float32, 0.1 in bfloat16",
     )

@@ -12,9 +12,11 @@ from .base import Section
 class ModelInit(Section):
     """Build a fresh small model, and a tokenizer from the task's own text, instead of loading one."""
 
-    architecture: str = Field(default="qwen2", description="model type, as transformers' AutoConfig.for_model names it")
+    architecture: str = Field(
+        default="qwen2", description="model type, by the name that transformers' AutoConfig.for_model knows"
+    )
     options: dict[str, Any] = Field(
-        default_factory=dict, description="handed to the architecture's config, e.g. hidden_size"
+        default_factory=dict, description="passed to the architecture's config, e.g. hidden_size"
     )
     init_std: PositiveFloat = Field(default=0.05, description="standard deviation of the random initial weights")
 
@@ -47,10 +49,14 @@ class TaskConfig(Section):
     )
     size: PositiveInt = Field(default=20000, description="reasoning_gym, python: number of problems to draw")
     mix: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="mix: tasksets by name, each with weight (1) and what it sets differently"
+        default_factory=dict,
+        description="mix: tasksets by name, each with a weight (default 1) and the settings that differ",
     )
     holdout_frac: float = Field(
-        default=0.0, ge=0.0, lt=1.0, description="share of the questions, by a hash, kept for evaluation in every stage"
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="share of the questions held out for evaluation in every stage, chosen by a hash of the question",
     )
     prompt_key: str = Field(default="question", description="key of the prompt (text, or a list of messages)")
     answer_key: str = Field(default="answer", description="key of the reference answer")
@@ -61,20 +67,23 @@ class TaskConfig(Section):
     tools_key: str | None = Field(
         default=None, description="key of the tools (names or schemas) that a row may use, for env.name=tool_use"
     )
-    rejected_key: str = Field(default="rejected", description="recipe dpo: key of the answer not preferred")
-    answer_after: str | None = Field(default=None, description='keep what follows the last of this mark, e.g. "####"')
+    rejected_key: str = Field(default="rejected", description="recipe dpo: key of the rejected answer")
+    answer_after: str | None = Field(
+        default=None, description='keep only the text after the last occurrence of this mark, e.g. "" "####"'
+    )
     role_key: str = Field(default="role", description="key of a message's role")
     content_key: str = Field(default="content", description="key of a message's text")
     roles: dict[str, str] = Field(
-        default_factory=dict, description="roles by other names, e.g. {human: user, gpt: assistant}"
+        default_factory=dict, description="other names for roles, e.g. {human: user, gpt: assistant}"
     )
     system_prompt: str | None = Field(default=None, description="system message put before every prompt")
     prompt_template: str | None = Field(default=None, description='text around each prompt; holds "{prompt}"')
     order: Literal["shuffle", "sequential", "easy_to_hard", "adaptive"] = Field(
-        default="shuffle", description="of an epoch: seeded random, as they come, by difficulty_key, or by pass rate"
+        default="shuffle",
+        description="order within an epoch: seeded random, as they come, by difficulty_key, or by pass rate",
     )
     difficulty_key: str | None = Field(default=None, description="easy_to_hard: key of a number in every row")
-    limit: PositiveInt | None = Field(default=None, description="use only the first so many tasks")
+    limit: PositiveInt | None = Field(default=None, description="use only the first N tasks")
 
 
 class EvalSampling(Section):
@@ -86,17 +95,19 @@ class EvalSampling(Section):
         default=None, description="pass@k and best@k for these k, at most samples; null: 1, 2, 4, ... up to samples"
     )
     temperature: NonNegativeFloat = Field(default=0.0, description="sampling temperature; 0 is greedy")
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="sample from the likeliest tokens of so much mass")
+    top_p: float = Field(
+        default=1.0, gt=0.0, le=1.0, description="sample from the likeliest tokens that hold this much probability"
+    )
     max_tokens: PositiveInt | None = Field(
         default=None, description="longest response; null: rollout.max_response_tokens"
     )
     solved: float = Field(
-        default=1.0, description="reward from which an answer counts as right, where it says no exact_match"
+        default=1.0, description="an answer without an exact_match of its own counts as right from this reward on"
     )
 
 
 class EvalConfig(EvalSampling):
-    """How the policy is measured on held-out tasks, before, during and after training."""
+    """How the policy is evaluated on held-out tasks: before, during and after training."""
 
     at_start: bool = Field(default=True, description="evaluate before the first step")
     at_end: bool = Field(default=True, description="evaluate after the last step")
@@ -104,10 +115,12 @@ class EvalConfig(EvalSampling):
     path: str | None = Field(default=None, description="jsonl file of held-out tasks, instead of task.holdout_frac")
     tasksets: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
-        description="more tasksets to measure on, by name: settings of task and of eval that differ; never trained on",
+        description="more tasksets to evaluate, by name, each with the task and eval settings that "
+        "differ; never trained on",
     )
     checkpoints: str | None = Field(
-        default=None, description="recipe evaluate: a run's folder; all its saved weights are measured, in order"
+        default=None,
+        description="recipe evaluate: the folder of a run; all of its saved weights are evaluated, in order",
     )
 
 
@@ -121,10 +134,10 @@ class EnvConfig(Section):
         default_factory=dict, description="several rewards with their weights, instead of env.reward"
     )
     reward_options: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="by reward: keyword arguments of its function"
+        default_factory=dict, description="keyword arguments for each reward's function, by reward"
     )
     by_taskset: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="by taskset of task.mix: what its environment sets differently"
+        default_factory=dict, description="environment settings that differ, by taskset of task.mix"
     )
     models: dict[str, dict[str, Any]] = Field(
         default_factory=dict,

@@ -18,9 +18,9 @@ CorrectionName = Literal["none", "decoupled", "tis", "icepop", "mis", "m2po"]
 
 
 class AlgorithmConfig(Section):
-    """The policy-gradient objective. `name` picks what is not set of all the rest; docs/algorithms.md has the table."""
+    """The policy-gradient objective. `name` is a preset for everything you do not set (docs/algorithms.md has the table)."""
 
-    name: AlgorithmName = Field(default="grpo", description="preset: picks what is not set itself of all the rest")
+    name: AlgorithmName = Field(default="grpo", description="preset: fills in every setting below that you do not set")
     group_size: PositiveInt = Field(default=8, description="completions per task")
     advantage: str = Field(
         default="grpo",
@@ -32,16 +32,21 @@ class AlgorithmConfig(Section):
     advantage_eps: PositiveFloat = Field(default=1e-6, description="added to the standard deviation of rewards")
     greedy_baseline: bool = Field(
         default=False,
-        description="one more completion per group, sampled greedily, not trained on: its reward is taken off theirs",
+        description="sample one more completion per group greedily and subtract its reward from the "
+        "others'; it is not trained on",
     )
     overlong_buffer_frac: float = Field(
         default=0.0,
         ge=0.0,
         le=1.0,
-        description="the last so much of max_response_tokens costs reward, rising to 1 at the limit; 0: nothing does",
+        description="share of max_response_tokens, at its end, that costs reward: a penalty that grows "
+        "to 1 at the limit; 0: no penalty",
     )
     rank_penalty: float = Field(
-        default=0.0, ge=0.0, le=1.0, description="share of its reward that the likeliest completion of a group loses"
+        default=0.0,
+        ge=0.0,
+        le=1.0,
+        description="share of its reward that the likeliest completion of a group loses; the others lose less",
     )
     policy_loss: str = Field(
         default="clip",
@@ -55,7 +60,8 @@ class AlgorithmConfig(Section):
     dual_clip: float | None = Field(
         default=None,
         gt=1.0,
-        description="policy_loss=clip: bad answers cost at most so many advantages; null: no limit",
+        description="policy_loss=clip: the loss of a bad answer is at most this many times its "
+        "advantage; null: no limit",
     )
     aggregation: Literal[
         "seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "fixed_length", "turn_mean_token_mean"
@@ -70,10 +76,10 @@ class AlgorithmConfig(Section):
         "outside a range left out, the others weighted (icepop) or not (mis), or weighted without outliers (m2po)",
     )
     correction_cap: PositiveFloat = Field(default=2.0, description="correction=tis: largest weight")
-    correction_low: NonNegativeFloat = Field(default=0.5, description="correction=icepop, mis: least ratio kept")
+    correction_low: NonNegativeFloat = Field(default=0.5, description="correction=icepop, mis: smallest ratio kept")
     correction_high: PositiveFloat = Field(default=2.0, description="correction=icepop, mis: largest ratio kept")
     correction_level: Literal["token", "sequence"] = Field(
-        default="token", description="whose ratio of proximal to behaviour policy: each token's, or its sequence's"
+        default="token", description="ratio of proximal to behaviour policy: per token, or per sequence"
     )
     correction_second_moment: PositiveFloat = Field(
         default=0.04, description="correction=m2po: largest mean of (log ratio)^2 of the kept tokens"
@@ -85,8 +91,8 @@ class AlgorithmConfig(Section):
     )
     correction_mask_divergence: PositiveFloat | None = Field(
         default=None,
-        description="sequences of negative advantage whose mean log(behaviour / current) is above this are left out; "
-        "null: none are",
+        description="leave out sequences with negative advantage whose mean log(behaviour / current) is above this; "
+        "null: keep all",
     )
     kl_coef: NonNegativeFloat = Field(
         default=0.0, description="weight of the KL from the reference policy; 0: no reference"
@@ -104,7 +110,7 @@ class AlgorithmConfig(Section):
         default=None, description="model of the reference policy, or teacher; null: the weights training starts from"
     )
     kl_target: PositiveFloat | None = Field(
-        default=None, description="mean KL per token that kl_coef is moved towards; null: kl_coef stays"
+        default=None, description="adapt kl_coef towards this mean KL per token; null: kl_coef stays fixed"
     )
     entropy_coef: float = Field(default=0.0, description="weight of the entropy bonus in the loss")
     expert_path: str | None = Field(
@@ -118,15 +124,17 @@ class AlgorithmConfig(Section):
         description="share mu of expert data in the loss: (1 - mu) policy + mu expert",
     )
     expert_weight_end: float | None = Field(
-        default=None, ge=0.0, le=1.0, description="mu after expert_decay_steps; null: it stays"
+        default=None, ge=0.0, le=1.0, description="mu after expert_decay_steps; null: constant"
     )
-    expert_decay_steps: PositiveInt = Field(default=100, description="optimizer steps in which mu gets there, linearly")
+    expert_decay_steps: PositiveInt = Field(default=100, description="optimizer steps over which mu decays, linearly")
     expert_token_weights: bool = Field(
-        default=False, description="weigh each expert token by p (1 - p): neither what is known nor what is absurd"
+        default=False,
+        description="weight each expert token by p (1 - p), which is small for what the policy knows "
+        "already and for what it finds absurd",
     )
     dpo_beta: PositiveFloat = Field(default=0.1, description="recipe dpo: how far the margin may move the policy")
     dpo_label_smoothing: float = Field(
-        default=0.0, ge=0.0, lt=0.5, description="recipe dpo: share of pairs thought to be labelled the wrong way round"
+        default=0.0, ge=0.0, lt=0.5, description="recipe dpo: assumed share of mislabelled pairs"
     )
 
 
@@ -143,14 +151,15 @@ class OptimizerConfig(Section):
         "a tied output head counts as one)",
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="course of the learning rate after warm-up"
+        default="constant", description="learning-rate schedule after warm-up"
     )
     warmup_steps: NonNegativeInt = Field(default=0, description="optimizer steps of linear warm-up")
-    min_lr_frac: float = Field(default=0.0, ge=0.0, le=1.0, description="last learning rate as a share of lr")
-    max_grad_norm: PositiveFloat = Field(default=1.0, description="gradients are scaled down to this norm")
+    min_lr_frac: float = Field(default=0.0, ge=0.0, le=1.0, description="final learning rate as a share of lr")
+    max_grad_norm: PositiveFloat = Field(default=1.0, description="clip gradients to this norm")
     max_skipped_steps: NonNegativeInt = Field(
         default=3,
-        description="steps in a row that change nothing because their gradient is nan or inf; one more ends the run",
+        description="how many steps in a row may be skipped because their gradient is nan or inf; one "
+        "more ends the run",
     )
 
 
@@ -159,13 +168,14 @@ class TrainConfig(Section):
 
     steps: PositiveInt | None = Field(default=None, description="optimizer steps")
     epochs: PositiveFloat | None = Field(default=None, description="passes over the tasks")
-    groups_per_step: PositiveInt = Field(default=64, description="groups (tasks) taken for one batch")
+    groups_per_step: PositiveInt = Field(default=64, description="groups (tasks) per batch")
     updates_per_batch: PositiveInt = Field(default=1, description="optimizer steps per batch; divides groups_per_step")
     batch_size: PositiveInt = Field(
         default=128, description="sequences per optimizer step (recipes sft and dpo; two for each pair)"
     )
     stop_below_loss: PositiveFloat | None = Field(
-        default=None, description="end early once the loss of the last 20 steps is below this (recipes sft and dpo)"
+        default=None,
+        description="stop early once the mean loss of the last 20 steps is below this (recipes sft and dpo)",
     )
     num_ranks: PositiveInt = Field(default=1, description="trainer processes; weights are sharded over them")
     max_tokens_per_microbatch: PositiveInt = Field(
@@ -173,12 +183,12 @@ class TrainConfig(Section):
     )
     audit_every: NonNegativeInt = Field(
         default=0,
-        description="optimizer steps between audits: tokens of older versions scored again under kept publications of "
-        "exactly those; 0: never",
+        description="optimizer steps between audits, which score older tokens again under the exact weights that sampled "
+        "them; 0: never",
     )
     packing: Literal["auto", "padded"] = Field(
         default="auto",
-        description="auto: sequences back to back and a group's prompt computed once, where model.attn is sdpa and the "
+        description="auto: pack sequences back to back and compute a group's prompt once, where model.attn is sdpa and the "
         "model allows it; padded: one row each",
     )
     logprob_chunk_tokens: PositiveInt | None = Field(
@@ -186,11 +196,13 @@ class TrainConfig(Section):
         description="no more logits exist at a time than those of so many tokens, about 8 bytes x this x vocabulary; "
         "null: as many as take 128 MiB (on a GPU, 256 MiB in bfloat16)",
     )
-    skip_zero_advantage: bool = Field(default=True, description="save the work on trajectories that move nothing")
+    skip_zero_advantage: bool = Field(
+        default=True, description="skip trajectories whose advantage is zero, where they have no gradient"
+    )
     gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
     compile: bool = Field(
         default=False,
-        description="decoder layers by torch.compile, at the first two microbatches: up to minutes, then faster",
+        description="compile the decoder layers: the first two microbatches can take minutes, later ones are faster",
     )
     cpu_offload: bool = Field(
         default=False,
@@ -204,26 +216,29 @@ class FrontierConfig(Section):
     max_policy_lags: list[Literal["lockstep"] | NonNegativeInt] = Field(
         default=["lockstep", 2, 4, 8],
         min_length=1,
-        description="bounds to compare; lockstep: the least that train.updates_per_batch and publish_every allow",
+        description="lag bounds to compare; lockstep: the smallest that train.updates_per_batch and "
+        "publish_every allow",
     )
     corrections: list[CorrectionName] = Field(
         default=["none", "decoupled", "tis"], min_length=1, description="values of algorithm.correction to compare"
     )
-    seeds: PositiveInt = Field(default=5, description="runs of each, with seeds from the run's own on")
+    seeds: PositiveInt = Field(default=5, description="runs per setting; seeds count up from the run's own")
     evaluations: PositiveInt = Field(
         default=3, description="held-out evaluations per run, evenly spaced, the last at the end"
     )
     margin: PositiveFloat = Field(
-        default=0.02, description="accuracy that a bound may cost and still count as not inferior to lockstep"
+        default=0.02, description="how much accuracy a bound may lose and still count as not inferior to lockstep"
     )
 
 
 class CheckpointConfig(Section):
-    """What is saved, and when: the whole state to go on from, and the weights for others to load."""
+    """What is saved and when: the full state to resume from, and weights for other programs to load."""
 
     every: NonNegativeInt = Field(default=0, description="optimizer steps between checkpoints; 0: only at the end")
     keep_last: PositiveInt = Field(default=2, description="newest checkpoints kept")
-    keep_every: NonNegativeInt = Field(default=0, description="kept for good: those of every so many steps; 0: none")
+    keep_every: NonNegativeInt = Field(
+        default=0, description="also keep every checkpoint whose step is a multiple of this; 0: none"
+    )
     save_hf: Literal["last", "always", "never"] = Field(
         default="last", description="when weights are saved for transformers"
     )
@@ -233,7 +248,7 @@ class CheckpointConfig(Section):
         "out over the ranks; not hf/, which is written at once); false: no copy, training waits",
     )
     max_writers: NonNegativeInt = Field(
-        default=0, description="most ranks that write at once, where storage that all share is slow; 0: all"
+        default=0, description="how many ranks may write at once, for slow shared storage; 0: all"
     )
     resume: str = Field(
         default="never",

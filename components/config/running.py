@@ -10,7 +10,7 @@ from .base import Section
 
 
 class MonitorConfig(Section):
-    """What a run shows while it runs, beside metrics.jsonl."""
+    """What a run shows while it runs, in addition to metrics.jsonl."""
 
     console: Literal["auto", "live", "plain", "off"] = Field(default="auto", description="progress in the terminal")
     wandb: Literal["off", "offline", "online"] = Field(default="off", description="also log to Weights & Biases")
@@ -33,16 +33,18 @@ class ClusterConfig(Section):
         "the engines' (device cpu)",
     )
     engine_cores: list[NonNegativeInt] | None = Field(
-        default=None, description="cores of the engines; null: those before the trainers'"
+        default=None, description="cores for engines; null: those before the trainers'"
     )
     trainer_cores: list[NonNegativeInt] | None = Field(
-        default=None, description="cores of the trainers; null: the last ones"
+        default=None, description="cores for trainers; null: the last ones"
     )
     kv_cache_gib: PositiveFloat = Field(default=1.0, description="KV cache per engine in GiB (device cpu)")
     object_store_mb: int | None = Field(
         default=None, ge=80, description="Ray object store in MB; null: what Ray takes (a third of memory)"
     )
-    start_timeout_s: PositiveFloat = Field(default=300.0, description="seconds until every process must be up")
+    start_timeout_s: PositiveFloat = Field(
+        default=300.0, description="seconds within which every process must have started"
+    )
     step_timeout_s: PositiveFloat = Field(default=3600.0, description="seconds any one step may take")
 
 
@@ -50,5 +52,5 @@ class LogConfig(Section):
     """The logs under logs/."""
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
-        default="INFO", description="least important lines kept"
+        default="INFO", description="lowest level that is logged"
     )

@@ -22,7 +22,7 @@ class Config(Section):
 
     project: str = Field(default="leeway", min_length=1, pattern=r"^[\w.\-]+$", description="folder of related runs")
     name: str = Field(default="run", min_length=1, pattern=r"^[\w.\-]+$", description="folder of this run")
-    seed: NonNegativeInt = Field(default=0, description="seed of the tasks, the sampling and the initial weights")
+    seed: NonNegativeInt = Field(default=0, description="seed for tasks, sampling and initial weights")
     output_dir: str = Field(default="runs", min_length=1, description="where runs are kept")
     plugins: list[str] = Field(
         default_factory=list, description="folders whose modules may be named in settings; sent to every machine"
@@ -45,7 +45,7 @@ class Config(Section):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="processes and hardware")
     log: LogConfig = Field(default_factory=LogConfig, description="logs")
     stages: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="recipes run in sequence, each with what it sets differently"
+        default_factory=dict, description="recipes to run in sequence, each with the settings that differ"
     )
 
     @model_validator(mode="before")
