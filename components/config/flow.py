@@ -66,7 +66,8 @@ class ReplayConfig(Section):
     cooldown: NonNegativeInt = Field(default=0, description="number of batches between two uses of a group")
     sampling: Literal["admission", "priority"] = Field(
         default="admission",
-        description="which groups are trained on first, within the reorder window and among those that may be reused: the "
+        description="which groups are trained on first, within the reorder window and among those that "
+        "may be reused: the "
         "oldest (admission), or those with the highest priority",
     )
     priority: str = Field(
@@ -89,7 +90,8 @@ class ParamServerConfig(Section):
     transport: Literal["object_store"] = Field(default="object_store", description="how the bytes travel")
     bucket_mb: PositiveInt = Field(
         default=256,
-        description="size in MB of the buckets in which weights leave the trainer (a larger tensor has a bucket of its own); "
+        description="size in MB of the buckets in which weights leave the trainer (a larger tensor has "
+        "a bucket of its own); "
         "publishing needs memory for two",
     )
     canary_prompts: PositiveInt = Field(

@@ -183,12 +183,14 @@ class TrainConfig(Section):
     )
     audit_every: NonNegativeInt = Field(
         default=0,
-        description="optimizer steps between audits, which score older tokens again under the exact weights that sampled "
+        description="optimizer steps between audits, which score older tokens again under the exact "
+        "weights that sampled "
         "them; 0: never",
     )
     packing: Literal["auto", "padded"] = Field(
         default="auto",
-        description="auto: pack sequences back to back and compute a group's prompt once, where model.attn is sdpa and the "
+        description="auto: pack sequences back to back and compute a group's prompt once, where "
+        "model.attn is sdpa and the "
         "model allows it; padded: one row each",
     )
     logprob_chunk_tokens: PositiveInt | None = Field(
