@@ -18,7 +18,7 @@ CorrectionName = Literal["none", "decoupled", "tis", "icepop", "mis", "m2po"]
 
 
 class AlgorithmConfig(Section):
-    """The policy-gradient objective. `name` is a preset for everything you do not set (docs/algorithms.md has the table)."""
+    """The policy-gradient objective. `name` is a preset for everything you do not set: docs/algorithms.md."""
 
     name: AlgorithmName = Field(default="grpo", description="preset: fills in every setting below that you do not set")
     group_size: PositiveInt = Field(default=8, description="completions per task")
