@@ -14,12 +14,14 @@ def overlong_penalty(lengths: torch.Tensor, *, max_tokens: int, buffer_tokens: f
 
 
 def rank_penalty(rewards: torch.Tensor, sequence_logprobs: torch.Tensor, *, strength: float) -> torch.Tensor:
-    """`R (1 - strength (G - rank) / G)`, rank 0 for the likeliest of the group: [G] -> [G].
+    """`R (1 - strength (G - rank) / G)` for R > 0, else `R`, rank 0 for the likeliest of the group: [G] -> [G].
 
-    A right answer that the policy already finds likely earns less than a rare one. `sequence_logprobs` [G] are those
-    of the behaviour policy. Source: unlikeliness reward, arXiv 2506.02355.
+    A right answer that the policy already finds likely earns less than a rare one. The paper's wrong answers earn 0 and
+    stay at it; where they cost something (R < 0), the factor would forgive the likeliest of them most, so they keep
+    what they cost. `sequence_logprobs` [G] are those of the behaviour policy. Source: unlikeliness reward,
+    arXiv 2506.02355.
     """
     count = rewards.numel()
     ranks = torch.empty(count, dtype=rewards.dtype)
     ranks[torch.argsort(sequence_logprobs, descending=True, stable=True)] = torch.arange(count, dtype=rewards.dtype)
-    return rewards * (1 - strength * (count - ranks) / count)
+    return torch.where(rewards > 0, rewards * (1 - strength * (count - ranks) / count), rewards)

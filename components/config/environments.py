@@ -33,7 +33,9 @@ class MultiTurnOptions(TurnsOptions):
         description='what is said to a wrong answer ("{reward}" is replaced), or your function as "pkg.mod:function"',
     )
     solved: float = Field(default=1.0, description="a reward from which the conversation ends")
-    decay: PositiveFloat = Field(default=1.0, le=1.0, description="factor on the reward for each turn after the first")
+    decay: PositiveFloat = Field(
+        default=1.0, le=1.0, description="factor on a reward above 0 for each turn after the first"
+    )
 
 
 class ToolUseOptions(TurnsOptions):

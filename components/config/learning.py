@@ -46,7 +46,7 @@ class AlgorithmConfig(Section):
         default=0.0,
         ge=0.0,
         le=1.0,
-        description="share of its reward that the likeliest completion of a group loses; the others lose less",
+        description="share of a positive reward that the likeliest completion of a group loses; the others lose less",
     )
     policy_loss: str = Field(
         default="clip",

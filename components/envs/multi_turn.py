@@ -41,7 +41,8 @@ class MultiTurn(StepEnvironment):
         if self._turn == 1:
             metrics["env/first_try"] = float(solved)
         if solved or self._turn >= self.max_turns:
-            return None, scored.reward * self.options.decay ** (self._turn - 1), True, metrics
+            late = scored.reward * self.options.decay ** (self._turn - 1)
+            return None, min(scored.reward, late), True, metrics  # being late never makes a bad answer cost less
         if self._feedback is not None:
             return self._feedback(self._task, completion.text), 0.0, False, metrics
         return self.options.feedback.replace("{reward}", f"{scored.reward:g}"), 0.0, False, metrics

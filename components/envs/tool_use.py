@@ -18,6 +18,8 @@ TOOL_TIMEOUT_S = 30.0
 class ToolUse(StepEnvironment):
     """The reward scores the first turn without a call; a conversation that only calls, to the last turn, earns 0.
 
+    Each call that fails costs `call_penalty`, in the turn that makes it.
+
     Metrics: {"exact_match"}, "env/tool_calls", "env/failed_calls", "env/answered".
     """
 
@@ -41,11 +43,13 @@ class ToolUse(StepEnvironment):
         calls = parse_calls(completion.text)
         if not calls:
             scored = await score(self._reward, self._task, completion.text, completion)
-            reward = scored.reward - self.options.call_penalty * self._num_failed
             right = exact_match(self._task, completion.text)
-            return None, reward, True, {**self._counts(1.0), "exact_match": right, **scored.metrics}
+            return None, scored.reward, True, {**self._counts(1.0), "exact_match": right, **scored.metrics}
+        failed_before = self._num_failed
         results = await asyncio.gather(*map(self._result, calls))
-        return self._messages(results), 0.0, False, {**self._counts(0.0), "exact_match": 0.0}
+        # Paid at once, so that failing to the last turn is not cheaper than giving an answer.
+        cost = self.options.call_penalty * (self._num_failed - failed_before)
+        return self._messages(results), -cost, False, {**self._counts(0.0), "exact_match": 0.0}
 
     async def _result(self, call: Call) -> str:
         self._num_calls += 1

@@ -149,3 +149,23 @@ def test_the_rank_penalty_takes_most_from_the_likeliest() -> None:
     logprobs = torch.tensor([-5.0, -1.0, -2.0, -9.0])  # ranks 2, 0, 1, 3
     got = rank_penalty(rewards, logprobs, strength=0.25)
     assert got.tolist() == pytest.approx([1 - 0.25 * 2 / 4, 1 - 0.25, 0.0, 2 * (1 - 0.25 / 4)])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([-2.0, -1.0, -0.5, 0.0, 0.5, 1.0]), st.floats(-50, -0.1)), min_size=1, max_size=8
+    ),
+    st.floats(0.05, 1.0),
+)
+def test_a_likelier_answer_of_the_same_reward_is_never_preferred(
+    answers: list[tuple[float, float]], strength: float
+) -> None:
+    rewards, logprobs = (torch.tensor(column, dtype=f64) for column in zip(*answers, strict=True))
+    shaped = rank_penalty(rewards, logprobs, strength=strength).tolist()
+    for (reward, logprob), got in zip(answers, shaped, strict=True):
+        assert got <= reward
+        assert got >= min(reward, 0.0), "a right answer never falls below a wrong one"
+        for (other, other_logprob), other_got in zip(answers, shaped, strict=True):
+            if reward == other and logprob > other_logprob:
+                assert got <= other_got

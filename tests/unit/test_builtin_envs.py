@@ -14,6 +14,7 @@ from leeway.envs import build_environment
 from leeway.envs.calculator import calculate, numbers_in
 from leeway.envs.corpus import Corpus
 from leeway.envs.frozen_lake import _has_a_way, make_lake
+from leeway.envs.rewards import REWARDS
 from leeway.envs.tools import ToolError, check_arguments, parse_calls
 from leeway.tasks import Prompter
 from leeway.tasks.tiny_tokenizer import build_tokenizer
@@ -70,6 +71,20 @@ def test_multi_turn_goes_on_until_it_is_right():
     assert (t.reward, t.metrics["env/first_try"]) == (1.0, 1.0)
     _, t = play(env, "1", "2", "3")
     assert (t.reward, t.metrics["env/turns"], t.finish_reason) == (0.0, 3.0, "stop")
+
+
+def test_a_bad_answer_never_costs_less_for_being_late(monkeypatch):
+    monkeypatch.setitem(REWARDS, "exact_match", lambda task, text: 0.5 - len(text))
+    env = build_environment(env_config("multi_turn", decay=0.5, max_turns=3, solved=-1.0))
+    assert [play(env, *texts)[1].reward for texts in (["4"], ["46", "4"], ["46"] * 3)] == [-0.5, -0.5, -1.5]
+
+
+def test_a_failed_call_costs_the_same_whether_or_not_an_answer_follows():
+    env = build_environment(env_config("tool_use", tools=["calculator"], call_penalty=0.25, max_turns=2))
+    failing = call("calculator", expression="1/0")
+    assert play(env, failing, "46")[1].reward == 0.75
+    assert play(env, failing, "45")[1].reward == -0.25
+    assert play(env, failing, failing)[1].reward == -0.5
 
 
 def test_feedback_of_the_users_own(tmp_path, monkeypatch):
