@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -88,9 +87,11 @@ class HandOver:
         self._max_failures = max_failures
         self._num_failures = 0
         self.num_quarantines = 0
-        self._changed = asyncio.Condition()
         self._hold = asyncio.Lock()
-        self._wanted: Counter[int] = Counter()
+        # Thousands of groups may wait for a few versions: each is woken once, by what it waits for.
+        self._waiting: dict[int, set[asyncio.Future[None]]] = {}
+        self._waiting_changed = asyncio.Event()
+        self._served_changed = asyncio.Event()
         self._finish_first = finish_first
         self._num_served = 0
         self.verified = verified
@@ -138,14 +139,9 @@ class HandOver:
         if self.verified >= policy_version:
             return
         try:
-            async with asyncio.timeout(self._deadline_s), self._changed:
-                self._wanted[policy_version] += 1
-                self._changed.notify_all()
-                try:
-                    await self._changed.wait_for(lambda: self.verified >= policy_version)
-                finally:
-                    self._wanted -= Counter([policy_version])
-                    self._changed.notify_all()
+            async with asyncio.timeout(self._deadline_s):
+                while self.verified < policy_version:  # what was proven may be taken back before the woken one runs
+                    await self._proof_of(policy_version)
         except TimeoutError:
             raise TimeoutError(
                 f"waited {self._deadline_s:g} s for weights of version {policy_version}; "
@@ -161,27 +157,50 @@ class HandOver:
             yield
         finally:
             self._num_served -= 1
-            async with self._changed:
-                self._changed.notify_all()
+            if not self._num_served:
+                self._served_changed.set()
+
+    async def _proof_of(self, policy_version: int) -> None:
+        """Wait until a version of at least this one was proven, though perhaps it no longer counts."""
+        proven: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting = self._waiting.setdefault(policy_version, set())
+        waiting.add(proven)
+        if len(waiting) == 1:
+            self._waiting_changed.set()
+        try:
+            await proven
+        finally:
+            waiting.remove(proven)
+            if not waiting:
+                del self._waiting[policy_version]
+                self._served_changed.set()
+
+    def _prove(self, policy_version: int) -> None:
+        self.verified = policy_version
+        for version, waiting in self._waiting.items():
+            if version <= policy_version:
+                for proven in waiting:  # each leaves when it goes on: until then no pull may come between
+                    if not proven.done():
+                        proven.set_result(None)
 
     async def _until_nothing_is_served(self) -> None:
         """Groups have time-outs, and those that wait for newer weights have a deadline, so this ends."""
         if not self._finish_first:
             return
-        async with self._changed:
-            await self._changed.wait_for(
-                lambda: not self._num_served and all(floor > self.verified for floor in self._wanted)
-            )
+        while self._num_served or any(floor <= self.verified for floor in self._waiting):
+            self._served_changed.clear()
+            await self._served_changed.wait()
 
     async def _wanted_below(self, newer_than: int) -> None:
         """Returns when a group needs a version that a pull for something newer than `newer_than` would pass over."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: any(self.verified < w <= newer_than for w in self._wanted))
+        while not any(self.verified < version <= newer_than for version in self._waiting):
+            self._waiting_changed.clear()
+            await self._waiting_changed.wait()
 
     def _next_version(self) -> int:
         """Nothing older is worth a pause, unless a group that may not start yet needs it."""
         patient = self.verified + self._pull_every if self.verified >= 0 else 0
-        return min([patient, *(w for w in self._wanted if w > self.verified)])
+        return min([patient, *(v for v in self._waiting if v > self.verified)])
 
     async def _take_over(self, manifest: Manifest, buckets: AsyncIterator[np.ndarray]) -> None:
         started = time.monotonic()
@@ -196,9 +215,7 @@ class HandOver:
                 f"engine and trainer differ on the canary by {gap}; "
                 f"param_server.served_tolerance is {self._tolerance:g}",
             )
-        async with self._changed:
-            self.verified = manifest.policy_version
-            self._changed.notify_all()
+        self._prove(manifest.policy_version)
         self._pulls.append(
             PullReport(
                 pull_s=time.monotonic() - started,

@@ -321,6 +321,48 @@ def test_waiting_too_long_names_both_versions():
     play(scenario, deadline_s=0.05)
 
 
+def test_who_waits_costs_the_others_nothing():
+    """Groups that come and go wake nobody else, however many wait for weights."""
+
+    def turns_of_the_loop(num_waiting: int) -> int:
+        calls = 0
+
+        async def main() -> None:
+            nonlocal calls
+            rig, loop, release = Rig(), asyncio.get_running_loop(), asyncio.Event()
+            running = asyncio.create_task(rig.hand_over.run())
+            await rig.publish(0)
+
+            async def group() -> None:
+                async with rig.hand_over.serving(0):
+                    await release.wait()
+
+            waiters = [asyncio.create_task(rig.hand_over.until_verified(1)) for _ in range(num_waiting)]
+            served = [asyncio.create_task(group()) for _ in range(20)]
+            await settle()
+            call_soon = loop.call_soon
+
+            def counted(*args: Any, **kwargs: Any) -> asyncio.Handle:
+                nonlocal calls
+                calls += 1
+                return call_soon(*args, **kwargs)
+
+            loop.call_soon = counted  # type: ignore[method-assign]
+            late = [asyncio.create_task(rig.hand_over.until_verified(1)) for _ in range(20)]
+            release.set()
+            await asyncio.gather(*served)
+            await settle()
+            loop.call_soon = call_soon  # type: ignore[method-assign]
+            await rig.publish(1)
+            await asyncio.gather(*waiters, *late)
+            running.cancel()
+
+        asyncio.run(main())
+        return calls
+
+    assert turns_of_the_loop(300) == turns_of_the_loop(3)
+
+
 def test_reports_are_of_the_pulls_since_the_last_one():
     async def scenario(rig, running):
         rig.engine.gap = lambda version: version * 1e-5
