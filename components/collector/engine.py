@@ -8,13 +8,11 @@ import itertools
 import json
 import math
 import os
-import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +20,7 @@ import psutil
 
 from ..weights import Canary, CanaryGap, HandOverError, Manifest, TensorEntry
 from . import engine_worker_env as worker_env
+from .shared_memory import SharedFolder
 
 FIRST = -1
 """The priority of a canary's requests; all others have 0, and are served in the order they came."""
@@ -63,10 +62,21 @@ class Engine:
     """Verbs: `generate`, `load_weights`, `score`. Unless told otherwise it starts with random weights."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._shared_memory = Path(
-            tempfile.mkdtemp(prefix="leeway-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-        )
-        os.environ[worker_env.MEMORY_ENV] = str(self._shared_memory)
+        self._shared_memory = SharedFolder()
+        try:
+            self._start(settings)
+        except BaseException:
+            self._shared_memory.remove()
+            raise
+        self._request_ids = map(str, itertools.count())  # vLLM makes them unique
+        self._initialised = False
+        self._read_back = settings.read_back
+        self._half_loaded = False
+        self._num_loads = 0
+        self._cache_salt: str | None = None
+
+    def _start(self, settings: EngineSettings) -> None:
+        os.environ[worker_env.MEMORY_ENV] = str(self._shared_memory.path)
         worker_env.prepare(
             device=settings.device,
             cores=settings.cores,
@@ -106,11 +116,6 @@ class Engine:
         self._params = functools.partial(
             SamplingParams, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True
         )
-        self._request_ids = map(str, itertools.count())  # vLLM makes them unique
-        self._initialised = False
-        self._read_back = settings.read_back
-        self._half_loaded = False
-        self._cache_salt: str | None = None
 
     async def serve_own_weights(self) -> None:
         """Label the weights that the engine was started with as version 0."""
@@ -170,13 +175,14 @@ class Engine:
         before the load. `paused()` is entered while nothing is generated. Raises `HandOverError` naming the check that
         failed; the engine stays paused then.
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
         if not self._initialised:
+            from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
             await self._llm.init_weight_transfer_engine(
                 WeightTransferInitRequest(init_info=dict(read_back=self._read_back))
             )
             self._initialised = True
+        self._num_loads += 1
         started = time.monotonic()
         await self._llm.pause_generation(mode="wait" if in_flight == "off" else "keep", clear_cache=in_flight != "keep")
         stopped = time.monotonic()
@@ -188,8 +194,9 @@ class Engine:
             except Exception as error:
                 raise _as_hand_over_error(error, manifest.policy_version) from error
             # Kept keys and values are for those who run. vLLM cannot clear a prefix cache that is in use: new requests
-            # look for their prefixes under another name.
-            self._cache_salt = str(manifest.policy_version) if in_flight == "keep" else None
+            # look for their prefixes under another name. Of the load, not of the version: the same version is loaded
+            # again after a load that went wrong, and by another run on this engine.
+            self._cache_salt = str(self._num_loads) if in_flight == "keep" else None
             await self._llm.resume_generation()
         return LoadTimes(drain_s=stopped - started, pause_s=time.monotonic() - stopped)
 
@@ -216,15 +223,13 @@ class Engine:
     def shutdown(self) -> None:
         self._llm.shutdown()
         del self._llm  # its finaliser needs modules that are gone at interpreter exit
-        for file in self._shared_memory.glob("*"):
-            file.unlink(missing_ok=True)
-        self._shared_memory.rmdir()
+        self._shared_memory.remove()
 
     async def _load_bucket(self, manifest: Manifest, index: int, bucket: np.ndarray) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         entries = [_entry_dict(e) for e in manifest.entries if e.bucket == index]
-        path = self._shared_memory / f"{uuid.uuid4().hex}.bucket"
+        path = self._shared_memory.path / f"{uuid.uuid4().hex}.bucket"
         try:
             await asyncio.to_thread(bucket.tofile, path)
             await self._llm.update_weights(

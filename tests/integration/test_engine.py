@@ -378,6 +378,17 @@ def test_a_prefix_cache_kept_across_versions_is_refused(served: Served, monkeypa
     served.recover()
 
 
+def test_where_the_cache_is_kept_a_version_that_failed_can_be_loaded_again(served: Served) -> None:
+    """What the failed load left in the prefix cache, the canary's own contexts among it, is never looked at again."""
+    served.give(*served.publisher.next(), in_flight="keep")
+    manifest, buckets = served.publisher.next()
+    for _ in range(2):
+        with pytest.raises(HandOverError, match="compute check"):
+            served.give(*_swap_two(manifest, buckets), in_flight="keep")
+        assert served.give(manifest, buckets, in_flight="keep") <= TOLERANCE
+    served.recover()
+
+
 def test_a_converted_checkpoint_is_served_from_disk_and_agrees_with_the_trainer(served: Served, tmp_path: Path) -> None:
     """Trained, saved in shards, converted, loaded by an engine that starts: it computes what the trainer does."""
     base = served.folder
