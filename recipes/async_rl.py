@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from leeway.config import Config, derive
-from leeway.monitor import build_monitor
+from leeway.monitor import build_monitor, read_metrics
 from leeway.planning.advice import advice_after
 from leeway.recipes.canary import canary_prompts
-from leeway.recipes.checkpoints import Checkpoints, resume_point, saved_position
+from leeway.recipes.checkpoints import Checkpoints, resume_point, saved_position, saved_version
 from leeway.recipes.context import StageContext, StageResult, say
-from leeway.recipes.evaluation import evaluate, of_set
+from leeway.recipes.evaluation import evaluate, evaluated_at_start, of_set
 from leeway.recipes.kept import KeptPublications
 from leeway.recipes.rl_report import Reporter, StepClock, StepReport, in_words
 from leeway.recipes.speeds import measure_speeds
@@ -36,6 +36,10 @@ from leeway.runtime.supervisor import Supervisor, together
 from leeway.tasks.evalsets import build_evalsets
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.taskset import build_taskset
+
+
+LAST_REPORTS_S = 30.0
+"""How long an interrupted run waits for what its last steps did to be written down."""
 
 
 async def run(context: StageContext) -> StageResult:
@@ -84,24 +88,36 @@ class AsyncRL:
         )
         self._evalsets = build_evalsets(self._config)
         self._total_steps = self._num_steps()
+        self._resumed = resume_point(context.dir / "checkpoints", self._config)
+        self._first_step = saved_version(self._resumed) if self._resumed is not None else 0
         self._monitor = build_monitor(
             context.dir,
             self._config.monitor,
             self._config.model_dump(mode="json"),
             self._total_steps,
             f"{self._config.name} / {context.name}",
+            resumed_at=self._first_step if self._resumed is not None else None,
         )
-        self._report = Reporter(self._config, self._parts, self._monitor)
+        self._earlier = read_metrics(context.dir / "metrics.jsonl")
+        self._report = Reporter(
+            self._config,
+            self._parts,
+            self._monitor,
+            first_step=self._first_step,
+            warn=lambda text: say(f"{context.name}: warning: {text}"),
+        )
         self._kept = KeptPublications(
             every=self._config.train.audit_every,
             reach=self._numbers.max_policy_lag + self._config.param_server.publish_every,
         )
-        self._resumed = resume_point(context.dir / "checkpoints", self._config)
         self._status = "failed"
         self._version = 0
         self._published = -1
         self._publishing: asyncio.Task[None] | None = None
+        self._reporting: asyncio.Task[None] | None = None
         self._stepping: asyncio.Future[list[dict[str, float]]] | None = None
+        self._under_way: StepReport | None = None
+        self._clock = StepClock()
         self._timeout_s = self._config.cluster.step_timeout_s
         self._train_s = 0.0
         self.speeds = speeds
@@ -123,10 +139,19 @@ class AsyncRL:
             self._monitor.close(self._status)
 
     async def _save_interrupted(self) -> None:
-        """The ranks finish the step that they are in, all of them, then save."""
+        """The ranks finish the step that they are in, all of them, then save. What they did is logged to the end."""
         if self._stepping is not None:
             await asyncio.wait({self._stepping}, timeout=self._timeout_s)
         await self._checkpoints.at_end(interrupted=True)
+        if self._reporting is None or self._reporting.done():
+            return
+        if self._under_way is not None and self._stepping is not None and self._stepping.done():
+            metrics = self._stepping.result()[0] | self._under_way.metrics
+            self._report.put(replace(self._under_way, metrics=metrics | self._clock.end(metrics)))
+        self._report.end()
+        _, late = await asyncio.wait({self._reporting}, timeout=LAST_REPORTS_S)
+        if late:
+            say(f"{self._context.name}: the last steps' metrics were not written within {LAST_REPORTS_S:g} s")
 
     async def _run_launched(self, started: float) -> StageResult:
         """Hand out version 0, evaluate, measure, train, evaluate, save."""
@@ -134,9 +159,11 @@ class AsyncRL:
             self._version = await self._launcher.load_state(self._resumed / "dcp")
         await self._publish()
         await self._until_served(self._version)
-        evals = {"before": await self._evaluate()} if self._config.eval.at_start else {}
+        evals = {}
+        if self._config.eval.at_start:
+            evals["before"] = evaluated_at_start(self._earlier, self._evalsets) or await self._evaluate()
         if self.speeds is None:
-            pause_s = (await self._report.collect_stats(0)).get("collector/pause_s", 0.0)
+            pause_s = (await self._report.collect_stats()).get("collector/pause_s", 0.0)
             self.speeds = await measure_speeds(self._config, self._parts, self._train_tasks.tasks, hand_over_s=pause_s)
         begun = time.monotonic()
         say(
@@ -157,11 +184,11 @@ class AsyncRL:
         collecting = [
             self._supervisor.watch(f"generator-{i}", c.collect.remote()) for i, c in enumerate(self._parts.collectors)
         ]
-        reporting = asyncio.create_task(self._report.run(speeds))
-        self._supervisor.watch("driver", reporting)
+        self._reporting = asyncio.create_task(self._report.run(speeds))
+        self._supervisor.watch("driver", self._reporting)
         await self._train_loop()
         self._report.end()
-        await self._supervisor.wait(reporting, what="reports", timeout_s=self._timeout_s)
+        await self._supervisor.wait(self._reporting, what="reports", timeout_s=self._timeout_s)
         await self._wait(self._parts.buffer.close.remote(), "replay")
         await self._wait(asyncio.gather(*collecting), "generators finishing")
 
@@ -200,7 +227,7 @@ class AsyncRL:
         timeout_s, n = self._timeout_s, self._config.param_server.publish_every
         buffer = self._parts.buffer
         upcoming = buffer.take.remote(timeout_s)
-        clock = StepClock()
+        clock = self._clock = StepClock()
         while self._version < self._total_steps:
             with clock.waiting("wait_for_batch"):
                 take = await self._supervisor.wait(upcoming, what="replay", timeout_s=timeout_s + 10)
@@ -212,7 +239,8 @@ class AsyncRL:
             of_take |= await self._begin_take(take)
             for i, batches in enumerate(take.batches):
                 publish = (self._version + 1) % n == 0 or self._version + 1 == self._total_steps
-                metrics = await self._step(batches, publish) | (of_take if i == 0 else {})
+                self._under_way = StepReport(self._version + 1, of_take if i == 0 else {}, take, first_of_take=i == 0)
+                metrics = await self._step(batches, publish) | self._under_way.metrics
                 if publish:
                     with clock.waiting("wait_for_publish"):
                         await self._finish_publishing()
@@ -224,8 +252,8 @@ class AsyncRL:
                 self._train_s += clock.so_far()
                 with clock.waiting("evaluate"):
                     await self._maybe_evaluate()
-                times = clock.end(metrics)
-                self._report.put(StepReport(self._version, metrics | times, take, first_of_take=i == 0))
+                self._report.put(replace(self._under_way, metrics=metrics | clock.end(metrics)))
+                self._under_way = None
             replay = await self._wait(buffer.trained.remote(take.group_ids), "replay")
             self._report.put(StepReport(self._version, replay))
         await self._finish_publishing()
@@ -340,6 +368,7 @@ class AsyncRL:
             "max_policy_lag": self._numbers.max_policy_lag,
             "processes": self._parts.processes,
             "failed_sinks": self._monitor.failed_sinks,
+            **asdict(self._report.verdict()),
         }
         first, last = summary["reward_first"], summary["reward_last"]
         lines = [

@@ -236,6 +236,11 @@ def resume_point(directory: Path, config: Config) -> Path | None:
     return folder
 
 
+def saved_version(folder: Path) -> int:
+    """The policy version that this checkpoint holds."""
+    return int(json.loads((folder / STATE_FILE).read_text())["policy_version"])
+
+
 def saved_position(folder: Path) -> dict[str, Any]:
     """What `position` said when this checkpoint was made."""
     return json.loads((folder / STATE_FILE).read_text())["position"]

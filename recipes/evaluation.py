@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from leeway.config import Config
 from leeway.config.evalsets import ks
@@ -37,6 +38,19 @@ async def evaluate(
         metrics |= summarise(groups, evalset.sampling, name=evalset.name, policy_version=policy_version)
         trajectories += [t for group in groups for t in group]
     return metrics, trajectories
+
+
+def evaluated_at_start(rows: Sequence[Mapping[str, Any]], evalsets: Sequence[EvalSet]) -> dict[str, Any]:
+    """What the first evaluation in `rows` of a metrics.jsonl said, as `by_set` says it; {} where there is none."""
+    first = next((row for row in rows if row["role"] == "evaluation"), {})
+    return by_set({name: value for name, value in first.items() if name.startswith("eval/")}, evalsets) if first else {}
+
+
+def by_set(metrics: dict[str, float], evalsets: Sequence[EvalSet]) -> dict[str, Any]:
+    """The numbers of the first taskset (the held-out tasks); those of others stand under "tasksets", by name."""
+    first, *others = [of_set(metrics, e.name) for e in evalsets]
+    named = {e.name: own for e, own in zip(evalsets[1:], others, strict=True)}
+    return {**first, "tasksets": named} if named else dict(first)
 
 
 def of_set(metrics: dict[str, float], name: str) -> dict[str, float]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from leeway.config import Config, derive
 from leeway.monitor import Monitor, read_metrics, reward_first, reward_last
+from leeway.recipes.learned import LearningWatch, Verdict
 from leeway.replay.actor import TakeRefs
 from leeway.runtime.launch import Parts
 from leeway.runtime.limit import LimitMeter, Speeds
@@ -60,18 +61,29 @@ class StepClock:
 
 
 class Reporter:
-    """Logs step reports in the order they come in, asks the collectors for theirs, and keeps the run's sums."""
+    """Logs step reports in the order they come in, and asks the collectors for theirs.
 
-    def __init__(self, config: Config, parts: Parts, monitor: Monitor) -> None:
+    What a run came to is read off its metrics.jsonl, which also holds the parts of it that ended before this one began.
+    `first_step`: the step that this part goes on from. `warn` is told what stands out, once.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        parts: Parts,
+        monitor: Monitor,
+        *,
+        first_step: int = 0,
+        warn: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._config = config
         self._parts = parts
         self._monitor = monitor
+        self._first_step = first_step
+        self._warn = warn
+        self._learning = LearningWatch(config, "async_rl", earlier=self._rows() if first_step else ())
         self._queue: asyncio.Queue[StepReport | None] = asyncio.Queue()
-        self._seconds = {"trainer": defaultdict[str, float](float), "generator": defaultdict[str, float](float)}
         self._last_stats = time.monotonic()
-        self._maxima: defaultdict[str, float] = defaultdict(float)
-        self._num_pulls = 0.0
-        self._num_tokens = 0
         self._training = False
 
     def put(self, report: StepReport) -> None:
@@ -84,11 +96,12 @@ class Reporter:
         """Consumes step reports; waits for steps; asks the collectors for theirs; returns after `end`."""
         limit = LimitMeter(speeds, max_policy_lag=derive(self._config).max_policy_lag)
         updates = self._config.train.updates_per_batch
-        await self.collect_stats(0)  # what came before the first step is not the run's
+        await self.collect_stats()  # what came before the first step is not the run's
         self._training = True
         while (report := await self._queue.get()) is not None:
             if report.take is None:
-                self._monitor.log(report.step, report.metrics, role="driver")
+                if report.step > self._first_step or not self._first_step:  # of that step there is a record
+                    self._monitor.log(report.step, report.metrics, role="driver")
                 continue
             take, step_s = report.take.metrics, report.metrics["step/total_s"]
             response_tokens = take["train/response_tokens/total"] / updates
@@ -102,15 +115,15 @@ class Reporter:
             metrics["train/tokens_per_s"] = response_tokens / step_s
             if report.first_of_take:  # what describes the take is said once
                 metrics |= take
-                self._num_tokens += int(take["train/response_tokens/total"])
                 self._monitor.rollouts(report.step, report.take.rollouts)
-            self._sum_up(metrics)
             self._monitor.log(report.step, metrics, role="trainer")
+            for warning in self._learning.step(metrics):
+                self._warn(warning)
             await self.collect_stats(report.step)
         self._training = False
 
-    async def collect_stats(self, step: int) -> dict[str, float]:
-        """Log what the collectors did since the last time."""
+    async def collect_stats(self, step: int | None = None) -> dict[str, float]:
+        """Log what the collectors did since the last time; without a `step`: before the first one."""
         calls = together(c.stats.remote() for c in self._parts.collectors)
         stats = reduce_stats(
             await self._parts.supervisor.wait(calls, what="generators", timeout_s=self._config.cluster.step_timeout_s)
@@ -118,59 +131,67 @@ class Reporter:
         now = time.monotonic()
         seconds, self._last_stats = now - self._last_stats, now
         if self._training:
-            for name, value in stats.items():
-                if name.endswith("_frac"):
-                    cause = name.removeprefix("collector/").removesuffix("_frac")
-                    self._seconds["generator"][cause] += value * seconds
-        self._keep_maximum("served_gap_max", stats.get("param_server/served_gap/max", 0.0))
-        self._keep_maximum("quarantines", stats["collector/quarantines"])
-        self._num_pulls += stats["param_server/pulls"]
-        self._monitor.log(step, stats, role="collector")
+            stats["collector/interval_s"] = seconds
+        if step is not None or not self._first_step:
+            self._monitor.log(step or 0, stats, role="collector")
         return stats
 
-    def shares(self) -> dict[str, dict[str, float]]:
-        """Of the trainer's and the generators' wall time: the share of each activity, largest first."""
-        shares = {}
-        for role, seconds in self._seconds.items():
-            total = sum(seconds.values())
-            largest_first = sorted(seconds.items(), key=lambda item: -item[1])
-            shares[role] = {cause: s / total for cause, s in largest_first if total and s / total >= 0.001}
-        return shares
+    def verdict(self) -> Verdict:
+        """Whether the run has learned, as far as its metrics can say."""
+        return self._learning.verdict()
 
     def summary(self, *, steps: int) -> dict[str, Any]:
-        """The part of summary.json that comes from metrics."""
-        rows = list(read_metrics(self._monitor.run_dir / "metrics.jsonl"))
-        late = [r for r in rows if "limit/step_s" in r and r["step"] > steps / 2]
-        efficiency = sum(r["limit/step_s"] for r in late) / sum(r["step/total_s"] for r in late) if late else None
-        dropped = max((r["replay/dropped_stale"] for r in rows if "replay/dropped_stale" in r), default=0.0)
-        audits = {"audit_gap_max": self._maxima["audit_gap_max"]} if "audit_gap_max" in self._maxima else {}
-        return {
-            "steps": steps,
-            "tokens": self._num_tokens,
-            "reward_first": reward_first(rows),
-            "reward_last": reward_last(rows),
-            "max_policy_lag_observed": int(self._maxima["max_policy_lag_observed"]),
-            "dropped_stale": int(dropped),
-            "served_gap_max": float(self._maxima["served_gap_max"]),
-            "quarantines": int(self._maxima["quarantines"]),
-            "pulls": int(self._num_pulls),
-            "efficiency_second_half": efficiency,
-            "time_shares": self.shares(),
-            **audits,
-        }
+        """The part of summary.json that comes from metrics, of the run's whole life."""
+        return summary_of(self._rows(), steps=steps)
 
-    def _sum_up(self, metrics: dict[str, float]) -> None:
-        self._keep_maximum("max_policy_lag_observed", metrics.get("train/policy_lag/max", 0.0))
-        if "train/audit_gap/max" in metrics:
-            self._keep_maximum("audit_gap_max", metrics["train/audit_gap/max"])
-        seconds = self._seconds["trainer"]
-        for name, value in metrics.items():
+    def _rows(self) -> list[dict[str, Any]]:
+        return read_metrics(self._monitor.run_dir / "metrics.jsonl")
+
+
+def summary_of(rows: Sequence[Mapping[str, Any]], *, steps: int) -> dict[str, Any]:
+    """What `rows` of a metrics.jsonl add up to."""
+
+    def values(name: str) -> list[float]:
+        return [row[name] for row in rows if row.get(name) is not None]
+
+    def largest(name: str) -> float:
+        return max(values(name), default=0.0)
+
+    late = [r for r in rows if "limit/step_s" in r and r["step"] > steps / 2]
+    efficiency = sum(r["limit/step_s"] for r in late) / sum(r["step/total_s"] for r in late) if late else None
+    audits = {"audit_gap_max": gap} if (gap := max(values("train/audit_gap/max"), default=None)) is not None else {}
+    return {
+        "steps": steps,
+        "tokens": int(sum(values("train/response_tokens/total"))),
+        "reward_first": reward_first(rows),
+        "reward_last": reward_last(rows),
+        "max_policy_lag_observed": int(largest("train/policy_lag/max")),
+        "dropped_stale": int(largest("replay/dropped_stale")),
+        "served_gap_max": float(largest("param_server/served_gap/max")),
+        "quarantines": int(largest("collector/quarantines")),
+        "pulls": int(sum(values("param_server/pulls"))),
+        "efficiency_second_half": efficiency,
+        "time_shares": time_shares(rows),
+        **audits,
+    }
+
+
+def time_shares(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of the trainer's and the generators' wall time: the share of each activity, largest first."""
+    trainer, generator = defaultdict[str, float](float), defaultdict[str, float](float)
+    for row in rows:
+        seconds = row.get("collector/interval_s")  # only where it is of training
+        for name, value in row.items():
             if name.startswith("step/") and name != "step/total_s":
-                part = "work" if name in WORK else name.removeprefix("step/").removesuffix("_s")
-                seconds[part] += value
-
-    def _keep_maximum(self, name: str, value: float) -> None:
-        self._maxima[name] = max(self._maxima[name], value)
+                trainer["work" if name in WORK else name.removeprefix("step/").removesuffix("_s")] += value
+            elif seconds is not None and name.startswith("collector/") and name.endswith("_frac"):
+                generator[name.removeprefix("collector/").removesuffix("_frac")] += value * seconds
+    shares = {}
+    for role, spent in {"trainer": trainer, "generator": generator}.items():
+        total = sum(spent.values())
+        largest_first = sorted(spent.items(), key=lambda item: -item[1])
+        shares[role] = {cause: s / total for cause, s in largest_first if total and s / total >= 0.001}
+    return shares
 
 
 def in_words(shares: dict[str, dict[str, float]]) -> list[str]:

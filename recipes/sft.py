@@ -12,16 +12,17 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import ray
 
 from leeway.config import Config
-from leeway.monitor import Monitor, build_monitor
-from leeway.recipes.checkpoints import Checkpoints, resume_point
+from leeway.monitor import Monitor, build_monitor, read_metrics
+from leeway.recipes.checkpoints import Checkpoints, resume_point, saved_version
 from leeway.recipes.context import StageContext, StageResult, say
+from leeway.recipes.learned import LearningWatch, Verdict
 from leeway.runtime.launch import Launcher
 from leeway.runtime.supervisor import Supervisor, together
 from leeway.tasks.examples import check_examples, example_of
@@ -70,9 +71,17 @@ async def train_offline(
     resumed = resume_point(context.dir / "checkpoints", config)
     launcher = Launcher(config, recipe, run_dir=context.dir, supervisor=Supervisor())
     parts = launcher.parts
+    first = saved_version(resumed) if resumed is not None else 0
     monitor = build_monitor(
-        context.dir, config.monitor, config.model_dump(mode="json"), total_steps, f"{config.name} / {context.name}"
+        context.dir,
+        config.monitor,
+        config.model_dump(mode="json"),
+        total_steps,
+        f"{config.name} / {context.name}",
+        resumed_at=first if resumed is not None else None,
     )
+    earlier = read_metrics(context.dir / "metrics.jsonl")
+    record = Record(config, recipe, monitor, name=context.name, loss_name=loss_name, earlier=earlier)
     status = "failed"
     started = time.monotonic()
     try:
@@ -90,22 +99,15 @@ async def train_offline(
         )
         measure = _Measure(config, launcher, monitor, held_out(config, prompter) if held_out else [])
         try:
-            first = await launcher.load_state(resumed / "dcp") if resumed else 0
+            if resumed is not None:
+                await launcher.load_state(resumed / "dcp")
             upcoming = batches(config, taskset, prompter, skip_steps=first)
-            evals = {"before": await measure(first)} if config.eval.at_start else {}
-            trained = await _train(
-                config,
-                launcher,
-                monitor,
-                checkpoints,
-                upcoming,
-                total_steps,
-                first_step=first,
-                loss_name=loss_name,
-                measure=measure,
+            evals = {"before": record.first_evaluation() or await measure(first)} if config.eval.at_start else {}
+            last_step = await _train(
+                config, launcher, record, checkpoints, upcoming, total_steps, first_step=first, measure=measure
             )
             if config.eval.at_end:
-                evals["after"] = await measure(trained.num_steps)
+                evals["after"] = await measure(last_step)
         except asyncio.CancelledError:
             await asyncio.shield(checkpoints.at_end(interrupted=True))
             raise
@@ -115,11 +117,12 @@ async def train_offline(
         monitor.close(status)
         await parts.stop()
     summary = {
-        "steps": trained.num_steps,
+        "steps": last_step,
         "wall_s": round(time.monotonic() - started, 1),
-        "tokens": trained.num_tokens,
-        "loss_last": trained.loss,
+        "tokens": record.num_tokens,
+        "loss_last": record.loss,
         "processes": parts.processes,
+        **asdict(record.verdict()),
     }
     if any(evals.values()):
         summary["eval"] = evals
@@ -127,7 +130,7 @@ async def train_offline(
         summary=summary,
         model_path=str(folder) if folder else None,
         goodbye=[
-            f"{context.name}: {trained.num_steps} steps, loss {trained.loss:.3f}, weights in {folder}",
+            f"{context.name}: {last_step} steps, loss {record.loss:.3f}, weights in {folder}",
             *_changes(evals.get("before", {}), evals.get("after", {})),
         ],
     )
@@ -164,51 +167,83 @@ def num_steps(config: Config, num_sequences: int) -> int:
     return max(1, round(config.train.epochs * num_sequences / config.train.batch_size))
 
 
-@dataclass(frozen=True)
-class _Trained:
-    num_steps: int = 0
-    num_tokens: int = 0
-    loss: float = float("nan")  # mean of the last LOSS_WINDOW steps
+class Record:
+    """The metrics of a stage over its whole life. `earlier`: the rows up to the step that it goes on from."""
+
+    def __init__(
+        self,
+        config: Config,
+        recipe: str,
+        monitor: Monitor,
+        *,
+        name: str,
+        loss_name: str,
+        earlier: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        self._monitor, self._name, self._loss_name = monitor, name, loss_name
+        self._evaluations = [row for row in earlier if row["role"] == "evaluation"]
+        self._learning = LearningWatch(config, recipe, earlier=earlier)
+        losses = (row[loss_name] for row in earlier if row.get(loss_name) is not None)
+        self._recent: deque[float] = deque(losses, maxlen=LOSS_WINDOW)
+        self.num_tokens = int(sum(row.get("train/response_tokens/total", 0) for row in earlier))
+
+    @property
+    def loss(self) -> float:
+        """Mean of the last `LOSS_WINDOW` steps."""
+        return sum(self._recent) / len(self._recent) if self._recent else float("nan")
+
+    def is_below(self, loss: float | None) -> bool:
+        return loss is not None and len(self._recent) == LOSS_WINDOW and self.loss < loss
+
+    def step(self, step: int, metrics: dict[str, float], *, num_tokens: int, step_s: float) -> None:
+        self._recent.append(metrics[self._loss_name])
+        self.num_tokens += num_tokens
+        metrics |= {"train/response_tokens/total": num_tokens, "train/tokens_per_s": num_tokens / step_s}
+        self._monitor.log(step, metrics | {"step/total_s": step_s})
+        for warning in self._learning.step(metrics):
+            say(f"{self._name}: warning: {warning}")
+
+    def first_evaluation(self) -> dict[str, float]:
+        """As `_Measure` returns it; {} where nothing was measured before."""
+        prefix = "eval/held_out/"
+        first = self._evaluations[0] if self._evaluations else {}
+        return {name.removeprefix(prefix): value for name, value in first.items() if name.startswith(prefix)}
+
+    def verdict(self) -> Verdict:
+        return self._learning.verdict()
 
 
 async def _train(
     config: Config,
     launcher: Launcher,
-    monitor: Monitor,
+    record: Record,
     checkpoints: Checkpoints,
     batches: Iterator[list[TrainBatch]],
     total_steps: int,
     *,
     first_step: int = 0,
-    loss_name: str = "train/loss/sft",
     measure: _Measure | None = None,
-) -> _Trained:
-    """Consumes batches, waits for the ranks. The next batch is made while they compute."""
+) -> int:
+    """Consumes batches, waits for the ranks; returns the last step. The next batch is made while they compute."""
     parts, timeout_s = launcher.parts, config.cluster.step_timeout_s
-    trained = _Trained(first_step)
-    if first_step >= total_steps:
-        return trained
-    recent: deque[float] = deque(maxlen=LOSS_WINDOW)
-    stop_below = config.train.stop_below_loss
-    upcoming = _put(next(batches))
+    if first_step >= total_steps or (first_step and record.is_below(config.train.stop_below_loss)):
+        return first_step
+    step, upcoming = first_step, _put(next(batches))
     for step in range(first_step + 1, total_steps + 1):
         begun = time.monotonic()
-        refs, tokens = upcoming
+        refs, num_tokens = upcoming
         calls = [t.train_step.remote(ref, False) for t, ref in zip(parts.trainers, refs, strict=True)]
         pending = together(calls)
         if step < total_steps:
             upcoming = await asyncio.to_thread(lambda: _put(next(batches)))
         metrics = (await parts.supervisor.wait(pending, what="trainer", timeout_s=timeout_s))[0]
         metrics |= await checkpoints.after_step(step)
-        total_s = time.monotonic() - begun
-        recent.append(metrics[loss_name])
-        trained = _Trained(step, trained.num_tokens + tokens, sum(recent) / len(recent))
-        monitor.log(step, metrics | {"step/total_s": total_s, "train/tokens_per_s": tokens / total_s})
+        record.step(step, metrics, num_tokens=num_tokens, step_s=time.monotonic() - begun)
         if measure is not None and config.eval.every and step % config.eval.every == 0 and step < total_steps:
             await measure(step)
-        if stop_below is not None and len(recent) == LOSS_WINDOW and trained.loss < stop_below:
+        if record.is_below(config.train.stop_below_loss):
             break
-    return trained
+    return step
 
 
 def _put(batches: Sequence[TrainBatch]) -> tuple[list[Any], int]:

@@ -25,13 +25,20 @@ class MonitorSettings(Protocol):
 
 
 def build_monitor(
-    run_dir: Path, monitor_config: MonitorSettings, config_dict: dict[str, Any], total_steps: int | None, title: str
+    run_dir: Path,
+    monitor_config: MonitorSettings,
+    config_dict: dict[str, Any],
+    total_steps: int | None,
+    title: str,
+    *,
+    resumed_at: int | None = None,
 ) -> Monitor:
     """A Monitor that writes `run_dir`/metrics.jsonl and whatever else `monitor_config` switches on.
 
     `config_dict` is the resolved config (shown by wandb; its `project` names the wandb project), `total_steps` the
-    length of the progress bar (None: unknown), `title` what the console and wandb call this run or stage. Raises
-    MonitorError before any file is written when a sink that is switched on cannot work here.
+    length of the progress bar (None: unknown), `title` what the console and wandb call this run or stage.
+    `resumed_at` is the step that the run goes on from: the record up to it is continued. Raises MonitorError before any
+    file is written when a sink that is switched on cannot work here.
     """
     check_sinks(monitor_config)
     run_dir = Path(run_dir)
@@ -44,12 +51,12 @@ def build_monitor(
     if monitor_config.tensorboard:
         from .tensorboard import TensorboardSink
 
-        sinks.append(TensorboardSink(run_dir / "tensorboard"))
-    sinks.append(JsonlSink(run_dir / "metrics.jsonl"))
+        sinks.append(TensorboardSink(run_dir / "tensorboard", resumed_at=resumed_at))
+    sinks.append(JsonlSink(run_dir / "metrics.jsonl", resumed_at=resumed_at))
     if monitor_config.console != "off":
         from .console import ConsoleSink
 
-        sinks.append(ConsoleSink(mode=monitor_config.console, total_steps=total_steps, title=title))
+        sinks.append(ConsoleSink(mode=monitor_config.console, total_steps=total_steps, title=title, step=resumed_at or 0))
     return Monitor(run_dir, config=config_dict, sinks=sinks, rollouts_per_step=monitor_config.rollouts_per_step)
 
 

@@ -32,6 +32,7 @@ class ConsoleSink(Sink):
         mode: str = "auto",
         total_steps: int | None,
         title: str,
+        step: int = 0,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -40,10 +41,10 @@ class ConsoleSink(Sink):
         self._console = console or Console()
         self._title, self._total_steps, self._clock = title, total_steps, clock
         self._latest: dict[str, float] = {}
-        self._step = 0
+        self._step = step
         self._started_s, self._printed_s, self._unprinted = clock(), -math.inf, False
         live = mode == "live" or (mode == "auto" and self._console.is_terminal)
-        self._live = _LiveView(self._console, title, total_steps) if live else None
+        self._live = _LiveView(self._console, title, total_steps, step) if live else None
 
     def log(self, record: Record) -> None:
         self._latest.update(record.metrics)
@@ -78,7 +79,7 @@ class ConsoleSink(Sink):
 
 
 class _LiveView:
-    def __init__(self, console: Console, title: str, total_steps: int | None) -> None:
+    def __init__(self, console: Console, title: str, total_steps: int | None, step: int) -> None:
         self._progress = Progress(
             TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=None),
@@ -88,7 +89,7 @@ class _LiveView:
             console=console,
             expand=True,
         )
-        self._task = self._progress.add_task(title, total=total_steps)
+        self._task = self._progress.add_task(title, total=total_steps, completed=step)
         self._live = Live(self._render(""), console=console, refresh_per_second=4)
         self._live.start()
 

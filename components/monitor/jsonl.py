@@ -20,18 +20,19 @@ from .sink import Record, Sink
 class JsonlSink(Sink):
     """Appends one line per record and flushes it, so that a killed run keeps every line that was logged.
 
-    A file that an earlier run left under the same name is set aside as metrics-1.jsonl (-2, ...): two runs never
-    share one file.
+    `resumed_at`: the step that this run goes on from. The rows up to it stay and are written on, so that a run has one
+    record however often it was stopped. What an earlier run left beyond it is set aside as metrics-1.jsonl (-2, ...):
+    those steps are trained again. None: a run from the start, which sets all of it aside.
     """
 
     name = "metrics.jsonl"
     required = True
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, resumed_at: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size > 0:
-            path.rename(_free_name(path))
-        self._file = path.open("w", encoding="utf-8")
+            _set_aside(path, resumed_at)
+        self._file = path.open("a", encoding="utf-8")
 
     def log(self, record: Record) -> None:
         row: dict[str, Any] = {"step": record.step, "time": round(record.time, 3), "role": record.role}
@@ -91,6 +92,23 @@ def write_text_atomically(path: Path, text: str) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _set_aside(path: Path, resumed_at: int | None) -> None:
+    """Move the rows beyond `resumed_at` (None: all) to a file of their own; a last line cut short by a kill goes."""
+    if resumed_at is None:
+        path.rename(_free_name(path))
+        return
+    kept, beyond = [], []
+    for row in read_metrics(path):
+        (kept if row["step"] <= resumed_at else beyond).append(row)
+    if beyond:  # first, so that a kill in between leaves every row somewhere
+        write_text_atomically(_free_name(path), _lines(beyond))
+    write_text_atomically(path, _lines(kept))
+
+
+def _lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n" for row in rows)
 
 
 def _free_name(path: Path) -> Path:

@@ -119,6 +119,23 @@ def test_an_earlier_runs_metrics_are_set_aside_not_mixed_or_lost(tmp_path: Path)
     assert [row["x"] for row in lines(tmp_path / "metrics-2.jsonl")] == [2]
 
 
+def test_a_run_that_goes_on_continues_its_record_and_sets_aside_what_is_trained_again(tmp_path: Path) -> None:
+    monitor = build_monitor(tmp_path, Settings(), {}, None, "rl")
+    for step in range(5):
+        monitor.log(step, {"x": float(step), "gap": math.nan})
+    monitor.close("failed")
+    before = lines(tmp_path / "metrics.jsonl")
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "tra')  # killed
+    monitor = build_monitor(tmp_path, Settings(), {}, None, "rl", resumed_at=2)
+    monitor.log(3, {"x": 30.0})
+    monitor.close("done")
+    rows = lines(tmp_path / "metrics.jsonl")
+    assert rows[:3] == before[:3]
+    assert [row["x"] for row in rows[3:]] == [30.0]
+    assert lines(tmp_path / "metrics-1.jsonl") == before[3:]
+
+
 def test_reading_forgives_only_a_torn_last_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "trai')

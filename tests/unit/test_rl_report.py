@@ -184,7 +184,9 @@ SPEEDS = Speeds(
 )
 
 
-def reported(tmp_path: Path, reports: list[StepReport], *stats: list[dict[str, float]]) -> Reporter:
+def reported(
+    tmp_path: Path, reports: list[StepReport], *stats: list[dict[str, float]], resumed_at: int | None = None
+) -> Reporter:
     config = load_config(
         "quickstart",
         ["stages.async_rl.train.updates_per_batch=2", "monitor.console=off"],
@@ -196,7 +198,8 @@ def reported(tmp_path: Path, reports: list[StepReport], *stats: list[dict[str, f
         async def main() -> Reporter:
             collectors = [FakeCollector(fake, list(s), seconds=STATS_S / len(stats)) for s in stats]
             parts: Any = SimpleNamespace(collectors=collectors, supervisor=Supervisor())
-            reporter = Reporter(config, parts, build_monitor(tmp_path, config.monitor, {}, 4, "rl"))
+            monitor = build_monitor(tmp_path, config.monitor, {}, 4, "rl", resumed_at=resumed_at)
+            reporter = Reporter(config, parts, monitor, first_step=resumed_at or 0)
             for report in reports:
                 reporter.put(report)
             reporter.end()
@@ -275,6 +278,29 @@ def test_the_summary_adds_up_what_was_logged(tmp_path: Path) -> None:
     assert shares["generator"] == pytest.approx({"generate": 0.6875, "wait_for_slot": 0.3125})
 
 
+def test_a_run_that_was_stopped_has_one_record(tmp_path: Path) -> None:
+    """Three steps, of which two were saved; gone on from there: no step twice, sums and shares over both parts."""
+    takes = [take_of(reward, 100.0) for reward in (0.0, 0.5, 0.9, 1.0, 1.0)]
+
+    def steps(*numbers: int) -> list[StepReport]:
+        return [StepReport(0 if numbers[0] == 1 else 2, {"param_server/publish_s": 0.5})] + [
+            StepReport(n, step_metrics(wait_s=1, work_s=3, lag=n, **{"train/grad_norm": 1.0}), takes[n - 1], True)
+            for n in numbers
+        ]
+
+    first = [collector_stats(generate=0.0, gap=0.125), collector_stats(generate=1.0, gap=0.5)]
+    alone = reported(tmp_path / "alone", steps(1, 2, 3, 4, 5), first).summary(steps=5)
+    reported(tmp_path / "run", steps(1, 2, 3), first)
+    second = reported(tmp_path / "run", steps(3, 4, 5), first, resumed_at=2)
+    rows = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert [(r["step"], r["role"]) for r in rows] == [
+        (r["step"], r["role"]) for r in read_metrics(tmp_path / "alone/metrics.jsonl")
+    ]
+    assert second.summary(steps=5) == alone
+    assert [r["step"] for r in read_metrics(tmp_path / "run/metrics-1.jsonl")] == [3, 3]
+    assert second.verdict().learned is True
+
+
 def test_a_dropped_group_would_be_seen_and_an_audit_that_never_was_is_not_reported(tmp_path: Path) -> None:
     take = take_of(1.0, 10.0)
     reports = [
@@ -289,12 +315,14 @@ def test_a_dropped_group_would_be_seen_and_an_audit_that_never_was_is_not_report
 
 def test_shares_of_a_run_without_a_step_are_empty_and_small_ones_are_left_out(tmp_path: Path) -> None:
     idle = reported(tmp_path / "idle", [], [collector_stats(generate=0.5)])
-    assert idle.shares() == {"trainer": {}, "generator": {}}
-    assert idle.summary(steps=0)["efficiency_second_half"] is None
+    summary = idle.summary(steps=0)
+    assert summary["time_shares"] == {"trainer": {}, "generator": {}}
+    assert summary["efficiency_second_half"] is None
     take = take_of(1.0, 10.0)
     metrics = step_metrics(wait_s=0.001, work_s=5.0, lag=0, **{"step/audit_s": 2.0})
     report = StepReport(1, metrics | {"step/total_s": 7.001}, take, first_of_take=True)
-    shares = reported(tmp_path / "busy", [report], [collector_stats(generate=1.0)]).shares()
+    busy = reported(tmp_path / "busy", [report], [collector_stats(generate=1.0)])
+    shares = busy.summary(steps=1)["time_shares"]
     assert shares["trainer"] == pytest.approx({"work": 5 / 7, "audit": 2 / 7}, abs=1e-3)
     assert shares["generator"] == {"generate": 1.0}
     for causes in shares.values():

@@ -44,7 +44,9 @@ class Recorder:
         return {}
 
 
-def train(monkeypatch: pytest.MonkeyPatch, *, stop_below: str, first_loss: float, total_steps: int = 50) -> Any:
+def train(
+    monkeypatch: pytest.MonkeyPatch, *, stop_below: str, first_loss: float, total_steps: int = 50, earlier: Any = ()
+) -> Any:
     monkeypatch.setattr(sft.ray, "put", lambda batch: batch)
     config = load_config("quickstart", [f"stages.sft.train.stop_below_loss={stop_below}"], recipe="sft")
     example = Trajectory(
@@ -60,10 +62,15 @@ def train(monkeypatch: pytest.MonkeyPatch, *, stop_below: str, first_loss: float
     batch = batch_trajectories([example], [0.0], num_sequences=1, num_tokens=TOKENS)
     launcher: Any = SimpleNamespace(parts=SimpleNamespace(trainers=[FakeRank(first_loss)], supervisor=Supervisor()))
     recorder: Any = Recorder()
-    trained = asyncio.run(sft._train(config, launcher, recorder, recorder, itertools.repeat([batch]), total_steps))
-    assert recorder.steps == recorder.saved_after == list(range(1, trained.num_steps + 1))
-    assert trained.num_tokens == TOKENS * trained.num_steps
-    return trained
+    record = sft.Record(config, "sft", recorder, name="sft", loss_name="train/loss/sft", earlier=earlier)
+    first_step = len(earlier)
+    steps = sft._train(
+        config, launcher, record, recorder, itertools.repeat([batch]), total_steps, first_step=first_step
+    )
+    last_step = asyncio.run(steps)
+    assert recorder.steps == recorder.saved_after == list(range(first_step + 1, last_step + 1))
+    assert record.num_tokens == TOKENS * last_step
+    return SimpleNamespace(num_steps=last_step, loss=record.loss)
 
 
 def test_without_a_target_all_steps_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,3 +90,15 @@ def test_it_ends_with_the_first_step_whose_running_loss_is_below_the_target(monk
 def test_a_few_good_steps_at_the_start_do_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = train(monkeypatch, stop_below="1.0", first_loss=0.5)
     assert trained.num_steps == sft.LOSS_WINDOW, "the mean is taken over a full window"
+
+
+def test_what_an_earlier_part_trained_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The window of the loss, and the tokens: a run that was stopped ends where it would have ended."""
+    rows = [
+        {"step": i + 1, "role": "trainer", "train/loss/sft": 4.0 - 0.1 * i, "train/response_tokens/total": TOKENS}
+        for i in range(30)
+    ]
+    trained = train(monkeypatch, stop_below="1.42", first_loss=4.0 - 0.1 * 30, earlier=rows)
+    assert trained.num_steps == 37
+    again = [*rows, *({**rows[0], "step": i, "train/loss/sft": 1.0} for i in range(31, 61))]
+    assert train(monkeypatch, stop_below="1.42", first_loss=0.1, total_steps=90, earlier=again).num_steps == 60

@@ -1,0 +1,177 @@
+"""Whether a run learns anything: read off its metrics while it goes, and once more at its end.
+
+A run whose every step had an empty gradient ends with the weights it began with. Nothing failed on the way, so nothing
+else would say so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from leeway.config import Config
+
+CLEAR_AFTER_STEPS = 5
+"""Fewer steps say too little: a batch of hard tasks is no verdict."""
+CUT_OFF_FRAC = 0.5
+FALL_STEPS, FALL_FRAC, FALL_ERRORS = 12, 0.1, 3.0
+_LOOK = "read the answers in rollouts/"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`learned`: whether any step could move the weights; None: fewer than `CLEAR_AFTER_STEPS` steps say nothing.
+
+    `warnings`: what stands out, the most important first, each with what to do. Where `learned` is False the first one
+    says why.
+    """
+
+    learned: bool | None
+    warnings: list[str]
+
+
+class LearningWatch:
+    """Reads the metrics of each step; `step` returns what has just become clear, each thing once.
+
+    `earlier` are the rows of metrics.jsonl up to the step that this run goes on from; of them nothing is said again.
+    """
+
+    def __init__(self, config: Config, recipe: str, *, earlier: Iterable[Mapping[str, Any]] = ()) -> None:
+        self._config = config
+        self._offline = recipe in ("sft", "dpo")
+        self._loss_name = f"train/loss/{recipe}" if self._offline else "train/loss/policy"
+        a = config.algorithm
+        # What trains without any advantage: a step is idle only where these are absent as well.
+        self._has_other_terms = bool(a.kl_coef or a.entropy_coef or a.expert_path is not None)
+        self._steps: list[Mapping[str, float]] = []
+        self._batches: list[Mapping[str, float]] = []
+        self._num_idle = 0
+        self._said: set[Callable[..., Any]] = set()
+        for row in earlier:
+            self.step({name: math.nan if value is None else value for name, value in row.items()})
+
+    def step(self, metrics: Mapping[str, Any]) -> list[str]:
+        """Takes the metrics of a step (others are left alone); returns new warnings."""
+        if "train/grad_norm" not in metrics:
+            return []
+        if "train/reward/mean" in metrics:
+            self._batches.append(metrics)
+        self._steps.append(metrics)
+        self._num_idle += self._is_idle(metrics)
+        if len(self._steps) < CLEAR_AFTER_STEPS:
+            return []
+        new = [(check, text) for check in self._checks() if check not in self._said and (text := check())]
+        self._said |= {check for check, _ in new}
+        return [text for _, text in new]
+
+    def verdict(self) -> Verdict:
+        """Of all steps so far."""
+        if len(self._steps) < CLEAR_AFTER_STEPS:
+            return Verdict(None, [])
+        nothing = self._num_idle == len(self._steps) or (self._offline and self._loss_stands_still() is not None)
+        warnings = [text for check in (*self._checks(), self._reward_fell) if (text := check())]
+        return Verdict(not nothing, warnings)
+
+    def _is_idle(self, metrics: Mapping[str, float]) -> bool:
+        """Whether this step had nothing to move the weights by."""
+        norm = metrics["train/grad_norm"]
+        if norm == 0 or not math.isfinite(norm) or metrics.get("train/lr") == 0:
+            return True
+        if self._has_other_terms or not self._batches:
+            return False
+        return self._batches[-1].get("train/zero_advantage_frac") == 1.0
+
+    def _checks(self) -> Sequence[Callable[[], str | None]]:
+        if self._offline:
+            return (self._no_rate, self._loss_stands_still, self._empty_gradient)
+        return (self._no_rate, self._equal_rewards, self._cut_off, self._empty_gradient)
+
+    def _no_rate(self) -> str | None:
+        if any(s.get("train/lr") != 0 for s in self._steps):
+            return None
+        return f"the learning rate was 0 in all {len(self._steps)} steps; check optimizer.lr and optimizer.schedule"
+
+    def _equal_rewards(self) -> str | None:
+        """Every group's rewards were alike, in every batch."""
+        batches = self._batches
+        if len(batches) < CLEAR_AFTER_STEPS or any(b.get("train/zero_advantage_frac") != 1.0 for b in batches):
+            return None
+        cut_off = self._cut_off_frac()
+        also_cut = f", and {cut_off:.0%} of the answers were cut off" if cut_off >= CUT_OFF_FRAC else ""
+        rewards = [b["train/reward/mean"] for b in batches]
+        constant = max(rewards) - min(rewards) < 1e-9 and all(b.get("train/reward/std", 0.0) < 1e-9 for b in batches)
+        only = "; only the loss's other terms train" if self._has_other_terms else ""
+        if not constant:
+            return (
+                f"in all {len(batches)} batches the answers to one task had equal rewards{also_cut}: no advantage"
+                f"{only}; raise algorithm.group_size or rollout.temperature, or reward in finer steps"
+            )
+        reward = rewards[0]
+        if cut_off >= CUT_OFF_FRAC:
+            fix = f"raise rollout.max_response_tokens (now {self._config.rollout.max_response_tokens}), and {_LOOK}"
+        elif reward == 0:
+            fix = f"{_LOOK} beside what env.reward expects; easier tasks, or a supervised stage first"
+        elif reward == 1:
+            fix = "the model solves these tasks already: take harder ones"
+        else:
+            fix = f"{_LOOK}: env.reward gives the same for each"
+        return f"every reward was {reward:g} in {len(batches)} batches{also_cut}: no advantage{only}; {fix}"
+
+    def _cut_off_frac(self) -> float:
+        shares = [b["train/truncated_frac"] for b in self._batches if "train/truncated_frac" in b]
+        return sum(shares) / len(shares) if shares else 0.0
+
+    def _cut_off(self) -> str | None:
+        share = self._cut_off_frac()
+        if len(self._batches) < CLEAR_AFTER_STEPS or share < CUT_OFF_FRAC:
+            return None
+        limit = self._config.rollout.max_response_tokens
+        return f"{share:.0%} of the answers were cut off; raise rollout.max_response_tokens (now {limit})"
+
+    def _empty_gradient(self) -> str | None:
+        """Advantages there were, but nothing of them reached the weights."""
+        norms = [s["train/grad_norm"] for s in self._steps]
+        if all(norm == 0 for norm in norms):
+            if self._equal_rewards() is not None:
+                return None  # which says why
+            if self._offline:
+                return f"the gradient was 0 in all {len(norms)} steps; are the answers empty, or cut from each example?"
+            return f"the gradient was 0 in all {len(norms)} steps; is every token clipped or masked by the loss?"
+        if all(not math.isfinite(norm) for norm in norms):
+            return f"the gradient was nan or inf in all {len(norms)} steps, which were skipped; lower optimizer.lr"
+        return None
+
+    def _loss_stands_still(self) -> str | None:
+        losses = [s[self._loss_name] for s in self._steps if self._loss_name in s]
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        if not losses:
+            return None
+        if not finite:
+            return f"the loss was nan or inf in all {len(losses)} steps; look at the examples, lower optimizer.lr"
+        if len(finite) < len(losses) or max(losses) - min(losses) > 1e-7 * abs(losses[0]):
+            return None
+        return (
+            f"the loss was {losses[0]:.4g} in all {len(losses)} steps; raise optimizer.lr, or look at the examples: "
+            "is there anything to tell apart?"
+        )
+
+    def _reward_fell(self) -> str | None:
+        """By more than a tenth, and by more than chance does: first and last third of the batches."""
+        rewards = [b["train/reward/mean"] for b in self._batches]
+        if len(rewards) < FALL_STEPS:
+            return None
+        third = len(rewards) // 3
+        (first, first_var), (last, last_var) = _mean_and_error2(rewards[:third]), _mean_and_error2(rewards[-third:])
+        fall = first - last
+        if fall <= FALL_FRAC * abs(first) or fall <= FALL_ERRORS * math.sqrt(first_var + last_var):
+            return None
+        return f"the reward fell from {first:.3g} to {last:.3g}; lower optimizer.lr or staleness.max_policy_lag"
+
+
+def _mean_and_error2(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and the square of its standard error."""
+    mean = sum(values) / len(values)
+    variance = sum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)
+    return mean, variance / len(values)
