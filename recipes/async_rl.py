@@ -37,7 +37,6 @@ from leeway.tasks.evalsets import build_evalsets
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.taskset import build_taskset
 
-
 LAST_REPORTS_S = 30.0
 """How long an interrupted run waits for what its last steps did to be written down."""
 

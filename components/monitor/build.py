@@ -56,7 +56,9 @@ def build_monitor(
     if monitor_config.console != "off":
         from .console import ConsoleSink
 
-        sinks.append(ConsoleSink(mode=monitor_config.console, total_steps=total_steps, title=title, step=resumed_at or 0))
+        sinks.append(
+            ConsoleSink(mode=monitor_config.console, total_steps=total_steps, title=title, step=resumed_at or 0)
+        )
     return Monitor(run_dir, config=config_dict, sinks=sinks, rollouts_per_step=monitor_config.rollouts_per_step)
 
 

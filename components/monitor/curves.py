@@ -26,18 +26,22 @@ _WIDTH_IN, _ROW_HEIGHT_IN, _HEADING_IN = 15.0, 3.6, 0.45
 
 def draw_curves(
     metrics_files: Sequence[tuple[str, Path]], out_png: Path, *, title: str = "", max_policy_lag: int | None = None
-) -> None:
+) -> bool:
     """Draw the picture of `metrics_files` ((stage title, metrics.jsonl), in order) into `out_png`.
 
-    `max_policy_lag` is the bound to draw beside the observed lag; metrics.jsonl does not hold it.
+    `max_policy_lag` is the bound to draw beside the observed lag; metrics.jsonl does not hold it. Returns False, with
+    nothing written, where no metric was logged that the picture shows.
     """
     data = [(stage_title, read_series(read_metrics(path))) for stage_title, path in metrics_files]
+    if not any(_rows(metrics) for _, metrics in data):
+        return False
     figure = build_figure(data, title=title, max_policy_lag=max_policy_lag)
     out_png = Path(out_png)
     out_png.parent.mkdir(parents=True, exist_ok=True)
     temporary = out_png.with_name(f".{out_png.name}.tmp")
     figure.savefig(temporary, dpi=110, format="png")
     temporary.replace(out_png)
+    return True
 
 
 def build_figure(

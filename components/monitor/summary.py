@@ -17,6 +17,8 @@ LAST_STEPS = 20
 _ORDER = (
     "status",
     "cause",
+    "learned",
+    "warnings",
     "steps",
     "wall_s",
     "tokens",

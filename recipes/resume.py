@@ -1,0 +1,117 @@
+"""What `leeway resume RUN` runs: the run's own settings, changed where asked, from the newest whole checkpoint on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from leeway.config import ConfigError, Stage, resolve_stages
+from leeway.config.errors import words
+from leeway.config.load import read_tree
+from leeway.config.names import TRAINING_RECIPES
+from leeway.recipes.context import finished_length, length_of
+from leeway.recipes.run_record import RunIsRunning, check_not_running, saved_recipe
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """The stages of the run, finished ones among them; `notes`: lines that say where it goes on, and what changes."""
+
+    stages: list[Stage]
+    notes: list[str]
+
+
+def plan_resume(folder: Path, overrides: Sequence[str]) -> Continuation:
+    """Read the run in `folder`. Raises ConfigError in one line where there is nothing to go on with."""
+    file = folder / "config.yaml"
+    if not file.is_file():
+        what = "no config.yaml in it" if folder.is_dir() else "nothing there"
+        raise _refused(f"{folder} ({what})", "the folder of a run", "e.g. leeway resume runs/leeway/quickstart")
+    try:
+        check_not_running(folder)
+    except RunIsRunning as error:
+        raise _refused(str(error), "a run that has ended", "or start another one under another name") from None
+    tree = read_tree(file)
+    named = [own.get("recipe", name) for name, own in (tree.get("stages") or {}).items()]
+    recipe = saved_recipe(folder) or (named[-1] if named else None)
+    if recipe is None:
+        fix = f"leeway run RECIPE --config {file} checkpoint.resume=auto"
+        raise _refused(f"{folder} (no run.json in it)", "a run that says its recipe", fix)
+    if recipe not in TRAINING_RECIPES:
+        expected = f"one of {', '.join(TRAINING_RECIPES)}"
+        raise _refused(f"a run of {recipe}", expected, "start it anew under another name")
+    _go_on(tree, folder)
+    before, stages = resolve_stages(tree, recipe), resolve_stages(tree, recipe, overrides)
+    return Continuation(stages, _notes(folder, before, stages))
+
+
+def _go_on(tree: dict[str, Any], folder: Path) -> None:
+    """The settings of the run in `folder`, wherever that is now, to go on from its newest checkpoint."""
+    whole = folder if len(folder.parts) > 2 and ".." not in folder.parts else folder.absolute().resolve()
+    tree |= {"output_dir": str(whole.parent.parent), "project": whole.parent.name, "name": whole.name}
+    tree["checkpoint"] = {**(tree.get("checkpoint") or {}), "resume": "auto"}
+    for own in (tree.get("stages") or {}).values():
+        (own.get("checkpoint") or {}).pop("resume", None)
+
+
+def _notes(folder: Path, before: Sequence[Stage], stages: Sequence[Stage]) -> list[str]:
+    """Where the first stage that is not finished goes on. Raises ConfigError where there is none, or no beginning."""
+    from leeway.recipes.checkpoints import newest_state, saved_version  # loads torch
+
+    unfinished = [s for s in stages if finished_length(s.dir) != length_of(s.config)]
+    if not unfinished:
+        last = stages[-1]
+        done = last.config.train.steps
+        more = f"train.steps={2 * done}" if done else f"train.epochs={2 * (last.config.train.epochs or 1):g}"
+        raise _refused(
+            f"{folder} (finished: {_length(last)})",
+            "a run that was stopped, or more to do",
+            f"leeway resume {folder} {f'stages.{last.name}.' if len(stages) > 1 else ''}{more}",
+        )
+    stage = unfinished[0]
+    later = [s for s in stages[stages.index(stage) + 1 :] if (s.dir / "metrics.jsonl").exists()]
+    if finished_length(stage.dir) is not None and later:
+        raise _refused(
+            f"{stage.name}: {_length(stage)}",
+            f"as it was, because {later[0].name} started from its weights",
+            "start a run under another name",
+        )
+    newest = newest_state(stage.dir / "checkpoints")
+    if newest is None:
+        if stage is stages[0] or finished_length(stage.dir) is not None:
+            fix = "start it anew under another name, with checkpoint.every=N to be safe from kills"
+            raise _refused(f"{folder} (no checkpoint in it)", "a run that has saved its state", fix)
+        return [f"{stage.name}: has saved no state; begins with the weights of {stages[stages.index(stage) - 1].name}"]
+    step, asked = saved_version(newest), stage.config.train.steps
+    if asked is not None and asked < step:
+        raise _refused(f"train.steps={asked}", f"at least {step}, the steps done", f"set train.steps={2 * step}")
+    notes = [f"{stage.name}: goes on from step {step} of {_length(stage)}, {newest}"]
+    was = next((s for s in before if s.name == stage.name), stage)
+    return notes + _rate_note(was, stage, step)
+
+
+def _rate_note(was: Stage, stage: Stage, step: int) -> list[str]:
+    """What more steps do to the schedule of the learning rate."""
+    from leeway.trainer.optimizer import OptimizerSettings, learning_rate
+
+    o, steps = stage.config.optimizer, (was.config.train.steps, stage.config.train.steps)
+    if o.schedule == "constant" or length_of(was.config) == length_of(stage.config):
+        return []
+    said = f"{stage.name}: the {o.schedule} schedule of the learning rate now runs over {_length(stage)}"
+    if None in steps:
+        return [said]
+    fields = {name: getattr(o, name) for name in OptimizerSettings.__dataclass_fields__ if hasattr(o, name)}
+    settings = [OptimizerSettings(**fields, total_steps=n or 0) for n in steps]
+    old, new = learning_rate(settings[0], step - 1), learning_rate(settings[1], step)
+    return [f"{said}: {new:.3g} at step {step + 1}, after {old:.3g} at step {step}"]
+
+
+def _length(stage: Stage) -> str:
+    train = stage.config.train
+    return f"{train.steps} steps" if train.steps is not None else f"{train.epochs:g} epochs"
+
+
+def _refused(got: str, expected: str, fix: str) -> ConfigError:
+    return ConfigError("RUN", got=words(got), expected=expected, fix=fix)

@@ -1,0 +1,302 @@
+"""Going on with a run: what is taken, what is refused, that nobody else runs there, and what its last lines say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leeway.config import ConfigError, resolve_stages, run_yaml
+from leeway.config.load import read_tree
+from leeway.recipes import runner
+from leeway.recipes.context import StageContext, StageResult, finished_stage, mark_finished
+from leeway.recipes.resume import plan_resume
+from leeway.recipes.run_record import RunIsRunning, RunRecord, check_not_running, locked
+from leeway.trainer.checkpoint import CheckpointError
+
+CONFIG = """
+output_dir: {out}
+project: p
+name: r
+model: {{init: {{architecture: qwen2, options: {{hidden_size: 8}}}}}}
+task: {{name: jsonl, path: tasks.jsonl}}
+rollout: {{max_prompt_tokens: 8, max_response_tokens: 8, max_model_len: 16}}
+cluster: {{device: cpu}}
+stages:
+  sft: {{train: {{steps: 4}}, checkpoint: {{resume: never}}}}
+  async_rl: {{train: {{steps: 8, groups_per_step: 4}}, optimizer: {{lr: 1.0e-3, schedule: linear}}}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def states_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint can be gone on from where it has a dcp folder; nothing of it is read."""
+    import leeway.recipes.checkpoints as checkpoints
+
+    def read_state(folder: Path) -> None:
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is not there")
+
+    monkeypatch.setattr(checkpoints, "read_state", read_state)
+
+
+def a_run(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs/p/r"
+    folder.mkdir(parents=True)
+    source = tmp_path / "config.yaml"
+    source.write_text(CONFIG.format(out=tmp_path / "runs"))
+    (folder / "config.yaml").write_text(run_yaml(resolve_stages(read_tree(source), "async_rl")))
+    RunRecord(folder, recipe="async_rl", argv=["leeway", "run"], goes_on=False).close("interrupted")
+    return folder
+
+
+def has_checkpoint(folder: Path, stage: str, step: int, *, state: bool = True) -> Path:
+    checkpoint = folder / f"stages/{stage}/checkpoints/step-{step:06d}"
+    (checkpoint / ("dcp" if state else "hf")).mkdir(parents=True)
+    (checkpoint / "state.json").write_text(json.dumps({"policy_version": step}))
+    return checkpoint
+
+
+def has_finished(folder: Path, stage: str, steps: int) -> None:
+    note = {"summary": {}, "model_path": None, "length": {"steps": steps, "epochs": None}}
+    (folder / f"stages/{stage}").mkdir(parents=True, exist_ok=True)
+    (folder / f"stages/{stage}/finished.json").write_text(json.dumps(note))
+    (folder / f"stages/{stage}/metrics.jsonl").write_text("")
+
+
+def test_it_goes_on_in_the_first_stage_that_is_not_finished_with_the_runs_own_settings(tmp_path: Path) -> None:
+    folder = a_run(tmp_path)
+    has_finished(folder, "sft", 4)
+    newest = has_checkpoint(folder, "async_rl", 6)
+    planned = plan_resume(folder, [])
+    assert [s.name for s in planned.stages] == ["sft", "async_rl"]
+    assert all(s.config.checkpoint.resume == "auto" for s in planned.stages)
+    assert planned.stages[0].config.run_dir == folder
+    assert planned.notes == [f"async_rl: goes on from step 6 of 8 steps, {newest}"]
+
+
+def test_a_run_that_was_moved_goes_on_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = a_run(tmp_path)
+    has_checkpoint(folder, "sft", 2)
+    (tmp_path / "elsewhere/q").mkdir(parents=True)
+    moved = folder.rename(tmp_path / "elsewhere/q/s")
+    assert plan_resume(moved, []).stages[0].config.run_dir == moved
+    monkeypatch.chdir(moved)
+    assert plan_resume(Path(), []).stages[0].config.run_dir == moved
+
+
+def test_a_finished_run_trains_longer_and_says_what_becomes_of_the_learning_rate(tmp_path: Path) -> None:
+    folder = a_run(tmp_path)
+    has_finished(folder, "sft", 4)
+    has_finished(folder, "async_rl", 8)
+    newest = has_checkpoint(folder, "async_rl", 8)
+    planned = plan_resume(folder, ["stages.async_rl.train.steps=12"])
+    assert planned.notes == [
+        f"async_rl: goes on from step 8 of 12 steps, {newest}",
+        "async_rl: the linear schedule of the learning rate now runs over 12 steps: 0.000333 at step 9, "
+        "after 0.000125 at step 8",
+    ]
+
+
+def refused(folder: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        plan_resume(folder, overrides)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_there_is_nothing_to_go_on_with_is_refused(tmp_path: Path) -> None:
+    assert "nothing there" in refused(tmp_path / "none")
+    assert "no config.yaml in it" in refused(tmp_path)
+    folder = a_run(tmp_path)
+    assert "no checkpoint in it" in refused(folder)
+    has_checkpoint(folder, "sft", 4, state=False)
+    assert "no checkpoint in it" in refused(folder)
+    has_finished(folder, "sft", 4)
+    assert plan_resume(folder, []).notes == ["async_rl: has saved no state; begins with the weights of sft"]
+    has_checkpoint(folder, "async_rl", 8)
+    assert "train.steps=6, expected at least 8" in refused(folder, "stages.async_rl.train.steps=6")
+    has_finished(folder, "async_rl", 8)
+    assert f"leeway resume {folder} stages.async_rl.train.steps=16" in refused(folder)
+    assert "async_rl started from its weights" in refused(folder, "stages.sft.train.steps=9")
+
+
+def test_a_study_is_not_gone_on_with(tmp_path: Path) -> None:
+    folder = a_run(tmp_path)
+    RunRecord(folder, recipe="frontier", argv=["leeway", "run"], goes_on=False)
+    assert "a run of frontier" in refused(folder)
+
+
+# Who runs in a folder
+
+
+def test_a_folder_in_which_a_driver_runs_is_refused_and_a_lock_left_behind_is_not(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from leeway.recipes.run_record import locked\n"
+        f"with locked(Path({str(tmp_path)!r})): print('held', flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        with pytest.raises(RunIsRunning, match=rf"is running: process {holder.pid} on "):
+            check_not_running(tmp_path)
+        with pytest.raises(RunIsRunning), locked(tmp_path):
+            pass
+    finally:
+        holder.kill()
+        holder.wait()
+    assert (tmp_path / "run.lock").exists()
+    check_not_running(tmp_path)
+    with locked(tmp_path):
+        pass
+    assert not (tmp_path / "run.lock").exists()
+
+
+def test_a_driver_on_another_host_counts_as_running_until_its_lock_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "run.lock").write_text(json.dumps({"pid": 7, "started": 0.0, "host": "far.away"}))
+    with pytest.raises(RunIsRunning, match=r"process 7 on far\.away, .*; if it is not, remove .*run\.lock"):
+        check_not_running(tmp_path)
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_without_locks_the_process_in_the_file_decides(tmp_path: Path, monkeypatch: Any, alive: bool) -> None:
+    import fcntl
+    import socket
+
+    import psutil
+
+    def flock(*_: Any) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    started = psutil.Process().create_time() - (0 if alive else 100)  # the same id, of a process before this one
+    (tmp_path / "run.lock").write_text(
+        json.dumps({"pid": os.getpid(), "started": started, "host": socket.gethostname()})
+    )
+    if alive:
+        with pytest.raises(RunIsRunning):
+            check_not_running(tmp_path)
+    else:
+        check_not_running(tmp_path)
+
+
+def test_seconds_are_of_all_parts_and_a_killed_one_lasted_until_its_last_row(tmp_path: Path) -> None:
+    part = RunRecord(tmp_path, recipe="sft", argv=["x", "run", "sft"], goes_on=False)
+    with part.stage("sft"):
+        pass
+    part.close("interrupted")
+    saved = json.loads((tmp_path / "run.json").read_text())
+    assert saved["recipe"] == "sft"
+    assert saved["parts"][0]["command"] == "leeway run sft"
+    began = saved["parts"][0]["began"]
+    saved["parts"][0] |= {"wall_s": 100.0, "stages": {"sft": 90.0}}
+    saved["parts"].append({"command": "", "began": began + 200, "status": "running", "wall_s": None, "stages": {}})
+    (tmp_path / "run.json").write_text(json.dumps(saved))
+    (tmp_path / "stages/sft").mkdir(parents=True)
+    rows = [{"step": i, "time": began + at} for i, at in enumerate((50.0, 210.0, 230.0))]
+    (tmp_path / "stages/sft/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    third = RunRecord(tmp_path, recipe="sft", argv=["x"], goes_on=True)
+    assert third.num_parts == 3
+    assert third.stage_s("sft") == 90.0 + 20.0
+    assert third.close("completed") == pytest.approx(100.0 + 30.0, abs=0.2)
+    assert RunRecord(tmp_path, recipe="sft", argv=["x"], goes_on=False).num_parts == 1
+
+
+def test_a_stage_that_is_to_be_longer_now_is_not_finished(tmp_path: Path) -> None:
+    folder = a_run(tmp_path)
+    (folder / "stages/async_rl").mkdir(parents=True)
+
+    def context(*overrides: str) -> StageContext:
+        tree = read_tree(folder / "config.yaml")
+        stage = resolve_stages(tree, "async_rl", ["checkpoint.resume=auto", *overrides])[-1]
+        return StageContext(
+            name=stage.name, recipe="async_rl", config=stage.config, dir=folder / "stages/async_rl", processes=[]
+        )
+
+    mark_finished(context(), StageResult(summary={"steps": 8}, model_path=None))
+    assert finished_stage(context()) is not None
+    assert finished_stage(context("stages.async_rl.train.steps=12")) is None
+
+
+# The last lines
+
+
+def ends(tmp_path: Path, monkeypatch: Any, capsys: Any, outcome: Any, **state: Any) -> tuple[int, list[str], Any]:
+    """Exit code, lines and summary of a run of one stage that comes to `outcome`: a result, or an error."""
+    folder = a_run(tmp_path) if not (tmp_path / "runs").exists() else tmp_path / "runs/p/r"
+    stages = resolve_stages(read_tree(folder / "config.yaml"), "async_rl", ["checkpoint.resume=auto"])
+    record = RunRecord(folder, recipe="async_rl", argv=["leeway", "run"], goes_on=True)
+    run = runner._Run(stages, folder, record)
+
+    async def all_stages() -> None:
+        run._stage = stages[1]
+        run._interrupted_by = state.get("interrupted_by")
+        if isinstance(outcome, BaseException):
+            raise outcome
+        run._results["async_rl"] = outcome
+
+    monkeypatch.setattr(run, "_all_stages", all_stages)
+    capsys.readouterr()
+    code = asyncio.run(run.main())
+    printed = capsys.readouterr()
+    return code, (printed.out + printed.err).splitlines(), json.loads((folder / "summary.json").read_text())
+
+
+def test_an_interrupt_says_what_is_saved_and_how_to_go_on(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    import signal
+
+    by = {"interrupted_by": signal.SIGTERM}
+    code, lines, summary = ends(tmp_path, monkeypatch, capsys, asyncio.CancelledError(), **by)
+    assert (code, summary["status"]) == (143, "interrupted")
+    assert lines == ["leeway: interrupted by SIGTERM", "leeway: nothing is saved to go on from"]
+    newest = has_checkpoint(tmp_path / "runs/p/r", "async_rl", 6)
+    _, lines, _ = ends(tmp_path, monkeypatch, capsys, asyncio.CancelledError(), **by)
+    assert lines == [
+        "leeway: interrupted by SIGTERM",
+        f"leeway: saved: step 6 of async_rl, {newest}",
+        f"leeway: go on: leeway resume {tmp_path / 'runs/p/r'}",
+    ]
+
+
+def test_a_failure_says_so_too_and_its_cause_last(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    has_checkpoint(a_run(tmp_path), "async_rl", 6)
+    code, lines, _ = ends(tmp_path, monkeypatch, capsys, RuntimeError("no luck"))
+    assert code == 1
+    assert lines[-2:] == [
+        f"leeway: go on: leeway resume {tmp_path / 'runs/p/r'}",
+        "leeway: failed: driver: RuntimeError: no luck",
+    ]
+
+
+def test_a_run_that_learned_nothing_ends_with_1_and_says_why_last(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    result = StageResult(
+        summary={"learned": False, "warnings": ["every reward was 0", "answers cut off"]},
+        model_path=None,
+        goodbye=["reward 0.000 -> 0.000"],
+    )
+    code, lines, summary = ends(tmp_path, monkeypatch, capsys, result)
+    assert code == 1
+    assert lines[-1] == "leeway: learned nothing: async_rl: every reward was 0"
+    assert "leeway: warning: async_rl: answers cut off" in lines
+    assert sum("every reward was 0" in line for line in lines) == 1
+    assert "curves.png" not in " ".join(lines), "there is none"
+    assert (summary["status"], summary["learned"]) == ("learned nothing", False)
+    assert summary["warnings"] == ["async_rl: every reward was 0", "async_rl: answers cut off"]
+
+
+def test_a_run_with_a_warning_is_done_nevertheless(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    result = StageResult(summary={"learned": True, "warnings": ["the reward fell"]}, model_path=None)
+    code, lines, summary = ends(tmp_path, monkeypatch, capsys, result)
+    assert (code, summary["status"]) == (0, "completed")
+    assert lines[-2] == "leeway: warning: async_rl: the reward fell"
+    assert lines[-1].startswith("leeway: done in ")
+    assert lines[-1].endswith(" in 2 parts: " + str(tmp_path / "runs/p/r/summary.json"))
