@@ -493,7 +493,11 @@ def test_curves_of_short_and_partial_runs(tmp_path: Path, rows: list[dict[str, A
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert list(panels(build_figure([("", read_series(read_metrics(path)))]))) == titles
-    draw_curves([("", path)], tmp_path / "out" / "curves.png")
+    drawn = draw_curves([("", path)], tmp_path / "out" / "curves.png")
+    assert drawn is bool(titles)
+    if not drawn:
+        assert not (tmp_path / "out").exists(), "a picture of nothing is none"
+        return
     assert (tmp_path / "out" / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["curves.png"]
 
