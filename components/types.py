@@ -30,13 +30,15 @@ class Task:
     """One problem of a taskset, as plain data that crosses processes.
 
     `task_id` is stable across runs (derived from the content, never from memory addresses or process state).
-    `info` is whatever a reward needs and JSON can carry.
+    `info` is whatever a reward needs and JSON can carry. `messages` is the whole conversation that the task was taken
+    from (`task.messages_key`), empty where it was none.
     """
 
     task_id: str
     prompt: str | list[Message]
     answer: str = ""
     info: dict[str, Any] = field(default_factory=dict)
+    messages: list[Message] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

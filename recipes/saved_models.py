@@ -6,13 +6,15 @@ import json
 import re
 from pathlib import Path
 
+from leeway.config.paths import user_path
+
 
 def saved_models(folder: str | Path) -> dict[int, Path]:
     """Policy version -> Hugging Face folder of every checkpoint below `folder` (a run, a stage, its checkpoints).
 
     Raises ValueError in one line where there is none, or where two stages have checkpoints.
     """
-    root = Path(folder).expanduser()
+    root = user_path(folder)
     found: dict[int, Path] = {}
     for model in sorted(root.glob("**/step-*/hf")):
         match = re.fullmatch(r"step-(\d+)", model.parent.name)

@@ -8,8 +8,11 @@ from pathlib import Path
 from .derived import derive
 from .hardware import Hardware
 from .names import OFFLINE_RECIPES, find_module
+from .paths import is_file, is_folder
 from .rules import is_local_path
 from .schema import Config
+
+_DATA_FILES = {"jsonl": "a .jsonl file", "queue": "a .jsonl file", "sql": "a SQLite file"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +53,8 @@ def _missing_files(config: Config) -> list[Problem]:
     for key, model in models.items():
         if model is None or not is_local_path(model):
             continue
-        folder = Path(model).expanduser()
-        if not (folder / "config.json").is_file():
-            what = "a folder without config.json" if folder.is_dir() else "nothing there"
+        if not is_file(f"{model}/config.json"):
+            what = "a folder without config.json" if is_folder(model) else "nothing there"
             problems.append(
                 Problem(
                     key=key,
@@ -61,7 +63,7 @@ def _missing_files(config: Config) -> list[Problem]:
                 )
             )
     resume = config.checkpoint.resume
-    if resume not in ("never", "auto") and not (Path(resume).expanduser() / "dcp" / "state.json").is_file():
+    if resume not in ("never", "auto") and not is_file(f"{resume}/dcp/state.json"):
         problems.append(
             Problem(
                 key="checkpoint.resume",
@@ -72,14 +74,25 @@ def _missing_files(config: Config) -> list[Problem]:
     paths = [("task.path", config.task.name, config.task.path), ("eval.path", "jsonl", config.eval.path)]
     paths += [("algorithm.expert_path", "jsonl", config.algorithm.expert_path)]
     paths += [(f"task.mix.{n}.path", p.get("name", "jsonl"), p.get("path")) for n, p in config.task.mix.items()]
-    for key, kind, value in paths:
-        if kind == "jsonl" and value is not None and not Path(value).expanduser().is_file():
-            problems.append(
-                Problem(
-                    key=key, text=f"missing file: got {value} (nothing there), expected a .jsonl file; set {key}=FILE"
-                )
-            )
+    paths += [(f"eval.tasksets.{n}.path", p.get("name"), p.get("path")) for n, p in config.eval.tasksets.items()]
+    problems += [problem for path in paths for problem in _missing_data(*path)]
     return problems
+
+
+def _missing_data(key: str, kind: str | None, path: str | None) -> list[Problem]:
+    """Whether the file or folder that tasks of this kind are read from is missing."""
+    if path is None or (kind == "hf" and not is_local_path(path)):
+        return []
+    if kind in ("parquet", "hf"):
+        expected, there = "a file or a folder", is_file(path) or is_folder(path)
+    elif kind in _DATA_FILES:
+        expected, there = _DATA_FILES[kind], is_file(path)
+    else:
+        return []
+    if there:
+        return []
+    what = "a folder" if is_folder(path) else "nothing there"
+    return [Problem(key=key, text=f"missing file: got {path[:120]} ({what}), expected {expected}; set {key}=FILE")]
 
 
 def _missing_hardware(config: Config, recipe: str, hardware: Hardware) -> list[Problem]:

@@ -16,8 +16,10 @@ from .errors import ConfigError, words
 from .keys import check_known, default_of
 from .names import nearest
 from .overrides import Tree
+from .paths import is_file, user_path
 from .rules import check_rules
 from .schema import Config
+from .text import MAX_BYTES, TextError, parse_yaml
 
 # pydantic's phrases, as they read after "expected".
 _WORDING = {
@@ -44,8 +46,8 @@ def config_path(name_or_file: str) -> Path:
     bundled = bundled_configs()
     if name_or_file in bundled:
         return bundled[name_or_file]
-    file = Path(name_or_file).expanduser()
-    if file.is_file():
+    file = user_path(name_or_file)
+    if is_file(file):
         return file
     guess = nearest(name_or_file, bundled)
     raise ConfigError(
@@ -69,17 +71,12 @@ def load_config(name_or_file: str, overrides: Sequence[str] = (), *, recipe: str
 def read_tree(file: Path) -> Tree:
     """The YAML of `file` as plain dicts and lists, interpolations not yet resolved."""
     try:
-        loaded = OmegaConf.load(file)
-        tree = OmegaConf.to_container(loaded, resolve=False)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(file), got=words(str(error)), expected="a readable YAML file", fix="check it") from None
-    except Exception as error:
-        # yaml's own errors carry the line and column; OmegaConf's say which value it could not read.
-        if type(error).__module__.split(".")[0] not in ("yaml", "omegaconf"):
-            raise
-        raise ConfigError(
-            str(file), got=words("text that does not parse"), expected="YAML", fix=" ".join(str(error).split())
-        ) from None
+        with file.open(encoding="utf-8") as opened:
+            tree = parse_yaml(opened.read(MAX_BYTES + 1))
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(file), got=words(str(error)), expected="a YAML file in UTF-8", fix="check it") from None
+    except TextError as error:  # yaml's errors carry line and column
+        raise ConfigError(str(file), got=words("text that does not parse"), expected="YAML", fix=str(error)) from None
     if not isinstance(tree, dict) or not all(isinstance(name, str) for name in tree):
         raise ConfigError(
             str(file), got=words(type(tree).__name__), expected="sections", fix="see `leeway cat quickstart`"
@@ -95,13 +92,13 @@ def build_config(tree: Tree, *, recipe: str, stage: str = "", stage_tree: Tree |
     try:
         if any(isinstance(leaf, str) and "${" in leaf for leaf in _leaves(resolved)):  # most files have none
             resolved = OmegaConf.to_container(OmegaConf.create(resolved), resolve=True)
-    except OmegaConfBaseException as error:
+    except (OmegaConfBaseException, RecursionError, ValueError, TypeError) as error:
         key = str(getattr(error, "full_key", "") or "config")
         raise ConfigError(
             key,
             got=words("an interpolation that cannot be resolved"),
             expected="a key that exists, or ${oc.env:NAME,default}",
-            fix=str(error).splitlines()[0],
+            fix=(str(error).splitlines() or [type(error).__name__])[0][:300],
         ) from None
     prefix = f"stages.{stage}." if stage else ""
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
 from .errors import ConfigError
 from .keys import all_keys, is_free_form, takes_text, unknown_key
+from .text import TextError, parse_yaml
 
 Tree = dict[str, Any]
 
@@ -43,7 +42,7 @@ def apply_override(tree: Tree, override: Override) -> None:
             node = node[_index(override, node, name)]
             continue
         if not isinstance(node.get(name), dict | list):
-            if path[depth + 1 :] == [] and last.isdigit() and not _free(override.key):
+            if path[depth + 1 :] == [] and is_index(last) and not _free(override.key):
                 raise ConfigError(
                     override.key,
                     got=override.value,
@@ -106,7 +105,7 @@ def _schema_key(key: str) -> str | None:
             rest = parts[end:]
             if not rest or is_free_form(candidate):
                 return candidate if not rest else "stages"
-            return candidate if len(rest) == 1 and rest[0].isdigit() else None
+            return candidate if len(rest) == 1 and is_index(rest[0]) else None
     return None
 
 
@@ -125,27 +124,22 @@ def _text(key: str, raw: str) -> str | None:
 
 def _yaml(key: str, raw: str) -> Any:
     try:
-        # OmegaConf's own YAML reader, so that files and overrides agree (1e-6 is a number in both).
-        parsed = OmegaConf.create(f"value: {raw}" if raw.strip() else "value: ''")
-        value = OmegaConf.to_container(parsed, resolve=False)
-    except (OmegaConfBaseException, ValueError, AttributeError) as error:
-        raise ConfigError(key, got=raw, expected="a YAML value", fix=_first_line(error)) from None
-    except Exception as error:
-        if type(error).__module__.split(".")[0] != "yaml":
-            raise
-        raise ConfigError(key, got=raw, expected="a YAML value", fix="put it in quotes") from None
+        value = parse_yaml(f"value: {raw}" if raw.strip() else "value: ''")
+    except TextError as error:
+        raise ConfigError(key, got=raw, expected="a YAML value", fix=f"put it in quotes ({error})") from None
     if not isinstance(value, dict) or set(value) != {"value"}:
         raise ConfigError(key, got=raw, expected="one YAML value", fix="put it in quotes")
     return value["value"]
 
 
 def _index(override: Override, items: list[Any], name: str) -> int:
-    if name.isdigit() and int(name) < len(items):
+    if is_index(name) and int(name) < len(items):
         return int(name)
     raise ConfigError(
         override.key, got=name, expected=f"an index from 0 to {len(items) - 1}", fix="or set the whole list: [..., ...]"
     )
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def is_index(name: str) -> bool:
+    """Whether a part of a key counts items of a list."""
+    return re.fullmatch(r"[0-9]{1,6}", name) is not None

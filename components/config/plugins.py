@@ -16,6 +16,7 @@ from typing import Any
 
 from .errors import ConfigError
 from .names import ENVIRONMENTS, OPERATORS, REWARDS
+from .paths import is_folder, user_path
 
 GROUPS = {
     "environment": "leeway.environments",
@@ -59,8 +60,8 @@ def use_folders(folders: list[str]) -> None:
     They come last on sys.path: a module of the user's hides none that is installed.
     """
     for folder in folders:
-        path = Path(folder).expanduser()
-        if not path.is_dir():
+        path = user_path(folder)
+        if not is_folder(path):
             raise ConfigError("plugins", got=folder, expected="a folder with your modules", fix="fix the path")
         absolute = str(path.resolve())
         if absolute not in sys.path:
@@ -69,7 +70,7 @@ def use_folders(folders: list[str]) -> None:
 
 def modules_in(folder: str | Path) -> list[Path]:
     """The modules (.py files) and packages (folders with an __init__.py) right in `folder`."""
-    path = Path(folder).expanduser().resolve()
+    path = user_path(folder).resolve()
     packages = [p.parent for p in path.glob("*/__init__.py")]
     return sorted([*path.glob("*.py"), *packages])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from .algorithm_rules import ALGORITHM_RULES
 from .derived import derive, least_target_policy_lag
@@ -21,6 +20,7 @@ from .input_rules import (
     task_source_is_complete,
 )
 from .names import OFFLINE_RECIPES, STUDIES, TRAINING_RECIPES, engine_options, nearest
+from .paths import is_folder
 from .plugins import use_folders
 from .replay_rules import REPLAY_RULES
 from .schema import Config
@@ -117,7 +117,7 @@ def model_is_loaded_or_built(config: Config, named: Named) -> None:
 
 def is_local_path(path: str) -> bool:
     """Whether `path` is written as a path of this machine rather than as a hub id."""
-    return path.startswith(("/", ".", "~")) or path.endswith("/") or path.count("/") > 1 or Path(path).is_dir()
+    return path.startswith(("/", ".", "~")) or path.endswith("/") or path.count("/") > 1 or is_folder(path)
 
 
 def model_path_is_a_path_or_a_hub_id(config: Config, named: Named) -> None:

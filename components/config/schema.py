@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, model_validator
 
 from .base import Section
 from .critic import CriticConfig
 from .flow import ParamServerConfig, ReplayConfig, RolloutConfig, StalenessConfig
 from .inputs import EnvConfig, EvalConfig, ModelConfig, TaskConfig
 from .learning import AlgorithmConfig, CheckpointConfig, FrontierConfig, OptimizerConfig, TrainConfig
+from .paths import folder_name, user_path
 from .plugins import with_entry_points
 from .presets import with_preset
 from .running import ClusterConfig, LogConfig, MonitorConfig
+
+FolderName = Annotated[str, AfterValidator(folder_name)]
 
 
 class Config(Section):
     """Every setting of one recipe's run. Numbers that follow from several settings are in `derive(config)`."""
 
-    project: str = Field(default="leeway", min_length=1, pattern=r"^[\w.\-]+$", description="folder of related runs")
-    name: str = Field(default="run", min_length=1, pattern=r"^[\w.\-]+$", description="folder of this run")
+    project: FolderName = Field(default="leeway", description="folder of related runs")
+    name: FolderName = Field(default="run", description="folder of this run")
     seed: NonNegativeInt = Field(default=0, description="seed for tasks, sampling and initial weights")
     output_dir: str = Field(default="runs", min_length=1, description="where runs are kept")
     plugins: list[str] = Field(
@@ -56,7 +59,7 @@ class Config(Section):
     @property
     def run_dir(self) -> Path:
         """The folder of the whole run; a stage's own files are under `Stage.dir`."""
-        return Path(self.output_dir).expanduser() / self.project / self.name
+        return user_path(self.output_dir) / self.project / self.name
 
     def with_model_path(self, path: str | Path) -> Config:
         """The same settings, starting from the weights at `path` (the previous stage's)."""

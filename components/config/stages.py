@@ -16,6 +16,7 @@ from .keys import check_known
 from .load import build_config, config_path, read_tree
 from .names import RECIPES, STUDIES, nearest
 from .overrides import Override, Tree, apply_override, leaves, merge, parse_overrides
+from .paths import MAX_NAME_BYTES
 from .schema import Config
 
 
@@ -97,8 +98,13 @@ def _stage_trees(tree: Tree) -> dict[str, Tree]:
         key = f"stages.{name}"
         if not isinstance(own, dict):
             raise ConfigError(key, got=own, expected="a mapping of settings", fix=f"write {key}.train.steps=100")
-        if not re.fullmatch(r"[\w\-]+", str(name)):
-            raise ConfigError(key, got=name, expected="letters, digits, - and _", fix="rename the stage")
+        if not re.fullmatch(r"\w[\w\-]*", str(name)) or len(str(name).encode()) > MAX_NAME_BYTES:
+            raise ConfigError(
+                f"stages.{str(name)[:40]}",
+                got=str(name),
+                expected=f"letters, digits, - and _ (first no -), at most {MAX_NAME_BYTES} bytes",
+                fix="rename the stage",
+            )
         for forbidden in ("project", "name", "output_dir", "stages"):
             if forbidden in own:
                 raise ConfigError(

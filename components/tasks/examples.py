@@ -20,11 +20,10 @@ def example_of(task: Task, prompter: Prompter) -> Trajectory:
     Raises ValueError naming the task where its answer cannot be told apart from what the chat template writes.
     """
     with _naming(task):
-        if "messages" in task.info:
+        if task.messages:
             prompt = [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else task.prompt
-            messages = task.info["messages"]
-            first = next(i for i, message in enumerate(messages) if message["role"] == "assistant")
-            encoded = encode_conversation(prompter, [*prompt, *messages[first:]], num_prompt=len(prompt))
+            first = next(i for i, message in enumerate(task.messages) if message["role"] == "assistant")
+            encoded = encode_conversation(prompter, [*prompt, *task.messages[first:]], num_prompt=len(prompt))
             return _trajectory(*encoded, text=task.answer)
         return _answered(task, prompter, whole_answer(task))
 
@@ -48,8 +47,7 @@ def check_examples(tasks: Sequence[Task], prompter: Prompter, *, rejected_key: s
     """
     for task in tasks:
         with _naming(task):
-            messages = task.info.get("messages", ())
-            answers = [m["content"] for m in messages if m["role"] == "assistant"] or [whole_answer(task)]
+            answers = [m["content"] for m in task.messages if m["role"] == "assistant"] or [whole_answer(task)]
             for answer in [*answers, *([rejected_answer(task, key=rejected_key)] if rejected_key else [])]:
                 prompter.check_answer(answer)
     for task in tasks[:1]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..types import Message, Task
@@ -17,6 +18,17 @@ class Row:
     question: str | list[Message]
     answer: str
     info: dict[str, Any]
+    messages: list[Message] = field(default_factory=list)
+
+    def texts(self) -> Iterator[str]:
+        """Everything that is hashed or tokenized of it, before templates."""
+        question = [{"content": self.question, "role": ""}] if isinstance(self.question, str) else self.question
+        for message in (*question, *self.messages):
+            yield message["role"]
+            yield message["content"]
+        yield self.answer
+        if isinstance(solution := self.info.get("solution"), str):
+            yield solution
 
     @property
     def digest(self) -> str:
@@ -42,7 +54,7 @@ def make_task(row: Row, *, task_id: str, system_prompt: str | None, prompt_templ
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if messages[0]["role"] != "system":
             prompt = [{"role": "system", "content": system_prompt}, *messages]
-    return Task(task_id=task_id, prompt=prompt, answer=row.answer, info=row.info)
+    return Task(task_id=task_id, prompt=prompt, answer=row.answer, info=row.info, messages=row.messages)
 
 
 def _apply_template(prompt: str | list[Message], template: str) -> str | list[Message]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..config.paths import is_file, user_path
 from ..types import Task
 from .jsonl_tasks import parse_line
 from .questions import Row
@@ -33,7 +34,7 @@ class QueueTaskSet:
         self, path: str | Path, *, form: RowFormat, make: Callable[[Row, int], Task | None], name: str = "queue"
     ) -> None:
         self.name = name
-        self._path = Path(path).expanduser()
+        self._path = user_path(path)
         self._form = form
         self._make = make
         self._offset = self._num_lines = self._num_rows = self._num_drawn = 0
@@ -121,7 +122,7 @@ class QueueTaskSet:
 
     def _poll(self) -> None:
         """Read what was appended, whole lines only: another program may be in the middle of one."""
-        if not self._path.is_file():
+        if not is_file(self._path):
             return
         with self._path.open("rb") as file:
             file.seek(self._offset)

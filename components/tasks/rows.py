@@ -18,7 +18,7 @@ class RowFormat:
     that end with the assistant lose that turn; it is the answer where the item has none of its own. With `answer_after`
     the answer is what follows the last occurrence of that mark, and `info["solution"]` keeps the whole text (for
     supervised training). With `messages_key` an item is a whole conversation under that key: its prompt is everything
-    before the first assistant message, its answer the last assistant message, and `info["messages"]` all of it. Under
+    before the first assistant message, its answer the last assistant message, and `Row.messages` all of it. Under
     `tools_key` an item says which tools it may use (none where it has no such key): `info["allowed_tools"]`. All other
     keys arrive in `info`.
     """
@@ -37,10 +37,16 @@ class RowFormat:
         if not isinstance(item, dict):
             key = self.prompt_key if self.messages_key is None else self.messages_key
             raise ValueError(f"{where}: got {type(item).__name__}, expected an object with the key {key!r}")
+        if not all(isinstance(name, str) for name in item):
+            raise ValueError(f"{where}: got keys {str(list(item))[:60]}, expected text as keys")
         item = dict(item)
         if self.tools_key is not None:
             item["allowed_tools"] = _tools(item.pop(self.tools_key, []), f"{where}: {self.tools_key!r}")
-        return self._example(item, where) if self.messages_key is None else self._conversation(item, where)
+        row = self._example(item, where) if self.messages_key is None else self._conversation(item, where)
+        for text in row.texts():
+            if (character := _no_text(text)) is not None:
+                raise ValueError(f"{where}: the text holds {character!r}, half of a character; write the file as UTF-8")
+        return row
 
     def _example(self, item: dict[str, Any], where: str) -> Row:
         self._need(item, self.prompt_key, "task.prompt_key", where)
@@ -52,7 +58,7 @@ class RowFormat:
                 raise ValueError(f"{where}: {self.prompt_key!r} holds the assistant's turn only; expected a question")
         self._need(item, self.answer_key, "task.answer_key", where)
         answer = item.pop(self.answer_key)
-        answer = answer if isinstance(answer, str) else json.dumps(answer, default=str)
+        answer = answer if isinstance(answer, str) else _as_json(answer, f"{where}: {self.answer_key!r}")
         if self.answer_after is not None:
             if self.answer_after not in answer:
                 raise ValueError(
@@ -81,12 +87,13 @@ class RowFormat:
         return Row(
             question=messages[: answers[0]],
             answer=messages[answers[-1]]["content"],
-            info={**item, "messages": messages},
+            info=item,
+            messages=messages,
         )
 
     def _need(self, item: dict[str, Any], key: str, option: str, where: str) -> None:
         if key not in item:
-            raise ValueError(f"{where}: no key {key!r} among {sorted(item)}; set {option} to one of them")
+            raise ValueError(f"{where}: no key {key!r} among {str(sorted(item))[:300]}; set {option} to one of them")
 
     def _prompt(self, prompt: Any, where: str) -> str | list[Message]:
         if isinstance(prompt, str) and prompt.strip():
@@ -114,9 +121,30 @@ def _tools(found: Any, where: str) -> list[str | dict[str, Any]]:
     """Names, or JSON schemas with a name; bare, or wrapped as OpenAI does ({"type": "function", "function": ...})."""
     try:
         found = json.loads(found) if isinstance(found, str) else found
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
-    items = [t["function"] if isinstance(t, dict) and "function" in t else t for t in found or []]
-    if found is None or not all(isinstance(t, str) or (isinstance(t, dict) and "name" in t) for t in items):
+    listed = found if isinstance(found, list) else []
+    items = [t["function"] if isinstance(t, dict) and "function" in t else t for t in listed]
+    if not isinstance(found, list) or not all(_is_tool(t) for t in items):
         raise ValueError(f"{where}: expected a list of tool names, or of schemas with a name")
     return items
+
+
+def _is_tool(item: Any) -> bool:
+    return isinstance(item, str) or (isinstance(item, dict) and isinstance(item.get("name"), str))
+
+
+def _as_json(value: Any, where: str) -> str:
+    try:
+        return json.dumps(value, default=str)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{where} is no text and cannot be written as JSON: {error}") from None
+
+
+def _no_text(text: str) -> str | None:
+    """The first half of a surrogate pair that stands alone: Python holds such text, and no file, tokenizer or hash."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return text[error.start]
+    return None

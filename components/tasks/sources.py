@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ..config.paths import is_file, user_path
 from .questions import Row
 from .rows import RowFormat
 
@@ -17,8 +18,8 @@ from .rows import RowFormat
 def read_parquet(path: str, *, form: RowFormat, limit: int | None) -> list[Row]:
     """Rows of a .parquet file, or of all below a folder in the order of their names. Raises ValueError in one line."""
     _need("pyarrow", "parquet files")
-    place = Path(path).expanduser()
-    files = [place] if place.is_file() else sorted(place.rglob("*.parquet"))
+    place = user_path(path)
+    files = [place] if is_file(place) else sorted(place.rglob("*.parquet"))
     if not files:
         raise ValueError(f"task.path: got {path}, expected a .parquet file or a folder with some")
     return as_rows(((f"{file}, row {i}", item) for file in files for i, item in _parquet_items(file)), form, limit)
@@ -28,8 +29,8 @@ def read_hf(path: str, *, split: str, form: RowFormat, limit: int | None) -> lis
     """Rows of a Hugging Face dataset: a folder that `save_to_disk` wrote, any folder `load_dataset` reads, a hub id."""
     _need("datasets", "Hugging Face datasets")
     datasets: Any = importlib.import_module("datasets")
-    place = Path(path).expanduser()
-    saved = (place / "dataset_info.json").is_file() or (place / "dataset_dict.json").is_file()
+    place = user_path(path)
+    saved = is_file(place / "dataset_info.json") or is_file(place / "dataset_dict.json")
     try:
         found = datasets.load_from_disk(str(place)) if saved else datasets.load_dataset(str(path), split=split)
         found = found[split] if isinstance(found, dict) else found
@@ -68,10 +69,16 @@ def read_generator(name: str, *, options: dict[str, Any], size: int, seed: int, 
 
 
 def _parquet_items(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    table: Any = importlib.import_module("pyarrow.parquet").ParquetFile(file)
+    pyarrow: Any = importlib.import_module("pyarrow")
     count = itertools.count()
-    for batch in table.iter_batches():
-        yield from zip(count, batch.to_pylist())  # noqa: B905 (the count has no end)
+    try:
+        for batch in importlib.import_module("pyarrow.parquet").ParquetFile(file).iter_batches():
+            yield from zip(count, batch.to_pylist())  # noqa: B905 (the count has no end)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"task.path: {file} cannot be read as parquet: {' '.join(str(error).split())[:200]}; "
+            "expected a .parquet file (task.name=jsonl for a .jsonl file)"
+        ) from None
 
 
 def as_rows(items: Iterable[tuple[str, Any]], form: RowFormat, limit: int | None) -> list[Row]:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
+
+from ..config.paths import is_file, user_path
 
 
 def sql_items(path: str, query: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where, row as a dict) of each row, in the query's order. Raises ValueError in one line."""
-    file = Path(path).expanduser()
-    if not file.is_file():
+    file = user_path(path)
+    if not is_file(file):
         raise ValueError(f"task.path: got {path}, expected an existing SQLite file")
     with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as database:
         try:
@@ -22,5 +23,6 @@ def sql_items(path: str, query: str) -> Iterator[tuple[str, dict[str, Any]]]:
             names = [column[0] for column in found.description]
             for number, row in enumerate(found):
                 yield f"{path}, row {number}", dict(zip(names, row, strict=True))
-        except sqlite3.Error as error:
-            raise ValueError(f"task.query: {query!r} on {path}: {error}; expected a SELECT of rows") from None
+        except (sqlite3.Error, sqlite3.Warning, OverflowError) as error:
+            why = " ".join(str(error).split())
+            raise ValueError(f"task.query: {query!r} on {path}: {why}; expected a SELECT") from None

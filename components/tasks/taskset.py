@@ -79,7 +79,7 @@ class TaskSet:
             yield task.answer
             if "solution" in task.info:
                 yield str(task.info["solution"])
-            yield from (message["content"] for message in task.info.get("messages", ()))
+            yield from (message["content"] for message in task.messages)
 
     @property
     def epoch(self) -> int:

@@ -85,7 +85,7 @@ def file(tmp_path: Path) -> Path:
 def test_a_line_is_a_conversation(file: Path) -> None:
     [row] = read_jsonl(file, form=FORM)
     assert (row.question, row.answer) == (CONVERSATION[:2], "3")
-    assert row.info == {"source": "x", "messages": CONVERSATION}
+    assert (row.info, row.messages) == ({"source": "x"}, CONVERSATION)
 
 
 def test_messages_of_another_form_are_translated() -> None:
@@ -93,7 +93,7 @@ def test_messages_of_another_form_are_translated() -> None:
     theirs = [{"from": names[m["role"]], "value": m["content"]} for m in CONVERSATION]
     form = dataclasses.replace(FORM, role_key="from", content_key="value", roles={"human": "user", "gpt": "assistant"})
     row = form.row({"chat": theirs}, "here")
-    assert (row.question, row.answer, row.info) == (CONVERSATION[:2], "3", {"messages": CONVERSATION})
+    assert (row.question, row.answer, row.messages) == (CONVERSATION[:2], "3", CONVERSATION)
 
 
 @pytest.mark.parametrize(
