@@ -16,15 +16,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from leeway.config import Config, derive
 from leeway.monitor import build_monitor, read_metrics
 from leeway.planning.advice import advice_after
 from leeway.recipes.canary import canary_prompts
 from leeway.recipes.checkpoints import Checkpoints, resume_point, saved_position, saved_version
-from leeway.recipes.context import StageContext, StageResult, say
+from leeway.recipes.context import StageContext, StageResult, say, timed
 from leeway.recipes.evaluation import evaluate, evaluated_at_start, of_set
 from leeway.recipes.kept import KeptPublications
 from leeway.recipes.rl_report import Reporter, StepClock, StepReport, in_words
@@ -37,6 +38,7 @@ from leeway.tasks.evalsets import build_evalsets
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.taskset import build_taskset
 
+T = TypeVar("T")
 LAST_REPORTS_S = 30.0
 """How long an interrupted run waits for what its last steps did to be written down."""
 
@@ -156,21 +158,21 @@ class AsyncRL:
         """Hand out version 0, evaluate, measure, train, evaluate, save."""
         if self._resumed is not None:
             self._version = await self._launcher.load_state(self._resumed / "dcp")
-        await self._publish()
-        await self._until_served(self._version)
+        await self._timed(f"version {self._version} served and proven", self._hand_out_first())
         evals = {}
         if self._config.eval.at_start:
             evals["before"] = evaluated_at_start(self._earlier, self._evalsets) or await self._evaluate()
         if self.speeds is None:
             pause_s = (await self._report.collect_stats()).get("collector/pause_s", 0.0)
-            self.speeds = await measure_speeds(self._config, self._parts, self._train_tasks.tasks, hand_over_s=pause_s)
+            measuring = measure_speeds(self._config, self._parts, self._train_tasks.tasks, hand_over_s=pause_s)
+            self.speeds = await self._timed("speeds measured", measuring)
         begun = time.monotonic()
         say(
             f"{self._context.name}: {self._total_steps} steps, lag bound {self._numbers.max_policy_lag}, "
             f"up after {begun - started:.0f} s"
         )
         await self._collect_and_train(self.speeds)
-        rl_s = time.monotonic() - begun
+        rl_s = time.monotonic() - begun + sum(row.get("step/total_s", 0.0) for row in self._earlier)
         await self._until_served(self._version)
         if self._config.eval.at_end:
             evals["after"] = await self._evaluate()
@@ -206,8 +208,8 @@ class AsyncRL:
             await asyncio.gather(  # begun in this order: collectors are given the handles of the first two
                 self._launcher.param_server(),
                 self._launcher.buffer(start=start),
-                self._launcher.trainers(total_steps=self._total_steps, canary=canary),
-                self._launcher.collectors(),
+                self._timed("trainer ready", self._launcher.trainers(total_steps=self._total_steps, canary=canary)),
+                self._timed("generators ready", self._launcher.collectors()),
             )
             self._context.processes.extend(self._parts.local_processes())
         self._checkpoints = Checkpoints(
@@ -296,6 +298,10 @@ class AsyncRL:
         self._version += 1
         return metrics
 
+    async def _hand_out_first(self) -> None:
+        await self._publish()
+        await self._until_served(self._version)
+
     async def _publish(self) -> None:
         """Gather the current weights on the trainer and hand them out."""
         await self._wait(together(t.publish.remote() for t in self._parts.trainers), "trainer")
@@ -347,6 +353,9 @@ class AsyncRL:
     async def _until_served(self, version: int) -> None:
         calls = [c.until_verified.remote(version) for c in self._parts.collectors]
         await self._wait(together(calls), "generators")
+
+    async def _timed(self, what: str, work: Awaitable[T]) -> T:
+        return await timed(self._context.name, what, work, see=f"{self._context.dir / 'logs'}/")
 
     async def _wait(self, call: Any, what: str) -> Any:
         return await self._supervisor.wait(call, what=what, timeout_s=self._timeout_s)

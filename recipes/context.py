@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from leeway.config import Config
 
 FINISHED = "finished.json"
+STILL_S = 30.0
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +79,24 @@ def finished_length(stage_dir: Path) -> dict[str, Any] | None:
     """`length_of` the stage when it finished; None where it has not."""
     note = stage_dir / FINISHED
     return json.loads(note.read_text()).get("length", {}) if note.exists() else None
+
+
+async def timed(name: str, what: str, work: Awaitable[T], *, see: str = "") -> T:
+    """Await `work` of the stage `name`; say how long it took, and now and then that it still goes on.
+
+    `see`: where somebody who cannot wait may look meanwhile.
+    """
+    begun = time.monotonic()
+    task = asyncio.ensure_future(work)
+    try:
+        while not (await asyncio.wait({task}, timeout=STILL_S))[0]:
+            say(f"{name}: {what}: not yet, after {time.monotonic() - begun:.0f} s{see and f'; see {see}'}")
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    result = await task
+    say(f"{name}: {what} after {time.monotonic() - begun:.1f} s")
+    return result
 
 
 def say(text: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from leeway.monitor import build_monitor
-from leeway.recipes.context import StageContext, StageResult, say
+from leeway.recipes.context import StageContext, StageResult, say, timed
 from leeway.recipes.evaluation import evaluate, of_set
 from leeway.recipes.saved_models import saved_models
 from leeway.runtime.launch import Launcher
@@ -69,7 +69,8 @@ async def _measure(
 ) -> tuple[dict[str, float], list[Trajectory], dict[str, Any]]:
     parts, config = launcher.parts, context.config
     try:
-        await launcher.collectors(load_weights=True)
+        starting = launcher.collectors(load_weights=True)
+        await timed(context.name, "generators ready", starting, see=f"{context.dir / 'logs'}/")
         context.processes.extend(parts.local_processes())
         return *await evaluate(config, parts, evalsets, policy_version=0), parts.processes
     finally:

@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,6 +26,7 @@ from leeway.config import Stage, run_yaml
 from leeway.config.names import TRAINING_RECIPES
 from leeway.failures import PartFailed
 from leeway.monitor import weights_sha256, write_summary
+from leeway.monitor.logs import others_to_file
 from leeway.recipes.checks import examine
 from leeway.recipes.context import StageContext, StageResult, finished_stage, mark_finished, say
 from leeway.recipes.run_record import RunIsRunning, RunRecord, locked
@@ -70,7 +72,8 @@ class _Run:
     async def main(self) -> int:
         status, cause, code = "completed", "all steps were done", 0
         try:
-            await self._all_stages()
+            with others_to_file(self._run_dir / "logs" / "driver.log"):
+                await self._all_stages()
         except asyncio.CancelledError:
             if self._interrupted_by is None:
                 raise
@@ -105,10 +108,12 @@ class _Run:
         # Imported here: connecting needs ray, and refusing bad input must not.
         from leeway.runtime.cluster import connect
 
-        model_path = await asyncio.to_thread(self._prepare_model)
-        say(f"run folder {self._run_dir}")
+        say(f"run folder {self._shown_dir}")
+        model_path = await self._prepare_model()
         self._handle_signals()
+        begun = time.monotonic()
         connect(self._stages[0].config)
+        say(f"Ray is up after {time.monotonic() - begun:.1f} s")
         self._handle_signals()  # again, because ray installs a SIGTERM handler of its own
         for stage in self._stages:
             stage_dir = stage.dir.absolute()
@@ -136,7 +141,7 @@ class _Run:
                 return  # what would be built on it is built on nothing
             model_path = result.model_path or model_path
 
-    def _prepare_model(self) -> str:
+    async def _prepare_model(self) -> str:
         """The folder (or hub id) that the first stage starts from; built from the task text where so configured."""
         config = self._stages[0].config
         if config.model.init is None:
@@ -145,8 +150,14 @@ class _Run:
         from leeway.tasks.bootstrap import build_model_dir
         from leeway.tasks.taskset import build_taskset
 
-        texts = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval).texts()
-        folder = build_model_dir(config.model.init, texts, self._run_dir / "model", seed=config.seed, dtype="float32")
+        init, begun = config.model.init, time.monotonic()
+
+        def build() -> Path:
+            texts = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval).texts()
+            return build_model_dir(init, texts, self._run_dir / "model", seed=config.seed, dtype="float32")
+
+        folder = await asyncio.to_thread(build)
+        say(f"model built after {time.monotonic() - begun:.1f} s: {self._shown_dir / 'model'}")
         return str(folder)
 
     def _handle_signals(self) -> None:

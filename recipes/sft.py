@@ -21,7 +21,7 @@ import ray
 from leeway.config import Config
 from leeway.monitor import Monitor, build_monitor, read_metrics
 from leeway.recipes.checkpoints import Checkpoints, resume_point, saved_version
-from leeway.recipes.context import StageContext, StageResult, say
+from leeway.recipes.context import StageContext, StageResult, say, timed
 from leeway.recipes.learned import LearningWatch, Verdict
 from leeway.runtime.launch import Launcher
 from leeway.runtime.supervisor import Supervisor, together
@@ -86,9 +86,8 @@ async def train_offline(
     started = time.monotonic()
     try:
         say(f"{context.name}: {total_steps} {recipe} steps of {config.train.batch_size}, {len(taskset)} tasks")
-        await launcher.trainers(
-            total_steps=total_steps, canary=CanaryPrompts(scored=[], cached=[])
-        )  # nothing is published
+        starting = launcher.trainers(total_steps=total_steps, canary=CanaryPrompts(scored=[], cached=[]))
+        await timed(context.name, "trainer ready", starting, see=f"{context.dir / 'logs'}/")  # it publishes nothing
         context.processes.extend(parts.local_processes())
         checkpoints = Checkpoints(
             context.dir / "checkpoints",
@@ -97,7 +96,7 @@ async def train_offline(
             supervisor=parts.supervisor,
             resumed=resumed,
         )
-        measure = _Measure(config, launcher, monitor, held_out(config, prompter) if held_out else [])
+        measure = _Measure(context, launcher, monitor, held_out(config, prompter) if held_out else [])
         try:
             if resumed is not None:
                 await launcher.load_state(resumed / "dcp")
@@ -139,8 +138,11 @@ async def train_offline(
 class _Measure:
     """Measures the weights of now on what is held out, and logs it; says {} where nothing is."""
 
-    def __init__(self, config: Config, launcher: Launcher, monitor: Monitor, shares: Sequence[TrainBatch]) -> None:
-        self._config, self._parts, self._monitor = config, launcher.parts, monitor
+    def __init__(
+        self, context: StageContext, launcher: Launcher, monitor: Monitor, shares: Sequence[TrainBatch]
+    ) -> None:
+        self._name, self._config = context.name, context.config
+        self._parts, self._monitor = launcher.parts, monitor
         self._refs = [ray.put(share) for share in shares]
 
     async def __call__(self, step: int) -> dict[str, float]:
@@ -151,6 +153,8 @@ class _Measure:
         metrics = (await self._parts.supervisor.wait(pending, what="trainer", timeout_s=timeout_s))[0]
         numbers = {name.removeprefix("train/").replace("/", "_"): value for name, value in metrics.items()}
         self._monitor.log(step, {f"eval/held_out/{name}": v for name, v in numbers.items()}, role="evaluation")
+        said = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in numbers.items())
+        say(f"{self._name}: held out at step {step}: {said}")
         return numbers
 
 

@@ -20,8 +20,8 @@ BALANCED_BELOW_FRAC = 0.05
 class ConsoleSink(Sink):
     """ "live": a bar and one status line that redraw in place; "plain": the same words as one line every few seconds.
 
-    "auto" is live on a terminal and plain elsewhere (files, CI). The first step, evaluations and the end are always
-    printed in plain.
+    "auto" is live on a terminal and plain elsewhere (files, CI). Both begin with the first step, and say at the end how
+    far the run came. `step`: the one that the run goes on from.
     """
 
     name = "console"
@@ -43,28 +43,30 @@ class ConsoleSink(Sink):
         self._latest: dict[str, float] = {}
         self._step = step
         self._started_s, self._printed_s, self._unprinted = clock(), -math.inf, False
-        live = mode == "live" or (mode == "auto" and self._console.is_terminal)
-        self._live = _LiveView(self._console, title, total_steps, step) if live else None
+        self._is_live = mode == "live" or (mode == "auto" and self._console.is_terminal)
+        self._live: _LiveView | None = None
+        self._has_begun = False
 
     def log(self, record: Record) -> None:
         self._latest.update(record.metrics)
         self._step = max(self._step, record.step)
-        evaluation = _evaluation(record)
+        if not self._has_begun:  # a bar that stands at 0 while everything starts would say nothing
+            if record.role != "trainer":
+                return
+            self._has_begun = True
+            if self._is_live:
+                self._live = _LiveView(self._console, self._title, self._total_steps)
         if self._live is not None:
             self._live.update(self._step, describe(self._latest))
-            if evaluation:
-                self._live.note(f"step {record.step}: {evaluation}")
             return
         self._unprinted = True
         now_s = self._clock()
-        if evaluation:
-            self._write(f"{self._title} step {record.step}: {evaluation}")
-        elif now_s - self._printed_s >= PLAIN_EVERY_S or self._step == self._total_steps:
+        if now_s - self._printed_s >= PLAIN_EVERY_S:
             self._print_status(now_s)
 
     def close(self, status: str) -> None:
         if self._live is not None:
-            self._live.stop()
+            self._live.stop(is_done=status == "done")
         elif self._unprinted:
             self._print_status(self._clock())
         self._write(f"{self._title}: {status} at step {self._step} after {self._clock() - self._started_s:.1f} s")
@@ -79,7 +81,7 @@ class ConsoleSink(Sink):
 
 
 class _LiveView:
-    def __init__(self, console: Console, title: str, total_steps: int | None, step: int) -> None:
+    def __init__(self, console: Console, title: str, total_steps: int | None) -> None:
         self._progress = Progress(
             TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=None),
@@ -89,18 +91,18 @@ class _LiveView:
             console=console,
             expand=True,
         )
-        self._task = self._progress.add_task(title, total=total_steps, completed=step)
-        self._live = Live(self._render(""), console=console, refresh_per_second=4)
+        self._task = self._progress.add_task(title, total=total_steps)
+        # stderr is not its business: what libraries write there is kept off the terminal.
+        self._live = Live(self._render(""), console=console, refresh_per_second=4, redirect_stderr=False)
         self._live.start()
 
     def update(self, step: int, status: str) -> None:
         self._progress.update(self._task, completed=step)
         self._live.update(self._render(status))
 
-    def note(self, line: str) -> None:
-        self._live.console.print(line, markup=False, highlight=False)
-
-    def stop(self) -> None:
+    def stop(self, *, is_done: bool) -> None:
+        if is_done:  # a run that is done early is as done as one that took all its steps
+            self._progress.update(self._task, total=self._progress.tasks[0].completed)
         self._live.stop()
 
     def _render(self, status: str) -> Group:
@@ -144,8 +146,3 @@ def who_waits(latest: dict[str, float]) -> list[str]:
         return []
     frac, phrase = max(waiting)
     return ["nobody waits"] if frac < BALANCED_BELOW_FRAC else [f"{phrase} {100 * frac:.0f} %"]
-
-
-def _evaluation(record: Record) -> str:
-    names = [name for name in record.metrics if name.startswith("eval/") and name.endswith(("/exact_match", "/reward"))]
-    return ", ".join(f"{name} {record.metrics[name]:.3f}" for name in names)

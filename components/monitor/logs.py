@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -22,6 +24,34 @@ def log_to_file(path: Path, level: str) -> None:
     )
     for client in ("httpx", "httpx2"):  # a line for each request of each agent
         logging.getLogger(client).setLevel(logging.WARNING)
+
+
+@contextmanager
+def others_to_file(path: Path) -> Iterator[None]:
+    """Inside of it, what this process's libraries write to stderr goes to `path`; Leeway's own warnings go to stdout.
+
+    The terminal is the run's. Nothing is left of the file where nothing was written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sys.stderr.flush()
+    terminal, file = os.dup(2), os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 2)
+    os.close(file)
+    own = logging.StreamHandler(sys.stdout)
+    own.setFormatter(logging.Formatter("leeway: %(levelname)s: %(message)s"))
+    own.setLevel(logging.WARNING)
+    logging.getLogger("leeway").addHandler(own)
+    try:
+        yield
+    finally:
+        logging.getLogger("leeway").removeHandler(own)
+        sys.stderr.flush()
+        os.dup2(terminal, 2)
+        os.close(terminal)
+        if path.exists() and not path.stat().st_size:
+            path.unlink()
+            if not any(path.parent.iterdir()):
+                path.parent.rmdir()
 
 
 def tail(path: Path, num_lines: int = 30) -> str:

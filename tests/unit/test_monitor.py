@@ -34,6 +34,7 @@ from leeway.monitor import (
 from leeway.monitor.console import ConsoleSink, who_waits
 from leeway.monitor.curves import build_figure, draw_curves
 from leeway.monitor.jsonl import JsonlSink
+from leeway.monitor.logs import others_to_file
 from leeway.monitor.series import bin_shares, read_series
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -235,12 +236,53 @@ def test_auto_off_a_terminal_prints_a_line_every_few_seconds_and_never_the_same_
     assert text[-1] == "rl [a]: done at step 100 after 50.0 s"
 
 
-def test_evaluations_are_printed_at_once() -> None:
+def test_the_last_step_is_said_once_however_many_parts_report_it() -> None:
     clock = [0.0]
-    sink, out = plain_console(clock)
-    sink.log(record(1, train__reward__mean=0.5))
-    sink.log(record(1, eval__gsm8k__exact_match=0.25))
-    assert out.getvalue().splitlines()[-1] == "rl [a] step 1: eval/gsm8k/exact_match 0.250"
+    sink, out = plain_console(clock, total_steps=2)
+    for role in ("collector", "trainer", "collector", "driver"):
+        sink.log(Record(step=2, time=0.0, role=role, metrics={"train/reward/mean": 0.5}))
+    sink.log(record(2, eval__gsm8k__exact_match=0.25))
+    sink.close("done")
+    lines = out.getvalue().splitlines()
+    assert sum("2/2" in line for line in lines) <= 2
+    assert lines[-1] == "rl [a]: done at step 2 after 0.0 s"
+    assert not [line for line in lines if "eval/" in line], "the recipe says what was evaluated"
+
+
+def test_nothing_is_shown_while_everything_starts() -> None:
+    sink, out = plain_console([0.0])
+    sink.log(Record(step=0, time=0.0, role="collector", metrics={"collector/tokens_per_s": 1.0}))
+    assert out.getvalue() == ""
+
+
+@pytest.mark.parametrize(("status", "shows"), [("done", "315/315"), ("interrupted", "315/600")])
+def test_a_bar_is_full_where_the_run_is_done_early(status: str, shows: str) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=120, force_terminal=True)
+    sink = ConsoleSink(mode="live", total_steps=600, title="sft", console=console)
+    sink.log(record(315, train__loss__sft=0.4))
+    sink.close(status)
+    assert shows in out.getvalue().rsplit("sft", 2)[-2]
+
+
+def test_what_libraries_write_to_stderr_goes_to_a_file_and_leeways_own_warnings_to_the_terminal(
+    tmp_path: Path, capfd: Any
+) -> None:
+    import logging
+    import os
+
+    with others_to_file(tmp_path / "logs/driver.log"):
+        os.write(2, b"from C++\n")
+        logging.getLogger("somelib").warning("noise")
+        logging.getLogger("leeway.monitor").warning("wandb failed")
+    os.write(2, b"after\n")
+    out, err = capfd.readouterr()
+    assert err == "after\n"
+    assert out == "leeway: WARNING: wandb failed\n"
+    assert "from C++" in (tmp_path / "logs/driver.log").read_text()
+    with others_to_file(tmp_path / "quiet/driver.log"):
+        pass
+    assert not (tmp_path / "quiet").exists()
 
 
 def test_live_mode_shows_the_bar_and_the_status_line() -> None:
