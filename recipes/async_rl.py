@@ -33,7 +33,7 @@ from leeway.recipes.speeds import measure_speeds
 from leeway.replay.actor import TakeRefs
 from leeway.runtime.launch import Launcher
 from leeway.runtime.limit import Speeds
-from leeway.runtime.supervisor import Supervisor, together
+from leeway.runtime.supervisor import Supervisor, awaited, together
 from leeway.tasks.evalsets import build_evalsets
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.taskset import build_taskset
@@ -146,13 +146,17 @@ class AsyncRL:
         await self._checkpoints.at_end(interrupted=True)
         if self._reporting is None or self._reporting.done():
             return
+        last_reports = asyncio.ensure_future(self._log_to_the_end(self._reporting))
+        _, late = await asyncio.wait({last_reports}, timeout=LAST_REPORTS_S)
+        last_reports.cancel()
+        if late or last_reports.exception() is not None:
+            say(f"{self._context.name}: the last steps' metrics were not written within {LAST_REPORTS_S:g} s")
+
+    async def _log_to_the_end(self, reporting: asyncio.Task[None]) -> None:
         if self._under_way is not None and self._stepping is not None and self._stepping.done():
             metrics = self._stepping.result()[0] | self._under_way.metrics
-            self._report.put(replace(self._under_way, metrics=metrics | self._clock.end(metrics)))
-        self._report.end()
-        _, late = await asyncio.wait({self._reporting}, timeout=LAST_REPORTS_S)
-        if late:
-            say(f"{self._context.name}: the last steps' metrics were not written within {LAST_REPORTS_S:g} s")
+            await self._report.put(replace(self._under_way, metrics=metrics | self._clock.end(metrics)))
+        await self._report.end(reporting)
 
     async def _run_launched(self, started: float) -> StageResult:
         """Hand out version 0, evaluate, measure, train, evaluate, save."""
@@ -188,8 +192,7 @@ class AsyncRL:
         self._reporting = asyncio.create_task(self._report.run(speeds))
         self._supervisor.watch("driver", self._reporting)
         await self._train_loop()
-        self._report.end()
-        await self._supervisor.wait(self._reporting, what="reports", timeout_s=self._timeout_s)
+        await self._report.end(self._reporting)
         await self._wait(self._parts.buffer.close.remote(), "replay")
         await self._wait(asyncio.gather(*collecting), "generators finishing")
 
@@ -225,22 +228,23 @@ class AsyncRL:
 
     async def _train_loop(self) -> None:
         """Consumes takes; waits for complete ones; unblocked by collectors' puts; produces policy versions."""
-        timeout_s, n = self._timeout_s, self._config.param_server.publish_every
-        buffer = self._parts.buffer
-        upcoming = buffer.take.remote(timeout_s)
+        n, buffer = self._config.param_server.publish_every, self._parts.buffer
+        upcoming = self._ask_for_take()
         clock = self._clock = StepClock()
         while self._version < self._total_steps:
             with clock.waiting("wait_for_batch"):
-                take = await self._supervisor.wait(upcoming, what="replay", timeout_s=timeout_s + 10)
+                take = await self._next_take(upcoming)
             if take is None:
                 break
-            upcoming = buffer.take.remote(timeout_s)  # collected while this one is trained on
+            upcoming = self._ask_for_take()  # collected while this one is trained on
             with clock.waiting("audit"):
                 of_take = await self._audit(take)
             of_take |= await self._begin_take(take)
             for i, batches in enumerate(take.batches):
                 publish = (self._version + 1) % n == 0 or self._version + 1 == self._total_steps
-                self._under_way = StepReport(self._version + 1, of_take if i == 0 else {}, take, first_of_take=i == 0)
+                self._under_way = StepReport(
+                    self._version + 1, of_take if i == 0 else {}, take.metrics, take.rollouts if i == 0 else None
+                )
                 metrics = await self._step(batches, publish) | self._under_way.metrics
                 if publish:
                     with clock.waiting("wait_for_publish"):
@@ -253,13 +257,31 @@ class AsyncRL:
                 self._train_s += clock.so_far()
                 with clock.waiting("evaluate"):
                     await self._maybe_evaluate()
-                self._report.put(replace(self._under_way, metrics=metrics | clock.end(metrics)))
+                await self._report.put(replace(self._under_way, metrics=metrics | clock.end(metrics)))
                 self._under_way = None
             replay = await self._wait(buffer.trained.remote(take.group_ids), "replay")
-            self._report.put(StepReport(self._version, replay))
+            await self._report.put(StepReport(self._version, replay))
         await self._finish_publishing()
         if self._published < self._version:  # the tasks ended between two publications
             await self._publish()
+
+    def _ask_for_take(self) -> asyncio.Future[TakeRefs | None]:
+        upcoming = asyncio.ensure_future(awaited(self._parts.buffer.take.remote(self._timeout_s)))
+        # Whoever waits for it hears of its failure; at an ending nobody does.
+        upcoming.add_done_callback(lambda call: None if call.cancelled() else call.exception())
+        return upcoming
+
+    async def _next_take(self, upcoming: asyncio.Future[TakeRefs | None]) -> TakeRefs | None:
+        """Waits as long as the buffer's groups move: it ends a standstill by itself, and says who held it up.
+
+        A buffer that says nothing at all is noticed here.
+        """
+        while not upcoming.done():
+            half_s = self._timeout_s / 2
+            await self._supervisor.wait(asyncio.wait({upcoming}, timeout=half_s), what="replay", timeout_s=half_s + 60)
+            if not upcoming.done():
+                await self._supervisor.wait(self._parts.buffer.ping.remote(), what="replay", timeout_s=half_s)
+        return await self._wait(upcoming, "replay")
 
     async def _audit(self, take: TakeRefs) -> dict[str, float]:
         """Where it is due: the take's tokens of every older version, scored again under exactly those weights."""
@@ -317,7 +339,7 @@ class AsyncRL:
         await self._wait(self._parts.buffer.published.remote(version), "replay")
         self._published = version
         self._kept.add(publication)
-        self._report.put(StepReport(version, {"param_server/publish_s": time.monotonic() - started}))
+        await self._report.put(StepReport(version, {"param_server/publish_s": time.monotonic() - started}))
 
     async def _finish_publishing(self) -> None:
         if self._publishing is not None:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from leeway.config import Config, derive
+from leeway.failures import PartFailed
 from leeway.monitor import Monitor, read_metrics, reward_first, reward_last
 from leeway.recipes.learned import LearningWatch, Verdict
-from leeway.replay.actor import TakeRefs
 from leeway.runtime.launch import Parts
 from leeway.runtime.limit import LimitMeter, Speeds
 from leeway.runtime.supervisor import together
@@ -22,14 +22,21 @@ WORK = ("step/forward_backward_s", "step/optim_s", "step/publish_s", "step/proxi
 """What a trainer does in a step; the rest of the step it waits."""
 
 
+REPORTS_AHEAD = 32
+"""Steps may be so far ahead of what was logged of them; then they wait."""
+
+
 @dataclass(frozen=True)
 class StepReport:
-    """Something to log at a step. With a `take`: one of its optimizer steps."""
+    """Something to log at a step. `take`: what describes the take, where this is one of its optimizer steps.
+
+    `rollouts`: the readable ones, at its first step. Nothing here keeps a batch in the object store.
+    """
 
     step: int
     metrics: dict[str, float]
-    take: TakeRefs | None = None
-    first_of_take: bool = False
+    take: dict[str, float] | None = None
+    rollouts: list[dict] | None = None
 
 
 class StepClock:
@@ -82,15 +89,31 @@ class Reporter:
         self._first_step = first_step
         self._warn = warn
         self._learning = LearningWatch(config, "async_rl", earlier=self._rows() if first_step else ())
-        self._queue: asyncio.Queue[StepReport | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[StepReport | None] = asyncio.Queue(maxsize=REPORTS_AHEAD)
         self._last_stats = time.monotonic()
         self._training = False
 
-    def put(self, report: StepReport) -> None:
-        self._queue.put_nowait(report)
+    async def put(self, report: StepReport | None) -> None:
+        """Waits while `REPORTS_AHEAD` reports are still to be logged. `run`, which logs them, waits for nobody here."""
+        try:
+            self._queue.put_nowait(report)
+        except asyncio.QueueFull:
+            await self._parts.supervisor.wait(
+                self._queue.put(report), what="reports", timeout_s=self._config.cluster.step_timeout_s
+            )
 
-    def end(self) -> None:
-        self._queue.put_nowait(None)
+    async def end(self, running: asyncio.Future[None]) -> None:
+        """No more reports: wait until `running`, which is `run`, has logged those that it has."""
+        await self.put(None)
+        timeout_s = self._config.cluster.step_timeout_s
+        while not running.done():  # the deadline is for one report
+            left = self._queue.qsize()
+            await self._parts.supervisor.wait(
+                asyncio.wait({running}, timeout=timeout_s), what="reports", timeout_s=timeout_s + 60
+            )
+            if not running.done() and self._queue.qsize() == left:
+                raise PartFailed("reports", f"none of {left} was logged for {timeout_s:g} s")
+        await self._parts.supervisor.wait(running, what="reports", timeout_s=timeout_s)
 
     async def run(self, speeds: Speeds) -> None:
         """Consumes step reports; waits for steps; asks the collectors for theirs; returns after `end`."""
@@ -103,7 +126,7 @@ class Reporter:
                 if report.step > self._first_step or not self._first_step:  # of that step there is a record
                     self._monitor.log(report.step, report.metrics, role="driver")
                 continue
-            take, step_s = report.take.metrics, report.metrics["step/total_s"]
+            take, step_s = report.take, report.metrics["step/total_s"]
             response_tokens = take["train/response_tokens/total"] / updates
             metrics = report.metrics | limit.step(
                 response_tokens=response_tokens,
@@ -113,9 +136,9 @@ class Reporter:
                 step_s=step_s,
             )
             metrics["train/tokens_per_s"] = response_tokens / step_s
-            if report.first_of_take:  # what describes the take is said once
+            if report.rollouts is not None:  # what describes the take is said once
                 metrics |= take
-                self._monitor.rollouts(report.step, report.take.rollouts)
+                self._monitor.rollouts(report.step, report.rollouts)
             self._monitor.log(report.step, metrics, role="trainer")
             for warning in self._learning.step(metrics):
                 self._warn(warning)

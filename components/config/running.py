@@ -45,7 +45,9 @@ class ClusterConfig(Section):
     start_timeout_s: PositiveFloat = Field(
         default=300.0, description="seconds within which every process must have started"
     )
-    step_timeout_s: PositiveFloat = Field(default=3600.0, description="seconds any one step may take")
+    step_timeout_s: PositiveFloat = Field(
+        default=3600.0, description="how many seconds any one wait may last without progress"
+    )
 
 
 class LogConfig(Section):

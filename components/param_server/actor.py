@@ -43,5 +43,5 @@ class ParameterServerActor:
         return await self._server.pull(newer_than=newer_than, timeout_s=timeout_s, oldest=oldest)
 
 
-# Ray's overloads do not name max_concurrency.
-ParameterServerRemote = ray.remote(num_cpus=0, max_concurrency=1000)(ParameterServerActor)  # type: ignore[call-overload]
+ParameterServerRemote = ray.remote(num_cpus=0)(ParameterServerActor)
+"""To be created with a `max_concurrency` above the number of its waiting callers: see `runtime.launch`."""

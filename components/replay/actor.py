@@ -24,7 +24,7 @@ from ..tasks.truncate import truncated
 from ..types import Admission, Group, Task, Trajectory
 from .admission import AdmissionRule
 from .assemble import Assembler, RewardShaping, pass_rate
-from .buffer import ReplayBuffer
+from .buffer import ReplayBuffer, ServedTake
 from .operators import Pipeline
 from .position import Position
 from .reuse import ReusePool, priority_of
@@ -76,6 +76,7 @@ class ReplayBufferActor:
             experts=self._experts(skip_steps=position.num_takes * train.updates_per_batch),
             count_turns=algorithm.aggregation == "turn_mean_token_mean",
         )
+        self._assembling = asyncio.Lock()
         self._at_the_queue = asyncio.Lock()
         self._stream = TaskStream(
             self._taskset,
@@ -113,10 +114,13 @@ class ReplayBufferActor:
             ),
             num_takes=numbers.num_takes,
             capacity=numbers.max_outstanding_groups + train.groups_per_step,
-            assemble=self._assembler,
             operators=[self._pipeline],
             reuse=self._reuse,
             priority=priority,
+            # Before operators: groups that are left out say most about how hard a task is.
+            delivered=lambda group: self._taskset.record(group.task_id, pass_rate(group)),
+            # Of a queue's tasks only so many can be drawn without waiting, so its collectors ask one after the other.
+            num_collectors=1 if isinstance(self._taskset, QueueTaskSet) else config.rollout.num_generators,
         )
 
     def _experts(self, *, skip_steps: int) -> Callable[[], list[Trajectory]] | None:
@@ -164,13 +168,10 @@ class ReplayBufferActor:
             ready: int | None = self._stream.num_again
             if not ready:
                 ready = await self._taskset.num_ready(self._fits, timeout_s=timeout_s)
-            limit = limit if ready is None else min(limit, ready)
-            return await self._buffer.admit(limit, timeout_s=timeout_s, collector=collector)
+            return await self._buffer.admit(limit, timeout_s=timeout_s, collector=collector, most=ready)
 
     @as_text
     async def put(self, groups: Sequence[Group]) -> None:
-        for group in groups:  # before operators: groups that are left out say most about how hard a task is
-            self._taskset.record(group.task_id, pass_rate(group))
         await self._buffer.put(groups)
 
     @as_text
@@ -195,9 +196,14 @@ class ReplayBufferActor:
 
     @as_text
     async def take(self, timeout_s: float) -> TakeRefs | None:
-        take = await self._buffer.take(timeout_s=timeout_s)
-        if take is None:
+        served = await self._buffer.take(timeout_s=timeout_s)
+        if served is None:
             return None
+        async with self._assembling:  # one take after the other, beside the loop: it may be hundreds of megabytes
+            return await asyncio.to_thread(self._assembled, served)
+
+    def _assembled(self, served: ServedTake) -> TakeRefs:
+        take = self._assembler(served.index, served.groups, served.reused)
         return TakeRefs(
             index=take.index,
             group_ids=take.group_ids,
@@ -251,9 +257,18 @@ class ReplayBufferActor:
             for i in range(0, len(trajectories), group_size)
         ]
         # All of it in one step, trajectories without an advantage included: speed is measured per token.
-        take = replace(self._assembler, skip_zero_advantage=False, updates_per_take=1)(0, groups)
-        return [ray.put(batch) for batch in take.batches[0]], take.metrics
+        assembler = replace(self._assembler, skip_zero_advantage=False, updates_per_take=1)
+
+        def assembled() -> tuple[list[Any], dict[str, float]]:
+            take = assembler(0, groups)
+            return [ray.put(batch) for batch in take.batches[0]], take.metrics
+
+        async with self._assembling:
+            return await asyncio.to_thread(assembled)
+
+    async def ping(self) -> None:
+        """An answer says that this process is well, whoever is waited for here."""
 
 
-# Ray's overloads do not name max_concurrency.
-ReplayBufferRemote = ray.remote(num_cpus=0, max_concurrency=1000)(ReplayBufferActor)  # type: ignore[call-overload]
+ReplayBufferRemote = ray.remote(num_cpus=0)(ReplayBufferActor)
+"""To be created with a `max_concurrency` above the number of its waiting callers: see `runtime.launch`."""

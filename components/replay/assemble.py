@@ -29,7 +29,6 @@ class Take:
     batches: list[list[TrainBatch]]
     metrics: dict[str, float]
     rollouts: list[dict]
-    oldest_version: int
 
 
 def rewards_of(group: Group) -> torch.Tensor:
@@ -94,7 +93,6 @@ class Assembler:
             metrics=_take_metrics(groups, advantages)
             | {"train/tokens_in_pass": float(in_pass), "train/reused_groups": float(len(reused))},
             rollouts=_readable(groups, advantages, self.rollouts_per_take),
-            oldest_version=min(g.policy_versions()[0] for g in every),
         )
 
     def _advantages(self, groups: Sequence[Group]) -> dict[int, list[Advantage]]:

@@ -5,23 +5,26 @@ A torchrl `ReplayBuffer` that waits instead of losing:
 collectors --admit()--> [slots] --put()--> [places] --take()--> trainer
                            ^                                       |
                            +------------- published(v) <----------+
+
+Whatever changes the state (`put`, `published`, ...) hands out on the spot what it made possible: free slots are dealt
+to the collectors that wait, and the next take wakes the trainer. Nobody else is woken.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import itertools
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torchrl.data
 
 from ..types import Admission, Group, Task
 from .admission import AdmissionRule
-from .assemble import Take
 from .ledger import GroupState, Ledger
 from .lengths import LengthMeter
 from .operators import Operator
@@ -33,14 +36,29 @@ from .window import Window
 
 logger = logging.getLogger(__name__)
 
-NO_PROGRESS_TAKES = 20
+T = TypeVar("T")
 
-Assemble = Callable[[int, Sequence[Group], Sequence[Group]], Take]
-"""assemble(number of the take, its new groups, those used before) -> the take."""
+NO_PROGRESS_TAKES = 20
+REASONS_KEPT = 100
+GATHER_S = 5.0
+"""How long the first slots wait until every collector has asked for some."""
 
 
 class NoProgressError(RuntimeError):
-    """So many groups in a row were filtered or failed that the run would go on without ever training."""
+    """So many groups in a row were filtered or failed, with none that became ready, that the run would never train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedTake:
+    """The groups of take number `index`: new ones in admission order, and those that were used before."""
+
+    index: int
+    groups: list[Group]
+    reused: list[Group]
+
+    @property
+    def group_ids(self) -> list[int]:
+        return [g.group_id for g in [*self.groups, *self.reused]]
 
 
 @dataclass(frozen=True)
@@ -51,12 +69,33 @@ class _Held:
     collector: str | None
 
 
+@dataclass(slots=True, eq=False)
+class _Asker:
+    """A collector that waits for slots. `room`: how many groups it can hold in all; `most`: how many to give at once.
+
+    `unfit`: it gave back what it held, so others come first.
+    """
+
+    collector: str
+    room: int
+    most: int | None
+    answer: asyncio.Future[list[Admission]]
+    issued: list[Admission] = field(default_factory=list)
+    unfit: bool = False
+
+
 class ReplayBuffer(torchrl.data.ReplayBuffer):
     """Blocking, back-pressured, consume-once, whole groups only. One asyncio loop; any number of waiters.
 
     `tasks` is drawn from here only, so no two collectors ever get the same one; `start`: where an earlier run left off,
     with `tasks` from there on. `num_takes` ends the run after so many takes (None: when the tasks end). `reuse`: takes
     also hold groups that were used before. `priority`: the window prefers the best of what it may choose from.
+    `delivered` is told of every group that is delivered, before operators, and never of one that was issued again.
+    `num_collectors`: the first slots are dealt when so many have asked, or after `GATHER_S`.
+
+    A deadline (`timeout_s`) is for a wait in which nothing moves: it begins again with every group that is admitted,
+    delivered, retried, lost or issued again, every take, and every publication. It does not run while the trainer is at
+    work on a take, which has deadlines of its own. So nobody ends a run in which the others are well.
     """
 
     def __init__(
@@ -66,11 +105,12 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         rule: AdmissionRule,
         num_takes: int | None,
         capacity: int,
-        assemble: Assemble,
         operators: Sequence[Operator] = (),
         start: Position | None = None,
         reuse: ReusePool | None = None,
         priority: Priority | None = None,
+        delivered: Callable[[Group], None] | None = None,
+        num_collectors: int = 1,
     ) -> None:
         start = start or Position()
         self._slot_writer = FreeSlotWriter(capacity)
@@ -85,83 +125,104 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._next_task = next(tasks, None)
         self._rule = rule
         self._num_takes = num_takes
-        self._assemble = assemble
         self._operators = list(operators)
+        self._delivered = delivered
         self.lengths = LengthMeter()
-        self._window = Window(
-            rule, next_group_id=start.next_group_id, num_takes=start.num_takes, num_taken=start.num_taken
-        )
+        self._window = Window(rule, num_takes=start.num_takes, num_taken=start.num_taken)
         self._reuse, self._priority = reuse, priority
-        self._ledger = Ledger(_last_admitted=start.next_group_id - 1)
+        self._ledger = Ledger()
         self._start = start
         self._draws, self._last_draw = start.draws(), -1
-        self._draw_of: dict[int, int] = {}  # by group id, from the first one that is not over
+        self._drawn: list[int] = []  # from the first one that is not over
         self._trained: set[int] = set()  # of those
         self._served: deque[list[int]] = deque()  # takes that are being trained on, new groups only
         self._used_again: deque[list[int]] = deque()  # the others of these takes
         self.num_trained_takes, self._num_trained = start.num_takes, start.num_taken
         self._place: dict[int, int] = {}
         self._in_flight: dict[int, _Held] = {}
+        self._num_held: Counter[str] = Counter()  # groups in flight, by collector
         self._to_reissue: list[int] = []
         self._attempts: dict[int, int] = {}  # of groups that were ever issued again: few
         self._lost_collectors: set[str] = set()
         self._published = -1
         self._lost_in_a_row = 0
-        self._last_reason = ""
+        self._last_reasons: deque[str] = deque(maxlen=REASONS_KEPT)  # of these
         self._closed = False
-        self._changed = asyncio.Condition()
+        self._askers: dict[_Asker, None] = {}  # in the order in which they asked
+        self._takers: deque[asyncio.Future[None]] = deque()
+        self._expected: int = num_collectors
+        self._known: set[str] = set()  # collectors that have asked, until all have
+        self._gathering: asyncio.TimerHandle | None = None
+        self._moved_at = float("-inf")
 
-    async def admit(self, limit: int, *, timeout_s: float, collector: str = "") -> list[Admission]:
+    async def admit(
+        self, limit: int, *, timeout_s: float, collector: str = "", most: int | None = None
+    ) -> list[Admission]:
         """Wait for at least one group, then start up to `limit`. An empty list: there will never be another one.
 
         Groups to issue again come first, in their order. `collector` is who asks, so that `lost` knows what it holds.
-        Raises TimeoutError, naming what it waited for.
+        What it delivers while it waits is room again, so it may be given more than `limit`, but never more than `most`.
+
+        Slots that several wait for go, one by one, to whoever holds the smallest share of its room: each take is then
+        made by all of them. Nobody's slot is kept free while another one asks. Raises TimeoutError, naming what it
+        waited for.
         """
-        async with self._changed:
-            await self._wait(
-                lambda: self._no_more_admissions(collector) or bool(self._to_reissue) or self._num_free_slots() > 0,
+        if self._is_over() or collector in self._lost_collectors:
+            return []
+        answer = asyncio.get_running_loop().create_future()
+        asker = _Asker(collector, self._num_held[collector] + limit, most, answer)
+        self._askers[asker] = None
+        self._gather(collector)
+        try:
+            self._deal()
+            return await self._until(
+                answer,
                 timeout_s,
                 lambda: (
                     f"a slot (published version {self._published}, {self._window.num_outstanding} groups outstanding)"
                 ),
+                counts=lambda: not self._takers,  # else the take says what is missing
             )
-            if self._no_more_admissions(collector):
-                return []
-            issued: list[Admission] = []
-            while len(issued) < limit and (self._to_reissue or self._num_free_slots() > 0):
-                issued.append(self._issue_again() if self._to_reissue else self._admit_one())
-            self._in_flight |= {a.group_id: _Held(a, collector) for a in issued}
-            return issued
+        except asyncio.CancelledError:
+            self._take_back(asker)
+            raise
+        finally:
+            self._askers.pop(asker, None)
 
     async def put(self, groups: Sequence[Group]) -> None:
         """Deliver finished groups. Each is stored, or filtered with a reason. Delivering one twice raises.
 
         A group of an attempt that has been issued again since then is not taken: the newer attempt is the one.
         """
-        async with self._changed:
-            current = [group for group in groups if not self._superseded(group.group_id, group.attempt)]
-            for group, result in [(group, self._operated(group)) for group in current]:
-                self.lengths.generated(group)
-                if isinstance(result, str):
-                    self._lose(group.group_id, GroupState.FILTERED, result)
-                    continue
-                self._ledger.move(group.group_id, GroupState.GENERATED)
-                del self._in_flight[group.group_id]
-                self._place[group.group_id] = self.add(result)
-                self._window.finish(group.group_id, worth=self._priority(result) if self._priority else 0.0)
-            self._changed.notify_all()
+        current = [group for group in groups if not self._superseded(group.group_id, group.attempt)]
+        if self._delivered is not None:
+            for group in current:
+                self._delivered(group)
+        for group, result in [(group, self._operated(group)) for group in current]:
+            self.lengths.generated(group)
+            if isinstance(result, str):
+                self._lose(group.group_id, GroupState.FILTERED, result)
+                continue
+            self._ledger.move(group.group_id, GroupState.GENERATED)
+            self._let_go(group.group_id)
+            self._place[group.group_id] = self.add(result)
+            self._window.finish(group.group_id, worth=self._priority(result) if self._priority else 0.0)
+            self._lost_in_a_row = 0
+            self._last_reasons.clear()
+        if current:
+            self._moved()
 
     async def retried(self, group_id: int, *, attempt: int = 0) -> None:
         """The collector that holds this group starts it again: same rank, same floor."""
         if not self._superseded(group_id, attempt):
             self._ledger.retry(group_id)
+            self._moved()
 
     async def fail(self, group_id: int, reason: str, *, attempt: int = 0) -> None:
         """This group has failed for good."""
-        async with self._changed:
-            if not self._superseded(group_id, attempt):
-                self._lose(group_id, GroupState.FAILED, reason)
-                self._changed.notify_all()
+        if not self._superseded(group_id, attempt):
+            self._lose(group_id, GroupState.FAILED, reason)
+            self._moved()
 
     async def reissue(self, group_ids: Sequence[int], reason: str) -> None:
         """Take these groups in flight from whoever holds them; the next `admit` calls hand them out, before new ones.
@@ -170,17 +231,17 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         the former holder still says of them is ignored from now on. Raises RuntimeError, and changes nothing, when one
         of them is not in flight.
         """
-        async with self._changed:
-            self._reissue(group_ids, reason)
-            self._changed.notify_all()
+        self._reissue(group_ids, reason)
+        self._moved()
 
     async def give_back(self, collector: str, reason: str) -> list[int]:
         """This collector cannot finish what it holds: issue it again to whoever asks; returns the groups' ids."""
-        async with self._changed:
-            held = [g for g, h in self._in_flight.items() if h.collector == collector]
-            self._reissue(held, reason)
-            self._changed.notify_all()
-            return held
+        held = sorted(g for g, h in self._in_flight.items() if h.collector == collector)
+        self._reissue(held, reason)
+        for asker in self._askers:
+            asker.unfit |= asker.collector == collector
+        self._moved()
+        return held
 
     async def lost(self, collector: str, reason: str) -> list[int]:
         """This collector is gone: as `give_back`, and never again a group for it.
@@ -189,41 +250,43 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         collector that is started in its place asks under another name.
         """
         self._lost_collectors.add(collector)
+        for asker in [a for a in self._askers if a.collector == collector]:
+            self._answer(asker)
         return await self.give_back(collector, reason)
 
-    async def take(self, *, timeout_s: float) -> Take | None:
+    async def take(self, *, timeout_s: float) -> ServedTake | None:
         """Wait for the next take; None when the tasks have ended or all takes were served.
 
         Raises TimeoutError naming what is missing, and `NoProgressError` when group after group is lost.
         """
-        async with self._changed:
-            await self._wait(
-                lambda: (
-                    self._no_progress()
-                    or self._ended()
-                    or self._window.missing_for_take(last=self._next_task is None) is None
-                ),
-                timeout_s,
-                lambda: str(self._window.missing_for_take(last=self._next_task is None)),
+        while not self._take_is_due():
+            turn = asyncio.get_running_loop().create_future()
+            self._takers.append(turn)
+            try:
+                await self._until(turn, timeout_s, self._missing)
+            finally:
+                if turn in self._takers:
+                    self._takers.remove(turn)
+        if not self._ended() and self._no_progress():
+            raise NoProgressError(
+                f"{self._lost_in_a_row} groups in a row left without being trained "
+                f"({_most_common(self._last_reasons)}); "
+                "the tasks are all too easy or too hard, or the environment fails: "
+                "check rollouts, rewards and replay.operators"
             )
-            if not self._ended() and self._no_progress():
-                raise NoProgressError(
-                    f"{self._lost_in_a_row} groups in a row left without being trained "
-                    f"(last reason: {self._last_reason}); "
-                    "the tasks are all too easy or too hard, or the environment fails: "
-                    "check rollouts, rewards and replay.operators"
-                )
-            if self._ended():
-                return None
-            index = self._window.num_takes
-            group_ids = self._window.take(last=self._next_task is None)
-            groups = self._consume(group_ids)
-            reused = self._reuse.serve(index, groups) if self._reuse is not None else []
-            self._served.append(group_ids)
-            self._used_again.append([g.group_id for g in reused])
-            self._lost_in_a_row = 0
-            self._changed.notify_all()
-        return self._assemble(index, groups, reused)
+        if self._ended():
+            self._call_taker()
+            return None
+        index = self._window.num_takes
+        group_ids = self._window.take(last=self._next_task is None)
+        groups = self._consume(group_ids)
+        reused = self._reuse.serve(index, groups) if self._reuse is not None else []
+        self._served.append(group_ids)
+        self._used_again.append([g.group_id for g in reused])
+        self._lost_in_a_row = 0
+        self._last_reasons.clear()
+        self._moved()
+        return ServedTake(index=index, groups=groups, reused=reused)
 
     async def trained(self, group_ids: Sequence[int]) -> None:
         """The oldest take that was served has been through all its steps. (`ReusePool` counts uses after the first.)"""
@@ -236,8 +299,9 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self.num_trained_takes += 1
         self._num_trained += len(served)
         first = self._first_open(over=set())
-        self._draw_of = {g: draw for g, draw in self._draw_of.items() if g >= first}
+        self._drawn = [g for g in self._drawn if g >= first]
         self._trained = {g for g in self._trained if g >= first}
+        self._moved()
 
     def position(self, policy_version: int) -> Position | None:
         """Where a run that goes on from these weights has to begin; None in the middle of a take's steps.
@@ -250,14 +314,11 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             return None
         over = {g for take in itertools.islice(self._served, ahead) for g in take}
         first = self._first_open(over=over)
-        open_draws = [
-            d for g, d in sorted(self._draw_of.items()) if g >= first and g not in self._trained and g not in over
-        ]
+        open_draws = [g for g in self._drawn if g >= first and g not in self._trained and g not in over]
         open_draws += [d for d in self._start.open_draws if d > self._last_draw]  # not even drawn again yet
         return Position(
             num_takes=takes,
             num_taken=self._num_trained + len(over),
-            next_group_id=first,
             open_draws=open_draws,
             next_draw=max(self._start.next_draw, self._last_draw + 1),
         )
@@ -265,21 +326,19 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     @property
     def first_draw(self) -> int:
         """Every draw before this one is over."""
-        drawn = min(self._draw_of.values(), default=self._last_draw + 1)
+        drawn = self._drawn[0] if self._drawn else self._last_draw + 1
         return min([drawn, *(d for d in self._start.open_draws if d > self._last_draw)])
 
     async def published(self, policy_version: int) -> None:
         """A newer version can be pulled: more groups may start."""
-        async with self._changed:
-            assert policy_version > self._published, f"version {policy_version} published after {self._published}"
-            self._published = policy_version
-            self._changed.notify_all()
+        assert policy_version > self._published, f"version {policy_version} published after {self._published}"
+        self._published = policy_version
+        self._moved()
 
     async def close(self) -> None:
         """Nobody is admitted any more; waiting collectors get an empty list."""
-        async with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
+        self._moved()
 
     def stats(self) -> BufferStats:
         return BufferStats(
@@ -289,14 +348,13 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             filtered=self._ledger.count(GroupState.FILTERED),
             failed=self._ledger.count(GroupState.FAILED),
             retries=self._ledger.num_retries,
-            admitted=self._ledger.num_admitted,
+            admitted=self._start.num_taken + self._ledger.num_admitted,
             # Nothing is dropped for being stale: whatever was admitted and is nowhere else would be counted here.
             dropped_stale=self._ledger.num_admitted
-            - self._window.num_taken
+            - (self._window.num_taken - self._start.num_taken)
             - self._window.num_outstanding
             - self._ledger.count(GroupState.FILTERED)
-            - self._ledger.count(GroupState.FAILED)
-            - (self._start.next_group_id - self._start.num_taken),
+            - self._ledger.count(GroupState.FAILED),
         )
 
     def _operated(self, group: Group) -> Group | str:
@@ -310,8 +368,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
     def _first_open(self, *, over: set[int]) -> int:
         """The first group that is neither trained, filtered, failed nor in `over`; else the next to be admitted."""
-        alive = (g for g in self._draw_of if self._ledger.is_alive(g) and g not in over)
-        return min(alive, default=self._ledger.num_admitted)
+        alive = (g for g in self._drawn if self._ledger.is_alive(g) and g not in over)
+        return next(alive, self._last_draw + 1)
 
     def _num_free_slots(self) -> int:
         if self._next_task is None:
@@ -321,12 +379,100 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             limit = min(limit, self._num_takes * self._rule.groups_per_take)
         return max(0, limit - self._window.alive)
 
+    def _moved(self) -> None:
+        """Something happened: deadlines begin again, and whoever can go on now goes on."""
+        self._moved_at = asyncio.get_running_loop().time()
+        self._deal()
+        self._call_taker()
+
+    def _gather(self, collector: str) -> None:
+        """The first slots wait for all collectors; else the first to ask would be given whole takes of its own."""
+        if len(self._known) >= self._expected:
+            return
+        self._known.add(collector)
+        if self._gathering is None and len(self._known) < self._expected:
+            self._gathering = asyncio.get_running_loop().call_later(GATHER_S, self._start_dealing)
+        elif self._gathering is not None and len(self._known) >= self._expected:
+            self._gathering.cancel()
+
+    def _start_dealing(self) -> None:
+        self._expected = 0
+        self._deal()
+
+    def _deal(self) -> None:
+        """Answer the collectors for which there is a group, or never will be one again."""
+        if not self._askers:
+            return
+        if self._is_over():
+            for asker in list(self._askers):
+                self._answer(asker)
+            return
+        if len(self._known) < self._expected or not self._num_startable():
+            return
+        emptiest = [(*self._fullness(a), i, a) for i, a in enumerate(self._askers) if self._has_room(a)]
+        heapq.heapify(emptiest)
+        given: dict[_Asker, None] = {}
+        try:
+            while emptiest and self._num_startable():
+                *_, number, asker = emptiest[0]
+                if not self._has_room(asker):  # several calls of one collector
+                    heapq.heappop(emptiest)
+                    continue
+                admission = self._issue_again() if self._to_reissue else self._admit_one()
+                self._in_flight[admission.group_id] = _Held(admission, asker.collector)
+                self._num_held[asker.collector] += 1
+                asker.issued.append(admission)
+                given[asker] = None
+                heapq.heapreplace(emptiest, (*self._fullness(asker), number, asker))
+        finally:  # also where a task cannot be drawn: what was dealt before it has its taker
+            for asker in given:
+                self._answer(asker)
+            if given:
+                self._moved_at = asyncio.get_running_loop().time()
+
+    def _num_startable(self) -> int:
+        return len(self._to_reissue) or self._num_free_slots()
+
+    def _has_room(self, asker: _Asker) -> bool:
+        below = asker.most is None or len(asker.issued) < asker.most
+        return below and self._num_held[asker.collector] < asker.room
+
+    def _fullness(self, asker: _Asker) -> tuple[bool, float]:
+        return asker.unfit, self._num_held[asker.collector] / asker.room
+
+    def _answer(self, asker: _Asker) -> None:
+        del self._askers[asker]
+        if not asker.answer.done():
+            asker.answer.set_result(asker.issued)
+
+    def _take_back(self, asker: _Asker) -> None:
+        """The call ended before it heard of what it was given."""
+        unheard = [a.group_id for a in asker.issued if self._is_held(a, asker.collector)]
+        if unheard:
+            self._reissue(unheard, "the call that asked for it was cancelled")
+            self._moved()
+
+    def _is_held(self, admission: Admission, collector: str) -> bool:
+        held = self._in_flight.get(admission.group_id)
+        current = not self._superseded(admission.group_id, admission.attempt)
+        return held is not None and held.collector == collector and current
+
+    def _take_is_due(self) -> bool:
+        return self._no_progress() or self._ended() or self._window.is_ready(last=self._next_task is None)
+
+    def _call_taker(self) -> None:
+        if self._takers and self._take_is_due():
+            turn = self._takers.popleft()
+            if not turn.done():
+                turn.set_result(None)
+
     def _admit_one(self) -> Admission:
+        """A new group. Its id is the number of its draw, so it is the same in every run that goes on from this one."""
         task, self._next_task = self._next_task, next(self._tasks, None)
         assert task is not None
-        group_id, floor = self._window.admit()
-        self._draw_of[group_id] = next(self._draws)
-        self._last_draw = self._draw_of[group_id]
+        group_id = self._last_draw = next(self._draws)
+        floor = self._window.admit(group_id)
+        self._drawn.append(group_id)
         self._ledger.admit(group_id)
         return Admission(group_id=group_id, task=task, floor=floor)
 
@@ -340,9 +486,12 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
                 was = "waiting for that already" if group_id in self._to_reissue else self._ledger.state(group_id)
                 raise RuntimeError(f"group {group_id} cannot be issued again: it is {was}")
         for group_id in set(group_ids):
-            self._ledger.retry(group_id, reason)
+            self._ledger.retry(group_id)
             self._attempts[group_id] = self._attempts.get(group_id, 0) + 1
-            self._in_flight[group_id] = replace(self._in_flight[group_id], collector=None)
+            held = self._let_go(group_id)
+            self._in_flight[group_id] = replace(held, collector=None)
+        if group_ids:
+            logger.warning("issued again, %s: groups %s", reason, ", ".join(map(str, sorted(set(group_ids)))))
         self._to_reissue = sorted({*self._to_reissue, *group_ids})
 
     def _superseded(self, group_id: int, attempt: int) -> bool:
@@ -363,15 +512,24 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         return groups
 
     def _lose(self, group_id: int, state: GroupState, reason: str) -> None:
-        self._ledger.move(group_id, state, reason)
-        del self._in_flight[group_id]
+        self._ledger.move(group_id, state)
+        self._let_go(group_id)
         self._window.drop(group_id)
         self._lost_in_a_row += 1
-        self._last_reason = reason
+        self._last_reasons.append(reason)
+
+    def _let_go(self, group_id: int) -> _Held:
+        """It is in nobody's hands any more."""
+        held = self._in_flight.pop(group_id)
+        if held.collector is not None:
+            self._num_held[held.collector] -= 1
+            if not self._num_held[held.collector]:
+                del self._num_held[held.collector]
+        return held
 
     def _no_progress(self) -> bool:
         lost_too_many = self._lost_in_a_row >= NO_PROGRESS_TAKES * self._rule.groups_per_take
-        return lost_too_many and self._window.missing_for_take(last=self._next_task is None) is not None
+        return lost_too_many and not self._window.is_ready(last=self._next_task is None)
 
     def _all_taken(self) -> bool:
         return self._num_takes is not None and self._window.num_takes >= self._num_takes
@@ -379,18 +537,62 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     def _ended(self) -> bool:
         return self._all_taken() or (self._next_task is None and self._window.num_outstanding == 0)
 
-    def _no_more_admissions(self, collector: str) -> bool:
-        # Tasks may have ended while others work on the last ones: if one of them is lost, its groups need a taker.
-        tasks_ended = self._next_task is None and not self._in_flight
-        return self._closed or tasks_ended or self._all_taken() or collector in self._lost_collectors
+    def _all_admitted(self) -> bool:
+        """The tasks have ended, or every group that the run will ever take has been admitted."""
+        return self._next_task is None or (
+            self._num_takes is not None and self._window.alive >= self._num_takes * self._rule.groups_per_take
+        )
 
-    async def _wait(self, ready: Callable[[], bool], timeout_s: float, missing: Callable[[], str]) -> None:
-        """`self._changed` is held by the caller."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait_for(ready)
-        except TimeoutError:
-            raise TimeoutError(f"waited {timeout_s:g} s for {missing()}") from None
+    def _is_over(self) -> bool:
+        """Nobody will be admitted any more."""
+        # While somebody works on the last groups, one of them may be lost, and then needs a taker.
+        return self._closed or (self._all_admitted() and not self._in_flight)
+
+    async def _until(
+        self,
+        answer: asyncio.Future[T],
+        timeout_s: float,
+        missing: Callable[[], str],
+        *,
+        counts: Callable[[], bool] = lambda: True,
+    ) -> T:
+        """The result of `answer`. Raises TimeoutError when nothing has moved for `timeout_s`.
+
+        That time counts while `counts` says so and the trainer is not at work.
+        """
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        while not answer.done():
+            left_s = max(since, self._moved_at) + timeout_s - loop.time()
+            if left_s > 0:
+                await asyncio.wait({answer}, timeout=left_s)
+            elif self._served or not counts():
+                since = loop.time()
+            else:
+                raise TimeoutError(f"waited {timeout_s:g} s for {missing()}; nothing moved: {self._who_has_what()}")
+        return answer.result()
+
+    def _missing(self) -> str:
+        return str(self._window.missing_for_take(last=self._next_task is None))
+
+    def _who_has_what(self) -> str:
+        """Who could be expected to do something."""
+        must = set(self._window.must_finish())
+        holders: dict[str, list[int]] = {}
+        for group_id, held in self._in_flight.items():
+            holders.setdefault(held.collector or "nobody", []).append(group_id)
+        said = [
+            f"{holder or 'a collector'} holds {len(ids)} groups"
+            + (f" (group {waited[0]} among them)" if (waited := sorted(must.intersection(ids))) else "")
+            for holder, ids in holders.items()
+        ]
+        said.append(f"{len(self._askers)} wait for a slot")
+        return ", ".join([*said[:10], f"published version {self._published}"])
 
     def __reduce__(self) -> Any:
         raise TypeError("a ReplayBuffer lives in one process; hand out its actor instead")
+
+
+def _most_common(reasons: Sequence[str]) -> str:
+    counts = Counter(reasons).most_common(3)
+    return f"of the last {len(reasons)}: " + ", ".join(f"{count} x {reason}" for reason, count in counts)

@@ -1,4 +1,4 @@
-"""The life of every group: admitted -> generated -> taken -> trained, or filtered(reason), or failed(reason).
+"""The life of every group: admitted -> generated -> taken -> trained, or filtered, or failed.
 
 Each group goes through exactly one such life, and each change is checked: a group that is delivered twice, or trained
 without having been taken, is our own mistake and raises.
@@ -34,7 +34,6 @@ _NEXT = {
 class _Entry:
     state: GroupState
     retries: int = 0
-    reason: str = ""
 
 
 @dataclass
@@ -43,16 +42,18 @@ class Ledger:
 
     _alive: dict[int, _Entry] = field(default_factory=dict)
     _ended: Counter[GroupState] = field(default_factory=Counter)
-    _reasons: Counter[str] = field(default_factory=Counter)
-    _last_admitted: int = -1  # of a run that goes on from another: the last group that is not admitted again
+    _last_admitted: int = -1
+    num_admitted: int = 0
     num_retries: int = 0
 
     def admit(self, group_id: int) -> None:
-        assert group_id == self._last_admitted + 1, f"group {group_id} admitted after {self._last_admitted}"
+        """Ids increase; in a run that goes on from another there are gaps, where that one's groups are over."""
+        assert group_id > self._last_admitted, f"group {group_id} admitted after {self._last_admitted}"
         self._last_admitted = group_id
+        self.num_admitted += 1
         self._alive[group_id] = _Entry(GroupState.ADMITTED)
 
-    def move(self, group_id: int, state: GroupState, reason: str = "") -> None:
+    def move(self, group_id: int, state: GroupState) -> None:
         """Raises RuntimeError when the group is unknown, has ended, or cannot go to `state` from where it is."""
         entry = self._alive.get(group_id)
         if entry is None or state not in _NEXT[entry.state]:
@@ -60,18 +61,14 @@ class Ledger:
         entry.state = state
         if not _NEXT[state]:
             self._ended[state] += 1
-            if reason:
-                self._reasons[f"{state}: {reason}"] += 1
             del self._alive[group_id]
 
-    def retry(self, group_id: int, reason: str = "") -> int:
+    def retry(self, group_id: int) -> int:
         """Count one more attempt of a group in flight; returns the number of retries so far."""
         entry = self._alive[group_id]
         assert entry.state is GroupState.ADMITTED, (
             f"group {group_id} is {entry.state}; only a group in flight is retried"
         )
-        if reason:
-            self._reasons[f"issued again: {reason}"] += 1
         entry.retries += 1
         self.num_retries += 1
         return entry.retries
@@ -88,11 +85,3 @@ class Ledger:
     def is_alive(self, group_id: int) -> bool:
         """Admitted, and not yet trained, filtered or failed."""
         return group_id in self._alive
-
-    @property
-    def num_admitted(self) -> int:
-        return self._last_admitted + 1
-
-    @property
-    def reasons(self) -> dict[str, int]:
-        return dict(self._reasons)

@@ -100,12 +100,7 @@ class ReusePool:
         self._cooldown = cooldown
         self._priority = priority
         self._decay = decay
-        # Numbers of groups begin again at the first open one: those from before are below all of them, in their order.
-        in_order = sorted(start, key=lambda used: used.group.group_id)
-        self._used = {
-            i - len(in_order): replace(used, group=replace(used.group, group_id=i - len(in_order)))
-            for i, used in enumerate(in_order)
-        }
+        self._used = {used.group.group_id: used for used in start}
         self._after = {num_takes: self._used}  # by number of takes served
         self.num_reused = 0
         self._most_uses = 0

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .admission import AdmissionRule
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Outstanding:
+    """A link of the list. `gap`: its rank less that of the group before it (of the first: its rank)."""
+
     group_id: int
-    rank: int
+    gap: int
+    before: _Outstanding | None = None
+    after: _Outstanding | None = None
     finished: bool = False
     worth: float = 0.0
+    must: bool = False  # the next take has to hold it
+    candidate: bool = False  # the next take may hold it
 
 
 class Window:
@@ -22,87 +29,149 @@ class Window:
     leaves without being taken, those behind it move up one rank: they can only be taken earlier than promised, so their
     floors stay valid. Of the finished groups that a take need not hold it takes those of the largest `worth`, and of
     equals the oldest.
+
+    Every group that comes, finishes or leaves costs the same, however many are outstanding: ranks are kept as
+    differences, so that one that leaves changes one number. Ranks increase in admission order, so the groups that a
+    take must hold and those that it may hold are both at the front, and both ends only move backwards.
     """
 
-    def __init__(self, rule: AdmissionRule, *, next_group_id: int = 0, num_takes: int = 0, num_taken: int = 0) -> None:
+    def __init__(self, rule: AdmissionRule, *, num_takes: int = 0, num_taken: int = 0) -> None:
         self._rule = rule
-        self._outstanding: list[_Outstanding] = []
-        self._next_group_id = next_group_id
+        self._groups: dict[int, _Outstanding] = {}
+        self._first: _Outstanding | None = None
+        self._last: _Outstanding | None = None
+        self._last_rank = 0  # that of `_last`
+        self._optional: _Outstanding | None = None  # the first that the next take need not hold
+        self._optional_rank = 0
+        self._later: _Outstanding | None = None  # the first that the next take cannot hold
+        self._num_candidates = self._num_finished_candidates = self._num_must_unfinished = 0
+        self.num_finished = 0
         self.num_takes = num_takes
         self.num_taken = num_taken
 
     @property
     def alive(self) -> int:
-        return self.num_taken + len(self._outstanding)
+        return self.num_taken + len(self._groups)
 
     @property
     def num_outstanding(self) -> int:
-        return len(self._outstanding)
+        return len(self._groups)
 
-    @property
-    def num_finished(self) -> int:
-        return sum(g.finished for g in self._outstanding)
-
-    def admit(self) -> tuple[int, int]:
-        """Admit one group; returns (group_id, floor)."""
-        group = _Outstanding(self._next_group_id, self.alive)
-        self._next_group_id += 1
-        self._outstanding.append(group)
-        return group.group_id, self._rule.floor(group.rank)
+    def admit(self, group_id: int) -> int:
+        """Admit a group, behind all others; returns its floor."""
+        assert group_id not in self._groups
+        rank = self.alive
+        group = _Outstanding(group_id, gap=rank - self._last_rank if self._last else rank, before=self._last)
+        if self._last is None:
+            self._first = group
+        else:
+            self._last.after = group
+        self._groups[group_id] = group
+        self._last, self._last_rank = group, rank
+        if self._optional is None:
+            self._optional, self._optional_rank = group, rank
+        if self._later is None:
+            self._later = group
+        self._move_ends()
+        return self._rule.floor(rank)
 
     def finish(self, group_id: int, *, worth: float = 0.0) -> None:
-        group = self._find(group_id)[1]
+        group = self._find(group_id)
+        assert not group.finished
         group.finished, group.worth = True, worth
+        self.num_finished += 1
+        self._num_finished_candidates += group.candidate
+        self._num_must_unfinished -= group.must
 
     def drop(self, group_id: int) -> None:
         """The group was filtered or has failed for good."""
-        index, _ = self._find(group_id)
-        del self._outstanding[index]
-        for group in self._outstanding[index:]:
-            group.rank -= 1
+        self._remove(self._find(group_id), moves_up=1)
+        self._move_ends()
+
+    def is_ready(self, *, last: bool) -> bool:
+        """Whether the next take can be served. `last`: no further group will ever be admitted."""
+        return not self._num_must_unfinished and self._num_finished_candidates >= self._size(last)
 
     def missing_for_take(self, *, last: bool) -> str | None:
-        """None when the next take can be served; else what it still waits for.
-
-        `last`: no further group will ever be admitted.
-        """
-        chosen, waiting_for, size = self._plan(last=last)
-        if waiting_for:
+        """None when the next take can be served; else what it still waits for."""
+        if self.is_ready(last=last):
+            return None
+        if waiting_for := self.must_finish():
             return f"group {waiting_for[0]} and {len(waiting_for) - 1} more that must be in take {self.num_takes}"
-        if len(chosen) < size:
-            return (
-                f"{size - len(chosen)} more finished groups for take {self.num_takes} "
-                f"(of {self.num_outstanding} outstanding)"
-            )
-        return None
+        return (
+            f"{self._size(last) - self._num_finished_candidates} more finished groups for take {self.num_takes} "
+            f"(of {self.num_outstanding} outstanding)"
+        )
+
+    def must_finish(self) -> list[int]:
+        """The unfinished groups that the next take must hold."""
+        return [g.group_id for g in self._candidates() if g.must and not g.finished]
 
     def take(self, *, last: bool) -> list[int]:
         """The group ids of the next take, in admission order; they are outstanding no more."""
         missing = self.missing_for_take(last=last)
         assert missing is None, f"take {self.num_takes} is not complete: it waits for {missing}"
-        chosen, _, _ = self._plan(last=last)
-        ids = {g.group_id for g in chosen}
-        self._outstanding = [g for g in self._outstanding if g.group_id not in ids]
-        self.num_takes += 1
-        self.num_taken += len(ids)
-        return sorted(ids)
-
-    def _plan(self, *, last: bool) -> tuple[list[_Outstanding], list[int], int]:
-        """(finished groups for the next take, ids of groups that it must wait for, its size)."""
-        rule, take = self._rule, self.num_takes
-        size = rule.groups_per_take
-        if last:
-            size = min(size, len(self._outstanding))
-        candidates = self._outstanding[: rule.groups_per_take + rule.reorder_window - 1]
-        must = [g for g in candidates if rule.last_take(g.rank) <= take]
-        waiting_for = [g.group_id for g in must if not g.finished]
-        rest = [g for g in candidates if g.finished and rule.last_take(g.rank) > take]
+        candidates = list(self._candidates())
+        must = [g for g in candidates if g.must]
+        rest = [g for g in candidates if g.finished and not g.must]
         rest.sort(key=lambda g: -g.worth)  # stable
-        chosen = [g for g in must if g.finished] + rest[: size - len(must)]
-        return chosen, waiting_for, size
+        chosen = must + rest[: self._size(last) - len(must)]
+        for group in chosen:
+            self._remove(group, moves_up=0)
+        self.num_takes += 1
+        self.num_taken += len(chosen)
+        self._move_ends()
+        return sorted(g.group_id for g in chosen)
 
-    def _find(self, group_id: int) -> tuple[int, _Outstanding]:
-        for index, group in enumerate(self._outstanding):
-            if group.group_id == group_id:
-                return index, group
-        raise KeyError(f"group {group_id} is not outstanding")
+    def _find(self, group_id: int) -> _Outstanding:
+        if group_id not in self._groups:
+            raise KeyError(f"group {group_id} is not outstanding")
+        return self._groups[group_id]
+
+    def _size(self, last: bool) -> int:
+        return min(self._rule.groups_per_take, len(self._groups)) if last else self._rule.groups_per_take
+
+    def _candidates(self) -> Iterator[_Outstanding]:
+        group = self._first
+        while group is not None and group.candidate:
+            yield group
+            group = group.after
+
+    def _remove(self, group: _Outstanding, *, moves_up: int) -> None:
+        """Take a group out of the list; those behind it lose `moves_up` ranks."""
+        del self._groups[group.group_id]
+        before, after = group.before, group.after
+        if before is None:
+            self._first = after
+        else:
+            before.after = after
+        if after is None:
+            self._last, self._last_rank = before, self._last_rank - group.gap
+        else:
+            after.before, after.gap = before, after.gap + group.gap - moves_up
+            self._last_rank -= moves_up
+        if self._optional is group:
+            self._optional_rank += (after.gap if after else 0) - group.gap
+            self._optional = after
+        elif group.must:  # it stood before the first optional one
+            self._optional_rank -= moves_up
+        if self._later is group:
+            self._later = after
+        self.num_finished -= group.finished
+        self._num_candidates -= group.candidate
+        self._num_finished_candidates -= group.candidate and group.finished
+        self._num_must_unfinished -= group.must and not group.finished
+
+    def _move_ends(self) -> None:
+        """Mark the groups that the next take must hold, and those that it may hold."""
+        while (group := self._optional) is not None and self._rule.last_take(self._optional_rank) <= self.num_takes:
+            group.must = True
+            self._num_must_unfinished += not group.finished
+            self._optional = group.after
+            self._optional_rank += group.after.gap if group.after else 0
+        reach = self._rule.groups_per_take + self._rule.reorder_window - 1
+        while (group := self._later) is not None and self._num_candidates < reach:
+            group.candidate = True
+            self._num_candidates += 1
+            self._num_finished_candidates += group.finished
+            self._later = group.after

@@ -32,6 +32,10 @@ from ..weights import CanaryPrompts
 from .placement import Cores, beside_engines, keep_on, place
 from .supervisor import Supervisor, awaited, together
 
+OTHER_CALLS = 1000
+WAITING_CALLS = 8
+"""Of one collector, at most: one waits for slots; a few for weights, of which it has left all but one."""
+
 
 @dataclass
 class Parts:
@@ -150,6 +154,11 @@ def engine_settings(config: Config, *, cores: list[int], load_weights: bool) -> 
     )
 
 
+def calls_at_once(config: Config) -> int:
+    """How many calls a part that collectors wait at must hold: whatever ends their wait needs room beside them."""
+    return OTHER_CALLS + WAITING_CALLS * config.rollout.num_generators
+
+
 def versions_kept(config: Config) -> int:
     """The newest one; all that a group's floor may be, where engines are to serve the oldest."""
     reach = config.staleness.max_policy_lag + config.param_server.publish_every
@@ -261,14 +270,17 @@ class Launcher:
 
     async def buffer(self, *, start: dict[str, Any] | None = None) -> None:
         """`start`: the position in the data of the run to go on from."""
-        self.parts.buffer = ReplayBufferRemote.remote(
+        self.parts.buffer = ReplayBufferRemote.options(max_concurrency=calls_at_once(self._config)).remote(
             self._config, role="replay", log_file=self._logs / "replay.log", start=start
         )
         process = await self._wait(self.parts.buffer.start.remote(), "replay")
         self._started("replay", self.parts.buffer, process, cores=self._others)
 
     async def param_server(self) -> None:
-        self.parts.param_server = ParameterServerRemote.remote(**self._common("param_server"))
+        room = calls_at_once(self._config)
+        self.parts.param_server = ParameterServerRemote.options(max_concurrency=room).remote(
+            **self._common("param_server")
+        )
         process = await self._wait(self.parts.param_server.start.remote(), "param_server")
         await self._wait(self.parts.param_server.begin.remote(versions_kept(self._config)), "param_server")
         self._started("param_server", self.parts.param_server, process, cores=self._others)

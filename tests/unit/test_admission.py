@@ -146,16 +146,16 @@ def test_one_lag_less_than_the_rule_asks_would_get_stuck():
 
 def filled(number: int, finished=(), **settings) -> Window:
     window = Window(rule(**settings))
-    for _ in range(number):
-        window.admit()
+    for group_id in range(number):
+        window.admit(group_id)
     for group_id in finished:
         window.finish(group_id)
     return window
 
 
-def test_admit_hands_out_ids_in_order_with_the_floor_of_the_rank():
+def test_admit_gives_the_floor_of_the_rank():
     window = Window(rule(P=2, W=1, T=1))
-    assert [window.admit() for _ in range(7)] == [(0, 0), (1, 0), (2, 0), (3, 0), (4, 1), (5, 1), (6, 2)]
+    assert [window.admit(i) for i in range(7)] == [0, 0, 0, 0, 1, 1, 2]
     assert window.alive == window.num_outstanding == 7
     assert window.num_finished == 0
 
@@ -206,7 +206,7 @@ def test_dropping_moves_those_behind_up_one_rank():
     window.finish(2)
     assert window.take(last=False) == [0, 2]
     # Rank 3, not 4: what left does not count as alive.
-    assert window.admit() == (4, rule(P=2, W=1, T=2).floor(3))
+    assert window.admit(4) == rule(P=2, W=1, T=2).floor(3)
 
 
 def test_a_drop_can_make_a_group_due_at_once():
@@ -252,7 +252,8 @@ def test_no_group_is_overtaken_more_often_than_the_window_allows_nor_taken_after
         for _ in range(80):
             for _ in range(rng.randint(0, P)):
                 rank = window.alive
-                group_id, _floor = window.admit()
+                group_id = len(admitted_rank)
+                window.admit(group_id)
                 admitted_rank[group_id] = rank
                 overtaken[group_id] = 0
                 running.append(group_id)

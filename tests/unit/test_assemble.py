@@ -266,7 +266,7 @@ def test_oldest_version_ignores_tokens_of_the_environment():
             ],
         )
     ]
-    assert assemble(groups).oldest_version == 3
+    assert groups[0].policy_versions() == (3, 5)
 
 
 def test_rollouts_are_a_readable_sample_of_the_take():

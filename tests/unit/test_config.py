@@ -224,10 +224,21 @@ def test_only_a_gpus_weights_are_offloaded(minimal: str) -> None:
     assert "set train.cpu_offload=false" in text
 
 
-def test_a_step_must_outlast_every_attempt_of_its_slowest_group(minimal: str) -> None:
+def test_a_deadline_must_outlast_an_attempt_of_a_group(minimal: str) -> None:
     rollout = ["rollout.timeout_s=50", "rollout.retries=2"]
-    assert load_config(minimal, [*rollout, "cluster.step_timeout_s=151"]).cluster.step_timeout_s == 151
-    assert "= 150" in refused(minimal, *rollout, "cluster.step_timeout_s=150")
+    assert load_config(minimal, [*rollout, "cluster.step_timeout_s=51"]).cluster.step_timeout_s == 51
+    assert "= 50" in refused(minimal, *rollout, "cluster.step_timeout_s=50")
+    oldest = [*rollout, "rollout.pull=oldest"]  # the engine finishes its groups, all attempts, before it pulls
+    assert load_config(minimal, [*oldest, "cluster.step_timeout_s=151"]).cluster.step_timeout_s == 151
+    assert "= 150" in refused(minimal, *oldest, "cluster.step_timeout_s=150")
+
+
+def test_generators_that_would_never_have_a_group_are_refused(minimal: str) -> None:
+    room = ["train.groups_per_step=8", "staleness.max_policy_lag=2", "staleness.reorder_window=8"]
+    assert load_config(minimal, [*room, "rollout.num_generators=17"]).rollout.num_generators == 17
+    text = refused(minimal, *room, "rollout.num_generators=100")
+    assert "rollout.num_generators: got 100, expected at most 17" in text
+    assert "train.groups_per_step" in text
 
 
 def test_unknown_key_in_a_file(tmp_path: Path) -> None:

@@ -200,9 +200,9 @@ def test_takes_are_those_of_the_systems_own_window(P: int, u: int, n: int, W: in
     published = 0
     for _ in range(300):
         for _ in range(rng.randint(0, order.num_free_slots(published=published))):
-            admitted = window.admit()
-            assert order.admit() == admitted
-            running.append(admitted[0])
+            group, floor = order.admit()
+            assert window.admit(group) == floor
+            running.append(group)
         if running and rng.random() < 0.8:
             group = running.pop(rng.randrange(len(running)))
             order.finish(group)

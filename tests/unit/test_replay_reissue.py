@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,6 @@ def buffer_of(*, P: int = 2, T: int = 2, num_tasks: int | None = None, num_takes
         ),
         num_takes=num_takes,
         capacity=64,
-        assemble=lambda index, groups, reused: SimpleNamespace(group_ids=[g.group_id for g in groups]),  # type: ignore[arg-type,return-value]
     )
 
 
@@ -188,7 +186,7 @@ def test_when_tasks_have_ended_collectors_stay_until_the_last_group_is_safe():
     asyncio.run(scenario())
 
 
-def test_why_groups_were_issued_again_is_counted():
+def test_groups_issued_again_are_counted_once_and_the_log_says_why(caplog):
     async def scenario():
         buffer = buffer_of()
         await buffer.published(0)
@@ -196,6 +194,10 @@ def test_why_groups_were_issued_again_is_counted():
         await buffer.lost("a", "killed")
         await admit(buffer, 1, "b")
         await buffer.reissue([0, 0], "canary")  # named twice, issued once
-        assert buffer._ledger.reasons == {"issued again: killed": 3, "issued again: canary": 1}
+        assert buffer.stats().retries == 4
+        assert [r.getMessage() for r in caplog.records] == [
+            "issued again, killed: groups 0, 1, 2",
+            "issued again, canary: groups 0",
+        ]
 
     asyncio.run(scenario())

@@ -151,15 +151,14 @@ def collector_stats(*, generate: float, gap: float | None = None, quarantines: f
     }
 
 
-def take_of(reward: float, tokens: float) -> Any:
-    metrics = {
+def take_of(reward: float, tokens: float) -> dict[str, float]:
+    return {
         "train/reward/mean": reward,
         "train/response_tokens/total": tokens,
         "train/response_tokens/max": 9.0,
         "train/environment_s/max": 0.0,
         "train/tokens_in_pass": 2 * tokens,
     }
-    return SimpleNamespace(metrics=metrics, rollouts=[{"text": f"of reward {reward}"}])
 
 
 def step_metrics(*, wait_s: float, work_s: float, lag: float, **more: float) -> dict[str, float]:
@@ -200,10 +199,10 @@ def reported(
             parts: Any = SimpleNamespace(collectors=collectors, supervisor=Supervisor())
             monitor = build_monitor(tmp_path, config.monitor, {}, 4, "rl", resumed_at=resumed_at)
             reporter = Reporter(config, parts, monitor, first_step=resumed_at or 0)
+            running = asyncio.create_task(reporter.run(SPEEDS))
             for report in reports:
-                reporter.put(report)
-            reporter.end()
-            await reporter.run(SPEEDS)
+                await reporter.put(report)
+            await reporter.end(running)
             return reporter
 
         return asyncio.run(main())
@@ -213,10 +212,10 @@ def a_run(tmp_path: Path) -> Reporter:
     """Two takes of two steps: 100 and 200 response tokens; a report of the driver after each."""
     one, two = take_of(0.25, 100.0), take_of(0.75, 200.0)
     reports = [
-        StepReport(1, step_metrics(wait_s=2, work_s=2, lag=1), one, first_of_take=True),
+        StepReport(1, step_metrics(wait_s=2, work_s=2, lag=1), one, [{"text": "one"}]),
         StepReport(2, step_metrics(wait_s=0, work_s=2, lag=2), one),
         StepReport(2, {"replay/dropped_stale": 0.0, "replay/groups_ready": 5.0}),
-        StepReport(3, step_metrics(wait_s=3, work_s=1, lag=1, **{"train/audit_gap/max": 0.5}), two, first_of_take=True),
+        StepReport(3, step_metrics(wait_s=3, work_s=1, lag=1, **{"train/audit_gap/max": 0.5}), two, [{"text": "two"}]),
         StepReport(4, step_metrics(wait_s=0, work_s=2, lag=1, **{"train/audit_gap/max": 0.25}), two),
         StepReport(4, {"param_server/publish_s": 0.5}),
     ]
@@ -284,7 +283,7 @@ def test_a_run_that_was_stopped_has_one_record(tmp_path: Path) -> None:
 
     def steps(*numbers: int) -> list[StepReport]:
         return [StepReport(0 if numbers[0] == 1 else 2, {"param_server/publish_s": 0.5})] + [
-            StepReport(n, step_metrics(wait_s=1, work_s=3, lag=n, **{"train/grad_norm": 1.0}), takes[n - 1], True)
+            StepReport(n, step_metrics(wait_s=1, work_s=3, lag=n, **{"train/grad_norm": 1.0}), takes[n - 1], [])
             for n in numbers
         ]
 
@@ -304,7 +303,7 @@ def test_a_run_that_was_stopped_has_one_record(tmp_path: Path) -> None:
 def test_a_dropped_group_would_be_seen_and_an_audit_that_never_was_is_not_reported(tmp_path: Path) -> None:
     take = take_of(1.0, 10.0)
     reports = [
-        StepReport(1, step_metrics(wait_s=1, work_s=1, lag=0), take, first_of_take=True),
+        StepReport(1, step_metrics(wait_s=1, work_s=1, lag=0), take, []),
         StepReport(1, {"replay/dropped_stale": 2.0}),
         StepReport(2, {"replay/dropped_stale": 1.0}),
     ]
@@ -320,7 +319,7 @@ def test_shares_of_a_run_without_a_step_are_empty_and_small_ones_are_left_out(tm
     assert summary["efficiency_second_half"] is None
     take = take_of(1.0, 10.0)
     metrics = step_metrics(wait_s=0.001, work_s=5.0, lag=0, **{"step/audit_s": 2.0})
-    report = StepReport(1, metrics | {"step/total_s": 7.001}, take, first_of_take=True)
+    report = StepReport(1, metrics | {"step/total_s": 7.001}, take, [])
     busy = reported(tmp_path / "busy", [report], [collector_stats(generate=1.0)])
     shares = busy.summary(steps=1)["time_shares"]
     assert shares["trainer"] == pytest.approx({"work": 5 / 7, "audit": 2 / 7}, abs=1e-3)
@@ -341,6 +340,45 @@ def test_a_collector_that_fails_ends_the_reports_by_name(tmp_path: Path) -> None
         reporter = Reporter(config, parts, build_monitor(tmp_path, config.monitor, {}, 4, "rl"))
         with pytest.raises(PartFailed, match="generators: ValueError: lost its numbers"):
             await reporter.run(SPEEDS)
+
+    asyncio.run(main())
+
+
+def test_steps_wait_for_reports_that_are_far_behind_and_hear_when_they_fail(tmp_path: Path) -> None:
+    """Else every batch of rollouts that is still to be logged stays in memory."""
+
+    async def main() -> None:
+        config = load_config("quickstart", ["monitor.console=off"], recipe="async_rl")
+        answering = asyncio.Event()
+
+        async def stats() -> dict[str, float]:
+            await answering.wait()
+            return collector_stats(generate=1.0)
+
+        collector = SimpleNamespace(stats=SimpleNamespace(remote=stats))
+        supervisor = Supervisor()
+        parts: Any = SimpleNamespace(collectors=[collector], supervisor=supervisor)
+        reporter = Reporter(config, parts, build_monitor(tmp_path, config.monitor, {}, 4, "rl"))
+        running = supervisor.watch("driver", asyncio.create_task(reporter.run(SPEEDS)))
+        for step in range(rl_report.REPORTS_AHEAD):
+            await reporter.put(StepReport(step, {}))
+        late = asyncio.create_task(reporter.put(StepReport(99, {})))
+        await asyncio.sleep(0.01)
+        assert not late.done()
+        answering.set()
+        await late
+        await reporter.end(running)
+        assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl") if r["role"] == "driver"][-1] == 99
+
+        async def fail() -> dict[str, float]:
+            raise ValueError("lost its numbers")
+
+        collector.stats.remote = fail
+        supervisor.watch("driver", asyncio.create_task(reporter.run(SPEEDS)))
+        for step in range(rl_report.REPORTS_AHEAD):
+            await reporter.put(StepReport(step, {}))
+        with pytest.raises(PartFailed, match="lost its numbers"):
+            await reporter.put(StepReport(100, {}))
 
     asyncio.run(main())
 

@@ -209,7 +209,6 @@ class Run:
             ),
             num_takes=s.num_takes,
             capacity=max_outstanding_groups(s.P, s.u, s.W, s.T),
-            assemble=lambda index, groups, reused: SimpleNamespace(new=list(groups), reused=list(reused)),  # type: ignore[arg-type,return-value]
             operators=[filter_zero_variance],
             reuse=ReusePool(
                 max_uses=s.K,
@@ -221,6 +220,7 @@ class Run:
                 decay=1.0,
             ),
             priority=_worth if s.priority else None,
+            num_collectors=sum(g.joins_s == 0 for g in s.generators),
         )
         generators = [asyncio.create_task(self._lifetime(i, g)) for i, g in enumerate(s.generators)]
         trainer = asyncio.create_task(self._trainer())
@@ -238,7 +238,7 @@ class Run:
         await self._publish(0)
         publishing = None
         while (take := await self.buffer.take(timeout_s=STUCK_S)) is not None:
-            groups: Sequence[Group] = [*take.new, *take.reused]  # type: ignore[attr-defined]
+            groups = [*take.groups, *take.reused]
             for group in groups:
                 self.used_in[group.group_id].append(len(self.takes))
             for _ in range(s.u):
@@ -252,7 +252,7 @@ class Run:
                     if not s.overlapped:
                         await publishing
             await self.buffer.trained([g.group_id for g in groups])
-            self.takes.append([g.group_id for g in take.new])  # type: ignore[attr-defined]
+            self.takes.append([g.group_id for g in take.groups])
             self.trained.update(t.text for g in groups for t in g.trajectories)
         if publishing is not None:
             await publishing
@@ -302,7 +302,8 @@ class Run:
                     in_flight.remove(task)
                 free = generator.max_in_flight - len(in_flight)
                 admissions = await self.buffer.admit(free, timeout_s=STUCK_S, collector=name)
-                assert len(admissions) <= free
+                at_work = [task for task in in_flight if not task.done()]
+                assert len(at_work) + len(admissions) <= generator.max_in_flight
                 self.most_in_use = max(self.most_in_use, self.buffer.stats().slots_in_use)
                 for admission in admissions:
                     self.tasks_of[admission.task.task_id].add(admission.group_id)

@@ -6,14 +6,12 @@ import asyncio
 import itertools
 import json
 import random
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import pytest
 
 from leeway.replay.admission import AdmissionRule
-from leeway.replay.assemble import Take
 from leeway.replay.buffer import ReplayBuffer
 from leeway.replay.position import Position
 from leeway.replay.stream import TaskStream
@@ -40,11 +38,6 @@ def solved(task_id: str) -> float:
     return (sum(map(ord, task_id)) % 5) / 4
 
 
-def taken(index: int, groups: Sequence[Group], reused: Sequence[Group]) -> Take:
-    ids = [group.group_id for group in groups]
-    return Take(index=index, group_ids=ids, batches=[], metrics={}, rollouts=[], oldest_version=0)
-
-
 class Run:
     """A buffer in lockstep and its tasks, as the actor puts them together; `start` is JSON."""
 
@@ -68,7 +61,6 @@ class Run:
             rule=rule,
             num_takes=None,
             capacity=64,
-            assemble=taken,
             start=position,
         )
         self.version = position.num_takes

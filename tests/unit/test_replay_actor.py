@@ -1,0 +1,110 @@
+"""The replay buffer's actor around the buffer: what it does beside its loop, and what it tells the taskset."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leeway.config import load_config
+from leeway.replay import actor as replay_actor
+from leeway.replay.actor import ReplayBufferActor
+from leeway.replay.assemble import Assembler
+
+from .test_replay_buffer import group
+from .test_trainer import model_path  # noqa: F401  (a fixture)
+
+SOON_S = 5.0
+
+
+@pytest.fixture
+def actor(tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ReplayBufferActor]:  # noqa: F811
+    """actor(overrides); what would go into the object store stays as it is."""
+    monkeypatch.setattr(replay_actor.ray, "put", lambda value: value)
+    rows = [{"question": f"{i} + 1 =", "answer": str(i + 1)} for i in range(10, 60)]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "c.yaml").write_text(
+        f"model: {{path: {model_path}}}\ntask: {{path: {tmp_path}/t.jsonl}}\nenv: {{reward: exact_match}}\n"
+        "cluster: {device: cpu}\ntrain: {steps: 99, groups_per_step: 2}\nalgorithm: {group_size: 2}\n"
+    )
+
+    def build(*overrides: str) -> ReplayBufferActor:
+        config = load_config(str(tmp_path / "c.yaml"), list(overrides))
+        return ReplayBufferActor(config, role="replay", log_file=tmp_path / "log")
+
+    return build
+
+
+def test_while_a_take_is_assembled_the_buffer_answers(actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Assembling 16 million tokens takes seconds: nobody else waits for that."""
+    answered = threading.Event()
+    assemble = Assembler.__call__
+
+    def slowly(self: Assembler, *args: Any) -> Any:
+        assert answered.wait(SOON_S), "nothing was answered meanwhile"
+        return assemble(self, *args)
+
+    monkeypatch.setattr(Assembler, "__call__", slowly)
+
+    async def scenario() -> None:
+        buffer = actor()
+        await buffer.published(0)
+        held = await buffer.admit(3, SOON_S, "generator-0")
+        await buffer.put([group(a.group_id) for a in held[:2]])
+        taking = asyncio.create_task(buffer.take(SOON_S))
+        await asyncio.sleep(0)
+        await buffer.put([group(held[2].group_id)])
+        await buffer.ping()
+        answered.set()
+        assert (await taking).group_ids == [0, 1]
+
+    asyncio.run(scenario())
+
+
+def test_takes_are_assembled_one_after_the_other_in_their_order(actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts are drawn as takes are assembled, so their order must not depend on threads."""
+    assemble, indices, at_once = Assembler.__call__, [], []
+
+    def watched(self: Assembler, index: int, *args: Any) -> Any:
+        at_once.append(index)
+        assert at_once == [index]
+        indices.append(index)
+        take = assemble(self, index, *args)
+        at_once.remove(index)
+        return take
+
+    monkeypatch.setattr(Assembler, "__call__", watched)
+
+    async def scenario() -> None:
+        buffer = actor()
+        await buffer.published(0)
+        held = await buffer.admit(4, SOON_S, "generator-0")
+        taking = [asyncio.create_task(buffer.take(SOON_S)) for _ in range(2)]
+        await buffer.put([group(a.group_id) for a in held])
+        await asyncio.gather(*taking)
+
+    asyncio.run(scenario())
+    assert indices == [0, 1]
+
+
+def test_a_delivery_that_was_superseded_says_nothing_about_its_task(actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the adaptive order would follow rollouts that nothing else has heard of."""
+    recorded: list[str] = []
+
+    async def scenario() -> None:
+        buffer = actor("task.order=adaptive", "replay.operators=[filter_zero_variance]")
+        monkeypatch.setattr(buffer._taskset, "record", lambda task_id, rate: recorded.append(task_id))
+        await buffer.published(0)
+        held = await buffer.admit(2, SOON_S, "generator-0")
+        await buffer.reissue([held[0].group_id], "engine lost")
+        await buffer.put([group(held[0].group_id)])
+        assert recorded == []
+        await buffer.put([group(held[1].group_id, (1.0, 1.0))])  # left out, which says most about how hard it is
+        assert recorded == ["task-1"]
+
+    asyncio.run(scenario())
