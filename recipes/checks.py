@@ -9,12 +9,18 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from leeway.config import Hardware, Stage, check_run, this_machine
 from leeway.config.check import earlier_run
 from leeway.config.names import OFFLINE_RECIPES, user_names
 from leeway.recipes.plugins import check_plugins, dry_run
 from leeway.recipes.saved_models import saved_models
+
+if TYPE_CHECKING:
+    from leeway.config import Config
+    from leeway.tasks.evalsets import EvalSet
+    from leeway.types import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +95,10 @@ def _check_tasks(stage: Stage, seen: set[str]) -> None:
     from leeway.tasks.taskset import build_taskset
 
     config = stage.config
-    of_offline = stage.recipe in OFFLINE_RECIPES and stage.recipe != "dpo"
     source = f"{config.task!r} {config.eval!r} {config.seed}"
-    if of_offline and source in seen:
+    if stage.recipe == "sft" and config.model.path is None and source in seen:
         return
-    evaluated = [] if stage.recipe in OFFLINE_RECIPES else build_evalsets(config)
+    evaluated = build_evalsets(config)
     if stage.recipe == "evaluate":
         if config.eval.checkpoints is not None:
             saved_models(config.eval.checkpoints)
@@ -103,25 +108,33 @@ def _check_tasks(stage: Stage, seen: set[str]) -> None:
         return
     taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
     seen.add(source)
-    if stage.recipe not in OFFLINE_RECIPES:
-        dry_run(config, taskset.tasks[0])
-    learned_from = taskset.tasks if stage.recipe in OFFLINE_RECIPES else ()
-    if stage.recipe in ("async_rl", "frontier") and config.algorithm.expert_path is not None:
+    if stage.recipe in OFFLINE_RECIPES:
+        _check_examples(config, taskset.tasks, evaluated, pairs=stage.recipe == "dpo")
+        return
+    dry_run(config, taskset.tasks[0])
+    if config.algorithm.expert_path is not None:
         from leeway.tasks.examples import expert_tasks
 
-        learned_from = expert_tasks(config.algorithm.expert_path, config.task, config.eval, seed=config.seed).tasks
-    if learned_from and config.model.path is not None:
-        from leeway.tasks.examples import check_examples
+        experts = expert_tasks(config.algorithm.expert_path, config.task, config.eval, seed=config.seed)
+        _check_examples(config, experts.tasks, [])
+
+
+def _check_examples(
+    config: Config, tasks: Sequence[Task], evaluated: Sequence[EvalSet], *, pairs: bool = False
+) -> None:
+    """Raise ValueError for the first task that cannot be learned from, or measured on, as a prompt with its answer."""
+    from leeway.tasks.examples import check_examples
+    from leeway.tasks.preferences import pairs_among, rejected_key
+
+    prompter = None
+    if config.model.path is not None:  # else it is still to be built
         from leeway.tasks.prompting import Prompter
 
-        pairs = config.task.rejected_key if stage.recipe == "dpo" else None
-        check_examples(learned_from, Prompter.load(config.model.path), rejected_key=pairs)
-    if stage.recipe == "dpo":
-        from leeway.tasks.preferences import check_pairs, pairs_among
-
-        held_out = build_taskset(config.task, seed=config.seed, split="eval", eval_config=config.eval)
-        check_pairs(taskset.tasks, key=config.task.rejected_key)
-        check_pairs(pairs_among(held_out.tasks, key=config.task.rejected_key), key=config.task.rejected_key)
+        prompter = Prompter.load(config.model.path)
+    check_examples(tasks, prompter, rejected_key=config.task.rejected_key if pairs else None)
+    for evalset in evaluated:
+        key = rejected_key(config, evalset.name) if pairs else None
+        check_examples(pairs_among(evalset.tasks, key=key) if key else evalset.tasks, prompter, rejected_key=key)
 
 
 def check_resume(stage: Stage) -> None:

@@ -15,11 +15,12 @@ from collections.abc import Iterator, Sequence
 from leeway.config import Config
 from leeway.recipes.context import StageContext, StageResult
 from leeway.recipes.sft import train_offline
+from leeway.tasks.evalsets import build_evalsets
 from leeway.tasks.examples import pair_of
 from leeway.tasks.mixed import MixedTaskSet
-from leeway.tasks.preferences import pairs_among
+from leeway.tasks.preferences import pairs_among, rejected_key
 from leeway.tasks.prompting import Prompter
-from leeway.tasks.taskset import TaskSet, build_taskset
+from leeway.tasks.taskset import TaskSet
 from leeway.types import TrainBatch, Trajectory, batch_trajectories
 
 
@@ -43,12 +44,15 @@ def batches_of(
         yield _shares(list(itertools.islice(pairs, config.train.batch_size // 2)), config.train.num_ranks)
 
 
-def held_out_pairs(config: Config, prompter: Prompter) -> list[TrainBatch]:
-    """The first `eval.num_tasks` pairs that are not trained on, one share per rank; [] where nothing is held out."""
-    taskset = build_taskset(config.task, seed=config.seed, split="eval", eval_config=config.eval)
-    key = config.task.rejected_key
-    pairs = [pair_of(task, prompter, rejected_key=key) for task in pairs_among(taskset.tasks, key=key)]
-    return _shares(pairs, config.train.num_ranks) if pairs else []
+def held_out_pairs(config: Config, prompter: Prompter) -> dict[str, list[TrainBatch]]:
+    """The pairs among the tasks that are measured on; tasksets without any are left out."""
+    shares = {}
+    for evalset in build_evalsets(config):
+        key = rejected_key(config, evalset.name)
+        pairs = [pair_of(task, prompter, rejected_key=key) for task in pairs_among(evalset.tasks, key=key)]
+        if pairs:
+            shares[evalset.name] = _shares(pairs, config.train.num_ranks)
+    return shares
 
 
 def _shares(pairs: Sequence[tuple[Trajectory, Trajectory]], num_ranks: int) -> list[TrainBatch]:

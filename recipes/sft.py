@@ -2,8 +2,9 @@
 
     taskset -> prompt + answer tokens -> [batches, one ahead] -> Trainer[N ranks] -> checkpoints/
 
-The response ends with the token that ends a turn, and is trained on it. Held-out questions are left out here too.
-With `task.messages_key` an example is a whole conversation, and every assistant turn in it is trained on.
+The response ends with the token that ends a turn, and is trained on it. Held-out questions are left out here too, and
+the loss on their answers is measured before and after, and every `eval.every` steps. With `task.messages_key` an
+example is a whole conversation, and every assistant turn in it is trained on.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from leeway.recipes.context import StageContext, StageResult, say, timed
 from leeway.recipes.learned import LearningWatch, Verdict
 from leeway.runtime.launch import Launcher
 from leeway.runtime.supervisor import Supervisor, together
+from leeway.tasks.evalsets import build_evalsets
 from leeway.tasks.examples import check_examples, example_of
 from leeway.tasks.mixed import MixedTaskSet
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.queue_tasks import QueueTaskSet
 from leeway.tasks.taskset import TaskSet, build_taskset
-from leeway.types import TrainBatch, batch_trajectories
+from leeway.types import TrainBatch, Trajectory, batch_trajectories
 from leeway.weights import CanaryPrompts
 
 LOSS_WINDOW = 20
@@ -44,9 +46,15 @@ class Batches(Protocol):
     ) -> Iterator[list[TrainBatch]]: ...
 
 
+HeldOut = Callable[[Config, Prompter], dict[str, list[TrainBatch]]]
+"""What is measured, by taskset, as one share per rank; {}: there is nothing."""
+
+
 async def run(context: StageContext) -> StageResult:
     """Train for `train.steps` (or `train.epochs`) on batches of `train.batch_size` sequences."""
-    return await train_offline(context, recipe="sft", batches=_batches, loss_name="train/loss/sft")
+    return await train_offline(
+        context, recipe="sft", batches=_batches, loss_name="train/loss/sft", held_out=held_out_examples
+    )
 
 
 async def train_offline(
@@ -55,11 +63,11 @@ async def train_offline(
     recipe: str,
     batches: Batches,
     loss_name: str,
-    held_out: Callable[[Config, Prompter], list[TrainBatch]] | None = None,
+    held_out: HeldOut,
 ) -> StageResult:
     """What recipes that train on data share: start the ranks, feed them, save; `loss_name` is the metric to report.
 
-    `held_out` gives one share per rank of what is measured, and not trained on ([]: there is nothing).
+    `held_out` gives what is measured, and not trained on.
     """
     config = context.config
     assert config.model.path is not None
@@ -96,7 +104,7 @@ async def train_offline(
             supervisor=parts.supervisor,
             resumed=resumed,
         )
-        measure = _Measure(context, launcher, monitor, held_out(config, prompter) if held_out else [])
+        measure = _Measure(context, launcher, monitor, held_out(config, prompter))
         try:
             if resumed is not None:
                 await launcher.load_state(resumed / "dcp")
@@ -135,32 +143,55 @@ async def train_offline(
     )
 
 
+def held_out_examples(config: Config, prompter: Prompter) -> dict[str, list[TrainBatch]]:
+    """The answers of the tasks that are measured on: those held out, and those of `eval.tasksets`."""
+    ranks = config.train.num_ranks
+    return {e.name: _shares([example_of(task, prompter) for task in e.tasks], ranks) for e in build_evalsets(config)}
+
+
 class _Measure:
-    """Measures the weights of now on what is held out, and logs it; says {} where nothing is."""
+    """Measures the weights of now on what is held out, and logs it; returns it as `_by_taskset` does."""
 
     def __init__(
-        self, context: StageContext, launcher: Launcher, monitor: Monitor, shares: Sequence[TrainBatch]
+        self, context: StageContext, launcher: Launcher, monitor: Monitor, tasksets: dict[str, list[TrainBatch]]
     ) -> None:
         self._name, self._config = context.name, context.config
         self._parts, self._monitor = launcher.parts, monitor
-        self._refs = [ray.put(share) for share in shares]
+        self._refs = {name: [ray.put(share) for share in shares] for name, shares in tasksets.items()}
 
-    async def __call__(self, step: int) -> dict[str, float]:
-        if not self._refs:
-            return {}
-        pending = together(t.evaluate.remote(ref) for t, ref in zip(self._parts.trainers, self._refs, strict=True))
+    async def __call__(self, step: int) -> dict[str, Any]:
+        metrics: dict[str, float] = {}
+        for name, refs in self._refs.items():
+            numbers = await self._of(refs)
+            metrics |= {f"eval/{name}/{key}": value for key, value in numbers.items()}
+            told = ", ".join(f"{key.replace('_', ' ')} {value:.3f}" for key, value in numbers.items())
+            say(f"{self._name}: {name.replace('_', ' ')} at step {step}: {told}")
+        if metrics:
+            self._monitor.log(step, metrics, role="evaluation")
+        return _by_taskset(metrics)
+
+    async def _of(self, refs: list[Any]) -> dict[str, float]:
+        pending = together(t.evaluate.remote(ref) for t, ref in zip(self._parts.trainers, refs, strict=True))
         timeout_s = self._config.cluster.step_timeout_s
         metrics = (await self._parts.supervisor.wait(pending, what="trainer", timeout_s=timeout_s))[0]
-        numbers = {name.removeprefix("train/").replace("/", "_"): value for name, value in metrics.items()}
-        self._monitor.log(step, {f"eval/held_out/{name}": v for name, v in numbers.items()}, role="evaluation")
-        said = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in numbers.items())
-        say(f"{self._name}: held out at step {step}: {said}")
-        return numbers
+        return {name.removeprefix("train/").replace("/", "_"): value for name, value in metrics.items()}
 
 
-def _changes(before: dict[str, float], after: dict[str, float]) -> list[str]:
+def _by_taskset(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of the first taskset (what is held out), with those of the others under "tasksets"; {}: none."""
+    by_set: dict[str, dict[str, float]] = {}
+    for metric, value in metrics.items():
+        if metric.startswith("eval/"):
+            _, taskset, name = metric.split("/", 2)
+            by_set.setdefault(taskset, {})[name] = value
+    first = by_set.pop(next(iter(by_set), ""), {})
+    return {**first, "tasksets": by_set} if by_set else dict(first)
+
+
+def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """One line of what was measured on what is held out; none where nothing was."""
-    changes = [f"{name.replace('_', ' ')} {before[name]:.3f} -> {after[name]:.3f}" for name in before if name in after]
+    numbers = [name for name, value in before.items() if name in after and not isinstance(value, dict)]
+    changes = [f"{name.replace('_', ' ')} {before[name]:.3f} -> {after[name]:.3f}" for name in numbers]
     return [f"held out: {', '.join(changes)}"] if changes else []
 
 
@@ -207,11 +238,9 @@ class Record:
         for warning in self._learning.step(metrics):
             say(f"{self._name}: warning: {warning}")
 
-    def first_evaluation(self) -> dict[str, float]:
+    def first_evaluation(self) -> dict[str, Any]:
         """As `_Measure` returns it; {} where nothing was measured before."""
-        prefix = "eval/held_out/"
-        first = self._evaluations[0] if self._evaluations else {}
-        return {name.removeprefix(prefix): value for name, value in first.items() if name.startswith(prefix)}
+        return _by_taskset(self._evaluations[0]) if self._evaluations else {}
 
     def verdict(self) -> Verdict:
         return self._learning.verdict()
@@ -261,10 +290,13 @@ def _batches(
     tasks = itertools.islice(taskset.forever(), skip_steps * config.train.batch_size, None)
     examples = (example_of(task, prompter) for task in tasks)
     while True:
-        chosen = list(itertools.islice(examples, config.train.batch_size))
-        num_tokens = sum(sum(t.loss_mask) for t in chosen)
-        shares = [chosen[rank :: config.train.num_ranks] for rank in range(config.train.num_ranks)]
-        yield [
-            batch_trajectories(share, [0.0] * len(share), num_sequences=len(chosen), num_tokens=num_tokens)
-            for share in shares
-        ]
+        yield _shares(list(itertools.islice(examples, config.train.batch_size)), config.train.num_ranks)
+
+
+def _shares(examples: Sequence[Trajectory], num_ranks: int) -> list[TrainBatch]:
+    num_tokens = sum(sum(t.loss_mask) for t in examples)
+    shares = [examples[rank::num_ranks] for rank in range(num_ranks)]
+    return [
+        batch_trajectories(share, [0.0] * len(share), num_sequences=len(examples), num_tokens=num_tokens)
+        for share in shares
+    ]

@@ -83,23 +83,7 @@ def draw_reward(ax: Axes, stage: Stage) -> None:
     in_unit = reward is None or (reward.values.min() >= 0 and reward.values.max() <= 1)
     metric = "exact_match" if in_unit and stage.evaluations("exact_match") else "reward"
     evaluations = stage.evaluations(metric)
-    for (taskset, series), marker in zip(evaluations.items(), "oDs^v" * len(evaluations), strict=False):
-        label = f"held-out {metric.replace('_', ' ')}" + (f", {taskset}" if len(evaluations) > 1 else "")
-        ax.plot(
-            series.steps,
-            series.values,
-            color=GENERATE,
-            marker=marker,
-            ms=8,
-            mec="white",
-            mew=1.2,
-            ls=":",
-            lw=1.3,
-            label=label,
-            zorder=5,
-        )
-        for index in sorted({0, len(series.steps) - 1}):
-            _number(ax, series.steps[index], series.values[index], f"{series.values[index]:.3g}", GENERATE)
+    _evaluations(ax, evaluations, f"held-out {metric.replace('_', ' ')}")
     if in_unit:
         # Room above and below the data, never beyond what a share can be by more than the numbers need.
         low, high = ax.dataLim.y0, ax.dataLim.y1
@@ -198,6 +182,7 @@ def draw_sft_loss(ax: Axes, stage: Stage) -> None:
     loss = stage.metrics["train/loss/sft"]
     final = loss.smoothed(smoothing_window(len(loss.steps)))[-1]
     _number(ax, loss.steps[-1], final, f"{final:.3g}", TRAIN)
+    _evaluations(ax, stage.evaluations("loss_sft"), "held-out loss")
     ax.set_ylim(min(0.0, ax.dataLim.y0), 1.08 * max(ax.dataLim.y1, 1e-9))
     _finish(ax, "Supervised loss (nats per token)", ncols=2)
 
@@ -205,6 +190,7 @@ def draw_sft_loss(ax: Axes, stage: Stage) -> None:
 def draw_dpo(ax: Axes, stage: Stage) -> None:
     _line(ax, stage.metrics["train/loss/dpo"], TRAIN, "loss")
     _line(ax, stage.metrics["train/preference/margin"], WEIGHTS, "margin")
+    _evaluations(ax, stage.evaluations("preference_margin"), "held-out margin")
     _finish(ax, "Preference loss and margin (nats per pair)", ncols=2)
 
 
@@ -242,6 +228,26 @@ def _line(
         ax.plot(series.steps, series.values, color=color, lw=0.8, alpha=0.35)
     ax.plot(series.steps, series.smoothed(window, reduce), color=color, lw=2.2, ls=linestyle, label=label)
     ax.set_xlabel(f"optimizer step (strong: {reduce.__name__} of {window} steps)")
+
+
+def _evaluations(ax: Axes, series_of: Mapping[str, Series], label: str) -> None:
+    """One marked line for each taskset, with its first and last value as numbers."""
+    for (taskset, series), marker in zip(series_of.items(), "oDs^v" * len(series_of), strict=False):
+        ax.plot(
+            series.steps,
+            series.values,
+            color=GENERATE,
+            marker=marker,
+            ms=8,
+            mec="white",
+            mew=1.2,
+            ls=":",
+            lw=1.3,
+            label=label + (f", {taskset}" if len(series_of) > 1 else ""),
+            zorder=5,
+        )
+        for index in sorted({0, len(series.steps) - 1}):
+            _number(ax, series.steps[index], series.values[index], f"{series.values[index]:.3g}", GENERATE)
 
 
 def _shares(ax: Axes, stage: Stage, parts: Mapping[str, tuple[str, str]], *, total: Series | None, rest: str) -> None:

@@ -40,18 +40,22 @@ def whole_answer(task: Task) -> str:
     return str(task.info.get("solution", task.answer))
 
 
-def check_examples(tasks: Sequence[Task], prompter: Prompter, *, rejected_key: str | None = None) -> None:
+def check_examples(tasks: Sequence[Task], prompter: Prompter | None, *, rejected_key: str | None = None) -> None:
     """Raise ValueError naming the first task that cannot be trained on; `rejected_key`: the tasks are pairs.
 
-    Every answer is searched for stop tokens; one example is encoded, which shows what the chat template does.
+    Every answer is searched for stop tokens; one example is encoded, which shows what the chat template does. Without a
+    prompter (the model is still to be built) only pairs are looked at.
     """
     for task in tasks:
         with _naming(task):
             answers = [m["content"] for m in task.messages if m["role"] == "assistant"] or [whole_answer(task)]
-            for answer in [*answers, *([rejected_answer(task, key=rejected_key)] if rejected_key else [])]:
-                prompter.check_answer(answer)
-    for task in tasks[:1]:
-        example_of(task, prompter) if rejected_key is None else pair_of(task, prompter, rejected_key=rejected_key)
+            answers += [rejected_answer(task, key=rejected_key)] if rejected_key is not None else []
+            if prompter is not None:
+                for answer in answers:
+                    prompter.check_answer(answer)
+    if tasks and prompter is not None:
+        first = tasks[0]
+        example_of(first, prompter) if rejected_key is None else pair_of(first, prompter, rejected_key=rejected_key)
 
 
 @contextmanager

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..config.schema import Config
 from ..types import Task
+
+
+def rejected_key(config: Config, taskset: str) -> str:
+    """Under which key a taskset that is measured on has its rejected answers."""
+    return config.eval.tasksets.get(taskset, {}).get("rejected_key", config.task.rejected_key)
 
 
 def rejected_answer(task: Task, *, key: str) -> str:
@@ -23,9 +29,3 @@ def rejected_answer(task: Task, *, key: str) -> str:
 def pairs_among(tasks: Iterable[Task], *, key: str) -> list[Task]:
     """Those with a rejected answer: stages may share held-out questions (`eval.path`) that are no pairs."""
     return [task for task in tasks if key in task.info]
-
-
-def check_pairs(tasks: Iterable[Task], *, key: str) -> None:
-    """Raise ValueError for the first task that is no preference pair."""
-    for task in tasks:
-        rejected_answer(task, key=key)

@@ -211,8 +211,8 @@ def test_tokens_are_those_of_the_answer_in_its_place() -> None:
 
 
 def test_what_cannot_be_trained_on_is_refused_before_anything_starts() -> None:
-    def task(answer: str, **info: Any) -> Task:
-        return Task(task_id=f"id of {answer}", prompt="q", answer=answer, info=info)
+    def task(answer: str, *, messages: Any = (), **info: Any) -> Task:
+        return Task(task_id=f"id of {answer}", prompt="q", answer=answer, info=info, messages=list(messages))
 
     prompter, dropping = Prompter(characters(CHATML)), Prompter(characters(DEEPSEEK))
     fine = task("fine", rejected="worse")

@@ -20,7 +20,7 @@ from leeway.monitor.curves import build_figure
 from leeway.monitor.series import Series
 from leeway.recipes.dpo import batches_of, held_out_pairs
 from leeway.recipes.sft import num_steps
-from leeway.tasks.preferences import check_pairs
+from leeway.tasks.examples import check_examples
 from leeway.tasks.taskset import build_taskset
 from leeway.trainer.microbatch import Packing, cut
 from leeway.types import Task, batch_trajectories
@@ -195,7 +195,7 @@ def test_batches_hold_pairs_whole_and_every_rank_gets_its_share(file: str) -> No
 def test_held_out_pairs_are_whole_and_no_training_batch_has_them(file: str) -> None:
     config = load_config(file, ["train.num_ranks=2", "task.holdout_frac=0.5"], recipe="dpo")
     prompter: Any = Characters()
-    shares = held_out_pairs(config, prompter)
+    shares = held_out_pairs(config, prompter)["held_out"]
     held_out = [bytes(p.tolist()).decode() for s in shares for p in prompts_of(s)]
     taskset: Any = build_taskset(config.task, seed=0, split="train", eval_config=config.eval)
     trained = {task.prompt for task in taskset.tasks}
@@ -203,7 +203,7 @@ def test_held_out_pairs_are_whole_and_no_training_batch_has_them(file: str) -> N
     assert set(held_out) | trained == {f"q{i}" for i in range(6)}
     assert not set(held_out) & trained
     nothing = load_config(file, ["train.num_ranks=2"], recipe="dpo")
-    assert held_out_pairs(nothing, prompter) == []
+    assert held_out_pairs(nothing, prompter) == {}
 
 
 def prompts_of(batch: Any) -> Any:
@@ -212,11 +212,15 @@ def prompts_of(batch: Any) -> Any:
 
 def test_a_line_without_a_rejected_answer_is_refused_by_name() -> None:
     good = Task(task_id="a", prompt="q", answer="x", info={"rejected": "y"})
-    check_pairs([good], key="rejected")
+    check_examples([good], None, rejected_key="rejected")
     with pytest.raises(ValueError, match=r"task b: got \['other'\].*'rejected'.*task.rejected_key"):
-        check_pairs([good, Task(task_id="b", prompt="q", answer="x", info={"other": "y"})], key="rejected")
+        check_examples(
+            [good, Task(task_id="b", prompt="q", answer="x", info={"other": "y"})], None, rejected_key="rejected"
+        )
     with pytest.raises(ValueError, match=r"task c: .*the same"):
-        check_pairs([Task(task_id="c", prompt="q", answer="x", info={"rejected": "x"})], key="rejected")
+        check_examples(
+            [Task(task_id="c", prompt="q", answer="x", info={"rejected": "x"})], None, rejected_key="rejected"
+        )
 
 
 def test_the_recipe_needs_no_engine_and_whole_pairs(file: str) -> None:

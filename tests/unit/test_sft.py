@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from leeway.config import load_config
+from leeway.monitor.curves import build_figure
+from leeway.monitor.series import read_series
 from leeway.recipes import sft
 from leeway.runtime.supervisor import Supervisor
+from leeway.tasks import Prompter
+from leeway.tasks.taskset import build_taskset
+from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.types import NO_VERSION, Trajectory, batch_trajectories
 
 TOKENS = 3
+PROMPTER = Prompter(build_tokenizer(["q0123456789 a"]))
 
 
 class FakeRank:
@@ -35,9 +43,13 @@ class Recorder:
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.saved_after: list[int] = []
+        self.evaluations: list[tuple[int, dict[str, float]]] = []
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self.steps.append(step)
+    def log(self, step: int, metrics: dict[str, float], *, role: str = "") -> None:
+        if role == "evaluation":
+            self.evaluations.append((step, metrics))
+        else:
+            self.steps.append(step)
 
     async def after_step(self, step: int) -> dict[str, float]:
         self.saved_after.append(step)
@@ -102,3 +114,85 @@ def test_what_an_earlier_part_trained_counts(monkeypatch: pytest.MonkeyPatch) ->
     assert trained.num_steps == 37
     again = [*rows, *({**rows[0], "step": i, "train/loss/sft": 1.0} for i in range(31, 61))]
     assert train(monkeypatch, stop_below="1.42", first_loss=0.1, total_steps=90, earlier=again).num_steps == 60
+
+
+def questions(path: Path, *numbers: int) -> Path:
+    path.write_text("".join(json.dumps({"question": f"q{n}", "answer": f"a{n}"}) + "\n" for n in numbers))
+    return path
+
+
+def settings(tmp_path: Path, *overrides: str) -> Any:
+    lines = questions(tmp_path / "t.jsonl", *range(20))
+    (tmp_path / "c.yaml").write_text(
+        f"model: {{path: org/model}}\ntask: {{path: {lines}}}\ntrain: {{steps: 4, batch_size: 2, num_ranks: 2}}\n"
+    )
+    return load_config(str(tmp_path / "c.yaml"), list(overrides), recipe="sft")
+
+
+def texts(shares: Any) -> list[str]:
+    lengths = [share.prompt_lengths.tolist() for share in shares]
+    return [
+        "".join(PROMPTER.decode(tokens.tolist()))
+        for share, n in zip(shares, lengths, strict=True)
+        for tokens in share.prompt_tokens.split(n)
+    ]
+
+
+def test_what_is_held_out_is_measured_and_never_trained_on(tmp_path: Path) -> None:
+    more = questions(tmp_path / "more.jsonl", 3, 50)
+    config = settings(
+        tmp_path, "task.holdout_frac=0.4", f"eval.tasksets={{more: {{name: jsonl, path: {more}}}}}", "eval.num_tasks=5"
+    )
+    measured = sft.held_out_examples(config, PROMPTER)
+    taskset: Any = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
+    batch = next(sft._batches(config, taskset, PROMPTER))
+    assert {name: len(texts(shares)) for name, shares in measured.items()} == {"held_out": 5, "more": 2}
+    assert set(texts(measured["more"])) == {"q3", "q50"}
+    assert [int(share.num_sequences) for share in measured["held_out"]] == [5, 5], "of all ranks together"
+    assert not {t for shares in measured.values() for t in texts(shares)} & {t.prompt for t in taskset.tasks}
+    assert len(batch) == 2
+    assert sft.held_out_examples(settings(tmp_path), PROMPTER) == {}
+
+
+def test_the_held_out_loss_is_told_when_the_settings_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sft.ray, "put", lambda batch: batch)
+    config = settings(tmp_path, "task.holdout_frac=0.4", "eval.every=2", "train.num_ranks=1")
+    rank, recorder = FakeRank(4.0), Recorder()
+
+    async def evaluate(batch: Any) -> dict[str, float]:
+        return {"train/loss/sft": float(len(batch.prompt_lengths)), "train/entropy/mean": 2.0}
+
+    rank.evaluate = SimpleNamespace(remote=evaluate)  # type: ignore[attr-defined]
+    launcher: Any = SimpleNamespace(parts=SimpleNamespace(trainers=[rank], supervisor=Supervisor()))
+    measured = sft.held_out_examples(config, PROMPTER)
+    context: Any = SimpleNamespace(name="warm-up", config=config)
+    measure = sft._Measure(context, launcher, recorder, measured)  # type: ignore[arg-type]
+    record: Any = sft.Record(config, "sft", recorder, name="sft", loss_name="train/loss/sft")  # type: ignore[arg-type]
+    taskset: Any = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
+
+    async def run() -> dict[str, Any]:
+        batches = sft._batches(config, taskset, PROMPTER)
+        await sft._train(config, launcher, record, recorder, batches, 6, measure=measure)  # type: ignore[arg-type]
+        return await measure(6)
+
+    after = asyncio.run(run())
+    count = float(len(texts(measured["held_out"])))
+    assert after == {"loss_sft": count, "entropy_mean": 2.0}
+    numbers = {"eval/held_out/loss_sft": count, "eval/held_out/entropy_mean": 2.0}
+    assert recorder.evaluations == [(2, numbers), (4, numbers), (6, numbers)]
+    assert f"warm-up: held out at step 4: loss sft {count:.3f}, entropy mean 2.000" in capsys.readouterr().out
+    rows = [{"step": 0, "role": "evaluation", **numbers, "eval/more/loss_sft": 1.5}]
+    resumed = sft.Record(config, "sft", recorder, name="sft", loss_name="train/loss/sft", earlier=rows)  # type: ignore[arg-type]
+    assert resumed.first_evaluation() == {**after, "tasksets": {"more": {"loss_sft": 1.5}}}
+    assert sft._changes({"loss_sft": 2.0}, after) == [f"held out: loss sft 2.000 -> {count:.3f}"]
+
+
+def test_the_picture_shows_the_held_out_loss() -> None:
+    rows = [{"step": i, "train/loss/sft": 3.0 - 0.1 * i} for i in range(1, 9)]
+    rows += [{"step": i, "eval/held_out/loss_sft": 3.0 - 0.1 * i} for i in (0, 8)]
+    [axes] = build_figure([("sft", read_series(rows))]).axes
+    legend = axes.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["training loss", "held-out loss"]
