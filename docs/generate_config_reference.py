@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from leeway.config import Config
+from leeway.config.keys import default_of
 from leeway.config.rules import NOT_REPRODUCIBLE, OWNED_BY_LEEWAY
 
 Schema = dict[str, Any]
@@ -32,13 +33,19 @@ A config is one YAML file that says only what differs from the defaults below. `
   line: key, got, expected, how to fix it.
 - **Stages**: `stages:` maps names to sparse settings, each deep-merged over the rest of the file. They run in order,
   each from the last one's weights; `recipe` (default: the stage's name) says what runs. `leeway run RECIPE` runs all
-  stages up to the last one of that recipe or, where no stage has it, the recipe alone. An override reaches every stage
-  that does not set that key itself; one that a stage would hide is refused: write `stages.NAME.key=value`.
-  `stages.NAME=null` leaves a stage out.
-- **Derived numbers** (the window, the most groups outstanding, processes, GPUs): `leeway validate NAME|FILE` prints
-  them, and what this machine lacks.
+  stages up to the last one of that recipe or, where no stage has it, the recipe alone. `stages.NAME=null` leaves a
+  stage out.
+- **Overrides and stages**: `stages.NAME.key=value` is for that stage. `key=value` reaches every stage that does not set
+  the key itself, and of the stages that do the last one: on the quickstart `train.steps=20` means the RL stage. A line
+  says which stage it was.
+- **Settings that exclude each other** (`train.steps` and `train.epochs`, `model.path` and `model.init`, `eval.path` and
+  `task.holdout_frac`): an override, or a stage, that sets one replaces the other. A new `task.name` takes `task.path`,
+  `dataset`, `query`, `options` and `mix` of the old one with it. A line says what was replaced.
+- **Before a run**: `leeway validate NAME|FILE` makes the very checks that `leeway run` makes before anything starts,
+  data, models and your own code included (`--quick`: the settings only), and prints the numbers that follow from the
+  settings: the window, the most groups outstanding, processes, GPUs, memory.
 
-Some settings have only one possible value today; more will follow.
+Two settings have one possible value so far: `param_server.transport` (object_store) and `replay.store` (memory).
 """
 
 ENGINE = """\
@@ -78,7 +85,7 @@ def _section_of(field: Schema) -> str | None:
 
 def _table(title: str, what: str, fields: Schema, *, prefix: str) -> str:
     rows = [
-        f"| `{prefix}{name}` | {_type(field)} | {_default(field)} | {_cell(field['description'])} |"
+        f"| `{prefix}{name}` | {_type(field)} | {_default(prefix + name)} | {_cell(field['description'])} |"
         for name, field in fields.items()
     ]
     return "\n".join([f"## {title}", "", what, "", "| key | type | default | |", "|---|---|---|---|", *rows, ""])
@@ -109,9 +116,9 @@ def _range(field: Schema) -> str:
     return " " + ", ".join(bounds) if bounds else ""
 
 
-def _default(field: Schema) -> str:
-    # A default that is made anew for each config is not in the schema: only mappings have one.
-    return f"`{_yaml(field['default'])}`" if "default" in field else "`{}`"
+def _default(key: str) -> str:
+    default = default_of(key)
+    return f"`{_yaml(default)}`"
 
 
 def _yaml(value: Any) -> str:

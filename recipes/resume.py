@@ -44,7 +44,7 @@ def plan_resume(folder: Path, overrides: Sequence[str]) -> Continuation:
         raise _refused(f"a run of {recipe}", expected, "start it anew under another name")
     _go_on(tree, folder)
     before, stages = resolve_stages(tree, recipe), resolve_stages(tree, recipe, overrides)
-    return Continuation(stages, _notes(folder, before, stages))
+    return Continuation(stages, [*stages[-1].notes, *_notes(folder, before, stages)])
 
 
 def _go_on(tree: dict[str, Any], folder: Path) -> None:

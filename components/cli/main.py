@@ -54,6 +54,8 @@ def run(
     Example: leeway run async_rl --config quickstart seed=1 staleness.max_policy_lag=4
     """
     stages = plan_run(config, recipe, overrides or [])
+    for note in stages[-1].notes:
+        print(f"leeway: {note}", flush=True)
     runner = importlib.import_module("leeway.recipes.runner")
     raise typer.Exit(runner.run_stages(stages, stages[0].config.run_dir, config, sys.argv))
 

@@ -67,7 +67,7 @@ def source_is_complete(task: TaskConfig, named: Named, where: str) -> None:
                 named(f"{where}.{key}"),
                 got=value,
                 expected=f"null, because {where}.name is {task.name}",
-                fix=f"add {where}.{key}=null, or change {where}.name",
+                fix=f"add {where}.{key}=null, or write {where}.name={_source_of(key)} for tasks from there",
             )
     if (task.name == "sql") != (task.query is not None):
         raise ConfigError(
@@ -96,6 +96,11 @@ def source_is_complete(task: TaskConfig, named: Named, where: str) -> None:
             expected=f"the key of a number, because {where}.order is easy_to_hard",
             fix=f"set {where}.difficulty_key=level",
         )
+
+
+def _source_of(key: str) -> str:
+    """The source that a user most likely means who sets `key`."""
+    return {"path": "jsonl", "dataset": "reasoning_gym", "mix": "mix"}[key]
 
 
 def prompt_template_holds_the_prompt(config: Config, named: Named) -> None:

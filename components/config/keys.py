@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from .base import leaf_types
 from .errors import ConfigError, words
 from .schema import Config
+from .vocabulary import KEY_OF
 
 
 @cache
@@ -22,7 +23,7 @@ def all_keys() -> dict[str, Any]:
 
 
 def default_of(key: str) -> Any:
-    """The default of a dotted key, or None where it is a section or free-form."""
+    """The default of a dotted key (of a section: all of it), or None where the key is below a free-form one."""
     model: type[BaseModel] = Config
     *sections, last = key.split(".")
     for name in sections:
@@ -30,7 +31,7 @@ def default_of(key: str) -> Any:
         if section is None:
             return None
         model = section
-    return model.model_fields[last].default if last in model.model_fields else None
+    return model.model_fields[last].get_default(call_default_factory=True) if last in model.model_fields else None
 
 
 def is_free_form(key: str) -> bool:
@@ -54,20 +55,43 @@ def check_known(tree: dict[str, Any], *, prefix: str = "", where: str = "") -> N
             check_known(value, prefix=f"{key}.", where=where)
 
 
-def unknown_key(key: str, *, where: str = "") -> ConfigError:
-    """The error for a key that does not exist, naming the nearest one that does."""
+def unknown_key(key: str, *, where: str = "", value: str | None = None) -> ConfigError:
+    """The error for a key that does not exist, naming the nearest one that does: as an override of `value` if given."""
+    key = key if len(key) <= 120 else f"{key[:117]}..."
+    guess = nearest_key(key)
+    fix = f"nearest: {where}{guess}" if guess else f"sections: {', '.join(Config.model_fields)}"
+    if guess and value is not None and len(value) <= 60 and not _is_section(guess):
+        fix += f"; write {where}{guess}={value}"
+    return ConfigError(f"{where}{key}", got=words("an unknown key"), expected="a key of the config", fix=fix)
+
+
+def nearest_key(key: str) -> str:
+    """The key that was most likely meant, or ""."""
     known = list(all_keys())
-    last = key.rpartition(".")[2]
-    same_section = [k for k in known if k.rpartition(".")[0] == key.rpartition(".")[0]]
-    # A mistyped last word stays in its section; a forgotten or mistyped section keeps its last word.
-    guess = (
-        difflib.get_close_matches(key, same_section, n=1, cutoff=0.75)
-        or [k for k in known if k.rpartition(".")[2] == last]
-        or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-        or same_section[:1]
+    section, _, last = key.rpartition(".")
+    word = last.lower().replace("-", "_").lstrip("_")
+    same_section = [k for k in known if k.rpartition(".")[0] == section]
+    ordered = sorted(known, key=lambda k: k.split(".")[0] in ("eval", "critic", "frontier"))
+    by_last = {k.rpartition(".")[2]: k for k in reversed(ordered)}  # of several sections the one that all runs have
+    # Another trainer's word is translated; a mistyped last word stays in its section; a forgotten or mistyped section
+    # keeps its last word.
+    return next(
+        iter(
+            ([KEY_OF[word]] if word in KEY_OF else [])
+            or difflib.get_close_matches(key, same_section, n=1, cutoff=0.75)
+            or ([by_last[word]] if word in by_last else [])
+            or (difflib.get_close_matches(key, known, n=1, cutoff=0.7) if section else [])
+            or [by_last[w] for w in difflib.get_close_matches(word, by_last, n=1, cutoff=0.75)]
+            or [KEY_OF[w] for w in difflib.get_close_matches(word, KEY_OF, n=1, cutoff=0.8)]
+            or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            or same_section[:1]
+        ),
+        "",
     )
-    nearest = f"nearest: {where}{guess[0]}" if guess else f"sections: {', '.join(Config.model_fields)}"
-    return ConfigError(f"{where}{key}", got=words("an unknown key"), expected="a key of the config", fix=nearest)
+
+
+def _is_section(key: str) -> bool:
+    return key in all_keys() and _section_of(all_keys()[key]) is not None
 
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -144,8 +144,7 @@ def _first_error(error: ValidationError, named: Any) -> ConfigError:
     for theirs, ours in _WORDING.items():
         expected = expected.replace(theirs, ours)
     default = default_of(key)
-    fix = f"leave it out for the default {default}" if default is not None else f"change or leave out {named(key)}"
-    if "PydanticUndefined" in fix:
-        fix = f"change or leave out {named(key)}"
+    plain = isinstance(default, bool | int | float | str | list | tuple)
+    fix = f"leave it out for the default {default}" if plain else f"change or leave out {named(key)}"
     more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
     return ConfigError(named(key), got=first["input"], expected=expected, fix=fix + more)

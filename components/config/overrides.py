@@ -86,7 +86,7 @@ def _parse(text: str) -> Override:
         raise ConfigError(text, got=text, expected="key=value", fix="write for example train.steps=100")
     schema_key = _schema_key(key)
     if schema_key is None and not key.startswith("stages."):  # those are checked with their stage
-        raise unknown_key(key)
+        raise unknown_key(key, value=raw)
     if schema_key is not None and takes_text(schema_key):
         return Override(text=text, key=key, value=_text(key, raw))
     return Override(text=text, key=key, value=_yaml(key, raw))

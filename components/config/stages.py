@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,29 @@ from omegaconf import OmegaConf
 
 from .errors import ConfigError, words
 from .keys import check_known
+from .layers import lay_over, place
+from .learning import AlgorithmConfig, TrainConfig
 from .load import build_config, config_path, read_tree
-from .names import RECIPES, STUDIES, nearest
-from .overrides import Override, Tree, apply_override, leaves, merge, parse_overrides
+from .names import OFFLINE_RECIPES, RECIPES, STUDIES, nearest
+from .overrides import Override, Tree, apply_override, parse_overrides
 from .paths import MAX_NAME_BYTES
+from .presets import PRESETS
 from .schema import Config
+from .vocabulary import RECIPE_OF
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One recipe to run: its checked settings, and the folder its own files go to."""
+    """One recipe to run: its checked settings, and the folder its own files go to.
+
+    `notes`: what the run's overrides came to, where that is not plain; the same lines in every stage.
+    """
 
     name: str
     recipe: str
     config: Config
     dir: Path
+    notes: tuple[str, ...] = field(default=(), compare=False)
 
 
 def plan_run(name_or_file: str, recipe: str | None, overrides: Sequence[str] = ()) -> list[Stage]:
@@ -38,16 +46,18 @@ def plan_run(name_or_file: str, recipe: str | None, overrides: Sequence[str] = (
 def resolve_stages(raw: Tree, recipe: str | None, overrides: Sequence[str] = ()) -> list[Stage]:
     """The stages of `raw` up to and including the last whose recipe is `recipe`; without one, `recipe` alone.
 
-    An override reaches every stage that does not set its key; one that a stage would hide is refused.
+    An override reaches every stage that does not set its key, and of those that do the last one (see `layers.place`).
     """
     if recipe is not None:
         _check_recipe("RECIPE", recipe)
     tree = copy.deepcopy(raw)
-    parsed = parse_overrides(overrides)
-    for override in parsed:
+    settings = []
+    for override in parse_overrides(overrides):
         _check_stage_exists(override, tree)
-        apply_override(tree, override)
-    check_known({name: value for name, value in tree.items() if name != "stages"})
+        if _shapes_the_run(override.key):
+            apply_override(tree, override)
+        else:
+            settings.append(override)
     trees = _stage_trees(tree)
     recipes = {name: _recipe_of(name, stage) for name, stage in trees.items()}
     studied = [name for name in recipes if recipes[name] == STUDIES.get(recipe or "")]
@@ -60,17 +70,50 @@ def resolve_stages(raw: Tree, recipe: str | None, overrides: Sequence[str] = ())
     else:
         selected = list(recipes)
     base = {name: value for name, value in tree.items() if name != "stages"}
+    check_known(base)
+    notes = tuple(place(settings, base, trees, selected))
+    check_known(base)
+    _stage_trees(tree)
     if not selected:
         only = recipe or "async_rl"
+        _refuse_rollout_batch_size(base, recipe=only, where="")
         config = build_config(base, recipe=only)
-        return [Stage(name=only, recipe=only, config=config, dir=config.run_dir)]
-    _refuse_hidden(parsed, {name: trees[name] for name in selected})
+        return [Stage(name=only, recipe=only, config=config, dir=config.run_dir, notes=notes)]
     stages = []
     for name in selected:
         own = {key: value for key, value in trees[name].items() if key != "recipe"}
-        config = build_config(merge(base, own), recipe=recipes[name], stage=name, stage_tree=own)
-        stages.append(Stage(name=name, recipe=recipes[name], config=config, dir=config.run_dir / "stages" / name))
+        alone = not {*OFFLINE_RECIPES} & {recipes[n] for n in selected}
+        _refuse_rollout_batch_size(own, recipe=recipes[name], where=f"stages.{name}.")
+        _refuse_rollout_batch_size(base if alone else {}, recipe=recipes[name], where="")
+        config = build_config(lay_over(base, own), recipe=recipes[name], stage=name, stage_tree=own)
+        stage_dir = config.run_dir / "stages" / name
+        stages.append(Stage(name=name, recipe=recipes[name], config=config, dir=stage_dir, notes=notes))
     return stages
+
+
+def _shapes_the_run(key: str) -> bool:
+    """Whether an override decides which stages there are, and of which recipe, rather than what is set in one."""
+    head, *rest = key.split(".")
+    return head == "stages" and (len(rest) < 2 or rest[1:] == ["recipe"])
+
+
+def _refuse_rollout_batch_size(tree: Tree, *, recipe: str, where: str) -> None:
+    """A batch of rollouts has no size of its own."""
+    train, algorithm = tree.get("train"), tree.get("algorithm")
+    size = train.get("batch_size") if isinstance(train, dict) else None
+    unset = TrainConfig.model_fields["batch_size"].default
+    if recipe not in ("async_rl", "frontier") or type(size) is not int or size in (unset, 0):
+        return
+    group = algorithm.get("group_size") if isinstance(algorithm, dict) else None
+    group = group if type(group) is int and group > 0 else AlgorithmConfig.model_fields["group_size"].default
+    groups = max(1, size // group)
+    raise ConfigError(
+        f"{where}train.batch_size",
+        got=size,
+        expected=f"{where}train.groups_per_step: a batch of {recipe} is train.groups_per_step x algorithm.group_size "
+        "completions",
+        fix=f"write {where}train.groups_per_step={groups} ({groups} x {group} = {groups * group})",
+    )
 
 
 def run_yaml(stages: Sequence[Stage]) -> str:
@@ -127,8 +170,11 @@ def _recipe_of(name: str, own: Tree) -> str:
 def _check_recipe(key: str, recipe: Any) -> None:
     if recipe in RECIPES:
         return
-    guess = nearest(str(recipe), RECIPES)
+    word = str(recipe)[:100].lower().replace("-", "_")
+    guess = RECIPE_OF.get(word) or nearest(word, RECIPES)
     fix = f"did you mean {guess}?" if guess else "`leeway ls` says what each does"
+    if word in PRESETS:
+        fix = f"{word} is an algorithm: write async_rl, and algorithm.name={word}"
     raise ConfigError(key, got=recipe, expected=f"one of {', '.join(RECIPES)}", fix=fix)
 
 
@@ -146,29 +192,6 @@ def _check_stage_exists(override: Override, tree: Tree) -> None:
             expected=f"a stage of the file ({names})",
             fix=f"nearest: stages.{guess}" if guess else "add the stage to a copy of the file (`leeway cp`)",
         )
-
-
-def _refuse_hidden(overrides: Sequence[Override], trees: dict[str, Tree]) -> None:
-    for override in overrides:
-        if override.key.split(".")[0] == "stages":
-            continue
-        hiding = {
-            name: f"stages.{name}.{key}"
-            for name, own in trees.items()
-            for key, _ in leaves({k: v for k, v in own.items() if k != "recipe"}, "")
-            if any(_overlap(key, leaf) for leaf in override.leaves())
-        }
-        if hiding:
-            raise ConfigError(
-                override.key,
-                got=words(override.text),
-                expected=f"a key that no stage sets, but {' and '.join(hiding.values())} would hide it",
-                fix="write " + " or ".join(f"stages.{name}.{override.text}" for name in hiding),
-            )
-
-
-def _overlap(a: str, b: str) -> bool:
-    return a == b or a.startswith(f"{b}.") or b.startswith(f"{a}.")
 
 
 def _shared(a: Tree, b: Tree) -> Tree:

@@ -92,7 +92,7 @@ def test_validate_prints_derived_numbers_and_what_is_missing(leeway: Callable[..
         (["run", "asyncrl", "--config", "quickstart"], "did you mean async_rl?"),
         (["run", "async_rl", "--config", "gsm8k_qwen2_5_1_5b", "model.path=/no/such/model"], "missing model path"),
         (["run", "async_rl"], "--config"),
-        (["run", "async_rl", "--config", "quickstart", "train.steps=5"], "stages.async_rl.train.steps"),
+        (["run", "grpo", "--config", "quickstart"], "algorithm.name=grpo"),
         (["frobnicate"], "frobnicate"),
         (["cat", "nothing"], "quickstart"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from leeway.config import (
+    RECIPES,
     Config,
     ConfigError,
     Hardware,
@@ -24,6 +26,7 @@ from leeway.config import (
 from leeway.config.check import earlier_run
 from leeway.config.derived import least_target_policy_lag, max_outstanding_groups
 from leeway.config.keys import all_keys
+from leeway.config.vocabulary import KEY_OF, KEYS, RECIPE_OF
 
 BIG_MACHINE = Hardware(cores=tuple(range(64)), num_gpus=8, memory_gib=512.0)
 SMALL_MACHINE = Hardware(cores=(0, 1), num_gpus=0, memory_gib=16.0)
@@ -184,7 +187,6 @@ def test_a_copy_starts_from_other_weights() -> None:
         ("task.name=reasoning_gym", ["task.dataset: got null"]),
         ("task.prompt_template=hello", ["task.prompt_template", "{prompt}"]),
         ("train.steps=null", ["neither train.steps nor train.epochs"]),
-        ("train.epochs=2", ["both train.steps and train.epochs"]),
         ("train.updates_per_batch=5", ["train.updates_per_batch: got 5", "divisor of train.groups_per_step 64"]),
         ("train.updates_per_batch=8", ["train.steps: got 12", "multiple of train.updates_per_batch 8", "use 16"]),
         ("rollout.max_model_len=100", ["rollout.max_model_len: got 100", "2048"]),
@@ -356,15 +358,124 @@ def test_overrides_reach_every_stage_that_does_not_set_the_key(staged: str) -> N
 
 
 @pytest.mark.parametrize("override", ["optimizer.lr=0.1", "optimizer={lr: 0.1}"])
-def test_an_override_that_a_stage_hides_is_refused(staged: str, override: str) -> None:
-    text = refused(staged, override)
-    assert "stages.warmup.optimizer.lr would hide it" in text
-    assert f"write stages.warmup.{override}" in text
+def test_an_override_means_the_last_stage_that_sets_its_key(staged: str, override: str) -> None:
+    warmup, rl = plan_run(staged, "async_rl", [override])
+    assert (warmup.config.optimizer.lr, rl.config.optimizer.lr) == (0.1, 0.1)
+    assert rl.notes == ("optimizer.lr=0.1 goes to the stage warmup, and to those that do not set it",)
+    warmup, rl = plan_run("quickstart", "async_rl", [override])
+    assert (warmup.config.optimizer.lr, rl.config.optimizer.lr) == (1e-3, 0.1)
+    [note] = rl.notes
+    assert note.startswith("optimizer.lr=0.1 goes to the stage async_rl; sft keeps optimizer.lr=0.001")
+    assert "stages.sft.optimizer.lr=..." in note
 
 
-def test_only_stages_that_run_can_hide(staged: str) -> None:
-    assert plan_run(staged, "sft", ["train.groups_per_step=32"])[0].config.train.groups_per_step == 32
-    refused(staged, "train.groups_per_step=32")
+def test_only_stages_that_run_are_meant(staged: str) -> None:
+    [warmup] = plan_run(staged, "sft", ["train.groups_per_step=32", "optimizer.lr=0.1"])
+    assert (warmup.config.train.groups_per_step, warmup.config.optimizer.lr) == (32, 0.1)
+    warmup, rl = plan_run(staged, "async_rl", ["train.groups_per_step=32"])
+    assert (warmup.config.train.groups_per_step, rl.config.train.groups_per_step) == (32, 32)
+    assert rl.notes == ("train.groups_per_step=32 goes to the stage rl, and to those that do not set it",)
+
+
+def test_what_names_its_stage_wins(staged: str) -> None:
+    warmup, rl = plan_run(staged, "async_rl", ["stages.rl.optimizer.lr=0.125", "optimizer.lr=0.5"])
+    assert (warmup.config.optimizer.lr, rl.config.optimizer.lr) == (0.5, 0.125)
+
+
+def test_the_first_overrides_that_everybody_types() -> None:
+    def last(*overrides: str) -> Config:
+        return plan_run("quickstart", "async_rl", overrides)[-1].config
+
+    assert last("train.steps=20").train.steps == 20
+    assert last("optimizer.lr=1e-5").optimizer.lr == 1e-5
+    assert last("train.epochs=1").train.model_dump(include={"steps", "epochs"}) == {"steps": None, "epochs": 1}
+    model = last("model.path=org/name").model
+    assert (model.path, model.init) == ("org/name", None)
+    task = last("task.name=jsonl", "task.path=mine.jsonl").task
+    assert (task.name, task.path, task.dataset, task.options) == ("jsonl", "mine.jsonl", None, {})
+    held_out = last("eval.path=test.jsonl")
+    assert (held_out.eval.path, held_out.task.holdout_frac) == ("test.jsonl", 0)
+
+
+def test_what_an_override_replaces_is_said(minimal: str) -> None:
+    [stage] = plan_run(minimal, "async_rl", ["train.epochs=2", "model.init.options.hidden_size=8"])
+    assert stage.config.train.steps is None
+    assert stage.config.model.path is None
+    assert set(stage.notes) == {
+        "train.steps is left out: train.epochs=2 replaces it",
+        "model.path is left out: model.init.options.hidden_size=8 replaces it",
+    }
+
+
+def test_two_overrides_that_contradict_each_other_are_refused(minimal: str) -> None:
+    assert "both train.steps and train.epochs" in refused(minimal, "train.epochs=2", "train.steps=4")
+    assert "both model.path=org/other" in refused(minimal, "model.init={architecture: llama}", "model.path=org/other")
+
+
+def test_a_stage_replaces_what_its_own_settings_contradict(tmp_path: Path) -> None:
+    stages = "stages:\n  sft: {train: {epochs: 2}}\n  async_rl: {task: {name: reasoning_gym, dataset: x}}\n"
+    text = MINIMAL.replace("task: {", "task: {name: jsonl, ") + stages
+    sft, rl = plan_run(write(tmp_path, text), "async_rl")
+    assert (sft.config.train.steps, sft.config.train.epochs) == (None, 2)
+    assert (rl.config.task.path, rl.config.task.dataset) == (None, "x")
+    sft, rl = plan_run(write(tmp_path, text), "async_rl", ["train.steps=24"])
+    assert (sft.config.train.steps, rl.config.train.steps) == (24, 24)
+
+
+@pytest.mark.parametrize(
+    ("override", "written"),
+    [
+        ("lr=3e-4", "optimizer.lr=3e-4"),
+        ("learning_rate=3e-4", "optimizer.lr=3e-4"),
+        ("kl_beta=0.1", "algorithm.kl_coef=0.1"),
+        ("algorithm.kl_beta=0.1", "algorithm.kl_coef=0.1"),
+        ("num_generations=4", "algorithm.group_size=4"),
+        ("actor.optim.learning_rate=1", "optimizer.lr=1"),
+        ("max_completion_length=9", "rollout.max_response_tokens=9"),
+        ("rollout.max_new_tokens=9", "rollout.max_response_tokens=9"),
+        ("train.max_steps=9", "train.steps=9"),
+        ("max_steps=9", "train.steps=9"),
+        ("tensor_parallel_size=2", "rollout.engine.tensor_parallel_size=2"),
+        ("model_name=org/m", "model.path=org/m"),
+        ("save_steps=5", "checkpoint.every=5"),
+        ("tempreature=1", "rollout.temperature=1"),
+        ("group_sze=4", "algorithm.group_size=4"),
+    ],
+)
+def test_other_trainers_words_lead_to_ours(minimal: str, override: str, written: str) -> None:
+    assert f"write {written}" in refused(minimal, override)
+
+
+def test_the_words_lead_to_keys_that_exist() -> None:
+    for key, names in KEYS.items():
+        assert key in all_keys() or key.startswith("rollout.engine."), key
+        assert not {*names} & {*all_keys()}
+    assert len(KEY_OF) == sum(map(len, KEYS.values()))
+    assert {*RECIPE_OF.values()} <= {*RECIPES}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fix"),
+    [
+        ("grpo", "write async_rl, and algorithm.name=grpo"),
+        ("ppo", "write async_rl, and algorithm.name=ppo"),
+        ("finetune", "did you mean sft?"),
+        ("rl", "did you mean async_rl?"),
+        ("asyncrl", "did you mean async_rl?"),
+    ],
+)
+def test_an_algorithm_is_no_recipe(minimal: str, recipe: str, fix: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(fix)):
+        plan_run(minimal, recipe)
+
+
+def test_a_batch_of_rollouts_has_no_size_of_its_own(minimal: str) -> None:
+    text = refused(minimal, "train.batch_size=32")
+    assert "write train.groups_per_step=4 (4 x 8 = 32)" in text
+    assert load_config(minimal, ["train.batch_size=32"], recipe="sft").train.batch_size == 32
+    assert plan_run("quickstart", "async_rl", ["train.batch_size=32"])[0].config.train.batch_size == 32
+    text = refused("quickstart", "stages.async_rl.train.batch_size=32")
+    assert "stages.async_rl.train.batch_size: got 32" in text
 
 
 def test_an_override_can_name_its_stage(staged: str) -> None:

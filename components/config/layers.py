@@ -1,0 +1,161 @@
+"""Settings laid over settings: a file's, a stage's over the file's, and what is typed on the command line over both.
+
+Some settings answer one question in two ways (steps or epochs; load a model or build one). Whoever sets one of them
+over another layer means the other to go, so it goes, and the user is told.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .overrides import Override, Tree, apply_override, leaves, merge
+
+RIVALS = (("train.steps", "train.epochs"), ("model.path", "model.init"), ("eval.path", "task.holdout_frac"))
+"""At most one of each is set."""
+OF_A_SOURCE = ("path", "query", "dataset", "options", "mix")
+"""What `task.name` decides the meaning of."""
+_DEFAULT_SOURCE = "jsonl"
+
+
+def lay_over(base: Tree, own: Tree) -> Tree:
+    """`own` (a stage's) merged over `base`, without what it replaces."""
+    shared = copy.deepcopy(base)
+    set_here = [key for key, value in leaves(own, "") if value]
+    drop_replaced(shared, set_here, new_source=_get(own, "task.name"))
+    return merge(shared, own)
+
+
+def drop_replaced(
+    tree: Tree, set_keys: Iterable[str], *, new_source: Any = None, default_source: str | None = None
+) -> list[str]:
+    """Take out of `tree` what `set_keys` (set to something, in another layer) replace; the dotted keys taken out.
+
+    `new_source`: the `task.name` of the other layer; `default_source`: that of `tree` where it names none.
+    """
+    set_keys, dropped = list(set_keys), []
+    for pair in RIVALS:
+        for mine, other in (pair, pair[::-1]):
+            if _is_set(set_keys, mine) and not _is_set(set_keys, other) and _take(tree, other):
+                dropped.append(other)
+    old_source = _get(tree, "task.name") or default_source
+    if new_source is not None and old_source is not None and new_source != old_source:
+        keys = [f"task.{name}" for name in OF_A_SOURCE]
+        dropped += [key for key in keys if not _is_set(set_keys, key) and _take(tree, key)]
+    return dropped
+
+
+def place(
+    overrides: Sequence[Override], base: Tree, all_stages: Mapping[str, Tree], selected: Sequence[str]
+) -> list[str]:
+    """Apply `overrides` to `base` and `all_stages`, in place; lines that say what they came to where that is not plain.
+
+    One without a stage's name reaches every stage that does not set its key, and of those that do the last `selected`.
+    """
+    stages = {name: all_stages[name] for name in selected}
+    typed: dict[str, list[Override]] = {name: [] for name in ("", *all_stages)}
+    notes: list[str] = []
+    for override in overrides:
+        head, _, rest = override.key.partition(".")
+        stage, _, key = rest.partition(".")
+        if head == "stages" and stage in all_stages and key:
+            typed[stage].append(Override(text=override.text, key=key, value=override.value))
+        elif head != "stages":
+            typed[""].append(override)
+    explicit = {name: _leaf_keys(own) for name, own in typed.items() if name}
+    for override in typed[""]:
+        for part in _parts(override) if _holders(override, stages) else [override]:
+            holders = [name for name in _holders(part, stages) if not _is_set(explicit[name], part.key)]
+            if not holders:
+                continue
+            typed[holders[-1]].append(part)
+            notes.append(_note(part, holders, stages))
+    for name, own in typed.items():
+        tree = all_stages[name] if name else base
+        source = _last(own, "task.name")
+        dropped = drop_replaced(
+            tree, _leaf_keys(own), new_source=source, default_source=None if name else _DEFAULT_SOURCE
+        )
+        where = f"stages.{name}." if name else ""
+        notes += [f"{where}{key} is left out: {_why(key, own)} replaces it" for key in dropped]
+        for override in own:
+            apply_override(tree, override)
+    return notes
+
+
+def _holders(override: Override, stages: Mapping[str, Tree]) -> list[str]:
+    """The stages that set a key of `override`, or what rivals it."""
+    keys = [*override.leaves(), *(rival for key in override.leaves() for rival in _rivals(key))]
+    return [name for name, own in stages.items() if any(_holds(own, key) for key in keys)]
+
+
+def _holds(own: Tree, key: str) -> bool:
+    return any(_overlap(key, leaf) for leaf, value in leaves(own, "") if leaf != "recipe" and value is not None)
+
+
+def _rivals(key: str) -> list[str]:
+    return [b if key == a else a for a, b in RIVALS if key in (a, b)]
+
+
+def _parts(override: Override) -> list[Override]:
+    """One override for each key that it sets."""
+    return [Override(text=f"{k}={_shown(v)}", key=k, value=v) for k, v in leaves(override.value, override.key)]
+
+
+def _note(override: Override, holders: Sequence[str], stages: Mapping[str, Tree]) -> str:
+    text = override.text if len(override.text) <= 80 else f"{override.text[:77]}..."
+    rest = ", and to those that do not set it" if len(holders) < len(stages) else ""
+    keys = [override.key, *_rivals(override.key)]
+    keeps = [
+        f"; {name} keeps {key}={_shown(value)} (change it with stages.{name}.{override.key}=...)"
+        for name in holders[:-1]
+        for key in keys
+        if (value := _get(stages[name], key)) is not None
+    ]
+    return f"{text} goes to the stage {holders[-1]}{rest}{''.join(keeps)}"
+
+
+def _why(dropped: str, own: Sequence[Override]) -> str:
+    """The override that replaced the key `dropped`."""
+    rivals = _rivals(dropped)
+    return next(
+        (o.text for o in reversed(own) if any(_overlap(key, rival) for key in o.leaves() for rival in rivals)),
+        next((o.text for o in reversed(own) if o.key in ("task", "task.name")), "another setting"),
+    )
+
+
+def _leaf_keys(overrides: Iterable[Override]) -> list[str]:
+    return [key for o in overrides for key, value in leaves(o.value, o.key) if value]
+
+
+def _last(overrides: Iterable[Override], wanted: str) -> Any:
+    found = [value for o in overrides for key, value in leaves(o.value, o.key) if key == wanted]
+    return found[-1] if found else None
+
+
+def _is_set(set_keys: Iterable[str], key: str) -> bool:
+    return any(_overlap(key, other) for other in set_keys)
+
+
+def _overlap(a: str, b: str) -> bool:
+    return a == b or a.startswith(f"{b}.") or b.startswith(f"{a}.")
+
+
+def _get(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return None
+        tree = tree[part]
+    return tree
+
+
+def _take(tree: Tree, key: str) -> bool:
+    """Take `key` out of `tree`; whether there was something to take out."""
+    *sections, last = key.split(".")
+    node = _get(tree, ".".join(sections))
+    return isinstance(node, dict) and bool(node.pop(last, None))
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value)
