@@ -18,7 +18,7 @@ from leeway.config.inputs import EvalConfig, TaskConfig
 from leeway.config.keys import all_keys
 from leeway.config.text import TextError, parse_yaml
 from leeway.tasks.order import difficulty_of
-from leeway.tasks.preferences import check_pairs
+from leeway.tasks.preferences import rejected_answer
 from leeway.tasks.rows import RowFormat
 from leeway.tasks.sql_tasks import sql_items
 from leeway.tasks.taskset import build_taskset
@@ -220,7 +220,7 @@ def test_any_row_is_a_task_or_refused_by_its_place(form: RowFormat, item: Any) -
         assert row.digest
         task = Task(task_id="t", prompt=row.question, answer=row.answer, info=row.info, messages=row.messages)
         with at_most_one_line(ValueError, start="task t"):
-            check_pairs([task], key="rejected")
+            rejected_answer(task, key="rejected")
         with at_most_one_line(ValueError, start="task.difficulty_key"):
             difficulty_of(task, "level")
 
