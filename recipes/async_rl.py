@@ -29,7 +29,7 @@ from leeway.recipes.context import StageContext, StageResult, say, timed
 from leeway.recipes.evaluation import evaluate, evaluated_at_start, of_set
 from leeway.recipes.kept import KeptPublications
 from leeway.recipes.rl_report import Reporter, StepClock, StepReport, in_words
-from leeway.recipes.speeds import measure_speeds
+from leeway.recipes.speeds import measure_speeds, save_speeds, saved_speeds
 from leeway.replay.actor import TakeRefs
 from leeway.runtime.launch import Launcher
 from leeway.runtime.limit import Speeds
@@ -166,10 +166,13 @@ class AsyncRL:
         evals = {}
         if self._config.eval.at_start:
             evals["before"] = evaluated_at_start(self._earlier, self._evalsets) or await self._evaluate()
+        if self.speeds is None and self._resumed is not None:
+            self.speeds = saved_speeds(self._config, self._context.dir)
         if self.speeds is None:
             pause_s = (await self._report.collect_stats()).get("collector/pause_s", 0.0)
             measuring = measure_speeds(self._config, self._parts, self._train_tasks.tasks, hand_over_s=pause_s)
             self.speeds = await self._timed("speeds measured", measuring)
+            save_speeds(self.speeds, self._config, self._context.dir)
         begun = time.monotonic()
         say(
             f"{self._context.name}: {self._total_steps} steps, lag bound {self._numbers.max_policy_lag}, "

@@ -129,6 +129,7 @@ class Reporter:
             take, step_s = report.take, report.metrics["step/total_s"]
             response_tokens = take["train/response_tokens/total"] / updates
             metrics = report.metrics | limit.step(
+                sequences=take["train/sequences"] / updates,
                 response_tokens=response_tokens,
                 trained_tokens=take["train/tokens_in_pass"] / updates,
                 longest_response_tokens=take["train/response_tokens/max"],

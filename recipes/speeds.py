@@ -1,45 +1,53 @@
-"""Measure each side of a run with the other idle, so that contention cannot hide in the limit; at the start."""
+"""Measure each side of a run with the other idle, so that contention cannot hide in the limit.
+
+It takes seconds at the start of a run, however long its answers and large its batches: answers are cut after
+`PROBE_TOKENS` tokens, and the trainer gets one microbatch. What a whole step takes follows from them. A run that goes
+on takes what its first part measured.
+"""
 
 from __future__ import annotations
 
+import json
+import platform
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from leeway.config import Config, derive
+from leeway.failures import PartFailed
+from leeway.monitor.jsonl import write_text_atomically
+from leeway.planning.model import PROBE_TOKENS
 from leeway.runtime.launch import Parts
 from leeway.runtime.limit import Speeds
 from leeway.runtime.supervisor import together
 from leeway.types import Task, Trajectory
 
-_REPEATS = 3
-# One group alone is quick where answers are short, and then differs by more than it takes: as often as there is time.
-_ALONE_S, _MAX_REPEATS = 1.5, 12
+BUDGET_S = 3.0
+"""Each measurement is repeated only while this has not passed: it may take longer where a single one does."""
+_REPEATS, _MAX_REPEATS = 3, 12
+_DEFAULT_MAX_SEQUENCES = 256
+FILE = "speeds.json"
 
 
 async def measure_speeds(config: Config, parts: Parts, tasks: Sequence[Task], *, hand_over_s: float) -> Speeds:
-    """Roll out as many groups as will ever be in flight; one group alone, and its first tokens; then a training step.
+    """Roll out as many groups as fill the engines; one group alone, and its first tokens; then a training step.
 
-    Each is repeated, and the shortest time counts. Nothing of it is trained on: the optimizer's learning rate is 0 and
-    its state is made anew.
+    The shortest time of several counts. Nothing of it is trained on: the optimizer's learning rate is 0 and its state
+    is made anew.
     """
-    count = min(derive(config).max_outstanding_groups, 2 * config.train.groups_per_step)
-    chosen = [tasks[i % len(tasks)] for i in range(count)]
-    generate_s_per_token, trajectories = float("inf"), []
-    for _ in range(_REPEATS):
-        seconds, trajectories = await _timed_rollouts(config, parts, chosen)
-        response_tokens = sum(len(t.response_tokens) for t in trajectories)
-        generate_s_per_token = min(generate_s_per_token, seconds / max(1, response_tokens))
-    first_token_s, serial_s_per_token = await _alone(config, parts, chosen)
-    wanted = config.train.groups_per_step * config.algorithm.group_size
-    batch = (trajectories * -(-wanted // len(trajectories)))[:wanted]
+    first_s, per_token_s, trajectories = await _together(config, parts, tasks)
+    first_token_s, serial_s_per_token = await _alone(config, parts, tasks)
+    batch = _one_pass(config, trajectories)
     refs, metrics = await _wait(
         config, parts, parts.buffer.sample_batch.remote(batch, config.algorithm.group_size), "replay"
     )
     calls = [t.measure.remote(ref) for t, ref in zip(parts.trainers, refs, strict=True)]
     times = (await _wait(config, parts, together(calls), "trainer"))[0]
     return Speeds(
-        generate_s_per_token=generate_s_per_token,
+        generate_s_per_sequence=first_s,
+        generate_s_per_token=per_token_s,
         train_s_per_token=times["forward_backward_s"] / max(1.0, metrics["train/tokens_in_pass"]),
         optim_s=times["optim_s"],
         first_token_s=first_token_s,
@@ -48,26 +56,106 @@ async def measure_speeds(config: Config, parts: Parts, tasks: Sequence[Task], *,
     )
 
 
+def save_speeds(speeds: Speeds, config: Config, stage_dir: Path) -> None:
+    """For a part of the run that comes later."""
+    text = json.dumps({"speeds": asdict(speeds), "of": _conditions(config)}, indent=2)
+    write_text_atomically(stage_dir / FILE, text + "\n")
+
+
+def saved_speeds(config: Config, stage_dir: Path) -> Speeds | None:
+    """What an earlier part measured; None where there is none, or where anything that decides about speed differs."""
+    file = stage_dir / FILE
+    if not file.exists():
+        return None
+    saved = json.loads(file.read_text())
+    return Speeds(**saved["speeds"]) if saved["of"] == _conditions(config) else None
+
+
+def _conditions(config: Config) -> dict[str, Any]:
+    """What speeds depend on and what may differ between the parts of a run."""
+    dump = config.model_dump(mode="json", include={"rollout", "train", "cluster"})
+    for how_long in ("steps", "epochs"):
+        del dump["train"][how_long]
+    return dump | {"host": platform.node()}
+
+
+def is_cut(config: Config) -> bool:
+    """Whether answers may be longer than what is measured of them."""
+    return config.rollout.max_response_tokens > PROBE_TOKENS
+
+
+async def _together(config: Config, parts: Parts, tasks: Sequence[Task]) -> tuple[float, float, list[Trajectory]]:
+    """(seconds per sequence until its first token, per further token, trajectories), of all engines, kept full.
+
+    Short answers are whole, and enough of them that some end while others begin: then both are the mean of all tokens.
+    """
+    count = min(derive(config).max_outstanding_groups, 2 * config.train.groups_per_step)
+    if is_cut(config):  # all are equally long: one wave is full to its end
+        room = int(config.rollout.engine.get("max_num_seqs", _DEFAULT_MAX_SEQUENCES))
+        count = min(count, config.rollout.num_generators * -(-room // config.algorithm.group_size))
+    chosen = [tasks[i % len(tasks)] for i in range(count)]
+    whole_s, trajectories = await _shortest(config, parts, chosen, max_response_tokens=PROBE_TOKENS)
+    if not trajectories:
+        raise PartFailed("generators", "every rollout failed while speeds were measured; see the generators' logs")
+    tokens = sum(len(t.response_tokens) for t in trajectories)
+    if not is_cut(config):
+        return whole_s / max(1, tokens), whole_s / max(1, tokens), trajectories
+    first_s, firsts = await _shortest(config, parts, chosen, max_response_tokens=1)
+    further = max(1, tokens - sum(len(t.response_tokens) for t in firsts))
+    return first_s / max(1, len(firsts)), max(0.0, whole_s - first_s) / further, trajectories
+
+
 async def _alone(config: Config, parts: Parts, tasks: Sequence[Task]) -> tuple[float, float]:
     """(seconds in the engine until a group that is alone has its first tokens, seconds for each further one)."""
-    begun, first_token_s, wholes = time.monotonic(), float("inf"), []
-    while len(wholes) < _REPEATS or (time.monotonic() - begun < _ALONE_S and len(wholes) < _MAX_REPEATS):
-        task = [tasks[len(wholes) % len(tasks)]]
+    begun, first_token_s, per_token = time.monotonic(), float("inf"), []
+    for i in range(_MAX_REPEATS):
+        task = [tasks[i % len(tasks)]]
         first_s, _ = await _timed_rollouts(config, parts, task, max_response_tokens=1)
+        whole_s, group = await _timed_rollouts(config, parts, task, max_response_tokens=PROBE_TOKENS)
         first_token_s = min(first_token_s, first_s)
-        whole_s, group = await _timed_rollouts(config, parts, task)
-        wholes.append((whole_s, max(len(t.response_tokens) for t in group) - 1))
-    per_token = [max(0.0, whole_s - first_token_s) / further for whole_s, further in wholes if further]
-    return first_token_s, min(per_token, default=0.0)
+        if further := max((len(t.response_tokens) for t in group), default=0) - 1:
+            per_token.append((whole_s, further))
+        if time.monotonic() - begun > BUDGET_S:
+            break
+    return first_token_s, min((max(0.0, s - first_token_s) / further for s, further in per_token), default=0.0)
+
+
+def _one_pass(config: Config, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+    """Whole groups of them, at most a batch and about a microbatch for each rank; some of them twice if need be."""
+    size, ranks = config.algorithm.group_size, config.train.num_ranks
+    num_groups, tokens = config.train.groups_per_step, 0
+    batch: list[Trajectory] = []
+    for i in range(num_groups):
+        start = i * size % max(size, len(trajectories) // size * size)
+        group = trajectories[start : start + size]
+        tokens += sum(len(t.prompt_tokens) + len(t.response_tokens) for t in group)
+        if i >= ranks and tokens > ranks * config.train.max_tokens_per_microbatch:
+            break
+        batch += group
+    return batch
+
+
+async def _shortest(
+    config: Config, parts: Parts, tasks: Sequence[Task], *, max_response_tokens: int
+) -> tuple[float, list[Trajectory]]:
+    """The shortest time of several, and the last trajectories."""
+    begun, seconds, trajectories = time.monotonic(), float("inf"), []
+    for _ in range(_REPEATS):
+        took_s, trajectories = await _timed_rollouts(config, parts, tasks, max_response_tokens=max_response_tokens)
+        seconds = min(seconds, took_s)
+        if time.monotonic() - begun > BUDGET_S:
+            break
+    return seconds, trajectories
 
 
 async def _timed_rollouts(
-    config: Config, parts: Parts, tasks: Sequence[Task], *, max_response_tokens: int | None = None
+    config: Config, parts: Parts, tasks: Sequence[Task], *, max_response_tokens: int
 ) -> tuple[float, list[Trajectory]]:
     """Seconds in which the busiest engine had a request: what environments think about meanwhile is not its work."""
+    limit = min(max_response_tokens, config.rollout.max_response_tokens)
     begun = await _generating_s(config, parts)
     calls = [
-        c.rollouts.remote(list(share), config.rollout.temperature, config.algorithm.group_size, max_response_tokens)
+        c.rollouts.remote(list(share), config.rollout.temperature, config.algorithm.group_size, limit)
         for i, c in enumerate(parts.collectors)
         if (share := tasks[i :: len(parts.collectors)])
     ]

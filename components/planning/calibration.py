@@ -22,7 +22,7 @@ from ..config.errors import words
 from ..config.load import read_tree
 from ..monitor import read_metrics
 from .lengths import Distribution, from_samples, lognormal
-from .model import Calibration, Settings
+from .model import PROBE_TOKENS, Calibration, Settings
 from .predict import predict
 
 MIN_STEPS = 10
@@ -163,7 +163,7 @@ class _Measured:
         """(pass_s, token_s, latency_s) from the measurements at the start.
 
         Those are: what each further token of one group alone takes, its first tokens, and as many groups as are ever in
-        flight.
+        flight, or fill the engine.
         """
         s = self._settings
         longest = self._lengths.longest_in_group(s.group_size)
@@ -177,9 +177,13 @@ class _Measured:
             r["limit/generate_s"] / t for r, t in zip(self._steps, response_tokens, strict=True)
         )
         groups = -(-min(s.max_outstanding_groups, 2 * s.groups_per_step) // s.generators)  # on each engine
+        is_cut = self._run.config.rollout.max_response_tokens > PROBE_TOKENS
+        if is_cut:
+            groups = min(groups, -(-room // s.group_size))
         many_s = per_token * sampled * groups * s.generators
         many_passes = groups * decoded / min(room, groups * s.group_size) + max(1.0, groups * prompts / budget)
-        many_passes = max(many_passes, longest)
+        if not is_cut:  # else all were equally long, and the engine was full to their end
+            many_passes = max(many_passes, longest)
         # What a group waits for once is in both of the last two: their difference is passes and tokens alone.
         rows = np.array([[longest - 1, decoded], [many_passes - 1, groups * (decoded + prompts) - prompts]])
         seconds = np.array([further_s, max(0.0, many_s - first_s)])

@@ -9,6 +9,8 @@ from ..replay.admission import AdmissionRule
 from .lengths import Distribution
 
 IN_FLIGHT = ("recompute", "keep", "off")
+PROBE_TOKENS = 64
+"""Speeds of engines are measured on answers that are cut here."""
 
 
 @dataclass(frozen=True, kw_only=True)

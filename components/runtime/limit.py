@@ -15,11 +15,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Measured at the start, each side with the other idle.
+    """Measured at the start of a run, each side with the other idle.
 
-    Seconds per token, of the engine alone; `serial_*` along one trajectory alone, after `first_token_s`.
+    `generate_*`: of all engines, kept full: seconds per sequence until its first token, and for each further token.
+    `serial_*` along one trajectory alone, after `first_token_s`.
     """
 
+    generate_s_per_sequence: float
     generate_s_per_token: float
     train_s_per_token: float
     optim_s: float
@@ -44,18 +46,20 @@ class LimitMeter:
     def step(
         self,
         *,
+        sequences: float,
         response_tokens: float,
         trained_tokens: float,
         longest_response_tokens: float,
         longest_environment_s: float,
         step_s: float,
     ) -> dict[str, float]:
-        """`limit/*` of a step with `response_tokens` to generate and `trained_tokens` to pass through the trainer.
+        """`limit/*` of a step: `response_tokens` of `sequences` to generate, `trained_tokens` through the trainer.
 
         `longest_environment_s`: most seconds that a group of it spent outside the engine.
         """
         speeds = self._speeds
-        generate_s = speeds.generate_s_per_token * response_tokens
+        further_tokens = max(0.0, response_tokens - sequences)
+        generate_s = speeds.generate_s_per_sequence * sequences + speeds.generate_s_per_token * further_tokens
         train_s = speeds.train_s_per_token * trained_tokens + speeds.optim_s
         # The longest answer and the longest wait may be of two groups: at least the longer of both was waited for.
         longest_s = speeds.first_token_s + max(

@@ -9,6 +9,7 @@ import pytest
 from leeway.runtime.limit import LimitMeter, Speeds
 
 SPEEDS = Speeds(
+    generate_s_per_sequence=0.001,
     generate_s_per_token=0.001,
     train_s_per_token=0.002,
     optim_s=0.5,
@@ -20,6 +21,7 @@ SPEEDS = Speeds(
 
 def metrics_of(*, lag=1, generated=1000.0, trained=2000.0, longest=200.0, outside=0.0, step_s=10.0, speeds=SPEEDS):
     return LimitMeter(speeds, max_policy_lag=lag).step(
+        sequences=10.0,
         response_tokens=generated,
         trained_tokens=trained,
         longest_response_tokens=longest,
@@ -36,6 +38,11 @@ def test_each_term_in_closed_form():
     assert metrics["limit/serial_s"] == pytest.approx((200 * 0.01 + 4.5 + 1.0) / 2)
     assert metrics["limit/step_s"] == pytest.approx(4.5)
     assert metrics["limit/efficiency"] == pytest.approx(0.45)
+
+
+def test_the_first_token_of_a_sequence_costs_what_its_prompt_does():
+    metrics = metrics_of(speeds=replace(SPEEDS, generate_s_per_sequence=0.2))
+    assert metrics["limit/generate_s"] == pytest.approx(10 * 0.2 + 990 * 0.001)
 
 
 def test_what_a_rollout_waits_for_once_counts_once():
@@ -79,6 +86,7 @@ def test_efficiency_is_taken_over_the_last_steps_together():
 
     def step(seconds: float) -> float:
         return meter.step(
+            sequences=10.0,
             response_tokens=1000.0,
             trained_tokens=2000.0,
             longest_response_tokens=200.0,

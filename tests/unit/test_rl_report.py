@@ -154,6 +154,7 @@ def collector_stats(*, generate: float, gap: float | None = None, quarantines: f
 def take_of(reward: float, tokens: float) -> dict[str, float]:
     return {
         "train/reward/mean": reward,
+        "train/sequences": 8.0,
         "train/response_tokens/total": tokens,
         "train/response_tokens/max": 9.0,
         "train/environment_s/max": 0.0,
@@ -174,6 +175,7 @@ def step_metrics(*, wait_s: float, work_s: float, lag: float, **more: float) -> 
 
 
 SPEEDS = Speeds(
+    generate_s_per_sequence=0.01,
     generate_s_per_token=0.01,
     train_s_per_token=0.0,
     optim_s=0.0,

@@ -1,0 +1,140 @@
+"""What is measured at the start: how much is generated and trained for it, and what comes out of known speeds."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from leeway.config import Config, load_config
+from leeway.failures import PartFailed
+from leeway.recipes import speeds as module
+from leeway.recipes.speeds import PROBE_TOKENS, measure_speeds, save_speeds, saved_speeds
+from leeway.runtime.supervisor import Supervisor
+from leeway.types import Task, Trajectory
+
+PREFILL_S, TOKEN_S, PASS_S = 0.5, 0.01, 0.25
+PROMPT = 10
+
+
+def trajectory(tokens: int) -> Trajectory:
+    return Trajectory(
+        prompt_tokens=[1] * PROMPT,
+        response_tokens=[2] * tokens,
+        loss_mask=[True] * tokens,
+        behavior_logprobs=[0.0] * tokens,
+        policy_versions=[0] * tokens,
+        reward=0.0,
+        finish_reason="length",
+        text="",
+    )
+
+
+class FakeCollector:
+    """An engine whose answers are all `length` long: so many seconds per prompt, and per token of all sequences."""
+
+    def __init__(self, length: int, clock: SimpleNamespace) -> None:
+        self.length, self.clock, self.generated_s = length, clock, 0.0
+        self.asked: list[tuple[int, int]] = []
+        self.rollouts = SimpleNamespace(remote=self._rollouts)
+        self.generating_s = SimpleNamespace(remote=self._generating_s)
+
+    async def _rollouts(self, tasks: list[Task], temperature: float, size: int, limit: int) -> list[Trajectory]:
+        tokens = min(self.length, limit)
+        self.asked.append((len(tasks), limit))
+        seconds = len(tasks) * size * (PREFILL_S + (tokens - 1) * TOKEN_S)
+        self.generated_s += seconds
+        self.clock.now += 100.0  # the environment thinks
+        return [trajectory(tokens) for _ in tasks for _ in range(size)]
+
+    async def _generating_s(self) -> float:
+        return self.generated_s
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, config: Config, *, length: int) -> tuple[Any, list[FakeCollector], Any]:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    collectors = [FakeCollector(length, clock) for _ in range(config.rollout.num_generators)]
+    given: dict[str, Any] = {}
+
+    async def sample_batch(batch: list[Trajectory], size: int) -> tuple[list[Any], dict[str, float]]:
+        given["tokens"] = sum(len(t.prompt_tokens) + len(t.response_tokens) for t in batch)
+        given["groups"] = len(batch) / size
+        return ["share"] * config.train.num_ranks, {"train/tokens_in_pass": float(given["tokens"])}
+
+    async def measure(_: Any) -> dict[str, float]:
+        return {"forward_backward_s": PASS_S, "optim_s": 0.125}
+
+    parts: Any = SimpleNamespace(
+        collectors=collectors,
+        buffer=SimpleNamespace(sample_batch=SimpleNamespace(remote=sample_batch)),
+        trainers=[SimpleNamespace(measure=SimpleNamespace(remote=measure))] * config.train.num_ranks,
+        supervisor=Supervisor(),
+    )
+    tasks = [Task(task_id=str(i), prompt=[]) for i in range(50)]
+    return asyncio.run(measure_speeds(config, parts, tasks, hand_over_s=0.75)), collectors, given
+
+
+def settings(**rollout: Any) -> Config:
+    names = {
+        "stages.async_rl.rollout.max_response_tokens": rollout.pop("answers", 8),
+        "stages.async_rl.rollout.max_model_len": 8192,
+        "model.init.options.max_position_embeddings": 8192,
+        "stages.async_rl.rollout.num_generators": rollout.pop("generators", 1),
+    } | {f"stages.async_rl.{name}": value for name, value in rollout.items()}
+    return load_config("quickstart", [f"{name}={value}" for name, value in names.items()], recipe="async_rl")
+
+
+def test_long_answers_are_cut_and_no_more_of_them_asked_for_than_fill_the_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = settings(answers=4096, generators=2)
+    speeds, collectors, given = measured(monkeypatch, config, length=4096)
+    room = 256 // config.algorithm.group_size  # groups in one engine of the quickstart
+    for collector in collectors:
+        assert max(limit for _, limit in collector.asked) == PROBE_TOKENS
+        assert max(groups for groups, _ in collector.asked) == room
+        tokens = sum(groups * config.algorithm.group_size * limit for groups, limit in collector.asked)
+        assert tokens <= 1.2 * 256 * PROBE_TOKENS, "a single wave, where one takes longer than there is time"
+    # Two engines at once: each second is worth two.
+    assert speeds.generate_s_per_sequence == pytest.approx(PREFILL_S / 2)
+    assert speeds.generate_s_per_token == pytest.approx(TOKEN_S / 2)
+    assert speeds.first_token_s == pytest.approx(8 * PREFILL_S)
+    assert speeds.serial_s_per_token == pytest.approx(8 * TOKEN_S)
+    assert (speeds.optim_s, speeds.hand_over_s) == (0.125, 0.75)
+    assert given["tokens"] <= config.train.max_tokens_per_microbatch
+    assert speeds.train_s_per_token == pytest.approx(PASS_S / given["tokens"])
+
+
+def test_short_answers_are_whole_and_as_many_as_the_run_has_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings(answers=8)
+    speeds, (collector,), given = measured(monkeypatch, config, length=5)
+    assert max(groups for groups, _ in collector.asked) == 2 * config.train.groups_per_step
+    mean = (PREFILL_S + 4 * TOKEN_S) / 5
+    assert speeds.generate_s_per_sequence == speeds.generate_s_per_token == pytest.approx(mean)
+    assert given["groups"] == config.train.groups_per_step, "a whole batch fits one pass"
+
+
+def test_a_model_that_answers_with_nothing_but_failures_ends_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeCollector, "_rollouts", lambda *_: asyncio.sleep(0, []))
+    with pytest.raises(PartFailed, match="generators: every rollout failed"):
+        measured(monkeypatch, settings(), length=5)
+
+
+def test_a_run_that_goes_on_takes_its_first_parts_speeds_on_the_same_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings()
+    speeds, _, _ = measured(monkeypatch, config, length=5)
+    assert saved_speeds(config, tmp_path) is None
+    save_speeds(speeds, config, tmp_path)
+    assert saved_speeds(config, tmp_path) == speeds
+    assert saved_speeds(settings(**{"train.steps": 500}), tmp_path) == speeds
+    assert saved_speeds(settings(generators=2), tmp_path) is None
+    monkeypatch.setattr(module.platform, "node", lambda: "another")
+    assert saved_speeds(config, tmp_path) is None
+    assert replace(speeds, optim_s=1.0) != speeds
