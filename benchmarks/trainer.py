@@ -31,10 +31,10 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.algorithms.objective import PolicyObjective
+from leeway.trainer.families import load_model
 from leeway.trainer.memory import peak_memory_gib
 from leeway.trainer.microbatch import cut
 from leeway.trainer.optimizer import OptimizerSettings, make_optimizer
-from leeway.trainer.scoring import load_model
 from leeway.trainer.trainer import Trainer, TrainerSettings
 from leeway.weights import CanaryPrompts
 

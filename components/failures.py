@@ -27,6 +27,19 @@ class PartFailed(RuntimeError):
         return f"{self.part}: {self.cause}"
 
 
+class Refused(ValueError):
+    """What the user gave cannot be worked with, in one line: got, expected, fix. It needs no traceback."""
+
+
+class InputRefused(PartFailed):
+    """A part of the run refused what the user gave, before anything was done with it."""
+
+    exit_code = 2
+
+    def __str__(self) -> str:
+        return self.cause
+
+
 def as_text(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
     """Decorate an async method of an actor that has a `role`: whatever it raises leaves as `PartFailed`."""
 
@@ -36,9 +49,14 @@ def as_text(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
             return await method(*args, **kwargs)
         except PartFailed:
             raise
+        except Refused as error:
+            raise InputRefused(_role(args[0]), " ".join(str(error).split())) from None
         except Exception as error:
-            actor: Any = args[0]
             cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise PartFailed(actor.role, cause, traceback.format_exc()) from None
+            raise PartFailed(_role(args[0]), cause, traceback.format_exc()) from None
 
     return wrapper
+
+
+def _role(actor: Any) -> str:
+    return actor.role

@@ -27,7 +27,10 @@ class ModelConfig(Section):
     path: str | None = Field(default=None, description="folder with a Hugging Face model, or a hub id (org/name)")
     init: ModelInit | None = Field(default=None, description="build a fresh tiny model instead of loading one")
     dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="compute type of trainer and engine")
-    attn: Literal["sdpa", "flash_attention_2", "eager"] = Field(default="sdpa", description="attention of the trainer")
+    attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = Field(
+        default="auto",
+        description="attention of the trainer; auto: packed where that is exact, else the first of sdpa, eager that is",
+    )
 
 
 class TaskConfig(Section):

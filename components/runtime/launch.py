@@ -111,6 +111,7 @@ def trainer_settings(
         seed=config.seed,
         timeout_s=config.cluster.step_timeout_s,
         packing=config.train.packing,
+        max_length=config.rollout.max_model_len,
         reference_path=None if reference is None else os.path.expanduser(reference),
         logprob_chunk_tokens=config.train.logprob_chunk_tokens,
         compile_layers=config.train.compile,

@@ -50,6 +50,7 @@ class ActorCriticTrainer(Trainer):
             gradient_checkpointing=settings.gradient_checkpointing,
             device=self._device,
             trust_remote_code=settings.trust_remote_code,
+            max_length=settings.max_length,
         )
         if (known := self._critic.vocabulary_size) < self._config.vocab_size:
             raise ValueError(

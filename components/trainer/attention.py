@@ -14,23 +14,24 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from .layout import Bucket, Layout, padded_layout
+from .layout import Bucket, Layout
 
 NAME = "leeway_packed"
 # Layers that see other tokens through attention only, whose window the layer itself hands to its attention.
 KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
-def is_packable(lm: PreTrainedModel) -> bool:
-    """Whether all that passes between tokens of `lm` goes through `packed_attention`, in a way that it knows."""
-    layers = getattr(lm.config, "layer_types", None) or ["full_attention"]
-    has_sinks = any(name.endswith("sinks") for name, _ in lm.named_parameters())
-    return (
-        bool(lm._supports_attention_backend)
-        and bool(lm._supports_sdpa)
-        and set(layers) <= KNOWN_LAYERS
-        and not has_sinks
-    )
+class NoLayoutError(ValueError):
+    """A layer did not hand on the layout it was given: its attention cannot tell the sequences of a row apart."""
+
+
+def may_be_packed(lm: PreTrainedModel) -> bool:
+    """Whether it is worth trying: the model takes attention implementations, and names no layer of another kind.
+
+    Only a comparison proves that nothing else passes between tokens; see `families.load_model`.
+    """
+    layers = getattr(lm.config.get_text_config(), "layer_types", None) or ["full_attention"]
+    return bool(lm._supports_attention_backend) and bool(lm._supports_sdpa) and set(layers) <= KNOWN_LAYERS
 
 
 @torch.compiler.disable  # its buckets change with every microbatch; the rest of a layer compiles around it
@@ -45,15 +46,19 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [B, H, T, D], key and value [B, H_kv, T, D] -> [B, T, H, D]; without a layout, each row on its own."""
-    assert attention_mask is None, "masks come from the layout"
-    num_rows, width = query.shape[0], query.shape[2]
+    """query [B, H, T, D], key and value [B, H_kv, T, D] -> [B, T, H, D], of the sequences that `layout` says."""
     if layout is None:
-        layout = padded_layout(num_rows, width, query.device)
+        raise NoLayoutError(f"{type(module).__name__} was not given the layout of the row")
+    if attention_mask is not None or s_aux is not None:
+        what = "a mask of its own" if s_aux is None else "attention sinks"
+        raise ValueError(f"{type(module).__name__} has {what}, which packed attention does not know")
+    num_rows, width = query.shape[0], query.shape[2]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [B * T, H, D]
-    if softcap is None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+    is_plain = softcap is None and q.shape[-1] == v.shape[-1]
+    if is_plain and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
         out = _variable_length(q, k, v, layout, scaling, sliding_window)
     else:
         outputs = [_padded(q, k, v, bucket, scaling, sliding_window, softcap) for bucket in layout.buckets]

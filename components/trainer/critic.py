@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..algorithms.critic import value_loss, value_sums
-from .attention import NAME as PACKED
+from .families import load_model
 from .layout import Layout
 from .microbatch import Microbatch
 from .optimizer import OptimizerSettings, learning_rate, make_optimizer
-from .scoring import load_model
+from .scoring import is_packed, pass_arguments
 from .sharding import shard
 
 NUM_SUMS = 8
@@ -57,18 +57,23 @@ class Estimates:
 
 
 class ValueModel(nn.Module):
-    """The body of a causal LM under a linear head; the FSDP root."""
+    """The body of a causal LM under a linear head; the FSDP root. `masks`, and no training mode: see `ScoringModel`."""
 
-    def __init__(self, body: PreTrainedModel, hidden_size: int) -> None:
+    def __init__(self, body: PreTrainedModel, hidden_size: int, *, masks: bool = False) -> None:
         super().__init__()
         self.lm = body
+        self.masks = masks
         self.head = nn.Linear(hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+        self.eval()
+
+    def train(self, mode: bool = True) -> ValueModel:
+        return super().train(False)
 
     @property
     def is_packed(self) -> bool:
-        return self.lm.config._attn_implementation == PACKED
+        return is_packed(self.lm)
 
     def forward(
         self,
@@ -77,10 +82,11 @@ class ValueModel(nn.Module):
         *,
         position_ids: torch.Tensor | None = None,
         layout: Layout | None = None,
+        attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """input_ids [B, T], rows [S] into the flattened B * T positions -> values [S] of the states there, float32."""
-        packed = {} if layout is None else {"position_ids": position_ids, "layout": layout}
-        hidden = self.lm(input_ids=input_ids, use_cache=False, **packed).last_hidden_state.flatten(0, 1)[rows]
+        given = pass_arguments(self.lm, input_ids, position_ids, layout, attention_mask if self.masks else None)
+        hidden = self.lm(**given).last_hidden_state.flatten(0, 1)[rows]
         # In float32 whatever the body computes in: bfloat16 knows rewards between 0 and 1 to two digits only.
         values = nn.functional.linear(hidden.float(), self.head.weight.float(), self.head.bias.float())
         return values.sum(-1)  # over one element: FSDP hooks must not sit on a view
@@ -100,14 +106,22 @@ class Critic:
         gradient_checkpointing: bool,
         device: torch.device,
         trust_remote_code: bool,
+        max_length: int | None,
     ) -> None:
         self._settings = settings
-        lm = load_model(settings.path, attn=attn, packing=packing, trust_remote_code=trust_remote_code).lm
-        head = lm.get_output_embeddings()
+        scoring = load_model(
+            settings.path,
+            attn=attn,
+            packing=packing,
+            trust_remote_code=trust_remote_code,
+            max_length=max_length,
+            device=device,
+        )
+        head = scoring.lm.get_output_embeddings()
         assert isinstance(head, nn.Linear), "a causal LM has an output head"
-        body = lm.base_model
+        body = scoring.lm.base_model
         assert isinstance(body, PreTrainedModel)
-        model = ValueModel(body, head.in_features).train().to(device)
+        model = ValueModel(body, head.in_features, masks=scoring.masks).to(device)
         self.model: ValueModel = shard(
             cast(Any, model),  # any module around an `lm`
             mesh,
@@ -170,5 +184,9 @@ class Critic:
 
     def _run(self, microbatch: Microbatch) -> torch.Tensor:
         return self.model(
-            microbatch.input_ids, microbatch.rows, position_ids=microbatch.position_ids, layout=microbatch.layout
+            microbatch.input_ids,
+            microbatch.rows,
+            position_ids=microbatch.position_ids,
+            layout=microbatch.layout,
+            attention_mask=microbatch.attention_mask,
         )

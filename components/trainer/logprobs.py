@@ -31,16 +31,17 @@ HAS_TRITON = find_spec("triton") is not None  # CUDA builds of torch bring it
 
 @dataclass(frozen=True, kw_only=True)
 class LogitTransform:
-    """What comes between output head and softmax: cap * tanh(x / cap) where there is a cap, then times `scale`."""
+    """What comes between output head and softmax: cap * tanh(x / cap) where there is a cap, then times `scale`.
 
-    cap: float | None
-    scale: float
+    `families.logit_transform` measures a model's own.
+    """
 
-    @classmethod
-    def of(cls, config: object, temperature: float) -> LogitTransform:
-        """Gemma 2 caps, Granite divides, Cohere multiplies; all of them then divide by the temperature."""
-        scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
-        return cls(cap=getattr(config, "final_logit_softcapping", None), scale=scale / temperature)
+    cap: float | None = None
+    scale: float = 1.0
+
+    def at(self, temperature: float) -> LogitTransform:
+        """The same, then divided by the temperature."""
+        return replace(self, scale=self.scale / temperature)
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         if self.cap:

@@ -23,13 +23,14 @@ class Microbatch:
     """B rows of T tokens, and where their S trained tokens are.
 
     The logprob of response token s is read at `rows[s]` of the flattened [B * T] positions: where the token before it
-    stands. Packed: one row, `position_ids` and `layout` say what stands where. Padded: both are None, and right padding
-    needs no attention mask, because under causal attention no real token looks at a padded one.
+    stands. Packed: one row, `position_ids` and `layout` say what stands where. Padded: `attention_mask` does, for the
+    few models that need it: under causal attention no real token looks at the padding on its right.
     """
 
     input_ids: torch.Tensor  # int64 [B, T]
     position_ids: torch.Tensor | None  # int64 [B, T]
     layout: Layout | None
+    attention_mask: torch.Tensor | None  # int64 [B, T], 1 where there is a token
     rows: torch.Tensor  # int64 [S]
     targets: torch.Tensor  # int64 [S]
     segments: torch.Tensor  # int64 [S], index of the sequence in this microbatch
@@ -86,6 +87,7 @@ def empty_microbatch(*, packed: bool) -> Microbatch:
         input_ids=token,
         position_ids=token if packed else None,
         layout=make_layout([Segment(0, 1)]) if packed else None,
+        attention_mask=None if packed else torch.ones_like(token),
         rows=none,
         targets=none,
         segments=none,
@@ -235,6 +237,7 @@ def _pack(sequences: _Sequences, clusters: list[list[int]]) -> Microbatch:
         input_ids=sequences.tokens[_ranges(sources, lengths)][None],
         position_ids=_ranges(positions, lengths)[None],
         layout=make_layout(segments),
+        attention_mask=None,
         rows=_rows(firsts, others, [sequences.response_lengths[i] for i in order]),
         **sequences.fields(order),
     )
@@ -276,4 +279,13 @@ def _pad(sequences: _Sequences, chunk: list[int]) -> Microbatch:
         input_ids[b, prompt : prompt + response] = sequences.tokens[source : source + response]
         firsts.append(b * width + prompt - 1)
     rows = _ranges(firsts, [sequences.response_lengths[i] for i in chunk])
-    return Microbatch(input_ids=input_ids, position_ids=None, layout=None, rows=rows, **sequences.fields(chunk))
+    lengths = torch.tensor([sequences.lengths[i] for i in chunk])
+    mask = (torch.arange(width) < lengths[:, None]).long()
+    return Microbatch(
+        input_ids=input_ids,
+        position_ids=None,
+        layout=None,
+        attention_mask=mask,
+        rows=rows,
+        **sequences.fields(chunk),
+    )

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import logging
+import functools
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from .attention import NAME as PACKED
-from .attention import is_packable
-from .layout import Layout
+from .layout import Layout, padded_layout
 from .logprobs import LogitTransform, token_logprobs
-
-logger = logging.getLogger(__name__)
 
 # Logits that are worth a third more arithmetic in the head to not have at once: 128 MiB in float32.
 MANY_LOGITS = 1 << 25
@@ -28,18 +29,33 @@ class ScoringModel(nn.Module):
     """Wraps a causal LM; the output head runs only on the positions asked for, `chunk_tokens` of them at a time.
 
     None: as many as `MANY_LOGITS` allows. The wrapper is the FSDP root, so that the head (tied or not) is gathered
-    together with the embeddings whatever calls it.
+    together with the embeddings whatever calls it. `transform`: what the model does to its head's logits. `masks`:
+    padded rows are told apart from their padding by a mask. `families.load_model` finds out what a model needs.
     """
 
-    def __init__(self, lm: PreTrainedModel, *, chunk_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        *,
+        transform: LogitTransform,
+        chunk_tokens: int | None = None,
+        masks: bool = False,
+    ) -> None:
         super().__init__()
         self.lm = lm
+        self.transform = transform
         self.chunk_tokens = chunk_tokens
+        self.masks = masks
+        self.eval()
+
+    def train(self, mode: bool = True) -> ScoringModel:
+        """Always in evaluation mode: engines have no dropout and no router noise, and agree on every token."""
+        return super().train(False)
 
     @property
     def is_packed(self) -> bool:
         """Whether packed rows can be scored."""
-        return self.lm.config._attn_implementation == PACKED
+        return is_packed(self.lm)
 
     def forward(
         self,
@@ -50,25 +66,27 @@ class ScoringModel(nn.Module):
         *,
         position_ids: torch.Tensor | None = None,
         layout: Layout | None = None,
+        attention_mask: torch.Tensor | None = None,
         entropy_gradient: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """input_ids [B, T], rows [S] into the flattened B * T positions -> (logprobs, entropy [S]), in nats, float32.
 
-        With targets [S]: `logprobs` [S] of those. Without: of the whole vocabulary, [S, V]. `position_ids` and
-        `layout`: see `Microbatch`; only a model that `is_packed` takes them. A gradient through the entropy keeps
+        With targets [S]: `logprobs` [S] of those. Without: of the whole vocabulary, [S, V]. `position_ids`, `layout`
+        (only for a model that `is_packed`) and `attention_mask`: see `Microbatch`. A gradient through the entropy keeps
         another [S, V] for the backward pass, so it is there only where asked for.
         """
-        packed = {} if layout is None else {"position_ids": position_ids, "layout": layout}
-        hidden = self.lm.base_model(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
-        hidden = hidden.flatten(0, 1)[rows]
-        head = self.lm.get_output_embeddings()
-        assert head is not None, "a causal LM has an output head"
-        transform = LogitTransform.of(self.lm.config, temperature)
+        given = pass_arguments(self.lm, input_ids, position_ids, layout, attention_mask if self.masks else None)
+        head = output_head(self.lm)
+        with head_input(head) as seen:
+            self.lm(**given)
+        hidden = seen[0].flatten(0, 1)[rows]
+        transform = self.transform.at(temperature)
         # A head of an unknown kind is asked for all logits: its weights alone do not say what it does. And so is any
         # head where the entropy is to carry a gradient: that of the chunks has none.
         many, chunk = self._chunks(hidden.device)
         chunked = len(rows) > many and type(head) is nn.Linear and not entropy_gradient
         if targets is not None and chunked:
+            assert isinstance(head, nn.Linear)
             return token_logprobs(hidden, head.weight, head.bias, targets, transform=transform, chunk=chunk)
         logprobs = torch.log_softmax(transform(head(hidden).float()), dim=-1)
         if entropy_gradient and torch.is_grad_enabled():
@@ -99,27 +117,63 @@ def _rows_in_cache(logprobs: torch.Tensor) -> int:
     return max(1, CACHED_LOGITS // logprobs.shape[-1] if logprobs.device.type == "cpu" else len(logprobs))
 
 
-def load_model(
-    path: str, *, attn: str, packing: str = "auto", chunk_tokens: int | None = None, trust_remote_code: bool = False
-) -> ScoringModel:
-    """The model in float32 (master weights), in training mode with every dropout off.
+def is_packed(lm: PreTrainedModel) -> bool:
+    return lm.config._attn_implementation == PACKED
 
-    `packing`: see `TrainerSettings`. What cannot be packed is padded. `chunk_tokens`: no more logits at a time than
-    those of so many tokens; None: `MANY_LOGITS`.
+
+def pass_arguments(
+    lm: PreTrainedModel,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    layout: Layout | None,
+    attention_mask: torch.Tensor | None,
+) -> dict[str, Any]:
+    """What a model, or its body, is called with for a pass; see `Microbatch`."""
+    given: dict[str, Any] = {"input_ids": input_ids}
+    if "use_cache" in _parameters(type(lm)):
+        given["use_cache"] = False
+    if is_packed(lm):
+        num_rows, width = input_ids.shape
+        given["layout"] = padded_layout(num_rows, width, input_ids.device) if layout is None else layout
+    if position_ids is not None:
+        given["position_ids"] = position_ids
+    if attention_mask is not None:
+        given["attention_mask"] = attention_mask
+    return given
+
+
+def output_head(lm: PreTrainedModel) -> nn.Module:
+    head = lm.get_output_embeddings()
+    assert head is not None, "a causal LM has an output head"
+    return head
+
+
+@contextmanager
+def head_input(head: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Inside, `head` does nothing; the list has what it was called with: hidden states [B, T, D], one entry a call.
+
+    So a model's own forward brings hidden states to the very point where logits begin, whatever it does before.
     """
-    lm = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation=attn, trust_remote_code=trust_remote_code, low_cpu_mem_usage=True
-    )
-    # The engine has no dropout, and both must agree on every token. Some models keep a rate beside nn.Dropout modules.
-    for module in lm.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif isinstance(rate := getattr(module, "attention_dropout", None), float) and rate:
-            module.attention_dropout = 0.0  # type: ignore[assignment]  # torch's stub knows tensors and modules only
-    lm.config.attention_dropout = 0.0
-    if packing != "padded" and attn == "sdpa":
-        if is_packable(lm):
-            lm.set_attn_implementation(PACKED)
-        else:
-            logger.warning("%s mixes tokens in ways that packing does not know: batches are padded", type(lm).__name__)
-    return ScoringModel(lm, chunk_tokens=chunk_tokens).train()  # gradient checkpointing works in training mode only
+    seen: list[torch.Tensor] = []
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden)
+        return hidden[..., :1]  # stands for logits, of a vocabulary of one
+
+    with head_forward(head, forward):
+        yield seen
+
+
+@contextmanager
+def head_forward(head: nn.Module, forward: Any) -> Iterator[None]:
+    """Inside, calling `head` calls `forward`."""
+    head.forward = forward
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+@functools.cache
+def _parameters(model: type[nn.Module]) -> frozenset[str]:
+    return frozenset(inspect.signature(model.forward).parameters)

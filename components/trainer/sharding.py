@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from .scoring import ScoringModel
 
@@ -30,8 +34,6 @@ def shard(
     `compile_layers`: each decoder layer by torch.compile, except its packed attention. `cpu_offload`: master weights,
     gradients and optimizer live in the CPU's memory, and a layer's weights come to the device while it computes.
     """
-    if gradient_checkpointing:
-        model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype is torch.float32 else compute_dtype, reduce_dtype=torch.float32
     )
@@ -44,6 +46,8 @@ def shard(
         # limit would run uncompiled.
         torch._dynamo.config.recompile_limit = max(MAX_PROGRAMS, torch._dynamo.config.recompile_limit)
     for layer in decoder_layers(model.lm):
+        if gradient_checkpointing:
+            checkpoint_activations(layer)
         if compile_layers:
             # Microbatches differ in length and in nothing else: the first two compile one program for all of them.
             # Told that any size may differ, torch would divide every index by the size of a head.
@@ -64,6 +68,26 @@ def reshard(model: nn.Module) -> None:
 
 
 def decoder_layers(lm: nn.Module) -> list[nn.Module]:
-    """The longest `nn.ModuleList` of the model: its stack of decoder layers."""
+    """The model's stack of decoder layers: of its lists of modules, the one with the most weights."""
     stacks = [m for m in lm.modules() if isinstance(m, nn.ModuleList)]
-    return list(max(stacks, key=len)) if stacks else []
+    return list(max(stacks, key=lambda m: sum(p.numel() for p in m.parameters()))) if stacks else []
+
+
+class _Checkpointed:
+    """Keeps a layer's inputs instead of its activations, and computes it again in the backward pass."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call: Callable[..., Any] = super().__call__  # type: ignore[misc]  # the layer's own
+        if not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        # There is no noise in a model of ours, so no state of a random generator to keep.
+        return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+def checkpoint_activations(layer: nn.Module) -> None:
+    """Gradient checkpointing of one layer, outside of its hooks and of what is compiled.
+
+    That of transformers works in training mode only, which has dropout and router noise. As FSDP does, it changes the
+    layer's class: a module around it would change the names of its weights.
+    """
+    layer.__class__ = type(f"Checkpointed{type(layer).__name__}", (_Checkpointed, type(layer)), {})

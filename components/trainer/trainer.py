@@ -26,6 +26,7 @@ from .bound import StalenessError as StalenessError
 from .bound import check_versions
 from .canary import score_canary
 from .checkpoint import Parts, load_state
+from .families import load_model
 from .gather import Gatherer
 from .memory import peak_memory_gib
 from .microbatch import Microbatch, Packing, cut, empty_microbatch
@@ -33,7 +34,7 @@ from .optimizer import OptimizerSettings, Stepper, embedding_ids, make_optimizer
 from .publish import Publisher, Put, keep
 from .reference import load_reference
 from .saver import Saver
-from .scoring import ScoringModel, load_model
+from .scoring import ScoringModel
 from .sharding import make_mesh, shard
 
 if TYPE_CHECKING:  # the benchmark runs where tensordict is not installed
@@ -45,9 +46,10 @@ class TrainerSettings:
     """What a rank is started with; the same for all of them.
 
     `max_policy_lag` None: batches carry no policy tokens (supervised training). `publish_dtype`: what engines get.
-    `packing`: how sequences lie in a pass, see `Packing`; "auto" is shared where the model's attention allows it.
+    `attn`, `packing` (how sequences lie in a pass, see `Packing`), `logprob_chunk_tokens` and `max_length` (of the
+    longest sequence, where a model's rotary embedding goes by that): see `families.load_model`.
     `reference_path` None: where an objective needs a reference policy, it is the weights at `model_path`.
-    `logprob_chunk_tokens`: see `scoring.load_model`. `compile_layers` and `cpu_offload`: see `sharding.shard`.
+    `compile_layers` and `cpu_offload`: see `sharding.shard`.
     `save_in_background`: checkpoints are written from a copy while training goes on, by at most `max_writers` ranks at
     once (0: all).
     """
@@ -71,6 +73,7 @@ class TrainerSettings:
     timeout_s: float
     trust_remote_code: bool = False
     packing: Packing | Literal["auto"] = "auto"
+    max_length: int | None = None
     reference_path: str | None = None
     logprob_chunk_tokens: int | None = None
     compile_layers: bool = False
@@ -112,7 +115,9 @@ class Trainer:
             packing=settings.packing,
             chunk_tokens=settings.logprob_chunk_tokens,
             trust_remote_code=settings.trust_remote_code,
-        ).to("cpu" if settings.cpu_offload else self._device)
+            max_length=settings.max_length,
+            device=torch.device("cpu") if settings.cpu_offload else self._device,
+        )
         self._packing: Packing = "padded"
         if model.is_packed:
             self._packing = "shared" if settings.packing == "auto" else settings.packing
@@ -138,6 +143,7 @@ class Trainer:
                 compute_dtype=compute_dtype,
                 device=self._device,
                 trust_remote_code=settings.trust_remote_code,
+                max_length=settings.max_length,
             )
             if not self._reference.is_packed:  # both score the same passes
                 self._packing = "padded"
@@ -352,6 +358,7 @@ class Trainer:
             self._settings.temperature,
             position_ids=microbatch.position_ids,
             layout=microbatch.layout,
+            attention_mask=microbatch.attention_mask,
             entropy_gradient=entropy_gradient,
         )
 

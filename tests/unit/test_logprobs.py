@@ -33,13 +33,11 @@ def whole(hidden: Any, weight: Any, bias: Any, targets: Any, transform: LogitTra
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    "config", [{}, {"final_logit_softcapping": 3.0}, {"logits_scaling": 4.0}, {"logit_scale": 0.3}]
-)
+@pytest.mark.parametrize("of_the_model", [{}, {"cap": 3.0}, {"scale": 0.25}, {"cap": 3.0, "scale": 0.3}])
 @pytest.mark.parametrize("chunk", [1, 7, 100])
-def test_chunks_give_the_whole_logits_values_and_gradients(bias, config, chunk, monkeypatch):
+def test_chunks_give_the_whole_logits_values_and_gradients(bias, of_the_model, chunk, monkeypatch):
     monkeypatch.setattr(chunks, "MIN_COLUMNS", 1)
-    transform = LogitTransform.of(SimpleNamespace(**config), temperature=0.7)
+    transform = LogitTransform(**of_the_model).at(0.7)
     grads = torch.randn(S, generator=torch.Generator().manual_seed(1))
     results = []
     for chunked in (False, True):
@@ -57,7 +55,7 @@ def test_chunks_give_the_whole_logits_values_and_gradients(bias, config, chunk, 
 
 def test_bfloat16_adds_up_its_chunks_in_float32(monkeypatch):
     monkeypatch.setattr(chunks, "MIN_COLUMNS", 1)
-    transform = LogitTransform.of(object(), temperature=1.0)
+    transform = LogitTransform()
     results = []
     for chunk in (S, 1):
         hidden, weight, _, targets = tensors(torch.bfloat16, bias=False)
@@ -88,7 +86,7 @@ def test_a_token_that_cannot_be_sampled_has_no_nan_in_its_entropy(chunk, monkeyp
     hidden = torch.tensor([[1.0], [1.0]], requires_grad=True)
     weight = torch.tensor([[float("-inf")], [0.0], [0.0], [float("-inf")]])
     logprobs, entropy = token_logprobs(
-        hidden, weight, None, torch.tensor([1, 2]), transform=LogitTransform.of(object(), 1.0), chunk=chunk
+        hidden, weight, None, torch.tensor([1, 2]), transform=LogitTransform(), chunk=chunk
     )
     assert entropy.tolist() == pytest.approx([0.6931472, 0.6931472])
     assert logprobs.tolist() == pytest.approx([-0.6931472, -0.6931472])
@@ -99,13 +97,19 @@ def test_the_logits_never_exist_as_a_whole(monkeypatch):
     real = nn.functional.linear
     monkeypatch.setattr(nn.functional, "linear", lambda *args: sizes.append(real(*args).numel()) or real(*args))
     monkeypatch.setattr(chunks, "MIN_COLUMNS", 1)
-    body = SimpleNamespace(last_hidden_state=torch.randn(1, S, D))
-    lm: Any = nn.Module()
-    lm.base_model = lambda **_: body
     head = nn.Linear(D, V, bias=False)
-    lm.get_output_embeddings = lambda: head
-    lm.config = SimpleNamespace()
-    model = ScoringModel(lm, chunk_tokens=5)
+
+    class Model(nn.Module):
+        config = SimpleNamespace(_attn_implementation="eager")
+
+        def forward(self, input_ids: torch.Tensor) -> None:
+            head(torch.randn(1, S, D))
+
+        def get_output_embeddings(self) -> nn.Module:
+            return head
+
+    lm: Any = Model()
+    model = ScoringModel(lm, transform=LogitTransform(), chunk_tokens=5)
     logprobs, _ = model(torch.zeros(1, S, dtype=torch.int64), torch.arange(S), torch.zeros(S, dtype=torch.int64), 1.0)
     logprobs.sum().backward()
     assert sum(sizes) == 2 * S * V, "once forward, once backward"

@@ -13,10 +13,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.trainer import layout as layouts
-from leeway.trainer.attention import is_packable, packed_attention
+from leeway.trainer.attention import may_be_packed, packed_attention
+from leeway.trainer.families import load_model
 from leeway.trainer.layout import Segment, make_layout
 from leeway.trainer.microbatch import Microbatch, cut
-from leeway.trainer.scoring import ScoringModel, load_model
+from leeway.trainer.scoring import ScoringModel
 from leeway.types import TrainBatch, Trajectory, batch_trajectories
 
 VOCAB = 64
@@ -161,9 +162,9 @@ def test_models_that_mix_tokens_otherwise_are_padded():
     def model(name: str, **options: Any) -> Any:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **(SIZES | options)))
 
-    assert is_packable(model("qwen2"))
-    assert not is_packable(model("gpt_oss", num_local_experts=4, num_experts_per_tok=2))  # attention sinks
-    assert not is_packable(model("mamba", state_size=4, num_heads=2))  # a state runs from sequence to sequence
+    assert may_be_packed(model("qwen2"))
+    assert not may_be_packed(model("gpt_oss", num_local_experts=4, num_experts_per_tok=2))  # attention sinks
+    assert not may_be_packed(model("mamba", state_size=4, num_heads=2))  # a state runs from sequence to sequence
 
 
 def sequences_of(piece: Microbatch) -> list[list[int]]:

@@ -1,0 +1,417 @@
+"""What a model of any family needs so that it is scored exactly, found out by trying when it is loaded.
+
+    load -> rotary frequencies made those of the run's longest sequence
+         -> what the model does to its head's logits: measured
+         -> what transformers says of three short sequences, each alone, in evaluation mode
+         -> the first way to compute a pass that says the same: packed, padded, padded with masks
+
+Nothing follows from a family's name. What no way computes exactly is refused, by name, before anything is trained.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ..failures import Refused
+from .attention import NAME as PACKED
+from .attention import may_be_packed
+from .logprobs import LogitTransform
+from .microbatch import Packing, cut
+from .scoring import ScoringModel, head_forward, output_head
+from .sharding import decoder_layers
+
+logger = logging.getLogger(__name__)
+
+# How far apart two exact ways of computing may be, as a share of the widest logit: float32 keeps seven digits, and the
+# sums of a deep model lose one or two of them. Mistakes of a family, seen so far, were a thousand times larger.
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+# Lengths beyond which a layer sees less, as modules and configs call them. Those that the run's sequences exceed are
+# short in the comparison, or it would not show what a layer makes of them.
+WINDOWS = ("sliding_window", "attention_chunk_size", "index_topk")
+SHORT_WINDOW = 4
+# Logits in the place of a head's: small ones show a scale, large ones a cap.
+SMALL_LOGIT, LARGE_LOGIT = 1e-3, 1e6
+
+
+class ModelRefusedError(Refused):
+    """No way of computing that is known here says of this model's tokens what transformers says."""
+
+
+def load_model(
+    path: str,
+    *,
+    attn: str = "auto",
+    packing: str = "auto",
+    chunk_tokens: int | None = None,
+    trust_remote_code: bool = False,
+    max_length: int | None = None,
+    device: torch.device | None = None,
+) -> ScoringModel:
+    """The model in float32 (master weights) on `device`, scored exactly as transformers does; never noisy.
+
+    `packing`: a `Packing`, or "auto": shared where that is exact, else padded. `attn`: an attention of transformers, or
+    "auto": the first of sdpa and eager that is exact. `chunk_tokens`: no more logits at a time than those of so many
+    tokens; None: `MANY_LOGITS`. `max_length`: of the run's longest sequence; None: the model's own limit. Raises
+    `ModelRefusedError`, in one line, where nothing that was asked for is exact. Costs about eight passes over at most
+    forty tokens.
+    """
+    loader = _Loader(path, trust_remote_code, device or torch.device("cpu"), max_length)
+    lm = loader.load("eager")
+    probe = _Probe.of(lm, longest=loader.longest(lm), far=loader.is_unusual(lm))
+    found: list[str] = []
+    for way in _ways(attn, packing):
+        if way.attn == PACKED and not may_be_packed(lm):
+            found.append(f"{way}: its layers are of kinds that do not take packed attention")
+            continue
+        try:
+            lm = loader.switch(lm, way.attn)
+            model = ScoringModel(lm, transform=probe.transform, chunk_tokens=chunk_tokens, masks=way.masks)
+            wrong = probe.compare(model, way)
+        except Exception as error:  # whatever it is, this way is not the one
+            wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        if wrong is None:
+            if found and packing == "auto":
+                logger.warning("%s: batches go as %s, because of %s", probe.name, way, found[0])
+            return model
+        found.append(f"{way}: {wrong}")
+    raise ModelRefusedError(
+        f"{probe.name}: got train.packing={packing}, model.attn={attn}, with which it is not trained exactly "
+        f"({'; '.join(found)}); expected what transformers says of each sequence alone; "
+        + ("set train.packing=auto, model.attn=auto" if (packing, attn) != ("auto", "auto") else "use another model")
+    )
+
+
+@dataclass(frozen=True)
+class _Way:
+    """One way of computing passes."""
+
+    attn: str
+    packing: Packing
+    masks: bool = False
+
+    def __str__(self) -> str:
+        if self.attn == PACKED:
+            return "packed rows"
+        return f"padded rows{' with masks' if self.masks else ''} in {self.attn} attention"
+
+
+def _ways(attn: str, packing: str) -> list[_Way]:
+    """What may be tried, fastest first."""
+    ways: list[_Way] = []
+    if packing != "padded" and attn in ("auto", "sdpa"):
+        ways.append(_Way(PACKED, "shared" if packing == "auto" else packing))  # type: ignore[arg-type]
+    if packing in ("auto", "padded"):
+        ways += [
+            _Way(name, "padded", masks)
+            for name in (("sdpa", "eager") if attn == "auto" else (attn,))
+            for masks in (False, True)
+        ]
+    return ways
+
+
+@dataclass(frozen=True)
+class _Loader:
+    path: str
+    trust_remote_code: bool
+    device: torch.device
+    max_length: int | None
+
+    def load(self, attn: str) -> PreTrainedModel:
+        lm = AutoModelForCausalLM.from_pretrained(
+            self.path,
+            dtype=torch.float32,
+            attn_implementation=attn,
+            trust_remote_code=self.trust_remote_code,
+            low_cpu_mem_usage=True,
+        )
+        lm.eval()
+        fix_rotary(lm, self.longest(lm))
+        _switch_off(lm.config)
+        return lm.to(self.device)  # type: ignore[arg-type]  # transformers' stub is not torch's
+
+    def switch(self, lm: PreTrainedModel, attn: str) -> PreTrainedModel:
+        """The same model with another attention; loaded anew where its modules were built for the one they have."""
+        if attn == lm.config._attn_implementation:
+            return lm
+        if type(lm)._can_set_attn_implementation():
+            lm.set_attn_implementation(attn)
+            return lm
+        return self.load(attn)
+
+    def longest(self, lm: PreTrainedModel) -> int:
+        limit = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or 2048
+        return limit if self.max_length is None else self.max_length
+
+    def is_unusual(self, lm: PreTrainedModel) -> bool:
+        """Whether what a token sees might depend on how long other sequences of its pass are."""
+        return self.trust_remote_code or any(
+            _rope_kinds(m) - {"default", "linear", "llama3", "yarn"} for m in lm.modules()
+        )
+
+
+def _switch_off(config: Any) -> None:
+    """What costs time or changes weights, and adds nothing to the logits."""
+    for part in _configs(config):
+        if getattr(part, "output_router_logits", False):
+            part.output_router_logits = False  # a loss of its own, which is not trained here
+        if getattr(part, "rescale_every", 0):
+            part.rescale_every = 0  # RWKV halves its weights in evaluation mode, against overflow in float16
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A config and those within it."""
+    yield config
+    for name in getattr(config, "sub_configs", {}):
+        if (part := getattr(config, name, None)) is not None:
+            yield from _configs(part)
+
+
+# ------------------------------------------------------------------------------------------------------- rotary
+
+
+class _FixedRotary:
+    """A rotary embedding that answers as if the pass held a sequence of `longest` tokens.
+
+    Long RoPE takes other frequencies as soon as one position of a pass is beyond the original ones, so what a token's
+    logprob is would depend on its neighbours. vLLM takes those of its `max_model_len` for all sequences; so does this.
+    """
+
+    longest: int
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        if (length := int(position_ids.max()) + 1) > self.longest:
+            raise ValueError(
+                f"rollout.max_model_len: got {self.longest}, by which the frequencies of this model's rotary embedding "
+                f"are fixed, expected at least {length}, the length of a sequence in the data; raise it"
+            )
+        last = position_ids.new_full((*position_ids.shape[:-1], 1), self.longest - 1)
+        out = super().forward(x, torch.cat([position_ids, last], dim=-1), *args, **kwargs)  # type: ignore[misc]
+        return tuple(part[..., :-1, :] for part in out)
+
+
+def fix_rotary(lm: PreTrainedModel, longest: int) -> None:
+    """Rotary frequencies that go by the longest position of a pass: made those of the run's longest sequence."""
+    for module in lm.modules():
+        kinds = _rope_kinds(module)
+        if any("dynamic" in kind for kind in kinds):
+            limit: int = getattr(module.config, "max_position_embeddings")  # noqa: B009  # torch's stub knows no configs
+            if longest > limit:
+                raise ModelRefusedError(
+                    f"{_name(lm)}: rollout.max_model_len: got {longest}, expected at most {limit}: beyond, the "
+                    "frequencies of its dynamic rotary embedding are others for every length; lower it"
+                )
+        if any("dynamic" in kind or kind == "longrope" for kind in kinds):
+            kind = type(module)
+            module.__class__ = type(f"Fixed{kind.__name__}", (_FixedRotary, kind), {"longest": longest})
+
+
+def _rope_kinds(module: nn.Module) -> set[str]:
+    kinds = getattr(module, "rope_type", None)
+    return {str(k) for k in (kinds.values() if isinstance(kinds, dict) else [kinds]) if k is not None}
+
+
+# --------------------------------------------------------------------------------------------------------- head
+
+
+@torch.no_grad()
+def logit_transform(lm: PreTrainedModel) -> LogitTransform:
+    """What the model does to its head's logits, measured: made-up logits go in at the head, and come out at the end.
+
+    Raises `ModelRefusedError` where that is no scale and no tanh cap, or is not the same for all tokens.
+    """
+    head, probes = output_head(lm), []
+    real = head.forward
+
+    def made_up(hidden: torch.Tensor) -> torch.Tensor:
+        logits = torch.empty_like(real(hidden), dtype=torch.float32)
+        generator = torch.Generator().manual_seed(0)
+        values = 200 * torch.rand(logits.shape, generator=generator) - 100
+        values[..., :4] = torch.tensor([SMALL_LOGIT, -SMALL_LOGIT, LARGE_LOGIT, -LARGE_LOGIT])
+        probes.append(values.to(logits.device))
+        return probes[-1]
+
+    tokens = torch.tensor([_tokens(lm, 3)], device=lm.device)
+    with head_forward(head, made_up):
+        out = lm(input_ids=tokens).logits.float()
+    if len(probes) != 1 or probes[0].shape != out.shape:
+        raise ModelRefusedError(
+            f"{_name(lm)}: its logits are not those of one output head ({len(probes)} calls of "
+            f"{type(head).__name__} in a pass), expected a causal LM with one; use another model"
+        )
+    small, _, large, _ = out[0, -1, :4].tolist()
+    scale = large / LARGE_LOGIT
+    transform = LogitTransform(scale=_rounded(scale))
+    if abs(small / SMALL_LOGIT - scale) > 1e-3 * abs(small / SMALL_LOGIT):  # large ones are held back
+        scale = _rounded(small / SMALL_LOGIT)
+        transform = LogitTransform(cap=abs(large) / abs(scale) if scale else None, scale=scale)
+    wrong = (transform(probes[0]) - out).abs().max() / (1 + out.abs().clamp(max=100).max())
+    if not transform.scale or not wrong < 1e-4:
+        raise ModelRefusedError(
+            f"{_name(lm)}: its logits are neither a multiple of its head's nor capped by a tanh (they differ by "
+            f"{float(wrong):.1g}), expected one of these; use another model"
+        )
+    return transform
+
+
+def _rounded(scale: float) -> float:
+    """To six digits, which is what float32 shows of it: 1, and not 0.99999994."""
+    return float(f"{scale:.6g}")
+
+
+# -------------------------------------------------------------------------------------------------------- probe
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """Three short sequences, two of them with one prompt, and what transformers says of their responses."""
+
+    name: str
+    transform: LogitTransform
+    sequences: list[tuple[list[int], list[int]]]  # prompt, response
+    expected: torch.Tensor  # float32 [S], in nats
+    tolerance: float
+    longest: int  # tokens in a sequence of the run
+    far: bool  # whether one sequence of a pass is to be that long
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, lm: PreTrainedModel, *, longest: int, far: bool) -> _Probe:
+        transform = logit_transform(lm)
+        tokens = _tokens(lm, 27)
+        prompt, other = tokens[:5], tokens[20:23]
+        sequences = [(prompt, tokens[5:12]), (prompt, tokens[12:17]), (other, tokens[23:27])]
+        before = _versions(lm)
+        logprobs, nexts, widest = [], [], 1.0
+        with _short_windows(lm, longest):
+            for prompt, response in sequences:
+                logits = lm(input_ids=torch.tensor([prompt + response], device=lm.device)).logits[0].float()
+                logits = logits[len(prompt) - 1 : -1]
+                widest = max(widest, float((logits - logits.mean(-1, keepdim=True)).abs().max()))
+                scored = torch.log_softmax(logits, dim=-1)
+                nexts.append(scored[0])
+                logprobs.append(scored.gather(-1, torch.tensor(response, device=lm.device)[:, None])[:, 0].cpu())
+        tolerance = TOLERANCE[torch.float32] * widest
+        if changed := [name for name, version in _versions(lm).items() if before[name] != version]:
+            raise ModelRefusedError(f"{_name(lm)}: scoring changes its weights ({changed[0]}); use another model")
+        if not (gap := float((nexts[0] - nexts[1]).abs().max())) <= tolerance:
+            raise ModelRefusedError(
+                f"{_name(lm)}: its tokens depend on those after them (by {gap:.2g} nats), expected a causal LM; "
+                "set is_decoder in its config.json, or use another model"
+            )
+        return cls(_name(lm), transform, sequences, torch.cat(logprobs), tolerance, longest, far)
+
+    def compare(self, model: ScoringModel, way: _Way) -> str | None:
+        """What is wrong with computing passes in this way; None: nothing."""
+        half = way.attn == "flash_attention_2"
+        tolerance = self.tolerance * (TOLERANCE[torch.bfloat16] / TOLERANCE[torch.float32] if half else 1.0)
+        # The padded form of packed attention too: canaries are scored by it, and passes where a reference is padded.
+        for packing in dict.fromkeys((way.packing, "padded")):
+            learns = packing == way.packing
+            with (
+                _short_windows(model.lm, self.longest),
+                torch.autocast(model.lm.device.type, torch.bfloat16, enabled=half),
+                torch.set_grad_enabled(learns),
+            ):
+                got, compared = self._score(model, packing)
+            gap = float((got.detach() - self.expected)[compared].abs().max())
+            if not gap <= tolerance:  # nan is not
+                return f"they differ from transformers by {gap:.2g} nats, and {tolerance:.1g} is rounding"
+            if learns:
+                # Some models have no backward pass in evaluation mode. As far as a small weight, which takes no room.
+                weights = [p for layer in decoder_layers(model.lm)[:1] for p in layer.parameters()]
+                least = min(weights or list(model.parameters()), key=lambda p: p.numel())
+                torch.autograd.grad(got.sum(), least, allow_unused=True)
+        return None
+
+    def _score(self, model: ScoringModel, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs [S] by passes like those of training, and which of them [S] are to be compared."""
+        [pass_] = cut(self._batch(), max_tokens=1000, packing=packing)
+        compared = torch.ones(len(self.expected), dtype=torch.bool)
+        position_ids = pass_.position_ids
+        if self.far:
+            # The last sequence of the pass moves as far as sequences of the run may reach.
+            last = sum(map(len, self.sequences[-1]))
+            if position_ids is None:
+                position_ids = torch.arange(pass_.input_ids.shape[1]).expand(*pass_.input_ids.shape).clone()
+                position_ids[-1] += self.longest - position_ids.shape[1]
+            else:
+                position_ids = position_ids.clone()
+                position_ids[:, 1 - last :] += self.longest - last
+            compared[-len(self.sequences[-1][1]) :] = False
+        pass_ = pass_.to(model.lm.device)
+        scored, _ = model(
+            pass_.input_ids,
+            pass_.rows,
+            pass_.targets,
+            1.0,
+            position_ids=None if position_ids is None else position_ids.to(model.lm.device),
+            layout=pass_.layout,
+            attention_mask=pass_.attention_mask,
+        )
+        return torch.zeros(len(compared)).scatter(0, pass_.places.cpu(), scored.float().cpu()), compared
+
+    def _batch(self) -> Any:
+        """As much of a `TrainBatch` as a pass is cut from."""
+        responses = [token for _, response in self.sequences for token in response]
+        none = torch.zeros(len(responses))
+        return SimpleNamespace(
+            prompt_tokens=torch.tensor([token for prompt, _ in self.sequences for token in prompt]),
+            response_tokens=torch.tensor(responses),
+            prompt_lengths=torch.tensor([len(prompt) for prompt, _ in self.sequences]),
+            response_lengths=torch.tensor([len(response) for _, response in self.sequences]),
+            loss_mask=none.bool(),
+            behavior_logprobs=none,
+            policy_versions=none.long(),
+            advantages=none,
+        )
+
+
+@contextmanager
+def _short_windows(lm: PreTrainedModel, longest: int) -> Iterator[None]:
+    """Inside, layers that do not see all of `longest` tokens see no further than a few."""
+    changed: list[tuple[Any, str, int]] = []
+    parts: Iterable[Any] = {id(p): p for m in lm.modules() for p in (m, *_configs(getattr(m, "config", None)))}.values()
+    for part in parts:
+        for name in WINDOWS:
+            value = vars(part).get(name) if hasattr(part, "__dict__") else None
+            if isinstance(value, int) and SHORT_WINDOW < value < longest:
+                changed.append((part, name, value))
+                setattr(part, name, SHORT_WINDOW)
+    try:
+        yield
+    finally:
+        for part, name, value in changed:
+            setattr(part, name, value)
+
+
+def _tokens(lm: PreTrainedModel, number: int) -> list[int]:
+    """Ids all over the vocabulary, none of which means something to the model's code."""
+    special: set[int] = set()
+    for config in _configs(lm.config):
+        for name, value in vars(config).items():
+            if name.endswith(("_id", "_ids", "_index")):
+                special |= {v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int)}
+    embeddings: Any = lm.get_input_embeddings()
+    size = min(lm.config.get_text_config().vocab_size, len(embeddings.weight))
+    plain = [token for token in range(min(size, 50_000)) if token not in special]
+    step = math.floor(len(plain) * 0.618) or 1
+    return [plain[(1 + i * step) % len(plain)] for i in range(number)]
+
+
+def _versions(lm: PreTrainedModel) -> dict[str, int]:
+    """How often each tensor of the model's files was written to."""
+    return {name: tensor._version for name, tensor in lm.state_dict(keep_vars=True).items()}
+
+
+def _name(lm: PreTrainedModel) -> str:
+    return f"{type(lm).__name__} ({lm.config.model_type})"
