@@ -68,7 +68,7 @@ def _notes(folder: Path, before: Sequence[Stage], stages: Sequence[Stage]) -> li
         raise _refused(
             f"{folder} (finished: {_length(last)})",
             "a run that was stopped, or more to do",
-            f"leeway resume {folder} {f'stages.{last.name}.' if len(stages) > 1 else ''}{more}",
+            f"leeway resume {folder} {more}",
         )
     stage = unfinished[0]
     later = [s for s in stages[stages.index(stage) + 1 :] if (s.dir / "metrics.jsonl").exists()]

@@ -73,7 +73,7 @@ def resume(
     Its own settings are taken, and its newest whole checkpoint; the record of the run is continued. Only settings that
     do not change what is learned may differ: the number of steps, hardware, evaluation, monitoring.
 
-    Example: leeway resume runs/leeway/quickstart stages.async_rl.train.steps=240
+    Example: leeway resume runs/leeway/quickstart train.steps=240
     """
     planned = importlib.import_module("leeway.recipes.resume").plan_resume(run.expanduser(), overrides or [])
     for note in planned.notes:

@@ -47,7 +47,16 @@ def build_monitor(
         from .wandb import WandbSink
 
         project = str(config_dict.get("project", "leeway"))
-        sinks.append(WandbSink(run_dir, mode=monitor_config.wandb, project=project, name=title, config=config_dict))
+        sinks.append(
+            WandbSink(
+                run_dir,
+                mode=monitor_config.wandb,
+                project=project,
+                name=title,
+                config=config_dict,
+                goes_on=resumed_at is not None,
+            )
+        )
     if monitor_config.tensorboard:
         from .tensorboard import TensorboardSink
 

@@ -17,15 +17,20 @@ class WandbSink(Sink):
     """One wandb run whose charts have the optimizer step as their x axis.
 
     The step is logged as a metric of its own rather than as wandb's `step`: wandb drops rows whose step is older than
-    the last one, and parts report the same step at different moments.
+    the last one, and parts report the same step at different moments. `goes_on`: the run of an earlier part of this one
+    is continued; steps that are trained again are there twice.
     """
 
     name = "wandb"
 
-    def __init__(self, run_dir: Path, *, mode: str, project: str, name: str, config: dict[str, Any]) -> None:
+    def __init__(
+        self, run_dir: Path, *, mode: str, project: str, name: str, config: dict[str, Any], goes_on: bool = False
+    ) -> None:
         if mode not in ("offline", "online"):
             raise MonitorError(f"monitor.wandb: got {mode!r}, expected 'off', 'offline' or 'online'")
         run_dir.mkdir(parents=True, exist_ok=True)
+        id_file = run_dir / "wandb" / "run-id"
+        earlier = id_file.read_text().strip() if goes_on and id_file.exists() else None
         # wandb's capture of stdout would fight the live console for the terminal.
         settings = wandb.Settings(console="off", init_timeout=INIT_TIMEOUT_S, silent=mode == "offline")
         try:
@@ -36,6 +41,8 @@ class WandbSink(Sink):
                 dir=str(run_dir),
                 mode=mode,
                 reinit="create_new",
+                id=earlier,
+                resume="allow" if earlier else None,
                 settings=settings,
             )
         except Exception as error:  # wandb raises many kinds here: no key, no network, no such project
@@ -44,6 +51,8 @@ class WandbSink(Sink):
                 f"monitor.wandb: got {mode!r}, but wandb did not start: {reason}; "
                 "run `wandb login` or set monitor.wandb=offline"
             ) from error
+        id_file.parent.mkdir(exist_ok=True)
+        id_file.write_text(f"{self._run.id}\n")
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)
 

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -353,6 +354,21 @@ def test_wandb_offline_leaves_a_run_without_network(tmp_path: Path, monkeypatch:
     while not all(text in _without_block_headers(binary.read_bytes()) for text in expected):
         assert time.monotonic() < deadline, f"{binary} holds not all of {expected}"
         time.sleep(0.1)
+
+
+def test_a_run_that_goes_on_is_the_same_run_to_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    asked: list[tuple[str | None, str | None]] = []
+
+    def init(**options: Any) -> Any:
+        asked.append((options["id"], options["resume"]))
+        run = types.SimpleNamespace(id=options["id"] or f"new-{len(asked)}", summary={})
+        return types.SimpleNamespace(**vars(run), define_metric=lambda *_, **__: None, finish=lambda **_: None)
+
+    monkeypatch.setattr(wandb, "init", init)
+    for resumed_at in (None, 4, None):
+        build_monitor(tmp_path, Settings(wandb="offline"), {}, None, "rl", resumed_at=resumed_at).close("done")
+    assert asked == [(None, None), ("new-1", "allow"), (None, None)]
 
 
 @pytest.mark.parametrize(
