@@ -36,6 +36,7 @@ from leeway.runtime.limit import Speeds
 from leeway.runtime.supervisor import Supervisor, awaited, together
 from leeway.tasks.evalsets import build_evalsets
 from leeway.tasks.prompting import Prompter
+from leeway.tasks.queue_tasks import QueueTaskSet
 from leeway.tasks.taskset import build_taskset
 
 T = TypeVar("T")
@@ -390,6 +391,7 @@ class AsyncRL:
         if train.steps is not None:
             return train.steps
         assert train.epochs is not None
+        assert not isinstance(self._train_tasks, QueueTaskSet), "a rule on settings: nobody knows how long it will be"
         groups = round(train.epochs * len(self._train_tasks))
         return -(-groups // self._numbers.fresh_groups_per_take) * train.updates_per_batch
 

@@ -6,6 +6,7 @@ settings (checked when they were read) -> this machine, files, packages -> data,
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +93,7 @@ def _check_pieces(stage: Stage) -> None:
 def _check_tasks(stage: Stage, seen: set[str]) -> None:
     """Read the tasks: a wrong dataset, option or line is the user's to repair. `seen`: what other stages have read."""
     from leeway.tasks.evalsets import build_evalsets
+    from leeway.tasks.queue_tasks import QueueTaskSet
     from leeway.tasks.taskset import build_taskset
 
     config = stage.config
@@ -111,6 +113,8 @@ def _check_tasks(stage: Stage, seen: set[str]) -> None:
     if stage.recipe in OFFLINE_RECIPES:
         _check_examples(config, taskset.tasks, evaluated, pairs=stage.recipe == "dpo")
         return
+    if isinstance(taskset, QueueTaskSet):
+        deque(taskset.in_file(), maxlen=0)  # raises for a line that is no task
     dry_run(config, taskset.tasks[0])
     if config.algorithm.expert_path is not None:
         from leeway.tasks.examples import expert_tasks

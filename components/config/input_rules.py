@@ -83,6 +83,13 @@ def source_is_complete(task: TaskConfig, named: Named, where: str) -> None:
             expected="tasks that are known before the run, to hold some out or to mix or evaluate on them",
             fix="set task.holdout_frac=0 and eval.path=FILE, and let the queue be the only source",
         )
+    if task.name == "queue" and task.order != "sequential":
+        raise ConfigError(
+            named(f"{where}.order"),
+            got=task.order,
+            expected=f"sequential, because {where}.name is queue: nobody knows what is still to come",
+            fix=f"leave it out, or set {where}.order=sequential",
+        )
     if task.name == "python" and ":" not in str(task.path):
         raise ConfigError(
             named(f"{where}.path"), got=task.path, expected='"pkg.mod:function"', fix=f"set {where}.path={example}"

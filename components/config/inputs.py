@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from .base import Section
 
@@ -87,6 +87,13 @@ class TaskConfig(Section):
     )
     difficulty_key: str | None = Field(default=None, description="easy_to_hard: key of a number in every row")
     limit: PositiveInt | None = Field(default=None, description="use only the first N tasks")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _queues_have_the_order_of_the_file(cls, given: Any) -> Any:
+        if isinstance(given, dict) and given.get("name") == "queue":
+            return {"order": "sequential", **given}
+        return given
 
 
 class EvalSampling(Section):

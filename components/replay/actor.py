@@ -33,6 +33,9 @@ from .stream import TaskStream
 
 logger = logging.getLogger(__name__)
 
+POLL_S = 0.2
+"""Between two looks at a queue that had no task."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TakeRefs:
@@ -77,7 +80,6 @@ class ReplayBufferActor:
             count_turns=algorithm.aggregation == "turn_mean_token_mean",
         )
         self._assembling = asyncio.Lock()
-        self._at_the_queue = asyncio.Lock()
         self._stream = TaskStream(
             self._taskset,
             num_tokens=self._num_tokens,
@@ -119,8 +121,7 @@ class ReplayBufferActor:
             priority=priority,
             # Before operators: groups that are left out say most about how hard a task is.
             delivered=lambda group: self._taskset.record(group.task_id, pass_rate(group)),
-            # Of a queue's tasks only so many can be drawn without waiting, so its collectors ask one after the other.
-            num_collectors=1 if isinstance(self._taskset, QueueTaskSet) else config.rollout.num_generators,
+            num_collectors=config.rollout.num_generators,
         )
 
     def _experts(self, *, skip_steps: int) -> Callable[[], list[Trajectory]] | None:
@@ -146,29 +147,29 @@ class ReplayBufferActor:
             return None
         return truncated(task, self._prompter, rollout.max_prompt_tokens)
 
-    def _fits(self, task: Task) -> bool:
-        return self._num_tokens(task) <= self._config.rollout.max_prompt_tokens
-
     async def start(self) -> dict[str, Any]:
-        return {"pid": os.getpid(), "node": ray.util.get_node_ip_address(), "tasks": len(self._taskset)}
+        return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
 
     @as_text
     async def begin(self, config: Config) -> None:
         """Another run: tasks from the first on, nothing outstanding. The last one's waiters must have left."""
         self._begin(config)
 
+    @as_text
     async def alive(self) -> None:
+        """Never returns. Where tasks come from a queue, the buffer is told here of what others put into it."""
+        queue = self._taskset
+        while isinstance(queue, QueueTaskSet):
+            if self._buffer.awaits_a_task and queue.may_have_more():
+                await self._buffer.tasks_came()
+                await asyncio.sleep(0)
+            else:
+                await asyncio.sleep(POLL_S)
         await asyncio.Event().wait()
 
     @as_text
     async def admit(self, limit: int, timeout_s: float, collector: str) -> list[Admission]:
-        if not isinstance(self._taskset, QueueTaskSet):
-            return await self._buffer.admit(limit, timeout_s=timeout_s, collector=collector)
-        async with self._at_the_queue:  # what one has seen there, no other draws
-            ready: int | None = self._stream.num_again
-            if not ready:
-                ready = await self._taskset.num_ready(self._fits, timeout_s=timeout_s)
-            return await self._buffer.admit(limit, timeout_s=timeout_s, collector=collector, most=ready)
+        return await self._buffer.admit(limit, timeout_s=timeout_s, collector=collector)
 
     @as_text
     async def put(self, groups: Sequence[Group]) -> None:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import torchrl.data
 
+from ..tasks.queue_tasks import NoTaskYet
 from ..types import Admission, Group, Task
 from .admission import AdmissionRule
 from .ledger import GroupState, Ledger
@@ -71,14 +72,13 @@ class _Held:
 
 @dataclass(slots=True, eq=False)
 class _Asker:
-    """A collector that waits for slots. `room`: how many groups it can hold in all; `most`: how many to give at once.
+    """A collector that waits for slots. `room`: how many groups it can hold in all.
 
     `unfit`: it gave back what it held, so others come first.
     """
 
     collector: str
     room: int
-    most: int | None
     answer: asyncio.Future[list[Admission]]
     issued: list[Admission] = field(default_factory=list)
     unfit: bool = False
@@ -87,9 +87,10 @@ class _Asker:
 class ReplayBuffer(torchrl.data.ReplayBuffer):
     """Blocking, back-pressured, consume-once, whole groups only. One asyncio loop; any number of waiters.
 
-    `tasks` is drawn from here only, so no two collectors ever get the same one; `start`: where an earlier run left off,
-    with `tasks` from there on. `num_takes` ends the run after so many takes (None: when the tasks end). `reuse`: takes
-    also hold groups that were used before. `priority`: the window prefers the best of what it may choose from.
+    `tasks` is drawn from here only, so no two collectors ever get the same one. It may raise `NoTaskYet`; `tasks_came`
+    then draws again. `start`: where an earlier run left off, with `tasks` from there on. `num_takes` ends the run after
+    so many takes (None: when the tasks end). `reuse`: takes also hold groups that were used before. `priority`: the
+    window prefers the best of what it may choose from.
     `delivered` is told of every group that is delivered, before operators, and never of one that was issued again.
     `num_collectors`: the first slots are dealt when so many have asked, or after `GATHER_S`.
 
@@ -122,7 +123,9 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             collate_fn=lambda groups: groups,
         )
         self._tasks = tasks
-        self._next_task = next(tasks, None)
+        self._next_task: Task | None = None
+        self._awaited_task = ""  # what would bring one, where the source has none now
+        self._draw()
         self._rule = rule
         self._num_takes = num_takes
         self._operators = list(operators)
@@ -155,13 +158,11 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._gathering: asyncio.TimerHandle | None = None
         self._moved_at = float("-inf")
 
-    async def admit(
-        self, limit: int, *, timeout_s: float, collector: str = "", most: int | None = None
-    ) -> list[Admission]:
+    async def admit(self, limit: int, *, timeout_s: float, collector: str = "") -> list[Admission]:
         """Wait for at least one group, then start up to `limit`. An empty list: there will never be another one.
 
         Groups to issue again come first, in their order. `collector` is who asks, so that `lost` knows what it holds.
-        What it delivers while it waits is room again, so it may be given more than `limit`, but never more than `most`.
+        What it delivers while it waits is room again, so it may be given more than `limit`.
 
         Slots that several wait for go, one by one, to whoever holds the smallest share of its room: each take is then
         made by all of them. Nobody's slot is kept free while another one asks. Raises TimeoutError, naming what it
@@ -170,7 +171,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         if self._is_over() or collector in self._lost_collectors:
             return []
         answer = asyncio.get_running_loop().create_future()
-        asker = _Asker(collector, self._num_held[collector] + limit, most, answer)
+        asker = _Asker(collector, self._num_held[collector] + limit, answer)
         self._askers[asker] = None
         self._gather(collector)
         try:
@@ -178,9 +179,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             return await self._until(
                 answer,
                 timeout_s,
-                lambda: (
-                    f"a slot (published version {self._published}, {self._window.num_outstanding} groups outstanding)"
-                ),
+                self._what_admits,
                 counts=lambda: not self._takers,  # else the take says what is missing
             )
         except asyncio.CancelledError:
@@ -278,7 +277,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             self._call_taker()
             return None
         index = self._window.num_takes
-        group_ids = self._window.take(last=self._next_task is None)
+        group_ids = self._window.take(last=self._tasks_ended)
         groups = self._consume(group_ids)
         reused = self._reuse.serve(index, groups) if self._reuse is not None else []
         self._served.append(group_ids)
@@ -334,6 +333,17 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         assert policy_version > self._published, f"version {policy_version} published after {self._published}"
         self._published = policy_version
         self._moved()
+
+    @property
+    def awaits_a_task(self) -> bool:
+        """Whether the source had none when it was asked last."""
+        return bool(self._awaited_task)
+
+    async def tasks_came(self) -> None:
+        """The source may have a task now, or have ended."""
+        self._draw()
+        if not self._awaited_task:
+            self._moved()
 
     async def close(self) -> None:
         """Nobody is admitted any more; waiting collectors get an empty list."""
@@ -434,8 +444,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         return len(self._to_reissue) or self._num_free_slots()
 
     def _has_room(self, asker: _Asker) -> bool:
-        below = asker.most is None or len(asker.issued) < asker.most
-        return below and self._num_held[asker.collector] < asker.room
+        return self._num_held[asker.collector] < asker.room
 
     def _fullness(self, asker: _Asker) -> tuple[bool, float]:
         return asker.unfit, self._num_held[asker.collector] / asker.room
@@ -458,7 +467,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         return held is not None and held.collector == collector and current
 
     def _take_is_due(self) -> bool:
-        return self._no_progress() or self._ended() or self._window.is_ready(last=self._next_task is None)
+        return self._no_progress() or self._ended() or self._window.is_ready(last=self._tasks_ended)
 
     def _call_taker(self) -> None:
         if self._takers and self._take_is_due():
@@ -468,13 +477,25 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
     def _admit_one(self) -> Admission:
         """A new group. Its id is the number of its draw, so it is the same in every run that goes on from this one."""
-        task, self._next_task = self._next_task, next(self._tasks, None)
+        task = self._next_task
         assert task is not None
+        self._draw()
         group_id = self._last_draw = next(self._draws)
         floor = self._window.admit(group_id)
         self._drawn.append(group_id)
         self._ledger.admit(group_id)
         return Admission(group_id=group_id, task=task, floor=floor)
+
+    @property
+    def _tasks_ended(self) -> bool:
+        return self._next_task is None and not self._awaited_task
+
+    def _draw(self) -> None:
+        """One task is drawn ahead: so it is known whether a take is the last one."""
+        try:
+            self._next_task, self._awaited_task = next(self._tasks, None), ""
+        except NoTaskYet as error:
+            self._next_task, self._awaited_task = None, str(error)
 
     def _issue_again(self) -> Admission:
         group_id = self._to_reissue.pop(0)
@@ -529,17 +550,17 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
     def _no_progress(self) -> bool:
         lost_too_many = self._lost_in_a_row >= NO_PROGRESS_TAKES * self._rule.groups_per_take
-        return lost_too_many and not self._window.is_ready(last=self._next_task is None)
+        return lost_too_many and not self._window.is_ready(last=self._tasks_ended)
 
     def _all_taken(self) -> bool:
         return self._num_takes is not None and self._window.num_takes >= self._num_takes
 
     def _ended(self) -> bool:
-        return self._all_taken() or (self._next_task is None and self._window.num_outstanding == 0)
+        return self._all_taken() or (self._tasks_ended and self._window.num_outstanding == 0)
 
     def _all_admitted(self) -> bool:
         """The tasks have ended, or every group that the run will ever take has been admitted."""
-        return self._next_task is None or (
+        return self._tasks_ended or (
             self._num_takes is not None and self._window.alive >= self._num_takes * self._rule.groups_per_take
         )
 
@@ -572,8 +593,13 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
                 raise TimeoutError(f"waited {timeout_s:g} s for {missing()}; nothing moved: {self._who_has_what()}")
         return answer.result()
 
+    def _what_admits(self) -> str:
+        state = f"published version {self._published}, {self._window.num_outstanding} groups outstanding"
+        return f"{self._awaited_task or 'a slot'} ({state})"
+
     def _missing(self) -> str:
-        return str(self._window.missing_for_take(last=self._next_task is None))
+        missing = str(self._window.missing_for_take(last=self._tasks_ended))
+        return f"{self._awaited_task} ({missing})" if self._awaited_task else missing
 
     def _who_has_what(self) -> str:
         """Who could be expected to do something."""

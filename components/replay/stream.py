@@ -6,17 +6,22 @@ position is the taskset's own, with the tasks of all draws that are not over yet
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..tasks.mixed import MixedTaskSet
-from ..tasks.queue_tasks import QueueTaskSet
+from ..tasks.queue_tasks import NoTaskYet, QueueTaskSet
 from ..tasks.taskset import TaskSet
 from ..types import Task
 from .position import Position
 
 logger = logging.getLogger(__name__)
+
+
+BREATH = 64
+"""Most prompts of a queue that one draw finds too long: there may be any number, and others wait meanwhile."""
 
 
 class TaskStream(Iterator[Task]):
@@ -25,6 +30,8 @@ class TaskStream(Iterator[Task]):
     `num_tokens` says how long a prompt is, `shortened` what to take in place of one that is too long (None: nothing; it
     may raise). `start`: what `position` said in an earlier run, with `draws` (those that
     are drawn first, again, and then where to go on); its tasks come first.
+
+    Drawing from a queue raises `NoTaskYet` where there is none now.
     """
 
     def __init__(
@@ -40,23 +47,25 @@ class TaskStream(Iterator[Task]):
     ) -> None:
         self._taskset = taskset
         self._num_tokens, self._limit, self._shortened = num_tokens, max_prompt_tokens, shortened
-        self._most = None if epochs is None else round(epochs * len(taskset))
+        self._most: int | None = None
+        if epochs is not None:
+            assert not isinstance(taskset, QueueTaskSet), "a rule on settings: nobody knows how long a queue will be"
+            self._most = round(epochs * len(taskset))
         self._numbers = (draws or Position()).draws()
         self._task_of: dict[int, str] = {}  # by draw, from the first one that is not over
         self._again: list[Task] = []
         self._num_drawn = 0
         self.num_too_long = self.num_shortened = 0
+        self._too_long: set[str] = set()  # ids, of a taskset that draws tasks again; each is measured and logged once
+        self._num_ids: int | None = None
         if start is not None:
             taskset.load_state_dict(start["taskset"])
-            by_id = {task.task_id: task for task in taskset.tasks}
+            by_id = taskset.find(set(start["open_tasks"]))
+            if gone := [task_id for task_id in start["open_tasks"] if task_id not in by_id]:
+                raise ValueError(f"task: the run that goes on was at task {gone[0]}, which is not there any more")
             self._again = [by_id[task_id] for task_id in reversed(start["open_tasks"])]
             self._num_drawn = start["num_drawn"]
         self._source = taskset.forever()
-
-    @property
-    def num_again(self) -> int:
-        """Tasks of an earlier run that are still to be drawn again: nobody has to wait for them."""
-        return len(self._again)
 
     def __next__(self) -> Task:
         task = (self._fitting(self._again.pop()) if self._again else None) or self._fresh()
@@ -82,19 +91,35 @@ class TaskStream(Iterator[Task]):
         }
 
     def _fresh(self) -> Task:
-        for in_a_row in range(len(self._taskset)):
+        for in_a_row in itertools.count(1):
             if self._most is not None and self._num_drawn >= self._most:
                 raise StopIteration
-            self._num_drawn += 1
             task = next(self._source)
-            if (fitting := self._fitting(task)) is not None:
+            self._num_drawn += 1
+            if task.task_id not in self._too_long and (fitting := self._fitting(task)) is not None:
                 return fitting
-            self.num_too_long += 1
-            length = self._num_tokens(task)
-            logger.warning("task %s left out: prompt of %d tokens (%d in a row)", task.task_id, length, in_a_row + 1)
-        raise ValueError(
-            f"rollout.max_prompt_tokens: got {self._limit}, but every prompt is longer (the last: {length}); raise it"
-        )
+            self._leave_out(task)
+            if isinstance(self._taskset, QueueTaskSet) and in_a_row == BREATH:
+                raise NoTaskYet(f"a prompt of at most {self._limit} tokens (rollout.max_prompt_tokens)")
+        raise AssertionError("counting has no end")
+
+    def _leave_out(self, task: Task) -> None:
+        """Raises ValueError once every task of the taskset has been left out, however often each was drawn."""
+        self.num_too_long += 1
+        if task.task_id in self._too_long:
+            return
+        length = self._num_tokens(task)
+        logger.warning("task %s left out: prompt of %d tokens", task.task_id, length)
+        if isinstance(self._taskset, QueueTaskSet):  # draws each task once
+            return
+        self._too_long.add(task.task_id)
+        if self._num_ids is None:
+            self._num_ids = len({t.task_id for t in self._taskset.tasks})
+        if len(self._too_long) == self._num_ids:
+            raise ValueError(
+                f"rollout.max_prompt_tokens: got {self._limit}, but every prompt is longer (the last: {length}); "
+                "raise it, or set rollout.overlong_prompts=truncate"
+            )
 
     def _fitting(self, task: Task) -> Task | None:
         if self._num_tokens(task) <= self._limit:

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..algorithms.build import objective_of
 from ..auxiliary.actor import AuxiliaryRemote
@@ -270,10 +271,13 @@ class Launcher:
         return (await asyncio.gather(*calls))[0]
 
     async def buffer(self, *, start: dict[str, Any] | None = None) -> None:
-        """`start`: the position in the data of the run to go on from."""
-        self.parts.buffer = ReplayBufferRemote.options(max_concurrency=calls_at_once(self._config)).remote(
-            self._config, role="replay", log_file=self._logs / "replay.log", start=start
-        )
+        """`start`: the position in the data of the run to go on from.
+
+        It reads the tasks, so it runs on the machine where the driver runs and has checked their files.
+        """
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        actor = ReplayBufferRemote.options(max_concurrency=calls_at_once(self._config), scheduling_strategy=here)
+        self.parts.buffer = actor.remote(self._config, role="replay", log_file=self._logs / "replay.log", start=start)
         process = await self._wait(self.parts.buffer.start.remote(), "replay")
         self._started("replay", self.parts.buffer, process, cores=self._others)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 from ..types import Task
@@ -37,6 +37,10 @@ class MixedTaskSet:
     def forever(self) -> Iterator[Task]:
         while True:
             yield self._draw()
+
+    def find(self, task_ids: Container[str]) -> dict[str, Task]:
+        """Those of these ids, by id."""
+        return {task.task_id: task for task in self.tasks if task.task_id in task_ids}
 
     def texts(self) -> Iterator[str]:
         for taskset in self._sets.values():

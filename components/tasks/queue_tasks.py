@@ -1,95 +1,112 @@
 """A queue that other programs feed: a jsonl file that grows while the run takes its tasks from it.
 
 Each line is one task, used once, in the order of the file. `PATH.closed` (an empty file) says that nothing more comes;
-the run then ends when the last task is used. While the file is open its newest task waits for the next one, so that the
-end is known when it comes.
+the run then ends when the last task is used. The file itself is the backlog: a line is read when its task is drawn, and
+nothing of it is kept.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import itertools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ..config.paths import is_file, user_path
 from ..types import Task
-from .jsonl_tasks import parse_line
+from .jsonl_tasks import MAX_LINE_BYTES, parse_line
 from .questions import Row
 from .rows import RowFormat
 
-POLL_S = 0.2
+FIRST_TASKS = 1000
+"""So many are shown as `tasks`: enough to try an environment and to measure speeds with."""
 
 
-class QueueTaskSet:
-    """As a `TaskSet` to those who draw, but that it grows. `make` turns a row into its task, None leaves it out.
+class NoTaskYet(Exception):
+    """There is no task to draw now; there may be one later. The text says what would bring one."""
 
-    Rows are numbered by their place in the file, so the k-th draw is the same in a run that goes on later.
+
+@dataclass(slots=True)
+class _Place:
+    """Where the next line of the file begins, and how many lines and rows (lines that are not empty) are before it."""
+
+    offset: int = 0
+    num_lines: int = 0
+    num_rows: int = 0
+
+
+class QueueTaskSet(Iterator[Task]):
+    """As a `TaskSet` to those who draw, but that it grows: drawing raises `NoTaskYet` where it would have to wait.
+
+    `make` turns a row into its task, None leaves it out. Rows are numbered by their place in the file, so the k-th draw
+    is the same in a run that goes on later. `limit`: the queue ends after so many rows.
     """
 
     def __init__(
-        self, path: str | Path, *, form: RowFormat, make: Callable[[Row, int], Task | None], name: str = "queue"
+        self,
+        path: str | Path,
+        *,
+        form: RowFormat,
+        make: Callable[[Row, int], Task | None],
+        limit: int | None = None,
+        name: str = "queue",
     ) -> None:
         self.name = name
         self._path = user_path(path)
         self._form = form
         self._make = make
-        self._offset = self._num_lines = self._num_rows = self._num_drawn = 0
-        self._tasks: list[Task] = []
-        self._poll()
-        if not self._tasks:
+        self._limit = limit
+        self._place = _Place()
+        self._searched_to = -1  # size of the file when there was no further line in it
+        first = next(self.in_file(), None)
+        if first is None:
             raise ValueError(f"task.path: got {path}, expected a jsonl file with at least one task to start with")
+        self._fingerprint = hashlib.sha256(first.task_id.encode()).hexdigest()[:16]
+
+    def __next__(self) -> Task:
+        """The next task. Ends where the queue is closed; raises `NoTaskYet` where it is open and has none."""
+        closed = self._closed_mark.exists()  # asked before the last look into the file
+        searched_to = self._size()
+        for task in self._read(self._place, unfinished=closed):
+            if task is not None:
+                return task
+        if closed or self._place.num_rows == self._limit:
+            raise StopIteration
+        self._searched_to = searched_to
+        raise NoTaskYet(f"a task in {self._path}; feed it, or close it with `touch {self._closed_mark}`")
+
+    def forever(self) -> Iterator[Task]:
+        return self
+
+    def may_have_more(self) -> bool:
+        """Whether drawing may come to something else than last time; costs two looks at the folder."""
+        return self._size() != self._searched_to or self._closed_mark.exists()
+
+    def in_file(self) -> Iterator[Task]:
+        """Every task that is in the file now, from its beginning. Raises ValueError naming the line."""
+        whole = self._read(_Place(), unfinished=self._closed_mark.exists())
+        return (task for task in whole if task is not None)
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """Those that have come so far."""
-        return tuple(self._tasks)
+        """The first ones of the file, to try and to measure things with."""
+        return tuple(itertools.islice(self.in_file(), FIRST_TASKS))
 
-    def __len__(self) -> int:
-        return len(self._tasks)
-
-    def __iter__(self) -> Iterator[Task]:
-        return self.forever()
-
-    def forever(self) -> Iterator[Task]:
-        """Tasks in order until the queue is closed. Waits for the next one by blocking: ask `num_ready` before."""
-        for number in itertools.count(self._num_drawn):
-            while number >= len(self._tasks):
-                closed = self._is_closed()  # asked before the last look into the file
-                self._poll()
-                if number >= len(self._tasks):
-                    if closed:
-                        return
-                    time.sleep(POLL_S)
-            self._num_drawn = number + 1
-            yield self._tasks[number]
-
-    async def num_ready(self, fits: Callable[[Task], bool], *, timeout_s: float) -> int | None:
-        """How many tasks that fit can be drawn without waiting: waits until there is one. None: it is closed.
-
-        Raises TimeoutError where nothing comes.
-        """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            closed = self._is_closed()
-            self._poll()
-            if closed:
-                return None
-            ready = sum(map(fits, self._tasks[self._num_drawn :]))
-            if ready:
-                return ready
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"task.path: no task came into {self._path} for {timeout_s:g} s (cluster.step_timeout_s); feed it, "
-                    f"or close it with `touch {self._closed_mark}`"
-                )
-            await asyncio.sleep(POLL_S)
+    def find(self, task_ids: Container[str]) -> dict[str, Task]:
+        """Those of these ids that were drawn, by id. Reads the file from its beginning."""
+        place = _Place()
+        found = {}
+        for task in self._read(place, unfinished=True):
+            if place.num_rows > self._place.num_rows:
+                break
+            if task is not None and task.task_id in task_ids:
+                found[task.task_id] = task
+        return found
 
     def texts(self) -> Iterator[str]:
-        for task in self._tasks:
+        for task in self.in_file():
             yield from [task.prompt] if isinstance(task.prompt, str) else (m["content"] for m in task.prompt)
             yield task.answer
 
@@ -101,40 +118,51 @@ class QueueTaskSet:
         return 0
 
     def state_dict(self) -> dict[str, Any]:
-        return {"fingerprint": self.fingerprint(), "position": self._num_drawn}
+        return {"fingerprint": self.fingerprint(), "place": asdict(self._place)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where another run's `state_dict` was. Raises ValueError where the file is another one."""
         if (got := state["fingerprint"]) != (own := self.fingerprint()):
             raise ValueError(f"task.path: the saved position has fingerprint {got}, {self._path} has {own}")
-        self._num_drawn = state["position"]
+        self._place = _Place(**state["place"])
+        self._size()  # raises where the file has become shorter
 
     def fingerprint(self) -> str:
         """16 hex digits of the first task: the file may only grow."""
-        return hashlib.sha256(self._tasks[0].task_id.encode()).hexdigest()[:16]
+        return self._fingerprint
 
     @property
     def _closed_mark(self) -> Path:
         return self._path.with_name(self._path.name + ".closed")
 
-    def _is_closed(self) -> bool:
-        return self._closed_mark.exists()
+    def _size(self) -> int:
+        size = self._path.stat().st_size if is_file(self._path) else 0
+        if size < self._place.offset:
+            raise ValueError(
+                f"task.path: {self._path} has {size} bytes, but {self._place.offset} were read from it; expected a "
+                "file that only grows; put back what was taken out"
+            )
+        return size
 
-    def _poll(self) -> None:
-        """Read what was appended, whole lines only: another program may be in the middle of one."""
+    def _read(self, place: _Place, *, unfinished: bool) -> Iterator[Task | None]:
+        """The tasks of the file from `place` on, which moves along: None for rows that `make` leaves out.
+
+        A last line without its end is read where it is said that nothing more comes (`unfinished`): else another
+        program may be in the middle of it.
+        """
         if not is_file(self._path):
             return
         with self._path.open("rb") as file:
-            file.seek(self._offset)
-            new = file.read()
-        whole = new[: new.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        for line in whole.splitlines():
-            self._num_lines += 1
-            if not line.strip():
-                continue
-            row = parse_line(line, f"{self._path}:{self._num_lines}", self._form)
-            task = self._make(row, self._num_rows)
-            self._num_rows += 1
-            if task is not None:
-                self._tasks.append(task)
+            file.seek(place.offset)
+            while place.num_rows != self._limit and (line := file.readline(MAX_LINE_BYTES + 1)):
+                if not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES and not unfinished:
+                    return
+                task, is_row = None, bool(line.strip()) or len(line) > MAX_LINE_BYTES
+                if is_row:
+                    row = parse_line(line, f"{self._path}:{place.num_lines + 1}", self._form)
+                    task = self._make(row, place.num_rows)
+                place.offset += len(line)
+                place.num_lines += 1
+                place.num_rows += is_row
+                if is_row:
+                    yield task

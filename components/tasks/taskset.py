@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -68,6 +68,10 @@ class TaskSet:
             raise ValueError(f"taskset {self.name}: got no tasks, expected at least one; check the task section")
         while True:
             yield from self
+
+    def find(self, task_ids: Container[str]) -> dict[str, Task]:
+        """Those of these ids, by id."""
+        return {task.task_id: task for task in self.tasks if task.task_id in task_ids}
 
     def texts(self) -> Iterator[str]:
         """Every text of the taskset (prompts, answers, solutions): what a tokenizer must be able to write."""
@@ -214,7 +218,7 @@ def _build_queue(config: Any, kept_out: set[str]) -> QueueTaskSet:
             row, task_id=task_id, system_prompt=config.system_prompt, prompt_template=config.prompt_template
         )
 
-    return QueueTaskSet(config.path, form=_form(config), make=make)
+    return QueueTaskSet(config.path, form=_form(config), make=make, limit=config.limit)
 
 
 def _build_mix(

@@ -21,8 +21,9 @@ from leeway.replay.actor import ReplayBufferActor
 from leeway.replay.position import Position
 from leeway.replay.stream import TaskStream
 from leeway.tasks import Prompter
-from leeway.tasks.queue_tasks import QueueTaskSet
-from leeway.tasks.taskset import build_taskset
+from leeway.tasks.jsonl_tasks import parse_line
+from leeway.tasks.queue_tasks import NoTaskYet, QueueTaskSet
+from leeway.tasks.taskset import TaskSet, build_taskset
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.tasks.truncate import truncated
 from leeway.types import Task
@@ -78,23 +79,100 @@ def close(path):
     path.with_name(path.name + ".closed").touch()
 
 
+def waits(queue) -> bool:
+    try:
+        task = next(queue)
+    except NoTaskYet:
+        return True
+    raise AssertionError(f"got {task}")
+
+
 def test_a_queue_gives_each_task_once_in_order_while_it_grows(tmp_path):
     path = tmp_path / "queue.jsonl"
     feed(path, 0, 1)
     queue = build(name="queue", path=str(path))
     assert isinstance(queue, QueueTaskSet)
-    drawn = queue.forever()
-    assert [next(drawn).answer for _ in range(2)] == ["a0", "a1"]
+    assert [next(queue).answer for _ in range(2)] == ["a0", "a1"]
+    assert waits(queue)
+    assert not queue.may_have_more()
     feed(path, 2, 1)
     feed(path, 3, end="")  # somebody is still writing
-    assert [next(drawn).answer for _ in range(2)] == ["a2", "a1"]
-    assert len(queue) == 4
+    assert queue.may_have_more()
+    assert [next(queue).answer for _ in range(2)] == ["a2", "a1"]
+    assert waits(queue)
+    assert not queue.may_have_more(), "half a line is not looked at again"
     feed(path, end="\n")
+    assert next(queue).answer == "a3"
+    feed(path, 4, end="")
     close(path)
-    assert [t.answer for t in drawn] == ["a3"]
-    assert len({t.task_id for t in queue.tasks}) == 5, "the same question twice is two tasks"
+    assert queue.may_have_more()
+    assert [t.answer for t in queue] == ["a4"], "who closes a queue is done with its last line"
+    assert len({t.task_id for t in queue.tasks}) == 6, "the same question twice is two tasks"
     again = build(name="queue", path=str(path))
-    assert [t.task_id for t in again.forever()] == [t.task_id for t in queue.tasks], "as a run that goes on draws it"
+    assert [t.answer for t in again] == ["a0", "a1", "a2", "a1", "a3", "a4"], "as a run that goes on draws it"
+
+
+def test_a_line_is_read_and_measured_once_however_long_the_backlog_is(tmp_path, monkeypatch):
+    path = tmp_path / "queue.jsonl"
+    feed(path, *range(300))
+    queue = build(name="queue", path=str(path))
+    parsed, measured = [], []
+
+    def parse(line, where, form):
+        parsed.append(where)
+        return parse_line(line, where, form)
+
+    def num_tokens(task):
+        measured.append(task.task_id)
+        return 1
+
+    monkeypatch.setattr("leeway.tasks.queue_tasks.parse_line", parse)
+    stream = TaskStream(queue, num_tokens=num_tokens, max_prompt_tokens=1)
+    drawn = [next(stream).task_id for _ in range(50)]
+    assert (len(parsed), measured) == (50, drawn)
+
+
+def test_a_backlog_of_long_prompts_lets_others_breathe(tmp_path):
+    path = tmp_path / "queue.jsonl"
+    feed(path, *range(100, 300), 1)
+    queue = build(name="queue", path=str(path))
+    stream = TaskStream(queue, num_tokens=lambda task: len(str(task.prompt)), max_prompt_tokens=2)
+    for _ in range(200 // 64):
+        assert waits(stream)
+        assert queue.may_have_more()
+    assert (next(stream).answer, stream.num_too_long) == ("a1", 200)
+
+
+def test_a_queue_ends_at_its_limit(tmp_path):
+    path = tmp_path / "queue.jsonl"
+    feed(path, 0, 1, 2)
+    queue = build(name="queue", path=str(path), limit=2)
+    assert [t.answer for t in queue] == ["a0", "a1"]
+    assert [t.answer for t in queue.tasks] == ["a0", "a1"]
+    assert queue.may_have_more(), "its end is seen by who asks"
+
+
+def test_a_queue_that_was_cut_is_refused(tmp_path):
+    path = tmp_path / "queue.jsonl"
+    feed(path, 0, 1)
+    queue = build(name="queue", path=str(path))
+    next(queue)
+    path.write_text(path.read_text()[:10])
+    with pytest.raises(ValueError, match=r"queue\.jsonl has 10 bytes, but 35 were read .* only grows"):
+        next(queue)
+
+
+def test_a_line_that_is_no_task_is_named_and_never_passed_over(tmp_path):
+    path = tmp_path / "queue.jsonl"
+    feed(path, 0)
+    queue = build(name="queue", path=str(path))
+    next(queue)
+    path.open("a").write("\n[]\n")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"queue\.jsonl:3: got list"):
+            next(queue)
+    with pytest.raises(ValueError, match=r"queue\.jsonl:3: got list"):
+        list(build(name="queue", path=str(path)).in_file())
 
 
 def test_a_run_goes_on_in_a_queue_where_it_was(tmp_path):
@@ -112,12 +190,15 @@ def test_a_run_goes_on_in_a_queue_where_it_was(tmp_path):
     feed(path, 4)
     close(path)
     again = stream(draws=position, start=saved)
-    assert again.num_again == 2, "these are there, whatever else comes into the queue"
     assert [task.answer for task in again] == ["a1", "a3", "a4"]
     other = tmp_path / "other.jsonl"
     feed(other, 7)
     with pytest.raises(ValueError, match=r"task\.path: the saved position has fingerprint"):
         build(name="queue", path=str(other)).load_state_dict(saved["taskset"])
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([lines[0], lines[2], lines[1], *lines[3:]]))  # numbered anew
+    with pytest.raises(ValueError, match=r"task: the run that goes on was at task .*, which is not there any more"):
+        stream(draws=position, start=saved)
 
 
 def test_what_is_evaluated_on_is_left_out_of_a_queue(tmp_path):
@@ -132,30 +213,6 @@ def test_what_is_evaluated_on_is_left_out_of_a_queue(tmp_path):
     assert [t.answer for t in queue.forever()] == ["a0", "a2"]
 
 
-def test_who_asks_a_dry_queue_waits_for_the_next_task(tmp_path, monkeypatch):
-    monkeypatch.setattr("leeway.tasks.queue_tasks.POLL_S", 0.01)
-    path = tmp_path / "queue.jsonl"
-    feed(path, 0)
-    queue = build(name="queue", path=str(path))
-    next(queue.forever())
-
-    async def main():
-        waiting = asyncio.create_task(queue.num_ready(lambda task: task.answer != "a1", timeout_s=60))
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        feed(path, 1)
-        await asyncio.sleep(0.05)
-        assert not waiting.done(), "what does not fit does not count"
-        feed(path, 2, 3)
-        assert await waiting == 2
-        with pytest.raises(TimeoutError, match=r"no task came into .*queue\.jsonl for 0\.05 s"):
-            await queue.num_ready(lambda task: False, timeout_s=0.05)
-        close(path)
-        assert await queue.num_ready(lambda task: True, timeout_s=5) is None
-
-    asyncio.run(main())
-
-
 def test_queues_that_cannot_be_are_refused(tmp_path):
     with pytest.raises(ValueError, match="at least one task to start with"):
         build(name="queue", path=str(tmp_path / "none.jsonl"))
@@ -167,6 +224,11 @@ def test_queues_that_cannot_be_are_refused(tmp_path):
         load_config("quickstart", base)
     with pytest.raises(ConfigError, match=r"task\.name: got 'queue', expected a source that ends"):
         load_config("quickstart", [*base, "task.holdout_frac=0"])
+    for order in ("shuffle", "adaptive"):
+        with pytest.raises(ConfigError, match=rf"task\.order: got '{order}', expected sequential, because .* is queue"):
+            load_config("quickstart", [*base, "stages.sft=null", "task.holdout_frac=0", f"task.order={order}"])
+    kept = load_config("quickstart", [*base, "stages.sft=null", "task.holdout_frac=0"])
+    assert type(kept).model_validate(kept.model_dump()).task.order == "sequential"
     epochs = [
         "stages.sft=null",
         "task.holdout_frac=0",
@@ -227,12 +289,9 @@ def drawn(tasks, how, limit=8):
     buffer: Any = SimpleNamespace(_config=SimpleNamespace(rollout=rollout), _prompter=PROMPTER)
     buffer._num_tokens = lambda task: ReplayBufferActor._num_tokens(buffer, task)
 
-    class Tasks(list):
-        def forever(self):
-            return iter(self)
-
     return TaskStream(
-        Tasks(tasks),  # type: ignore[arg-type]
+        TaskSet(tasks, seed=0, order="sequential"),
+        epochs=1,
         num_tokens=buffer._num_tokens,
         max_prompt_tokens=limit,
         shortened=lambda task: ReplayBufferActor._shortened(buffer, task),

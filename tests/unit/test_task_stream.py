@@ -151,6 +151,22 @@ def test_when_every_prompt_is_too_long_that_is_said_at_once() -> None:
         next(TaskStream(taskset_of("shuffle"), **options))
 
 
+@pytest.mark.parametrize("order", ["shuffle", "adaptive", "sequential"])
+def test_one_prompt_that_fits_is_found_in_every_epoch(order: str) -> None:
+    """Between two draws of it the others may come up twice: at the end of an epoch and at the beginning of the next."""
+    for seed in range(20):
+        tasks = [Task(task_id=str(i), prompt="x" if i == 2 else "xx") for i in range(6)]
+        stream = TaskStream(
+            TaskSet(tasks, seed=seed, order=order), num_tokens=lambda task: len(task.prompt), max_prompt_tokens=1
+        )
+        assert [next(stream).task_id for _ in range(20)] == ["2"] * 20
+    rare = {"a": TaskSet(tasks[3:], seed=0), "b": TaskSet(tasks[2:3], seed=0)}
+    mixed = MixedTaskSet(rare, {"a": 50.0, "b": 1.0})
+    stream = TaskStream(mixed, num_tokens=lambda task: len(task.prompt), max_prompt_tokens=1)
+    assert next(stream).task_id == "2"
+    assert stream.num_too_long > len(tasks)
+
+
 def test_a_position_in_other_tasks_is_refused() -> None:
     first = TaskStream(taskset_of("shuffle"), num_tokens=lambda _: 1, max_prompt_tokens=8)
     saved = first.position(Position())
