@@ -12,7 +12,7 @@ import torch
 from leeway.algorithms.advantages import grpo_advantage
 from leeway.algorithms.pieces import advantage_of
 from leeway.replay.assemble import Assembler, Take, split_evenly
-from leeway.types import NO_VERSION, Group, TrainBatch, Trajectory
+from leeway.types import NO_VERSION, Group, TrainBatch, Trajectory, batch_trajectories
 
 
 def trajectory(name: int, *, reward: float, prompt=3, response=4, masked=0, version=0, **extra) -> Trajectory:
@@ -334,3 +334,33 @@ def test_further_conversations_get_the_mean_of_advantages_that_differ_by_turn():
     main = [a for a, m in zip(found[100], first.loss_mask, strict=True) if m]
     assert main[0] != main[1], "its turns differ"
     assert found[101] == pytest.approx([sum(main) / len(main)] * len(found[101]))
+
+
+def test_a_batch_holds_the_very_numbers_of_its_trajectories_end_to_end():
+    """Laid out by a faster way than one long list; the bits are those of `torch.tensor`."""
+    rng = random.Random(5)
+    trajectories = [
+        Trajectory(
+            prompt_tokens=[rng.randrange(2**31) for _ in range(rng.randint(1, 4))],
+            response_tokens=[rng.randrange(2**31) for _ in range(length)],
+            loss_mask=[rng.random() < 0.5 for _ in range(length)],
+            behavior_logprobs=[-rng.expovariate(0.3) for _ in range(length)],
+            policy_versions=[rng.choice((NO_VERSION, 3, 4)) for _ in range(length)],
+            reward=0.0,
+            finish_reason="stop",
+            text="",
+        )
+        for length in (5, 0, 1, 9)
+    ]
+    whole, by_token = [rng.gauss(0, 1) for _ in trajectories], [rng.gauss(0, 1) for _ in range(9)]
+    for advantages in (whole, [*whole[:3], by_token], [1, 0, 2, -1]):
+        batch = batch_trajectories(trajectories, advantages, num_sequences=4, num_tokens=9)
+        for name in ("prompt_tokens", "response_tokens", "loss_mask", "behavior_logprobs", "policy_versions"):
+            ours = getattr(batch, name)
+            plain = [x for t in trajectories for x in getattr(t, name)]
+            assert torch.equal(ours, torch.tensor(plain, dtype=ours.dtype))
+        assert {batch.loss_mask.dtype, batch.advantages.dtype} == {torch.bool, torch.float32}
+        each = [a if isinstance(a, list) else [a] * n for a, n in zip(advantages, (5, 0, 1, 9), strict=True)]
+        assert torch.equal(batch.advantages, torch.tensor([x for own in each for x in own], dtype=torch.float32))
+    empty = batch_trajectories([], [], num_sequences=0, num_tokens=0)
+    assert (len(empty.response_tokens), len(empty.advantages), empty.loss_mask.dtype) == (0, 0, torch.bool)
