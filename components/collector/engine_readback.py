@@ -70,18 +70,27 @@ def total_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Published:
-    """The column sums of one publication, gathered while it streams in."""
+    """The names and column sums of one publication, gathered while it streams in."""
 
     def __init__(self, *, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
         self.sums: dict[Key, torch.Tensor] = {}
+        self._leaves: set[tuple[str, str]] = set()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
+        self._leaves.add((layer_of(name), name.rpartition(".")[2]))
         tensor = tensor.to(device=self._device, dtype=self._dtype)
         expert = expert_of(name)
         sums = column_sums(tensor) if expert is None else total_sum(tensor)
         key = (expert or layer_of(name), tensor.shape[-1] if tensor.dim() > 1 else 1)
         self.sums[key] = self.sums[key] + sums if key in self.sums else sums
+
+    def buffers_of(self, name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """A module's own buffers that were published (a layer's scale): what a kernel made for itself was not."""
+        layer = layer_of(f"{name}.weight")
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if leaf not in module._non_persistent_buffers_set and (layer, leaf) in self._leaves:
+                yield leaf, buffer
 
 
 @dataclass(frozen=True)
@@ -119,6 +128,12 @@ def read_back(model: torch.nn.Module, published: Published, *, dtype: torch.dtyp
         if layer not in unread and not isinstance(module, RoutedExperts):
             for width, sums in _sums(module, dtype, num_columns, turn):
                 found[layer, width] = found[layer, width] + sums if (layer, width) in found else sums
+    for name, module in model.named_modules():
+        for _, buffer in published.buffers_of(name, module):
+            key = (layer_of(f"{name}.weight"), buffer.shape[-1] if buffer.dim() > 1 else 1)
+            if key[0] not in unread:
+                sums = _block(column_sums(buffer.to(dtype)), num_columns, turn)
+                found[key] = found[key] + sums if key in found else sums
     read = {layer for layer, _ in found}
     differing = {
         layer

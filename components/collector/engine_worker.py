@@ -28,6 +28,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
     initialize_layerwise_reload,
 )
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
 from ..weights import HandOverError, TensorEntry, read_bucket
@@ -113,6 +114,7 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, BucketInfo]):
         self._published = self._nothing_published()
         forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
+        forget_uncounted(self.model)
 
     def receive_weights(self, update_info: BucketInfo) -> None:
         self._policy_version = update_info.policy_version
@@ -125,7 +127,7 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, BucketInfo]):
         self.model.load_weights(self._noted(tensors))  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
-        missing = uncovered_parameters(self.model)
+        missing = [*uncovered_parameters(self.model), *uncovered_uncounted(self.model)]
         if missing:
             raise HandOverError("load", self._policy_version, f"no published tensor reached {', '.join(missing)}")
         finalize_layerwise_reload(self.model, self.model_config)
@@ -188,9 +190,32 @@ def uncovered_parameters(model: torch.nn.Module) -> list[str]:
     return missing
 
 
+def forget_uncounted(model: torch.nn.Module) -> None:
+    """Make what vLLM loads without counting it (a router's correction of its scores) not a number until it is loaded.
+
+    It is written in place and outside of vLLM's layerwise reload, so that an old value would stay without a word.
+    """
+    for _, parameter in _uncounted(model):
+        parameter.data.fill_(torch.nan)
+
+
+def uncovered_uncounted(model: torch.nn.Module) -> list[str]:
+    """Names of what `forget_uncounted` has erased and the load in progress has not written completely."""
+    return [name for name, parameter in _uncounted(model) if parameter.data.isnan().any()]
+
+
+def _uncounted(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for name, parameter in model.named_parameters():
+        if name.rpartition(".")[2] in SKIP_LOAD_TENSORS and parameter.is_floating_point():
+            yield name, parameter
+
+
 def _num_loadable(layer: torch.nn.Module) -> int:
-    """Elements of a layer's own parameters that a checkpoint can fill: all but the padding rows of a vocabulary."""
-    total = sum(p.numel() for p in layer.parameters(recurse=False))
+    """Elements of a layer's own parameters that vLLM counts as a checkpoint fills them.
+
+    Not the padding rows of a vocabulary, and not what `forget_uncounted` sees to.
+    """
+    total = sum(p.numel() for name, p in layer.named_parameters(recurse=False) if name not in SKIP_LOAD_TENSORS)
     if isinstance(layer, VocabParallelEmbedding):
         padding_rows = layer.num_embeddings_per_partition - layer.shard_indices.num_org_elements
         total -= padding_rows * layer.embedding_dim

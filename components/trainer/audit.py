@@ -13,19 +13,22 @@ from ..weights import Manifest, read_bucket
 from .names import PublishedNames
 from .scoring import ScoringModel
 from .sharding import reshard
+from .tensors import by_tensor, saved_tensors
 
 
 @contextmanager
-def published_weights(model: ScoringModel, manifest: Manifest, buckets: Sequence[np.ndarray]) -> Iterator[None]:
+def published_weights(
+    model: ScoringModel, names: PublishedNames, manifest: Manifest, buckets: Sequence[np.ndarray]
+) -> Iterator[None]:
     """Inside, `model` (sharded or not) has the weights of `manifest`; outside, its own again, bit for bit.
 
     Every rank reads the whole publication and keeps its own shards of it. Costs one more copy of the rank's shards.
     """
     reshard(model)
-    parameters, names = dict(model.lm.named_parameters()), PublishedNames(model.lm)
-    missing = {name: names.parts(name, p.shape) for name, p in parameters.items()}
+    tensors = {aliases[0]: tensor for tensor, aliases in by_tensor(saved_tensors(model.lm)).items()}
+    missing = {name: names.parts(name, t.shape) for name, t in tensors.items()}
     found: dict[str, torch.Tensor] = {}
-    own = {name: _local(p).detach().clone() for name, p in parameters.items()}
+    own = {name: _local(t).detach().clone() for name, t in tensors.items()}
     try:
         with torch.no_grad():
             for index, bucket in enumerate(buckets):
@@ -34,8 +37,8 @@ def published_weights(model: ScoringModel, manifest: Manifest, buckets: Sequence
                 memory = torch.from_numpy(np.array(bucket))
                 found |= read_bucket(memory, entries, policy_version=manifest.policy_version)
                 for name in [name for name, parts in missing.items() if parts <= found.keys()]:
-                    full = names.join(name, parameters[name].shape, found)
-                    _local(parameters[name]).copy_(_shard_like(parameters[name], full))
+                    full = names.join(name, tensors[name].shape, found)
+                    _local(tensors[name]).copy_(_shard_like(tensors[name], full))
                     for part in missing.pop(name):
                         del found[part]
         assert not missing, f"not in the publication: {sorted(missing)[:3]}"
@@ -43,17 +46,17 @@ def published_weights(model: ScoringModel, manifest: Manifest, buckets: Sequence
     finally:
         reshard(model)
         with torch.no_grad():
-            for name, parameter in parameters.items():
-                _local(parameter).copy_(own[name])
+            for name, tensor in tensors.items():
+                _local(tensor).copy_(own[name])
 
 
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _shard_like(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    if not isinstance(parameter, DTensor):
+def _shard_like(tensor: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
         return full
-    full = full.to(parameter.device, parameter.dtype)
+    full = full.to(tensor.device, tensor.dtype)
     # No rank sends anything: each has read the same bytes.
-    return distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+    return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()

@@ -6,9 +6,10 @@
 
     take_state (copies out)  ->  write_state (beside training, if that was a copy)        load_state
 
-Weights, AdamW's moments and step counts are tensors under their parameters' names, so any number of ranks may load what
-any number saved. The learning-rate schedule has no state of its own: it follows the policy version. Torch pickles
-`.metadata`; it is checked against the hash in state.json before anything reads it, and nothing else here is pickled.
+Weights, buffers, AdamW's moments and step counts are tensors under the model's own names for them, so any number of
+ranks may load what any number saved. The learning-rate schedule has no state of its own: it follows the policy version.
+Torch pickles `.metadata`; it is checked against the hash in state.json before anything reads it, and nothing else here
+is pickled.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from .durable import write_durably
 from .rng import rng_state, set_rng_state
 from .sharding import reshard
+from .tensors import by_tensor, saved_tensors
 from .writing import on_all_ranks, write_shards
 
 FORMAT = 1
@@ -142,21 +144,26 @@ def read_state(directory: Path) -> dict[str, Any]:
 
 
 def _tensors(parts: Parts) -> dict[str, torch.Tensor]:
-    """Every tensor of the state by name, as the live objects. A parameter that had no gradient yet has zero moments."""
+    """Every tensor of the state by name, as the live objects. A parameter that had no gradient yet has zero moments.
+
+    Tied tensors are there once, under their first name.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for prefix, (model, optimizer) in parts.items():
         # After a forward pass alone (a canary) FSDP leaves the root's weights whole, in parameters that the optimizer
         # does not know: their moments would be saved as zeros.
         reshard(model)
         known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        for name, parameter in model.named_parameters():
-            assert parameter in known, f"{name} is not the optimizer's"
-            moments = optimizer.state[parameter]
+        for tensor, (name, *_) in by_tensor(saved_tensors(model)).items():
+            tensors[f"model.{prefix}{name}"] = tensor.detach()
+            if not isinstance(tensor, nn.Parameter):
+                continue  # a buffer, which nobody trains
+            assert tensor in known, f"{name} is not the optimizer's"
+            moments = optimizer.state[tensor]
             if not moments:
-                moments["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                moments["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                moments["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            tensors[f"model.{prefix}{name}"] = parameter.detach()
+                moments["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+                moments["exp_avg"] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
+                moments["exp_avg_sq"] = torch.zeros_like(tensor, memory_format=torch.preserve_format)
             tensors |= {f"optimizer.{prefix}{name}.{key}": value for key, value in moments.items()}
     return tensors
 
@@ -167,6 +174,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check_same_model(directory: Path, tensors: dict[str, torch.Tensor], saved: dict[str, Any]) -> None:
+    buffers = {name for name in tensors if name.startswith("model.") and f"optimizer{name[5:]}.step" not in tensors}
     expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     found = {
         name: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
@@ -174,6 +182,11 @@ def _check_same_model(directory: Path, tensors: dict[str, torch.Tensor], saved: 
         if not name.startswith("rng.")
     }
     different = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    if different and all(name in buffers and name not in found for name in different):
+        raise CheckpointError(
+            f"checkpoint {directory} holds none of the model's {len(different)} buffers (the first is "
+            f"{different[0]}): it was saved by a version of Leeway that left them out; train again from model.path"
+        )
     if different:
         name = different[0]
         raise CheckpointError(

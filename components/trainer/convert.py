@@ -36,9 +36,16 @@ def convert(path: Path, *, base_model: str | None = None, dtype: str | None = No
             yield target, False
             continue
         read_state(step / "dcp")
-        writer = HFWriter(_base_of(step, base_model), target, dtype=getattr(torch, dtype or "float32"))
-        for weights in _weights(step / "dcp", dtype or "float32"):
+        base = _base_of(step, base_model)
+        writer = HFWriter(base, target, dtype=getattr(torch, dtype or "float32"))
+        for weights in _weights(step / "dcp"):
             writer.add(weights)
+        if missing := writer.missing():
+            writer.abandon()
+            raise CheckpointError(
+                f"{step}: {len(missing)} tensors that {base} has are not in the checkpoint, the first is {missing[0]}; "
+                "it is of another model, or was saved by a version of Leeway that left out buffers"
+            )
         writer.finish()
         yield target, True
 
@@ -73,7 +80,7 @@ def _base_of(step: Path, base_model: str | None) -> str:
     return base
 
 
-def _weights(directory: Path, dtype: str) -> Iterator[dict[str, torch.Tensor]]:
+def _weights(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
     """All weights of a checkpoint, `PART_BYTES` of them at a time."""
     reader = FileSystemReader(directory)
     saved = reader.read_metadata().state_dict_metadata
@@ -85,5 +92,5 @@ def _weights(directory: Path, dtype: str) -> Iterator[dict[str, torch.Tensor]]:
     for plan in plan_buckets(weights, PART_BYTES):
         tensors = {place.names[0]: torch.empty(place.shape, dtype=place.dtype) for place in plan.places}
         dcp_load(tensors, storage_reader=reader, no_dist=True)
-        yield {name.removeprefix(PREFIX): tensors[name].to(getattr(torch, dtype)) for name in tensors}
+        yield {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
         del tensors

@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import json
-import os
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils.hub import cached_file
 
 from .durable import sync, sync_tree
+from .tensors import by_tensor, saved_tensors
+
+logger = logging.getLogger(__name__)
+
+COPIED = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "tokenizer.model",
+    "tekken.json",
+)
+"""Copied as they are, where the base has them: stop tokens, and what processors and other programs' tokenizers read."""
 
 
 class HFWriter:
-    """Config, tokenizer and generation settings of `base` with weights in `dtype`; appears whole or not at all.
+    """Config, tokenizer and side files (`COPIED`) of `base`, a folder or a hub id, with parameters in `dtype`.
 
-    Each `add` writes one file of weights and keeps nothing of it. `finish` puts the folder in its place.
+    Appears whole or not at all. Each `add` writes one file of weights and keeps nothing of it. `finish` puts the folder
+    in its place.
     """
 
     def __init__(self, base: str, directory: Path, *, dtype: torch.dtype, trust_remote_code: bool = False) -> None:
@@ -28,29 +44,46 @@ class HFWriter:
         config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        tensors = saved_tensors(self._model)
+        self._dtype, self._parameters = dtype, {name for name, t in tensors.items() if isinstance(t, nn.Parameter)}
+        self._missing = {name: tuple(names) for names in by_tensor(tensors).values() for name in names}
         self._tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=trust_remote_code)
-        self._generation = None
-        if os.path.exists(os.path.join(base, "generation_config.json")):
-            self._generation = GenerationConfig.from_pretrained(base)
+        self._copied = _side_files(base)
         self._files: list[dict[str, int]] = []  # of each file: bytes by name
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The next weights, by the names of the model's modules; tied ones once. On the CPU, in `dtype`."""
+        """The next weights, by the names of the model's modules; tied ones once. On the CPU, of any type.
+
+        Parameters are written in `dtype`, buffers as they are: some have to stay float32.
+        """
+        for name in tensors:
+            for tied in self._missing.get(name, ()):
+                self._missing.pop(tied, None)
+        tensors = {name: t.to(self._dtype) if name in self._parameters else t for name, t in tensors.items()}
         # Some models hold their weights otherwise than their files do, with all experts of a layer in one, say.
         tensors = revert_weight_conversion(self._model, dict(tensors))
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(tensors, self._partial / _unnumbered(len(self._files)), metadata={"format": "pt"})
         self._files.append({name: tensor.nbytes for name, tensor in tensors.items()})
 
+    def missing(self) -> list[str]:
+        """What the model has and nobody has added yet."""
+        return sorted(self._missing)
+
+    def abandon(self) -> None:
+        """Leave nothing behind."""
+        shutil.rmtree(self._partial, ignore_errors=True)
+
     def finish(self) -> None:
+        assert not self._missing, f"not all of the model was written: {self.missing()[:3]} and others"
         # With no weights it writes all the rest.
         self._model.save_pretrained(self._partial, state_dict={})
         (self._partial / "model.safetensors").unlink(missing_ok=True)
         self._tokenizer.save_pretrained(self._partial)
-        if self._generation is not None:
-            self._generation.save_pretrained(self._partial)
+        for name, path in self._copied.items():
+            shutil.copyfile(path, self._partial / name)
         total = len(self._files)
         names = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
         if total == 1:
@@ -65,6 +98,22 @@ class HFWriter:
         shutil.rmtree(self._directory, ignore_errors=True)
         self._partial.rename(self._directory)
         sync(self._directory.parent)
+
+
+def _side_files(base: str) -> dict[str, str]:
+    """Where those of `COPIED` are that `base` has, by name; of a hub id they are fetched unless they were before."""
+    found, unknown = {}, []
+    for name in COPIED:
+        try:
+            path = cached_file(base, name, _raise_exceptions_for_missing_entries=False)
+        except OSError:  # neither in the cache nor to be asked for
+            unknown.append(name)
+            continue
+        if path is not None:
+            found[name] = path
+    if unknown:
+        logger.warning("%s cannot be reached: not copied, if it has them: %s", base, ", ".join(unknown))
+    return found
 
 
 def _unnumbered(index: int) -> str:

@@ -1,7 +1,8 @@
-"""What a parameter is called outside of the model that trains it.
+"""What a model's tensors are called outside of the process that trains it.
 
-Transformers keeps a layer's experts as one tensor and writes one file entry per expert and matrix, often under other
-names. Engines and other tools know the names of the files. For all other models both are the same.
+Engines and other tools know the names in a model's files. For most models these are the names of its modules. Some
+families rename (a composite's language model), and transformers keeps a layer's experts as one tensor, of which the
+files hold one entry per expert and matrix.
 """
 
 from __future__ import annotations
@@ -10,29 +11,48 @@ from collections.abc import Mapping
 
 import torch
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, revert_weight_conversion
+from transformers.core_model_loading import revert_weight_conversion
+
+from .tensors import saved_tensors
 
 
 class PublishedNames:
-    """Splits the parameters of one model into the tensors of its files, and puts them together again."""
+    """Splits the tensors of one model into those of its files, and puts them together again.
+
+    `renamed`: the file's name of every tensor that is one in the files too; the others have to be split. Raises
+    `ValueError` for a family whose files keep several tensors as one: each is published and saved by itself.
+    """
 
     def __init__(self, lm: PreTrainedModel) -> None:
         self._lm = lm
-        self.differ = any(isinstance(c, WeightConverter) for c in get_model_conversion_mapping(lm, add_legacy=False))
+        self.renamed: dict[str, str] = {}
+        owners: dict[str, str] = {}
+        for name, tensor in saved_tensors(lm).items():
+            whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            parts = revert_weight_conversion(lm, {name: whole})
+            if len(parts) == 1 and next(iter(parts.values())) is whole:
+                self.renamed[name] = next(iter(parts))
+            for part in parts:
+                if (owner := owners.setdefault(part, name)) != name:
+                    raise ValueError(
+                        f"model.path: got a {type(lm).__name__}, whose files keep {owner} and {name} as one tensor "
+                        f"({part}); expected a model whose files hold its weights as they are or in parts"
+                    )
 
     def split(self, name: str, full: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors that parameter `name` with the values `full` is published as, by name."""
-        return revert_weight_conversion(self._lm, {name: full}) if self.differ else {name: full}
+        """The tensors that `name` with the values `full` is published as, by name."""
+        if name in self.renamed:
+            return {self.renamed[name]: full}
+        return revert_weight_conversion(self._lm, {name: full})
 
     def parts(self, name: str, shape: torch.Size) -> set[str]:
-        """Names of the tensors that `split` makes of a parameter of this shape."""
+        """Names of the tensors that `split` makes of a tensor of this shape."""
         return set(self.split(name, torch.empty(shape, device="meta")))
 
     def join(self, name: str, shape: torch.Size, published: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The values of parameter `name` from all its published parts. Undoes `split`."""
-        if not self.differ:
-            return published[name]
+        """The values of `name` from all its published parts. Undoes `split`."""
+        if name in self.renamed:
+            return published[self.renamed[name]]
         # Splitting the numbers 0, 1, ... says where each published element belongs.
         places = self.split(name, torch.arange(shape.numel()).view(shape))
         full = torch.empty(shape.numel(), dtype=published[next(iter(places))].dtype)

@@ -221,7 +221,7 @@ class Trainer:
         `batch` is this rank's share, `manifest` and `buckets` a kept publication (a collective). Returns the `sum`,
         `max` and number (`tokens`) of |trainer - engine| in nats over all ranks. The weights stay as they were.
         """
-        with published_weights(self._model, manifest, buckets):
+        with published_weights(self._model, self._gatherer.names, manifest, buckets):
             logprobs = self.token_logprobs(batch)
         chosen = batch.loss_mask & (batch.policy_versions == manifest.policy_version)
         gaps = (logprobs - batch.behavior_logprobs)[chosen].abs().double()

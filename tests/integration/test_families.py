@@ -18,6 +18,7 @@ from leeway.collector import engine_worker_env
 from leeway.collector.clock import ActivityClock
 from leeway.collector.engine import Engine, EngineSettings
 from leeway.collector.hand_over import HandOver
+from leeway.trainer.tensors import saved_tensors
 from leeway.trainer.trainer import Trainer
 from leeway.types import Trajectory, batch_trajectories
 from leeway.weights import CanaryPrompts, HandOverError
@@ -50,8 +51,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {},
     "mistral": {"sliding_window": None},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    # With buffers: what corrects a router's scores, or scales a layer.
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    },
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 32},
+    "gemma4_text": {
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 256,
+        "pad_token_id": 0,
+    },
 }
 EXPERTS = {"mixtral": "block_sparse_moe.experts", "qwen3_moe": "mlp.experts"}
+WITH_BUFFERS = ("glm4_moe", "minimax_m2", "gemma4_text")
 # The tied Qwen2 is in test_engine.py.
 pytestmark = [pytest.mark.timeout(200), pytest.mark.long("an engine for each family")]
 
@@ -61,7 +80,17 @@ def save_model(folder: Path, family: str) -> None:
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(family.split()[0], **(SIZES | FAMILIES[family]))
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    change_buffers(lm)
+    lm.save_pretrained(folder)
+
+
+def change_buffers(lm: torch.nn.Module) -> int:
+    """Give persistent buffers other values: at their first ones nothing shows. Returns how many there are."""
+    buffers = [t for t in saved_tensors(lm).values() if not isinstance(t, torch.nn.Parameter)]
+    for buffer in buffers:
+        buffer.normal_(1.0, 0.5)
+    return len(buffers)
 
 
 def canary_prompts() -> CanaryPrompts:
@@ -149,6 +178,8 @@ def test_engine_and_trainer_agree_after_hand_overs(
         for version in (1, 2):
             trainer.forward_backward(batch_of(random_trajectories(version, 8, version=version - 1)))
             assert trainer.optim_step()["train/lr"] == OPTIMIZER.lr
+            # Nobody trains them, but what was resumed may have others than the engine's files.
+            assert bool(change_buffers(trainer._model.lm)) == (family in WITH_BUFFERS)
             gap = runner.run(asyncio.wait_for(hand_over(engine, trainer), 60))
             assert 0 < gap <= TOLERANCE
             trajectories = runner.run(asyncio.wait_for(sampled(engine, version), 60))

@@ -128,7 +128,7 @@ def test_the_own_weights_come_back_when_the_body_fails(make):  # noqa: F811
     seen = []
 
     def fail_inside() -> None:
-        with published_weights(scene.trainer._model, scene.manifest, scene.buckets):
+        with published_weights(scene.trainer._model, scene.trainer._gatherer.names, scene.manifest, scene.buckets):
             seen.append(scene.own())
             raise ZeroDivisionError
 

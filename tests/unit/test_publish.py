@@ -256,3 +256,24 @@ def test_experts_are_written_as_the_models_own_files_have_them(model_path, tmp_p
     assert "model.layers.1.mlp.experts.3.down_proj.weight" in index["weight_map"]
     for name, tensor in reference_model(tmp_path / "hf").named_parameters():
         assert torch.equal(tensor, state[name]), name
+
+
+def test_side_files_come_along_from_a_folder_and_from_the_hub(tmp_path, monkeypatch):
+    """The next stage's stop tokens stand in generation_config.json; other programs read the rest."""
+    snapshot = tmp_path / "hub/models--org--tiny/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    save_model(snapshot, tied=True)
+    (snapshot / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5], "temperature": 0.7}))
+    (snapshot / "preprocessor_config.json").write_text('{"size": 7}')
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    state = {name: p.detach() for name, p in reference_model(snapshot).named_parameters()}
+    for base in ("org/tiny", str(snapshot)):
+        writer = HFWriter(base, tmp_path / "hf", dtype=torch.float32)
+        writer.add(state)
+        writer.finish()
+        for name in ("generation_config.json", "preprocessor_config.json"):
+            assert (tmp_path / "hf" / name).read_text() == (snapshot / name).read_text(), (base, name)
+        assert not (tmp_path / "hf/processor_config.json").exists()
