@@ -147,8 +147,8 @@ class OptimizerConfig(Section):
     weight_decay: NonNegativeFloat = Field(default=0.0, description="decoupled weight decay")
     decay: Literal["all", "matrices", "hidden_matrices"] = Field(
         default="matrices",
-        description="what weight_decay acts on: all, not biases and norms (matrices), nor embeddings (hidden_matrices; "
-        "a tied output head counts as one)",
+        description="what weight_decay acts on. all: every weight; matrices: all but biases and norms; hidden_matrices: "
+        "matrices but for embeddings, a tied output head and the critic's head",
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="learning-rate schedule after warm-up"
@@ -158,8 +158,8 @@ class OptimizerConfig(Section):
     max_grad_norm: PositiveFloat = Field(default=1.0, description="clip gradients to this norm")
     max_skipped_steps: NonNegativeInt = Field(
         default=3,
-        description="how many steps in a row may be skipped because their gradient is nan or inf; one "
-        "more ends the run",
+        description="how many steps in a row may be skipped because their gradient (the policy's, or the critic's) is "
+        "nan or inf; one more ends the run",
     )
 
 

@@ -15,14 +15,13 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ..algorithms.critic import value_loss, value_sums
 from .families import load_model
 from .layout import Layout
 from .microbatch import Microbatch
-from .optimizer import OptimizerSettings, learning_rate, make_optimizer
+from .optimizer import OptimizerSettings, Stepper, embedding_ids, make_optimizer
 from .scoring import is_packed, pass_arguments
 from .sharding import shard
 
@@ -128,7 +127,10 @@ class Critic:
             compute_dtype=compute_dtype,
             gradient_checkpointing=gradient_checkpointing,
         )  # type: ignore[assignment]
-        self.optimizer = make_optimizer(self.model.parameters(), settings.optimizer)
+        # No matrix between hidden states either: the head, which makes one number of each.
+        outside = embedding_ids(self.model) | {id(self.model.head.weight)}
+        self.optimizer = make_optimizer(self.model.parameters(), settings.optimizer, embeddings=outside)
+        self._stepper = Stepper(self.optimizer, settings.optimizer, lr_key="critic.lr", metrics="train/value")
         self._num_ranks = mesh.size()
 
     @property
@@ -164,20 +166,8 @@ class Critic:
         return sums
 
     def optim_step(self, step: int) -> dict[str, float]:
-        """One optimizer step, the `step`-th. A gradient that is not finite raises before any weight changes."""
-        optimizer = self._settings.optimizer
-        norm = torch.nn.utils.clip_grad_norm_(list(self.model.parameters()), optimizer.max_grad_norm)
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if not torch.isfinite(norm):
-            raise FloatingPointError(
-                f"gradient norm of the critic is {norm.item()} at policy version {step}; lower critic.lr"
-            )
-        lr = learning_rate(optimizer, step)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-        self.forget_gradient()
-        return {"train/value/grad_norm": norm.item(), "train/value/lr": lr}
+        """One optimizer step, the `step`-th; empty where the critic's own gradient is not finite (`Stepper`)."""
+        return self._stepper.step(step)
 
     def forget_gradient(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

@@ -82,9 +82,18 @@ class Stepper:
     row are skipped and counted; the next one raises FloatingPointError.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        settings: OptimizerSettings,
+        *,
+        lr_key: str = "optimizer.lr",
+        metrics: str = "train",
+    ) -> None:
+        """`lr_key`: the setting that its learning rate came from; `metrics`: what its metrics' names begin with."""
         self._optimizer = optimizer
         self._settings = settings
+        self._lr_key, self._metrics = lr_key, metrics
         self._skipped = self._in_a_row = 0
 
     def step(self, policy_version: int) -> dict[str, float]:
@@ -102,15 +111,16 @@ class Stepper:
         else:
             self._skip(norm, policy_version)
         self._optimizer.zero_grad(set_to_none=True)
-        return {"train/grad_norm": norm, "train/lr": lr, "train/skipped_steps": float(self._skipped)}
+        values = {"grad_norm": norm, "lr": lr, "skipped_steps": float(self._skipped)}
+        return {f"{self._metrics}/{name}": value for name, value in values.items()}
 
     def _skip(self, norm: float, policy_version: int) -> None:
         self._skipped += 1
         self._in_a_row += 1
-        said = f"gradient norm is {norm} at policy version {policy_version}"
+        said = f"{self._metrics}/grad_norm is {norm} at policy version {policy_version}"
         if self._in_a_row > self._settings.max_skipped_steps:
             raise FloatingPointError(
                 f"{said}, {self._in_a_row} in a row (optimizer.max_skipped_steps is "
-                f"{self._settings.max_skipped_steps}); lower optimizer.lr or check rewards"
+                f"{self._settings.max_skipped_steps}); lower {self._lr_key} or check rewards"
             )
         logger.warning("%s: the step is skipped, %d so far", said, self._skipped)

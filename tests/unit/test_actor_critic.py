@@ -340,6 +340,40 @@ def test_a_critic_of_another_vocabulary_is_refused(model_path, tmp_path):  # noq
         dist.destroy_process_group()
 
 
+def poison(trainer: ActorCriticTrainer) -> None:
+    for parameter in trainer._critic.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(float("nan"))
+
+
+def test_a_critics_gradient_that_is_not_finite_is_skipped_like_the_policys(make):
+    trainer = make(critic={"optimizer": dataclasses.replace(OPTIMIZER, max_skipped_steps=1)})
+    critic, policy = weights(trainer._critic.model), weights(trainer._model)
+    batch = batch_of(in_pairs(random_trajectories(0, 8)))
+    trainer.forward_backward(batch)
+    poison(trainer)
+    metrics = trainer.optim_step()
+    assert (metrics["train/value/skipped_steps"], metrics["train/skipped_steps"]) == (1, 0)
+    assert all(torch.equal(tensor, critic[name]) for name, tensor in weights(trainer._critic.model).items())
+    assert not torch.equal(weights(trainer._model)["lm.model.norm.weight"], policy["lm.model.norm.weight"])
+    trainer.forward_backward(batch)
+    poison(trainer)
+    with pytest.raises(FloatingPointError, match=r"train/value/grad_norm is nan .* 1, 2 in a row.*lower critic\.lr"):
+        trainer.optim_step()
+
+
+def test_weight_decay_spares_the_critics_embeddings_and_head_where_it_is_of_hidden_matrices(make):
+    decaying = dataclasses.replace(OPTIMIZER, decay="hidden_matrices", weight_decay=0.5)
+    trainer = make(critic={"optimizer": decaying})
+    before = weights(trainer._critic.model)
+    for parameter in trainer._critic.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    trainer._critic.optim_step(0)
+    kept = {name for name, tensor in weights(trainer._critic.model).items() if torch.equal(tensor, before[name])}
+    assert {"lm.embed_tokens.weight", "head.weight", "head.bias", "lm.norm.weight"} <= kept
+    assert "lm.layers.0.mlp.up_proj.weight" not in kept
+
+
 RANK_1 = """
 from leeway.trainer.actor_critic import ActorCriticTrainer
 from tests.unit.test_actor_critic import fill_head
