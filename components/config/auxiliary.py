@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from .base import Section
+from .base import Section, Temperature
 
 
 class AuxiliaryModel(Section):
@@ -24,7 +24,7 @@ class AuxiliaryModel(Section):
     timeout_s: PositiveFloat = Field(default=30.0, description="seconds that one try of a request may take")
     retries: NonNegativeInt = Field(default=2, description="times a request is tried again")
     max_in_flight: PositiveInt = Field(default=64, description="requests at a time from one generator")
-    temperature: NonNegativeFloat = Field(default=0.0, description="sampling temperature")
+    temperature: Temperature = Field(default=0.0, description="sampling temperature; 0 is greedy, else at least 0.01")
     max_tokens: PositiveInt = Field(default=512, description="longest answer")
     max_model_len: PositiveInt = Field(default=4096, description="path: longest prompt and answer together")
     engine: dict[str, Any] = Field(default_factory=dict, description="path: passed to vLLM's AsyncEngineArgs")

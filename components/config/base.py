@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeFloat, ValidationInfo, field_validator
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises a temperature between 0 and this to it, and samples from another distribution than the one asked for."""
 
 
 class Section(BaseModel):
@@ -24,6 +27,16 @@ class Section(BaseModel):
         if bool not in kinds and (int in kinds or float in kinds):
             raise ValueError("a number")
         return value
+
+
+def _is_sampled_as_it_says(value: float) -> float:
+    if 0 < value < LEAST_TEMPERATURE:
+        raise ValueError(f"0 (greedy) or at least {LEAST_TEMPERATURE}, which is vLLM's lowest")
+    return value
+
+
+Temperature = Annotated[NonNegativeFloat, AfterValidator(_is_sampled_as_it_says)]
+"""A sampling temperature that may be 0: greedy."""
 
 
 def leaf_types(annotation: Any) -> set[Any]:

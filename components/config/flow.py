@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from .base import Section
+from .base import LEAST_TEMPERATURE, Section
 from .names import PRIORITIES
 
 
@@ -14,7 +14,11 @@ class RolloutConfig(Section):
     """How completions are generated."""
 
     num_generators: PositiveInt = Field(default=1, description="engines, each a process of its own")
-    temperature: PositiveFloat = Field(default=1.0, description="sampling temperature; the trainer divides by the same")
+    temperature: float = Field(
+        default=1.0,
+        ge=LEAST_TEMPERATURE,
+        description="sampling temperature; the trainer divides its logits by the same, and vLLM's lowest is 0.01",
+    )
     max_prompt_tokens: PositiveInt = Field(default=1024, description="longest prompt allowed; see overlong_prompts")
     overlong_prompts: Literal["drop", "truncate", "refuse"] = Field(
         default="drop",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from .base import Section
+from .base import Section, Temperature
 
 
 class ModelInit(Section):
@@ -104,7 +104,7 @@ class EvalSampling(Section):
     k: list[PositiveInt] | None = Field(
         default=None, description="pass@k and best@k for these k, at most samples; null: 1, 2, 4, ... up to samples"
     )
-    temperature: NonNegativeFloat = Field(default=0.0, description="sampling temperature; 0 is greedy")
+    temperature: Temperature = Field(default=0.0, description="sampling temperature; 0 is greedy, else at least 0.01")
     top_p: float = Field(
         default=1.0, gt=0.0, le=1.0, description="sample from the likeliest tokens that hold this much probability"
     )

@@ -147,8 +147,8 @@ class OptimizerConfig(Section):
     weight_decay: NonNegativeFloat = Field(default=0.0, description="decoupled weight decay")
     decay: Literal["all", "matrices", "hidden_matrices"] = Field(
         default="matrices",
-        description="what weight_decay acts on. all: every weight; matrices: all but biases and norms; hidden_matrices: "
-        "matrices but for embeddings, a tied output head and the critic's head",
+        description="what weight_decay acts on. all: every weight; matrices: not biases and norms; hidden_matrices: "
+        "not embeddings, a tied output head or the critic's head either",
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="learning-rate schedule after warm-up"

@@ -173,7 +173,10 @@ def test_a_copy_starts_from_other_weights() -> None:
         ("seed=1.5", ["seed: got 1.5"]),
         ("rollout.num_generators=true", ["rollout.num_generators: got True", "number"]),
         ("rollout.num_generators=0", ["rollout.num_generators: got 0", "greater than 0"]),
-        ("rollout.temperature=0", ["rollout.temperature: got 0", "greater than 0"]),
+        ("rollout.temperature=0", ["rollout.temperature: got 0", "greater than or equal to 0.01"]),
+        ("rollout.temperature=0.005", ["rollout.temperature: got 0.005", "0.01"]),  # vLLM would sample at 0.01
+        ("eval.temperature=0.005", ["eval.temperature: got 0.005", "0 (greedy) or at least 0.01"]),
+        ("eval.tasksets.t={name: jsonl, path: x.jsonl, temperature: 0.005}", ["temperature", "at least 0.01"]),
         ("optimizer.lr=.nan", ["optimizer.lr: got nan", "finite"]),
         ("algorithm.group_size=1", ["algorithm.group_size: got 1", "at least 2", "reinforce_pp"]),
         ("staleness.in_flight=later", ["staleness.in_flight: got 'later'", "'recompute'"]),
