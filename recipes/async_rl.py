@@ -38,6 +38,7 @@ from leeway.tasks.evalsets import build_evalsets
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.queue_tasks import QueueTaskSet
 from leeway.tasks.taskset import build_taskset
+from leeway.weights import Publication
 
 T = TypeVar("T")
 LAST_REPORTS_S = 30.0
@@ -253,7 +254,9 @@ class AsyncRL:
                 if publish:
                     with clock.waiting("wait_for_publish"):
                         await self._finish_publishing()
-                    self._publishing = asyncio.create_task(self._hand_out())
+                    # Asked for before the next step is: what that one publishes takes the place of what nobody claimed.
+                    publication = self._parts.trainers[0].publication.remote()
+                    self._publishing = asyncio.create_task(self._hand_out(self._version, publication))
                     self._supervisor.watch("publishing", self._publishing)
                 if i == len(take.batches) - 1:  # between takes: none is ever half trained on resume
                     with clock.waiting("checkpoint"):
@@ -331,13 +334,12 @@ class AsyncRL:
     async def _publish(self) -> None:
         """Gather the current weights on the trainer and hand them out."""
         await self._wait(together(t.publish.remote() for t in self._parts.trainers), "trainer")
-        await self._hand_out()
+        await self._hand_out(self._version, self._parts.trainers[0].publication.remote())
 
-    async def _hand_out(self) -> None:
-        """Upload what rank 0 has gathered, make it available, and let more groups start. Runs beside the next step."""
+    async def _hand_out(self, version: int, upload: Awaitable[Publication]) -> None:
+        """Make what rank 0 uploads of `version` available, and let more groups start. Runs beside the next step."""
         started = time.monotonic()
-        version = self._version
-        publication = await self._wait(self._parts.trainers[0].publication.remote(), "trainer-0")
+        publication = await self._wait(upload, "trainer-0")
         assert publication.manifest.policy_version == version, "the trainer and the driver count steps differently"
         await self._wait(self._parts.param_server.publish.remote(publication), "param_server")
         await self._wait(self._parts.buffer.published.remote(version), "replay")

@@ -95,11 +95,12 @@ class Checkpoints:
         return metrics
 
     async def at_end(self, *, interrupted: bool = False) -> Path | None:
-        """The last weights (unless `checkpoint.save_hf` is never), and the state where somebody may go on from it.
+        """The last weights (unless `checkpoint.save_hf` is never) and the state to go on from (unless
+        `checkpoint.save_state` is; interrupted runs always leave it).
 
         Returns the Hugging Face folder if there is one, when everything is on disk.
         """
-        hf, state = self._settings.save_hf != "never", interrupted or self._settings.every > 0
+        hf, state = self._settings.save_hf != "never", interrupted or self._settings.save_state != "never"
         folder = await self._begin(hf=hf, state=state) if hf or state else None
         await self._finish()
         return folder / "hf" if folder is not None and hf else None
@@ -107,7 +108,8 @@ class Checkpoints:
     async def _begin(self, *, hf: bool, state: bool) -> Path | None:
         """Copy out what the ranks hold; returns the folder that it will be in.
 
-        They are asked for the step, because an interrupt may come in the middle of one.
+        They are asked for the step, because an interrupt may come in the middle of one. An interrupt that comes while
+        they copy ends this wait and not the save: `_finish` waits for it.
         """
         await self._finish()
         step = await self._wait(self._trainers[0].policy_version.remote(), "trainer-0")
@@ -124,14 +126,11 @@ class Checkpoints:
         # A name of its own: what a run before this one left running may still write into a folder that it made.
         partial = self._directory / f"{folder.name}.{secrets.token_hex(4)}.partial"
         partial.mkdir(parents=True)
-        folders = [str(partial / name) if wanted else None for name, wanted in (("dcp", state), ("hf", hf))]
-        try:
-            held_up = await self._collective(lambda t: t.begin_save.remote(*folders))
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        self._metrics["checkpoint/copy_s"] = max(of_rank["checkpoint/copy_s"] for of_rank in held_up)
-        self._writing = self._supervisor.watch("checkpoint", self._complete(partial, folder, about))
+        copied = asyncio.Event()
+        self._writing = self._supervisor.watch(
+            "checkpoint", self._save(partial, folder, about, hf=hf, state=state, copied=copied)
+        )
+        await self._wait(copied.wait(), "saving a checkpoint")
         return folder
 
     async def _finish(self) -> None:
@@ -140,9 +139,15 @@ class Checkpoints:
             await self._wait(asyncio.shield(self._writing), "checkpoint")
             self._writing = None
 
-    async def _complete(self, partial: Path, folder: Path, about: dict[str, Any]) -> None:
-        """Once every rank has written: give it its name, and only then remove others."""
+    async def _save(
+        self, partial: Path, folder: Path, about: dict[str, Any], *, hf: bool, state: bool, copied: asyncio.Event
+    ) -> None:
+        """All ranks copy (then `copied` is set) and write; then it gets its name, and only then others are removed."""
+        folders = [str(partial / name) if wanted else None for name, wanted in (("dcp", state), ("hf", hf))]
         try:
+            held_up = await together(t.begin_save.remote(*folders) for t in self._trainers)
+            self._metrics["checkpoint/copy_s"] = max(of_rank["checkpoint/copy_s"] for of_rank in held_up)
+            copied.set()
             written = await together(t.finish_save.remote() for t in self._trainers)
             self._metrics["checkpoint/write_s"] = max(of_rank["checkpoint/write_s"] for of_rank in written)
             if folder.exists():  # of the same step, with less in it
@@ -178,9 +183,6 @@ class Checkpoints:
 
     def _folder(self, step: int) -> Path:
         return self._directory / f"step-{step:06d}"
-
-    async def _collective(self, call: Callable[[Any], Any]) -> list[Any]:
-        return await self._wait(together([call(t) for t in self._trainers]), "saving a checkpoint")
 
     async def _wait(self, call: Any, what: str) -> Any:
         return await self._supervisor.wait(call, what=what, timeout_s=self._timeout_s)

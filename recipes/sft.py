@@ -115,10 +115,11 @@ async def train_offline(
             )
             if config.eval.at_end:
                 evals["after"] = await measure(last_step)
+            folder = await checkpoints.at_end()
         except asyncio.CancelledError:
+            status = "interrupted"
             await asyncio.shield(checkpoints.at_end(interrupted=True))
             raise
-        folder = await checkpoints.at_end()
         status = "done"
     finally:
         monitor.close(status)

@@ -236,6 +236,11 @@ class CheckpointConfig(Section):
     """What is saved and when: the full state to resume from, and weights for other programs to load."""
 
     every: NonNegativeInt = Field(default=0, description="optimizer steps between checkpoints; 0: only at the end")
+    save_state: Literal["last", "never"] = Field(
+        default="last",
+        description="last: a run can be extended from its end, for 12 bytes per parameter on disk; never: it ends with "
+        "weights only, unless it is interrupted",
+    )
     keep_last: PositiveInt = Field(default=2, description="newest checkpoints kept")
     keep_every: NonNegativeInt = Field(
         default=0, description="also keep every checkpoint whose step is a multiple of this; 0: none"

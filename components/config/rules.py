@@ -75,6 +75,7 @@ def check_rules(config: Config, recipe: str, named: Named = str) -> None:
     if recipe in TRAINING_RECIPES:
         steps_or_epochs_is_set(config, named)
         only_a_gpu_is_offloaded(config, named)
+        states_on_the_way_mean_one_at_the_end(config, named)
     if recipe in STUDIES or recipe in OFFLINE_RECIPES:
         a_queue_feeds_rollouts(config, named)
     if recipe == "dpo":
@@ -96,6 +97,17 @@ def check_rules(config: Config, recipe: str, named: Named = str) -> None:
             raise _no_heldout(config, named("task.holdout_frac"))
         studies_start_anew(config, named)
         frontier_cells(config)
+
+
+def states_on_the_way_mean_one_at_the_end(config: Config, named: Named) -> None:
+    every = config.checkpoint.every
+    if every and config.checkpoint.save_state == "never":
+        raise ConfigError(
+            named("checkpoint.save_state"),
+            got="never",
+            expected=f"last where checkpoint.every is {every}: a checkpoint on the way is a state to go on from",
+            fix="set checkpoint.every=0, or leave checkpoint.save_state out",
+        )
 
 
 def model_is_loaded_or_built(config: Config, named: Named) -> None:

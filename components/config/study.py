@@ -60,7 +60,7 @@ def _cell(config: Config, *, lag: int, least: int, correction: str, seed: int) -
             "algorithm": {"correction": correction},
             "rollout": {"pull_every": WHEN_A_FLOOR_ASKS, "pull": "oldest"},
             "eval": {"at_start": True, "at_end": True, "every": _eval_every(config) if lockstep else 0},
-            "checkpoint": {"save_hf": "never", "every": 0},
+            "checkpoint": {"save_hf": "never", "save_state": "never", "every": 0},
             "monitor": {"console": "off", "wandb": "off", "tensorboard": False, "rollouts_per_step": 0},
         },
     )

@@ -103,8 +103,13 @@ class TrainerActor:
 
     @as_text
     async def publication(self) -> Publication:
-        """The last published weights once they are uploaded, beside whatever the trainer computes next."""
-        return await asyncio.to_thread(self._trainer.publication)
+        """The last published weights once they are uploaded, beside whatever the trainer computes next.
+
+        They are claimed when this call begins: calls begin in the order they are made, so what is asked for before the
+        next step is submitted is never the next step's.
+        """
+        complete = self._trainer.claim_publication()
+        return await asyncio.to_thread(complete)
 
     @as_text
     async def measure(self, batch: TrainBatch) -> dict[str, float]:

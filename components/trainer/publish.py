@@ -47,7 +47,7 @@ class _Pending:
 
 
 class Publisher:
-    """One rank's part in publishing. Rank 0 uploads and holds the last publication until it is asked for."""
+    """One rank's part in publishing. Rank 0 uploads and holds the last publication until it is claimed."""
 
     def __init__(self, gatherer: Gatherer, *, put: Put) -> None:
         self._gatherer = gatherer
@@ -63,7 +63,7 @@ class Publisher:
         """Gather the weights of now and send them on their way, then `score` the canary (both collectives).
 
         When it fails, nothing is left: what was uploaded is let go, and nobody has heard of it. A publication that was
-        not asked for by then is let go too.
+        not claimed by then is let go too.
         """
         self._pending = None
         uploads: list[Future[_Uploaded]] = []
@@ -79,20 +79,14 @@ class Publisher:
         if uploads:
             self._pending = _Pending(policy_version, uploads, canary)
 
-    def publication(self) -> Publication:
-        """Rank 0: the last `publish`, once all of its buckets are where they can be pulled from.
+    def claim(self) -> Callable[[], Publication]:
+        """Rank 0: take the last `publish` over, before the next one lets it go.
 
-        May run in another thread, beside the next step.
+        What is returned waits until all of its buckets are where they can be pulled from, in any thread.
         """
-        assert self._pending is not None, "publication() is for rank 0, after publish()"
+        assert self._pending is not None, "claim() is for rank 0, after publish()"
         pending, self._pending = self._pending, None
-        uploaded = [upload.result() for upload in pending.uploads]
-        entries = [entry for bucket in uploaded for entry in bucket.entries]
-        num_bytes = sum(bucket.num_bytes for bucket in uploaded)
-        manifest = Manifest(
-            pending.policy_version, entries, len(uploaded), num_bytes, pending.canary, digest_of(entries)
-        )
-        return Publication(manifest, [bucket.ref for bucket in uploaded])
+        return lambda: _complete(pending)
 
     def _upload(self, plan: BucketPlan, memory: torch.Tensor) -> _Uploaded:
         try:
@@ -103,6 +97,14 @@ class Publisher:
             return _Uploaded(plan.entries(hashes), ref, plan.num_bytes)
         finally:
             self._uploaded.release()
+
+
+def _complete(pending: _Pending) -> Publication:
+    uploaded = [upload.result() for upload in pending.uploads]
+    entries = [entry for bucket in uploaded for entry in bucket.entries]
+    num_bytes = sum(bucket.num_bytes for bucket in uploaded)
+    manifest = Manifest(pending.policy_version, entries, len(uploaded), num_bytes, pending.canary, digest_of(entries))
+    return Publication(manifest, [bucket.ref for bucket in uploaded])
 
 
 def keep(bucket: np.ndarray) -> np.ndarray:

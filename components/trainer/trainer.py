@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -244,9 +244,13 @@ class Trainer:
             self.policy_version, lambda: score_canary(self._model, self._settings.canary, self._device)
         )
 
+    def claim_publication(self) -> Callable[[], Publication]:
+        """Rank 0: what completes the last `publish`, in any thread, beside the next step; see `Publisher.claim`."""
+        return self._publisher.claim()
+
     def publication(self) -> Publication:
-        """Rank 0: the last `publish`, complete. May run beside the next step."""
-        return self._publisher.publication()
+        """Rank 0: the last `publish`, complete."""
+        return self.claim_publication()()
 
     def begin_save(self, *, state: str | None = None, hf: str | None = None) -> dict[str, float]:
         """Save into `state` (to go on from) and `hf` (for others to load), beside what comes next (a collective).

@@ -59,7 +59,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "n_shared_experts": 1,
     },
-    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 32},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 32, "scoring_func": "sigmoid"},
     "gemma4_text": {
         "global_head_dim": 32,
         "hidden_size_per_layer_input": 0,

@@ -174,6 +174,7 @@ def test_a_copy_starts_from_other_weights() -> None:
         ("rollout.num_generators=true", ["rollout.num_generators: got True", "number"]),
         ("rollout.num_generators=0", ["rollout.num_generators: got 0", "greater than 0"]),
         ("rollout.temperature=0", ["rollout.temperature: got 0", "greater than or equal to 0.01"]),
+        ("checkpoint={every: 5, save_state: never}", ["checkpoint.save_state: got 'never'", "checkpoint.every=0"]),
         ("rollout.temperature=0.005", ["rollout.temperature: got 0.005", "0.01"]),  # vLLM would sample at 0.01
         ("eval.temperature=0.005", ["eval.temperature: got 0.005", "0 (greedy) or at least 0.01"]),
         ("eval.tasksets.t={name: jsonl, path: x.jsonl, temperature: 0.005}", ["temperature", "at least 0.01"]),

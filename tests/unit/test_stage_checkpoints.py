@@ -33,11 +33,13 @@ from leeway.types import Task
 class FakeRank:
     """Saves like a trainer rank, or fails of `fault` with what it saves half written.
 
-    With `slow` nothing is on disk before `go_on` is set; what is written is what it held when saving began.
+    With `slow` nothing is on disk before `go_on` is set; what is written is what it held when saving began. With
+    `copies` set, saving holds training up until `copied` is set.
     """
 
     def __init__(self, *, slow: bool = False) -> None:
         self.step, self.fault, self.slow, self.go_on = 0, None, slow, asyncio.Event()
+        self.copies, self.copied = False, asyncio.Event()
         self.policy_version = SimpleNamespace(remote=self._version)
         self.begin_save = SimpleNamespace(remote=self._begin_save)
         self.finish_save = SimpleNamespace(remote=self._finish_save)
@@ -49,6 +51,8 @@ class FakeRank:
     async def _begin_save(self, state: str | None, hf: str | None) -> dict[str, float]:
         assert not self._begun, "one save at a time"
         self._begun.append((self.step, state, hf))
+        if self.copies:
+            await self.copied.wait()
         return {"checkpoint/copy_s": 0.25}
 
     async def _finish_save(self) -> dict[str, float]:
@@ -117,14 +121,47 @@ def test_what_is_written_in_mid_run_and_at_the_end(tmp_path, save_hf, mid, end):
     assert contents(tmp_path / "saved") == {"step-000002", "step-000004", "latest.json"}
 
 
-def test_a_run_that_was_told_to_keep_nothing_on_the_way_leaves_weights_and_an_interrupted_one_its_state(tmp_path):
+def test_a_run_that_saves_only_at_its_end_can_be_gone_on_from(tmp_path):
     rank = FakeRank()
     checkpoints = checkpoints_of(tmp_path, rank)
+    run(checkpoints, rank, 3)
+    assert saved_steps(tmp_path / "saved") == []
+    assert asyncio.run(checkpoints.at_end()) == tmp_path / "saved/step-000003/hf"
+    assert contents(tmp_path / "saved/step-000003") == {"dcp", "hf", "state.json"}
+    assert newest_state(tmp_path / "saved") == tmp_path / "saved/step-000003"
+
+
+def test_a_run_that_was_told_to_save_no_state_leaves_weights_and_an_interrupted_one_its_state(tmp_path):
+    rank = FakeRank()
+    checkpoints = checkpoints_of(tmp_path, rank, "checkpoint.save_state=never")
     run(checkpoints, rank, 3)
     assert asyncio.run(checkpoints.at_end()) == tmp_path / "saved/step-000003/hf"
     assert contents(tmp_path / "saved/step-000003") == {"hf", "state.json"}
     asyncio.run(checkpoints.at_end(interrupted=True))
     assert contents(tmp_path / "saved/step-000003") == {"dcp", "hf", "state.json"}
+
+
+@pytest.mark.parametrize("at_the_end", [False, True], ids=["in mid-run", "in the final save"])
+def test_an_interrupt_while_ranks_copy_what_they_hold_ends_with_a_whole_checkpoint(tmp_path, at_the_end):
+    """The ranks go on with what they were asked for, so nobody may forget it and ask for another."""
+
+    async def scenario() -> None:
+        rank = FakeRank()
+        checkpoints = checkpoints_of(tmp_path, rank, "checkpoint.every=2", "checkpoint.keep_last=9")
+        rank.step, rank.copies = 2, True
+        saving = asyncio.ensure_future(checkpoints.at_end() if at_the_end else checkpoints.after_step(2))
+        await asyncio.sleep(0.02)
+        saving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+        ending = asyncio.ensure_future(checkpoints.at_end(interrupted=True))
+        await asyncio.sleep(0.02)
+        rank.copied.set()
+        assert await asyncio.wait_for(ending, 5) == tmp_path / "saved/step-000002/hf"
+        assert contents(tmp_path / "saved") == {"step-000002", "latest.json"}, "nothing half-written is left"
+        assert contents(tmp_path / "saved/step-000002") == {"dcp", "hf", "state.json"}
+
+    asyncio.run(scenario())
 
 
 def test_the_newest_are_kept_and_those_of_every_so_many_steps(tmp_path):
