@@ -90,7 +90,8 @@ def test_steps_that_take_no_time_are_all_published_each_with_its_own_weights(tmp
 
         job: Any = AsyncRL.__new__(AsyncRL)
         job._supervisor, job._timeout_s, job._total_steps = Supervisor(), 60.0, STEPS
-        job._version, job._published, job._train_s, job._publishing, job._stepping = 0, -1, 0.0, None, None
+        job._version, job._published, job._train_s, job._publishing = 0, -1, 0.0, None
+        job._stepping = job._under_way = None
         job._config = SimpleNamespace(param_server=SimpleNamespace(publish_every=1))
         job._parts = SimpleNamespace(
             trainers=[Remote(actor)],
@@ -98,7 +99,7 @@ def test_steps_that_take_no_time_are_all_published_each_with_its_own_weights(tmp
             param_server=Remote(driver),
         )
         job._kept = KeptPublications(every=0, reach=0)
-        job._report = SimpleNamespace(put=lambda report: None)
+        job._report = SimpleNamespace(put=nothing)
         job._checkpoints = SimpleNamespace(after_step=nothing)
         job._audit = job._begin_take = job._maybe_evaluate = nothing
         await job._train_loop()
