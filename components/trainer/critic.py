@@ -130,7 +130,9 @@ class Critic:
         # No matrix between hidden states either: the head, which makes one number of each.
         outside = embedding_ids(self.model) | {id(self.model.head.weight)}
         self.optimizer = make_optimizer(self.model.parameters(), settings.optimizer, embeddings=outside)
-        self._stepper = Stepper(self.optimizer, settings.optimizer, lr_key="critic.lr", metrics="train/value")
+        self._stepper = Stepper(
+            self.optimizer, settings.optimizer, lr_key="critic.lr", norm_name="the critic's gradient norm"
+        )
         self._num_ranks = mesh.size()
 
     @property
@@ -167,7 +169,12 @@ class Critic:
 
     def optim_step(self, step: int) -> dict[str, float]:
         """One optimizer step, the `step`-th; empty where the critic's own gradient is not finite (`Stepper`)."""
-        return self._stepper.step(step)
+        own = self._stepper.step(step)
+        return {
+            "train/value/grad_norm": own["train/grad_norm"],
+            "train/value/lr": own["train/lr"],
+            "train/value/skipped_steps": own["train/skipped_steps"],
+        }
 
     def forget_gradient(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

@@ -88,12 +88,12 @@ class Stepper:
         settings: OptimizerSettings,
         *,
         lr_key: str = "optimizer.lr",
-        metrics: str = "train",
+        norm_name: str = "gradient norm",
     ) -> None:
-        """`lr_key`: the setting that its learning rate came from; `metrics`: what its metrics' names begin with."""
+        """`lr_key`: the setting that its learning rate came from; `norm_name`: what messages call the norm."""
         self._optimizer = optimizer
         self._settings = settings
-        self._lr_key, self._metrics = lr_key, metrics
+        self._lr_key, self._norm_name = lr_key, norm_name
         self._skipped = self._in_a_row = 0
 
     def step(self, policy_version: int) -> dict[str, float]:
@@ -111,13 +111,12 @@ class Stepper:
         else:
             self._skip(norm, policy_version)
         self._optimizer.zero_grad(set_to_none=True)
-        values = {"grad_norm": norm, "lr": lr, "skipped_steps": float(self._skipped)}
-        return {f"{self._metrics}/{name}": value for name, value in values.items()}
+        return {"train/grad_norm": norm, "train/lr": lr, "train/skipped_steps": float(self._skipped)}
 
     def _skip(self, norm: float, policy_version: int) -> None:
         self._skipped += 1
         self._in_a_row += 1
-        said = f"{self._metrics}/grad_norm is {norm} at policy version {policy_version}"
+        said = f"{self._norm_name} is {norm} at policy version {policy_version}"
         if self._in_a_row > self._settings.max_skipped_steps:
             raise FloatingPointError(
                 f"{said}, {self._in_a_row} in a row (optimizer.max_skipped_steps is "

@@ -358,7 +358,9 @@ def test_a_critics_gradient_that_is_not_finite_is_skipped_like_the_policys(make)
     assert not torch.equal(weights(trainer._model)["lm.model.norm.weight"], policy["lm.model.norm.weight"])
     trainer.forward_backward(batch)
     poison(trainer)
-    with pytest.raises(FloatingPointError, match=r"train/value/grad_norm is nan .* 1, 2 in a row.*lower critic\.lr"):
+    with pytest.raises(
+        FloatingPointError, match=r"the critic's gradient norm is nan .* 1, 2 in a row.*lower critic\.lr"
+    ):
         trainer.optim_step()
 
 
