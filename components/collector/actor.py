@@ -16,7 +16,7 @@ from ..config import Config
 from ..config.inputs import EvalSampling
 from ..envs.registry import build_environment
 from ..failures import PartFailed, as_text
-from ..monitor.logs import log_to_file, tail
+from ..monitor.logs import last_error, log_to_file, tail
 from ..tasks.prompting import Prompter
 from ..types import Task, Trajectory
 from ..weights import Manifest
@@ -49,7 +49,8 @@ class CollectorActor:
             self._engine = Engine(engine)
         except Exception as error:
             # vLLM says "see root cause above", which is in the log of this process.
-            raise PartFailed(self.role, f"the engine did not start: {error}", tail(self._log_file)) from None
+            cause = last_error(self._log_file, but="Engine core initialization failed") or error
+            raise PartFailed(self.role, f"the engine did not start: {cause}", tail(self._log_file)) from None
         if engine.load_weights:
             await self._engine.serve_own_weights()
         self._own_weights, self._model_path = engine.load_weights, engine.model_path

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from .derived import derive
 from .hardware import Hardware
-from .names import OFFLINE_RECIPES, find_module
+from .model_files import damage, head_size, model_config
+from .names import OFFLINE_RECIPES, cpu_head_sizes, find_module
 from .paths import is_file, is_folder
 from .rules import is_local_path
 from .schema import Config
@@ -28,7 +29,12 @@ class Problem:
 
 def check_run(config: Config, recipe: str, hardware: Hardware) -> list[Problem]:
     """Everything that keeps `recipe` from running here, in the order in which a user would repair it."""
-    return [*_missing_files(config), *_missing_hardware(config, recipe, hardware), *_missing_packages(config, recipe)]
+    return [
+        *_missing_files(config),
+        *_heads_of_no_engine(config, recipe),
+        *_missing_hardware(config, recipe, hardware),
+        *_missing_packages(config, recipe),
+    ]
 
 
 def earlier_run(config: Config, folder: Path | None = None) -> Problem | None:
@@ -49,6 +55,7 @@ def earlier_run(config: Config, folder: Path | None = None) -> Problem | None:
 def _missing_files(config: Config) -> list[Problem]:
     problems = []
     models = {"model.path": config.model.path, "algorithm.reference_path": config.algorithm.reference_path}
+    models |= {"critic.path": config.critic.path}
     models |= {f"env.models.{name}.path": own.get("path") for name, own in config.env.models.items()}
     for key, model in models.items():
         if model is None or not is_local_path(model):
@@ -61,6 +68,10 @@ def _missing_files(config: Config) -> list[Problem]:
                     text=f"missing model path: got {model} ({what}), expected a folder with a Hugging Face model; "
                     f"set {key}=/path/to/model or a hub id org/name",
                 )
+            )
+        elif (what := damage(Path(model).expanduser())) is not None:
+            problems.append(
+                Problem(key=key, text=f"damaged weights: got {what}, expected whole files; copy the model again")
             )
     resume = config.checkpoint.resume
     if resume not in ("never", "auto") and not is_file(f"{resume}/dcp/state.json"):
@@ -93,6 +104,24 @@ def _missing_data(key: str, kind: str | None, path: str | None) -> list[Problem]
         return []
     what = "a folder" if is_folder(path) else "nothing there"
     return [Problem(key=key, text=f"missing file: got {path[:120]} ({what}), expected {expected}; set {key}=FILE")]
+
+
+def _heads_of_no_engine(config: Config, recipe: str) -> list[Problem]:
+    """On a CPU, vLLM computes attention for heads of some widths only."""
+    if recipe in OFFLINE_RECIPES or config.cluster.device != "cpu" or not (sizes := cpu_head_sizes()):
+        return []
+    if config.model.init is not None:
+        key, size = "model.init.options", head_size(config.model.init.options)
+    elif config.model.path is not None and is_local_path(config.model.path):
+        key, size = "model.path", head_size(model_config(Path(config.model.path).expanduser()))
+    else:
+        return []
+    if size is None or size in sizes:
+        return []
+    text = (
+        f"got attention heads of size {size}, expected one of {', '.join(map(str, sizes))}: vLLM has no others on a CPU"
+    )
+    return [Problem(key=key, text=f"{text}; use another model, or cluster.device=cuda")]
 
 
 def _missing_hardware(config: Config, recipe: str, hardware: Hardware) -> list[Problem]:

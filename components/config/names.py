@@ -131,6 +131,23 @@ def _engine_options_in(file: Path) -> frozenset[str]:
     return frozenset(n.target.id for n in fields if isinstance(n.target, ast.Name))
 
 
+def cpu_head_sizes() -> list[int]:
+    """Widths of attention heads that vLLM computes on a CPU, read from its source; empty where that does not say."""
+    file = find_module("vllm.v1.attention.backends.cpu_attn")
+    return [] if file is None or file.suffix != ".py" else list(_head_sizes_in(file))
+
+
+@cache
+def _head_sizes_in(file: Path) -> tuple[int, ...]:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
+            for line in node.body:
+                if isinstance(line, ast.Return) and isinstance(line.value, ast.List):
+                    sizes = [e.value for e in line.value.elts if isinstance(e, ast.Constant)]
+                    return tuple(size for size in sizes if isinstance(size, int))
+    return ()
+
+
 def _may_define(file: Path, attribute: str) -> bool:
     """Whether the file mentions the name at all: a definition, an import or an assignment all do."""
     text = file.read_text(encoding="utf-8", errors="replace")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +53,17 @@ def others_to_file(path: Path) -> Iterator[None]:
             path.unlink()
             if not any(path.parent.iterdir()):
                 path.parent.rmdir()
+
+
+def last_error(path: Path, *, but: str) -> str | None:
+    """The last line of a log that names an exception and what it said; lines with `but` in them are passed over."""
+    if not path.exists():
+        return None
+    for line in reversed(path.read_text(errors="replace").splitlines()):
+        said = re.search(r"(?:^|\s)(?:\w+\.)*(\w*(?:Error|Exception): \S.*)$", line)
+        if said is not None and but not in line:
+            return said[1]
+    return None
 
 
 def tail(path: Path, num_lines: int = 30) -> str:

@@ -59,7 +59,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "n_shared_experts": 1,
     },
-    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 32, "scoring_func": "sigmoid"},
     "gemma4_text": {
         "global_head_dim": 32,
         "hidden_size_per_layer_input": 0,
@@ -70,7 +69,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 EXPERTS = {"mixtral": "block_sparse_moe.experts", "qwen3_moe": "mlp.experts"}
-WITH_BUFFERS = ("glm4_moe", "minimax_m2", "gemma4_text")
+WITH_BUFFERS = ("glm4_moe", "gemma4_text")
 # The tied Qwen2 is in test_engine.py.
 pytestmark = [pytest.mark.timeout(200), pytest.mark.long("an engine for each family")]
 

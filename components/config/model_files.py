@@ -1,0 +1,97 @@
+"""What can be said of a model's folder without loading it: whether its weights are whole, and how wide its heads are.
+
+A safetensors file is 8 bytes (the header's length, little-endian), a JSON header that says where each tensor lies, and
+the tensors. So a file that was cut short, or changed in length, shows by its size.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000
+"""The format's own limit."""
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with the weights in `folder`, beginning with the file's path; None: nothing that shows by sizes.
+
+    Weights in other formats are not looked at.
+    """
+    try:
+        index = folder / INDEX
+        if index.is_file():
+            return _index_damage(index)
+        for file in sorted(folder.glob("*.safetensors")):
+            _tensors_in(file)
+    except _DamagedError as error:
+        return str(error)
+    except OSError as error:
+        return f"{error.filename} cannot be read ({error.strerror})"
+    return None
+
+
+def head_size(config: dict[str, Any]) -> int | None:
+    """The width of a head of attention by a model's config.json; None where it does not say, or has no such heads."""
+    text = config.get("text_config")
+    config = {**config, **text} if isinstance(text, dict) else config
+    if config.get("kv_lora_rank") is not None:  # latent attention has its own kernels
+        return None
+    size, hidden, heads = (config.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
+    if isinstance(size, int):
+        return size
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
+
+
+def model_config(folder: Path) -> dict[str, Any]:
+    """A model's config.json; {} where there is none that can be read."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+class _DamagedError(Exception):
+    pass
+
+
+def _index_damage(index: Path) -> str | None:
+    try:
+        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        of_shard: dict[str, list[str]] = {}
+        for tensor, shard in shards.items():
+            of_shard.setdefault(shard, []).append(tensor)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise _DamagedError(f"{index} (no JSON with a weight_map)") from None
+    for shard, tensors in sorted(of_shard.items()):
+        file = index.parent / shard
+        if Path(shard).name != shard or not file.is_file():
+            raise _DamagedError(f"{file} (nothing there, though {INDEX} names it)")
+        if absent := sorted(set(tensors) - _tensors_in(file)):
+            raise _DamagedError(f"{file} (without {absent[0]}, which {INDEX} says is in it)")
+    return None
+
+
+def _tensors_in(file: Path) -> set[str]:
+    """Names of the tensors in a safetensors file whose size is what its header says."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        if start.startswith(b"version "):
+            raise _DamagedError(f"{file} (a pointer of Git LFS: git lfs pull fetches the weights)")
+        num_bytes = int.from_bytes(start, "little")
+        if len(start) < 8 or num_bytes > size - 8 or num_bytes > MAX_HEADER_BYTES:
+            raise _DamagedError(f"{file} ({size:,} bytes, which end before its header does)")
+        try:
+            header = json.loads(stream.read(num_bytes))
+            tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+            expected = 8 + num_bytes + int(end)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+            raise _DamagedError(f"{file} (its header is not that of a safetensors file)") from None
+    if size != expected:
+        raise _DamagedError(f"{file} ({size:,} bytes, {expected:,} by its header)")
+    return set(tensors)
