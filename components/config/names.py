@@ -131,10 +131,15 @@ def _engine_options_in(file: Path) -> frozenset[str]:
     return frozenset(n.target.id for n in fields if isinstance(n.target, ast.Name))
 
 
+UNLISTED_HEAD_SIZES = (48,)
+"""Which vLLM 0.32's kernels for CPUs have, though its list of them does not."""
+
+
 def cpu_head_sizes() -> list[int]:
     """Widths of attention heads that vLLM computes on a CPU, read from its source; empty where that does not say."""
     file = find_module("vllm.v1.attention.backends.cpu_attn")
-    return [] if file is None or file.suffix != ".py" else list(_head_sizes_in(file))
+    listed = () if file is None or file.suffix != ".py" else _head_sizes_in(file)
+    return sorted({*listed, *UNLISTED_HEAD_SIZES}) if listed else []
 
 
 @cache
