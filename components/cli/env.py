@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -41,7 +42,11 @@ def try_environment(
     recipe.CHOICE = recipe.Choice(task, times)
     folder = Path(tempfile.mkdtemp(prefix="leeway-try-"))
     stage = Stage(name="try", recipe="try_env", config=_for_one_task(settings), dir=folder)
-    raise typer.Exit(importlib.import_module("leeway.recipes.runner").run_stages([stage], folder, config, sys.argv))
+    runner = importlib.import_module("leeway.recipes.runner")
+    code = runner.run_stages([stage], folder, config, sys.argv, is_scratch=True)
+    if code != 1:  # the logs of what failed are wanted
+        shutil.rmtree(folder)
+    raise typer.Exit(code)
 
 
 def _for_one_task(config: Config) -> Config:

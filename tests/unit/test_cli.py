@@ -152,3 +152,31 @@ def test_a_failing_run_exits_1_and_says_why_last(
         cli.main(["run", "async_rl", "--config", "quickstart"])
     assert end.value.code == 1
     assert capsys.readouterr().err.splitlines()[-1] == "leeway: failed: RuntimeError: the trainer fell over"
+
+
+@pytest.mark.parametrize(("code", "kept"), [(0, False), (2, False), (130, False), (1, True)])
+def test_trying_an_environment_leaves_no_folder_but_one_with_the_logs_of_a_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, kept: bool
+) -> None:
+    import tempfile
+    import types
+
+    from leeway.cli import main as cli
+
+    def run_stages(_: list, run_dir: Path, *__: object, is_scratch: bool) -> int:
+        assert is_scratch
+        assert run_dir.parent == tmp_path
+        (run_dir / "logs").mkdir()
+        return code
+
+    modules = {"runner": {"run_stages": run_stages}, "try_env": {"Choice": lambda *_: None}}
+    for name, contents in modules.items():
+        module = types.ModuleType(f"leeway.recipes.{name}")
+        vars(module).update(contents)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(cli.sys, "argv", ["leeway"])
+    with pytest.raises(SystemExit) as end:
+        cli.main(["env", "try", "single_turn", "--config", "quickstart"])
+    assert end.value.code == code
+    assert bool(list(tmp_path.iterdir())) is kept
