@@ -258,6 +258,6 @@ class CheckpointConfig(Section):
     )
     resume: str = Field(
         default="never",
-        description="never, auto (go on from the newest whole checkpoint in this run's folder, if there is one), or "
-        "the path of a checkpoint",
+        description="never, auto (go on from the newest whole checkpoint in this run's folder, if there is one; what "
+        "`leeway resume` sets), or the path of a checkpoint",
     )

@@ -12,7 +12,11 @@ from .base import Section
 class MonitorConfig(Section):
     """What a run shows while it runs, in addition to metrics.jsonl."""
 
-    console: Literal["auto", "live", "plain", "off"] = Field(default="auto", description="progress in the terminal")
+    console: Literal["auto", "live", "plain", "off"] = Field(
+        default="auto",
+        description="progress in the terminal: a bar (live), lines (plain) or neither (off); auto: a bar on a terminal, "
+        "lines elsewhere",
+    )
     wandb: Literal["off", "offline", "online"] = Field(default="off", description="also log to Weights & Biases")
     tensorboard: bool = Field(default=False, description="also log to TensorBoard files")
     rollouts_per_step: NonNegativeInt = Field(
