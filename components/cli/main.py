@@ -1,8 +1,8 @@
 """`leeway run | resume | plan | ls | cat | cp | validate | convert | env try`.
 
 Exit codes: 0 done, 1 the run failed or learned nothing (the last line says why), 2 the input was refused, 130 or 143
-interrupted. Everything is checked before anything heavy is imported; only `run`, `resume` and `env try` import torch, ray
-and vllm, and do so last (`convert` imports torch; `validate` what the settings name of the user's own).
+interrupted. Everything is checked before anything heavy is imported; only `run`, `resume` and `env try` import torch,
+ray and vllm, and do so last (`convert` imports torch; `validate` what the settings name of the user's own).
 """
 
 from __future__ import annotations

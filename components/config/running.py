@@ -14,7 +14,7 @@ class MonitorConfig(Section):
 
     console: Literal["auto", "live", "plain", "off"] = Field(
         default="auto",
-        description="progress in the terminal: a bar (live), lines (plain) or neither (off); auto: a bar on a terminal, "
+        description="progress in the terminal: a bar (live), lines (plain), neither (off); auto: a bar on a terminal, "
         "lines elsewhere",
     )
     wandb: Literal["off", "offline", "online"] = Field(default="off", description="also log to Weights & Biases")
