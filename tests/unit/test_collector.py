@@ -121,7 +121,7 @@ class Answer:
 
 class Rig:
     def __init__(self, environment: Any = None, **changes: Any) -> None:
-        self.engine, self.server, self.slots = FakeEngine(), ParameterServer(), Slots()
+        self.engine, self.server, self.slots = FakeEngine(), ParameterServer(), changes.pop("slots", None) or Slots()
         self.clock = ActivityClock()
         self.environment = environment or Answer()
         pull_settings = {

@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from leeway.runtime.supervisor import Supervisor
 from leeway.types import Admission
 
 from . import test_staleness_property as property_test
+from .test_collector import Answer, Rig
 from .test_replay_buffer import admit, buffer_of, goes_on, group, waits
 from .test_staleness_property import PLAIN, Generator, Schedule, VirtualClock, check, play
 from .test_window import steps_of
@@ -225,6 +227,73 @@ def test_balanced_engines_share_every_take(num_engines: int, room: float):
     seconds = virtually(scenario())
     assert all(max(s.values()) <= P / num_engines + 1 for s in shares), shares
     assert seconds <= (num_takes + 1) * P / num_engines * group_s
+
+
+class AtTheBuffer:
+    """What a collector is handed, of a real buffer."""
+
+    def __init__(self, buffer: ReplayBuffer, name: str) -> None:
+        self.admit = partial(buffer.admit, timeout_s=DEADLINE_S, collector=name)
+        self.give_back = partial(buffer.give_back, name)
+        self._buffer = buffer
+
+    async def retried(self, admission: Admission) -> None:
+        await self._buffer.retried(admission.group_id, attempt=admission.attempt)
+
+    async def fail(self, admission: Admission, reason: str) -> None:
+        await self._buffer.fail(admission.group_id, reason, attempt=admission.attempt)
+
+
+class OneAfterTheOther(Answer):
+    """An engine that is busy with one group at a time."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    async def rollout(self, task: Any, policy: Any) -> Any:
+        async with self._turn:
+            await asyncio.sleep(1.0)
+            return await super().rollout(replace(task, prompt="2 + 2"), policy)
+
+
+def test_collectors_that_ask_when_they_have_room_share_every_take():
+    """The real ones: each asks once its first group has finished, and holds half of all groups at most."""
+    P, num_takes, names = 16, 8, ("generator-0", "generator-1")
+    shares: list[Counter[str]] = []
+
+    async def scenario():
+        buffer = buffer_of(P=P, T=1, num_takes=num_takes, num_collectors=2)
+        settings: dict[str, Any] = {"max_in_flight": P, "timeout_s": 1e6, "deadline_s": DEADLINE_S, "seeded": False}
+        rigs = [Rig(OneAfterTheOther(), slots=AtTheBuffer(buffer, name), **settings) for name in names]
+        holders: dict[int, str] = {}
+
+        async def collect(rig: Rig, name: str) -> None:
+            async for finished in rig.collector.groups():
+                holders.update({g.group_id: name for g in finished})
+                await buffer.put(finished)
+
+        pulling = [asyncio.create_task(rig.hand_over.run()) for rig in rigs]
+        for rig in rigs:
+            await rig.publish(0)
+        await buffer.published(0)
+        collecting = [asyncio.create_task(collect(rig, name)) for rig, name in zip(rigs, names, strict=True)]
+        for version in itertools.count(1):
+            take = await buffer.take(timeout_s=DEADLINE_S)
+            if take is None:
+                break
+            shares.append(Counter(holders[g] for g in take.group_ids))
+            await asyncio.sleep(P / 4)
+            await buffer.trained(take.group_ids)
+            for rig in rigs:
+                await rig.publish(version)
+            await buffer.published(version)
+        await asyncio.gather(*collecting)
+        for rig in rigs:
+            rig.hand_over.close()
+        await asyncio.gather(*pulling)
+
+    virtually(scenario())
+    assert all(max(s.values()) <= P / 2 + 1 for s in shares), shares
 
 
 def test_an_engine_that_is_alone_takes_everything_at_once():
