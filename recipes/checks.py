@@ -6,15 +6,20 @@ settings (checked when they were read) -> this machine, files, packages -> data,
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from leeway.config import Hardware, Stage, check_run, this_machine
+from leeway.config.auxiliary import AuxiliaryModel
 from leeway.config.check import earlier_run
 from leeway.config.names import OFFLINE_RECIPES, user_names
+from leeway.config.rules import is_local_path
+from leeway.recipes.estimate import memory_problem
+from leeway.recipes.models import Unreachable, check_dataset_exists, longest_input, read_model_config
 from leeway.recipes.plugins import check_plugins, dry_run
 from leeway.recipes.saved_models import saved_models
 
@@ -42,7 +47,7 @@ class Findings:
 def examine(
     stages: Sequence[Stage], run_dir: Path, hardware: Hardware | None = None, *, quick: bool = False
 ) -> Findings:
-    """What keeps `stages` from running here with the run's files in `run_dir`; nothing is written.
+    """What keeps `stages` from running here with the run's files in `run_dir`, which is not made yet.
 
     Data, models and the user's own code are looked at once everything that takes no time is in order; `quick`: never.
     """
@@ -54,12 +59,16 @@ def examine(
     if not missing and not quick:
         try:
             _check_hand_on(stages)
+            _check_models(stages)
+            missing += [problem for problem in (memory_problem(stages, hardware),) if problem]
             seen: set[str] = set()
             for stage in stages:
                 check_plugins(stage.config)
                 _check_pieces(stage)
                 _check_tasks(stage, seen)
                 check_resume(stage)
+        except Unreachable as error:
+            missing.append(str(error))
         except (ValueError, OSError) as error:
             wrong.append(" ".join(str(error).split()))
     return Findings(wrong=tuple(wrong), missing=tuple(dict.fromkeys(missing)))
@@ -75,9 +84,40 @@ def _folder_problem(run_dir: Path) -> str:
         return f"output_dir: got {str(place)[:200]} ({error.strerror}), {expected}"
     if not existing.is_dir():
         return f"output_dir: got {place} ({existing} is a file), {expected}"
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return f"output_dir: got {place} ({existing} cannot be written to), {expected}"
+    try:  # permissions do not tell: of a read-only disk, a full one, or root's
+        os.rmdir(tempfile.mkdtemp(prefix=".leeway-", dir=existing))
+    except OSError as error:
+        return f"output_dir: got {place} ({existing} cannot be written to: {error.strerror}), {expected}"
     return ""
+
+
+def _check_models(stages: Sequence[Stage]) -> None:
+    """Every model exists, and takes as many tokens as it will be given."""
+    known: dict[str, dict[str, Any] | None] = {}
+    for stage in stages:
+        for key, path, longest_key, tokens in _models_of(stage.config):
+            if path not in known:
+                known[path] = read_model_config(key, path)
+            found = known[path]
+            limit = None if found is None or stage.recipe in OFFLINE_RECIPES else longest_input(found)
+            if limit is not None and tokens > limit:
+                raise ValueError(
+                    f"{longest_key}: got {tokens}, expected at most {limit}, the longest input of {path} ({key}); "
+                    f"set {longest_key}={limit}"
+                )
+
+
+def _models_of(config: Config) -> Iterator[tuple[str, str, str, int]]:
+    """(key, path, key of the length, most tokens it is given) of each model that is loaded."""
+    a, longest = config.algorithm, config.rollout.max_model_len
+    paths = {"model.path": config.model.path, "algorithm.reference_path": a.reference_path}
+    for key, path in (paths | {"critic.path": config.critic.path}).items():
+        if path is not None:
+            yield key, path, "rollout.max_model_len", longest
+    for name, own in config.env.models.items():
+        model = AuxiliaryModel.model_validate(own)
+        if model.path is not None:
+            yield f"env.models.{name}.path", model.path, f"env.models.{name}.max_model_len", model.max_model_len
 
 
 def _check_pieces(stage: Stage) -> None:
@@ -94,9 +134,12 @@ def _check_tasks(stage: Stage, seen: set[str]) -> None:
     """Read the tasks: a wrong dataset, option or line is the user's to repair. `seen`: what other stages have read."""
     from leeway.tasks.evalsets import build_evalsets
     from leeway.tasks.queue_tasks import QueueTaskSet
-    from leeway.tasks.taskset import build_taskset
+    from leeway.tasks.taskset import build_taskset, part_of_mix
 
     config = stage.config
+    for task in (config.task, *(part_of_mix(config.task, name)[0] for name in config.task.mix)):
+        if task.name == "hf" and task.path is not None and not is_local_path(task.path):
+            check_dataset_exists(task.path)
     source = f"{config.task!r} {config.eval!r} {config.seed}"
     if stage.recipe == "sft" and config.model.path is None and source in seen:
         return

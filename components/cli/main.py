@@ -241,11 +241,12 @@ def validate(
     quick: Annotated[
         bool, typer.Option("--quick", help="Check the settings only: read no data, no model, no code of your own.")
     ] = False,
+    show: Annotated[bool, typer.Option("--yaml", help="Also print every setting, resolved, as YAML.")] = False,
 ) -> None:
-    """Check a config, print the numbers that follow from it, and say what this machine lacks for it.
+    """Check a config as `run` does before it starts anything, and print the numbers that follow from it.
 
-    Exit code 0 where the settings are right, whatever the machine lacks; 2 where they are refused. Classes and
-    functions of your own are imported.
+    Tasks are read, models are looked for, and classes and functions of your own are imported. Exit code 0 where the
+    settings are right, whatever the machine lacks; 2 where they are refused.
     """
     stages = plan_run(config, recipe, overrides or [])
     machine = this_machine()
@@ -256,7 +257,9 @@ def validate(
         _refuse(line)
     if found.wrong:
         raise typer.Exit(2)
-    print(describe(config, stages, machine, found.missing, overrides or []))
+    estimate = importlib.import_module("leeway.recipes.estimate").estimate_stage
+    estimates = [estimate(stage).rows for stage in stages]
+    print(describe(config, stages, machine, found.missing, estimates, overrides or [], quick=quick, yaml=show))
 
 
 @app.command()

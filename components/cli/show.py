@@ -26,18 +26,27 @@ def describe(
     stages: Sequence[Stage],
     hardware: Hardware,
     missing: Sequence[str],
+    estimates: Sequence[Sequence[tuple[str, str]]],
     overrides: Sequence[str] = (),
+    *,
+    quick: bool = False,
+    yaml: bool = False,
 ) -> str:
-    """What `validate` prints: the resolved settings, the numbers that follow, what is `missing` on this machine."""
-    lines = [run_yaml(stages), f"{name_or_file}: ok", ""]
-    for stage in stages:
-        lines += [f"{stage.name} (recipe {stage.recipe})", _table(_rows(stage)), ""]
+    """What `validate` prints: the verdict first, then the numbers that follow from the settings, then the settings.
+
+    `missing`: what this machine lacks. `estimates`: rows of memory and time, of each stage.
+    """
     machine = f"{hardware.num_cpus} CPU cores, {hardware.num_gpus} GPUs, {hardware.memory_gib:.0f} GiB of memory"
-    lines.append(f"this machine: {machine}")
+    lines = [f"{name_or_file}: ok", f"this machine: {machine}"]
     lines += [f"  lacks: {problem}" for problem in missing]
     if not missing:
         command = shlex.join(["leeway", "run", stages[-1].recipe, "--config", name_or_file, *overrides])
         lines.append(f"  has what it takes: {command}")
+        lines += ["  (data, models and code of your own were not looked at)"] if quick else []
+    lines += [f"note: {note}" for note in stages[-1].notes]
+    for stage, estimate in zip(stages, estimates, strict=True):
+        lines += ["", f"{stage.name} (recipe {stage.recipe})", _table([*_rows(stage), *estimate])]
+    lines += ["", run_yaml(stages)] if yaml else ["", "every setting: add --yaml"]
     return "\n".join(lines)
 
 
@@ -90,8 +99,9 @@ def _tasks(config: Config) -> str:
     if task.name == "mix":
         parts = [f"{n} ({p.get('name', 'jsonl')}, weight {p.get('weight', 1):g})" for n, p in task.mix.items()]
         source = ", ".join(parts)
-    held_out = config.eval.path or (f"{task.holdout_frac:g} held out" if task.holdout_frac else "nothing held out")
-    return f"{task.name}: {source}; evaluation: {held_out}"
+    held_out = config.eval.path or (f"{task.holdout_frac:g} held out" if task.holdout_frac else "")
+    parts = [held_out, ", ".join(f"taskset {name}" for name in config.eval.tasksets)]
+    return f"{task.name}: {source}; evaluation: {', '.join(filter(None, parts)) or 'nothing held out'}"
 
 
 def _arguments(options: dict[str, Any]) -> str:

@@ -8,6 +8,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeFloat, Va
 
 LEAST_TEMPERATURE = 0.01
 """vLLM raises a temperature between 0 and this to it, and samples from another distribution than the one asked for."""
+HIGHEST_TEMPERATURE = 2.0
+"""vLLM refuses a request above it."""
 
 
 class Section(BaseModel):
@@ -32,6 +34,8 @@ class Section(BaseModel):
 def _is_sampled_as_it_says(value: float) -> float:
     if 0 < value < LEAST_TEMPERATURE:
         raise ValueError(f"0 (greedy) or at least {LEAST_TEMPERATURE}, which is vLLM's lowest")
+    if value > HIGHEST_TEMPERATURE:
+        raise ValueError(f"at most {HIGHEST_TEMPERATURE:g}, which is vLLM's highest")
     return value
 
 

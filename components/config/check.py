@@ -42,7 +42,7 @@ def earlier_run(config: Config, folder: Path | None = None) -> Problem | None:
     folder = folder or config.run_dir
     if config.checkpoint.resume == "auto":
         return None
-    found = [name for name in ("summary.json", "config.yaml", "metrics.jsonl") if (folder / name).exists()]
+    found = [name for name in ("summary.json", "config.yaml", "metrics.jsonl") if is_file(folder / name)]
     if not found:
         return None
     return Problem(
@@ -148,6 +148,16 @@ def _missing_hardware(config: Config, recipe: str, hardware: Hardware) -> list[P
                 else "cluster.trainer_cores",
                 text=f"missing hardware: got core {absent[0]}, expected cores of this machine "
                 f"({', '.join(map(str, hardware.cores))}); change it, or set it to null",
+            )
+        )
+    crowded = [role for role in ("generator", "trainer") if need.processes[role] > hardware.num_cpus]
+    if config.cluster.device == "cpu" and crowded:
+        key = "rollout.num_generators" if crowded[0] == "generator" else "train.num_ranks"
+        problems.append(
+            Problem(
+                key=key,
+                text=f"missing hardware: got {hardware.num_cpus} cores for {need.processes[crowded[0]]} {crowded[0]}s, "
+                f"expected a core for each; set {key}={hardware.num_cpus} or less",
             )
         )
     cache_gib = need.processes["generator"] * config.cluster.kv_cache_gib

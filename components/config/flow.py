@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from .base import LEAST_TEMPERATURE, Section
+from .base import HIGHEST_TEMPERATURE, LEAST_TEMPERATURE, Section
 from .names import PRIORITIES
 
 
@@ -17,7 +17,8 @@ class RolloutConfig(Section):
     temperature: float = Field(
         default=1.0,
         ge=LEAST_TEMPERATURE,
-        description="sampling temperature; the trainer divides its logits by the same, and vLLM's lowest is 0.01",
+        le=HIGHEST_TEMPERATURE,
+        description="sampling temperature; the trainer divides its logits by the same, and vLLM takes 0.01 to 2",
     )
     max_prompt_tokens: PositiveInt = Field(default=1024, description="longest prompt allowed; see overlong_prompts")
     overlong_prompts: Literal["drop", "truncate", "refuse"] = Field(

@@ -184,10 +184,21 @@ def engine_arguments_are_the_users(config: Config, named: Named) -> None:
             raise ConfigError(
                 named(f"rollout.engine.{name}"), got=value, expected="an argument of vLLM's AsyncEngineArgs", fix=fix
             )
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-        value = config.rollout.engine.get(name, 1)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(named(f"rollout.engine.{name}"), got=value, expected="a whole number from 1", fix="set 1")
+    engines = {"rollout.engine": config.rollout.engine}
+    engines |= {f"env.models.{name}.engine": own.get("engine", {}) for name, own in config.env.models.items()}
+    for section, options in engines.items():
+        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+            value = options.get(name, 1)
+            key = named(f"{section}.{name}")
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigError(key, got=value, expected="a whole number from 1", fix="set 1")
+            if value > 1 and config.cluster.device == "cpu":
+                raise ConfigError(
+                    key,
+                    got=value,
+                    expected="1 where cluster.device is cpu: engines of several processes are not supported on CPU yet",
+                    fix=f"leave {name} out, and raise rollout.num_generators for more engines",
+                )
 
 
 def has_heldout_tasks(config: Config) -> bool:

@@ -1,0 +1,134 @@
+"""How much memory a run takes and how long it lasts, as far as sizes and lengths say: rough, and said to be so.
+
+Memory is what is certain to be held at once: weights, gradients, optimizer state, KV cache, published versions.
+Activations come on top of it. Time is a bound: every prompt and answer as long as allowed, at speeds that are typical.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from leeway.config import Config, Hardware, Stage, derive
+from leeway.config.names import OFFLINE_RECIPES
+from leeway.recipes.models import ModelShape, shape_of_model
+
+GIB = 2**30
+MASTER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 4, 4, 8
+# Floating-point operations a second that small and middling models reach: of one core, of one GPU.
+TRAINING_FLOPS = {"cpu": 5e10, "cuda": 2e14}
+GENERATION_FLOPS = {"cpu": 2e10, "cuda": 2e13}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Rows (what, how much) to print, and the bytes that this machine's main memory must hold (None: not known)."""
+
+    rows: tuple[tuple[str, str], ...]
+    main_memory_bytes: int | None = None
+
+
+def estimate_stage(stage: Stage) -> Estimate:
+    """What is known before anything starts of one stage's memory and time."""
+    config = stage.config
+    shape = shape_of_model(config.model.path, config.model.init)
+    if shape is None:
+        return Estimate(rows=(("memory, time", "not known: the sizes of the model are not at hand"),))
+    rows, total = _memory(config, stage.recipe, shape)
+    rows.insert(0, ("model size", f"{_count(shape.num_parameters)} parameters"))
+    rows.append(("time", _time(config, stage.recipe, shape)))
+    return Estimate(rows=tuple(rows), main_memory_bytes=total if config.cluster.device == "cpu" else None)
+
+
+def memory_problem(stages: Sequence[Stage], hardware: Hardware) -> str:
+    """Why this machine's memory cannot hold a stage; "" where it can, or where nobody knows."""
+    for stage in stages:
+        needed = estimate_stage(stage).main_memory_bytes
+        if needed is not None and stage.config.cluster.address is None and needed > hardware.memory_gib * GIB:
+            return (
+                f"model.path: missing hardware: got {hardware.memory_gib:.1f} GiB of memory, expected more than the "
+                f"{_size(needed)} that {stage.name} holds at once; take a smaller model, or lower train.num_ranks, "
+                "rollout.num_generators or cluster.kv_cache_gib"
+            )
+    return ""
+
+
+def _memory(config: Config, recipe: str, shape: ModelShape) -> tuple[list[tuple[str, str]], int]:
+    need, size = derive(config, recipe), shape.num_parameters
+    served_bytes = 4 if config.model.dtype == "float32" else 2
+    rows: list[tuple[str, str]] = []
+    total = 0
+    if ranks := need.processes["trainer"]:
+        parts = {"weights": MASTER_BYTES, "gradients": GRADIENT_BYTES, "optimizer": OPTIMIZER_BYTES}
+        if need.has_critic:
+            parts["critic"] = sum(parts.values())
+        if (config.algorithm.kl_coef and recipe not in OFFLINE_RECIPES) or recipe == "dpo":
+            parts["reference"] = MASTER_BYTES
+        if config.checkpoint.every and config.checkpoint.in_background:
+            parts["copy while saving"] = MASTER_BYTES + OPTIMIZER_BYTES
+        rows.append(_row("memory of a trainer rank", {name: size * n // ranks for name, n in parts.items()}))
+        total += size * sum(parts.values())
+    if engines := need.processes["generator"]:
+        parts = {"weights": size * served_bytes}
+        cache = ""
+        if config.cluster.device == "cpu":
+            parts["KV cache"] = int(config.cluster.kv_cache_gib * GIB)
+            tokens = parts["KV cache"] // max(1, shape.kv_bytes_per_token(served_bytes))
+            cache = f"; room for {tokens // config.rollout.max_model_len} sequences of max_model_len"
+        name, text = _row("memory of an engine", parts)
+        rows.append((name, text + cache))
+        total += engines * sum(parts.values())
+    if need.processes["generator"] and need.processes["trainer"]:
+        reach = config.staleness.max_policy_lag + config.param_server.publish_every + 1
+        versions = (reach if config.rollout.pull == "oldest" else 1) + 1  # and the one that is on its way
+        rows.append(("object store", f"{_size(versions * size * served_bytes)}: {versions} versions of the weights"))
+        total += versions * size * served_bytes
+    return rows, total
+
+
+def _time(config: Config, recipe: str, shape: ModelShape) -> str:
+    if recipe in OFFLINE_RECIPES:
+        return "not known: it follows from the lengths of the examples"
+    need, rollout, device = derive(config, recipe), config.rollout, config.cluster.device
+    sequences, size = need.sequences_per_step, shape.num_parameters
+    units = need.cpus if device == "cpu" else need.gpus
+    generating = 2 * size * sequences * rollout.max_response_tokens / (units["generator"] * GENERATION_FLOPS[device])
+    if recipe != "async_rl":
+        return "not known: it follows from the tasks"
+    length = rollout.max_prompt_tokens + rollout.max_response_tokens
+    training = 6 * size * sequences * length / (units["trainer"] * TRAINING_FLOPS[device])
+    step_s = generating + training if need.lockstep else max(generating, training)
+    steps = config.train.steps
+    whole = "" if steps is None else f", {_duration(steps * step_s)} for {steps} steps"
+    return (
+        f"very roughly {_duration(step_s)} a step{whole}, if all answers are as long as allowed; and a minute to "
+        "start. `leeway plan --from RUN` goes by what was measured"
+    )
+
+
+def _row(name: str, parts: dict[str, int]) -> tuple[str, str]:
+    listed = ", ".join(f"{part} {_size(n)}" for part, n in parts.items())
+    return name, f"{_size(sum(parts.values()))}: {listed}"
+
+
+def _size(number: float) -> str:
+    for unit, factor in (("GiB", GIB), ("MiB", 2**20)):
+        if number >= factor:
+            return f"{number / factor:.1f} {unit}"
+    return f"{number / 1024:.0f} KiB"
+
+
+def _count(number: int) -> str:
+    for unit, factor in (("B", 1e9), ("M", 1e6)):
+        if number >= factor:
+            return f"about {number / factor:.1f} {unit}"
+    return f"about {number:,}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 1:
+        return "less than a second"
+    for unit, factor in (("days", 86400), ("hours", 3600), ("min", 60)):
+        if seconds >= 2 * factor:
+            return f"{seconds / factor:.0f} {unit}"
+    return f"{seconds:.0f} s"

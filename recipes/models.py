@@ -1,0 +1,183 @@
+"""What can be known of a model before anything loads it: its config.json, its size, and whether it can be had at all.
+
+A hub id is looked for in the local cache, then asked for once, with a deadline: libraries that load models try for a
+minute and more.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from leeway.config.inputs import ModelInit
+from leeway.config.paths import is_file, user_path
+from leeway.config.rules import is_local_path
+
+HUB_TIMEOUT_S = 10.0
+MAX_HEADER_BYTES = 100 << 20
+_POSITIONS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_length",
+)
+_VOCABULARY_OF_A_NEW_TOKENIZER = 256
+
+
+class Unreachable(OSError):
+    """The hub did not answer: nobody knows whether what was asked for exists."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a decoder. `num_parameters` is counted where weights are at hand, else it follows from the sizes."""
+
+    num_parameters: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    def kv_bytes_per_token(self, bytes_per_value: int) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
+
+
+def read_model_config(key: str, path: str) -> dict[str, Any] | None:
+    """The config.json of a folder or hub id; None where the hub has it and this machine does not yet.
+
+    Raises ValueError in one line, naming `key`, for a model that does not exist or cannot be read, `Unreachable` where
+    the hub does not answer.
+    """
+    file = user_path(path) / "config.json" if is_local_path(path) else _cached(path)
+    if file is None:
+        _ask_hub(key, path, f"api/models/{path}", what="model")
+        return None
+    try:
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{key}: {file} cannot be read as JSON ({' '.join(str(error).split())[:120]})") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ValueError(f"{key}: {file} names no model_type; expected the config.json of a Hugging Face model")
+    return config
+
+
+def check_dataset_exists(path: str) -> None:
+    """Raises as `read_model_config` where the data set `path` is neither in the local cache nor on the hub."""
+    datasets: Any = importlib.import_module("datasets")
+    if not (Path(datasets.config.HF_DATASETS_CACHE) / path.replace("/", "___").lower()).exists():
+        _ask_hub("task.path", path, f"api/datasets/{path}", what="data set")
+
+
+def longest_input(config: dict[str, Any]) -> int | None:
+    """The most tokens that a model of this config takes, its stretched rotary positions included; None: not said."""
+    text = _text_part(config)
+    found = [v for name in _POSITIONS if type(v := text.get(name)) is int and v > 0]
+    if not found:
+        return None
+    rope = text.get("rope_scaling") or text.get("rope_parameters")
+    factor = rope.get("factor", 1) if isinstance(rope, dict) else 1
+    return int(max(found) * max(1.0, factor if isinstance(factor, int | float) else 1.0))
+
+
+def shape_of(config: dict[str, Any], folder: Path | None = None) -> ModelShape | None:
+    """Sizes from a config.json (and the weights in `folder`); None where it does not say them in a known way."""
+    text = _text_part(config)
+
+    def size(*names: str, default: int = 0) -> int:
+        return next((v for name in names if type(v := text.get(name)) is int and v > 0), default)
+
+    hidden, layers = size("hidden_size", "n_embd", "d_model"), size("num_hidden_layers", "n_layer", "num_layers")
+    heads = size("num_attention_heads", "n_head", "num_heads")
+    if not (hidden and layers and heads):
+        return None
+    kv_heads, head_dim = size("num_key_value_heads", default=heads), size("head_dim", default=hidden // heads)
+    inner = size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
+    experts = size("num_experts", "num_local_experts", "n_routed_experts")
+    mlp = 3 * hidden * (experts * size("moe_intermediate_size", default=inner) if experts else inner)
+    vocabulary = size("vocab_size", default=_VOCABULARY_OF_A_NEW_TOKENIZER)
+    embeddings = vocabulary * hidden * (1 if text.get("tie_word_embeddings", True) else 2)
+    counted = None if folder is None else _count_parameters(folder)
+    estimated = layers * (2 * hidden * head_dim * (heads + kv_heads) + mlp) + embeddings
+    return ModelShape(num_parameters=counted or estimated, num_layers=layers, num_kv_heads=kv_heads, head_dim=head_dim)
+
+
+def _text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """Models that see and hear keep the decoder's settings in a section of their own."""
+    part = config.get("text_config")
+    return part if isinstance(part, dict) else config
+
+
+def shape_of_model(path: str | None, init: ModelInit | None) -> ModelShape | None:
+    """Sizes of a model at hand, or of one that is still to be built; asks nobody. None where they are not known."""
+    if init is not None:
+        return shape_of(init.options)
+    file = None if path is None else user_path(path) / "config.json" if is_local_path(path) else _cached(path)
+    if file is None or not is_file(file):
+        return None
+    try:
+        return shape_of(json.loads(file.read_bytes()), file.parent)
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Headers may carry the user's token, which is for the hub alone."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+def _count_parameters(folder: Path) -> int | None:
+    """The elements of all tensors in the safetensors files of `folder`, by their headers."""
+    total = 0
+    try:
+        for file in folder.glob("*.safetensors"):
+            with file.open("rb") as opened:
+                length = int.from_bytes(opened.read(8), "little")
+                header = json.loads(opened.read(length)) if length < MAX_HEADER_BYTES else {}
+            total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return None
+    return total or None
+
+
+def _cached(path: str) -> Path | None:
+    """The config.json of a hub id in the local cache."""
+    hub: Any = importlib.import_module("huggingface_hub")
+    found = hub.try_to_load_from_cache(path, "config.json")
+    return Path(found) if isinstance(found, str) else None
+
+
+def _ask_hub(key: str, path: str, address: str, *, what: str) -> None:
+    """Ask once whether `path` exists; the answer is read from the status alone."""
+    hub: Any = importlib.import_module("huggingface_hub")
+    here = f"{key}: got {path}, which is not on this machine"
+    if hub.constants.HF_HUB_OFFLINE:
+        raise Unreachable(f"{here}, and HF_HUB_OFFLINE is set; unset it, or set {key} to a folder")
+    headers = hub.utils.build_hf_headers(library_name="leeway")
+    request = urllib.request.Request(f"{hub.constants.ENDPOINT}/{address}", method="HEAD", headers=headers)
+    try:
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=HUB_TIMEOUT_S):
+            return
+    except urllib.error.HTTPError as error:
+        if error.code < 400:  # it has moved, so it exists
+            return
+        if error.code in (401, 403, 404):
+            why = "may not be read with this login" if error.code == 403 else f"is no public {what} there"
+            raise ValueError(
+                f"{key}: got {path}, which {why} ({hub.constants.ENDPOINT} answers {error.code}); "
+                f"check its name, log in with `hf auth login`, or set {key} to a folder"
+            ) from None
+        raise Unreachable(f"{here}; {hub.constants.ENDPOINT} answers {error.code}: try again later") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "reason", error)
+        raise Unreachable(
+            f"{here}, and {hub.constants.ENDPOINT} cannot be reached ({why}); connect, or set {key} to a folder"
+        ) from None

@@ -1,0 +1,230 @@
+"""What is checked before anything starts: `validate` and `run` say the same, in one line, and no folder is made."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leeway.config import Config, Stage
+from leeway.config.inputs import ModelInit
+from leeway.recipes import models
+from leeway.recipes.estimate import estimate_stage, memory_problem
+from leeway.recipes.models import longest_input, shape_of
+
+from .conftest import Done
+
+MODEL = {
+    "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100,
+    "intermediate_size": 128, "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+CONFIG = """
+model: {path: ./model, dtype: float32}
+task: {path: tasks.jsonl}
+env: {reward: exact_match}
+rollout: {max_model_len: 256, max_prompt_tokens: 100, max_response_tokens: 100}
+train: {steps: 4, groups_per_step: 4}
+cluster: {device: cpu}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A config, a model that has no weights, and tasks, all in the working directory of the command."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(MODEL))
+    (tmp_path / "tasks.jsonl").write_text("".join(f'{{"question": "q{i}", "answer": "a"}}\n' for i in range(9)))
+    (tmp_path / "mine.yaml").write_text(CONFIG)
+    (tmp_path / "parquet.jsonl").write_bytes(b"PAR1\x15\x04")
+    (tmp_path / "nested.jsonl").write_text("[" * 50_000)
+    (tmp_path / "checked_loss.py").write_text(
+        "def loss(logprobs, old_logprobs, advantages, *, scale=1.0):\n    return -logprobs * advantages * scale\n"
+    )
+    return tmp_path
+
+
+def both_say(leeway: Callable[..., Done], folder: Path, *overrides: str) -> str:
+    """The one line with which `run` refuses, which `validate` says too; nothing was made."""
+    before = sorted(folder.iterdir())
+    done = leeway("run", "async_rl", "--config", "mine.yaml", *overrides)
+    assert done.returncode == 2, (done.stdout, done.stderr)
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    line = lines[0].removeprefix("leeway: refused: ")
+    validated = leeway("validate", "mine.yaml", *overrides)
+    said = validated.stderr if validated.returncode == 2 else validated.stdout
+    assert line in said
+    assert "has what it takes" not in validated.stdout
+    assert [p for p in sorted(folder.iterdir()) if p.name != "__pycache__"] == before
+    return line
+
+
+def test_a_config_that_is_right_has_what_it_takes(folder: Path, leeway: Callable[..., Done]) -> None:
+    done = leeway("validate", "mine.yaml")
+    assert done.returncode == 0, done.stderr
+    first, second, third, *rest = done.stdout.splitlines()
+    assert (first, second.split(":")[0]) == ("mine.yaml: ok", "this machine")
+    assert third == "  has what it takes: leeway run async_rl --config mine.yaml"
+    text = "\n".join(rest)
+    assert "max outstanding groups" in text
+    assert "memory of a trainer rank" in text
+    assert "time" in text
+    assert "updates_per_batch" not in text
+    assert "updates_per_batch: 1" in leeway("validate", "mine.yaml", "--yaml").stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["task.prompt_key=prompt"], ["tasks.jsonl:1", "no key 'prompt'", "task.prompt_key"]),
+        (["task.path=parquet.jsonl"], ["parquet.jsonl", "a parquet file", "task.name=parquet"]),
+        (["task.path=nested.jsonl"], ["nested.jsonl:1", "nested too deeply"]),
+        (["task.name=parquet", "task.path=no/folder"], ["task.path: missing file", "no/folder"]),
+        (["task.name=parquet", "task.path=tasks.jsonl"], ["tasks.jsonl cannot be read as parquet"]),
+        (["task.name=hf", "task.path=./no/data"], ["task.path: missing file", "./no/data"]),
+        (["task.name=sql", "task.path=tasks.jsonl", "task.query=select a from t"], ["task.query", "not a database"]),
+        (["eval.tasksets={a: {name: jsonl, path: no.jsonl}}"], ["eval.tasksets.a.path: missing file"]),
+        (["rollout.temperature=2.5"], ["rollout.temperature: got 2.5", "less than or equal to 2"]),
+        (["eval.temperature=2.5"], ["eval.temperature: got 2.5", "at most 2"]),
+        (["rollout.max_model_len=513"], ["rollout.max_model_len: got 513, expected at most 512", "./model"]),
+        (["rollout.num_generators=9", "cluster.kv_cache_gib=0.01"], ["cores for 9 generators"]),
+        (["rollout.engine.tensor_parallel_size=2"], ["tensor_parallel_size: got 2", "not supported on CPU yet"]),
+        (["output_dir=mine.yaml"], ["output_dir: got", "is a file"]),
+        (["output_dir=/proc/nowhere"], ["output_dir: got /proc/nowhere", "cannot be written to"]),
+        (["output_dir=" + "d" * 300], ["output_dir: got", "File name too long"]),
+        (["env.reward_options={exact_match: {no_such_option: 1}}"], ["no_such_option"]),
+        (
+            ["algorithm.policy_loss=checked_loss:loss", "algorithm.policy_loss_options={scael: 2}"],
+            ["algorithm.policy_loss_options.scael", "it takes scale"],
+        ),
+    ],
+    ids=lambda value: value[0][:40] if isinstance(value, list) else "",
+)
+def test_what_is_wrong_is_said_before_anything_starts(
+    overrides: list[str], parts: list[str], folder: Path, leeway: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(folder))
+    line = both_say(leeway, folder, *overrides)
+    for part in parts:
+        assert part in line, line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("override", ["task.split=validation", "task.answer_key=reply"])
+def test_a_wrong_split_or_key_of_a_data_set(override: str, folder: Path, leeway: Callable[..., Done]) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list([{"question": "q", "answer": "a"}])
+    datasets.DatasetDict({"train": rows}).save_to_disk(str(folder / "data"))
+    chosen = ["task.name=hf", "task.path=./data"]
+    assert leeway("validate", "mine.yaml", *chosen).returncode == 0
+    assert override.split("=")[1] in both_say(leeway, folder, *chosen, override)
+
+
+class Hub:
+    """The hub, as `urllib` sees it."""
+
+    def __init__(self, answer: Exception | None) -> None:
+        self.answer, self.asked = answer, []
+
+    def open(self, request: Any, timeout: float) -> Any:
+        assert 0 < timeout <= 10
+        self.asked.append((request.get_method(), request.full_url))
+        if self.answer is not None:
+            raise self.answer
+        import io
+
+        return io.BytesIO()
+
+
+def answers(code: int) -> urllib.error.HTTPError:
+    return urllib.error.HTTPError("https://huggingface.co", code, "", None, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("answer", "parts"),
+    [
+        (answers(404), ["model.path: got org/nmae", "no public model", "answers 404"]),
+        (answers(401), ["model.path: got org/nmae", "hf auth login"]),
+        (answers(503), ["not on this machine", "answers 503"]),
+        (urllib.error.URLError("Name or service not known"), ["cannot be reached (Name or service not known)"]),
+        (TimeoutError("timed out"), ["cannot be reached (timed out)"]),
+    ],
+)
+def test_a_hub_model_that_cannot_be_had(
+    answer: Exception, parts: list[str], folder: Path, leeway: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub is asked once, and the run's name stays free."""
+    hub = Hub(answer)
+    monkeypatch.setattr(models.urllib.request, "build_opener", lambda *_: hub)
+    line = both_say(leeway, folder, "model.path=org/nmae")
+    assert hub.asked == [("HEAD", "https://huggingface.co/api/models/org/nmae")] * 2
+    for part in parts:
+        assert part in line, line
+
+
+@pytest.mark.parametrize("answer", [None, answers(307)])
+def test_a_hub_model_that_exists(
+    answer: Exception | None, folder: Path, leeway: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models.urllib.request, "build_opener", lambda *_: Hub(answer))
+    assert "has what it takes" in leeway("validate", "mine.yaml", "model.path=org/name").stdout
+
+
+def test_the_longest_input_knows_of_stretched_positions() -> None:
+    assert longest_input({"max_position_embeddings": 512}) == 512
+    assert longest_input({"text_config": {"n_positions": 64}}) == 64
+    assert longest_input({"max_position_embeddings": 512, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}) == 2048
+    assert longest_input({"hidden_size": 3}) is None
+
+
+def test_parameters_are_counted_as_transformers_does() -> None:
+    """SmolLM2-135M and Qwen2.5-0.5B, by their published sizes."""
+    smol = {
+        "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+        "intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True,
+    }  # fmt: skip
+    qwen = {
+        "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+        "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True,
+    }  # fmt: skip
+    for config, published in ((smol, 134_515_008), (qwen, 494_032_768)):
+        shape = shape_of(config)
+        assert shape is not None
+        assert shape.num_parameters == pytest.approx(published, rel=0.01)
+    assert shape_of({"hidden_size": 3}) is None
+
+
+def stage_of(hidden: int, recipe: str = "async_rl") -> Stage:
+    options = {
+        "hidden_size": hidden, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 4 * hidden,
+        "vocab_size": 1000,
+    }  # fmt: skip
+    config = Config.model_validate(
+        {
+            "model": {"init": ModelInit(options=options).model_dump()},
+            "train": {"steps": 10},
+            "cluster": {"device": "cpu"},
+        }
+    )
+    return Stage(name="rl", recipe=recipe, config=config, dir=Path("x"))
+
+
+def test_memory_holds_what_is_certain() -> None:
+    from leeway.config import Hardware
+
+    stage = stage_of(256)
+    estimate = estimate_stage(stage)
+    shape = shape_of(stage.config.model.init.options)  # type: ignore[union-attr]
+    assert shape is not None
+    # Trainer in float32: weights, gradients, two moments. Engine and two published versions in bfloat16. KV cache.
+    assert estimate.main_memory_bytes == shape.num_parameters * (4 + 4 + 8 + 2 + 2 * 2) + 2**30
+    machine = Hardware(cores=(0, 1), num_gpus=0, memory_gib=16.0)
+    assert memory_problem([stage], machine) == ""
+    assert "expected more than the" in memory_problem([stage_of(32768)], machine)
+    offline = estimate_stage(stage_of(256, "sft")).main_memory_bytes
+    assert offline == shape.num_parameters * 16
