@@ -31,7 +31,6 @@ class Collector:
     """One engine with what its collector and its hand-over remember."""
 
     __slots__ = (
-        "asked",
         "changed_at",
         "draining",
         "engine",
@@ -49,7 +48,6 @@ class Collector:
         self.engine = engine
         self.in_flight = 0
         self.in_engine = 0  # of those, groups whose sequences are not all sampled
-        self.asked = 0  # groups asked for by the admission that is open; 0: none is
         self.verified = 0
         self.wanted = 0
         self.pulling: int | None = None  # the version that is being taken over

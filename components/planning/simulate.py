@@ -13,7 +13,6 @@ that two plans differ by their settings alone.
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Callable, Iterable
 
 from .engine import Chunk, SimulatedEngine
@@ -46,8 +45,7 @@ class Simulation:
         self._order = TakeOrder(self._rule)
         self._draws = Draws(calibration, settings.group_size, chunks_per_group, seed)
         self._factors = self._draws.train_factors(num_steps)
-        limit = max(1, -(-settings.max_outstanding_groups // settings.generators))
-        self._max_in_flight = limit
+        self._max_in_flight = max(1, -(-settings.max_outstanding_groups // settings.generators))
         keep = calibration.kept_frac  # filtered groups are generated as well, and nothing comes of them
         self._collectors = [
             Collector(
@@ -60,9 +58,6 @@ class Simulation:
             )
             for _ in range(settings.generators)
         ]
-        self._asking = deque(self._collectors)
-        for collector in self._collectors:
-            collector.asked = limit
         self._groups: dict[int, Group] = {}
         self._heap: list[tuple[float, int, Callable[..., None], tuple]] = []
         self._num_pushed = 0
@@ -100,32 +95,34 @@ class Simulation:
     # ---- admission and engines ---------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Collectors are served in the order in which they asked, each with as many groups as it asked for."""
+        """Free slots go one by one to the collector that holds least, as the buffer deals them."""
         free = self._order.num_free_slots(published=self._published)
-        while free and self._asking:
-            collector = self._asking.popleft()
-            count = min(free, collector.asked)
-            free -= count
-            collector.asked = 0
-            collector.in_flight += count
-            for _ in range(count):
-                group_id, floor = self._order.admit()
-                group = self._groups[group_id] = Group(group_id, floor, collector)
-                if collector.verified >= floor:
-                    self._submit(group)
-                else:
-                    collector.waiting.append(group)
-                    collector.wanted = max(collector.wanted, floor)
-            self._ask(collector)
+        emptiest = [(c.in_flight, i) for i, c in enumerate(self._collectors) if c.in_flight < self._max_in_flight]
+        heapq.heapify(emptiest)
+        given: dict[int, None] = {}
+        for _ in range(free):
+            if not emptiest:
+                break
+            held, index = emptiest[0]
+            collector = self._collectors[index]
+            given[index] = None
+            group_id, floor = self._order.admit()
+            group = self._groups[group_id] = Group(group_id, floor, collector)
+            if collector.verified >= floor:
+                self._submit(group)
+            else:
+                collector.waiting.append(group)
+                collector.wanted = max(collector.wanted, floor)
+            collector.in_flight = held + 1
+            if collector.in_flight < self._max_in_flight:
+                heapq.heapreplace(emptiest, (collector.in_flight, index))
+            else:
+                heapq.heappop(emptiest)
+        for index in given:
+            collector = self._collectors[index]
             self._reschedule(collector)
             if collector.waiting:
                 self._pull([collector])
-
-    def _ask(self, collector: Collector) -> None:
-        room = self._max_in_flight - collector.in_flight
-        if not collector.asked and room > 0:
-            collector.asked = room
-            self._asking.append(collector)
 
     def _submit(self, group: Group) -> None:
         lengths, environment_s = self._draws.of(group.group_id)
@@ -177,7 +174,6 @@ class Simulation:
             collector.withheld.append(group)
             return
         collector.in_flight -= 1
-        self._ask(collector)
         self._order.finish(group.group_id)
         if self._order.num_free_slots(published=self._published):
             self._admit()
