@@ -166,7 +166,7 @@ async def rolled(engine: Engine, prompter: Prompter, tasks: list[Task], in_fligh
         admit=unused, retried=unused, give_back=unused, fail=unused, is_engine_lost=lambda error: False,
         settings=CollectorSettings(
             group_size=1, temperature=1.0, max_prompt_tokens=64, max_response_tokens=64, max_model_len=128,
-            max_in_flight=in_flight, timeout_s=600.0, retries=0, seed=0, seeded=False,
+            max_in_flight=in_flight, timeout_s=600.0, engine_stall_s=300.0, retries=0, seed=0, seeded=False,
         ),
     )  # fmt: skip
     trajectories = await collector.rollouts(tasks, temperature=1.0, group_size=1)

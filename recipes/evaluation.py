@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from leeway.config import Config
 from leeway.config.evalsets import ks
 from leeway.config.inputs import EvalSampling
+from leeway.failures import PartFailed
 from leeway.recipes.eval_metrics import at_k
 from leeway.runtime.launch import Parts
 from leeway.runtime.supervisor import together
 from leeway.tasks.evalsets import EvalSet
 from leeway.types import Trajectory
+
+PROGRESS_S = 10.0
+"""So often the driver asks how many tasks have ended."""
 
 
 async def evaluate(
@@ -20,24 +25,54 @@ async def evaluate(
 ) -> tuple[dict[str, float], list[Trajectory]]:
     """(`eval/<name>/...`, the trajectories), one taskset after the other.
 
-    Tasks are dealt to the collectors; the result does not depend on how many there are.
+    Tasks are dealt to the collectors; the result does not depend on how many there are. Raises PartFailed with a reason
+    where all tasks of a taskset fail.
     """
     metrics: dict[str, float] = {}
     trajectories: list[Trajectory] = []
     for evalset in evalsets:
-        num = len(parts.collectors)
-        calls = [
-            c.evaluate.remote(list(evalset.tasks[i::num]), evalset.sampling, policy_version)
-            for i, c in enumerate(parts.collectors)
-            if evalset.tasks[i::num]
-        ]
-        shares = await parts.supervisor.wait(
-            together(calls), what=f"evaluation on {evalset.name}", timeout_s=config.cluster.step_timeout_s
-        )
-        groups = [shares[i % num][i // num] for i in range(len(evalset.tasks))]
+        results = await _answered(config, parts, evalset, policy_version)
+        failures = [result for result in results if isinstance(result, str)]
+        if len(failures) == len(results):
+            why = (
+                f"all {len(failures)} tasks failed, the last one: {failures[-1]}" if failures else "there are no tasks"
+            )
+            raise PartFailed(f"evaluation on {evalset.name}", why)
+        groups = [[] if isinstance(result, str) else result for result in results]
         metrics |= summarise(groups, evalset.sampling, name=evalset.name, policy_version=policy_version)
         trajectories += [t for group in groups for t in group]
     return metrics, trajectories
+
+
+async def _answered(
+    config: Config, parts: Parts, evalset: EvalSet, policy_version: int
+) -> list[list[Trajectory] | str]:
+    """The trajectories of each task, or why it failed for good. The deadline is for one task to end, not for all."""
+    num, what, timeout_s = len(parts.collectors), f"evaluation on {evalset.name}", config.cluster.step_timeout_s
+    pending = together(
+        c.evaluate.remote(list(evalset.tasks[i::num]), evalset.sampling, policy_version)
+        for i, c in enumerate(parts.collectors)
+        if evalset.tasks[i::num]
+    )
+    now = asyncio.get_running_loop().time
+    num_ended, since = -1, now()
+    try:
+        while not pending.done():
+            pause = asyncio.wait({pending}, timeout=min(PROGRESS_S, timeout_s))
+            await parts.supervisor.wait(pause, what=what, timeout_s=timeout_s + PROGRESS_S)
+            counts = together(c.num_evaluated.remote() for c in parts.collectors)
+            ended = sum(await parts.supervisor.wait(counts, what="generators", timeout_s=timeout_s))
+            if ended != num_ended:
+                num_ended, since = ended, now()
+            elif now() - since >= timeout_s and not pending.done():
+                raise PartFailed(
+                    what, f"no task ended for {timeout_s:g} s; raise cluster.step_timeout_s if that is normal here"
+                )
+        shares = await parts.supervisor.wait(pending, what=what, timeout_s=timeout_s)
+    finally:
+        pending.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else asks
+        pending.cancel()
+    return [shares[i % num][i // num] for i in range(len(evalset.tasks))]
 
 
 def evaluated_at_start(rows: Sequence[Mapping[str, Any]], evalsets: Sequence[EvalSet]) -> dict[str, Any]:

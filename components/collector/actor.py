@@ -20,6 +20,7 @@ from ..monitor.logs import last_error, log_to_file, tail
 from ..tasks.prompting import Prompter
 from ..types import Task, Trajectory
 from ..weights import Manifest
+from .awaited import unless
 from .clock import ActivityClock
 from .engine import Engine, EngineSettings, is_engine_lost
 from .hand_over import HandOver
@@ -124,8 +125,10 @@ class CollectorActor:
 
     @as_text
     async def keep_current(self) -> None:
-        """The hand-over loop; ends with the run, or by failing."""
-        await self._hand_over.run()
+        """The hand-over loop; ends with the run, or by failing. An engine that hangs is found out here, if not before:
+        while it is asked for anything at all, a load or a canary included.
+        """
+        await unless(self._collector.watch_engine(), self._hand_over.run())
 
     @as_text
     async def collect(self) -> None:
@@ -138,8 +141,13 @@ class CollectorActor:
         await self._hand_over.until_verified(policy_version)
 
     @as_text
-    async def evaluate(self, tasks: list[Task], sampling: EvalSampling, policy_version: int) -> list[list[Trajectory]]:
+    async def evaluate(
+        self, tasks: list[Task], sampling: EvalSampling, policy_version: int
+    ) -> list[list[Trajectory] | str]:
         return await self._collector.evaluate(tasks, sampling, policy_version=policy_version)
+
+    async def num_evaluated(self) -> int:
+        return self._collector.num_evaluated()
 
     @as_text
     async def rollouts(

@@ -1,11 +1,13 @@
-"""Waiting for the next of many tasks to end, at a cost that does not grow with their number."""
+"""Waiting for tasks: for the next of many, at a cost that does not grow with their number; for one, watched."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TypeVar
+from collections.abc import Coroutine
+from typing import Any, NoReturn, TypeVar
 
 F = TypeVar("F", bound="asyncio.Future")
+T = TypeVar("T")
 
 
 class Awaited:
@@ -29,3 +31,14 @@ class Awaited:
     def _end(self, future: asyncio.Future) -> None:
         self._ended.append(future)
         self._woken.set()
+
+
+async def unless(watch: Coroutine[Any, Any, NoReturn], work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, unless `watch` raises first; the other one is cancelled."""
+    watching, working = asyncio.create_task(watch), asyncio.create_task(work)
+    try:
+        await asyncio.wait({watching, working}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else watching.result()
+    finally:
+        watching.cancel()
+        working.cancel()

@@ -6,9 +6,12 @@ import asyncio
 import itertools
 import logging
 import math
-from collections.abc import Coroutine
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from ..envs.base import ended_by_own_code
 from ..types import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -22,24 +25,116 @@ class TookTooLong(Exception):
     """The deadline passed; the work was cancelled."""
 
 
-async def within(timeout_s: float, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled after `timeout_s`. Raises TookTooLong, also where it will not end."""
-    task = asyncio.ensure_future(work)
+class Ended(Exception):
+    """What ended a rollout, `error`, was no ordinary exception. This one is, and so the rollout's own failure."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(f"{type(error).__name__}: {error}")
+        self.error = error
+
+
+async def within(
+    timeout_s: float,
+    rollout: Callable[[], Awaitable[T]],
+    *,
+    counted_s: Callable[[], float],
+    going_on: set[asyncio.Task[Any]],
+) -> T:
+    """What `rollout` returns; it is cancelled when `counted_s` has grown by `timeout_s`.
+
+    Raises TookTooLong then, and what the rollout raised, always as an ordinary exception: in asyncio a CancelledError
+    would pass for a cancelled group, and a SystemExit would end the event loop. A rollout that goes on although it was
+    cancelled is in `going_on` until it ends.
+    """
+    begun_s = counted_s()
+    _contain_new_tasks(asyncio.get_running_loop())
+    task = asyncio.create_task(_contained(rollout))
     try:
-        done, _ = await asyncio.wait({task}, timeout=timeout_s)
+        while not task.done() and (left_s := timeout_s - (counted_s() - begun_s)) > 0:
+            await asyncio.wait({task}, timeout=max(left_s, min(1.0, timeout_s / 20)))
     except asyncio.CancelledError:
-        task.cancel()
+        await _cancel(task, going_on)
         raise
-    if done:
+    if not task.done():
+        await _cancel(task, going_on)
+        raise TookTooLong
+    if task.cancelled():
+        raise Ended(asyncio.CancelledError("the rollout cancelled itself"))
+    error = task.exception()
+    if error is None or isinstance(error, Exception):
         return task.result()
+    raise Ended(error) from error
+
+
+async def _cancel(task: asyncio.Task[Any], going_on: set[asyncio.Task[Any]]) -> None:
+    """Cancel, and wait for the end; after `GRACE_S` the rollout is left to itself."""
     task.cancel()
+    going_on.add(task)
+    task.add_done_callback(going_on.discard)
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else asks
     await asyncio.wait({task}, timeout=GRACE_S)
     if not task.done():
         logger.error("a rollout goes on after it was cancelled; it must let asyncio.CancelledError through")
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-    elif not task.cancelled():
-        task.exception()  # asked for, so that nobody warns about it
-    raise TookTooLong
+
+
+async def until_ended(going_on: set[asyncio.Task[Any]]) -> None:
+    """Wait for rollouts that were cancelled, for at most `GRACE_S`."""
+    if going_on:
+        await asyncio.wait(going_on, timeout=GRACE_S)
+
+
+async def _contained(rollout: Callable[[], Awaitable[T]]) -> T:
+    _in_rollout.set(True)
+    try:
+        return await rollout()
+    except BaseException as error:
+        if ended_by_own_code(error) and not isinstance(error, Exception):
+            raise Ended(error) from error
+        raise
+
+
+_in_rollout: ContextVar[bool] = ContextVar("leeway_in_rollout", default=False)
+
+
+def _contain_new_tasks(loop: asyncio.AbstractEventLoop) -> None:
+    """From now on, tasks that rollouts start do not end the event loop by a SystemExit or KeyboardInterrupt either."""
+    if not isinstance(loop.get_task_factory(), _ContainingFactory):
+        loop.set_task_factory(_ContainingFactory(loop.get_task_factory()))
+
+
+class _ContainingFactory:
+    def __init__(self, make: Callable[..., asyncio.Future[Any]] | None) -> None:
+        self._make = make
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> Any:
+        inner = work
+        if _in_rollout.get():
+            work = _without_exit(work)
+        task = asyncio.Task(work, loop=loop, **options) if self._make is None else self._make(loop, work, **options)
+        if work is not inner:
+            task.add_done_callback(lambda _: inner.close())  # cancelled before it began, it would never be awaited
+        return task
+
+
+async def _without_exit(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise Ended(error) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Type, message and place of an exception; of what `Ended` stands for, if it is one."""
+    while isinstance(error, Ended):
+        error = error.error
+    hint = ""
+    if isinstance(error, asyncio.CancelledError):
+        hint = "" if str(error) else "something that it waited for was cancelled"
+    elif not isinstance(error, Exception):
+        hint = "an environment must not end its process"
+    said = ": ".join(filter(None, [type(error).__name__, str(error), hint]))
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{said} ({frames[-1].filename}:{frames[-1].lineno})" if frames else said
 
 
 def checked(trajectories: Any, *, group_size: int, max_model_len: int, versions: set[int]) -> list[Trajectory]:

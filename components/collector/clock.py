@@ -89,6 +89,45 @@ class IdleClock(AbstractContextManager[None]):
         return self._idle_s if self._inside else self._idle_s + self._now() - self._since
 
 
+class RolloutClock(IdleClock):
+    """The seconds of a rollout that count against its limit: all that it is outside of the engine, and inside of it
+    those of the passes that worked on it. What it waits in the engine's queue is not its own doing.
+
+    Of several sequences at once each counts for its share. A request that gets nothing for `patience_s` while it is
+    inside is not waiting any more, it is lost: from there on all time counts.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic, *, patience_s: float = 600.0) -> None:
+        super().__init__(now)
+        self._patience_s = patience_s
+        self._worked_s = 0.0
+        self._sign_at = self._since
+        self.num_sequences = 0
+        """Inside the engine now; the engine keeps it."""
+        self.has_asked = False
+        """Whether there was a request yet."""
+
+    def begin(self) -> None:
+        """Nothing before now counts."""
+        self._since = self._now()
+
+    def __enter__(self) -> None:
+        if not self._inside:
+            self._sign_at = self._now()
+        self.has_asked = True
+        super().__enter__()
+
+    def worked(self, seconds: float) -> None:
+        """The engine made tokens for one of the sequences, in a pass of so many seconds."""
+        self._worked_s += seconds / self.num_sequences
+        self._sign_at = self._now()
+
+    @property
+    def counted_s(self) -> float:
+        lost_s = self._now() - self._sign_at - self._patience_s if self._inside else 0.0
+        return self.idle_s + self._worked_s + max(0.0, lost_s)
+
+
 class _Doing(AbstractContextManager[None]):
     __slots__ = ("_activity", "_clock")
 

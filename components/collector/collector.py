@@ -13,11 +13,10 @@ import functools
 import logging
 import queue
 import threading
-import traceback
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torchrl.collectors import BaseCollector
 
@@ -25,12 +24,14 @@ from ..config.inputs import EvalSampling
 from ..envs.base import all_or_none
 from ..types import Admission, Group, Task, Trajectory
 from ..weights import HandOverError
-from .awaited import Awaited
-from .checks import TookTooLong, checked, within
-from .clock import ActivityClock, IdleClock
-from .hand_over import HandOver, PullReport
+from .awaited import Awaited, unless
+from .checks import TookTooLong, checked, reason_of, until_ended, within
+from .clock import ActivityClock, RolloutClock
+from .hand_over import HandOver, LoadsWeights, PullReport
 from .many import RolloutFailed, each
-from .policy import EnginePolicy, derived_seed
+from .policy import EnginePolicy, Generates, derived_seed
+from .progress import EngineHung, Progress
+from .room import Room
 from .settings import CollectorSettings
 
 logger = logging.getLogger(__name__)
@@ -40,8 +41,21 @@ class RunsTasks(Protocol):
     async def rollout(self, task: Task, policy: Any) -> list[Trajectory]: ...
 
 
+class InferenceEngine(LoadsWeights, Generates, Protocol):
+    """What a collector asks of its engine; see `engine.Engine`.
+
+    `places`: sequences that it works on at the same time. `cache_tokens`: what fits into its KV cache (0: not known).
+    """
+
+    progress: Progress
+    places: int
+    cache_tokens: int
+
+    def shutdown(self) -> None: ...
+
+
 class EngineLost(RuntimeError):
-    """The engine died; nothing that it was generating can be finished here."""
+    """The engine died, or hangs; nothing that it was generating can be finished here."""
 
 
 class Collector(BaseCollector):
@@ -53,7 +67,7 @@ class Collector(BaseCollector):
     def __init__(
         self,
         *,
-        engine: Any,
+        engine: InferenceEngine,
         environment: RunsTasks,
         prompter: Any,
         hand_over: HandOver,
@@ -78,7 +92,11 @@ class Collector(BaseCollector):
         self._is_engine_lost = is_engine_lost
         self._settings = settings
         self._seed = settings.seed
+        self._room = Room(engine.progress, places=engine.places, cache_tokens=engine.cache_tokens)
         self._in_flight: set[asyncio.Task[Group | None]] = set()
+        self._given_away: set[asyncio.Task[Group | None]] = set()
+        self._going_on: set[asyncio.Task[Any]] = set()
+        self._num_evaluated = 0
         self._num_tokens = 0
         self._num_finished = 0
         self._num_retried = 0
@@ -90,36 +108,54 @@ class Collector(BaseCollector):
         """
         admitting: asyncio.Future[list[Admission]] | None = None
         ended, awaited = False, Awaited()
+        watching = awaited.add(asyncio.create_task(self.watch_engine()))
+        more_room = awaited.add(asyncio.create_task(self._room.more()))
         try:
             while not (ended and not self._in_flight):
-                free = self._settings.max_in_flight - len(self._in_flight)
-                if admitting is None and not ended and free > 0:
+                if admitting is None and not ended and (free := self._num_startable()) > 0:
                     admitting = awaited.add(asyncio.ensure_future(self._admit_when_serving(free)))
                 done = await awaited.ended()
+                if watching in done:
+                    watching.result()
+                if more_room in done:
+                    more_room = awaited.add(asyncio.create_task(self._room.more()))
                 if admitting in done:
                     admissions = admitting.result()
                     admitting = None
                     ended = not admissions
                     for admission in admissions:
-                        self._in_flight.add(awaited.add(asyncio.create_task(self._run_group(admission))))
-                ended_groups = [task for task in self._in_flight.intersection(done) if not task.cancelled()]
-                finished = [g for task in ended_groups if (g := task.result()) is not None]
+                        self._room.begin(clock := self._rollout_clock(), self._group_sequences)
+                        self._in_flight.add(awaited.add(asyncio.create_task(self._run_group(admission, clock))))
+                finished = self._finished(self._in_flight.intersection(done))
                 self._in_flight.difference_update(done)
                 if finished:
                     self._num_finished += len(finished)
                     yield finished
         finally:
-            for task in [*self._in_flight, *([admitting] if admitting else [])]:
+            for task in [*self._in_flight, watching, more_room, *([admitting] if admitting else [])]:
                 task.cancel()
 
+    async def watch_engine(self) -> NoReturn:
+        """Raise EngineLost when the engine has work and gives no sign of life."""
+        try:
+            await self._engine.progress.watch(self._settings.engine_stall_s)
+        except EngineHung as error:
+            raise EngineLost(str(error)) from None
+
     async def discard(self, reason: str) -> None:
-        """Give away everything in flight: what this engine generated is not to be trusted."""
+        """Give away everything in flight: what this engine generated is not to be trusted.
+
+        Returns when no rollout is left at work, those that were cancelled before among them; one that goes on for
+        `checks.GRACE_S` all the same is answered no more.
+        """
         unfinished = [task for task in self._in_flight if not task.done()]
+        self._given_away.update(unfinished)
         for task in unfinished:
             task.cancel()
         await self._give_back(reason)
         if unfinished:
             await asyncio.wait(unfinished)  # aborted at the engine before it is used again
+        await until_ended(self._going_on)
 
     def iterator(self) -> Iterator[list[Group]]:
         """The same for synchronous callers: the loop runs in a thread of its own, at most two batches ahead.
@@ -166,11 +202,11 @@ class Collector(BaseCollector):
 
     async def evaluate(
         self, tasks: list[Task], sampling: EvalSampling, *, policy_version: int
-    ) -> list[list[Trajectory]]:
+    ) -> list[list[Trajectory] | str]:
         """`sampling.samples` trajectories per task, under exactly `policy_version`: newer weights are held back.
 
-        A task that failed for good has none. Nothing of it is trained on. What is drawn depends on the weights, the
-        run's seed and the task alone.
+        For a task that failed for good, the reason. Nothing of it is trained on. What is drawn depends on the weights,
+        the run's seed and the task alone.
         """
         await self._hand_over.until_verified(policy_version)
         async with self._hand_over.hold():
@@ -180,22 +216,41 @@ class Collector(BaseCollector):
                     f"but this engine already serves {self._hand_over.verified}"
                 )
             with self._clock.doing("evaluate"):
-                return await each(
-                    tasks, functools.partial(self._evaluated, sampling), at_once=self._settings.max_in_flight
+                results = await self._each(
+                    tasks,
+                    functools.partial(self._evaluated, sampling),
+                    num_sequences=sampling.samples,
+                    at_most=max(self._settings.max_in_flight, 2 * self._engine.places // sampling.samples),
                 )
+        return [str(result) if isinstance(result, RolloutFailed) else result for result in results]
+
+    def num_evaluated(self) -> int:
+        """Tasks of all evaluations that have ended so far: a sign of progress."""
+        return self._num_evaluated
 
     async def rollouts(
         self, tasks: list[Task], *, temperature: float, group_size: int, max_response_tokens: int | None = None
     ) -> list[Trajectory]:
         """Run tasks outside of admission, for measuring speed and for trying one. Those that fail are left out.
 
-        `max_response_tokens`: of each call of the model (None: `rollout.max_response_tokens`).
+        `max_response_tokens`: of each call of the model (None: `rollout.max_response_tokens`). Raises RuntimeError with
+        the last one's reason where all of them fail.
         """
-        attempts = functools.partial(
-            self._attempts, group_size=group_size, temperature=temperature, max_response_tokens=max_response_tokens
-        )
-        groups = await each(tasks, attempts, at_once=self._settings.max_in_flight)
-        return [t for group in groups for t in group]
+
+        def attempts(task: Task, clock: RolloutClock) -> Awaitable[list[Trajectory]]:
+            return self._attempts(
+                task,
+                clock=clock,
+                group_size=group_size,
+                temperature=temperature,
+                max_response_tokens=max_response_tokens,
+            )
+
+        groups = await self._each(tasks, attempts, num_sequences=group_size, at_most=self._settings.max_in_flight)
+        failures = [group for group in groups if isinstance(group, RolloutFailed)]
+        if failures and len(failures) == len(groups):
+            raise RuntimeError(f"all {len(groups)} tasks failed; the last one: {failures[-1]}") from failures[-1]
+        return [t for group in groups if not isinstance(group, RolloutFailed) for t in group]
 
     def generating_s(self) -> float:
         """Seconds since the start in which the engine had a request."""
@@ -235,7 +290,46 @@ class Collector(BaseCollector):
     def load_state_dict(self, state_dict: OrderedDict) -> None:
         assert not state_dict, "a collector keeps no state of its own"
 
-    def _evaluated(self, sampling: EvalSampling, task: Task) -> Awaitable[list[Trajectory]]:
+    async def _each(
+        self,
+        tasks: list[Task],
+        attempts: Callable[[Task, RolloutClock], Awaitable[list[Trajectory]]],
+        *,
+        num_sequences: int,
+        at_most: int,
+    ) -> list[list[Trajectory] | RolloutFailed]:
+        """Many tasks, as fast as the engine goes; raises EngineLost when it goes no more."""
+        working = each(
+            tasks,
+            attempts,
+            room=self._room,
+            num_sequences=num_sequences,
+            at_most=at_most,
+            clock=self._rollout_clock,
+        )
+        return await unless(self.watch_engine(), working)
+
+    def _rollout_clock(self) -> RolloutClock:
+        # An engine that hangs is found out before any of its rollouts is taken for lost.
+        s = self._settings
+        return RolloutClock(asyncio.get_running_loop().time, patience_s=s.timeout_s + s.engine_stall_s)
+
+    def _num_startable(self) -> int:
+        free = self._settings.max_in_flight - len(self._in_flight)
+        return min(free, self._room.groups(self._group_sequences)) if free > 0 else 0
+
+    @property
+    def _group_sequences(self) -> int:
+        return self._settings.group_size + self._settings.greedy_baseline
+
+    def _finished(self, ended: set[asyncio.Task[Group | None]]) -> list[Group]:
+        for task in ended:
+            if task.cancelled() and task not in self._given_away:
+                raise RuntimeError("a group in flight was cancelled: does an environment cancel tasks not its own?")
+        self._given_away.difference_update(ended)
+        return [g for task in ended if not task.cancelled() and (g := task.result()) is not None]
+
+    async def _evaluated(self, sampling: EvalSampling, task: Task, clock: RolloutClock) -> list[Trajectory]:
         def policy(attempt: int) -> EnginePolicy:
             seed = None if sampling.temperature == 0 else derived_seed(self._seed, *task.task_id.encode(), attempt)
             return self._policy(
@@ -244,22 +338,30 @@ class Collector(BaseCollector):
                 seed=seed,
                 top_p=sampling.top_p,
                 max_response_tokens=sampling.max_tokens,
+                clock=clock,
             )
 
-        return self._attempts(task, group_size=sampling.samples, temperature=sampling.temperature, policy_of=policy)
+        try:
+            return await self._attempts(
+                task, clock=clock, group_size=sampling.samples, temperature=sampling.temperature, policy_of=policy
+            )
+        finally:
+            self._num_evaluated += 1
 
-    async def _run_group(self, admission: Admission) -> Group | None:
+    async def _run_group(self, admission: Admission, clock: RolloutClock) -> Group | None:
         """One group through all of its attempts; None when it failed for good (and was reported as such)."""
         with self._clock.doing("wait_for_weights"):
             await self._hand_over.until_verified(admission.floor)
         s = self._settings
         try:
             async with self._hand_over.serving(admission.floor):
-                clock = IdleClock()
-                attempts = functools.partial(self._attempts, admission.task, clock=clock)
-                rollouts = [attempts(group_size=s.group_size, temperature=s.temperature, admission=admission)]
+                clock.begin()
+                attempts = functools.partial(self._attempts, admission.task)
+                rollouts = [
+                    attempts(clock=clock, group_size=s.group_size, temperature=s.temperature, admission=admission)
+                ]
                 if s.greedy_baseline:
-                    rollouts.append(attempts(group_size=1, temperature=0.0))
+                    rollouts.append(attempts(clock=self._rollout_clock(), group_size=1, temperature=0.0))
                 trajectories, *greedy = await all_or_none(rollouts)
                 environment_s = clock.idle_s
         except RolloutFailed as failure:
@@ -295,10 +397,10 @@ class Collector(BaseCollector):
         self,
         task: Task,
         *,
+        clock: RolloutClock,
         group_size: int,
         temperature: float,
         admission: Admission | None = None,
-        clock: IdleClock | None = None,
         max_response_tokens: int | None = None,
         policy_of: Callable[[int], EnginePolicy] | None = None,
     ) -> list[Trajectory]:
@@ -306,7 +408,7 @@ class Collector(BaseCollector):
 
         `admission`: of an admitted group, whose retries are counted and whose samples may be seeded. `policy_of`: what
         each attempt samples from, where that is not the policy as it is trained. `clock` hears of
-        requests to the engine.
+        requests to the engine, and says how much of the time limit is used up.
         """
         s = self._settings
         reason, last_error = "", None
@@ -322,12 +424,15 @@ class Collector(BaseCollector):
                 group_size=group_size,
                 seed=seed,
                 max_response_tokens=max_response_tokens,
-                in_engine=clock,
+                clock=clock,
             )
             policy = train_policy() if policy_of is None else policy_of(attempt)
+            rollout = functools.partial(self._environment.rollout, task, policy)
             try:
                 with self._clock.doing("environment"):
-                    trajectories = await within(s.timeout_s, self._environment.rollout(task, policy))
+                    trajectories = await within(
+                        s.timeout_s, rollout, counted_s=lambda: clock.counted_s, going_on=self._going_on
+                    )
                 return checked(
                     trajectories, group_size=group_size, max_model_len=s.max_model_len, versions=policy.versions
                 )
@@ -335,8 +440,10 @@ class Collector(BaseCollector):
                 if self._is_engine_lost(error):
                     raise EngineLost(f"the inference engine died: {error}") from None
                 too_long = f"rollout took longer than rollout.timeout_s = {s.timeout_s:g} s"
-                reason, last_error = too_long if isinstance(error, TookTooLong) else _reason(error), error
+                reason, last_error = too_long if isinstance(error, TookTooLong) else reason_of(error), error
                 logger.warning("task %s, attempt %d: %s", task.task_id, attempt, reason, exc_info=error)
+            finally:
+                policy.end()
         raise RolloutFailed(reason) from last_error
 
     def _policy(
@@ -345,9 +452,9 @@ class Collector(BaseCollector):
         temperature: float,
         group_size: int,
         seed: int | None,
+        clock: RolloutClock,
         top_p: float = 1.0,
         max_response_tokens: int | None = None,
-        in_engine: IdleClock | None = None,
     ) -> EnginePolicy:
         s = self._settings
         return EnginePolicy(
@@ -362,7 +469,7 @@ class Collector(BaseCollector):
             top_p=top_p,
             count_tokens=self._count_tokens,
             generating=lambda: self._clock.doing("generate"),
-            in_engine=in_engine,
+            clock=clock,
         )
 
     def _count_tokens(self, count: int) -> None:
@@ -381,8 +488,3 @@ def _pull_metrics(pulls: list[PullReport]) -> dict[str, float]:
         "collector/drain_s": sum(p.drain_s for p in pulls) / len(pulls),
         "collector/pause_s": sum(p.pause_s for p in pulls) / len(pulls),
     }
-
-
-def _reason(error: BaseException) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"

@@ -20,6 +20,8 @@ import psutil
 
 from ..weights import Canary, CanaryGap, HandOverError, Manifest, TensorEntry
 from . import engine_worker_env as worker_env
+from .clock import RolloutClock
+from .progress import Progress, Sampled
 from .shared_memory import SharedFolder
 
 FIRST = -1
@@ -111,11 +113,34 @@ class Engine:
                 # generator by an offset, which CPU generators do not have, and the engine dies.
                 args |= dict(enable_chunked_prefill=False)
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(args | settings.options)))
+        vllm_config = self._llm.vllm_config
+        self.places = vllm_config.scheduler_config.max_num_seqs * vllm_config.parallel_config.data_parallel_size
+        self.cache_tokens = (vllm_config.cache_config.num_gpu_blocks or 0) * (vllm_config.cache_config.block_size or 0)
+        self.progress = Progress()
+        self._watch_passes()
         # Per request, on the processor that answers environments: a deep copy of these parameters would cost more than
         # all that is done with them.
         self._params = functools.partial(
             SamplingParams, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True
         )
+
+    def _watch_passes(self) -> None:
+        """Tell `progress` of every pass. Outputs reach this process with each pass, though requests hear of their last
+        one only; vLLM's own statistics, which would say less, cost each token more.
+        """
+        processor = self._llm.output_processor
+        process, requests, passed = processor.process_outputs, processor.request_states, self.progress.passed
+
+        def process_outputs(outputs: list[Any], timestamp: float | None = None, *args: Any, **kwargs: Any) -> Any:
+            sampled = [
+                Sampled(requests[o.request_id].external_req_id, o.request_id, len(o.new_token_ids), o.finished)
+                for o in outputs
+                if o.request_id in requests
+            ]
+            passed(timestamp or time.monotonic(), sampled)
+            return process(outputs, timestamp, *args, **kwargs)
+
+        processor.process_outputs = process_outputs  # type: ignore[method-assign]
 
     async def serve_own_weights(self) -> None:
         """Label the weights that the engine was started with as version 0."""
@@ -131,8 +156,12 @@ class Engine:
         stop_token_ids: Sequence[int],
         seed: int | None = None,
         top_p: float = 1.0,
+        clock: RolloutClock | None = None,
     ) -> list[SampledTokens]:
-        """Sample n completions of one prompt; each token with its logprob under the distribution it was drawn from."""
+        """Sample n completions of one prompt; each token with its logprob under the distribution it was drawn from.
+
+        `clock` is told of the passes that worked on them.
+        """
         params = self._params(
             n=n if temperature else 1,
             temperature=temperature,
@@ -144,7 +173,7 @@ class Engine:
             flat_logprobs=True,
             seed=seed,
         )
-        outputs = (await self._final_output(list(prompt_tokens), params)).outputs
+        outputs = (await self._final_output(list(prompt_tokens), params, clock=clock)).outputs
         completions = [_sampled_tokens(o) for o in sorted(outputs, key=lambda o: o.index)]
         return completions if temperature else completions * n  # greedy: n times the same, sampled once
 
@@ -178,13 +207,18 @@ class Engine:
         if not self._initialised:
             from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-            await self._llm.init_weight_transfer_engine(
-                WeightTransferInitRequest(init_info=dict(read_back=self._read_back))
-            )
+            with self.progress.call():
+                await self._llm.init_weight_transfer_engine(
+                    WeightTransferInitRequest(init_info=dict(read_back=self._read_back))
+                )
             self._initialised = True
         self._num_loads += 1
         started = time.monotonic()
-        await self._llm.pause_generation(mode="wait" if in_flight == "off" else "keep", clear_cache=in_flight != "keep")
+        with self.progress.call():
+            await self._llm.pause_generation(
+                mode="wait" if in_flight == "off" else "keep", clear_cache=in_flight != "keep"
+            )
+        self.progress.pause()
         stopped = time.monotonic()
         with paused():
             try:
@@ -197,14 +231,17 @@ class Engine:
             # look for their prefixes under another name. Of the load, not of the version: the same version is loaded
             # again after a load that went wrong, and by another run on this engine.
             self._cache_salt = str(self._num_loads) if in_flight == "keep" else None
-            await self._llm.resume_generation()
+            with self.progress.call():
+                await self._llm.resume_generation()
+            self.progress.resume()
         return LoadTimes(drain_s=stopped - started, pause_s=time.monotonic() - stopped)
 
     async def _load(self, manifest: Manifest, buckets: AsyncIterator[np.ndarray]) -> None:
-        if self._half_loaded:
-            await self._llm.collective_rpc("abandon_weight_update")
-        self._half_loaded = True
-        await self._llm.start_weight_update()
+        with self.progress.call():
+            if self._half_loaded:
+                await self._llm.collective_rpc("abandon_weight_update")
+            self._half_loaded = True
+            await self._llm.start_weight_update()
         index = 0
         async for bucket in buckets:
             await self._load_bucket(manifest, index, bucket)
@@ -213,7 +250,8 @@ class Engine:
             raise HandOverError(
                 "bytes", manifest.policy_version, f"got {index} buckets, expected {manifest.num_buckets}"
             )
-        await self._llm.finish_weight_update(weight_version=str(manifest.policy_version))
+        with self.progress.call():
+            await self._llm.finish_weight_update(weight_version=str(manifest.policy_version))
         self._half_loaded = False
 
     def process_ids(self) -> list[int]:
@@ -232,13 +270,13 @@ class Engine:
         path = self._shared_memory.path / f"{uuid.uuid4().hex}.bucket"
         try:
             await asyncio.to_thread(bucket.tofile, path)
-            await self._llm.update_weights(
-                WeightTransferUpdateRequest(
-                    update_info=dict(
-                        path=str(path), entries_json=json.dumps(entries), policy_version=manifest.policy_version
-                    )
+            request = WeightTransferUpdateRequest(
+                update_info=dict(
+                    path=str(path), entries_json=json.dumps(entries), policy_version=manifest.policy_version
                 )
             )
+            with self.progress.call():
+                await self._llm.update_weights(request)
         finally:
             path.unlink(missing_ok=True)
 
@@ -253,14 +291,18 @@ class Engine:
         output = (await self._final_output(context, params, priority=FIRST)).outputs[0]
         return abs(output.logprobs[0][token].logprob - expected)
 
-    async def _final_output(self, prompt_tokens: list[int], params: Any, *, priority: int = 0) -> Any:
+    async def _final_output(
+        self, prompt_tokens: list[int], params: Any, *, priority: int = 0, clock: RolloutClock | None = None
+    ) -> Any:
         final = None
         # With its type a prompt is taken as it is; without, vLLM hands it to another thread that would tokenise text.
         prompt: Any = {"type": "token", "prompt_token_ids": prompt_tokens}
         if self._cache_salt is not None:
             prompt["cache_salt"] = self._cache_salt
-        async for output in self._llm.generate(prompt, params, request_id=next(self._request_ids), priority=priority):
-            final = output
+        request_id = next(self._request_ids)
+        with self.progress.request(request_id, num_sequences=params.n, prompt_tokens=len(prompt_tokens), clock=clock):
+            async for output in self._llm.generate(prompt, params, request_id=request_id, priority=priority):
+                final = output
         assert final is not None, "vLLM ended a request without an output"
         return final
 

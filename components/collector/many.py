@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from ..types import Task, Trajectory
+from .clock import RolloutClock
+from .room import Room
 
 
 class RolloutFailed(RuntimeError):
@@ -13,24 +15,39 @@ class RolloutFailed(RuntimeError):
 
 
 async def each(
-    tasks: Sequence[Task], attempts: Callable[[Task], Awaitable[list[Trajectory]]], *, at_once: int
-) -> list[list[Trajectory]]:
-    """What `attempts` gives for each task, in their order; an empty list for one that failed for good.
+    tasks: Sequence[Task],
+    attempts: Callable[[Task, RolloutClock], Awaitable[list[Trajectory]]],
+    *,
+    room: Room,
+    num_sequences: int,
+    at_most: int,
+    clock: Callable[[], RolloutClock],
+) -> list[list[Trajectory] | RolloutFailed]:
+    """What `attempts` gives for each task of `num_sequences`, or why it failed for good, in the order of the tasks.
 
-    When all of them fail, it raises RuntimeError with the last one's reason.
+    They begin as the engine has room for them, `at_most` at a time.
     """
-    room = asyncio.Semaphore(at_once)
-    failures: list[RolloutFailed] = []
+    under_way = 0
 
-    async def one(task: Task) -> list[Trajectory]:
-        async with room:
-            try:
-                return await attempts(task)
-            except RolloutFailed as failure:
-                failures.append(failure)
-                return []
+    async def one(task: Task, clock: RolloutClock) -> list[Trajectory] | RolloutFailed:
+        nonlocal under_way
+        try:
+            return await attempts(task, clock)
+        except RolloutFailed as failure:
+            return failure
+        finally:
+            under_way -= 1
+            room.left()
 
-    groups = await asyncio.gather(*map(one, tasks))
-    if failures and len(failures) == len(tasks):
-        raise RuntimeError(f"all {len(tasks)} tasks failed; the last one: {failures[-1]}") from failures[-1]
-    return groups
+    begun: list[asyncio.Task[list[Trajectory] | RolloutFailed]] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            for task in tasks:
+                while under_way >= at_most or not room.groups(num_sequences):
+                    await room.more()
+                under_way += 1
+                room.begin(its_clock := clock(), num_sequences)
+                begun.append(group.create_task(one(task, its_clock)))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in begun]

@@ -5,17 +5,38 @@ from __future__ import annotations
 import asyncio
 import copy
 import hashlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeGuard
 
 from ..types import Completion, Message
+from .clock import RolloutClock
 
 
 class Generates(Protocol):
     """The one verb of the engine that a policy needs; see `engine.Engine.generate`."""
 
-    async def generate(self, prompt_tokens: list[int], **sampling: Any) -> list[Any]: ...
+    async def generate(
+        self,
+        prompt_tokens: list[int],
+        *,
+        n: int,
+        temperature: float,
+        max_tokens: int,
+        stop_token_ids: Sequence[int],
+        seed: int | None = None,
+        top_p: float = 1.0,
+        clock: RolloutClock | None = None,
+    ) -> list[Any]: ...
+
+
+@dataclass
+class _Life:
+    """What all views of one rollout's policy share: whether it has ended, and who asks the engine at this moment."""
+
+    is_over: bool = False
+    asking: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
 class EnginePolicy:
@@ -23,7 +44,7 @@ class EnginePolicy:
 
     `seed` makes its samples a function of (weights, prompt, seed); None leaves them free. `top_p` below 1 is for
     evaluation: the trainer does not reproduce such log-probabilities. Every request is within a `generating()` and
-    within `in_engine`.
+    within `clock`, which the engine tells how much it worked on it.
     """
 
     def __init__(
@@ -40,7 +61,7 @@ class EnginePolicy:
         top_p: float = 1.0,
         count_tokens: Callable[[int], None],
         generating: Callable[[], AbstractContextManager[None]],
-        in_engine: AbstractContextManager[None] | None = None,
+        clock: RolloutClock | None = None,
     ) -> None:
         self._engine = engine
         self.prompter = prompter
@@ -54,7 +75,8 @@ class EnginePolicy:
         self._num_calls = 0
         self._count_tokens = count_tokens
         self._generating = generating
-        self._in_engine = in_engine or nullcontext()
+        self._clock = clock or RolloutClock()
+        self._life = _Life()
         self.versions: set[int] = set()
         """Versions of all tokens sampled so far, those of `conversation` views included."""
 
@@ -69,9 +91,17 @@ class EnginePolicy:
         view._seed = None if self._seed is None else derived_seed(self._seed, index, 0)
         return view
 
+    def end(self) -> None:
+        """The rollout has ended, or was given up: what it still asks the engine for is aborted, and more is refused."""
+        self._life.is_over = True
+        for task in self._life.asking:
+            task.cancel()
+
     async def generate(
         self, prompt: str | list[Message] | list[int], *, n: int | None = None, max_tokens: int | None = None
     ) -> list[Completion]:
+        if self._life.is_over:
+            raise RuntimeError("this rollout has ended: its policy answers no more")
         tokens: list[int] = prompt if _is_tokens(prompt) else self.prompter.encode(prompt)
         first_turn = self._num_calls == 0
         room = self.max_model_len - len(tokens)
@@ -82,9 +112,10 @@ class EnginePolicy:
             )
         seed = None if self._seed is None else derived_seed(self._seed, self._num_calls)
         self._num_calls += 1
-        with self._generating(), self._in_engine:
+        with self._generating(), self._clock, self._asking():
             sampled = await self._engine.generate(
                 tokens,
+                clock=self._clock,
                 n=self.group_size if n is None else n,
                 temperature=self._temperature,
                 max_tokens=min(self._max_response_tokens if max_tokens is None else max_tokens, room),
@@ -106,6 +137,16 @@ class EnginePolicy:
             )
             for s in sampled
         ]
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._life.asking.add(task)
+        try:
+            yield
+        finally:
+            self._life.asking.discard(task)
 
 
 def derived_seed(*parts: int) -> int:

@@ -28,8 +28,16 @@ class RolloutConfig(Section):
     )
     max_response_tokens: PositiveInt = Field(default=1024, description="longest response; longer ones are cut")
     max_model_len: PositiveInt = Field(default=2048, description="longest prompt and response together")
-    timeout_s: PositiveFloat = Field(default=600.0, description="seconds a group may take before it is tried again")
+    timeout_s: PositiveFloat = Field(
+        default=600.0,
+        description="seconds a group may take before it is tried again; waiting in the engine's queue does not count",
+    )
     retries: NonNegativeInt = Field(default=2, description="how often a group is retried before it fails for good")
+    engine_stall_s: PositiveFloat = Field(
+        default=300.0,
+        description="seconds without a token or an answer after which an engine that has work counts as hung; the run "
+        "ends then",
+    )
     pull_every: PositiveInt = Field(default=1, description="pull weights at most once every N published versions")
     pull: Literal["newest", "oldest"] = Field(
         default="newest",

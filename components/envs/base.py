@@ -61,6 +61,17 @@ async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
+def ended_by_own_code(error: BaseException) -> bool:
+    """Whether `error`, caught in a task, is the doing of the code that ran there.
+
+    Not so a CancelledError that somebody asked this task for, nor the GeneratorExit of a coroutine that is thrown away.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and not task.cancelling()
+    return not isinstance(error, GeneratorExit)
+
+
 class Environment(ABC):
     """Turns one task into the G trajectories of a group.
 

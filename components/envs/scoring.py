@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..types import Completion, Task
-from .base import all_or_none
+from .base import all_or_none, ended_by_own_code
 from .rewards import AnyReward, resolve_reward
 
 
@@ -77,7 +77,9 @@ async def _value(reward: AnyReward, task: Task, text: str, completion: Completio
         if inspect.isawaitable(value):
             value = await value
         number = float(value)
-    except Exception as error:
+    except BaseException as error:
+        if not ended_by_own_code(error):
+            raise
         raise RuntimeError(f"reward {name} failed on task {task.task_id}: {type(error).__name__}: {error}") from error
     if not math.isfinite(number):
         raise RuntimeError(f"reward {name} gave {number} on task {task.task_id}; expected a finite number")

@@ -189,6 +189,7 @@ def collector_settings(config: Config) -> CollectorSettings:
         max_model_len=r.max_model_len,
         max_in_flight=max(1, -(-numbers.max_outstanding_groups // r.num_generators)),
         timeout_s=r.timeout_s,
+        engine_stall_s=r.engine_stall_s,
         retries=r.retries,
         seed=config.seed,
         seeded=requests_are_seeded(config),

@@ -12,20 +12,23 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
 from leeway.algorithms.objective import PolicyObjective
 from leeway.collector import engine_worker_env
-from leeway.collector.clock import ActivityClock
+from leeway.collector.clock import ActivityClock, RolloutClock
 from leeway.collector.engine import Engine, EngineSettings
 from leeway.collector.hand_over import HandOver
+from leeway.collector.progress import EngineHung
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.canary import score_canary
 from leeway.trainer.convert import convert
@@ -353,6 +356,61 @@ PACKED = [
     for i in (0, 1)
     for part in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 ]
+
+
+def test_an_engine_says_what_it_works_on_and_what_waits(served: Served) -> None:
+    """More sequences than places: those that wait are counted as such, and their rollout's clock stands meanwhile."""
+    engine, progress = served.engine, served.engine.progress
+    assert engine.places == 64
+    assert engine.cache_tokens > 64 * 256
+    most_inside = most_waiting = 0
+
+    async def rollouts() -> list[RolloutClock]:
+        nonlocal most_inside, most_waiting
+        clocks = [RolloutClock() for _ in range(12)]
+
+        async def ask(clock: RolloutClock) -> None:
+            with clock:
+                await engine.generate([5] * 40, n=8, temperature=1.0, max_tokens=100, stop_token_ids=[], clock=clock)
+
+        asking = [asyncio.ensure_future(ask(clock)) for clock in clocks]
+        while not all(a.done() for a in asking):
+            most_inside = max(most_inside, progress.num_sequences)
+            most_waiting = max(most_waiting, progress.num_waiting if progress.num_tokens else 0)
+            await asyncio.sleep(0.01)
+        return clocks
+
+    begun = time.monotonic()
+    clocks = served.run(rollouts())
+    wall_s = time.monotonic() - begun
+    assert most_inside == 96
+    assert most_waiting >= 32
+    assert (progress.num_sequences, progress.num_waiting, progress.num_tokens) == (0, 0, 0)
+    worked = [clock.counted_s - clock.idle_s for clock in clocks]
+    assert all(0 < w <= wall_s for w in worked)
+    assert max(worked) < 0.9 * wall_s, "the last ones waited for the first ones' places"
+
+
+def test_an_engine_that_stands_still_is_found_out_and_may_go_on(served: Served) -> None:
+    process = psutil.Process(served.rpc("process_id"))
+    progress = served.engine.progress
+
+    async def hang() -> None:
+        watching = asyncio.create_task(progress.watch(1.0))
+        asking = asyncio.create_task(
+            served.engine.generate([5] * 4, n=2, temperature=1.0, max_tokens=200, stop_token_ids=[])
+        )
+        await asyncio.sleep(0.1)
+        process.suspend()
+        try:
+            with pytest.raises(EngineHung, match="it has 2 sequences to answer"):
+                await watching
+        finally:
+            process.resume()
+        await asking
+        assert progress.silent_s() == 0
+
+    served.run(hang())
 
 
 def test_an_engine_started_again_with_old_weights_serves_no_newer_group(served: Served) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import queue
 import re
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,7 +20,10 @@ from torchrl.collectors import BaseCollector
 from leeway.collector.clock import ACTIVITIES, ActivityClock
 from leeway.collector.collector import Collector, CollectorSettings, EngineLost
 from leeway.collector.hand_over import HandOver
+from leeway.collector.progress import Progress
 from leeway.config.inputs import EvalSampling
+from leeway.envs.base import all_or_none
+from leeway.envs.single_turn import SingleTurn
 from leeway.param_server.server import ParameterServer
 from leeway.types import NO_VERSION, Admission, Completion, Group, Task, Trajectory
 from leeway.weights import Canary, CanaryGap, CanaryPrompts, HandOverError, Manifest, Publication, digest_of
@@ -45,8 +49,9 @@ class FakeEngine:
         self.gap = 0.0
         self.dead = False
         self.shut_down = False
+        self.progress, self.places, self.cache_tokens = Progress(), 256, 0
 
-    async def generate(self, prompt_tokens: list[int], **sampling: Any) -> list[Any]:
+    async def generate(self, prompt_tokens: list[int], *, clock: Any = None, **sampling: Any) -> list[Any]:
         self.requests.append({"prompt": prompt_tokens, "version": self.version, **sampling})
         await asyncio.sleep(0)
         if self.dead:
@@ -120,8 +125,10 @@ class Answer:
 
 
 class Rig:
-    def __init__(self, environment: Any = None, **changes: Any) -> None:
-        self.engine, self.server, self.slots = FakeEngine(), ParameterServer(), changes.pop("slots", None) or Slots()
+    def __init__(
+        self, environment: Any = None, *, engine: Callable[[], FakeEngine] = FakeEngine, **changes: Any
+    ) -> None:
+        self.engine, self.server, self.slots = engine(), ParameterServer(), changes.pop("slots", None) or Slots()
         self.clock = ActivityClock()
         self.environment = environment or Answer()
         pull_settings = {
@@ -146,6 +153,7 @@ class Rig:
             "max_model_len": 12,
             "max_in_flight": 4,
             "timeout_s": 5.0,
+            "engine_stall_s": 5.0,
             "retries": 2,
             "seed": 11,
             "seeded": True,
@@ -193,7 +201,12 @@ async def settle() -> None:
 
 
 def play(
-    scenario: Callable[[Rig, asyncio.Task[None]], Awaitable[None]], environment: Any = None, **changes: Any
+    scenario: Callable[[Rig, asyncio.Task[None]], Awaitable[None]],
+    environment: Any = None,
+    *,
+    loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    limit_s: float = 8,
+    **changes: Any,
 ) -> Rig:
     """Run `scenario` beside a collector and its hand-over, version 0 being served."""
 
@@ -202,7 +215,7 @@ def play(
         pulling = asyncio.create_task(rig.hand_over.run())
         collecting = asyncio.create_task(rig.collect())
         try:
-            async with asyncio.timeout(8):
+            async with asyncio.timeout(limit_s):
                 await rig.publish(0)
                 await scenario(rig, collecting)
         finally:
@@ -211,7 +224,8 @@ def play(
             await asyncio.gather(pulling, collecting, return_exceptions=True)
         return rig
 
-    return asyncio.run(main())
+    with asyncio.Runner(loop_factory=loop) as runner:
+        return runner.run(main())
 
 
 def play_to_the_end(environment: Any, *, floors: tuple[int, ...] = (0,), **changes: Any) -> Rig:
@@ -510,6 +524,150 @@ def test_a_wrong_return_fails_the_group_and_says_what_was_expected(returned, rea
     assert re.search(reason, rig.slots.failures[0])
 
 
+class EndsItself(Answer):
+    """Task 1 raises what is no ordinary exception, in one of these ways, in every attempt; the others are answered."""
+
+    REASONS: ClassVar[dict[str, str]] = {
+        "cancelled": "CancelledError: something that it waited for was cancelled",
+        "cancels_itself": "CancelledError: the rollout cancelled itself",
+        "exits": "SystemExit: 3: an environment must not end its process",
+        "exits_in_a_task": "SystemExit: 3",
+        "exits_in_a_conversation": "SystemExit: 3",
+        "exits_in_a_thread": "SystemExit: 3",
+        "interrupts": "KeyboardInterrupt: an environment must not end its process",
+        "closes": "GeneratorExit: an environment must not end its process",
+        "own": "Own: not an Exception",
+    }
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def rollout(self, task: Task, policy: Any) -> Any:
+        if task.task_id != "task-1":
+            return super().rollout(task, policy)
+        if self.way == "exits":
+            sys.exit(3)  # before there is anything to await
+        return getattr(self, self.way)()
+
+    async def cancelled(self) -> None:
+        helper = asyncio.create_task(asyncio.sleep(60))
+        await asyncio.sleep(0)
+        helper.cancel()
+        await helper
+
+    async def cancels_itself(self) -> None:
+        current = asyncio.current_task()
+        assert current is not None
+        current.cancel()
+        await asyncio.sleep(1)
+
+    async def exits_in_a_task(self) -> None:
+        async def helper() -> None:
+            sys.exit(3)
+
+        await asyncio.gather(helper(), asyncio.sleep(0))
+
+    async def exits_in_a_conversation(self) -> None:
+        async def conversation() -> None:
+            sys.exit(3)
+
+        await all_or_none([conversation(), asyncio.sleep(60)])  # type: ignore[list-item]
+
+    async def exits_in_a_thread(self) -> None:
+        await asyncio.to_thread(sys.exit, 3)
+
+    async def interrupts(self) -> None:
+        raise KeyboardInterrupt
+
+    async def closes(self) -> None:
+        raise GeneratorExit
+
+    async def own(self) -> None:
+        class Own(BaseException):
+            pass
+
+        raise Own("not an Exception")
+
+
+@pytest.mark.parametrize("way", EndsItself.REASONS)
+def test_what_is_no_ordinary_exception_fails_its_own_group_only(way):
+    """A CancelledError would pass for a group that was called off, a SystemExit would end the loop: both unheard."""
+    rig = play_to_the_end(EndsItself(way), floors=(0,) * 4)
+    assert sorted(rig.group_ids) == [0, 2, 3]
+    assert rig.slots.retried_ids == [1, 1]
+    assert EndsItself.REASONS[way] in rig.slots.failures[1]
+    if way != "cancels_itself":
+        assert re.search(r"\(.*\.py:\d+\)$", rig.slots.failures[1])
+
+
+@pytest.mark.parametrize("way", ["cancelled", "exits_in_a_task"])
+def test_in_an_evaluation_and_outside_of_admission_it_fails_its_own_task_only(way):
+    async def scenario(rig, collecting):
+        tasks = [Task(task_id=f"task-{i}", prompt="x") for i in range(3)]
+        first, reason, last = await rig.collector.evaluate(tasks, GREEDY, policy_version=0)
+        assert (len(first), len(last)) == (1, 1)
+        assert EndsItself.REASONS[way] in reason
+        assert len(await rig.collector.rollouts(tasks, temperature=1.0, group_size=2)) == 4
+        with pytest.raises(RuntimeError, match=f"all 1 tasks failed; the last one: {EndsItself.REASONS[way]}"):
+            await rig.collector.rollouts(tasks[1:2], temperature=1.0, group_size=2)
+
+    play(scenario, EndsItself(way))
+
+
+@pytest.mark.parametrize("ended_by", ["CancelledError", "SystemExit"])
+def test_a_reward_that_ends_itself_is_named(ended_by):
+    async def scorer(task: Task, text: str) -> float:
+        if ended_by == "SystemExit":
+            sys.exit(3)
+        helper = asyncio.create_task(asyncio.sleep(60))
+        helper.cancel()
+        await helper
+        return 1.0
+
+    rig = play_to_the_end(SingleTurn(reward=scorer), floors=(0, 0))
+    assert rig.out == []
+    assert all(f"reward scorer failed on task task-{i}: {ended_by}" in rig.slots.failures[i] for i in (0, 1))
+
+
+def test_what_a_rollout_started_asks_the_engine_for_nothing_once_it_has_ended():
+    """Its requests are aborted with it, and later ones are refused: the engine works for those who live."""
+    refused: list[str] = []
+
+    class Leaves(Answer):
+        left: Any = None
+
+        async def rollout(self, task: Task, policy: Any) -> Any:
+            async def goes_on() -> None:
+                try:
+                    await policy.conversation(3).generate(task.prompt)
+                except asyncio.CancelledError:
+                    try:
+                        await policy.generate(task.prompt)
+                    except RuntimeError as error:
+                        refused.append(str(error))
+
+            good = await super().rollout(task, policy)
+            rig.engine.generate = never
+            self.left = asyncio.create_task(goes_on())
+            await asyncio.sleep(0)
+            return good
+
+    async def never(*_: Any, **__: Any) -> Any:
+        await asyncio.Event().wait()
+
+    async def scenario(its_rig, collecting):
+        nonlocal rig
+        rig = its_rig
+        rig.slots.add(0)
+        await settle()
+        assert rig.group_ids == [0]
+        assert refused == ["this rollout has ended: its policy answers no more"]
+        assert rig.environment.left.done()
+
+    rig: Any = None
+    play(scenario, Leaves())
+
+
 def test_a_group_without_a_single_sampled_token_fails():
     class Silent(Answer):
         async def rollout(self, task: Task, policy: Any) -> Any:
@@ -784,7 +942,7 @@ def test_samples_of_an_evaluation_are_a_function_of_seed_and_task_with_settings_
     play(scenario)
 
 
-def test_a_task_that_fails_in_an_evaluation_leaves_its_place_empty():
+def test_a_task_that_fails_in_an_evaluation_leaves_its_reason():
     class Picky(Answer):
         async def rollout(self, task: Task, policy: Any) -> Any:
             if task.task_id == "t1":
@@ -794,7 +952,9 @@ def test_a_task_that_fails_in_an_evaluation_leaves_its_place_empty():
     async def scenario(rig, collecting):
         tasks = [Task(task_id=f"t{i}", prompt="x") for i in range(3)]
         await rig.publish(1)
-        assert [len(g) for g in await rig.collector.evaluate(tasks, GREEDY, policy_version=1)] == [1, 0, 1]
+        first, reason, last = await rig.collector.evaluate(tasks, GREEDY, policy_version=1)
+        assert (len(first), len(last)) == (1, 1)
+        assert "OSError: no such host" in reason
 
     play(scenario, Picky())
 
@@ -950,3 +1110,31 @@ def test_quarantine_gives_back_what_is_in_flight_and_none_of_it_comes_out_later(
         await collecting
 
     play(scenario, max_failures=1)
+
+
+def test_after_a_quarantine_no_rollout_of_before_is_left_at_work():
+    """Nor one that had been cancelled earlier and takes its time: the engine is used again after this."""
+
+    class CleansUp(Answer):
+        at_work = 0
+
+        async def rollout(self, task: Task, policy: Any) -> Any:
+            self.at_work += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0.05)
+                self.at_work -= 1
+
+    async def scenario(rig: Rig, collecting: asyncio.Task[None]) -> None:
+        rig.slots.add(0, 0)
+        await settle()
+        assert environment.at_work == 2
+        earlier = asyncio.create_task(rig.collector.discard("once"))
+        await settle()
+        await rig.collector.discard("twice")
+        assert environment.at_work == 0
+        await earlier
+
+    environment = CleansUp()
+    play(scenario, environment)

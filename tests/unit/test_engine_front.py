@@ -13,6 +13,7 @@ import pytest
 
 from leeway.collector import engine as engine_module
 from leeway.collector.engine import Engine, EngineSettings
+from leeway.collector.progress import Progress
 from leeway.collector.shared_memory import PREFIX, SharedFolder
 from leeway.weights import Canary, CanaryPrompts, HandOverError, Manifest, digest_of
 
@@ -69,6 +70,7 @@ def test_where_the_cache_is_kept_every_load_has_a_name_of_its_own():
     """The same version again, after a load that went wrong or in another run on this engine, meets no old cache."""
     engine: Any = object.__new__(Engine)
     engine._initialised, engine._num_loads, engine._cache_salt, engine._llm = True, 0, None, PausedOnly()
+    engine.progress = Progress()
     outcomes = iter([None, HandOverError("load", 3, "a layer was left out"), None, None])
 
     async def load(manifest: Manifest, buckets: Any) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,12 +16,16 @@ from hypothesis import strategies as st
 from leeway.config import ConfigError, load_config
 from leeway.config.evalsets import ks
 from leeway.config.inputs import EvalSampling
+from leeway.failures import PartFailed
 from leeway.recipes.eval_metrics import at_k, best_at_k, interval, pass_at_k
-from leeway.recipes.evaluation import of_set, summarise
+from leeway.recipes.evaluation import evaluate, of_set, summarise
 from leeway.recipes.saved_models import saved_models
+from leeway.runtime.supervisor import Supervisor
 from leeway.tasks.evalsets import build_evalsets
 from leeway.tasks.taskset import build_taskset
 from leeway.types import Trajectory
+
+from .virtual_clock import VirtualClock
 
 
 def samples_and_k(value):
@@ -174,3 +181,55 @@ def test_saved_models_of_a_run_in_order(tmp_path):
     (twin / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="both of step 2; name the folder of one stage"):
         saved_models(tmp_path / "run")
+
+
+class PlayedCollector:
+    """Answers one task after the other, each in `task_s`; those named in `failing` fail for good."""
+
+    def __init__(self, task_s: float, failing: str = "") -> None:
+        self.task_s, self.failing, self.ended = task_s, failing, 0
+        self.evaluate = SimpleNamespace(remote=self._evaluate)
+        self.num_evaluated = SimpleNamespace(remote=self._num_evaluated)
+
+    async def _evaluate(self, tasks: list[Any], sampling: Any, policy_version: int) -> list[Any]:
+        results: list[Any] = []
+        for task in tasks:
+            await asyncio.sleep(self.task_s)
+            self.ended += 1
+            results.append(f"OSError: no {task}" if task in self.failing else [trajectory(float(task))])
+        return results
+
+    async def _num_evaluated(self) -> int:
+        return self.ended
+
+
+def evaluated(*collectors: PlayedCollector, tasks: str, step_timeout_s: float = 3600.0) -> tuple[Any, float]:
+    async def main() -> tuple[Any, float]:
+        parts: Any = SimpleNamespace(collectors=collectors, supervisor=Supervisor())
+        config: Any = SimpleNamespace(cluster=SimpleNamespace(step_timeout_s=step_timeout_s))
+        evalset: Any = SimpleNamespace(name="a", tasks=list(tasks), sampling=EvalSampling())
+        found = await evaluate(config, parts, [evalset], policy_version=3)
+        return found, asyncio.get_running_loop().time()
+
+    with asyncio.Runner(loop_factory=VirtualClock) as runner:
+        return runner.run(main())
+
+
+def test_an_evaluation_may_take_longer_than_a_wait_for_one_task():
+    (metrics, trajectories), seconds = evaluated(
+        PlayedCollector(100.0), PlayedCollector(70.0), tasks="0123456", step_timeout_s=150.0
+    )
+    assert [t.reward for t in trajectories] == [0, 1, 2, 3, 4, 5, 6]
+    assert metrics["eval/a/num_tasks"] == 7
+    assert 400 <= seconds <= 410
+    with pytest.raises(PartFailed, match="evaluation on a: no task ended for 90 s; raise cluster"):
+        evaluated(PlayedCollector(100.0), tasks="01", step_timeout_s=90.0)
+
+
+def test_one_generators_tasks_may_all_fail_but_not_all_tasks():
+    (metrics, _), _ = evaluated(PlayedCollector(1.0), PlayedCollector(1.0, failing="1"), tasks="012")
+    assert (metrics["eval/a/num_tasks"], metrics["eval/a/failed_tasks"]) == (2.0, 1.0)
+    with pytest.raises(PartFailed, match="evaluation on a: all 2 tasks failed, the last one: OSError: no 1"):
+        evaluated(PlayedCollector(1.0, failing="01"), tasks="01")
+    with pytest.raises(PartFailed, match="evaluation on a: there are no tasks"):
+        evaluated(PlayedCollector(1.0), tasks="")

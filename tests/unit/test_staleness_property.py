@@ -12,12 +12,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import selectors
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -32,33 +30,13 @@ from leeway.replay.reuse import ReusePool
 from leeway.types import Admission, Group, Task, Trajectory
 from leeway.weights import Canary, CanaryPrompts, Manifest, Publication
 
+from .virtual_clock import VirtualClock
+
 STUCK_S = 1e5
 """A wait of this much virtual time is a deadlock: whole runs take hundreds of seconds."""
 NUM_SCHEDULES = 2000
 TOKENS = 2
 """Moments at which a group samples tokens."""
-
-
-class VirtualClock(asyncio.SelectorEventLoop):
-    """An event loop that jumps to its next timer instead of sleeping; without one, nothing can ever happen again."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        super().__init__(_Jump(self))
-
-    def time(self) -> float:
-        return self.now
-
-
-class _Jump(selectors.SelectSelector):
-    def __init__(self, clock: VirtualClock) -> None:
-        super().__init__()
-        self._clock = clock
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        assert timeout is not None, "deadlock: everything waits, and nothing is due at any time"
-        self._clock.now += timeout
-        return []
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,65 @@
+"""How many groups an engine has room for, so that it is always full and nobody waits long in its queue."""
+
+from __future__ import annotations
+
+import asyncio
+
+from .clock import RolloutClock
+from .progress import Progress
+
+YOUNG_S = 1.0
+"""A group that has begun is expected to ask for its places within so long; after that it is at work elsewhere."""
+
+FULL_FRAC = 0.9
+"""Share of the KV cache from which nothing new is begun: what is there already grows."""
+
+
+class Room:
+    """Sequences that the engine can take on: slightly more than its `places`, because what ends is replaced late.
+
+    A group in its environment holds no place, so that slow environments do not leave the engine empty: others begin
+    meanwhile. `cache_tokens`: what fits into the KV cache (0: not known).
+    """
+
+    def __init__(self, progress: Progress, *, places: int, cache_tokens: int = 0) -> None:
+        self._progress = progress
+        self._places = places
+        self._cache_tokens = cache_tokens
+        self._young: dict[RolloutClock, tuple[int, float]] = {}
+        self._more = asyncio.Event()
+        progress.on_less = self._more.set
+
+    def groups(self, num_sequences: int) -> int:
+        """Groups of so many sequences that may begin now."""
+        p, slack = self._progress, max(num_sequences, self._places // 8)
+        young = self._num_young()
+        inside = p.num_sequences + young
+        is_full = bool(self._cache_tokens) and p.num_tokens > FULL_FRAC * self._cache_tokens
+        if inside and (p.num_waiting > slack or is_full):
+            return 0
+        return max(0, (self._places + slack - inside) // num_sequences)
+
+    def begin(self, clock: RolloutClock, num_sequences: int) -> None:
+        """A group of so many sequences begins; `clock` knows of its requests."""
+        self._young[clock] = (num_sequences, asyncio.get_running_loop().time() + YOUNG_S)
+        self._more.set()  # whoever waits must wait no longer than it is young
+
+    async def more(self) -> None:
+        """Wait until there may be more room; perhaps there is not."""
+        try:
+            async with asyncio.timeout(YOUNG_S if self._young else None):
+                await self._more.wait()
+        except TimeoutError:
+            pass
+        self._more.clear()
+
+    def left(self) -> None:
+        """A group ended, whether or not the engine knew of it."""
+        self._more.set()
+
+    def _num_young(self) -> int:
+        now = asyncio.get_running_loop().time()
+        self._young = {
+            clock: (num, until) for clock, (num, until) in self._young.items() if not clock.has_asked and until > now
+        }
+        return sum(num for num, _ in self._young.values())
