@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from leeway.config import Config
+from leeway.config.presets import NEED_CRITIC
 
 CLEAR_AFTER_STEPS = 5
 """Fewer steps say too little: a batch of hard tasks is no verdict."""
@@ -43,8 +44,10 @@ class LearningWatch:
         self._offline = recipe in ("sft", "dpo")
         self._loss_name = f"train/loss/{recipe}" if self._offline else "train/loss/policy"
         a = config.algorithm
-        # What trains without any advantage: a step is idle only where these are absent as well.
-        self._has_other_terms = bool(a.kl_coef or a.entropy_coef or a.expert_path is not None)
+        # What trains without any advantage (a critic makes its own): a step is idle only where these are absent too.
+        has_critic = a.advantage in NEED_CRITIC
+        self._has_other_terms = bool(a.kl_coef or a.entropy_coef or a.expert_path is not None or has_critic)
+        self._wants_no_advantage = a.advantage == "zero"
         self._steps: list[Mapping[str, float]] = []
         self._batches: list[Mapping[str, float]] = []
         self._num_idle = 0
@@ -96,6 +99,8 @@ class LearningWatch:
     def _equal_rewards(self) -> str | None:
         """Every group's rewards were alike, in every batch."""
         batches = self._batches
+        if self._wants_no_advantage:
+            return None
         if len(batches) < CLEAR_AFTER_STEPS or any(b.get("train/zero_advantage_frac") != 1.0 for b in batches):
             return None
         cut_off = self._cut_off_frac()

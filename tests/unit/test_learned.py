@@ -85,6 +85,15 @@ def test_other_terms_of_the_loss_train_without_an_advantage_but_not_unremarked()
     assert "only the loss's other terms train" in verdict.warnings[0]
 
 
+def test_where_no_reward_is_wanted_equal_ones_are_no_news() -> None:
+    watching = watch("algorithm.name=on_policy_distill", "algorithm.reference_path=some/teacher")
+    for _ in range(6):
+        watching.step(equal(0.0) | {"train/grad_norm": 0.3})
+    verdict = watching.verdict()
+    assert verdict.learned is True
+    assert verdict.warnings == []
+
+
 def test_a_reward_that_fell_is_named_and_one_that_only_wavers_is_not() -> None:
     def verdict_of(rewards: list[float]) -> Any:
         watching = watch()
