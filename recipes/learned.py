@@ -130,8 +130,8 @@ class LearningWatch:
 
     def _cut_off(self) -> str | None:
         share = self._cut_off_frac()
-        if len(self._batches) < CLEAR_AFTER_STEPS or share < CUT_OFF_FRAC:
-            return None
+        if len(self._batches) < CLEAR_AFTER_STEPS or share < CUT_OFF_FRAC or self._equal_rewards() is not None:
+            return None  # where all rewards are equal, that says it too
         limit = self._config.rollout.max_response_tokens
         return f"{share:.0%} of the answers were cut off; raise rollout.max_response_tokens (now {limit})"
 

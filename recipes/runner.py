@@ -247,6 +247,7 @@ class _Run:
                 say(line)
         last_lines = {
             "completed": [],
+            "learned nothing": [f"{status}: {cause}"],
             "interrupted": [cause, *(self._how_to_go_on() or ["nothing is saved to go on from"])],
         }
         for line in last_lines.get(status, [*self._how_to_go_on(), f"{status}: {cause}"]):

@@ -52,11 +52,18 @@ def test_a_run_that_learns_nothing_says_why_once_and_what_to_do(steps: list[Any]
     assert verdict.learned is False
     assert says in verdict.warnings[0]
     assert and_says in verdict.warnings[0]
-    assert len(said) == len(set(said)), "each once"
+    assert len(said) == len(verdict.warnings) == 1, "each once, and none in other words"
     assert says.split(" in")[0] in said[0]
     quiet = watch()
     assert not [t for m in steps[: CLEAR_AFTER_STEPS - 1] for t in quiet.step(m)], "before it is clear"
     assert quiet.verdict().learned is None
+
+
+def test_answers_that_are_cut_off_are_named_where_some_rewards_differ() -> None:
+    watching = watch()
+    said = [text for _ in range(6) for text in watching.step(batch(0.1, cut=0.75))]
+    assert said == ["75% of the answers were cut off; raise rollout.max_response_tokens (now 8)"]
+    assert watching.verdict().learned is True
 
 
 def test_a_run_that_learns_is_left_alone() -> None:

@@ -283,9 +283,11 @@ def test_a_run_that_learned_nothing_ends_with_1_and_says_why_last(
         model_path=None,
         goodbye=["reward 0.000 -> 0.000"],
     )
+    has_checkpoint(a_run(tmp_path), "async_rl", 8)
     code, lines, summary = ends(tmp_path, monkeypatch, capsys, result)
     assert code == 1
     assert lines[-1] == "leeway: learned nothing: async_rl: every reward was 0"
+    assert "leeway resume" not in " ".join(lines), "more of the same would not help"
     assert "leeway: warning: async_rl: answers cut off" in lines
     assert sum("every reward was 0" in line for line in lines) == 1
     assert "curves.png" not in " ".join(lines), "there is none"
