@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import os
 import traceback
 from collections.abc import Awaitable, Callable
+from enum import IntEnum
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+class Kind(IntEnum):
+    """What a failure is evidence of. Of failures near together the one with the smallest kind explains the others."""
+
+    CLUSTER = 0  # a process of Ray's own died or is stopped: everything on the cluster follows
+    DIED = 1  # a part's process died
+    STOPPED = 2  # a part's process exists and does not run
+    ERROR = 3  # a part raised an error of its own
+    SILENT = 4  # a part's event loop does not answer
+    LOST = 5  # a part could not reach another one
+    TIMEOUT = 6  # somebody waited for too long
 
 
 class PartFailed(RuntimeError):
@@ -19,9 +34,9 @@ class PartFailed(RuntimeError):
 
     exit_code = 1
 
-    def __init__(self, part: str, cause: str, details: str = "") -> None:
-        super().__init__(part, cause, details)
-        self.part, self.cause, self.details = part, cause, details
+    def __init__(self, part: str, cause: str, details: str = "", kind: Kind = Kind.ERROR) -> None:
+        super().__init__(part, cause, details, kind)
+        self.part, self.cause, self.details, self.kind = part, cause, details, kind
 
     def __str__(self) -> str:
         return f"{self.part}: {self.cause}"
@@ -40,6 +55,18 @@ class InputRefused(PartFailed):
         return self.cause
 
 
+class Watched:
+    """What every actor answers so that the driver can tell whether it lives and whether it still does anything."""
+
+    async def alive(self) -> None:
+        """Never returns: a call that is pending shows at once when the process dies."""
+        await asyncio.Event().wait()
+
+    async def answer(self) -> tuple[str, int]:
+        """The machine and the process id; at once, unless something blocks the event loop."""
+        return os.uname().nodename, os.getpid()
+
+
 def as_text(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
     """Decorate an async method of an actor that has a `role`: whatever it raises leaves as `PartFailed`."""
 
@@ -53,10 +80,20 @@ def as_text(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
             raise InputRefused(_role(args[0]), " ".join(str(error).split())) from None
         except Exception as error:
             cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            raise PartFailed(_role(args[0]), cause, traceback.format_exc()) from None
+            raise PartFailed(_role(args[0]), cause, traceback.format_exc(), kind_of(error)) from None
 
     return wrapper
 
 
 def _role(actor: Any) -> str:
     return actor.role
+
+
+def kind_of(error: BaseException) -> Kind:
+    """What an error that a part raised says about that part."""
+    if isinstance(error, TimeoutError):
+        return Kind.TIMEOUT
+    # By name: parts that never meet Ray need not load it.
+    if any(c.__name__ in ("RayActorError", "ObjectLostError") for c in type(error).__mro__):
+        return Kind.LOST
+    return Kind.ERROR

@@ -54,7 +54,7 @@ async def run(context: StageContext) -> StageResult:
     - `env.name`, `env.reward`, `task.*`: what is learned
     - `eval.*`: greedy accuracy on held-out tasks before, during and after
     """
-    launcher = Launcher(context.config, "async_rl", run_dir=context.dir, supervisor=Supervisor())
+    launcher = Launcher(context.config, "async_rl", run_dir=context.dir, supervisor=Supervisor(context.watch))
     try:
         result = await AsyncRL(context, launcher).run()
     finally:
@@ -219,7 +219,6 @@ class AsyncRL:
                 self._timed("trainer ready", self._launcher.trainers(total_steps=self._total_steps, canary=canary)),
                 self._timed("generators ready", self._launcher.collectors()),
             )
-            self._context.processes.extend(self._parts.local_processes())
         self._checkpoints = Checkpoints(
             self._context.dir / "checkpoints",
             config=self._config,

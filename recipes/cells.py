@@ -39,7 +39,7 @@ async def run_cells(
 
     The engine is started as the first one asks; speeds are measured once.
     """
-    launcher = Launcher(cells[0].config, "async_rl", run_dir=context.dir, supervisor=Supervisor())
+    launcher = Launcher(cells[0].config, "async_rl", run_dir=context.dir, supervisor=Supervisor(context.watch))
     speeds: Speeds | None = None
     try:
         for cell in cells:

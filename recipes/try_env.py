@@ -38,11 +38,10 @@ async def run(context: StageContext) -> StageResult:
     task = tasks[CHOICE.index]
     assert config.model.path is not None
     prompter = Prompter.load(config.model.path)
-    launcher = Launcher(config, "evaluate", run_dir=context.dir, supervisor=Supervisor())
+    launcher = Launcher(config, "evaluate", run_dir=context.dir, supervisor=Supervisor(context.watch))
     try:
         say(f"starting an engine with {config.model.path}")
         await launcher.collectors(load_weights=True)
-        context.processes.extend(launcher.parts.local_processes())
         call = launcher.parts.collectors[0].rollouts.remote([task], config.rollout.temperature, CHOICE.times)
         trajectories = await launcher.parts.supervisor.wait(
             call, what="the environment", timeout_s=config.rollout.timeout_s + 60, deadline="rollout.timeout_s"

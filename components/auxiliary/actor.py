@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 from pathlib import Path
@@ -13,14 +12,14 @@ import ray
 from ..collector.engine import Engine, EngineSettings
 from ..config.auxiliary import AuxiliaryModel
 from ..envs.http import serve
-from ..failures import PartFailed, as_text
+from ..failures import PartFailed, Watched, as_text
 from ..monitor.logs import log_to_file, tail
 from ..tasks.prompting import Prompter
 from .classifier import Classifier
 from .service import Service
 
 
-class AuxiliaryActor:
+class AuxiliaryActor(Watched):
     """`start` brings the model up and gives its address, which holds the key: http://:KEY@host:port/v1."""
 
     def __init__(self, *, role: str, log_file: Path, log_level: str) -> None:
@@ -69,9 +68,6 @@ class AuxiliaryActor:
             "node": host,
             "engine_pids": [] if self._engine is None else self._engine.process_ids(),
         }
-
-    async def alive(self) -> None:
-        await asyncio.Event().wait()
 
     async def shutdown(self) -> None:
         if self._engine is not None:

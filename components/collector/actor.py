@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 from collections.abc import AsyncIterator
@@ -15,7 +14,7 @@ import ray
 from ..config import Config
 from ..config.inputs import EvalSampling
 from ..envs.registry import build_environment
-from ..failures import PartFailed, as_text
+from ..failures import PartFailed, Watched, as_text
 from ..monitor.logs import last_error, log_to_file, tail
 from ..tasks.prompting import Prompter
 from ..types import Task, Trajectory
@@ -27,7 +26,7 @@ from .hand_over import HandOver
 from .settings import CollectorSettings
 
 
-class CollectorActor:
+class CollectorActor(Watched):
     """Runs one engine: `start` brings it up; `keep_current` and `collect` run until admission ends or a part fails."""
 
     def __init__(self, *, role: str, log_file: Path, log_level: str) -> None:
@@ -119,9 +118,6 @@ class CollectorActor:
             is_engine_lost=is_engine_lost,
             settings=settings,
         )
-
-    async def alive(self) -> None:
-        await asyncio.Event().wait()
 
     @as_text
     async def keep_current(self) -> None:

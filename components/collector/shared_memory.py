@@ -9,6 +9,8 @@ import tempfile
 from pathlib import Path
 
 PREFIX = "leeway-engine-"
+RUN_PREFIX_ENV = "LEEWAY_MEMORY_PREFIX"
+"""A longer one of the run's own, by which its ending finds what a killed engine leaves."""
 
 
 class SharedFolder:
@@ -21,7 +23,7 @@ class SharedFolder:
         parent = parent or Path("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
         remove_abandoned(parent)
         while True:
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+            self.path = Path(tempfile.mkdtemp(prefix=os.environ.get(RUN_PREFIX_ENV, PREFIX), dir=parent))
             lock = _locked(self.path)
             if lock is not None and self.path.exists():  # nobody took it for abandoned before it was locked
                 self._lock = lock

@@ -52,6 +52,10 @@ class ClusterConfig(Section):
     step_timeout_s: PositiveFloat = Field(
         default=3600.0, description="how many seconds any one wait may last without progress"
     )
+    stop_timeout_s: PositiveFloat = Field(
+        default=600.0,
+        description="seconds that an interrupt may take to finish the step under way and save; then all is killed",
+    )
 
 
 class LogConfig(Section):

@@ -5,20 +5,19 @@ Buckets stay in the object store (one copy per node); only references pass throu
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from ..failures import as_text
+from ..failures import Watched, as_text
 from ..monitor.logs import log_to_file
 from ..weights import Publication
 from .server import ParameterServer
 
 
-class ParameterServerActor:
+class ParameterServerActor(Watched):
     def __init__(self, *, role: str, log_file: Path, log_level: str) -> None:
         self.role = role
         log_to_file(log_file, log_level)
@@ -30,9 +29,6 @@ class ParameterServerActor:
     async def begin(self, keep: int) -> None:
         """A run: versions count from 0, and the newest `keep` of them are kept."""
         self._server = ParameterServer(keep=keep)
-
-    async def alive(self) -> None:
-        await asyncio.Event().wait()
 
     @as_text
     async def publish(self, publication: Publication) -> None:

@@ -14,7 +14,7 @@ import ray
 
 from ..algorithms.pieces import advantage_of
 from ..config import Config, derive
-from ..failures import as_text
+from ..failures import Watched, as_text
 from ..monitor.logs import log_to_file
 from ..tasks.examples import expert_source, expert_tasks
 from ..tasks.prompting import Prompter
@@ -48,7 +48,7 @@ class TakeRefs:
     rollouts: list[dict]
 
 
-class ReplayBufferActor:
+class ReplayBufferActor(Watched):
     def __init__(self, config: Config, *, role: str, log_file: Path, start: dict[str, Any] | None = None) -> None:
         self.role = role
         log_to_file(log_file, config.log.level)

@@ -1,11 +1,19 @@
-"""A Ray cluster for one run: started on this machine, or joined by address."""
+"""A Ray cluster for one run: started on this machine, or joined by address.
+
+A cluster of the run's own keeps everything in the run's scratch folder (see `footprint`) and is known to nobody else.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import logging
 import os
+import socket
 import sys
 import time
+import traceback
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +23,11 @@ import ray
 from ..config import Config, derive
 from ..config.names import user_names
 from ..config.plugins import modules_in
-from ..failures import PartFailed
+from ..failures import Kind, PartFailed
+from .threads import yielding
+from .watch import RunWatch
+
+logger = logging.getLogger(__name__)
 
 
 class ClusterError(PartFailed):
@@ -24,8 +36,16 @@ class ClusterError(PartFailed):
     exit_code = 2
 
 
-def connect(config: Config) -> None:
-    """Start or join Ray. Raises `ClusterError` when a joined cluster lacks what the run needs."""
+START_LOCK = "\0leeway-ray-start"
+"""An address, bound while Ray starts: several starts beside each other take longer than Ray waits for one (30 s)."""
+NUM_STARTS = 3
+
+
+def connect(config: Config, *, scratch: Path, watch: RunWatch | None = None) -> None:
+    """Start or join Ray; `watch` is told of the processes that are started.
+
+    Raises `ClusterError` when a joined cluster lacks what the run needs, `PartFailed` when no cluster comes up.
+    """
     need = derive(config)
     user_modules = [str(p) for p in user_module_paths(config)]
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -35,14 +55,23 @@ def connect(config: Config) -> None:
         # Ray lowers its workers' priority by default; here they are the job itself.
         os.environ.setdefault("RAY_worker_niceness", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # CPUs are placed by core, not counted by Ray: a small machine may hold more processes than cores.
-        ray.init(
-            num_cpus=max(os.cpu_count() or 1, need.cpus_needed),
-            include_dashboard=False,
-            object_store_memory=store_mb * 2**20 if (store_mb := config.cluster.object_store_mb) else None,
-            **options,
-        )
+        if config.cluster.device == "cpu":
+            os.environ.update(yielding(os.environ))
+        options |= {
+            # CPUs are placed by core, not counted by Ray: a small machine may hold more processes than cores.
+            "num_cpus": max(os.cpu_count() or 1, need.cpus_needed),
+            "include_dashboard": False,
+            "object_store_memory": store_mb * 2**20 if (store_mb := config.cluster.object_store_mb) else None,
+            "_temp_dir": str(scratch / "ray"),
+        }
+        _start(options, timeout_s=config.cluster.start_timeout_s)
+        if watch is not None:
+            for kind, pid in _own_processes():
+                watch.add("ray", [pid], what=f"{kind} process", kind=Kind.CLUSTER)
         return
+    if config.cluster.device == "cpu":
+        runtime_env = options.setdefault("runtime_env", {})
+        runtime_env["env_vars"] = yielding(os.environ)
     ray.init(address=config.cluster.address, **options)
     have = ray.cluster_resources()
     if have.get("GPU", 0) < need.gpus_needed or have.get("CPU", 0) < need.cpus_needed:
@@ -53,11 +82,59 @@ def connect(config: Config) -> None:
         )
 
 
-def disconnect(processes: list[psutil.Process], *, grace_s: float = 10.0) -> None:
-    """Leave Ray, then make sure that none of the run's processes on this machine is left."""
+def _start(options: dict[str, Any], *, timeout_s: float) -> None:
+    """Start a cluster of the run's own, one run of this machine after the other; again where Ray gives up."""
+    deadline = time.monotonic() + timeout_s
+    for attempt in range(1, NUM_STARTS + 1):
+        with _alone(deadline):
+            before = {child.pid for child in psutil.Process().children()}
+            try:
+                ray.init(address="local", **options)
+                return
+            except (ValueError, TypeError):  # what it was given: the same again would change nothing
+                raise
+            except Exception as error:  # Ray has no type of its own for it
+                started = [child for child in psutil.Process().children() if child.pid not in before]
+                for process in [p for child in started for p in (child, *child.children(recursive=True))]:
+                    process.kill()
+                ray.shutdown()
+                if attempt == NUM_STARTS or time.monotonic() > deadline:
+                    cause = f"it did not start, in {attempt} attempts: {' '.join(str(error).split())}"
+                    raise PartFailed("ray", f"{cause}; is the machine overloaded?", traceback.format_exc()) from None
+                logger.warning("Ray did not start (attempt %d of %d): %s", attempt, NUM_STARTS, error)
+
+
+@contextlib.contextmanager
+def _alone(deadline: float) -> Iterator[None]:
+    """Wait for the other starts of this machine, until `deadline`: then go on beside them."""
+    with socket.socket(socket.AF_UNIX) as lock:  # of no file, so that nothing is left and a dead holder lets go of it
+        while time.monotonic() < deadline:
+            try:
+                lock.bind(START_LOCK)
+                break
+            except OSError:
+                time.sleep(0.2)
+        yield
+
+
+def _own_processes() -> list[tuple[str, int]]:
+    """Kind and process id of Ray's own processes that a run cannot do without."""
+    import ray._private.worker as ray_worker
+
+    node: Any = ray_worker._global_node
+    return [
+        (kind, info.process.pid)
+        for kind, infos in node.all_processes.items()
+        if kind in ("gcs_server", "raylet")
+        for info in infos
+    ]
+
+
+def disconnect(pids: Sequence[int], *, grace_s: float = 10.0) -> None:
+    """Leave Ray, then make sure that none of these processes of the run is left."""
     ray.shutdown()
     deadline = time.monotonic() + grace_s
-    left = [p for p in processes if p.is_running()]
+    left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
     while left and time.monotonic() < deadline:
         _, left = psutil.wait_procs(left, timeout=0.2)
     for process in left:

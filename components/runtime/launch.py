@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -51,7 +52,10 @@ class Parts:
     processes: dict[str, Any] = field(default_factory=dict)
 
     async def stop(self, *, grace_s: float = 10.0) -> None:
-        """End every part on purpose: engines are asked first, then all actors are killed."""
+        """End every part on purpose: engines are asked first, then all actors are killed.
+
+        Each of the two has `grace_s`. What does not end by that ends with the run: see `runtime.footprint`.
+        """
         self.supervisor.forget_all()
         calls = [asyncio.ensure_future(awaited(c.shutdown.remote())) for c in [*self.collectors, *self.auxiliaries]]
         if calls:
@@ -60,20 +64,18 @@ class Parts:
             # An engine that is already dead cannot say goodbye; killing its actor below is all that is left to do.
             if not call.cancel() and not call.cancelled():
                 call.exception()  # asked for, so that nobody warns about it
-        for actor in [*self.collectors, *self.auxiliaries, *self.trainers, self.buffer, self.param_server]:
-            if actor is not None:
-                ray.kill(actor)
+        actors = [*self.collectors, *self.auxiliaries, *self.trainers, self.buffer, self.param_server]
+        # In a thread that nobody waits for longer: killing asks Ray, which may itself be what does not answer.
+        thread = threading.Thread(target=_kill, args=([a for a in actors if a is not None],), daemon=True)
+        thread.start()
+        deadline = time.monotonic() + grace_s
+        while thread.is_alive() and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
 
-    def local_processes(self) -> list[psutil.Process]:
-        """The run's processes on this machine; each knows its start time, so a reused id is no match."""
-        here = ray.util.get_node_ip_address()
-        pids = [
-            pid
-            for process in self.processes.values()
-            if process["node"] == here
-            for pid in (process["pid"], *process.get("engine_pids", []))
-        ]
-        return [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+
+def _kill(actors: Sequence[Any]) -> None:
+    for actor in actors:
+        ray.kill(actor)
 
 
 def trainer_settings(
@@ -206,6 +208,7 @@ class Launcher:
         self._cores: Cores = place(config, recipe)
         self._others = beside_engines(self._cores)
         self._addresses: dict[str, str] = {}
+        self._node = ray.util.get_node_ip_address() if ray.is_initialized() else None
         self.parts = Parts(supervisor)
 
     async def begin(self, config: Config, *, total_steps: int, canary: CanaryPrompts) -> None:
@@ -246,6 +249,7 @@ class Launcher:
             )
             for rank in range(num_ranks)
         ]
+        await self._meet({f"trainer-{rank}": actor for rank, actor in enumerate(self.parts.trainers)})
         address = await self._wait(self.parts.trainers[0].address.remote(), "trainer-0")
         starts = [
             actor.start.remote(
@@ -279,6 +283,7 @@ class Launcher:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor = ReplayBufferRemote.options(max_concurrency=calls_at_once(self._config), scheduling_strategy=here)
         self.parts.buffer = actor.remote(self._config, role="replay", log_file=self._logs / "replay.log", start=start)
+        await self._meet({"replay": self.parts.buffer})
         process = await self._wait(self.parts.buffer.start.remote(), "replay")
         self._started("replay", self.parts.buffer, process, cores=self._others)
 
@@ -287,6 +292,7 @@ class Launcher:
         self.parts.param_server = ParameterServerRemote.options(max_concurrency=room).remote(
             **self._common("param_server")
         )
+        await self._meet({"param_server": self.parts.param_server})
         process = await self._wait(self.parts.param_server.start.remote(), "param_server")
         await self._wait(self.parts.param_server.begin.remote(versions_kept(self._config)), "param_server")
         self._started("param_server", self.parts.param_server, process, cores=self._others)
@@ -301,6 +307,7 @@ class Launcher:
         gpus = derive(config, self._recipe).gpus["generator"] // config.rollout.num_generators
         names = [f"generator-{i}" for i in range(config.rollout.num_generators)]
         self.parts.collectors = [CollectorRemote.options(num_gpus=gpus).remote(**self._common(name)) for name in names]
+        await self._meet(dict(zip(names, self.parts.collectors, strict=True)))
         starts = [
             actor.start.remote(
                 config,
@@ -323,6 +330,7 @@ class Launcher:
         served = {name: model for name, model in models.items() if model.path is not None}
         actors = [AuxiliaryRemote.options(num_gpus=gpus).remote(**self._common(f"auxiliary-{name}")) for name in served]
         self.parts.auxiliaries = actors
+        await self._meet({f"auxiliary-{name}": actor for name, actor in zip(served, actors, strict=True)})
         starts = [
             actor.start.remote(
                 model,
@@ -351,12 +359,22 @@ class Launcher:
     def _common(self, role: str) -> dict[str, Any]:
         return {"role": role, "log_file": self._logs / f"{role}.log", "log_level": self._config.log.level}
 
+    async def _meet(self, actors: Mapping[str, Any]) -> None:
+        """Once their processes are there, watch them: also while they start what they are for."""
+        places = await asyncio.gather(*(self._wait(actor.answer.remote(), role) for role, actor in actors.items()))
+        for (role, actor), (machine, pid) in zip(actors.items(), places, strict=True):
+            here = machine == os.uname().nodename
+            self.parts.supervisor.watch_process(role, actor.alive.remote(), pids=[pid] if here else [])
+
     def _started(self, role: str, actor: Any, process: dict[str, Any], *, cores: Sequence[int] = ()) -> None:
         """`cores`: where the process is kept, on a cluster of this run's own (empty: it says so itself, or floats)."""
         self.parts.processes[role] = process
         if cores and self._config.cluster.address is None:
             keep_on(process["pid"], cores)
-        self.parts.supervisor.watch(role, actor.alive.remote())
+        here = process["node"] == self._node
+        self.parts.supervisor.watch_pulse(
+            role, lambda: actor.answer.remote(), engine_pids=process.get("engine_pids", []) if here else []
+        )
 
     async def _wait(self, call: Any, role: str) -> Any:
         return await self.parts.supervisor.wait(

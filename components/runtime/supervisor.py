@@ -1,29 +1,64 @@
-"""Watches every part of a run, so that waiting for one never outlasts the death of another."""
+"""Watches every part of a run, so that waiting for one never outlasts the death of another.
+
+Of failures near together the one that explains the others is told: a dead or stopped process before an error, an error
+before somebody's waiting for it in vain (see `Kind`), and of two alike the first.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable
+import contextlib
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 
-from ..failures import PartFailed
+from ..failures import Kind, PartFailed, kind_of
+from .watch import RunWatch
 
 T = TypeVar("T")
+Ping = Callable[[], Awaitable[Any]]
+
+PULSE_S = 15.0
+SILENT_S = 120.0
+"""A part whose event loop does not answer for so long fails the run."""
+GRACE_S = {Kind.ERROR: 1.5, Kind.SILENT: 1.5, Kind.LOST: 4.0, Kind.TIMEOUT: 4.0}
+"""How long to wait, by the kind of a failure, for one that explains it."""
 
 
 class Supervisor:
-    """Holds one pending call per watched part; `wait` gives up as soon as any of them fails."""
+    """Holds one pending call per watched part; `wait` gives up as soon as any of them fails.
 
-    def __init__(self) -> None:
+    `watch` (of the run; None: processes are not looked at) hears of the failure, which starts the ending's deadline.
+    """
+
+    def __init__(self, watch: RunWatch | None = None) -> None:
         self._watched: dict[asyncio.Future[Any], str] = {}
+        self._run_watch = watch
+        self._pings: dict[str, Ping] = {}
+        self._root: asyncio.Future[PartFailed] | None = None
 
     def watch(self, part: str, call: Awaitable[Any]) -> asyncio.Future[Any]:
         """`call` runs until the part ends: returning is fine, failing ends the run by the part's name."""
+        if self._run_watch is not None and not self._watched:
+            machine = asyncio.ensure_future(self._run_watch.until_broken())
+            self._watched[machine] = "machine"
         future = asyncio.ensure_future(awaited(call))
         self._watched[future] = part
         return future
+
+    def watch_process(self, part: str, call: Awaitable[Any], *, pids: Iterable[int]) -> None:
+        """A part in processes of its own; `call` is pending while it lives. `pids` are those on this machine."""
+        self.watch(part, call)
+        if self._run_watch is not None:
+            self._run_watch.add(part, pids)
+
+    def watch_pulse(self, part: str, ping: Ping, *, engine_pids: Iterable[int] = ()) -> None:
+        """The part is up: its event loop answers `ping`, and what it has started on this machine has to run too."""
+        self._pings[part] = ping
+        self.watch(part, self._pulse(part, ping))
+        if self._run_watch is not None:
+            self._run_watch.add(part, engine_pids, what="engine's process")
 
     async def wait(
         self, call: Awaitable[T], *, what: str, timeout_s: float, deadline: str = "cluster.step_timeout_s"
@@ -37,18 +72,18 @@ class Supervisor:
             async with asyncio.timeout(timeout_s):
                 while not main.done():
                     await asyncio.wait({main, *self._watched}, return_when=asyncio.FIRST_COMPLETED)
-                    self._raise_failures()
+                    if failures := self._failures():
+                        raise failures[0]
             return main.result()
         except TimeoutError as error:
             if main.done() and not main.cancelled():  # the call itself timed out and says why
-                raise as_part_failure(what, error) from None
-            raise PartFailed(what, f"no answer for {timeout_s:g} s; raise {deadline} if that is normal here") from None
+                failure = as_part_failure(what, error)
+            else:
+                cause = f"no answer for {timeout_s:g} s; raise {deadline} if that is normal here"
+                failure = PartFailed(what, cause, kind=Kind.TIMEOUT)
+            raise await self._explained(failure) from None
         except Exception as error:
-            # A part that died often shows first as an error of one that was talking to it: give the death a moment.
-            if self._watched and type(error) is not PartFailed:
-                await asyncio.wait(self._watched, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
-                self._raise_failures()
-            raise as_part_failure(what, error) from None
+            raise await self._explained(as_part_failure(what, error)) from None
         finally:
             main.cancel()
 
@@ -57,14 +92,83 @@ class Supervisor:
         for future in self._watched:
             future.cancel()
         self._watched.clear()
+        self._pings.clear()
+        if self._run_watch is not None:
+            self._run_watch.forget_parts()
 
-    def _raise_failures(self) -> None:
+    def _failures(self) -> list[PartFailed]:
+        """What the watched parts have failed by so far; kept, because every other wait must end by it too."""
+        failures = []
         for future, part in list(self._watched.items()):
             if not future.done():
                 continue
             if not future.cancelled() and (error := future.exception()) is not None:
-                raise as_part_failure(part, error)  # kept: every other wait must end by it too
-            del self._watched[future]
+                failures.append(as_part_failure(part, error))
+            else:
+                del self._watched[future]
+        return failures
+
+    async def _explained(self, first: PartFailed) -> PartFailed:
+        """What every wait of this run ends by: the failure at the root of `first`."""
+        if self._root is None:
+            self._root = asyncio.ensure_future(self._find_root(first))
+        return await asyncio.shield(self._root)
+
+    async def _find_root(self, first: PartFailed) -> PartFailed:
+        """Give a death that explains `first` a moment to be seen, and ask every part whether it answers."""
+        candidates = [first, *self._failures()]
+        grace_s = max(GRACE_S.get(c.kind, 0.0) for c in candidates) if self._watched else 0.0
+        silent = asyncio.ensure_future(self._silent(grace_s))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while min(c.kind for c in candidates) > Kind.STOPPED:
+                    pending = {future for future in self._watched if not future.done()}
+                    await asyncio.wait({silent, *pending}, timeout=0.25, return_when=asyncio.FIRST_COMPLETED)
+                    candidates = [first, *self._failures(), *self._evidence()]
+                    if silent.done():
+                        await asyncio.sleep(0.25)
+        candidates = [first, *self._failures(), *self._evidence()]
+        if first.kind >= Kind.LOST:
+            candidates += await silent
+        silent.cancel()
+        root = min(candidates, key=lambda c: c.kind)
+        if not root.details:  # what was seen of a process says less than what the part itself could still say
+            said = [c.details for c in candidates if c.part == root.part and c.details]
+            root = type(root)(root.part, root.cause, *said[:1], kind=root.kind) if said else root
+        if self._run_watch is not None:
+            self._run_watch.failed(root)
+        return root
+
+    def _evidence(self) -> list[PartFailed]:
+        return [] if self._run_watch is None else self._run_watch.evidence()
+
+    async def _silent(self, within_s: float) -> list[PartFailed]:
+        """The parts whose event loop does not answer within that time."""
+        names = list(self._pings)
+        answered = await asyncio.gather(*(self._answers(self._pings[name], within_s) for name in names))
+        return [_silence(name, within_s) for name, has in zip(names, answered, strict=True) if not has]
+
+    async def _pulse(self, part: str, ping: Ping) -> None:
+        while True:
+            await asyncio.sleep(PULSE_S)
+            # Twice: where this event loop was the one that stood still, the answer has come meanwhile.
+            if not await self._answers(ping, SILENT_S) and not await self._answers(ping, 5.0):
+                raise _silence(part, SILENT_S)
+
+    async def _answers(self, ping: Ping, within_s: float) -> bool:
+        try:
+            async with asyncio.timeout(within_s):
+                await ping()
+        except TimeoutError:
+            return False
+        except Exception:  # it is dead, which is seen elsewhere
+            return True
+        return True
+
+
+def _silence(part: str, seconds: float) -> PartFailed:
+    cause = f"its event loop has not answered for {seconds:g} s: something in it blocks (an environment's own code?)"
+    return PartFailed(part, cause, kind=Kind.SILENT)
 
 
 def as_part_failure(part: str, error: BaseException) -> PartFailed:
@@ -73,9 +177,11 @@ def as_part_failure(part: str, error: BaseException) -> PartFailed:
     original = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(original, PartFailed):
         return original
+    if isinstance(error, ActorDiedError):
+        return PartFailed(part, f"the process died ({' '.join(str(error).split())[:300]})", str(error), Kind.DIED)
     if isinstance(error, RayActorError):
-        return PartFailed(part, f"the process died ({' '.join(str(error).split())[:300]})", str(error))
-    return PartFailed(part, f"{type(error).__name__}: {' '.join(str(error).split())}", str(error))
+        return PartFailed(part, f"it cannot be reached ({' '.join(str(error).split())[:300]})", str(error), Kind.LOST)
+    return PartFailed(part, f"{type(error).__name__}: {' '.join(str(error).split())}", str(error), kind_of(error))
 
 
 async def awaited(call: Awaitable[T]) -> T:

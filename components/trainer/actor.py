@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import ray
 
-from ..failures import as_text
+from ..failures import Watched, as_text
 from ..monitor.logs import log_to_file
 from ..types import TrainBatch
 from ..weights import Publication
@@ -22,7 +22,7 @@ from ..weights import Publication
 T = TypeVar("T")
 
 
-class TrainerActor:
+class TrainerActor(Watched):
     """Computes in one thread, in the order of the calls; answers everything else meanwhile."""
 
     def __init__(self, *, role: str, log_file: Path, log_level: str, cores: list[int]) -> None:
@@ -59,10 +59,6 @@ class TrainerActor:
         self._of_take.clear()
         self._settings = settings
         self._trainer = await self._in_order(lambda: begin_again(self._trainer, settings, **self._place))
-
-    async def alive(self) -> None:
-        """Never returns: a call that is pending shows at once when the process dies."""
-        await asyncio.Event().wait()
 
     @as_text
     async def begin_take(self, *batches: TrainBatch) -> dict[str, float]:

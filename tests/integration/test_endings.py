@@ -1,39 +1,111 @@
-"""How a run ends when it is not allowed to finish: by name, with its own traceback, and with no process left.
+"""How a run ends when it is not allowed to finish: within its deadline, by the right name, and with nothing left.
 
 Interrupts, the death of the driver and mistakes in a user's code end runs that have to show something else first:
-test_plugins.py and test_auxiliary.py.
+test_plugins.py and test_auxiliary.py. Runs without Ray: tests/unit/test_endings.py. The whole grid of parts, acts and
+phases is a benchmark, which `make test-long` runs: benchmarks/chaos.py.
 """
 
 from __future__ import annotations
 
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+
+from leeway.runtime.footprint import MARK_ENV, Footprint
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the runs of a test have their temporary files; short, because sockets are in it."""
+    with tempfile.TemporaryDirectory(prefix="ends-") as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        yield Path(folder)
+
+
+def part_of(command: Any, word: str) -> psutil.Process:
+    found = [p for p in command.processes() if word in " ".join([p.name(), *p.cmdline()])]
+    assert found, [p.cmdline() for p in command.processes()]
+    return found[0]
+
+
+def left_by(command: Any, temporary: Path) -> list[str]:
+    """Processes, shared memory and temporary files. Kernels that were compiled stay, for runs to come."""
+    files = [path.name for path in temporary.iterdir() if "torchinductor" not in path.name]
+    return command.left_over(grace_s=15) + files
 
 
 @pytest.mark.timeout(600)
-def test_a_generator_that_dies_ends_the_run_by_name(start: Any, from_warm: list[str]) -> None:
+def test_a_generator_that_dies_ends_the_run_by_name(start: Any, from_warm: list[str], temporary: Path) -> None:
     command = start("async_rl", *from_warm, "eval.at_start=false")
     command.wait_for("steps, lag bound", 200)
-    engine = [p for p in command.processes() if "EngineCore" in " ".join(p.cmdline()) or "EngineCore" in p.name()]
-    assert engine, [p.cmdline() for p in command.processes()]
-    engine[0].kill()
+    engine = part_of(command, "EngineCore")
+    shared = Footprint(engine.environ()[MARK_ENV], temporary).shared_memory()
+    engine.kill()
     run = command.wait(90)
     assert run.code == 1, run.output
     assert run.last_line().startswith("leeway: failed: generator-0:"), run.output
     assert "Traceback" in run.output
     assert run.summary["status"] == "failed"
     assert "generator-0" in run.summary["cause"]
-    assert command.left_over(grace_s=15) == []
+    assert left_by(command, temporary) == []
+    assert shared
+    assert [path for path in shared if path.exists()] == []
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_actor_ends_the_run_by_name(start: Any, from_warm: list[str]) -> None:
+def test_a_killed_actor_ends_the_run_by_name(start: Any, from_warm: list[str], temporary: Path) -> None:
     command = start("async_rl", *from_warm, "eval.at_start=false")
     command.wait_for("steps, lag bound", 200)
-    trainer = next(p for p in command.processes() if "TrainerActor" in " ".join(p.cmdline()))
-    trainer.kill()
+    part_of(command, "TrainerActor").kill()
     run = command.wait(90)
     assert run.code == 1, run.output
     assert run.last_line().startswith("leeway: failed: trainer-0: the process died"), run.output
-    assert command.left_over(grace_s=15) == []
+    assert left_by(command, temporary) == []
+
+
+@pytest.mark.timeout(600)
+def test_a_run_without_the_head_of_its_cluster_ends_by_that_name_before_ray_ends_it(
+    start: Any, from_warm: list[str], temporary: Path
+) -> None:
+    command = start("async_rl", *from_warm, "eval.at_start=false")
+    command.wait_for("steps, lag bound", 200)
+    part_of(command, "gcs_server").kill()
+    run = command.wait(90)
+    assert run.code == 1, run.output
+    assert run.last_line().startswith("leeway: failed: ray: the gcs_server process died"), run.output
+    assert run.summary["status"] == "failed"
+    assert left_by(command, temporary) == []
+
+
+@pytest.mark.timeout(600)
+def test_an_interrupt_has_its_own_exit_code_although_the_trainer_stands_still(
+    start: Any, from_warm: list[str], temporary: Path
+) -> None:
+    command = start("async_rl", *from_warm, "eval.at_start=false")
+    command.wait_for("steps, lag bound", 200)
+    part_of(command, "TrainerActor").send_signal(signal.SIGSTOP)
+    command.process.send_signal(signal.SIGTERM)
+    run = command.wait(150)
+    assert run.code == 143, run.output
+    assert "interrupted by SIGTERM; saving a checkpoint failed: trainer-0" in run.last_line(), run.output
+    assert run.summary["status"] == "interrupted"
+    assert left_by(command, temporary) == []
+
+
+@pytest.mark.long("every part, act and phase, each in a run of its own: an hour")
+@pytest.mark.timeout(3 * 3600)
+def test_every_ending_of_the_grid_is_right_and_leaves_nothing(warm: Path, tmp_path: Path) -> None:
+    script = ROOT / "benchmarks/chaos.py"
+    subprocess.run([sys.executable, str(script), "--out", str(tmp_path), "--model", str(warm)], check=True)
+    endings = [json.loads(line) for line in (tmp_path / "chaos.jsonl").read_text().splitlines()]
+    assert [e for e in endings if not e["right"] or e["left"]] == []

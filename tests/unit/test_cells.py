@@ -46,7 +46,7 @@ def study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, breaks: str = "") 
 
     monkeypatch.setattr(cells, "Launcher", Launcher)
     monkeypatch.setattr(cells, "AsyncRL", Run)
-    context = StageContext(name="study", recipe="frontier", config=Config(), dir=tmp_path, processes=[])
+    context = StageContext(name="study", recipe="frontier", config=Config(), dir=tmp_path)
     wanted: list[Any] = [SimpleNamespace(name=f"run-{seed}", config=Config(seed=seed)) for seed in (3, 4)]
     heard: list[Any] = []
 

@@ -216,9 +216,7 @@ def test_a_stage_that_is_to_be_longer_now_is_not_finished(tmp_path: Path) -> Non
     def context(*overrides: str) -> StageContext:
         tree = read_tree(folder / "config.yaml")
         stage = resolve_stages(tree, "async_rl", ["checkpoint.resume=auto", *overrides])[-1]
-        return StageContext(
-            name=stage.name, recipe="async_rl", config=stage.config, dir=folder / "stages/async_rl", processes=[]
-        )
+        return StageContext(name=stage.name, recipe="async_rl", config=stage.config, dir=folder / "stages/async_rl")
 
     mark_finished(context(), StageResult(summary={"steps": 8}, model_path=None))
     assert finished_stage(context()) is not None

@@ -376,7 +376,7 @@ def test_the_last_checkpoint_that_can_be_gone_on_from_is_kept_whatever_came_afte
 def test_a_finished_stage_is_not_run_again(tmp_path):
     def context(*overrides: str) -> StageContext:
         config = config_of(tmp_path, *overrides)
-        return StageContext(name="sft", recipe="sft", config=config, dir=tmp_path, processes=[])
+        return StageContext(name="sft", recipe="sft", config=config, dir=tmp_path)
 
     (tmp_path / "hf").mkdir()
     result = StageResult(summary={"steps": 3}, model_path=str(tmp_path / "hf"))

@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 
 from leeway.failures import PartFailed, as_text
-from leeway.runtime.supervisor import Supervisor, as_part_failure, together
+from leeway.runtime import supervisor as supervisor_module
+from leeway.runtime.supervisor import GRACE_S, Supervisor, as_part_failure, together
 
 LONG_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failures that explain others come at once here."""
+    monkeypatch.setattr(supervisor_module, "GRACE_S", dict.fromkeys(GRACE_S, 0.1))
 
 
 async def for_ever() -> None:

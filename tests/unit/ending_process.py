@@ -1,0 +1,103 @@
+"""Runs in processes of their own, for tests of endings: the real runner, without Ray, and recipes that misbehave.
+
+    python ending_process.py FOLDER HOW...
+
+Each run has FOLDER/HOW, with its temporary folder `tmp`, its `output`, its process id in `pid` and the exit code in
+`code` when it has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import ModuleType
+
+from leeway.config import Stage, load_config
+from leeway.failures import PartFailed
+from leeway.recipes import runner
+from leeway.recipes.context import StageContext, StageResult
+from leeway.recipes.run_record import RunRecord
+from leeway.runtime import watch
+
+STOP_S = 0.5
+CHILD = """
+import pathlib, sys, tempfile, time
+tempfile.mkdtemp(); pathlib.Path(sys.argv[1]).touch(); time.sleep(600)
+"""
+
+
+async def recipe(context: StageContext) -> StageResult:
+    """Leaves a process and a folder in the temporary one; then does what the name of its run says."""
+    folder = context.dir.parents[2]
+    subprocess.Popen([sys.executable, "-S", "-c", CHILD, str(folder / "ready")], start_new_session=True)
+    how = folder.name
+    while not (folder / "ready").exists():
+        await asyncio.sleep(0.01)
+    try:
+        if how == "blocks":
+            time.sleep(600)
+        if how == "exits":
+            asyncio.get_running_loop().create_task(leave())
+        if how == "fails":
+            self_made = asyncio.get_running_loop().create_future()
+            self_made.set_exception(ValueError("nobody asks for it"))
+            raise PartFailed("trainer-0", "it broke", "its own traceback")
+        if how != "ends":
+            await asyncio.sleep(600)
+    except asyncio.CancelledError:
+        if how == "save_fails":
+            raise PartFailed("trainer-0", "no space left on device") from None
+        raise
+    finally:
+        if how == "hangs_when_it_leaves":
+            time.sleep(600)
+    return StageResult(summary={"steps": 3}, model_path=None)
+
+
+async def leave() -> None:
+    sys.exit(7)
+
+
+def run(folder: Path) -> int | None:
+    watch.LEAVE_S, watch.TICK_S = STOP_S, 0.05
+    stand_in, cluster = ModuleType("leeway.recipes.misbehaves"), ModuleType("leeway.runtime.cluster")
+    stand_in.run = recipe  # type: ignore[attr-defined]
+    cluster.connect = lambda config, **options: None  # type: ignore[attr-defined]
+    cluster.disconnect = lambda pids: None  # type: ignore[attr-defined]
+    sys.modules[stand_in.__name__], sys.modules[cluster.__name__] = stand_in, cluster
+    config = load_config("quickstart", ["model.init=null", "model.path=/none", f"cluster.stop_timeout_s={STOP_S}"])
+    (folder / "run").mkdir()
+    stage = Stage(name="only", recipe="misbehaves", config=config, dir=folder / "run/stages/only")
+    record = RunRecord(folder / "run", recipe="misbehaves", argv=["leeway", "run"], goes_on=False)
+    run = runner._Run([stage], folder / "run", record)
+    code = run.run()
+    return runner.exit_now(code) if run.must_exit else code
+
+
+def main() -> None:
+    pids = {}
+    for how in sys.argv[2:]:
+        folder = Path(sys.argv[1]) / how
+        (folder / "tmp").mkdir(parents=True)
+        pid = os.fork()
+        if not pid:
+            output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            os.environ["TMPDIR"], tempfile.tempdir = str(folder / "tmp"), None
+            sys.exit(run(folder))
+        pids[pid] = folder
+        (folder / "pid").write_text(str(pid))
+    while pids:
+        pid, status = os.wait()
+        if folder := pids.pop(pid, None):
+            (folder / "code").write_text(str(os.waitstatus_to_exitcode(status)))
+
+
+if __name__ == "__main__":
+    main()
