@@ -96,10 +96,10 @@ class _Run:
 
     def run(self) -> int:
         """All stages, in an event loop of their own; returns the exit code."""
-        self._footprint.apply()
         code = 1
         try:
-            code = asyncio.run(self._main())
+            with self._footprint.applied():
+                code = asyncio.run(self._main())
         except SystemExit as error:  # of code that the driver called, in a task of its own: asyncio lets it through
             outcome = self._outcome_of(error)
             self._watch.leaving(outcome)

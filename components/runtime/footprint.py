@@ -7,13 +7,14 @@ Nothing that belongs to another run is ever touched. Loads the standard library 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,14 +42,22 @@ class Footprint:
             folder = Path(tempfile.mkdtemp(prefix="leeway-", dir="/tmp"))
         return cls(secrets.token_hex(8), folder)
 
-    def apply(self) -> None:
-        """From here on, what this process starts belongs to the run."""
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        """What this process starts inside of it belongs to the run."""
+        before = dict(os.environ)
         # Compiled kernels outlive a run: they stay where they would be without it.
         cache = Path(tempfile.gettempdir()) / f"torchinductor_{_user()}"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
         os.environ[MARK_ENV] = self.mark
         os.environ[PREFIX_ENV] = self.memory_prefix
         os.environ["TMPDIR"] = str(self.scratch)
+        try:
+            yield
+        finally:
+            for name in set(os.environ) - set(before):
+                del os.environ[name]
+            os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
     def process_ids(self) -> list[int]:
         """Living processes that carry the mark since they were started; never the caller."""

@@ -226,7 +226,9 @@ def test_a_stage_that_is_to_be_longer_now_is_not_finished(tmp_path: Path) -> Non
 # The last lines
 
 
-def ends(tmp_path: Path, monkeypatch: Any, capsys: Any, outcome: Any, **state: Any) -> tuple[int, list[str], Any]:
+def ends(
+    tmp_path: Path, monkeypatch: Any, capsys: Any, outcome: Any, interrupted_by: Any = None
+) -> tuple[int, list[str], Any]:
     """Exit code, lines and summary of a run of one stage that comes to `outcome`: a result, or an error."""
     folder = a_run(tmp_path) if not (tmp_path / "runs").exists() else tmp_path / "runs/p/r"
     stages = resolve_stages(read_tree(folder / "config.yaml"), "async_rl", ["checkpoint.resume=auto"])
@@ -235,14 +237,16 @@ def ends(tmp_path: Path, monkeypatch: Any, capsys: Any, outcome: Any, **state: A
 
     async def all_stages() -> None:
         run._stage = stages[1]
-        run._interrupted_by = state.get("interrupted_by")
+        if interrupted_by is not None:
+            os.kill(os.getpid(), interrupted_by)
+            await asyncio.sleep(30)
         if isinstance(outcome, BaseException):
             raise outcome
         run._results["async_rl"] = outcome
 
     monkeypatch.setattr(run, "_all_stages", all_stages)
     capsys.readouterr()
-    code = asyncio.run(run.main())
+    code = run.run()
     printed = capsys.readouterr()
     return code, (printed.out + printed.err).splitlines(), json.loads((folder / "summary.json").read_text())
 
@@ -251,11 +255,12 @@ def test_an_interrupt_says_what_is_saved_and_how_to_go_on(tmp_path: Path, monkey
     import signal
 
     by = {"interrupted_by": signal.SIGTERM}
-    code, lines, summary = ends(tmp_path, monkeypatch, capsys, asyncio.CancelledError(), **by)
+    code, (first, *lines), summary = ends(tmp_path, monkeypatch, capsys, None, **by)
     assert (code, summary["status"]) == (143, "interrupted")
+    assert first == "leeway: SIGTERM: saving a checkpoint, then stopping (within 600 s)"
     assert lines == ["leeway: interrupted by SIGTERM", "leeway: nothing is saved to go on from"]
     newest = has_checkpoint(tmp_path / "runs/p/r", "async_rl", 6)
-    _, lines, _ = ends(tmp_path, monkeypatch, capsys, asyncio.CancelledError(), **by)
+    _, (_, *lines), _ = ends(tmp_path, monkeypatch, capsys, None, **by)
     assert lines == [
         "leeway: interrupted by SIGTERM",
         f"leeway: saved: step 6 of async_rl, {newest}",
