@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leeway.config import Hardware, Stage, check_run, this_machine
+from leeway.config import Hardware, Stage, check_run, derive, this_machine
 from leeway.config.auxiliary import AuxiliaryModel
 from leeway.config.check import earlier_run
-from leeway.config.names import OFFLINE_RECIPES, user_names
+from leeway.config.names import OFFLINE_RECIPES, STUDIES, user_names
 from leeway.config.rules import is_local_path
 from leeway.recipes.estimate import memory_problem
 from leeway.recipes.models import Unreachable, check_dataset_exists, longest_input, read_model_config
@@ -65,6 +65,7 @@ def examine(
             for stage in stages:
                 check_plugins(stage.config)
                 _check_pieces(stage)
+                _check_vocabularies(stage)
                 _check_tasks(stage, seen)
                 check_resume(stage)
         except Unreachable as error:
@@ -128,6 +129,22 @@ def _check_pieces(stage: Stage) -> None:
         from leeway.algorithms.pieces import check_pieces  # loads torch
 
         check_pieces(a)
+
+
+def _check_vocabularies(stage: Stage) -> None:
+    """A reference policy, teacher or critic is given the policy's token ids: they must mean the same to both."""
+    config = stage.config
+    policy = config.model.path
+    if policy is None or stage.recipe not in ("dpo", "async_rl", *STUDIES):
+        return
+    others = {"algorithm.reference_path": config.algorithm.reference_path}
+    if derive(config, stage.recipe).has_critic:
+        others["critic.path"] = config.critic.path
+    for key, path in others.items():
+        if path is not None and path != policy:
+            from leeway.tasks.vocabularies import check_same_tokens  # loads transformers
+
+            check_same_tokens(key, os.path.expanduser(path), os.path.expanduser(policy))
 
 
 def _check_tasks(stage: Stage, seen: set[str]) -> None:

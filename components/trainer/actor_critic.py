@@ -20,6 +20,7 @@ from .checkpoint import Parts
 from .critic import NUM_SUMS, Critic, CriticSettings, Estimates
 from .sharding import make_mesh
 from .trainer import Trainer, TrainerSettings
+from .vocabulary import check_vocabulary
 
 if TYPE_CHECKING:
     from ..types import TrainBatch
@@ -52,11 +53,7 @@ class ActorCriticTrainer(Trainer):
             trust_remote_code=settings.trust_remote_code,
             max_length=settings.max_length,
         )
-        if (known := self._critic.vocabulary_size) < self._config.vocab_size:
-            raise ValueError(
-                f"critic.path: {settings.critic.path} knows {known} tokens, the policy {self._config.vocab_size}; "
-                "expected a model with the policy's tokenizer"
-            )
+        check_vocabulary("critic.path", settings.critic.path, self._critic.model.lm, policy=self._model.lm)
         if not self._critic.model.is_packed:  # both see the same passes
             self._packing = "padded"
 

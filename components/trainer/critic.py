@@ -135,12 +135,6 @@ class Critic:
         )
         self._num_ranks = mesh.size()
 
-    @property
-    def vocabulary_size(self) -> int:
-        embeddings = self.model.lm.get_input_embeddings()
-        assert isinstance(embeddings, nn.Embedding)
-        return embeddings.num_embeddings
-
     @torch.no_grad()
     def values(self, passes: Iterable[Microbatch], count: int) -> torch.Tensor:
         """Values [S], S = `count`, of the states before each response token of a rank's share, on the CPU."""

@@ -36,6 +36,7 @@ from .reference import load_reference
 from .saver import Saver
 from .scoring import ScoringModel
 from .sharding import make_mesh, shard
+from .vocabulary import check_vocabulary
 
 if TYPE_CHECKING:  # the benchmark runs where tensordict is not installed
     from ..types import TrainBatch
@@ -145,6 +146,8 @@ class Trainer:
                 trust_remote_code=settings.trust_remote_code,
                 max_length=settings.max_length,
             )
+            path = settings.reference_path or settings.model_path
+            check_vocabulary("algorithm.reference_path", path, self._reference.lm, policy=self._model.lm)
             if not self._reference.is_packed:  # both score the same passes
                 self._packing = "padded"
         self._optimizer = make_optimizer(

@@ -334,7 +334,7 @@ def test_a_critic_of_another_vocabulary_is_refused(model_path, tmp_path):  # noq
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     try:
         settings = critic_settings_of(model_path, critic={"path": str(tmp_path)})
-        with pytest.raises(ValueError, match=r"critic\.path: .* knows 32 tokens, the policy 64"):
+        with pytest.raises(ValueError, match=r"critic\.path: .* knows 32 tokens, expected the policy's 64"):
             ActorCriticTrainer(settings, rank=0, init_method=free_address())
     finally:
         dist.destroy_process_group()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.algorithms.objective import KLPenalty, PolicyObjective
+from leeway.config import Stage, load_config
+from leeway.recipes.checks import examine
+from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.reference import load_reference
 from leeway.types import TrainBatch
 
@@ -44,6 +49,45 @@ def test_the_reference_stays_where_training_started(make) -> None:  # noqa: F811
     assert metrics["train/reference_kl/mean"] == pytest.approx(expected, abs=1e-5)
     # At the first step there was no KL, so the coefficient fell by 2 % and this step used the lower one.
     assert metrics["train/reference_kl/coefficient"] == pytest.approx(0.098)
+
+
+def test_a_teacher_that_knows_fewer_tokens_is_refused_at_load(make, tmp_path) -> None:  # noqa: F811
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    small = AutoConfig.for_model("qwen2", vocab_size=48, **sizes, **heads)
+    AutoModelForCausalLM.from_config(small).save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"algorithm\.reference_path: got .* knows 48 tokens, expected the policy's 64"
+    ):
+        make(objective=objective_of(kl=KLPenalty(coefficient=0.1)), reference_path=str(tmp_path))
+
+
+def test_a_teacher_whose_tokens_mean_something_else_is_refused_before_anything_starts(tmp_path) -> None:
+    """With as many tokens it would load, and score other texts than those that were sampled."""
+    for name, words in {"policy": "a b c", "teacher": "c b a", "family": "a b c"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"model_type": "qwen2", "head_dim": 32}')
+        build_tokenizer(words.split()).save_pretrained(tmp_path / name)
+    swapped = json.loads((tmp_path / "teacher/tokenizer.json").read_text())
+    vocabulary = swapped["model"]["vocab"]
+    vocabulary["a"], vocabulary["c"] = vocabulary["c"], vocabulary["a"]
+    (tmp_path / "teacher/tokenizer.json").write_text(json.dumps(swapped))
+
+    def found(key: str, teacher: str, *overrides: str) -> tuple[str, ...]:
+        options = ["model.init=null", f"model.path={tmp_path}/policy", "task.limit=20", *overrides]
+        options += [f"{key}={tmp_path}/{teacher}", f"output_dir={tmp_path}/runs"]
+        config = load_config("quickstart", options, recipe="async_rl")
+        stage = Stage(name="async_rl", recipe="async_rl", config=config, dir=tmp_path / "runs")
+        found = examine([stage], tmp_path / "runs/new")
+        assert not found.missing
+        return found.wrong
+
+    kl, ppo = ["algorithm.kl_coef=0.1"], ["algorithm.name=ppo"]
+    assert found("algorithm.reference_path", "family", *kl) == ()
+    (line,) = found("algorithm.reference_path", "teacher", *kl)
+    assert re.match(r"algorithm\.reference_path: got .*/teacher, for which token \d+ is '[ac]', expected", line)
+    (line,) = found("critic.path", "teacher", *ppo)
+    assert line.startswith("critic.path: got ")
 
 
 def test_no_reference_is_loaded_where_nobody_asks(make) -> None:  # noqa: F811
