@@ -16,16 +16,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import inspect
 import json
 import logging
 import random
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,10 +40,15 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from leeway.algorithms.objective import SupervisedObjective
+from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.families import ModelRefusedError, load_model
 from leeway.trainer.microbatch import cut
+from leeway.trainer.optimizer import OptimizerSettings
 from leeway.trainer.scoring import ScoringModel
+from leeway.trainer.trainer import Trainer, TrainerSettings
 from leeway.types import TrainBatch, Trajectory, batch_trajectories
+from leeway.weights import CanaryPrompts
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
 VOCAB = 96
@@ -71,7 +78,7 @@ SIZES: dict[str, Any] = {
     "n_layer": 2,
     "n_layers": 2,
     "decoder_layers": 2,
-    "encoder_layers": 1,
+    "encoder_layers": 2,
     "num_attention_heads": 4,
     "num_heads": 4,
     "n_head": 4,
@@ -83,6 +90,10 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 128,
     "n_positions": 128,
     "max_seq_len": 128,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 8,
+    "global_head_dim": 8,
+    "laurel_rank": 8,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
     "num_experts": 4,
@@ -132,31 +143,43 @@ SHOWN: dict[str, Any] = {
 }
 COMPUTED = ("slope_rate", "_decay", "inv_freq")
 """Buffers in the files that nobody trains: the code makes them, and noise would make another model of it."""
-BART = {"decoder_layers": 2, "num_hidden_layers": 2}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
-    "kimi_linear": LINEAR,
     "qwen3_next": LINEAR,
     "qwen3_5": {"text_config": LINEAR},
     "qwen3_5_moe": {"text_config": LINEAR},
     "qwen3_5_text": LINEAR,
     "qwen3_5_moe_text": LINEAR,
     "qwen4_exp": {"text_config": LINEAR},
-    "qwen4_exp_text": LINEAR,
     "codegen": {"rotary_dim": 4},
     "gptj": {"rotary_dim": 4},
-    "dbrx": {"tie_word_embeddings": False},
     "diffllama": {"attention_dropout": 0.0},
-    "dots1": {"n_group": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 5},
     "mpt": {"attn_config": {"attn_pdrop": "unset"}},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "local"]},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64},
     "ministral": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": 2},
+    "kimi_linear": {**LINEAR, "num_experts": 8, "num_experts_per_token": 2, "num_expert_group": 1},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "gemma3n_text": {"layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0}
+    | {"activation_sparsity_pattern": [0.5, 0.0]},
+    "zamba": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3}
+    | {"attention_hidden_size": 64, "attention_head_dim": 16},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "mamba_headdim": 8, "n_mamba_heads": 8, "mamba_ngroups": 1},
+    "zaya": {"num_experts_per_tok": 1},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_blocks": 2, "head_dim": "unset"},
+    "dbrx": {"tie_word_embeddings": False, "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48}},
+    "qwen4_exp_text": LINEAR
+    | {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 16}
+    | {"indexer_budget": 8, "indexer_compress_ratio": 2},
 }
 """What a family needs beside these to be built."""
 
@@ -274,13 +297,19 @@ def of_transformers(folder: Path, data: list[Trajectory], weights: torch.Tensor)
             config.rescale_every = 0
     parts, place = [], 0
     for t in data:
-        logits = model(input_ids=torch.tensor([t.prompt_tokens + t.response_tokens])).logits[0]
+        logits = plain(model, t.prompt_tokens + t.response_tokens)
         logits = logits[len(t.prompt_tokens) - 1 : -1].float() / TEMPERATURE
         scored = torch.log_softmax(logits, -1).gather(-1, torch.tensor(t.response_tokens)[:, None])[:, 0]
         (scored * weights[place : place + len(scored)]).sum().backward()
         place += len(scored)
         parts.append(scored.detach())
     return torch.cat(parts), gradients(model)
+
+
+def plain(model: Any, tokens: list[int]) -> torch.Tensor:
+    """Logits [T, V] of one sequence, by transformers itself."""
+    no_cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    return model(input_ids=torch.tensor([tokens]), **no_cache).logits[0]
 
 
 def of_ours(model: ScoringModel, batch: TrainBatch, packing: Any, weights: torch.Tensor) -> Scores:
@@ -320,24 +349,83 @@ def check(family: str, folder: Path) -> Row:
     model = build(family, folder)
     row.model = type(model).__name__
     with torch.no_grad():
-        spread = float(model.eval()(input_ids=torch.arange(5, 15)[None]).logits.std())
+        spread = float(plain(model.eval(), list(range(5, 15))).std())
     if not 0.1 < spread < 50:
         row.notes.append(f"logits have a spread of {spread:.2g}: mistakes may not show")
     data = trajectories()
     batch = batch_trajectories(data, [0.0] * len(data), num_sequences=1, num_tokens=1)
     weights = torch.randn(len(batch.response_tokens), generator=torch.Generator().manual_seed(2))
-    expected = of_transformers(folder, data, weights)
+    expected: Scores | None = None
     for column, packings in (("packed", ("shared", "packed")), ("padded", ("padded",))):
         try:
             ours = load_model(str(folder), packing=packings[0])
         except ModelRefusedError as error:
             setattr(row, column, f"refused: {reason(str(error))}")
             continue
+        expected = expected or of_transformers(folder, data, weights)
         cells = [compared(of_ours(ours, batch, packing, weights), expected) for packing in packings]
         how: str = str(ours.lm.config._attn_implementation) if column == "padded" else ""
         how += ", masks" if ours.masks else ""
         setattr(row, column, max(cells, key=lambda cell: "WRONG" in cell) + (f" {how}" if how else ""))
+    if "refused" not in row.padded:
+        row.exported = exported(folder, data)
     return row
+
+
+def exported(folder: Path, data: list[Trajectory]) -> str:
+    """How far the weights that a trainer writes, without a step, are from those that it loaded."""
+    build_tokenizer(["12 + 34 = 46"]).save_pretrained(folder)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    trainer = Trainer(settings_of(folder), rank=0, init_method=address)
+    try:
+        trainer.save(str(folder / "saved"))
+    finally:
+        trainer.close()
+    models = [
+        AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32, attn_implementation="eager").eval()
+        for f in (folder, folder / "saved")
+    ]
+    gap = 0.0
+    for t in data[:6]:
+        with torch.no_grad():
+            a, b = (torch.log_softmax(plain(m, t.prompt_tokens + t.response_tokens), -1) for m in models)
+        gap = max(gap, float((a - b).abs().max()))
+    return "exact" if gap <= 1e-5 else f"WRONG ({gap:.0e})"
+
+
+def settings_of(folder: Path) -> TrainerSettings:
+    return TrainerSettings(
+        model_path=str(folder),
+        objective=SupervisedObjective(),
+        optimizer=OptimizerSettings(
+            lr=1e-3,
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            weight_decay=0.0,
+            schedule="constant",
+            warmup_steps=0,
+            min_lr_frac=0.0,
+            max_grad_norm=1.0,
+            total_steps=1,
+        ),
+        num_ranks=1,
+        device="cpu",
+        compute_dtype="float32",
+        publish_dtype="float32",
+        attn="auto",
+        temperature=TEMPERATURE,
+        max_policy_lag=None,
+        max_tokens_per_microbatch=1000,
+        gradient_checkpointing=False,
+        bucket_bytes=1 << 20,
+        canary=CanaryPrompts(scored=[], cached=[]),
+        num_threads=0,
+        seed=0,
+        timeout_s=60.0,
+        save_in_background=False,
+    )
 
 
 def reason(message: str) -> str:
@@ -345,6 +433,50 @@ def reason(message: str) -> str:
     if "(" in message and "; expected what" in message:
         message = message.split("is not trained exactly (", 1)[1].split("); expected what", 1)[0]
     return message.replace("packed rows: ", "").replace("|", "/")[:260]
+
+
+# --------------------------------------------------------------------------------------------------------- page
+
+HEAD = """# Families
+
+Made by `python benchmarks/families.py` with transformers {version}; do not edit. What is compared, and how a model is
+loaded: [trainer.md](trainer.md#families).
+
+Each family was built tiny, with noise in every weight and buffer of its files, dropout and router noise on, and
+windows, caps and scales that show. In brackets: the largest difference of a logprob to transformers in eager attention
+and evaluation mode, each sequence alone, in nats, and that of the gradient, relative to its norm. `exact` allows
+{gap:g} and {gradient:g}. Under "padded" is the attention that was chosen. "Exported": the weights that a trainer writes
+without a step, loaded again, give the same logprobs.
+
+{built} families were built: {packed} are exact packed, {padded} exact padded, {refused} are refused in one line when
+they are loaded, and {wrong} are trained wrong. Packed rows are refused where a layer does not hand on the layout of the
+row, where layers do not take another attention or are of other kinds (states, convolutions, chunks, sinks), and where
+the comparison found a difference (a state, or a window that attention is not told of). Such models are padded.
+
+| family | packed | padded | exported |
+|---|---|---|---|
+"""
+
+
+def page(rows: list[Row]) -> str:
+    built = [row for row in rows if row.is_built]
+
+    def number(cell: Callable[[Row], str], word: str) -> int:
+        return sum(cell(row).startswith(word) for row in built)
+
+    text = HEAD.format(
+        version=transformers.__version__,
+        gap=MAX_GAP,
+        gradient=MAX_GRADIENT,
+        built=len(built),
+        packed=number(lambda row: row.packed, "exact"),
+        padded=number(lambda row: row.padded, "exact"),
+        refused=number(lambda row: row.padded, "refused"),
+        wrong=sum(row.is_wrong for row in built),
+    )
+    text += "".join(f"| {r.family} | {r.packed} | {r.padded} | {r.exported or '-'} |\n" for r in built)
+    missing = [f"| {row.family} | {row.notes[0].removeprefix('not built: ')} |\n" for row in rows if not row.is_built]
+    return text + "\nNot built here:\n\n| family | why |\n|---|---|\n" + "".join(missing).replace("\n\n", "\n")
 
 
 # --------------------------------------------------------------------------------------------------------- main
@@ -390,12 +522,13 @@ def main() -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    families = args.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    rows = []
-    for family in families:
+    rows = [Row(**json.loads(line)) for f in args.rows or [] for line in f.read_text().splitlines() if line[0] == "{"]
+    for family in [] if rows else args.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         rows.append(run(family))
         print(json.dumps(asdict(rows[-1])), flush=True)
     wrong = [row.family for row in rows if row.is_wrong]
+    if not args.only:
+        PAGE.write_text(page(rows))
     print(f"{sum(r.is_built for r in rows)} of {len(rows)} built, wrong: {', '.join(wrong) or 'none'}")
     sys.exit(1 if wrong else 0)
 
@@ -403,6 +536,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="FAMILY", help="these, and no table is written")
+    parser.add_argument("--rows", nargs="+", type=Path, metavar="FILE", help="write the table of rows printed before")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--trace", action="store_true", help="print why a family could not be built")
     return parser.parse_args()

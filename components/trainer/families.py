@@ -27,8 +27,7 @@ from .attention import NAME as PACKED
 from .attention import may_be_packed
 from .logprobs import LogitTransform
 from .microbatch import Packing, cut
-from .scoring import ScoringModel, head_forward, output_head
-from .sharding import decoder_layers
+from .scoring import ScoringModel, head_forward, output_head, pass_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -62,24 +61,27 @@ def load_model(
     `packing`: a `Packing`, or "auto": shared where that is exact, else padded. `attn`: an attention of transformers, or
     "auto": the first of sdpa and eager that is exact. `chunk_tokens`: no more logits at a time than those of so many
     tokens; None: `MANY_LOGITS`. `max_length`: of the run's longest sequence; None: the model's own limit. Raises
-    `ModelRefusedError`, in one line, where nothing that was asked for is exact. Costs about eight passes over at most
+    `ModelRefusedError`, in one line, where nothing that was asked for is exact. Costs about ten passes over at most
     forty tokens.
     """
     loader = _Loader(path, trust_remote_code, device or torch.device("cpu"), max_length)
-    lm = loader.load("eager")
+    lm: PreTrainedModel | None = loader.load("eager")
+    may_be_one_row = may_be_packed(lm)
     probe = _Probe.of(lm, longest=loader.longest(lm), far=loader.is_unusual(lm))
     found: list[str] = []
+    model: ScoringModel | None = None
     for way in _ways(attn, packing):
-        if way.attn == PACKED and not may_be_packed(lm):
+        if way.attn == PACKED and not may_be_one_row:
             found.append(f"{way}: its layers are of kinds that do not take packed attention")
             continue
         try:
-            lm = loader.switch(lm, way.attn)
+            model, lm = None, _switched(lm, way.attn)  # nothing holds a model that is not used: another one may come
+            lm = loader.load(way.attn) if lm is None else lm
             model = ScoringModel(lm, transform=probe.transform, chunk_tokens=chunk_tokens, masks=way.masks)
             wrong = probe.compare(model, way)
         except Exception as error:  # whatever it is, this way is not the one
             wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        if wrong is None:
+        if wrong is None and model is not None:
             if found and packing == "auto":
                 logger.warning("%s: batches go as %s, because of %s", probe.name, way, found[0])
             return model
@@ -139,15 +141,6 @@ class _Loader:
         _switch_off(lm.config)
         return lm.to(self.device)  # type: ignore[arg-type]  # transformers' stub is not torch's
 
-    def switch(self, lm: PreTrainedModel, attn: str) -> PreTrainedModel:
-        """The same model with another attention; loaded anew where its modules were built for the one they have."""
-        if attn == lm.config._attn_implementation:
-            return lm
-        if type(lm)._can_set_attn_implementation():
-            lm.set_attn_implementation(attn)
-            return lm
-        return self.load(attn)
-
     def longest(self, lm: PreTrainedModel) -> int:
         limit = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or 2048
         return limit if self.max_length is None else self.max_length
@@ -157,6 +150,16 @@ class _Loader:
         return self.trust_remote_code or any(
             _rope_kinds(m) - {"default", "linear", "llama3", "yarn"} for m in lm.modules()
         )
+
+
+def _switched(lm: PreTrainedModel | None, attn: str) -> PreTrainedModel | None:
+    """The same model with another attention; None where its modules were built for the one that they have."""
+    if lm is None or attn == lm.config._attn_implementation:
+        return lm
+    if not type(lm)._can_set_attn_implementation():
+        return None
+    lm.set_attn_implementation(attn)
+    return lm
 
 
 def _switch_off(config: Any) -> None:
@@ -242,7 +245,7 @@ def logit_transform(lm: PreTrainedModel) -> LogitTransform:
 
     tokens = torch.tensor([_tokens(lm, 3)], device=lm.device)
     with head_forward(head, made_up):
-        out = lm(input_ids=tokens).logits.float()
+        out = _logits(lm, tokens)
     if len(probes) != 1 or probes[0].shape != out.shape:
         raise ModelRefusedError(
             f"{_name(lm)}: its logits are not those of one output head ({len(probes)} calls of "
@@ -261,6 +264,18 @@ def logit_transform(lm: PreTrainedModel) -> LogitTransform:
             f"{float(wrong):.1g}), expected one of these; use another model"
         )
     return transform
+
+
+def _logits(lm: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+    """What transformers itself says of tokens [B, T]: logits [B, T, V], float32."""
+    try:
+        return lm(**pass_arguments(lm, tokens, None, None, None)).logits.float()
+    except Exception as error:
+        what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise ModelRefusedError(
+            f"{_name(lm)}: transformers does not run it on tokens alone ({what}), expected a causal LM of text; "
+            "use another model"
+        ) from None
 
 
 def _rounded(scale: float) -> float:
@@ -294,8 +309,7 @@ class _Probe:
         logprobs, nexts, widest = [], [], 1.0
         with _short_windows(lm, longest):
             for prompt, response in sequences:
-                logits = lm(input_ids=torch.tensor([prompt + response], device=lm.device)).logits[0].float()
-                logits = logits[len(prompt) - 1 : -1]
+                logits = _logits(lm, torch.tensor([prompt + response], device=lm.device))[0, len(prompt) - 1 : -1]
                 widest = max(widest, float((logits - logits.mean(-1, keepdim=True)).abs().max()))
                 scored = torch.log_softmax(logits, dim=-1)
                 nexts.append(scored[0])
@@ -322,19 +336,17 @@ class _Probe:
                 torch.autocast(model.lm.device.type, torch.bfloat16, enabled=half),
                 torch.set_grad_enabled(learns),
             ):
-                got, compared = self._score(model, packing)
-            gap = float((got.detach() - self.expected)[compared].abs().max())
+                got, compared = self._score(model, packing, learns=learns)
+            gap = float((got - self.expected)[compared].abs().max())
             if not gap <= tolerance:  # nan is not
                 return f"they differ from transformers by {gap:.2g} nats, and {tolerance:.1g} is rounding"
-            if learns:
-                # Some models have no backward pass in evaluation mode. As far as a small weight, which takes no room.
-                weights = [p for layer in decoder_layers(model.lm)[:1] for p in layer.parameters()]
-                least = min(weights or list(model.parameters()), key=lambda p: p.numel())
-                torch.autograd.grad(got.sum(), least, allow_unused=True)
         return None
 
-    def _score(self, model: ScoringModel, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs [S] by passes like those of training, and which of them [S] are to be compared."""
+    def _score(self, model: ScoringModel, packing: Packing, *, learns: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs [S] by passes like those of training, and which of them [S] are to be compared.
+
+        `learns`: a backward pass must work too, which some models have in training mode only.
+        """
         [pass_] = cut(self._batch(), max_tokens=1000, packing=packing)
         compared = torch.ones(len(self.expected), dtype=torch.bool)
         position_ids = pass_.position_ids
@@ -349,15 +361,24 @@ class _Probe:
                 position_ids[:, 1 - last :] += self.longest - last
             compared[-len(self.sequences[-1][1]) :] = False
         pass_ = pass_.to(model.lm.device)
-        scored, _ = model(
-            pass_.input_ids,
-            pass_.rows,
-            pass_.targets,
-            1.0,
-            position_ids=None if position_ids is None else position_ids.to(model.lm.device),
-            layout=pass_.layout,
-            attention_mask=pass_.attention_mask,
-        )
+        embedded: list[Any] = []
+        embeddings: nn.Module = model.lm.get_input_embeddings()  # type: ignore[assignment]
+        hook = embeddings.register_forward_hook(lambda _, __, out: embedded.append(out))
+        try:
+            scored, _ = model(
+                pass_.input_ids,
+                pass_.rows,
+                pass_.targets,
+                1.0,
+                position_ids=None if position_ids is None else position_ids.to(model.lm.device),
+                layout=pass_.layout,
+                attention_mask=pass_.attention_mask,
+            )
+        finally:
+            hook.remove()
+        if learns:  # as far as the embedded tokens, which takes no memory for gradients of weights
+            torch.autograd.grad(scored.sum(), embedded[0], allow_unused=True)
+        scored = scored.detach()
         return torch.zeros(len(compared)).scatter(0, pass_.places.cpu(), scored.float().cpu()), compared
 
     def _batch(self) -> Any:
