@@ -17,15 +17,23 @@ from typing import Annotated
 
 import typer
 
+from .. import __version__
 from ..config import RECIPES, ConfigError, config_path, plan_run, this_machine
+from .complete import complete_bundled, complete_config, complete_key, complete_recipe
 from .env import app as env_app
 from .show import bundled_table, describe, recipe_table
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"leeway {__version__}")
+        raise typer.Exit
+
 
 app = typer.Typer(
     name="leeway",
     help="Asynchronous RL post-training for language models.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -33,19 +41,46 @@ app = typer.Typer(
 app.add_typer(env_app)
 
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change, e.g. train.steps=100.")
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Settings to change, e.g. train.steps=100.", autocompletion=complete_key
+    ),
 ]
 NameOrFile = Annotated[
-    str, typer.Argument(metavar="NAME|FILE", help="A bundled config (see `leeway ls`) or a YAML file.")
+    str,
+    typer.Argument(
+        metavar="NAME|FILE", help="A bundled config (see `leeway ls`) or a YAML file.", autocompletion=complete_config
+    ),
 ]
-BundledName = Annotated[str, typer.Argument(metavar="NAME", help="A bundled config; see `leeway ls`.")]
+BundledName = Annotated[
+    str, typer.Argument(metavar="NAME", help="A bundled config; see `leeway ls`.", autocompletion=complete_bundled)
+]
+
+
+@app.callback()
+def leeway(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=print_version)
+    ] = False,
+) -> None:
+    """Asynchronous RL post-training for language models."""
 
 
 @app.command()
 def run(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help=f"One of {', '.join(RECIPES)}.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(metavar="RECIPE", help=f"One of {', '.join(RECIPES)}.", autocompletion=complete_recipe),
+    ],
     config: Annotated[
-        str, typer.Option("--config", "-c", metavar="NAME|FILE", help="A bundled config or a YAML file.")
+        str,
+        typer.Option(
+            "--config",
+            "-c",
+            metavar="NAME|FILE",
+            help="A bundled config or a YAML file.",
+            autocompletion=complete_config,
+        ),
     ],
     overrides: Overrides = None,
 ) -> None:

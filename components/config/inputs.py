@@ -24,7 +24,10 @@ class ModelInit(Section):
 class ModelConfig(Section):
     """The policy. Exactly one of `path` and `init` is set."""
 
-    path: str | None = Field(default=None, description="folder with a Hugging Face model, or a hub id (org/name)")
+    path: str | None = Field(
+        default=None,
+        description="folder with a Hugging Face model, a hub id (org/name), or the folder of a run: its newest weights",
+    )
     init: ModelInit | None = Field(default=None, description="build a fresh tiny model instead of loading one")
     dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="compute type of trainer and engine")
     attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = Field(

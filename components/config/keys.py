@@ -60,7 +60,7 @@ def unknown_key(key: str, *, where: str = "", value: str | None = None) -> Confi
     key = key if len(key) <= 120 else f"{key[:117]}..."
     guess = nearest_key(key)
     fix = f"nearest: {where}{guess}" if guess else f"sections: {', '.join(Config.model_fields)}"
-    if guess and value is not None and len(value) <= 60 and not _is_section(guess):
+    if guess and value is not None and len(value) <= 60 and not is_section(guess):
         fix += f"; write {where}{guess}={value}"
     return ConfigError(f"{where}{key}", got=words("an unknown key"), expected="a key of the config", fix=fix)
 
@@ -90,7 +90,8 @@ def nearest_key(key: str) -> str:
     )
 
 
-def _is_section(key: str) -> bool:
+def is_section(key: str) -> bool:
+    """Whether `key` holds further keys of ours."""
     return key in all_keys() and _section_of(all_keys()[key]) is not None
 
 

@@ -18,6 +18,7 @@ from .names import nearest
 from .overrides import Tree
 from .paths import is_file, user_path
 from .rules import check_rules
+from .run_weights import newest_weights
 from .schema import Config
 from .text import MAX_BYTES, TextError, parse_yaml
 
@@ -105,12 +106,21 @@ def build_config(tree: Tree, *, recipe: str, stage: str = "", stage_tree: Tree |
     def named(key: str) -> str:
         return f"{prefix}{key}" if stage_tree is not None and _sets(stage_tree, key) else key
 
+    _take_newest_weights(resolved, named)
     try:
         config = Config.model_validate(resolved)
     except ValidationError as error:
         raise _first_error(error, named) from None
     check_rules(config, recipe, named)
     return config
+
+
+def _take_newest_weights(tree: Any, named: Any) -> None:
+    """Put the newest weights in the place of a run's folder, wherever a model is named."""
+    for section, key in (("model", "path"), ("algorithm", "reference_path"), ("critic", "path")):
+        own = tree.get(section)
+        if isinstance(own, dict) and isinstance(path := own.get(key), str):
+            own[key] = newest_weights(named(f"{section}.{key}"), path)
 
 
 def to_yaml(config: Config) -> str:

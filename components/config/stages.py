@@ -78,6 +78,7 @@ def resolve_stages(raw: Tree, recipe: str | None, overrides: Sequence[str] = ())
         only = recipe or "async_rl"
         _refuse_rollout_batch_size(base, recipe=only, where="")
         config = build_config(base, recipe=only)
+        notes += _weights_note(base, config)
         return [Stage(name=only, recipe=only, config=config, dir=config.run_dir, notes=notes)]
     stages = []
     for name in selected:
@@ -85,10 +86,19 @@ def resolve_stages(raw: Tree, recipe: str | None, overrides: Sequence[str] = ())
         alone = not {*OFFLINE_RECIPES} & {recipes[n] for n in selected}
         _refuse_rollout_batch_size(own, recipe=recipes[name], where=f"stages.{name}.")
         _refuse_rollout_batch_size(base if alone else {}, recipe=recipes[name], where="")
-        config = build_config(lay_over(base, own), recipe=recipes[name], stage=name, stage_tree=own)
+        laid = lay_over(base, own)
+        config = build_config(laid, recipe=recipes[name], stage=name, stage_tree=own)
+        notes += _weights_note(laid, config) if name == selected[0] else ()
         stage_dir = config.run_dir / "stages" / name
         stages.append(Stage(name=name, recipe=recipes[name], config=config, dir=stage_dir, notes=notes))
     return stages
+
+
+def _weights_note(tree: Tree, config: Config) -> tuple[str, ...]:
+    """Which weights the first stage starts from, where `model.path` names a run."""
+    model = tree.get("model")
+    asked, path = model.get("path") if isinstance(model, dict) else None, config.model.path
+    return () if path is None or path == asked or "${" in str(asked) else (f"model.path: the newest weights, {path}",)
 
 
 def _shapes_the_run(key: str) -> bool:

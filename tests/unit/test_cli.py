@@ -24,6 +24,7 @@ def test_light_commands_load_nothing_heavy(tmp_path: Path) -> None:
     """
     commands = [
         ["--help"],
+        ["--version"],
         ["run", "--help"],
         ["plan", "--help"],
         ["ls"],
@@ -180,3 +181,33 @@ def test_trying_an_environment_leaves_no_folder_but_one_with_the_logs_of_a_failu
         cli.main(["env", "try", "single_turn", "--config", "quickstart"])
     assert end.value.code == code
     assert bool(list(tmp_path.iterdir())) is kept
+
+
+def test_version_says_which(leeway: Callable[..., Done]) -> None:
+    import leeway as package
+
+    done = leeway("--version")
+    assert (done.returncode, done.stdout) == (0, f"leeway {package.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        ("leeway run as", ["async_rl"]),
+        ("leeway run async_rl --config quick", ["quickstart"]),
+        ("leeway run async_rl --config m", ["mine.yaml"]),
+        ("leeway run async_rl --config quickstart optimizer.l", ["optimizer.lr="]),
+        ("leeway validate quickstart opt", ["optimizer."]),
+        ("leeway validate quickstart train.steps=1", []),
+        ("leeway cat quick", ["quickstart"]),
+    ],
+)
+def test_the_shell_completes(
+    words: str, offered: list[str], leeway: Callable[..., Done], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.yaml").write_text("")
+    (tmp_path / "mine.txt").write_text("")
+    monkeypatch.setenv("_LEEWAY_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    assert leeway().stdout.split() == offered

@@ -652,3 +652,56 @@ def test_settings_of_environments_are_refused_by_their_own_models(overrides: lis
 def test_several_rewards_replace_the_one() -> None:
     overrides = ["env.rewards={exact_match: 1, length: 0.1}", "env.reward_options={length: {max_tokens: 8}}"]
     assert load_config("quickstart", overrides).env.rewards == {"exact_match": 1.0, "length": 0.1}
+
+
+# A run's folder in place of a model
+
+
+def leave(checkpoints: Path, steps: dict[int, bool], *, latest: str | None = None) -> None:
+    """Checkpoints of a run: step -> whether it has weights for others."""
+    for step, has_weights in steps.items():
+        folder = checkpoints / f"step-{step:06d}"
+        (folder / "dcp").mkdir(parents=True)
+        if has_weights:
+            (folder / "hf").mkdir()
+            (folder / "hf/config.json").write_text("{}")
+    if latest is not None:
+        (checkpoints / "latest.json").write_text(latest)
+
+
+def test_a_runs_folder_means_its_newest_weights(tmp_path: Path, minimal: str) -> None:
+    run = tmp_path / "runs/leeway/first"
+    leave(run / "checkpoints", {5: True, 10: True}, latest='{"step": 5, "path": "step-000005"}')
+    newest = run / "checkpoints/step-000005/hf"
+    for named in (run, run / "checkpoints", run / "checkpoints/step-000005", newest):
+        [stage] = plan_run(minimal, "async_rl", [f"model.path={named}"])
+        assert stage.config.model.path == str(newest)
+        assert stage.notes == (() if named == newest else (f"model.path: the newest weights, {newest}",))
+    reference = load_config(minimal, [f"algorithm.reference_path={run}", "algorithm.kl_coef=0.1"])
+    assert reference.algorithm.reference_path == str(newest)
+
+
+@pytest.mark.parametrize("latest", [None, "{", "[" * 9_999, '{"path": 7}', '{"path": "../../x"}', '{"path": "step-9"}'])
+def test_without_a_latest_the_highest_step_counts(tmp_path: Path, minimal: str, latest: str | None) -> None:
+    leave(tmp_path / "r/checkpoints", {2: True, 11: True, 3: True}, latest=latest)
+    assert load_config(minimal, [f"model.path={tmp_path}/r"]).model.path == f"{tmp_path}/r/checkpoints/step-000011/hf"
+
+
+def test_of_several_stages_the_last_with_checkpoints_counts(tmp_path: Path, minimal: str) -> None:
+    run = tmp_path / "r"
+    leave(run / "stages/b_first/checkpoints", {600: True})
+    (run / "config.yaml").write_text("stages: {b_first: {recipe: sft}, a_last: {recipe: async_rl}}\n")
+    assert "b_first" in str(load_config(minimal, [f"model.path={run}"]).model.path)
+    leave(run / "stages/a_last/checkpoints", {20: True})
+    assert str(load_config(minimal, [f"model.path={run}"]).model.path).endswith("a_last/checkpoints/step-000020/hf")
+
+
+def test_a_run_without_weights_is_refused(tmp_path: Path, minimal: str) -> None:
+    leave(tmp_path / "r/checkpoints", {4: False})
+    text = refused(minimal, f"model.path={tmp_path}/r")
+    assert "newest checkpoint step-000004 has no hf/" in text
+    assert f"leeway convert {tmp_path}/r/checkpoints/step-000004" in text
+    (tmp_path / "empty/checkpoints").mkdir(parents=True)
+    assert "has no checkpoints yet" in refused(minimal, f"model.path={tmp_path}/empty")
+    (tmp_path / "other").mkdir()
+    assert load_config(minimal, [f"model.path={tmp_path}/other"]).model.path == f"{tmp_path}/other"
