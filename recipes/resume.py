@@ -12,7 +12,7 @@ from leeway.config.errors import words
 from leeway.config.load import read_tree
 from leeway.config.names import TRAINING_RECIPES
 from leeway.recipes.context import finished_length, length_of
-from leeway.recipes.run_record import RunIsRunning, check_not_running, saved_recipe
+from leeway.recipes.run_record import BadRecord, RunIsRunning, check_not_running, saved_recipe
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,10 @@ def plan_resume(folder: Path, overrides: Sequence[str]) -> Continuation:
         raise _refused(str(error), "a run that has ended", "or start another one under another name") from None
     tree = read_tree(file)
     named = [own.get("recipe", name) for name, own in (tree.get("stages") or {}).items()]
-    recipe = saved_recipe(folder) or (named[-1] if named else None)
+    try:
+        recipe = saved_recipe(folder) or (named[-1] if named else None)
+    except BadRecord as error:
+        raise _refused(str(error), "a run's folder as it was left", "see above") from None
     if recipe is None:
         fix = f"leeway run RECIPE --config {file} checkpoint.resume=auto"
         raise _refused(f"{folder} (no run.json in it)", "a run that says its recipe", fix)

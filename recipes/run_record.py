@@ -28,6 +28,10 @@ class RunIsRunning(ValueError):
     """Another driver runs in the folder. The message is one line for the user."""
 
 
+class BadRecord(ValueError):
+    """run.json is not what was written. The message is one line for the user."""
+
+
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
     """Inside of it, no other driver can run in `run_dir`. Raises `RunIsRunning`.
@@ -142,14 +146,12 @@ class RunRecord:
 
 def saved_recipe(run_dir: Path) -> str | None:
     """The recipe that the run in `run_dir` was started with; None where nothing says so."""
-    file = run_dir / RECORD
-    return json.loads(file.read_text())["recipe"] if file.exists() else None
+    return _read(run_dir)["recipe"]
 
 
 def _parts(run_dir: Path) -> list[dict[str, Any]]:
     """The parts so far. One that was killed could not say how long it took: until the last thing that it logged."""
-    file = run_dir / RECORD
-    parts = json.loads(file.read_text())["parts"] if file.exists() else []
+    parts = _read(run_dir)["parts"]
     for part in parts:
         if part["wall_s"] is None:
             logged = [
@@ -164,6 +166,24 @@ def _parts(run_dir: Path) -> list[dict[str, Any]]:
                 part["stages"].setdefault(stage, round(max(times) - min(times), 1))
             part["status"] = "killed"
     return parts
+
+
+def _read(run_dir: Path) -> dict[str, Any]:
+    """run.json; where there is none, one that says nothing. Raises `BadRecord`."""
+    file = run_dir / RECORD
+    if not file.exists():
+        return {"recipe": None, "parts": []}
+    try:
+        record = json.loads(file.read_text())
+        parts = [
+            part
+            | {"began": float(part["began"]), "stages": {str(name): float(s) for name, s in part["stages"].items()}}
+            | {"wall_s": None if part["wall_s"] is None else float(part["wall_s"])}
+            for part in record["parts"]
+        ]
+        return {"recipe": str(record["recipe"]), "parts": parts}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise BadRecord(f"{file}: got something else than leeway wrote, expected a run's record; remove it") from None
 
 
 def _metrics_files(run_dir: Path) -> list[tuple[str, Path]]:

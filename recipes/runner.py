@@ -29,7 +29,7 @@ from leeway.monitor import weights_sha256, write_summary
 from leeway.monitor.logs import others_to_file
 from leeway.recipes.checks import examine
 from leeway.recipes.context import StageContext, StageResult, finished_stage, mark_finished, say
-from leeway.recipes.run_record import LOCK, RunIsRunning, RunRecord, locked
+from leeway.recipes.run_record import LOCK, BadRecord, RunIsRunning, RunRecord, locked
 from leeway.runtime.footprint import Footprint
 from leeway.runtime.guardian import Guardian
 from leeway.runtime.watch import Outcome, RunWatch
@@ -57,7 +57,7 @@ def run_stages(
             (run_dir / "config.yaml").write_text(f"# {' '.join(argv[1:])}\n{run_yaml(stages)}")
             goes_on = stages[0].config.checkpoint.resume == "auto"
             record = RunRecord(run_dir, recipe=stages[-1].recipe, argv=argv, goes_on=goes_on)
-        except RunIsRunning as error:
+        except (RunIsRunning, BadRecord) as error:
             print(f"leeway: refused: {error}", file=sys.stderr)
             return 2
         except OSError as error:

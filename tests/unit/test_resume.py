@@ -17,7 +17,7 @@ from leeway.config.load import read_tree
 from leeway.recipes import runner
 from leeway.recipes.context import StageContext, StageResult, finished_stage, mark_finished
 from leeway.recipes.resume import plan_resume
-from leeway.recipes.run_record import RunIsRunning, RunRecord, check_not_running, locked
+from leeway.recipes.run_record import BadRecord, RunIsRunning, RunRecord, check_not_running, locked
 from leeway.trainer.checkpoint import CheckpointError
 
 CONFIG = """
@@ -125,6 +125,15 @@ def test_what_there_is_nothing_to_go_on_with_is_refused(tmp_path: Path) -> None:
     has_finished(folder, "async_rl", 8)
     assert f"leeway resume {folder} train.steps=16" in refused(folder)
     assert "async_rl started from its weights" in refused(folder, "stages.sft.train.steps=9")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"recipe": "sft", "parts": [7]}', '{"recipe": "sft", "parts": [{}]}'])
+def test_a_record_that_somebody_wrote_over_is_refused_in_a_line(tmp_path: Path, text: str) -> None:
+    folder = a_run(tmp_path)
+    (folder / "run.json").write_text(text)
+    assert "run.json: got something else than leeway wrote" in refused(folder)
+    with pytest.raises(BadRecord):
+        RunRecord(folder, recipe="sft", argv=["leeway"], goes_on=True)
 
 
 def test_a_study_is_not_gone_on_with(tmp_path: Path) -> None:
