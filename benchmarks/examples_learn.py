@@ -3,8 +3,8 @@
     python benchmarks/examples_learn.py            # one warm-up, then three runs of 150 steps: ten minutes on two cores
 
 A single-turn scorer, a game in which only the last turn pays, and an agent behind the `openai` client. Shown is the
-accuracy on held-out tasks (greedy, in the environment itself) before and after, and the mean reward of the first and
-the last ten steps. Ends with 1 if one of the three did not get better.
+accuracy (of the scorer, which pays in part, the reward) on held-out tasks, greedy, in the environment itself, before
+and after, and the mean reward of the first and the last ten steps. Ends with 1 if one of the three did not get better.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def main() -> int:
                 "checkpoint.save_hf=never", *overrides,
             )  # fmt: skip
         rewards, done = series(folder, "train/reward/mean"), summary(folder)
-        before, after = (done["eval"][when]["exact_match"] for when in ("before", "after"))
+        measure = "reward" if name == "scorer" else "exact_match"
+        before, after = (done["eval"][when][measure] for when in ("before", "after"))
         first, last = sum(rewards[:10]) / 10, sum(rewards[-10:]) / 10
         print(f"{name:10}{before:16.3f}{after:8.3f}{first:17.3f}{last:9.3f}{done['wall_s']:8.0f}", flush=True)
         worse |= after <= before or last <= first

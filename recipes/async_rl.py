@@ -26,7 +26,7 @@ from leeway.planning.advice import advice_after
 from leeway.recipes.canary import canary_prompts
 from leeway.recipes.checkpoints import Checkpoints, resume_point, saved_position, saved_version
 from leeway.recipes.context import StageContext, StageResult, say, timed
-from leeway.recipes.evaluation import evaluate, evaluated_at_start, of_set
+from leeway.recipes.evaluation import evaluate, evaluated_at_start, measured_by, of_set, told
 from leeway.recipes.kept import KeptPublications
 from leeway.recipes.rl_report import Reporter, StepClock, StepReport, in_words
 from leeway.recipes.speeds import measure_speeds, save_speeds, saved_speeds
@@ -52,7 +52,7 @@ async def run(context: StageContext) -> StageResult:
     - `train.groups_per_step`, `train.updates_per_batch`, `algorithm.*`, `optimizer.*`: what is learned from a batch
     - `rollout.num_generators`, `train.num_ranks`: how the machine is split
     - `env.name`, `env.reward`, `task.*`: what is learned
-    - `eval.*`: greedy accuracy on held-out tasks before, during and after
+    - `eval.*`: reward and accuracy on held-out tasks before, during and after
     """
     launcher = Launcher(context.config, "async_rl", run_dir=context.dir, supervisor=Supervisor(context.watch))
     try:
@@ -67,11 +67,15 @@ async def run(context: StageContext) -> StageResult:
 
 @dataclass(frozen=True)
 class EvalPoint:
-    """Held-out accuracy of one version, and how many seconds of training it took to get there."""
+    """How good one version is on held-out tasks, and how many seconds of training it took to get there.
+
+    By `measure`: "accuracy", or "reward" where nothing says which answers are right.
+    """
 
     policy_version: int
     train_s: float
     accuracy: float
+    measure: str = "accuracy"
 
 
 class AsyncRL:
@@ -371,10 +375,10 @@ class AsyncRL:
         self._monitor.log(self._version, metrics, role="evaluation")
         by_set = {e.name: of_set(metrics, e.name) for e in self._evalsets}
         for name, numbers in by_set.items():
-            accuracy = numbers.get("exact_match", numbers["reward"])
-            say(f"{self._context.name}: {name.replace('_', '-')} accuracy {accuracy:.3f} at version {self._version}")
+            say(f"{self._context.name}: {name.replace('_', '-')} {told(numbers)} at version {self._version}")
         first = by_set.pop(self._evalsets[0].name)
-        self.eval_points.append(EvalPoint(self._version, self._train_s, first.get("exact_match", first["reward"])))
+        measure, value = measured_by(first)
+        self.eval_points.append(EvalPoint(self._version, self._train_s, value, measure))
         return {**first, "tasksets": by_set} if by_set else dict(first)
 
     async def _until_served(self, version: int) -> None:
@@ -411,8 +415,7 @@ class AsyncRL:
             f"reward {first:.3f} -> {last:.3f}" if first is not None and last is not None else "no reward was seen"
         ]
         if "before" in evals and "after" in evals and evals["before"]:
-            name = "exact_match" if "exact_match" in evals["after"] else "reward"
-            lines.append(f"held-out {name} {evals['before'][name]:.3f} -> {evals['after'][name]:.3f}")
+            lines.append(f"held-out {told(evals['before'], evals['after'])}")
         lines += in_words(summary["time_shares"])
         if (efficiency := summary["efficiency_second_half"]) is not None:
             lines.append(f"{efficiency:.0%} of the speed limit in the second half")

@@ -88,6 +88,23 @@ def by_set(metrics: dict[str, float], evalsets: Sequence[EvalSet]) -> dict[str, 
     return {**first, "tasksets": named} if named else dict(first)
 
 
+def told(*evaluations: Mapping[str, float]) -> str:
+    """In words, from the first to the last: the accuracy, where something said which answers are right, and the reward,
+    where that is another.
+    """
+    names = [name for name in ("exact_match", "reward") if all(name in numbers for numbers in evaluations)]
+    if len(names) == 2 and all(numbers["exact_match"] == numbers["reward"] for numbers in evaluations):
+        names = ["exact_match"]
+    called = {"exact_match": "accuracy"}
+    values = [(called.get(name, name), [f"{numbers[name]:.3f}" for numbers in evaluations]) for name in names]
+    return ", ".join(f"{name} {' -> '.join(course)}" for name, course in values)
+
+
+def measured_by(numbers: Mapping[str, float]) -> tuple[str, float]:
+    """What runs are compared by: the accuracy where there is one, else the reward."""
+    return ("accuracy", numbers["exact_match"]) if "exact_match" in numbers else ("reward", numbers["reward"])
+
+
 def of_set(metrics: dict[str, float], name: str) -> dict[str, float]:
     """The metrics of one taskset, by their bare names."""
     prefix = f"eval/{name}/"

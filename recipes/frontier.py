@@ -45,12 +45,14 @@ async def run(context: StageContext) -> StageResult:
                 lag_max=result.summary["max_policy_lag_observed"],
                 dropped_stale=result.summary["dropped_stale"],
                 curve=[(p.policy_version, p.train_s, p.accuracy) for p in evals],
+                measure=evals[-1].measure,
             )
         )
         write_csv(runs, context.dir / "frontier.csv")
+        own, seconds = runs[-1], time.monotonic() - started
         say(
-            f"{len(runs)}/{len(cells)} {cell.name}: accuracy {runs[-1].accuracy:.3f}, lag {runs[-1].lag_mean:.2f} "
-            f"(max {runs[-1].lag_max}), {runs[-1].train_s:.0f} s, {time.monotonic() - started:.0f} s in all"
+            f"{len(runs)}/{len(cells)} {cell.name}: {own.measure} {own.accuracy:.3f}, lag {own.lag_mean:.2f} "
+            f"(max {own.lag_max}), {own.train_s:.0f} s, {seconds:.0f} s in all"
         )
 
     # The first cell has the smallest bound: an engine that can be seeded for lockstep serves the others as well.

@@ -22,17 +22,17 @@ def draw_frontier(runs: Sequence[FrontierRun], summaries: Sequence[CellSummary],
     """Three panels side by side: final accuracy, accuracy after the fastest cell's time, seconds of training."""
     figure = Figure(figsize=(15, 5.2), layout="constrained")
     panels = figure.subplots(1, 3)
-    num_seeds = max(s.num_seeds for s in summaries)
-    _panel(panels[0], summaries, lambda s: s.accuracy, title="Held-out accuracy at equal samples")
+    num_seeds, measure = max(s.num_seeds for s in summaries), runs[0].measure
+    _panel(panels[0], summaries, lambda s: s.accuracy, title=f"Held-out {measure} at equal samples")
     _points(panels[0], runs, summaries)
     if (reference := _reference(summaries)) is not None:
         panels[0].axhline(
             reference.accuracy.mean - margin, color="#999999", ls="--", lw=1, label=f"lockstep - margin of {margin:g}"
         )
-    _panel(panels[1], summaries, lambda s: s.accuracy_at_equal_time, title="Held-out accuracy at equal wall-clock")
+    _panel(panels[1], summaries, lambda s: s.accuracy_at_equal_time, title=f"Held-out {measure} at equal wall-clock")
     _panel(panels[2], summaries, lambda s: s.train_s, title="Seconds of training for these samples")
     panels[2].set_ylim(bottom=0)
-    for ax in panels[:2]:
+    for ax in panels[:2] if measure == "accuracy" else ():
         low, high = ax.get_ylim()
         ax.set_ylim(max(low, 0.0), min(high, 1.0))  # few seeds make intervals that no share can have
     handles, labels = panels[0].get_legend_handles_labels()

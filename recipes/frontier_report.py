@@ -19,7 +19,10 @@ _T95 = (
 
 @dataclass(frozen=True, kw_only=True)
 class FrontierRun:
-    """One finished run. `curve`: (policy version, seconds of training until then, held-out accuracy), in order."""
+    """One finished run. `curve`: (policy version, seconds of training until then, held-out accuracy), in order.
+
+    `measure`: "accuracy", or "reward" where nothing says which answers are right and that is compared instead.
+    """
 
     max_policy_lag: int
     lockstep: bool
@@ -29,6 +32,7 @@ class FrontierRun:
     lag_max: int
     dropped_stale: int
     curve: list[tuple[int, float, float]]
+    measure: str = "accuracy"
 
     @property
     def accuracy(self) -> float:
@@ -128,7 +132,7 @@ def write_csv(runs: Sequence[FrontierRun], path: Path) -> None:
     """One line per run and evaluation; written anew after each run, so that a study that is cut short leaves one."""
     rows: list[list[object]] = [
         ["max_policy_lag", "lockstep", "correction", "seed", "lag_mean", "lag_max", "policy_version", "train_s",
-         "accuracy"]
+         runs[0].measure]
     ]  # fmt: skip
     for r in runs:
         rows += [

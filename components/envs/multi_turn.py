@@ -14,7 +14,7 @@ from .step import Observation, Step, StepEnvironment
 class MultiTurn(StepEnvironment):
     """Ends when the reward of an answer reaches `solved`, or with the last turn; pays the last answer's reward.
 
-    Metrics: {"exact_match"} of the last answer, "env/first_try" (1.0 where the first answer was enough).
+    Metrics: those of the last answer's `Score`, "env/first_try" (1.0 where the first answer was enough).
     """
 
     Options = MultiTurnOptions
@@ -37,7 +37,7 @@ class MultiTurn(StepEnvironment):
         scored = await score(self._reward, self._task, completion.text, completion)
         self._turn += 1
         solved = scored.reward >= self.options.solved
-        metrics = {"exact_match": exact_match(self._task, completion.text), **scored.metrics}
+        metrics = dict(scored.metrics)
         if self._turn == 1:
             metrics["env/first_try"] = float(solved)
         if solved or self._turn >= self.max_turns:

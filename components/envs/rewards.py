@@ -74,6 +74,8 @@ REWARDS: dict[str, AnyReward] = {
     "rubric": rubric,
     "reward_model": reward_model,
 }
+for _reward in (exact_match, math_verify, reasoning_gym, boxed, tagged, countdown, code_tests):
+    _reward.says_right = True  # type: ignore[attr-defined]  # 1.0 is a right answer, see `scoring.says_right`
 _NEEDS = {"math_verify": "math_verify", "reasoning_gym": "reasoning_gym"}
 
 

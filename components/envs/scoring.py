@@ -6,7 +6,7 @@ import asyncio
 import functools
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,10 @@ from .rewards import AnyReward, resolve_reward
 
 @dataclass(frozen=True)
 class Score:
-    """`metrics` names the parts of a sum: {"rewards/<name>": value before its weight}; empty for a single reward."""
+    """`metrics` names the parts of a sum: {"rewards/<name>": value before its weight}, none for a single reward.
+
+    {"exact_match": 1.0 or 0.0} is there where a reward says which answers are right, see `says_right`.
+    """
 
     reward: float
     metrics: dict[str, float]
@@ -40,6 +43,7 @@ class WeightedSum:
         values = await all_or_none(_value(f, task, text, completion) for f in self.functions.values())
         named = dict(zip(self.functions, values, strict=True))
         metrics = {f"rewards/{short_name(name)}": value for name, value in named.items()}
+        metrics |= _exact_match(self.functions.values(), values)
         return Score(sum(self.weights[name] * value for name, value in named.items()), metrics)
 
 
@@ -51,7 +55,17 @@ async def score(reward: AnyReward | WeightedSum, task: Task, text: str, completi
     """
     if isinstance(reward, WeightedSum):
         return await reward.parts(task, text, completion)
-    return Score(await _value(reward, task, text, completion), {})
+    value = await _value(reward, task, text, completion)
+    return Score(value, _exact_match([reward], [value]))
+
+
+def says_right(reward: AnyReward | WeightedSum) -> bool:
+    """Whether the reward, or one of a sum, is 1.0 for a right answer and less for any other.
+
+    A function says so by an attribute `says_right = True`, as the built-in ones do that look for the task's answer.
+    """
+    functions = reward.functions.values() if isinstance(reward, WeightedSum) else [reward]
+    return any(getattr(_function(function), "says_right", False) for function in functions)
 
 
 def build_reward(env_config: Any, models: Mapping[str, Any] | None = None) -> AnyReward | WeightedSum:
@@ -84,6 +98,12 @@ async def _value(reward: AnyReward, task: Task, text: str, completion: Completio
     if not math.isfinite(number):
         raise RuntimeError(f"reward {name} gave {number} on task {task.task_id}; expected a finite number")
     return number
+
+
+def _exact_match(rewards: Iterable[AnyReward], values: Iterable[float]) -> dict[str, float]:
+    """Whether any of the rewards that know it says that the answer is right."""
+    right = [value >= 1.0 for reward, value in zip(rewards, values, strict=True) if says_right(reward)]
+    return {"exact_match": float(any(right))} if right else {}
 
 
 def _function(reward: Any) -> Any:

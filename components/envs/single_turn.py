@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..config.environments import SingleTurnOptions
 from ..types import Task, Trajectory
 from .base import Environment, Policy, all_or_none
-from .rewards import AnyReward, exact_match, resolve_reward
+from .rewards import AnyReward, resolve_reward
 from .scoring import WeightedSum, score
 
 
@@ -25,7 +25,7 @@ class SingleTurn(Environment):
         self._reward = resolve_reward(reward) if isinstance(reward, str) else reward
 
     async def rollout(self, task: Task, policy: Policy) -> list[Trajectory]:
-        """One request for `policy.group_size` completions; metrics: {"exact_match"} beside the reward."""
+        """One request for `policy.group_size` completions; metrics: those of the reward's `Score`."""
         prompt_tokens = policy.encode(task.prompt)
         completions = await policy.generate(prompt_tokens, n=policy.group_size)
         scores = await all_or_none(score(self._reward, task, c.text, c) for c in completions)
@@ -34,7 +34,7 @@ class SingleTurn(Environment):
                 prompt_tokens,
                 completion,
                 reward=scored.reward,
-                metrics={"exact_match": exact_match(task, completion.text), **scored.metrics},
+                metrics=scored.metrics,
             )
             for completion, scored in zip(completions, scores, strict=True)
         ]

@@ -7,7 +7,7 @@ import asyncio
 from ..config.environments import ToolUseOptions
 from ..types import Completion, Message, Task
 from .rewards import AnyReward, exact_match
-from .scoring import WeightedSum, score
+from .scoring import WeightedSum, says_right, score
 from .step import Observation, Step, StepEnvironment
 from .tools import Call, ToolError, build_tools, chosen, describe, parse_calls, run_call
 from .transcript import as_messages
@@ -20,7 +20,7 @@ class ToolUse(StepEnvironment):
 
     Each call that fails costs `call_penalty`, in the turn that makes it.
 
-    Metrics: {"exact_match"}, "env/tool_calls", "env/failed_calls", "env/answered".
+    Metrics: those of the answer's `Score`, "env/tool_calls", "env/failed_calls", "env/answered".
     """
 
     Options = ToolUseOptions
@@ -43,13 +43,13 @@ class ToolUse(StepEnvironment):
         calls = parse_calls(completion.text)
         if not calls:
             scored = await score(self._reward, self._task, completion.text, completion)
-            right = exact_match(self._task, completion.text)
-            return None, scored.reward, True, {**self._counts(1.0), "exact_match": right, **scored.metrics}
+            return None, scored.reward, True, {**self._counts(1.0), **scored.metrics}
         failed_before = self._num_failed
         results = await asyncio.gather(*map(self._result, calls))
         # Paid at once, so that failing to the last turn is not cheaper than giving an answer.
         cost = self.options.call_penalty * (self._num_failed - failed_before)
-        return self._messages(results), -cost, False, {**self._counts(0.0), "exact_match": 0.0}
+        wrong_so_far = {"exact_match": 0.0} if says_right(self._reward) else {}
+        return self._messages(results), -cost, False, {**self._counts(0.0), **wrong_so_far}
 
     async def _result(self, call: Call) -> str:
         self._num_calls += 1

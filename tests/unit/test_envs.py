@@ -61,11 +61,10 @@ def rollout(env, *texts, task=TASK, group_size=3):
     return policy, asyncio.run(env.rollout(task, policy))
 
 
-def test_single_turn_is_one_request_and_reports_exact_match_beside_the_reward():
+def test_single_turn_is_one_request():
     policy, trajectories = rollout(SingleTurn(reward=lambda task, text: len(text)), "46", "4", " 46 ")
     assert policy.requests == [(PROMPTER.encode(TASK.prompt), 3)]
     assert [t.reward for t in trajectories] == [2.0, 1.0, 4.0]
-    assert [t.metrics["exact_match"] for t in trajectories] == [1.0, 0.0, 1.0]
     assert trajectories[1].text == "4"
     assert all(trajectories[1].loss_mask)
     assert trajectories[1].policy_versions == [7, 7]
@@ -191,6 +190,30 @@ def test_several_rewards_add_up_and_are_reported_apart(user_module):
     _, trajectories = rollout(env, "46", "4", "5")
     assert [t.reward for t in trajectories] == [2.0 + 15.0, 10.0, 10.0]
     assert trajectories[0].metrics == {"exact_match": 1.0, "rewards/exact_match": 1.0, "rewards/half": 30.0}
+
+
+def test_accuracy_is_what_a_reward_says_that_knows_the_right_answer(user_module):
+    """Not whether the whole text is the answer: a reward that looks into it would beside it seem to learn nothing."""
+    user_module(
+        "own_rewards",
+        "def last_word(task, text):\n    return float(text.split()[-1] == task.answer)\n"
+        "def knows(task, text):\n    return last_word(task, text)\nknows.says_right = True\n"
+        "def wordy(task, text):\n    return len(text) / 10\n",
+    )
+
+    def accuracy(said, **env):
+        _, trajectories = rollout(build_environment(env_config(**env)), *said)
+        return [t.metrics.get("exact_match") for t in trajectories]
+
+    said = ("it is 46", "46", "64")
+    assert accuracy(said, reward="own_rewards:last_word") == [None] * 3
+    assert accuracy(said, reward="own_rewards:knows") == [1.0, 1.0, 0.0]
+    assert accuracy(said, rewards={"own_rewards:wordy": 1.0, "format": 0.2}) == [None] * 3
+    assert accuracy(said, rewards={"own_rewards:wordy": 9.0, "own_rewards:knows": 0.1}) == [1.0, 1.0, 0.0]
+    boxes = (r"\boxed{46}", "46", r"\boxed{46} or \boxed{64}")
+    assert accuracy(boxes, reward="boxed") == [1.0, 0.0, 0.0]
+    assert accuracy(boxes, rewards={"boxed": 0.5, "exact_match": 0.5}) == [1.0, 1.0, 0.0], "right for any of them"
+    assert accuracy(boxes, reward="exact_match") == [0.0, 1.0, 0.0]
 
 
 def test_a_reward_that_cannot_be_called_is_refused(user_module):

@@ -18,7 +18,7 @@ from leeway.config.evalsets import ks
 from leeway.config.inputs import EvalSampling
 from leeway.failures import PartFailed
 from leeway.recipes.eval_metrics import at_k, best_at_k, interval, pass_at_k
-from leeway.recipes.evaluation import evaluate, of_set, summarise
+from leeway.recipes.evaluation import evaluate, measured_by, of_set, summarise, told
 from leeway.recipes.saved_models import saved_models
 from leeway.runtime.supervisor import Supervisor
 from leeway.tasks.evalsets import build_evalsets
@@ -95,6 +95,16 @@ def test_a_summary_of_several_samples_counts_right_answers_and_failed_tasks():
     assert low["eval/a/pass_at_2"] == 1.0
     said = [[trajectory(0.9, exact_match=1.0), trajectory(1.0, exact_match=0.0)]]
     assert summarise(said, EvalSampling(samples=2), name="a", policy_version=0)["eval/a/pass_at_1"] == 0.5
+
+
+def test_accuracy_is_only_told_where_it_was_measured():
+    before, after = {"reward": 0.03, "exact_match": 0.0}, {"reward": 0.36, "exact_match": 0.25}
+    assert told(before) == "accuracy 0.000, reward 0.030"
+    assert told({"reward": 0.5, "exact_match": 0.5}) == "accuracy 0.500"
+    assert told(before, after) == "accuracy 0.000 -> 0.250, reward 0.030 -> 0.360"
+    assert told({"reward": 0.03}, {"reward": 0.36}) == "reward 0.030 -> 0.360"
+    assert told({"reward": 0.03}, after) == "reward 0.030 -> 0.360"
+    assert (measured_by(after), measured_by({"reward": 0.36})) == (("accuracy", 0.25), ("reward", 0.36))
 
 
 def test_one_sample_says_nothing_at_k():
