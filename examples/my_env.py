@@ -19,7 +19,7 @@ class MyEnv(Environment):
         completions = await policy.generate(prompt)  # policy.group_size answers
         trajectories = []
         for completion in completions:
-            right = completion.text.strip() == task.answer
+            right = completion.text.strip() == task.answer.strip()
             reward = 1.0 if right else self.partial * closeness(completion.text, task.answer)
             trajectories.append(
                 Trajectory.from_completion(prompt, completion, reward=reward, metrics={"exact_match": float(right)})

@@ -11,7 +11,7 @@ from leeway import Completion, Task
 
 def short_and_right(task: Task, text: str, *, per_char: float = 0.01) -> float:
     """Options come from the config: env.reward_options={my_scorer:short_and_right: {per_char: 0.02}}."""
-    right = text.strip() == task.answer
+    right = text.strip() == task.answer.strip()
     return right * max(0.0, 1.0 - per_char * len(text))
 
 

@@ -25,5 +25,5 @@ class Careful(AgentEnvironment):
         first = await client.chat.completions.create(model=endpoint.model, messages=messages)
         messages += [first.choices[0].message, {"role": "user", "content": f" Sure? {task.prompt}"}]
         second = await client.chat.completions.create(model=endpoint.model, messages=messages)
-        right = float((second.choices[0].message.content or "").strip() == task.answer)
+        right = float((second.choices[0].message.content or "").strip() == task.answer.strip())
         return right, {"exact_match": right}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from .critic import CriticConfig
 from .errors import ConfigError, words
 from .names import check_name, nearest
-from .presets import ADVANTAGE_OPTIONS, KEEP_BASELINE, NEED_CRITIC, NEED_NO_GROUP, POLICY_LOSS_OPTIONS
+from .presets import ADVANTAGE_OPTIONS, KEEP_BASELINE, NEED_CRITIC, NEED_NO_GROUP, OFF_POLICY, POLICY_LOSS_OPTIONS
 from .schema import Config
 
 Named = Callable[[str], str]
@@ -39,6 +39,41 @@ def groups_are_large_enough(config: Config, named: Named) -> None:
             got=a.group_size,
             expected=f"at least 2, because advantage {a.advantage} compares completions of one task",
             fix="use 8, or algorithm.name=reinforce_pp, which needs no group",
+        )
+
+
+def a_loss_without_a_ratio_is_on_policy(config: Config, named: Named) -> None:
+    a, bound = config.algorithm, config.staleness.max_policy_lag
+    known = a.advantage in ADVANTAGE_OPTIONS and a.advantage not in OFF_POLICY
+    if a.policy_loss == "reinforce" and known and a.correction == "none" and bound > 0:
+        raise ConfigError(
+            named("staleness.max_policy_lag"),
+            got=bound,
+            expected=f"0, or a correction: algorithm.policy_loss reinforce with advantage {a.advantage} has no ratio, "
+            "and takes samples of older policies for its own",
+            fix="set staleness.max_policy_lag=0 (with train.updates_per_batch=1), or algorithm.correction=tis",
+        )
+
+
+def asymmetry_leans_towards_good_answers(config: Config, named: Named) -> None:
+    delta = config.algorithm.advantage_options.get("delta", -0.1)
+    if config.algorithm.advantage == "asymre" and (not isinstance(delta, int | float) or delta >= 0):
+        raise ConfigError(
+            named("algorithm.advantage_options.delta"),
+            got=delta,
+            expected="a number below 0: from 0 on, bad answers of older policies are pushed away without end",
+            fix="leave it out for -0.1, or set algorithm.advantage=mean with another algorithm.policy_loss",
+        )
+
+
+def a_kl_in_the_loss_has_a_gradient(config: Config, named: Named) -> None:
+    a = config.algorithm
+    if a.kl_coef and a.kl_estimator == "k1" and a.kl_where == "loss":
+        raise ConfigError(
+            named("algorithm.kl_estimator"),
+            got=a.kl_estimator,
+            expected="another one where algorithm.kl_where is loss: the gradient of k1 is zero on average",
+            fix="set algorithm.kl_estimator=k3, or algorithm.kl_where=reward",
         )
 
 
@@ -165,6 +200,9 @@ def a_critic_has_rollouts_only(config: Config, named: Named) -> None:
 ALGORITHM_RULES = (
     pieces_exist,
     groups_are_large_enough,
+    a_loss_without_a_ratio_is_on_policy,
+    asymmetry_leans_towards_good_answers,
+    a_kl_in_the_loss_has_a_gradient,
     filters_leave_something,
     kl_target_has_something_to_move,
     interpolation_fits_the_correction,

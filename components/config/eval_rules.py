@@ -30,6 +30,15 @@ def evaluation_tasksets_are_valid(config: Config, named: Named) -> None:
                 fix=f"set {key}.name=jsonl and {key}.path=FILE",
             )
         source_is_complete(part, named, key)
+        env = config.env.model_dump() | config.env.by_taskset.get(name, {})
+        rewards = env["rewards"] or {env["reward"]: 1.0}
+        if "reasoning_gym" in rewards and part.name != "reasoning_gym":
+            raise ConfigError(
+                named(f"env.by_taskset.{name}.reward"),
+                got="reasoning_gym",
+                expected=f"a reward that can score tasks of {part.name}, which is where {key} comes from",
+                fix=f"set env.by_taskset.{name}.reward=exact_match (or math_verify)",
+            )
 
 
 def evaluation_samples_suffice(config: Config, named: Named) -> None:

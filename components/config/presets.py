@@ -108,6 +108,8 @@ NEED_NO_GROUP = ("whitened", "reward", "zero", "gae")
 """Advantages that a group of one has; the others compare a trajectory with the rest of its group."""
 NEED_CRITIC = ("gae",)
 """Advantages that the trainer's critic makes, of rewards that reach it as they are."""
+OFF_POLICY = ("asymre", "best")
+"""Advantages whose `-A logp` may learn from another policy's samples; of the others the loss needs a ratio."""
 KEEP_BASELINE = ("whitened", "reward")
 """Advantages in which something that is taken off all rewards of a group is still seen."""
 NOT_PROPORTIONAL = ("opmd_kimi",)

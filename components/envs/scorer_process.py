@@ -45,6 +45,9 @@ def score_entry(info: dict[str, Any], text: str) -> float:
     entry = info["entry"]
     if info["as_tuples"]:
         entry = {key: value if isinstance(value, str) else _tuples(value) for key, value in entry.items()}
+    answer = entry["answer"]
+    if isinstance(answer, str) and text.strip() == answer.strip():
+        text = answer  # datasets compare to the letter, and some answers end with a line's end
     scorer = _scorer(info["source_dataset"], json.dumps(info["options"], sort_keys=True))
     try:
         return float(scorer.score_answer(text, entry))

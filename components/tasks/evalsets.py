@@ -29,7 +29,7 @@ def build_evalsets(config: Config) -> list[EvalSet]:
         source = TaskConfig.model_validate(evalset_settings(config.task, own))
         try:
             taskset = build_evalset(source, name=name, seed=config.seed, num_tasks=sampling.num_tasks)
-        except ValueError as error:
+        except (ValueError, FileNotFoundError) as error:
             raise ValueError(f"eval.tasksets.{name}: {error}") from error
         sets.append(EvalSet(name, taskset.tasks, sampling))
     return [evalset for evalset in sets if evalset.tasks]

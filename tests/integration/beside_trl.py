@@ -213,10 +213,11 @@ def load_trl() -> Trl:
 
 def settings(*overrides: str) -> Any:
     """The quickstart's settings with these of `algorithm`."""
+    on_policy = ["staleness.max_policy_lag=0"] if "name=rloo" in overrides else []
     several = [] if not any(o.startswith("correction=") for o in overrides) else ["train.updates_per_batch=2"]
     return load_config(
         "quickstart",
-        [f"rollout.max_response_tokens={MAX_LENGTH}", *several, *(f"algorithm.{o}" for o in overrides)],
+        [f"rollout.max_response_tokens={MAX_LENGTH}", *several, *on_policy, *(f"algorithm.{o}" for o in overrides)],
     )
 
 

@@ -175,6 +175,16 @@ def test_wrong_settings_are_refused(tmp_path, override, message):
         config(tmp_path, override)
 
 
+def test_a_taskset_is_built_and_can_be_scored(tmp_path):
+    given = f"{{a: {{name: jsonl, path: {tmp_path}/none.jsonl}}}}"
+    with pytest.raises(ValueError, match=r"eval\.tasksets\.a: task file: got .*none\.jsonl, expected an existing"):
+        build_evalsets(config(tmp_path, f"eval.tasksets={given}"))
+    unscored = ["env.reward=reasoning_gym", f"eval.tasksets={given}"]
+    with pytest.raises(ConfigError, match=r"env\.by_taskset\.a\.reward: got 'reasoning_gym', .* tasks of jsonl"):
+        load_config("quickstart", unscored)
+    load_config("quickstart", [*unscored, "env.by_taskset={a: {reward: exact_match}}"])
+
+
 def test_saved_models_of_a_run_in_order(tmp_path):
     for step in (10, 2):
         folder = tmp_path / f"run/stages/rl/checkpoints/step-{step:06d}"

@@ -132,7 +132,10 @@ def minimal(tmp_path: Path) -> str:
     ("overrides", "parts"),
     [
         (["critic.lr=1e-3"], ["critic.lr: got 0.001", "algorithm.advantage is grpo", "algorithm.name=ppo"]),
-        (["algorithm.name=remax", "critic.warmup_steps=2"], ["critic.warmup_steps: got 2", "asks no critic"]),
+        (
+            ["algorithm.name=remax", "algorithm.correction=tis", "critic.warmup_steps=2"],
+            ["critic.warmup_steps: got 2", "asks no critic"],
+        ),
         (["algorithm.name=ppo", "critic.warmup_steps=12"], ["critic.warmup_steps: got 12", "less than train.steps 12"]),
         (["algorithm.name=ppo", "algorithm.expert_path=e.jsonl"], ["algorithm.expert_path", "no reward"]),
         (["algorithm.name=ppo", "critic.gamma=0"], ["critic.gamma: got 0"]),
@@ -172,15 +175,20 @@ def test_the_critics_settings_reach_the_trainer_of_async_rl_only(minimal: str) -
 def test_rewards_of_zero_are_trained_on_where_a_critic_learns_from_them(minimal: str) -> None:
     numbers = derive(load_config(minimal, ["algorithm.name=ppo"]))
     assert (numbers.skip_zero_advantage, numbers.has_critic) == (False, True)
-    numbers = derive(load_config(minimal, ["algorithm.name=remax"]))
+    numbers = derive(load_config(minimal, ["algorithm.name=remax", "staleness.max_policy_lag=0"]))
     assert (numbers.skip_zero_advantage, numbers.has_critic) == (True, False)
 
 
 def test_the_collector_is_told(minimal: str) -> None:
-    assert collector_settings(load_config(minimal, ["algorithm.name=remax"])).greedy_baseline
+    assert collector_settings(
+        load_config(minimal, ["algorithm.name=remax", "staleness.max_policy_lag=0"])
+    ).greedy_baseline
     assert not collector_settings(load_config(minimal)).greedy_baseline
 
 
 def test_both_presets_work_with_one_completion_per_task(minimal: str) -> None:
     for name in ("ppo", "remax"):
-        assert load_config(minimal, [f"algorithm.name={name}", "algorithm.group_size=1"]).algorithm.group_size == 1
+        config = load_config(
+            minimal, [f"algorithm.name={name}", "algorithm.group_size=1", "staleness.max_policy_lag=0"]
+        )
+        assert config.algorithm.group_size == 1

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,16 +87,17 @@ def test_what_is_right_or_needs_a_run_passes(mine, line, monkeypatch):
     # The stand-in says the task's answer; the game hides another number.
     [("my_env:MyEnv", 1.0), ("guess_number:GuessNumber", 0.0), ("openai_agent:Careful", 1.0)],
 )
-def test_the_examples_pass(name, reward, monkeypatch):
+@pytest.mark.parametrize("answer", ["46", " 46\n"])
+def test_the_examples_pass(name, reward, answer, monkeypatch):
     if name.startswith("openai"):
         pytest.importorskip("openai")
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     settings = load_config("quickstart", [f"env.name={name}", "env.reward=my_scorer:short_and_right"])
     check_plugins(settings)
-    dry_run(settings, TASK)
+    task = replace(TASK, answer=answer)
     played = []
     monkeypatch.setattr("leeway.recipes.plugins._check_returned", lambda returned, environment: played.extend(returned))
-    dry_run(settings, TASK)
+    dry_run(settings, task)
     assert [t.reward for t in played] == [reward, reward]
 
 

@@ -59,6 +59,8 @@ NEEDS = {
     "on_policy_distill": ["algorithm.reference_path=org/teacher"],
     "jsd": ["algorithm.reference_path=org/teacher"],
     "mix": ["algorithm.expert_path=experts.jsonl"],
+    "rloo": ["staleness.max_policy_lag=0"],
+    "remax": ["staleness.max_policy_lag=0"],
 }
 
 
@@ -115,6 +117,27 @@ def test_a_stage_may_have_a_preset_of_its_own(tmp_path: Path) -> None:
         (
             ["algorithm.name=reinforce_pp", "algorithm.group_size=1", "replay.operators=[filter_zero_variance]"],
             ["replay.operators", "group of one"],
+        ),
+        (
+            ["algorithm.name=rloo"],
+            ["staleness.max_policy_lag: got 2", "0, or a correction", "algorithm.correction=tis"],
+        ),
+        (["algorithm.name=remax"], ["staleness.max_policy_lag: got 2", "advantage reward has no ratio"]),
+        (
+            [
+                "algorithm.name=rloo",
+                "staleness.max_policy_lag=1",
+                "train.updates_per_batch=2",
+                "train.groups_per_step=4",
+            ],
+            ["staleness.max_policy_lag: got 1", "train.updates_per_batch=1"],
+        ),
+        (["algorithm.policy_loss=reinforce"], ["staleness.max_policy_lag: got 2", "advantage grpo has no ratio"]),
+        (["algorithm.name=asymre", "algorithm.advantage_options.delta=0"], ["delta: got 0", "a number below 0"]),
+        (["algorithm.name=asymre", "algorithm.advantage_options.delta=much"], ["delta: got 'much'", "below 0"]),
+        (
+            ["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"],
+            ["algorithm.kl_estimator: got 'k1'", "zero on average"],
         ),
         (["algorithm.kl_target=0.1"], ["algorithm.kl_coef: got 0", "algorithm.kl_target"]),
         (["algorithm.name=on_policy_distill"], ["algorithm.reference_path: got null", "a teacher"]),
@@ -177,3 +200,17 @@ def test_the_page_explains_every_name() -> None:
     assert [name for name in names if f"`{name}`" not in page] == []
     example = (Path(__file__).resolve().parents[2] / "examples/my_loss.py").read_text(encoding="utf-8")
     assert page.split("```python\n")[1].split("```")[0].strip() in example
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.name=rloo", "algorithm.correction=tis"],
+        ["algorithm.name=rloo", "staleness.max_policy_lag=0"],
+        ["algorithm.name=asymre"],
+        ["algorithm.name=raft"],
+        ["algorithm.name=reinforce_pp", "algorithm.kl_coef=0.1"],
+    ],
+)
+def test_what_is_made_for_it_is_not_refused(minimal: str, overrides: list[str]) -> None:
+    load_config(minimal, overrides)

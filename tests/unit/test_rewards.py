@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -135,6 +136,8 @@ def test_reasoning_gym_scores_with_the_datasets_own_function():
     assert reasoning_gym(task, "1x") == 0.0
     assert 0.0 < reasoning_gym(task, f"it is {task.answer}") < 1.0
     assert not rewards._parses_text(task)
+    ended = replace(task, info={**task.info, "entry": {**task.info["entry"], "answer": f"{task.answer}\n"}})
+    assert reasoning_gym(ended, task.answer) == 1.0, "an answer that ends with a line's end"
     with pytest.raises(ValueError, match=r"task\.name=reasoning_gym"):
         reasoning_gym(make("1"), "1")
 
