@@ -148,7 +148,8 @@ class AsyncRL:
     async def _save_interrupted(self) -> None:
         """The ranks finish the step that they are in, all of them, then save. What they did is logged to the end."""
         if self._stepping is not None:
-            await asyncio.wait({self._stepping}, timeout=self._timeout_s)
+            # Whether or not it comes to something, as long as the ranks live and run.
+            await self._wait(asyncio.wait({self._stepping}), "trainer")
         await self._checkpoints.at_end(interrupted=True)
         if self._reporting is None or self._reporting.done():
             return

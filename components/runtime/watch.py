@@ -21,9 +21,11 @@ from ..failures import Kind, PartFailed
 TICK_S = 0.5
 STOPPED_S = 30.0
 """A process that does not run for so long (SIGSTOP) fails the run."""
-FAIL_S = 45.0
+STOPPED_AT_THE_END_S = 5.0
+"""The same in an ending: a checkpoint does not wait for it any longer."""
+FAIL_S = 60.0
 """How long the parts of a failed run may take to end."""
-LEAVE_S = 30.0
+LEAVE_S = 60.0
 """How long leaving Ray and writing the summary may take."""
 
 
@@ -113,11 +115,14 @@ class RunWatch:
         self._set(Outcome("failed", str(failure), failure.exit_code), FAIL_S, sooner=True)
 
     def leaving(self, outcome: Outcome) -> None:
-        """All parts have ended, or were given up: the last part of every ending. Signals change nothing any more."""
+        """All parts have ended, or were given up: the last part of every ending. Signals change nothing any more.
+
+        What a run has come to is worth as much time as an interrupt: its weights, which may be many, are summed up.
+        """
         self._leaving = True
         with self._lock:
             self._outcome = outcome
-        self._set(outcome, LEAVE_S, sooner=False)
+        self._set(outcome, LEAVE_S if outcome.code else max(LEAVE_S, self._stop_s), sooner=False)
 
     @property
     def outcome(self) -> Outcome | None:
@@ -217,7 +222,7 @@ class RunWatch:
         for process in list(self._processes):
             if process.died_at is not None and process.kind == Kind.CLUSTER:
                 self.break_off(_death(process))
-            elif process.stopped_ticks * TICK_S >= STOPPED_S:
+            elif process.stopped_ticks * TICK_S >= (STOPPED_S if self._outcome is None else STOPPED_AT_THE_END_S):
                 self.break_off(_standstill(process))
         now = time.monotonic()
         if self._beat_seen >= self._beat_asked:

@@ -24,7 +24,7 @@ from leeway.recipes.context import StageContext, StageResult
 from leeway.recipes.run_record import RunRecord
 from leeway.runtime import watch
 
-STOP_S = 0.5
+STOP_S = 3.0  # what is written at an ending takes long on a busy machine
 CHILD = """
 import pathlib, sys, tempfile, time
 tempfile.mkdtemp(); pathlib.Path(sys.argv[1]).touch(); time.sleep(600)

@@ -204,6 +204,20 @@ def test_a_process_that_is_stopped_for_too_long_fails_the_run_by_its_name(fast, 
     assert watching(scenario) == []
 
 
+def test_a_checkpoint_does_not_wait_long_for_a_process_that_is_stopped(fast, sleeper, monkeypatch):
+    monkeypatch.setattr(watch_module, "STOPPED_AT_THE_END_S", 0.1)
+
+    async def scenario(watch: RunWatch) -> None:
+        watch.add("trainer-0", [sleeper.pid])
+        os.kill(sleeper.pid, signal.SIGSTOP)
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(PartFailed, match=r"trainer-0: the process is stopped"):
+            await watch.until_broken()
+        assert watch.outcome == Outcome("interrupted", "interrupted by SIGTERM", 143)
+
+    assert watching(scenario) == []
+
+
 def test_an_event_loop_that_is_blocked_is_ended_by_force(fast, monkeypatch):
     monkeypatch.setattr(watch_module, "FAIL_S", 0.1)
 
