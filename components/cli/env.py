@@ -35,7 +35,7 @@ def try_environment(
 ) -> None:
     """Play one task against a real engine and print tokens, logprobs, rewards and masks.
 
-    Example: leeway env try my_env:MyEnv --config quickstart model.path=runs/leeway/quickstart/.../hf
+    Example: leeway env try my_env:MyEnv --config quickstart model.path=runs/leeway/quickstart
     """
     settings = load_config(config, [*(overrides or []), f"env.name={name}"])
     recipe: Any = importlib.import_module("leeway.recipes.try_env")

@@ -70,7 +70,7 @@ class StalenessConfig(Section):
 class ReplayConfig(Section):
     """The buffer between generators and trainer."""
 
-    store: Literal["memory"] = Field(default="memory", description="where groups wait")
+    store: Literal["memory"] = Field(default="memory", description="where groups wait: in memory, the only way so far")
     max_uses: PositiveInt = Field(
         default=1,
         description="how many batches may use a group, each within the lag bound; a batch has groups_per_step / "
@@ -100,7 +100,9 @@ class ParamServerConfig(Section):
     """How weights travel from the trainer to the engines."""
 
     publish_every: PositiveInt = Field(default=1, description="optimizer steps between published versions")
-    transport: Literal["object_store"] = Field(default="object_store", description="how the bytes travel")
+    transport: Literal["object_store"] = Field(
+        default="object_store", description="how weights travel: through Ray's object store, the only way so far"
+    )
     bucket_mb: PositiveInt = Field(
         default=256,
         description="size in MB of the buckets in which weights leave the trainer (a larger tensor has "

@@ -58,11 +58,6 @@ def user_names(value: Any) -> set[str]:
     return {value} if isinstance(value, str) and _TARGET.match(value) else set()
 
 
-def names_plugins(config: Any) -> bool:
-    """Whether environment, rewards or operators are named that are the user's own."""
-    return bool(user_names(config.env.model_dump()) | user_names(config.replay.operators))
-
-
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name most like `name`, or "" when none is."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -25,17 +25,17 @@ from .plugins import use_folders
 from .replay_rules import REPLAY_RULES
 from .schema import Config
 
-# Arguments of the engine that Leeway sets itself, and where the user's say in them is.
+# Arguments of the engine that Leeway sets itself, and what to do instead.
 OWNED_BY_LEEWAY = {
-    "model": "model.path",
-    "tokenizer": "model.path",
-    "dtype": "model.dtype",
-    "max_model_len": "rollout.max_model_len",
-    "seed": "seed",
-    "logprobs_mode": "nothing: behaviour logprobs are always those of the sampled distribution",
-    "scheduling_policy": "nothing: a canary must overtake the requests that wait",
-    "weight_transfer_config": "param_server.transport",
-    "worker_extension_cls": "param_server.transport",
+    "model": "use model.path",
+    "tokenizer": "use model.path",
+    "dtype": "use model.dtype",
+    "max_model_len": "use rollout.max_model_len",
+    "seed": "use seed",
+    "logprobs_mode": "leave it out: behaviour logprobs are always those of the sampled distribution",
+    "scheduling_policy": "leave it out: a canary must overtake the requests that wait",
+    "weight_transfer_config": "leave it out: Leeway moves the weights itself (section param_server)",
+    "worker_extension_cls": "leave it out: Leeway's own worker loads the weights",
 }
 # Arguments under which the engine's probabilities are not those of the weights the trainer holds.
 NOT_REPRODUCIBLE = (
@@ -169,9 +169,7 @@ def engine_arguments_are_the_users(config: Config, named: Named) -> None:
     for name, value in config.rollout.engine.items():
         key = named(f"rollout.engine.{name}")
         if name in OWNED_BY_LEEWAY:
-            raise ConfigError(
-                key, got=value, expected="an argument that is yours to set", fix=f"use {OWNED_BY_LEEWAY[name]}"
-            )
+            raise ConfigError(key, got=value, expected="an argument that is yours to set", fix=OWNED_BY_LEEWAY[name])
         if name in NOT_REPRODUCIBLE:
             raise ConfigError(
                 key, got=value, expected="what the trainer can reproduce token by token", fix=f"leave {name} out"
