@@ -46,7 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
 }
-WITH_BUFFERS = ["glm4_moe", "minimax_m2", "gemma4_text"]
+WITH_BUFFERS = ["glm4_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("minimax_m2", "gemma4_text"))]
 
 
 def save(folder: Path, family: str, *, seed: int = 0) -> Path:
