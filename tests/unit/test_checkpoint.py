@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -20,8 +21,12 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.algorithms.objective import PolicyObjective
+from leeway.config import load_config
+from leeway.recipes.checkpoints import Checkpoints
+from leeway.runtime.supervisor import Supervisor
 from leeway.tasks.tiny_tokenizer import build_tokenizer
-from leeway.trainer import writing
+from leeway.trainer import saver, writing
+from leeway.trainer.actor import TrainerActor
 from leeway.trainer.checkpoint import CheckpointError, read_state
 from leeway.trainer.convert import convert
 from leeway.trainer.export import HFWriter
@@ -30,6 +35,8 @@ from leeway.trainer.trainer import Trainer, TrainerSettings
 from leeway.trainer.writing import CheckpointWriteError
 from leeway.types import TrainBatch, Trajectory, batch_trajectories
 from leeway.weights import CanaryPrompts
+
+from .test_async_rl import Remote
 
 VOCAB = 40
 
@@ -400,3 +407,43 @@ def test_weights_for_others_that_cannot_be_written_leave_no_folder_and_are_told_
     assert not folder.exists()
     trainer.save(str(folder))
     AutoModelForCausalLM.from_pretrained(folder)
+
+
+# --------------------------------------------------------------------------------------------------- interrupted
+
+
+@pytest.mark.parametrize("at_the_end", [False, True], ids=["in mid-run", "in the final save"])
+def test_an_interrupt_while_a_rank_copies_ends_with_a_whole_checkpoint_of_it(make, tmp_path, monkeypatch, at_the_end):
+    """A real rank goes on with the copy that it was asked for, whoever has stopped waiting for it."""
+    trainer, copying, may_copy, real = make(), threading.Event(), threading.Event(), saver.take_state
+    train(trainer, range(2))
+
+    def slowly(**options: Any) -> Any:
+        copying.set()
+        assert may_copy.wait(60)
+        return real(**options)
+
+    monkeypatch.setattr(saver, "take_state", slowly)
+    options = ["model.init=null", "model.path=org/m", "checkpoint.every=2", f"output_dir={tmp_path}"]
+    config = load_config("quickstart", options, recipe="sft")
+
+    async def scenario() -> None:
+        actor = TrainerActor(role="trainer-0", log_file=tmp_path / "log", log_level="ERROR", cores=[])
+        actor._trainer = trainer
+        rank = Remote(actor)
+        checkpoints = Checkpoints(tmp_path / "saved", config=config, trainers=[rank], supervisor=Supervisor())
+        saving = asyncio.ensure_future(checkpoints.at_end() if at_the_end else checkpoints.after_step(2))
+        await asyncio.to_thread(copying.wait, 60)
+        saving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+        ending = asyncio.ensure_future(checkpoints.at_end(interrupted=True))
+        await asyncio.sleep(0)
+        may_copy.set()
+        assert await asyncio.wait_for(ending, 60) == tmp_path / "saved/step-000002/hf"
+
+    asyncio.run(scenario())
+    assert sorted(p.name for p in (tmp_path / "saved").iterdir()) == ["latest.json", "step-000002"]
+    assert read_state(tmp_path / "saved/step-000002/dcp")["policy_version"] == 2
+    again = make()
+    assert again.load_state(str(tmp_path / "saved/step-000002/dcp")) == 2
