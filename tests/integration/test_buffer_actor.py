@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +24,7 @@ NUM_COLLECTORS = 1100
 
 @pytest.fixture
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 * 2**20, logging_level="ERROR")
+    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 * 2**20, logging_level=logging.ERROR)
     yield
     ray.shutdown()
 
