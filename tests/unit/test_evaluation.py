@@ -155,7 +155,7 @@ def test_tasksets_to_measure_on_have_settings_of_their_own_and_are_not_trained_o
     train = build_taskset(settings.task, seed=0, split="train", eval_config=settings.eval)
     held = {t.task_id.partition("/")[2] for t in (*easy_set.tasks, *hard_set.tasks)}
     assert not held & {t.task_id for t in train.tasks}
-    assert len(train) == 2
+    assert len(train.tasks) == 2
 
 
 @pytest.mark.parametrize(

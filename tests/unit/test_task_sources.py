@@ -49,7 +49,7 @@ def test_parquet_file_and_folder(tmp_path):
     tasks = build(name="parquet", path=str(tmp_path / "d"), order="sequential").tasks
     assert [(t.prompt, t.answer) for t in tasks] == [(f"q{i}", str(i)) for i in range(5)]
     assert tasks[1].info == {"level": 1}
-    assert len(build(name="parquet", path=str(tmp_path / "d" / "b.parquet"), limit=2)) == 2
+    assert len(build(name="parquet", path=str(tmp_path / "d" / "b.parquet"), limit=2).tasks) == 2
     with pytest.raises(ValueError, match=r"b\.parquet, row 0: no key 'x' .*task\.prompt_key"):
         build(name="parquet", path=str(tmp_path / "d"), prompt_key="x")
     with pytest.raises(ValueError, match=r"task\.path.*a \.parquet file"):
@@ -95,7 +95,7 @@ def generator(tmp_path, monkeypatch):
 def test_python_generator(generator):
     tasks = build(name="python", path="tasks_of_mine:rows", size=60, seed=4, order="sequential").tasks
     assert sorted(t.prompt for t in tasks) == sorted(f"4:{i}" for i in range(50)), "repeats are removed"
-    assert len(build(name="python", path="tasks_of_mine:rows", options={"n": 5})) == 5
+    assert len(build(name="python", path="tasks_of_mine:rows", options={"n": 5}).tasks) == 5
     for path, message in [
         ("tasks_of_mine:broken", r"tasks_of_mine\.py:8 broken failed: ZeroDivisionError"),
         ("tasks_of_mine:wrong", r"tasks_of_mine\.py:12 wrong, row 0: got int"),
@@ -103,7 +103,7 @@ def test_python_generator(generator):
         ("leeway.envs.frozen_lake:lakes", None),
     ]:
         if message is None:
-            assert len(build(name="python", path=path, size=7)) == 7
+            assert len(build(name="python", path=path, size=7).tasks) == 7
             continue
         with pytest.raises(ValueError, match=message):
             build(name="python", path=path)
@@ -244,15 +244,15 @@ def test_a_mixture_from_settings_with_environments_of_their_own(tmp_path):
     assert all(str(t.prompt).startswith("B: q1") for t in tasks if t.info["taskset"] == "b")
     held = build(which="eval", **config)
     assert not {t.task_id for t in held.tasks} & {t.task_id for t in train.tasks}
-    assert len(held) + len(train) == 60
+    assert len(held.tasks) + len(train.tasks) == 60
     assert {t.info["taskset"] for t in held.tasks} == {"a", "b"}
-    assert len(build(which="eval", evaluation=EvalConfig(num_tasks=5), **config)) == 5
+    assert len(build(which="eval", evaluation=EvalConfig(num_tasks=5), **config).tasks) == 5
 
     env = build_environment(EnvConfig(by_taskset={"b": {"name": "multi_turn", "options": {"max_turns": 2}}}))
     assert isinstance(env, ByTaskSet)
     assert isinstance(env._environments["b"], MultiTurn)
     lakes = {"name": "python", "path": "leeway.envs.frozen_lake:lakes", "size": 5}
-    assert len(build(name="mix", mix={"lakes": lakes}, options={"of": "another source"})) == 5
+    assert len(build(name="mix", mix={"lakes": lakes}, options={"of": "another source"}).tasks) == 5
     broken = {"name": "mix", "mix": {"a": {"path": a, "prompt_key": "x"}}}
     with pytest.raises(ValueError, match=r"task\.mix\.a: .*a\.jsonl:1: no key 'x'"):
         build(**broken)

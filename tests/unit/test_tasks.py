@@ -109,7 +109,7 @@ def test_holdout_is_disjoint_deduplicated_and_independent_of_the_seed():
     assert len(set(train_questions)) == len(train_questions)
     assert len(set(held_questions)) == len(held_questions)
     assert not set(train_questions) & set(held_questions)
-    assert 0.03 < len(held) / (len(held) + len(train)) < 0.07
+    assert 0.03 < len(held.tasks) / len([*held.tasks, *train.tasks]) < 0.07
 
     # seed 5 shares most items with seed 0 and must agree on every one of them
     other = build_taskset(config, seed=5, split="train", eval_config=evaluation)
@@ -121,10 +121,10 @@ def test_eval_takes_the_first_in_hash_order_unshuffled():
     config = chain_sum(holdout_frac=0.1)
     few = build_taskset(config, seed=0, split="eval", eval_config=eval_config(num_tasks=20))
     many = build_taskset(config, seed=0, split="eval", eval_config=eval_config(num_tasks=40))
-    assert len(few) == 20
+    assert len(few.tasks) == 20
     assert [t.task_id for t in few] == [t.task_id for t in many.tasks[:20]]
     assert [t.task_id for t in few] == [t.task_id for t in few] == sorted(t.task_id for t in few.tasks)
-    assert len(build_taskset(chain_sum(), seed=0, split="eval", eval_config=eval_config())) == 0
+    assert len(build_taskset(chain_sum(), seed=0, split="eval", eval_config=eval_config()).tasks) == 0
 
 
 @pytest.mark.slow
@@ -215,7 +215,7 @@ def test_questions_of_an_eval_file_leave_the_training_split(tmp_path):
     config = task_config(path=train, order="sequential")
     assert [t.prompt for t in build_taskset(config, seed=0, split="train", eval_config=evaluation)] == list("acef")
     assert sorted(t.prompt for t in build_taskset(config, seed=0, split="eval", eval_config=evaluation)) == list("bdz")
-    assert len(build_taskset(task_config(path=train, limit=2), seed=0, split="train")) == 2
+    assert len(build_taskset(task_config(path=train, limit=2), seed=0, split="train").tasks) == 2
 
 
 @pytest.mark.parametrize(
@@ -247,5 +247,5 @@ def test_gsm8k():
     train = build_taskset(
         config, seed=0, split="train", eval_config=eval_config(path=str(GSM8K / "test.jsonl"), num_tasks=30)
     )
-    assert len(train) == 512
+    assert len(train.tasks) == 512
     assert all(t.answer.replace(",", "").lstrip("-").isdigit() for t in train.tasks)
