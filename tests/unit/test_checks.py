@@ -75,6 +75,8 @@ def test_a_config_that_is_right_has_what_it_takes(folder: Path, leeway: Callable
     assert "time" in text
     assert "updates_per_batch" not in text
     assert "updates_per_batch: 1" in leeway("validate", "mine.yaml", "--yaml").stdout
+    more = leeway("validate", "mine.yaml", "--quick", "eval.tasksets={sums: {name: jsonl, path: tasks.jsonl}}").stdout
+    assert "evaluation: taskset sums" in more
 
 
 @pytest.mark.parametrize(
