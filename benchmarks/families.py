@@ -144,6 +144,8 @@ SHOWN: dict[str, Any] = {
 COMPUTED = ("slope_rate", "_decay", "inv_freq")
 """Buffers in the files that nobody trains: the code makes them, and noise would make another model of it."""
 LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+QWEN4 = {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8}
+QWEN4 |= {"indexer_compress_ratio": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
@@ -153,11 +155,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"text_config": LINEAR},
     "qwen3_5_text": LINEAR,
     "qwen3_5_moe_text": LINEAR,
-    "qwen4_exp": {"text_config": LINEAR},
+    "qwen4_exp": {"text_config": LINEAR | QWEN4},
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
     "codegen": {"rotary_dim": 4},
     "gptj": {"rotary_dim": 4},
     "diffllama": {"attention_dropout": 0.0},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 5},
+    "inkling_text": {"logits_mup_width_multiplier": 2.0},
     "mpt": {"attn_config": {"attn_pdrop": "unset"}},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "local"]},
@@ -165,7 +169,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "moe_topk": 2},
-    "kimi_linear": {**LINEAR, "num_experts": 8, "num_experts_per_token": 2, "num_expert_group": 1},
+    "kimi_linear": {**LINEAR, "num_experts": 8, "num_experts_per_token": 2, "num_expert_group": 1}
+    | {"linear_head_dim": 8, "linear_num_heads": 4},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
@@ -177,9 +182,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
     "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_blocks": 2, "head_dim": "unset"},
     "dbrx": {"tie_word_embeddings": False, "ffn_config": {"hidden_size": 32, "ffn_hidden_size": 48}},
-    "qwen4_exp_text": LINEAR
-    | {"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 16}
-    | {"indexer_budget": 8, "indexer_compress_ratio": 2},
+    "qwen4_exp_text": LINEAR | QWEN4,
 }
 """What a family needs beside these to be built."""
 
@@ -368,7 +371,10 @@ def check(family: str, folder: Path) -> Row:
         how += ", masks" if ours.masks else ""
         setattr(row, column, max(cells, key=lambda cell: "WRONG" in cell) + (f" {how}" if how else ""))
     if "refused" not in row.padded:
-        row.exported = exported(folder, data)
+        try:
+            row.exported = exported(folder, data)
+        except ValueError as error:
+            row.exported = f"refused: {reason(' '.join(str(error).split()))}"
     return row
 
 
@@ -475,6 +481,8 @@ def page(rows: list[Row]) -> str:
         wrong=sum(row.is_wrong for row in built),
     )
     text += "".join(f"| {r.family} | {r.packed} | {r.padded} | {r.exported or '-'} |\n" for r in built)
+    dull = [f"{row.family} ({note})" for row in built for note in row.notes]
+    text += f"\nTo be read with care: {', '.join(dull)}.\n" if dull else ""
     missing = [f"| {row.family} | {row.notes[0].removeprefix('not built: ')} |\n" for row in rows if not row.is_built]
     return text + "\nNot built here:\n\n| family | why |\n|---|---|\n" + "".join(missing).replace("\n\n", "\n")
 
@@ -526,6 +534,7 @@ def main() -> None:
     for family in [] if rows else args.only or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         rows.append(run(family))
         print(json.dumps(asdict(rows[-1])), flush=True)
+    rows = sorted({row.family: row for row in rows}.values(), key=lambda row: row.family)
     wrong = [row.family for row in rows if row.is_wrong]
     if not args.only:
         PAGE.write_text(page(rows))

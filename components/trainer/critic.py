@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from ..algorithms.critic import value_loss, value_sums
-from .families import load_model
+from .families import ModelRefusedError, load_model
 from .layout import Layout
 from .microbatch import Microbatch
 from .optimizer import OptimizerSettings, Stepper, embedding_ids, make_optimizer
@@ -119,7 +119,11 @@ class Critic:
         head = scoring.lm.get_output_embeddings()
         assert isinstance(head, nn.Linear), "a causal LM has an output head"
         body = scoring.lm.base_model
-        assert isinstance(body, PreTrainedModel)
+        if body is scoring.lm or not isinstance(body, PreTrainedModel):
+            raise ModelRefusedError(
+                f"critic.path: got a {type(scoring.lm).__name__}, expected a model whose body can be run without its "
+                "output head; use another model"
+            )
         model = ValueModel(body, head.in_features, masks=scoring.masks).to(device)
         self.model: ValueModel = shard(
             cast(Any, model),  # any module around an `lm`
