@@ -96,7 +96,7 @@ async def _together(config: Config, parts: Parts, tasks: Sequence[Task]) -> tupl
     chosen = [tasks[i % len(tasks)] for i in range(count)]
     whole_s, trajectories = await _shortest(config, parts, chosen, max_response_tokens=PROBE_TOKENS)
     if not trajectories:
-        raise PartFailed("generators", "every rollout failed while speeds were measured; see the generators' logs")
+        raise _all_failed()
     tokens = sum(len(t.response_tokens) for t in trajectories)
     if not is_cut(config):
         return whole_s / max(1, tokens), whole_s / max(1, tokens), trajectories
@@ -110,14 +110,21 @@ async def _alone(config: Config, parts: Parts, tasks: Sequence[Task]) -> tuple[f
     begun, first_token_s, per_token = time.monotonic(), float("inf"), []
     for i in range(_MAX_REPEATS):
         task = [tasks[i % len(tasks)]]
-        first_s, _ = await _timed_rollouts(config, parts, task, max_response_tokens=1)
+        first_s, firsts = await _timed_rollouts(config, parts, task, max_response_tokens=1)
         whole_s, group = await _timed_rollouts(config, parts, task, max_response_tokens=PROBE_TOKENS)
-        first_token_s = min(first_token_s, first_s)
-        if further := max((len(t.response_tokens) for t in group), default=0) - 1:
-            per_token.append((whole_s, further))
-        if time.monotonic() - begun > BUDGET_S:
+        if firsts and group:  # a task that fails says nothing about speed
+            first_token_s = min(first_token_s, first_s)
+            if further := max(len(t.response_tokens) for t in group) - 1:
+                per_token.append((whole_s, further))
+        if time.monotonic() - begun > BUDGET_S and first_token_s < float("inf"):
             break
+    if first_token_s == float("inf"):
+        raise _all_failed()
     return first_token_s, min((max(0.0, s - first_token_s) / further for s, further in per_token), default=0.0)
+
+
+def _all_failed() -> PartFailed:
+    return PartFailed("generators", "every rollout failed while speeds were measured; see the generators' logs")
 
 
 def _one_pass(config: Config, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
@@ -155,7 +162,7 @@ async def _timed_rollouts(
     limit = min(max_response_tokens, config.rollout.max_response_tokens)
     begun = await _generating_s(config, parts)
     calls = [
-        c.rollouts.remote(list(share), config.rollout.temperature, config.algorithm.group_size, limit)
+        c.rollouts.remote(list(share), config.rollout.temperature, config.algorithm.group_size, limit, True)
         for i, c in enumerate(parts.collectors)
         if (share := tasks[i :: len(parts.collectors)])
     ]

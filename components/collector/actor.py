@@ -23,6 +23,7 @@ from .awaited import unless
 from .clock import ActivityClock
 from .engine import Engine, EngineSettings, is_engine_lost
 from .hand_over import HandOver
+from .loop_watch import LoopWatch
 from .settings import CollectorSettings
 
 
@@ -60,6 +61,7 @@ class CollectorActor(Watched):
         # What vLLM and torch have loaded stays: each collection would walk it, a fifth of this process's time.
         gc.collect()
         gc.freeze()
+        LoopWatch()
         return {
             "name": self._name,
             "pid": os.getpid(),
@@ -147,10 +149,19 @@ class CollectorActor(Watched):
 
     @as_text
     async def rollouts(
-        self, tasks: list[Task], temperature: float, group_size: int, max_response_tokens: int | None = None
+        self,
+        tasks: list[Task],
+        temperature: float,
+        group_size: int,
+        max_response_tokens: int | None = None,
+        all_may_fail: bool = False,
     ) -> list[Trajectory]:
         return await self._collector.rollouts(
-            tasks, temperature=temperature, group_size=group_size, max_response_tokens=max_response_tokens
+            tasks,
+            temperature=temperature,
+            group_size=group_size,
+            max_response_tokens=max_response_tokens,
+            all_may_fail=all_may_fail,
         )
 
     async def generating_s(self) -> float:

@@ -229,12 +229,18 @@ class Collector(BaseCollector):
         return self._num_evaluated
 
     async def rollouts(
-        self, tasks: list[Task], *, temperature: float, group_size: int, max_response_tokens: int | None = None
+        self,
+        tasks: list[Task],
+        *,
+        temperature: float,
+        group_size: int,
+        max_response_tokens: int | None = None,
+        all_may_fail: bool = False,
     ) -> list[Trajectory]:
         """Run tasks outside of admission, for measuring speed and for trying one. Those that fail are left out.
 
         `max_response_tokens`: of each call of the model (None: `rollout.max_response_tokens`). Raises RuntimeError with
-        the last one's reason where all of them fail.
+        the last one's reason where all of them fail and not `all_may_fail`.
         """
 
         def attempts(task: Task, clock: RolloutClock) -> Awaitable[list[Trajectory]]:
@@ -248,7 +254,7 @@ class Collector(BaseCollector):
 
         groups = await self._each(tasks, attempts, num_sequences=group_size, at_most=self._settings.max_in_flight)
         failures = [group for group in groups if isinstance(group, RolloutFailed)]
-        if failures and len(failures) == len(groups):
+        if failures and len(failures) == len(groups) and not all_may_fail:
             raise RuntimeError(f"all {len(groups)} tasks failed; the last one: {failures[-1]}") from failures[-1]
         return [t for group in groups if not isinstance(group, RolloutFailed) for t in group]
 

@@ -66,6 +66,10 @@ def _build_one(env_config: Any) -> Environment:
         raise ValueError(
             f"env.options: {env_config.name} cannot be made with {sorted(options)}: {error}; it accepts {accepted}"
         ) from error
+    except SystemExit as error:
+        raise ValueError(
+            f"env.name: making {env_config.name} ended the process (exit code {error.code}); raise an exception instead"
+        ) from error
 
 
 def _environment_class(name: str) -> type:

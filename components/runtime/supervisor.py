@@ -167,7 +167,10 @@ class Supervisor:
 
 
 def _silence(part: str, seconds: float) -> PartFailed:
-    cause = f"its event loop has not answered for {seconds:g} s: something in it blocks (an environment's own code?)"
+    cause = (
+        f"its event loop has not answered for {seconds:g} s: something in it blocks (an environment's own code? "
+        "a generator's log names the line)"
+    )
     return PartFailed(part, cause, kind=Kind.SILENT)
 
 

@@ -142,6 +142,15 @@ class Env:
         build_environment(env_config(name="user_env_a:Env", options={"deep": 3}))
 
 
+def test_a_class_that_ends_the_process_when_it_is_made_is_refused(user_module):
+    source = (
+        "import sys\nclass Env:\n    def __init__(self): sys.exit(4)\n    async def rollout(self, task, policy): ...\n"
+    )
+    user_module("user_env_x", source)
+    with pytest.raises(ValueError, match=r"env\.name: making user_env_x:Env ended the process \(exit code 4\)"):
+        build_environment(env_config(name="user_env_x:Env"))
+
+
 WITH_OPTIONS = """
 from pydantic import BaseModel, PositiveInt
 from leeway import StepEnvironment

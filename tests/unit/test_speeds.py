@@ -37,13 +37,20 @@ def trajectory(tokens: int) -> Trajectory:
 class FakeCollector:
     """An engine whose answers are all `length` long: so many seconds per prompt, and per token of all sequences."""
 
+    fails: str | None = None
+
     def __init__(self, length: int, clock: SimpleNamespace) -> None:
         self.length, self.clock, self.generated_s = length, clock, 0.0
         self.asked: list[tuple[int, int]] = []
         self.rollouts = SimpleNamespace(remote=self._rollouts)
         self.generating_s = SimpleNamespace(remote=self._generating_s)
 
-    async def _rollouts(self, tasks: list[Task], temperature: float, size: int, limit: int) -> list[Trajectory]:
+    async def _rollouts(
+        self, tasks: list[Task], temperature: float, size: int, limit: int, all_may_fail: bool
+    ) -> list[Trajectory]:
+        assert all_may_fail
+        if self.fails is not None and [t.task_id for t in tasks] == [self.fails]:
+            return []
         tokens = min(self.length, limit)
         self.asked.append((len(tasks), limit))
         seconds = len(tasks) * size * (PREFILL_S + (tokens - 1) * TOKEN_S)
@@ -123,6 +130,12 @@ def test_a_model_that_answers_with_nothing_but_failures_ends_by_name(monkeypatch
     monkeypatch.setattr(FakeCollector, "_rollouts", lambda *_: asyncio.sleep(0, []))
     with pytest.raises(PartFailed, match="generators: every rollout failed"):
         measured(monkeypatch, settings(), length=5)
+
+
+def test_a_task_that_fails_says_nothing_about_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeCollector, "fails", "0")  # the first one that is asked alone
+    speeds, _, _ = measured(monkeypatch, settings(), length=5)
+    assert speeds.first_token_s == pytest.approx(8 * PREFILL_S)
 
 
 def test_a_run_that_goes_on_takes_its_first_parts_speeds_on_the_same_machine(
