@@ -18,12 +18,14 @@ import re
 import secrets
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from leeway.config import Config
 from leeway.config.learning import CheckpointConfig
 from leeway.recipes.context import say
+from leeway.replay.position import Position
 from leeway.runtime.supervisor import Supervisor, together
 from leeway.tasks.mixed import MixedTaskSet
 from leeway.tasks.queue_tasks import QueueTaskSet
@@ -45,6 +47,7 @@ FREE_KEYS = {"train.steps", "train.epochs", "train.num_ranks", "train.max_tokens
     "rollout.num_generators",
     "rollout.timeout_s",
     "rollout.retries",
+    "rollout.engine_stall_s",
 }
 
 
@@ -258,8 +261,16 @@ def check_same_settings(folder: Path, config: Config) -> None:
 
 
 def check_same_tasks(folder: Path, taskset: TaskSet | MixedTaskSet | QueueTaskSet) -> None:
-    """Raises `CheckpointError` when the position in this checkpoint is one in other tasks."""
-    stream = json.loads((folder / STATE_FILE).read_text()).get("position", {}).get("stream")
+    """Raises `CheckpointError` when this checkpoint's position is in other tasks, or in a form that is not known."""
+    position = json.loads((folder / STATE_FILE).read_text()).get("position", {})
+    known = {field.name for field in fields(Position)} | {"stream", "used_groups"}
+    if unknown := sorted(position.keys() - known):
+        raise CheckpointError(
+            f"checkpoint {folder} was written by another version of Leeway: got a position with {', '.join(unknown)}, "
+            f"expected only {', '.join(sorted(known))}; resume it with that version, or start from its weights: "
+            f"model.path={folder / 'hf'}"
+        )
+    stream = position.get("stream")
     if stream is not None and stream["taskset"]["fingerprint"] != taskset.fingerprint():
         raise CheckpointError(
             f"checkpoint {folder} is of other tasks: {taskset.name} had fingerprint "

@@ -344,6 +344,16 @@ def test_other_settings_and_other_tasks_are_refused_before_anything_starts(tmp_p
     check_same_tasks(tmp_path / "checkpoints/step-000001", tasks)
 
 
+def test_a_position_of_another_version_is_refused_by_name(tmp_path):
+    async def position(version: int) -> dict[str, Any]:
+        return {"next_draw": 3, "next_group_id": 3}
+
+    rank = FakeRank()
+    run(checkpoints_of(tmp_path, rank, "checkpoint.every=1", position=position), rank, 1)
+    with pytest.raises(CheckpointError, match=r"another version of Leeway: got a position with next_group_id"):
+        check_same_tasks(tmp_path / "saved/step-000001", TaskSet([Task(task_id="a", prompt="1")], seed=0))
+
+
 def test_in_the_middle_of_a_batch_only_weights_are_saved(tmp_path):
     rank = FakeRank()
 
