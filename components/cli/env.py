@@ -31,7 +31,7 @@ def try_environment(
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change, e.g. model.path=DIR.")
     ] = None,
     task: Annotated[int, typer.Option("--task", min=0, help="Which task of the taskset.")] = 0,
-    times: Annotated[int, typer.Option("--times", min=1, help="How many times the task is played.")] = 2,
+    times: Annotated[int, typer.Option("--times", min=1, help="How many times to play the task.")] = 2,
 ) -> None:
     """Play one task against a real engine and print tokens, logprobs, rewards and masks.
 
@@ -44,12 +44,12 @@ def try_environment(
     stage = Stage(name="try", recipe="try_env", config=_for_one_task(settings), dir=folder)
     runner = importlib.import_module("leeway.recipes.runner")
     code = runner.run_stages([stage], folder, config, sys.argv, is_scratch=True)
-    if code != 1:  # the logs of what failed are wanted
+    if code != 1:  # keep the logs of a failure
         shutil.rmtree(folder)
     raise typer.Exit(code)
 
 
 def _for_one_task(config: Config) -> Config:
-    """One engine, and no second try: a failure is to be seen."""
+    """One engine and no retries, so that failures are visible."""
     rollout = config.rollout.model_copy(update={"num_generators": 1, "retries": 0})
     return config.model_copy(update={"rollout": rollout})

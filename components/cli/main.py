@@ -1,8 +1,8 @@
 """`leeway run | resume | plan | ls | cat | cp | validate | convert | env try`.
 
 Exit codes: 0 done, 1 the run failed or learned nothing (the last line says why), 2 the input was refused, 130 or 143
-interrupted. Everything is checked before anything heavy is imported; only `run`, `resume` and `env try` import torch,
-ray and vllm, and do so last (`convert` imports torch; `validate` what the settings name of the user's own).
+interrupted. Everything is checked before anything heavy is imported. Only `run`, `resume` and `env try` import torch,
+ray and vllm, and they do so last (`convert` imports torch; `validate` imports the user's modules named in settings).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ BundledName = Annotated[
 @app.callback()
 def leeway(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True, callback=print_version)
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=print_version)
     ] = False,
 ) -> None:
     """Asynchronous RL post-training for language models."""
@@ -103,10 +103,10 @@ def resume(
         typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change, e.g. train.steps=400 to train longer."),
     ] = None,
 ) -> None:
-    """Go on with a run that was stopped, or train a finished one for longer.
+    """Resume a run that was stopped, or train a finished one for longer.
 
-    Its own settings are taken, and its newest whole checkpoint; the record of the run is continued. Only settings that
-    do not change what is learned may differ: the number of steps, hardware, evaluation, monitoring.
+    The run resumes with its own settings, from its newest complete checkpoint, and continues its record. Only settings
+    that do not change what is learned may differ: the number of steps, hardware, evaluation, monitoring.
 
     Example: leeway resume runs/leeway/quickstart train.steps=240
     """
@@ -126,10 +126,12 @@ def plan(
         ),
     ] = None,
     run: Annotated[
-        Path | None, typer.Option("--from", metavar="RUN", help="A finished run's folder, whose speeds are taken.")
+        Path | None,
+        typer.Option("--from", metavar="RUN", help="Folder of a finished run, whose measured speeds are used."),
     ] = None,
     config: Annotated[
-        str | None, typer.Option("--config", "-c", metavar="NAME|FILE", help="Without a run: settings from a config.")
+        str | None,
+        typer.Option("--config", "-c", metavar="NAME|FILE", help="Take settings from a config instead of a run."),
     ] = None,
     max_policy_lag: Annotated[
         str | None, typer.Option("--max-policy-lag", "-L", metavar="N,N,...", help="Lag bounds. Default: 0,1,2,4,8.")
@@ -144,27 +146,28 @@ def plan(
         str | None, typer.Option("--trainers", metavar="N,N,...", help="Counts of trainer ranks. Default: as it is.")
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option("--gpus", metavar="N", help="Devices in all; several splits of them are tried.")
+        int | None,
+        typer.Option("--gpus", metavar="N", help="Total number of devices; several splits of them are tried."),
     ] = None,
     gpus_per_generator: Annotated[
-        int | None, typer.Option("--gpus-per-generator", metavar="N", help="Devices of one engine.")
+        int | None, typer.Option("--gpus-per-generator", metavar="N", help="Devices per engine.")
     ] = None,
     groups_per_step: Annotated[
-        int | None, typer.Option("--groups-per-step", min=1, metavar="N", help="Groups of a batch (default 64).")
+        int | None, typer.Option("--groups-per-step", min=1, metavar="N", help="Groups per batch (default 64).")
     ] = None,
     group_size: Annotated[
-        int | None, typer.Option("--group-size", min=1, metavar="N", help="Completions of a group (default 8).")
+        int | None, typer.Option("--group-size", min=1, metavar="N", help="Completions per group (default 8).")
     ] = None,
     generate_tokens_per_s: Annotated[
         float | None,
-        typer.Option("--generate-tokens-per-s", metavar="X", help="One full engine's sampled tokens a second."),
+        typer.Option("--generate-tokens-per-s", metavar="X", help="Tokens per second that one full engine samples."),
     ] = None,
     sequence_tokens_per_s: Annotated[
         float | None,
         typer.Option(
             "--sequence-tokens-per-s",
             metavar="X",
-            help="One sequence's, alone on an engine. Default: 2.5 times its share of a full one.",
+            help="Tokens per second of one sequence alone on an engine. Default: 2.5 times its share of a full engine.",
         ),
     ] = None,
     max_sequences: Annotated[
@@ -172,7 +175,11 @@ def plan(
     ] = None,
     train_tokens_per_s: Annotated[
         float | None,
-        typer.Option("--train-tokens-per-s", metavar="X", help="One trainer rank's, of prompts and responses."),
+        typer.Option(
+            "--train-tokens-per-s",
+            metavar="X",
+            help="Prompt and response tokens per second that one trainer rank trains.",
+        ),
     ] = None,
     length: Annotated[
         str | None,
@@ -181,17 +188,21 @@ def plan(
         ),
     ] = None,
     prompt_tokens: Annotated[
-        float | None, typer.Option("--prompt-tokens", metavar="X", help="Mean tokens of a prompt.")
+        float | None, typer.Option("--prompt-tokens", metavar="X", help="Mean tokens per prompt.")
     ] = None,
     sync_s: Annotated[
-        float | None, typer.Option("--sync-s", metavar="X", help="Seconds that an engine stands still for new weights.")
+        float | None, typer.Option("--sync-s", metavar="X", help="Seconds that an engine pauses to load new weights.")
     ] = None,
     publish_s: Annotated[
-        float | None, typer.Option("--publish-s", metavar="X", help="Seconds that a step pays for gathering weights.")
+        float | None, typer.Option("--publish-s", metavar="X", help="Seconds that gathering weights adds to a step.")
     ] = None,
     environment_s: Annotated[
         str | None,
-        typer.Option("--environment-s", metavar="DIST", help="Seconds a group spends outside the engine, as --length."),
+        typer.Option(
+            "--environment-s",
+            metavar="DIST",
+            help="Seconds a group spends outside the engine, in the form of --length.",
+        ),
     ] = None,
     generator_speed: Annotated[
         float | None, typer.Option("--generator-speed", metavar="X", help="Engines X times as fast; below 1: slower.")
@@ -252,7 +263,7 @@ def cp(
     name: BundledName,
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="A new file, or a folder to put it in.")],
 ) -> None:
-    """Copy a bundled config, to change it."""
+    """Copy a bundled config so that you can change it."""
     source = config_path(name)
     target = dest.expanduser()
     target = target / source.name if target.is_dir() else target
@@ -271,17 +282,18 @@ def validate(
     config: NameOrFile,
     overrides: Overrides = None,
     recipe: Annotated[
-        str | None, typer.Option("--recipe", metavar="RECIPE", help="Check as a run of this; default: every stage.")
+        str | None,
+        typer.Option("--recipe", metavar="RECIPE", help="Check as a run of this recipe; default: every stage."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Check the settings only: read no data, no model, no code of your own.")
+        bool, typer.Option("--quick", help="Check only the settings: do not read data, models or your own code.")
     ] = False,
     show: Annotated[bool, typer.Option("--yaml", help="Also print every setting, resolved, as YAML.")] = False,
 ) -> None:
     """Check a config as `run` does before it starts anything, and print the numbers that follow from it.
 
-    Tasks are read, models are looked for, and classes and functions of your own are imported. Exit code 0 where the
-    settings are right, whatever the machine lacks; 2 where they are refused.
+    Tasks are read, models are located, and your own classes and functions are imported. The exit code is 0 if the
+    settings are right, whatever this machine lacks, and 2 if they are refused.
     """
     stages = plan_run(config, recipe, overrides or [])
     machine = this_machine()
@@ -299,15 +311,16 @@ def validate(
 
 @app.command()
 def convert(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="A run's folder, a checkpoint, or one inside it.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The folder of a run, of a stage, or of a checkpoint.")],
     base_model: Annotated[
-        str | None, typer.Option("--base-model", metavar="FOLDER", help="Config and tokenizer, where they are missing.")
+        str | None,
+        typer.Option("--base-model", metavar="FOLDER", help="Source of config and tokenizer if they are missing."),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="TYPE", help="float32 (default), bfloat16 or float16.")
     ] = None,
 ) -> None:
-    """Write the weights of sharded checkpoints as Hugging Face folders, beside them.
+    """Write the weights of sharded checkpoints as Hugging Face folders, next to them.
 
     Example: leeway convert runs/leeway/quickstart --dtype bfloat16
     """
@@ -317,7 +330,7 @@ def convert(
     converter = importlib.import_module("leeway.trainer.convert")
     try:
         for folder, written in converter.convert(path.expanduser(), base_model=base_model, dtype=dtype):
-            print(f"{folder}: {'written' if written else 'was there'}")
+            print(f"{folder}: {'written' if written else 'already exists'}")
     except converter.CheckpointError as error:
         _refuse(str(error))
         raise typer.Exit(2) from None

@@ -1,4 +1,4 @@
-"""`leeway plan`: from options to predictions, and how they are shown."""
+"""`leeway plan`: turns options into predictions and prints them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..planning.search import best, best_split, recommend, sweep, variants
 DEFAULT_LAGS = (0, 1, 2, 4, 8)
 _EVENTS_IN_ALL = 1_200_000
 _TYPICAL_ALONE = 2.5
-"""One sequence alone is about this many times faster than its share of a full engine (7B models on current GPUs)."""
+"""How many times faster one sequence alone is than its share of a full engine (about; 7B models on current GPUs)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Numbers:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What to vary, as typed; None: as it is."""
+    """What to vary, as typed; None: do not vary it."""
 
     max_policy_lag: str | None
     reorder_window: str | None
@@ -61,7 +61,7 @@ def plan(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """The command: predict, print, draw. Raises ConfigError for what the user got wrong."""
+    """The command: predict, print, draw. Raises ConfigError for wrong input."""
     folder = Path(out).expanduser() if out is not None else run if run is not None else Path()
     _refuse_if(folder.exists() and not folder.is_dir(), "--out", f"{folder} (a file)", "a folder", "choose another")
     calibration = known(run, config, overrides, numbers, shape)
@@ -86,7 +86,7 @@ def plan(
 def known(
     run: Path | None, config: str | None, overrides: Sequence[str], numbers: Numbers, shape: dict[str, int | None]
 ) -> Calibration:
-    """The calibration of a finished run, or of given numbers; what is given as a number wins.
+    """The calibration of a finished run, or from given numbers; given numbers win.
 
     `shape`: groups_per_step and group_size, for a plan without a run and a config.
     """
@@ -105,7 +105,7 @@ def known(
     given = {name: value for name, value in shape.items() if value is not None}
     calibration = replace(calibration, settings=replace(calibration.settings, **given))
     calibration = _with_numbers(calibration, numbers)
-    if calibration != measured:  # what was measured was something else
+    if calibration != measured:  # the measured step time no longer applies
         calibration = replace(calibration, measured_step_s=None)
     return calibration
 
@@ -177,7 +177,7 @@ def _with_numbers(calibration: Calibration, numbers: Numbers) -> Calibration:
 
 
 def answer(calibration: Calibration, question: Question) -> tuple[list[Prediction], Prediction | None]:
-    """(what was asked for, the settings as they are; None where the admission rule refuses those)."""
+    """(requested predictions, prediction for the present settings: None if the admission rule refuses them)."""
     base, q = calibration.settings, question
     if q.gpus_per_generator is not None:
         _refuse_if(
@@ -210,7 +210,7 @@ def answer(calibration: Calibration, question: Question) -> tuple[list[Predictio
 def _over_splits(
     calibration: Calibration, base: Settings, lags: Sequence[int], windows: Sequence[int], gpus: int
 ) -> list[Prediction]:
-    """Every lag and window on the split that is best for the largest lag, and its neighbours at the present lag."""
+    """Every lag and window on the split that is best for the largest lag, plus its neighbours at the present lag."""
     present = min(lags, key=lambda lag: (abs(lag - base.max_policy_lag), lag))
     widest = _possible(base, lags[-1:], windows[-1:], [(base.generators, base.trainers)])[0]
     try:

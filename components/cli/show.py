@@ -1,4 +1,4 @@
-"""What the light commands print: plain text that pipes well."""
+"""Output of the lightweight commands: plain text that pipes well."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def bundled_table() -> str:
 
 
 def recipe_table() -> str:
-    """Each recipe with what it does."""
+    """Each recipe with a description."""
     return "Recipes\n" + _table(RECIPES.items())
 
 
@@ -32,21 +32,21 @@ def describe(
     quick: bool = False,
     yaml: bool = False,
 ) -> str:
-    """What `validate` prints: the verdict first, then the numbers that follow from the settings, then the settings.
+    """What `validate` prints: the verdict, then the numbers derived from the settings, then the settings.
 
-    `missing`: what this machine lacks. `estimates`: rows of memory and time, of each stage.
+    `missing`: what this machine lacks. `estimates`: rows of memory and time for each stage.
     """
     machine = f"{hardware.num_cpus} CPU cores, {hardware.num_gpus} GPUs, {hardware.memory_gib:.0f} GiB of memory"
     lines = [f"{name_or_file}: ok", f"this machine: {machine}"]
     lines += [f"  lacks: {problem}" for problem in missing]
     if not missing:
         command = shlex.join(["leeway", "run", stages[-1].recipe, "--config", name_or_file, *overrides])
-        lines.append(f"  has what it takes: {command}")
-        lines += ["  (data, models and code of your own were not looked at)"] if quick else []
+        lines.append(f"  can run it: {command}")
+        lines += ["  (data, models and your own code were not checked)"] if quick else []
     lines += [f"note: {note}" for note in stages[-1].notes]
     for stage, estimate in zip(stages, estimates, strict=True):
         lines += ["", f"{stage.name} (recipe {stage.recipe})", _table([*_rows(stage), *estimate])]
-    lines += ["", run_yaml(stages)] if yaml else ["", "every setting: add --yaml"]
+    lines += ["", run_yaml(stages)] if yaml else ["", "add --yaml to print every setting"]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Rules of the `algorithm` section: names that exist, options that fit, and nothing that cannot learn."""
+"""Rules of the `algorithm` section: names must exist, options must fit, and the combination must be able to learn."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def a_loss_without_a_ratio_is_on_policy(config: Config, named: Named) -> None:
             named("staleness.max_policy_lag"),
             got=bound,
             expected=f"0, or a correction: algorithm.policy_loss reinforce with advantage {a.advantage} has no ratio, "
-            "and takes samples of older policies for its own",
+            "and treats samples of older policies as its own",
             fix="set staleness.max_policy_lag=0 (with train.updates_per_batch=1), or algorithm.correction=tis",
         )
 
@@ -61,7 +61,7 @@ def asymmetry_leans_towards_good_answers(config: Config, named: Named) -> None:
         raise ConfigError(
             named("algorithm.advantage_options.delta"),
             got=delta,
-            expected="a number below 0: from 0 on, bad answers of older policies are pushed away without end",
+            expected="a number below 0: at 0 or above, bad answers of older policies are pushed away without limit",
             fix="leave it out for -0.1, or set algorithm.advantage=mean with another algorithm.policy_loss",
         )
 
@@ -122,7 +122,7 @@ def a_reference_is_used_and_a_teacher_is_named(config: Config, named: Named) -> 
         raise ConfigError(
             named("algorithm.reference_path"),
             got=a.reference_path,
-            expected="a teacher, with algorithm.kl_coef above 0 in the token: advantage zero learns from nothing else",
+            expected="a teacher, with algorithm.kl_coef above 0 in the token: advantage zero has no other signal",
             fix="set algorithm.reference_path=/path/to/teacher, or another algorithm.advantage",
         )
 
@@ -133,7 +133,7 @@ def jsd_is_a_teachers(config: Config, named: Named) -> None:
         raise ConfigError(
             named("algorithm.kl_where"),
             got=a.kl_where,
-            expected="token where algorithm.kl_estimator is jsd: only as a token's advantage has it the right gradient",
+            expected="token where algorithm.kl_estimator is jsd: its gradient is right only as a token's advantage",
             fix="set algorithm.kl_where=token, or another algorithm.kl_estimator",
         )
 
@@ -170,7 +170,7 @@ def a_critic_is_used(config: Config, named: Named) -> None:
             raise ConfigError(
                 named(f"critic.{name}"),
                 got=value,
-                expected=f"nothing where algorithm.advantage is {config.algorithm.advantage}, which asks no critic",
+                expected=f"nothing where algorithm.advantage is {config.algorithm.advantage}, which uses no critic",
                 fix="set algorithm.name=ppo (or algorithm.advantage=gae), or leave the critic section out",
             )
 
@@ -181,7 +181,7 @@ def a_critic_leaves_the_policy_time(config: Config, named: Named) -> None:
         raise ConfigError(
             named("critic.warmup_steps"),
             got=warmup,
-            expected=f"less than train.steps {steps}: the policy does not learn before",
+            expected=f"less than train.steps {steps}: the policy does not learn during the critic's warm-up",
             fix=f"use {steps // 10}",
         )
 

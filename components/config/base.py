@@ -1,4 +1,4 @@
-"""What every section of the settings has in common: frozen, strict about keys, and clear about YAML's traps."""
+"""The base of every settings section: frozen, strict about keys, and clear about YAML's traps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeFloat, ValidationInfo, field_validator
 
 LEAST_TEMPERATURE = 0.01
-"""vLLM raises a temperature between 0 and this to it, and samples from another distribution than the one asked for."""
+"""vLLM raises a temperature between 0 and this value to this value, and so samples from a different distribution."""
 HIGHEST_TEMPERATURE = 2.0
 """vLLM refuses a request above it."""
 
@@ -44,7 +44,7 @@ Temperature = Annotated[NonNegativeFloat, AfterValidator(_is_sampled_as_it_says)
 
 
 def leaf_types(annotation: Any) -> set[Any]:
-    """The types and literal values that `annotation` allows, unions and literals taken apart."""
+    """The types and literal values that `annotation` allows, with unions and literals expanded."""
     if get_origin(annotation) is Literal:
         return set(get_args(annotation))
     if get_origin(annotation) in (dict, list, tuple):

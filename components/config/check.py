@@ -1,4 +1,4 @@
-"""What stands between checked settings and a run on this machine: hardware, files, an earlier run in the folder."""
+"""What can still prevent a run with valid settings on this machine: hardware, files, an earlier run in the folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Problem:
 
 
 def check_run(config: Config, recipe: str, hardware: Hardware) -> list[Problem]:
-    """Everything that keeps `recipe` from running here, in the order in which a user would repair it."""
+    """Everything that keeps `recipe` from running here, in the order in which a user would fix it."""
     return [
         *_missing_files(config),
         *_heads_of_no_engine(config, recipe),
@@ -48,7 +48,7 @@ def earlier_run(config: Config, folder: Path | None = None) -> Problem | None:
     return Problem(
         key="name",
         text=f"{folder} holds another run ({found[0]}), expected an empty folder; "
-        f"choose another name=... or output_dir=..., go on with checkpoint.resume=auto, or remove it: rm -r {folder}",
+        f"choose another name=... or output_dir=..., set checkpoint.resume=auto, or remove it: rm -r {folder}",
     )
 
 
@@ -107,7 +107,7 @@ def _missing_data(key: str, kind: str | None, path: str | None) -> list[Problem]
 
 
 def _heads_of_no_engine(config: Config, recipe: str) -> list[Problem]:
-    """On a CPU, vLLM computes attention for heads of some widths only."""
+    """On a CPU, vLLM supports only some widths of attention heads."""
     if recipe in OFFLINE_RECIPES or config.cluster.device != "cpu" or not (sizes := cpu_head_sizes()):
         return []
     if config.model.init is not None:
@@ -119,13 +119,13 @@ def _heads_of_no_engine(config: Config, recipe: str) -> list[Problem]:
     if size is None or size in sizes:
         return []
     text = (
-        f"got attention heads of size {size}, expected one of {', '.join(map(str, sizes))}: vLLM has no others on a CPU"
+        f"got attention heads of size {size}, expected one of {', '.join(map(str, sizes))}: vLLM on a CPU has no others"
     )
     return [Problem(key=key, text=f"{text}; use another model, or cluster.device=cuda")]
 
 
 def _missing_hardware(config: Config, recipe: str, hardware: Hardware) -> list[Problem]:
-    if config.cluster.address is not None:  # the cluster's nodes are elsewhere; Ray's placement will say
+    if config.cluster.address is not None:  # the cluster's nodes are elsewhere; Ray's placement reports what is missing
         return []
     need = derive(config, recipe)
     problems = []

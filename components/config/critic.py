@@ -1,4 +1,4 @@
-"""Section for the critic: a value function beside the policy."""
+"""Section for the critic: a value function trained alongside the policy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .base import Section
 
 
 class CriticConfig(Section):
-    """A value function with weights of its own, for algorithm.advantage=gae. Other settings come from `optimizer`."""
+    """A value function with its own weights, for algorithm.advantage=gae. Other settings come from `optimizer`."""
 
     path: str | None = Field(
         default=None,

@@ -1,4 +1,4 @@
-"""Numbers that follow from several settings. `validate` prints them; the parts read them from here."""
+"""Numbers derived from several settings. `validate` prints them; the parts read them from here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_si
 
 @dataclass(frozen=True, kw_only=True)
 class Derived:
-    """What the settings of one recipe's run amount to.
+    """The numbers that follow from the settings of one recipe's run.
 
     Lags are in optimizer steps, the window in groups. `max_outstanding_groups` is the largest number of groups that are
     admitted and not yet taken at any time. `num_takes` and `total_groups` are None where train.epochs decides. CPUs and
@@ -112,7 +112,7 @@ def derive(config: Config, recipe: str = "async_rl") -> Derived:
 
 
 def _zero_advantage_moves_nothing(config: Config) -> bool:
-    """Whether a trajectory without advantage has no gradient: not where a KL penalty or an entropy bonus moves it too.
+    """Whether a trajectory without advantage has no gradient. A KL penalty or an entropy bonus would give it one.
 
     A user's own loss may do anything, and a critic learns from a reward of 0 too.
     """
@@ -124,7 +124,7 @@ def _zero_advantage_moves_nothing(config: Config) -> bool:
 
 
 def least_target_policy_lag(groups_per_step: int, updates_per_batch: int, publish_every: int, window: int) -> int:
-    """The smallest target lag with which admission can always go on: u * (ceil((W - 1) / P) + 1) + n - 2."""
+    """The smallest target lag at which admission never deadlocks: u * (ceil((W - 1) / P) + 1) + n - 2."""
     batches_overtaken = -(-(window - 1) // groups_per_step)
     return updates_per_batch * (batches_overtaken + 1) + publish_every - 2
 

@@ -1,4 +1,4 @@
-"""Options of the built-in environments, here so that `leeway validate` checks them without loading any of them."""
+"""Options of the built-in environments. They live here so that `leeway validate` can check them without loading any."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SingleTurnOptions(Section):
 
 
 class TurnsOptions(Section):
-    """What every environment in turns takes."""
+    """Options shared by all multi-turn environments."""
 
     max_turns: PositiveInt = Field(default=4, description="completions per conversation, at most")
     max_tokens_per_turn: PositiveInt | None = Field(
@@ -30,9 +30,9 @@ class MultiTurnOptions(TurnsOptions):
 
     feedback: str = Field(
         default="That is not right. Try again.",
-        description='what is said to a wrong answer ("{reward}" is replaced), or your function as "pkg.mod:function"',
+        description='reply to a wrong answer ("{reward}" is replaced), or your function as "pkg.mod:function"',
     )
-    solved: float = Field(default=1.0, description="a reward from which the conversation ends")
+    solved: float = Field(default=1.0, description="reward at which the conversation ends")
     decay: PositiveFloat = Field(
         default=1.0, le=1.0, description="factor on a reward above 0 for each turn after the first"
     )
@@ -94,7 +94,7 @@ ENVIRONMENT_OPTIONS: dict[str, type[Section]] = {
 
 
 def checked_options(model: type[M], options: dict[str, Any], *, key: str, whose: str) -> M:
-    """`options` as `model`. Raises ConfigError in one line: the option, what it got, what it takes, whose it is."""
+    """Parse `options` as `model`. Raises a one-line ConfigError: the option, its value, what is expected, its owner."""
     try:
         return model.model_validate(options)
     except ValidationError as error:

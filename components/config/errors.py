@@ -1,10 +1,10 @@
-"""The one error a user's settings can cause."""
+"""The one error that a user's settings can cause."""
 
 from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """Settings that are refused, in one line: the dotted key, what it got, what was expected, how to fix it."""
+    """Refused settings, described in one line: the dotted key, its value, what was expected, how to fix it."""
 
     def __init__(self, key: str, *, got: object, expected: str, fix: str) -> None:
         self.key = key
@@ -13,7 +13,7 @@ class ConfigError(ValueError):
 
 
 class _Words(str):
-    """Text that is shown as it is, where `got` would otherwise show a value's repr."""
+    """Text that `got` shows as it is, instead of its repr."""
 
 
 def words(text: str) -> _Words:

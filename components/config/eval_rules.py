@@ -1,4 +1,4 @@
-"""Rules on evaluation. Each is named as the sentence it enforces."""
+"""Rules on evaluation. Each rule's name is the sentence it enforces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def evaluation_tasksets_are_valid(config: Config, named: Named) -> None:
         key = f"eval.tasksets.{name}"
         if name == "held_out":
             raise ConfigError(
-                named(key), got=name, expected="a name of its own: held_out is what is held out", fix="rename it"
+                named(key), got=name, expected="another name: held_out means the held-out tasks", fix="rename it"
             )
         sampling = {k: v for k, v in own.items() if k in SAMPLING_KEYS}
         checked_options(EvalSampling, sampling, key=named(key), whose="a taskset of eval.tasksets")
@@ -26,7 +26,7 @@ def evaluation_tasksets_are_valid(config: Config, named: Named) -> None:
             raise ConfigError(
                 named(f"{key}.name"),
                 got=own.get("name"),
-                expected="a kind of source other than mix",
+                expected="a source other than mix",
                 fix=f"set {key}.name=jsonl and {key}.path=FILE",
             )
         source_is_complete(part, named, key)
@@ -56,7 +56,7 @@ def evaluation_samples_suffice(config: Config, named: Named) -> None:
             raise ConfigError(
                 named(f"{key}.temperature"),
                 got=0,
-                expected=f"more than 0, because {key}.samples is {sampling.samples}: greedy samples are all the same",
+                expected=f"more than 0, because {key}.samples is {sampling.samples}: greedy samples are all identical",
                 fix=f"set {key}.temperature=1",
             )
         longest = config.rollout.max_model_len

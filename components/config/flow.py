@@ -1,4 +1,4 @@
-"""Sections for what moves between generators and trainer: rollouts, the staleness bound, the buffer, the weights."""
+"""Sections for what passes between generators and trainer: rollouts, the staleness bound, the buffer, the weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .names import PRIORITIES
 class RolloutConfig(Section):
     """How completions are generated."""
 
-    num_generators: PositiveInt = Field(default=1, description="engines, each a process of its own")
+    num_generators: PositiveInt = Field(default=1, description="number of engines, each in its own process")
     temperature: float = Field(
         default=1.0,
         ge=LEAST_TEMPERATURE,
         le=HIGHEST_TEMPERATURE,
-        description="sampling temperature; the trainer divides its logits by the same, and vLLM takes 0.01 to 2",
+        description="sampling temperature, 0.01 to 2 (vLLM's range); the trainer divides its logits by it too",
     )
     max_prompt_tokens: PositiveInt = Field(default=1024, description="longest prompt allowed; see overlong_prompts")
     overlong_prompts: Literal["drop", "truncate", "refuse"] = Field(
@@ -27,10 +27,10 @@ class RolloutConfig(Section):
         "are counted), or the run ends",
     )
     max_response_tokens: PositiveInt = Field(default=1024, description="longest response; longer ones are cut")
-    max_model_len: PositiveInt = Field(default=2048, description="longest prompt and response together")
+    max_model_len: PositiveInt = Field(default=2048, description="maximum length of prompt plus response")
     timeout_s: PositiveFloat = Field(
         default=600.0,
-        description="seconds a group may take before it is tried again; waiting in the engine's queue does not count",
+        description="seconds a group may take before it is retried; waiting in the engine's queue does not count",
     )
     retries: NonNegativeInt = Field(default=2, description="how often a group is retried before it fails for good")
     engine_stall_s: PositiveFloat = Field(
@@ -48,7 +48,7 @@ class RolloutConfig(Section):
 
 
 class StalenessConfig(Section):
-    """How far behind the trainer the policy that generates may be."""
+    """How far the generating policy may lag behind the trainer."""
 
     max_policy_lag: NonNegativeInt = Field(
         default=2, description="hard bound, in optimizer steps: no older token is ever trained on; 0 is synchronous RL"
@@ -70,7 +70,7 @@ class StalenessConfig(Section):
 class ReplayConfig(Section):
     """The buffer between generators and trainer."""
 
-    store: Literal["memory"] = Field(default="memory", description="where groups wait: in memory, the only way so far")
+    store: Literal["memory"] = Field(default="memory", description="where groups wait; only memory so far")
     max_uses: PositiveInt = Field(
         default=1,
         description="how many batches may use a group, each within the lag bound; a batch has groups_per_step / "
@@ -101,12 +101,12 @@ class ParamServerConfig(Section):
 
     publish_every: PositiveInt = Field(default=1, description="optimizer steps between published versions")
     transport: Literal["object_store"] = Field(
-        default="object_store", description="how weights travel: through Ray's object store, the only way so far"
+        default="object_store", description="how weights travel; Ray's object store is the only option so far"
     )
     bucket_mb: PositiveInt = Field(
         default=256,
-        description="size in MB of the buckets in which weights leave the trainer (a larger tensor has "
-        "a bucket of its own); "
+        description="size in MB of the buckets in which weights leave the trainer (a larger tensor gets "
+        "its own bucket); "
         "publishing needs memory for two",
     )
     canary_prompts: PositiveInt = Field(

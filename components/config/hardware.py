@@ -1,4 +1,4 @@
-"""What this machine has, found without torch, so that `validate` stays quick."""
+"""This machine's hardware, detected without torch so that `validate` stays fast."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Hardware:
 
 
 def this_machine() -> Hardware:
-    """The machine we are on, within the limits of our container."""
+    """The current machine, within the limits of its container."""
     return Hardware(cores=_cores(), num_gpus=_num_gpus(), memory_gib=_memory_gib())
 
 

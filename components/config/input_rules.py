@@ -1,4 +1,4 @@
-"""Rules on what goes in: tasks, environments, rewards, operators. Each is named as the sentence it enforces."""
+"""Rules on inputs: tasks, environments, rewards, operators. Each rule's name is the sentence it enforces."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def task_source_is_complete(config: Config, named: Named) -> None:
         raise ConfigError(
             named("train.epochs"),
             got=config.train.epochs,
-            expected="train.steps, because task.name is queue: nobody knows how long it will be",
+            expected="train.steps, because task.name is queue: its length is unknown",
             fix="set train.steps=1000 train.epochs=null; the run ends before that when the queue is closed",
         )
     source_is_complete(config.task, named, "task")
@@ -47,7 +47,12 @@ def task_source_is_complete(config: Config, named: Named) -> None:
         settings = {**shared, **{k: v for k, v in own.items() if k != "weight"}}
         part = checked_options(TaskConfig, settings, key=named(key), whose="a taskset of task.mix")
         if part.name == "mix":
-            raise ConfigError(named(f"{key}.name"), got="mix", expected="a source", fix="mix on one level only")
+            raise ConfigError(
+                named(f"{key}.name"),
+                got="mix",
+                expected="a source",
+                fix="mixes cannot be nested; list all sources on one level",
+            )
         source_is_complete(part, named, key)
 
 
@@ -80,14 +85,14 @@ def source_is_complete(task: TaskConfig, named: Named, where: str) -> None:
         raise ConfigError(
             named(f"{where}.name"),
             got="queue",
-            expected="tasks that are known before the run, to hold some out or to mix or evaluate on them",
+            expected="tasks that are known before the run: holding out, mixing and evaluating need that",
             fix="set task.holdout_frac=0 and eval.path=FILE, and let the queue be the only source",
         )
     if task.name == "queue" and task.order != "sequential":
         raise ConfigError(
             named(f"{where}.order"),
             got=task.order,
-            expected=f"sequential, because {where}.name is queue: nobody knows what is still to come",
+            expected=f"sequential, because {where}.name is queue: its future tasks are unknown",
             fix=f"leave it out, or set {where}.order=sequential",
         )
     if task.name == "python" and ":" not in str(task.path):
@@ -100,13 +105,13 @@ def source_is_complete(task: TaskConfig, named: Named, where: str) -> None:
         raise ConfigError(
             named(f"{where}.difficulty_key"),
             got=None,
-            expected=f"the key of a number, because {where}.order is easy_to_hard",
+            expected=f"a key whose value is a number, because {where}.order is easy_to_hard",
             fix=f"set {where}.difficulty_key=level",
         )
 
 
 def _source_of(key: str) -> str:
-    """The source that a user most likely means who sets `key`."""
+    """The source that a user who sets `key` most likely means."""
     return {"path": "jsonl", "dataset": "reasoning_gym", "mix": "mix"}[key]
 
 
@@ -145,7 +150,7 @@ def environment_and_reward_exist(config: Config, named: Named) -> None:
 
 
 def environment_options_are_valid(config: Config, named: Named) -> None:
-    """Those of built-in environments; a user's own class has its own say before anything starts."""
+    """Options of built-in environments. A user's own class checks its options itself before anything starts."""
     model = ENVIRONMENT_OPTIONS.get(config.env.name)
     if model is not None:
         checked_options(model, config.env.options, key=named("env.options"), whose=f"env.name={config.env.name}")
@@ -181,7 +186,7 @@ def auxiliary_models_are_valid(config: Config, named: Named) -> None:
             raise ConfigError(
                 named(f"{key}.key_variable"),
                 got=model.key_variable,
-                expected="a variable of this environment that holds the key",
+                expected="an environment variable that is set and holds the key",
                 fix=f"export {model.key_variable}=..., or leave it out",
             )
     for name in {*config.env.rewards, config.env.reward} & {"judge", "rubric", "reward_model"}:
@@ -224,7 +229,10 @@ def operators_exist(config: Config, named: Named) -> None:
     for step in config.replay.operators:
         if isinstance(step, dict) and len(step) != 1:
             raise ConfigError(
-                named("replay.operators"), got=step, expected="one operator each", fix="write - name: {option: value}"
+                named("replay.operators"),
+                got=step,
+                expected="one operator per list item",
+                fix="write - name: {option: value}",
             )
         check_name(
             named("replay.operators"), step if isinstance(step, str) else next(iter(step)), OPERATORS, kind="function"

@@ -115,7 +115,7 @@ class EvalSampling(Section):
         default=None, description="longest response; null: rollout.max_response_tokens"
     )
     solved: float = Field(
-        default=1.0, description="an answer without an exact_match of its own counts as right from this reward on"
+        default=1.0, description="without an exact_match, an answer counts as right if its reward is at least this"
     )
 
 
@@ -154,7 +154,7 @@ class EnvConfig(Section):
     )
     models: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
-        description="models beside the policy that environments and rewards may ask, by name (docs/environments)",
+        description="other models that environments and rewards may call, by name (docs/environments)",
     )
     variables: dict[str, str] = Field(
         default_factory=dict, description="environment variables of the processes that run environments"

@@ -1,4 +1,4 @@
-"""Dotted keys: which exist, what type each takes, and which one a mistyped key was meant to be."""
+"""Dotted keys: which exist, what type each takes, and which one a mistyped key most likely meant."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def nearest_key(key: str) -> str:
     word = last.lower().replace("-", "_").lstrip("_")
     same_section = [k for k in known if k.rpartition(".")[0] == section]
     ordered = sorted(known, key=lambda k: k.split(".")[0] in ("eval", "critic", "frontier"))
-    by_last = {k.rpartition(".")[2]: k for k in reversed(ordered)}  # of several sections the one that all runs have
-    # Another trainer's word is translated; a mistyped last word stays in its section; a forgotten or mistyped section
+    by_last = {k.rpartition(".")[2]: k for k in reversed(ordered)}  # prefer the section that all runs have
+    # Another trainer's term is translated; a mistyped last word stays in its section; a forgotten or mistyped section
     # keeps its last word.
     return next(
         iter(

@@ -1,7 +1,7 @@
-"""Settings laid over settings: a file's, a stage's over the file's, and what is typed on the command line over both.
+"""Layers of settings: the file's, a stage's on top of the file's, and the command line's on top of both.
 
-Some settings answer one question in two ways (steps or epochs; load a model or build one). Whoever sets one of them
-over another layer means the other to go, so it goes, and the user is told.
+Some settings are alternatives (steps or epochs; load a model or build one). If a higher layer sets one of them, the
+other one is removed from the layers below, and the user is informed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 from .overrides import Override, Tree, apply_override, leaves, merge
 
 RIVALS = (("train.steps", "train.epochs"), ("model.path", "model.init"), ("eval.path", "task.holdout_frac"))
-"""At most one of each is set."""
+"""At most one setting of each group is set."""
 OF_A_SOURCE = ("path", "query", "dataset", "options", "mix")
-"""What `task.name` decides the meaning of."""
+"""Settings whose meaning depends on `task.name`."""
 _DEFAULT_SOURCE = "jsonl"
 
 
 def lay_over(base: Tree, own: Tree) -> Tree:
-    """`own` (a stage's) merged over `base`, without what it replaces."""
+    """Merge `own` (a stage's settings) over `base`, removing the settings that it replaces."""
     shared = copy.deepcopy(base)
     set_here = [key for key, value in leaves(own, "") if value]
     drop_replaced(shared, set_here, new_source=_get(own, "task.name"))
@@ -30,9 +30,9 @@ def lay_over(base: Tree, own: Tree) -> Tree:
 def drop_replaced(
     tree: Tree, set_keys: Iterable[str], *, new_source: Any = None, default_source: str | None = None
 ) -> list[str]:
-    """Take out of `tree` what `set_keys` (set to something, in another layer) replace; the dotted keys taken out.
+    """Remove from `tree` what `set_keys` (set to a value in another layer) replace; return the removed dotted keys.
 
-    `new_source`: the `task.name` of the other layer; `default_source`: that of `tree` where it names none.
+    `new_source`: the `task.name` of the other layer; `default_source`: that of `tree` if it has none.
     """
     set_keys, dropped = list(set_keys), []
     for pair in RIVALS:
@@ -49,9 +49,10 @@ def drop_replaced(
 def place(
     overrides: Sequence[Override], base: Tree, all_stages: Mapping[str, Tree], selected: Sequence[str]
 ) -> list[str]:
-    """Apply `overrides` to `base` and `all_stages`, in place; lines that say what they came to where that is not plain.
+    """Apply `overrides` to `base` and `all_stages`, in place; return lines that explain non-obvious effects.
 
-    One without a stage's name reaches every stage that does not set its key, and of those that do the last `selected`.
+    An override without a stage's name applies to every stage that does not set its key. Among the stages that do set
+    it, it applies to the last `selected` one.
     """
     stages = {name: all_stages[name] for name in selected}
     typed: dict[str, list[Override]] = {name: [] for name in ("", *all_stages)}
@@ -85,7 +86,7 @@ def place(
 
 
 def _holders(override: Override, stages: Mapping[str, Tree]) -> list[str]:
-    """The stages that set a key of `override`, or what rivals it."""
+    """The stages that set a key of `override`, or an alternative to it."""
     keys = [*override.leaves(), *(rival for key in override.leaves() for rival in _rivals(key))]
     return [name for name, own in stages.items() if any(_holds(own, key) for key in keys)]
 
@@ -105,7 +106,7 @@ def _parts(override: Override) -> list[Override]:
 
 def _note(override: Override, holders: Sequence[str], stages: Mapping[str, Tree]) -> str:
     text = override.text if len(override.text) <= 80 else f"{override.text[:77]}..."
-    rest = ", and to those that do not set it" if len(holders) < len(stages) else ""
+    rest = ", and to the stages that do not set it" if len(holders) < len(stages) else ""
     keys = [override.key, *_rivals(override.key)]
     keeps = [
         f"; {name} keeps {key}={_shown(value)} (change it with stages.{name}.{override.key}=...)"
@@ -151,7 +152,7 @@ def _get(tree: Any, key: str) -> Any:
 
 
 def _take(tree: Tree, key: str) -> bool:
-    """Take `key` out of `tree`; whether there was something to take out."""
+    """Remove `key` from `tree`; return whether it was there."""
     *sections, last = key.split(".")
     node = _get(tree, ".".join(sections))
     return isinstance(node, dict) and bool(node.pop(last, None))

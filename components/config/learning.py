@@ -46,7 +46,7 @@ class AlgorithmConfig(Section):
         default=0.0,
         ge=0.0,
         le=1.0,
-        description="share of a positive reward that the likeliest completion of a group loses; the others lose less",
+        description="share of its positive reward that a group's likeliest completion loses; the others lose less",
     )
     policy_loss: str = Field(
         default="clip",
@@ -98,7 +98,7 @@ class AlgorithmConfig(Section):
         default=0.0, description="weight of the KL from the reference policy; 0: no reference"
     )
     kl_estimator: Literal["k1", "k2", "k3", "abs", "corrected_k3", "jsd"] = Field(
-        default="k3", description="how that KL is estimated from sampled tokens; jsd: Jensen-Shannon, of a teacher"
+        default="k3", description="how that KL is estimated from sampled tokens; jsd: Jensen-Shannon, for a teacher"
     )
     jsd_beta: float = Field(
         default=0.5, gt=0.0, lt=1.0, description="kl_estimator=jsd: the teacher's share of the mixture"
@@ -116,7 +116,7 @@ class AlgorithmConfig(Section):
     expert_path: str | None = Field(
         default=None, description="jsonl of expert answers mixed into every step, with the keys of task; null: none"
     )
-    expert_batch_size: PositiveInt = Field(default=64, description="expert answers in each optimizer step")
+    expert_batch_size: PositiveInt = Field(default=64, description="number of expert answers in each optimizer step")
     expert_weight: float = Field(
         default=0.1,
         ge=0.0,
@@ -158,8 +158,8 @@ class OptimizerConfig(Section):
     max_grad_norm: PositiveFloat = Field(default=1.0, description="clip gradients to this norm")
     max_skipped_steps: NonNegativeInt = Field(
         default=3,
-        description="how many steps in a row may be skipped because their gradient (the policy's, or the critic's) is "
-        "nan or inf; one more ends the run",
+        description="how many consecutive steps may be skipped because their gradient (the policy's, or the critic's) "
+        "is nan or inf; one more ends the run",
     )
 
 
@@ -194,8 +194,8 @@ class TrainConfig(Section):
     )
     logprob_chunk_tokens: PositiveInt | None = Field(
         default=None,
-        description="no more logits exist at a time than those of so many tokens, about 8 bytes x this x vocabulary; "
-        "null: as many as take 128 MiB (on a GPU, 256 MiB in bfloat16)",
+        description="logits are computed for this many tokens at a time, which takes about 8 bytes x this x "
+        "vocabulary; null: as many as fit in 128 MiB (on a GPU, 256 MiB in bfloat16)",
     )
     skip_zero_advantage: bool = Field(
         default=True, description="skip trajectories whose advantage is zero, where they have no gradient"
@@ -238,8 +238,8 @@ class CheckpointConfig(Section):
     every: NonNegativeInt = Field(default=0, description="optimizer steps between checkpoints; 0: only at the end")
     save_state: Literal["last", "never"] = Field(
         default="last",
-        description="last: a run can be extended from its end, for 12 bytes per parameter on disk; never: it ends with "
-        "weights only, unless it is interrupted",
+        description="last: a run can be extended from its end, at 12 bytes per parameter on disk; never: only the "
+        "weights are saved at the end, unless the run is interrupted",
     )
     keep_last: PositiveInt = Field(default=2, description="newest checkpoints kept")
     keep_every: NonNegativeInt = Field(
@@ -250,14 +250,14 @@ class CheckpointConfig(Section):
     )
     in_background: bool = Field(
         default=True,
-        description="write while training goes on, from a copy in main memory (of weights and optimizer state, shared "
-        "out over the ranks; not hf/, which is written at once); false: no copy, training waits",
+        description="write in the background, from a copy in main memory (of weights and optimizer state, split over "
+        "the ranks; hf/ is written immediately instead); false: no copy, training waits",
     )
     max_writers: NonNegativeInt = Field(
         default=0, description="how many ranks may write at once, for slow shared storage; 0: all"
     )
     resume: str = Field(
         default="never",
-        description="never, auto (go on from the newest whole checkpoint in this run's folder, if there is one; what "
-        "`leeway resume` sets), or the path of a checkpoint",
+        description="never, auto (resume from the newest complete checkpoint in this run's folder, if there is one; "
+        "`leeway resume` sets this), or the path of a checkpoint",
     )

@@ -43,7 +43,7 @@ def bundled_configs() -> dict[str, Path]:
 
 
 def config_path(name_or_file: str) -> Path:
-    """The YAML file that `name_or_file` means: a bundled name, or a path."""
+    """The YAML file that `name_or_file` refers to: a bundled name, or a path."""
     bundled = bundled_configs()
     if name_or_file in bundled:
         return bundled[name_or_file]
@@ -62,7 +62,7 @@ def config_path(name_or_file: str) -> Path:
 def load_config(name_or_file: str, overrides: Sequence[str] = (), *, recipe: str = "async_rl") -> Config:
     """The checked settings of `recipe`: of its last stage where the file has stages, else of the file itself.
 
-    Raises ConfigError (a ValueError) in one line for anything that is not right.
+    Raises a one-line ConfigError (a ValueError) for anything that is wrong.
     """
     from .stages import resolve_stages  # stages are built with this module's build_config
 
@@ -116,7 +116,7 @@ def build_config(tree: Tree, *, recipe: str, stage: str = "", stage_tree: Tree |
 
 
 def _take_newest_weights(tree: Any, named: Any) -> None:
-    """Put the newest weights in the place of a run's folder, wherever a model is named."""
+    """Wherever a model setting names a run's folder, replace it with that run's newest weights."""
     for section, key in (("model", "path"), ("algorithm", "reference_path"), ("critic", "path")):
         own = tree.get(section)
         if isinstance(own, dict) and isinstance(path := own.get(key), str):
@@ -146,7 +146,7 @@ def _sets(tree: Tree, key: str) -> bool:
 
 
 def _first_error(error: ValidationError, named: Any) -> ConfigError:
-    """One line for the first thing wrong, saying how many more there are."""
+    """One line for the first error, with the number of further errors."""
     details = error.errors(include_url=False)
     first: ErrorDetails = details[0]
     key = ".".join(str(part) for part in first["loc"]) or "config"

@@ -1,7 +1,7 @@
-"""What can be said of a model's folder without loading it: whether its weights are whole, and how wide its heads are.
+"""Checks of a model's folder without loading it: whether its weights are complete, and how wide its heads are.
 
 A safetensors file is 8 bytes (the header's length, little-endian), a JSON header that says where each tensor lies, and
-the tensors. So a file that was cut short, or changed in length, shows by its size.
+the tensors. So a file that was truncated, or changed in length, is recognized by its size.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""The limit set by the format itself."""
 
 
 def damage(folder: Path) -> str | None:
-    """What is wrong with the weights in `folder`, beginning with the file's path; None: nothing that shows by sizes.
+    """What is wrong with the weights in `folder`, starting with the file's path; None if all sizes are right.
 
-    Weights in other formats are not looked at.
+    Weights in other formats are not checked.
     """
     try:
         index = folder / INDEX
@@ -34,7 +34,7 @@ def damage(folder: Path) -> str | None:
 
 
 def head_size(config: dict[str, Any]) -> int | None:
-    """The width of a head of attention by a model's config.json; None where it does not say, or has no such heads."""
+    """The width of an attention head according to config.json; None if it does not say, or has no such heads."""
     text = config.get("text_config")
     config = {**config, **text} if isinstance(text, dict) else config
     if config.get("kv_lora_rank") is not None:  # latent attention has its own kernels
@@ -46,7 +46,7 @@ def head_size(config: dict[str, Any]) -> int | None:
 
 
 def model_config(folder: Path) -> dict[str, Any]:
-    """A model's config.json; {} where there is none that can be read."""
+    """A model's config.json; {} if there is none or it cannot be read."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -26,7 +26,7 @@ TRAINING_RECIPES = ("async_rl", "sft", "dpo")
 OFFLINE_RECIPES = ("sft", "dpo")
 """Recipes that train on data rather than on rollouts: no engine, no versions."""
 STUDIES = {"frontier": "async_rl"}
-"""Recipes that run another one many times, in place of the last stage that has it."""
+"""Recipes that run another recipe many times, replacing the last stage that uses that recipe."""
 ENVIRONMENTS = ("single_turn", "multi_turn", "tool_use", "frozen_lake", "torchrl", "gymnasium")
 REWARDS = (
     "exact_match",
@@ -59,7 +59,7 @@ def user_names(value: Any) -> set[str]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name most like `name`, or "" when none is."""
+    """The known name most similar to `name`, or "" if none is similar."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return found[0] if found else ""
 
@@ -127,7 +127,7 @@ def _engine_options_in(file: Path) -> frozenset[str]:
 
 
 UNLISTED_HEAD_SIZES = (48,)
-"""Which vLLM 0.32's kernels for CPUs have, though its list of them does not."""
+"""Supported by vLLM 0.32's CPU kernels, though missing from its own list."""
 
 
 def cpu_head_sizes() -> list[int]:

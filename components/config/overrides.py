@@ -60,7 +60,7 @@ def apply_override(tree: Tree, override: Override) -> None:
 
 
 def merge(base: Tree, over: Tree) -> Tree:
-    """A new tree: `over` laid over `base`, mapping by mapping; anything else replaces."""
+    """A new tree: `over` merged over `base`. Mappings are merged, anything else is replaced."""
     merged = copy.deepcopy(base)
     for name, value in over.items():
         if isinstance(value, dict) and isinstance(merged.get(name), dict):
@@ -93,7 +93,7 @@ def _parse(text: str) -> Override:
 
 
 def _schema_key(key: str) -> str | None:
-    """The key of the schema that `key` sets (a stage's prefix and list indices taken off); None if there is none."""
+    """The schema key that `key` sets (without a stage's prefix and list indices); None if there is none."""
     parts = key.split(".")
     if parts[0] == "stages" and len(parts) > 2:
         parts = parts[2:]
@@ -114,7 +114,7 @@ def _free(key: str) -> bool:
 
 
 def _text(key: str, raw: str) -> str | None:
-    """Text as it was typed, unless YAML says null or takes off quotes: "Q: {prompt}", 007 and off are all text."""
+    """The text as typed, unless YAML reads it as null or strips quotes: "Q: {prompt}", 007 and off are all text."""
     try:
         value = _yaml(key, raw)
     except ConfigError:
@@ -141,5 +141,5 @@ def _index(override: Override, items: list[Any], name: str) -> int:
 
 
 def is_index(name: str) -> bool:
-    """Whether a part of a key counts items of a list."""
+    """Whether a part of a key is a list index."""
     return re.fullmatch(r"[0-9]{1,6}", name) is not None

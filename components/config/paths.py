@@ -1,4 +1,4 @@
-"""Paths as users write them: whatever the text, an answer and no exception."""
+"""Paths as users write them. These functions never raise, whatever the text, unless they say so."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import re
 from pathlib import Path
 
 MAX_NAME_BYTES = 120
-"""File systems end at 255, and files beside a folder carry its name and more."""
+"""File systems allow 255; files next to a folder are named after it with a suffix."""
 
 
 def user_path(text: str | Path) -> Path:
-    """`~` and `~name` filled in where that user exists."""
+    """Expand `~` and `~name` if that user exists."""
     return Path(os.path.expanduser(text))
 
 
 def folder_name(text: str) -> str:
-    """`text`, where it names one folder inside of another. Raises ValueError saying what is expected."""
+    """Return `text` if it is a valid name for one folder. Raises ValueError saying what is expected."""
     if re.fullmatch(r"\w[\w.\-]*", text) and len(text.encode()) <= MAX_NAME_BYTES:
         return text
     raise ValueError(

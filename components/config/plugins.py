@@ -1,7 +1,7 @@
 """Plug-ins by name: what installed packages offer as entry points, and the modules of a user's own folders.
 
-An entry point's name stands for its "pkg.mod:Name" and is replaced by it when settings are read, so that everything
-after that, and the run's own config.yaml, knows one form only.
+An entry point's name stands for its "pkg.mod:Name" and is replaced by it when settings are read. Everything after
+that, including the run's own config.yaml, sees only the second form.
 
     [project.entry-points."leeway.environments"]        # in the package's pyproject.toml
     my_game = "my_package.games:MyGame"
@@ -28,7 +28,7 @@ _BUILTIN = {"environment": ENVIRONMENTS, "reward": REWARDS, "operator": OPERATOR
 
 
 def offered(kind: str) -> dict[str, str]:
-    """Names of a kind that installed packages offer -> "pkg.mod:Name". Nothing of them is imported."""
+    """Names of one kind that installed packages offer -> "pkg.mod:Name". Nothing is imported."""
     return {found.name: found.value.replace(" ", "") for found in entry_points(group=GROUPS[kind])}
 
 
@@ -55,9 +55,9 @@ def with_entry_points(tree: Any) -> Any:
 
 
 def use_folders(folders: list[str]) -> None:
-    """Let modules in `folders` be named as "module:Name". Raises ConfigError for what is no folder.
+    """Allow modules in `folders` to be named as "module:Name". Raises ConfigError if one is not a folder.
 
-    They come last on sys.path: a module of the user's hides none that is installed.
+    The folders come last on sys.path, so a user's module never hides an installed one.
     """
     for folder in folders:
         path = user_path(folder)

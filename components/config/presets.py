@@ -75,7 +75,7 @@ PRESETS: dict[str, Preset] = {
     "rec": {"algorithm": {"advantage": "mean", "policy_loss": "rec", "clip_high": 0.2, "aggregation": "token_mean"}},
 }
 
-# Registered names, and the options that each takes beside what every piece is given.
+# Registered names, and the options that each takes in addition to the common arguments.
 ADVANTAGE_OPTIONS: dict[str, tuple[str, ...]] = {
     "grpo": (),
     "mean": (),
@@ -105,19 +105,19 @@ POLICY_LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
     "rec": ("clip", "importance_weight", "ring_low", "ring_high"),
 }
 NEED_NO_GROUP = ("whitened", "reward", "zero", "gae")
-"""Advantages that a group of one has; the others compare a trajectory with the rest of its group."""
+"""Advantages that work with groups of one; the others compare a trajectory with the rest of its group."""
 NEED_CRITIC = ("gae",)
-"""Advantages that the trainer's critic makes, of rewards that reach it as they are."""
+"""Advantages that the trainer's critic computes from unmodified rewards."""
 OFF_POLICY = ("asymre", "best")
-"""Advantages whose `-A logp` may learn from another policy's samples; of the others the loss needs a ratio."""
+"""Advantages whose `-A logp` may learn from another policy's samples; with the others, the loss needs a ratio."""
 KEEP_BASELINE = ("whitened", "reward")
-"""Advantages in which something that is taken off all rewards of a group is still seen."""
+"""Advantages that do not cancel a number subtracted from all rewards of a group."""
 NOT_PROPORTIONAL = ("opmd_kimi",)
-"""Policy losses that move a trajectory whose advantage is 0."""
+"""Policy losses with a gradient even for a trajectory whose advantage is 0."""
 
 
 def with_preset(tree: Any) -> Any:
-    """`tree` (settings by section) with what its `algorithm.name` picks put under what it says itself."""
+    """Fill in `tree` (settings by section) with what its `algorithm.name` picks; its own settings win."""
     if not isinstance(tree, dict):
         return tree
     algorithm = tree.get("algorithm", {})

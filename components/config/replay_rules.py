@@ -25,7 +25,7 @@ def uses_divide_the_batch(config: Config, named: Named) -> None:
 
 
 def uses_fit_the_bound(config: Config, named: Named) -> None:
-    """The lag of a group's first use and what is added until its last one must fit under the bound together."""
+    """The lag of a group's first use, plus what is added until its last use, must fit within the bound."""
     uses, stride = config.replay.max_uses, config.replay.cooldown + 1
     if uses == 1:
         return

@@ -1,4 +1,4 @@
-"""A run's folder in place of a model's: its newest weights.
+"""A run's folder given as a model: its newest weights are used.
 
 run/stages/STAGE/checkpoints/latest.json, step-000050/hf/        run/checkpoints/... without stages
 """
@@ -15,9 +15,9 @@ from .text import MAX_BYTES, TextError, parse_yaml
 
 
 def newest_weights(key: str, path: str) -> str:
-    """The folder of weights that `path` stands for; `path` itself where it is no run, stage or checkpoint of Leeway's.
+    """The folder of weights that `path` stands for; `path` itself if it is not a run, stage or checkpoint of Leeway.
 
-    Raises ConfigError, naming `key`, for a run that has left no weights.
+    Raises ConfigError, naming `key`, for a run that has saved no weights.
     """
     folder = user_path(path)
     if is_file(folder / "config.json") or not is_folder(folder):
@@ -56,7 +56,7 @@ def _newest_step(checkpoints: Path) -> Path | None:
         if re.fullmatch(r"step-[0-9]+", named) and is_folder(checkpoints / named):
             return checkpoints / named
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        pass  # it is written last: a run that was killed may have none
+        pass  # latest.json is written last: a run that was killed may have none
     if not is_folder(checkpoints):
         return None
     steps = {int(m[1]): p for p in checkpoints.iterdir() if (m := re.fullmatch(r"step-([0-9]{1,12})", p.name))}
@@ -64,4 +64,4 @@ def _newest_step(checkpoints: Path) -> Path | None:
 
 
 def _none(key: str, path: str, what: str, fix: str) -> ConfigError:
-    return ConfigError(key, got=words(f"{path}, {what}"), expected="a run that has left weights", fix=fix)
+    return ConfigError(key, got=words(f"{path}, {what}"), expected="a run that has saved weights", fix=fix)

@@ -33,8 +33,8 @@ class ClusterConfig(Section):
     cpus_per_trainer: PositiveInt = Field(default=1, description="cores per trainer rank")
     pin_cores: bool = Field(
         default=True,
-        description="keep engines and trainers on cores of their own, and collectors, buffer and parameter server off "
-        "the engines' (device cpu)",
+        description="pin engines and trainers to separate cores, and keep collectors, buffer and parameter server off "
+        "the engines' cores (device cpu)",
     )
     engine_cores: list[NonNegativeInt] | None = Field(
         default=None, description="cores for engines; null: those before the trainers'"
@@ -50,11 +50,11 @@ class ClusterConfig(Section):
         default=300.0, description="seconds within which every process must have started"
     )
     step_timeout_s: PositiveFloat = Field(
-        default=3600.0, description="how many seconds any one wait may last without progress"
+        default=3600.0, description="seconds that any single wait may last without progress"
     )
     stop_timeout_s: PositiveFloat = Field(
         default=600.0,
-        description="seconds that an interrupt may take to finish the step under way and save; then all is killed",
+        description="seconds after an interrupt to finish the current step and save; then everything is killed",
     )
 
 

@@ -1,4 +1,4 @@
-"""Stages: recipes in sequence, each deep-merged over the rest of the file and starting from the last one's weights."""
+"""Stages: recipes in sequence. Each is deep-merged over the rest of the file and starts from the last one's weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .vocabulary import RECIPE_OF
 class Stage:
     """One recipe to run: its checked settings, and the folder its own files go to.
 
-    `notes`: what the run's overrides came to, where that is not plain; the same lines in every stage.
+    `notes`: non-obvious effects of the run's overrides; the same lines in every stage.
     """
 
     name: str
@@ -44,9 +44,9 @@ def plan_run(name_or_file: str, recipe: str | None, overrides: Sequence[str] = (
 
 
 def resolve_stages(raw: Tree, recipe: str | None, overrides: Sequence[str] = ()) -> list[Stage]:
-    """The stages of `raw` up to and including the last whose recipe is `recipe`; without one, `recipe` alone.
+    """The stages of `raw` up to and including the last one whose recipe is `recipe`; if there is none, `recipe` alone.
 
-    An override reaches every stage that does not set its key, and of those that do the last one (see `layers.place`).
+    An override applies to every stage that does not set its key, and to the last stage that does (see `layers.place`).
     """
     if recipe is not None:
         _check_recipe("RECIPE", recipe)
@@ -102,13 +102,13 @@ def _weights_note(tree: Tree, config: Config) -> tuple[str, ...]:
 
 
 def _shapes_the_run(key: str) -> bool:
-    """Whether an override decides which stages there are, and of which recipe, rather than what is set in one."""
+    """Whether an override decides which stages exist, and their recipes, rather than a setting inside a stage."""
     head, *rest = key.split(".")
     return head == "stages" and (len(rest) < 2 or rest[1:] == ["recipe"])
 
 
 def _refuse_rollout_batch_size(tree: Tree, *, recipe: str, where: str) -> None:
-    """A batch of rollouts has no size of its own."""
+    """The size of a rollout batch is not set directly."""
     train, algorithm = tree.get("train"), tree.get("algorithm")
     size = train.get("batch_size") if isinstance(train, dict) else None
     unset = TrainConfig.model_fields["batch_size"].default
@@ -205,7 +205,7 @@ def _check_stage_exists(override: Override, tree: Tree) -> None:
 
 
 def _shared(a: Tree, b: Tree) -> Tree:
-    """What both trees say alike."""
+    """The settings that are equal in both trees."""
     out: Tree = {}
     for name in a.keys() & b.keys():
         if isinstance(a[name], dict) and isinstance(b[name], dict):
@@ -216,7 +216,7 @@ def _shared(a: Tree, b: Tree) -> Tree:
 
 
 def _difference(tree: Tree, shared: Tree) -> Tree:
-    """What `tree` says beyond `shared`."""
+    """The settings of `tree` that are not in `shared`."""
     out: Tree = {}
     for name, value in tree.items():
         if isinstance(value, dict) and isinstance(shared.get(name), dict):

@@ -1,4 +1,4 @@
-"""Which runs the recipe `frontier` is made of: one per lag bound, correction and seed."""
+"""The runs that make up the recipe `frontier`: one per lag bound, correction and seed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .rules import check_rules
 from .schema import Config
 
 WHEN_A_FLOOR_ASKS = 1_000_000_000
-"""`rollout.pull_every` of a run whose engines pull only what a group's floor asks for, so that the lag is the bound."""
+"""`rollout.pull_every` for runs whose engines pull only what a group's floor requires, so that the lag is the bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One run of the study. `lockstep`: its bound is the least that its batches allow."""
+    """One run of the study. `lockstep`: its bound is the smallest that its batches allow."""
 
     name: str
     max_policy_lag: int
@@ -26,11 +26,11 @@ class Cell:
 
 
 def frontier_cells(config: Config) -> list[Cell]:
-    """All runs, seed by seed, so that a study cut short has compared something; the smallest bound first.
+    """All runs, seed by seed (so that an interrupted study still allows comparisons), the smallest bound first.
 
-    Each has real lag forced to its bound: strict order, target at the bound, each group generated wholly by the oldest
-    version that its floor allows. Only lockstep is evaluated in mid-run: an evaluation serves the newest weights, after
-    which the lag would have to grow again. Raises ConfigError for the first that is not possible.
+    In each run the real lag is forced to the bound: strict order, target at the bound, each group generated entirely by
+    the oldest version that its floor allows. Only lockstep is evaluated during the run: an evaluation serves the newest
+    weights, and the lag would have to grow again afterwards. Raises ConfigError for the first impossible run.
     """
     study, train = config.frontier, config.train
     least = least_target_policy_lag(
@@ -76,7 +76,7 @@ def _cell(config: Config, *, lag: int, least: int, correction: str, seed: int) -
 
 
 def _eval_every(config: Config) -> int:
-    """Steps between evaluations in mid-run: whole batches, and versions that are published."""
+    """Steps between evaluations during the run: whole batches, and only published versions."""
     train, n = config.train, config.param_server.publish_every
     if train.steps is None or config.frontier.evaluations == 1:
         return 0

@@ -1,7 +1,7 @@
 """YAML text to plain values, for files and overrides alike. Any text gives a value or one error.
 
-A short YAML text can stand for a tree of any size, by aliases, or of a depth at which yaml's C reader crashes the
-process: both are counted before anything is built.
+With aliases, a short YAML text can stand for a tree of any size. Deep nesting crashes yaml's C reader and with it the
+process. So both are counted before anything is built.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ def parse_yaml(text: str) -> Any:
         raise
     except AssertionError:
         raise TextError("one value where a mapping or a list is expected") from None
-    except Exception as error:  # yaml's, OmegaConf's, or a number or date that Python will not read: the text's fault
+    except Exception as error:  # from yaml or OmegaConf, or a number or date that Python refuses: the text is at fault
         raise TextError(" ".join(str(error).split())[:300] or type(error).__name__) from None
 
 
 def _measure(text: str) -> None:
-    """Refuse what is too deep, or too large once every alias is written out."""
-    sizes: dict[str, int] = {}  # nodes of each anchored value, aliases written out
+    """Refuse text that is nested too deeply, or too large once every alias is expanded."""
+    sizes: dict[str, int] = {}  # nodes of each anchored value, with aliases expanded
     open_values: list[tuple[str | None, int]] = []  # (anchor, nodes before it)
     nodes = 0
     for event in yaml.parse(text, Loader=_Loader):
         if isinstance(event, yaml.AliasEvent):
             if any(anchor == event.anchor for anchor, _ in open_values):
-                raise TextError(f"the alias *{event.anchor} stands inside of what it names")
+                raise TextError(f"the alias *{event.anchor} refers to a value that contains it")
             nodes += sizes.get(event.anchor, 1)
         elif isinstance(event, yaml.ScalarEvent):
             nodes += 1
@@ -63,4 +63,4 @@ def _measure(text: str) -> None:
         if len(open_values) > MAX_DEPTH:
             raise TextError(f"nested more than {MAX_DEPTH} levels deep")
         if nodes > MAX_NODES:
-            raise TextError(f"more than {MAX_NODES:,} values, aliases written out")
+            raise TextError(f"more than {MAX_NODES:,} values with aliases expanded")

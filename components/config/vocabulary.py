@@ -1,4 +1,4 @@
-"""Words of other trainers (TRL, veRL, Trinity, torchtune, OpenRLHF) and the key or recipe that means the same here."""
+"""Terms of other trainers (TRL, veRL, Trinity, torchtune, OpenRLHF) and the key or recipe that means the same here."""
 
 from __future__ import annotations
 

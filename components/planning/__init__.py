@@ -1,1 +1,1 @@
-"""What a job would do elsewhere or otherwise: a simulation of generators, slots, window, trainer and hand-over."""
+"""How a job would behave with other settings or hardware: a simulation of generators, slots, trainer and hand-over."""

@@ -1,4 +1,4 @@
-"""What to say at the end of a run: one line, from what the run has just written."""
+"""The advice printed at the end of a run: one line, computed from what the run has just written."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 def advice_after(config: Config, stage_dir: Path) -> str | None:
-    """The best single change to the settings of a run of `async_rl`, or that none is worth making.
+    """The best single change to the settings of a run of `async_rl`, or a note that no change is worth making.
 
-    `stage_dir` holds its metrics.jsonl and rollouts/. None where the run was too short to tell. Takes about a second.
-    A mistake in the simulation is reported in the line's place: the run itself has succeeded.
+    `stage_dir` holds its metrics.jsonl and rollouts/. None if the run was too short to tell. Takes about a second. If
+    the simulation fails, the line reports that instead, because the run itself has succeeded.
     """
     try:
         return advise(calibrate(Run(config, stage_dir)))
@@ -25,5 +25,5 @@ def advice_after(config: Config, stage_dir: Path) -> str | None:
     except Exception as error:
         logger.exception("the closing simulation failed")
         return (
-            f"no advice: the simulation of this run failed ({type(error).__name__}: {error}); this is a mistake in it"
+            f"no advice: the simulation of this run failed ({type(error).__name__}: {error}); the simulation has a bug"
         )

@@ -1,8 +1,8 @@
-"""The speeds of a finished run's parts, from what it left behind: metrics.jsonl, config.yaml and rollouts/.
+"""The speeds of a finished run's parts, from the files it wrote: metrics.jsonl, config.yaml and rollouts/.
 
-Generation was measured alone at the start (docs/metrics.md, limit/); what training beside it costs is found by
-simulating the run itself until it generates for as many seconds per step as was measured. Training is taken as it was
-in the run.
+Generation was measured alone at the start (docs/metrics.md, limit/). To find how much concurrent training slows it, the
+run itself is simulated until it generates for as many seconds per step as was measured. Training speed is taken from
+the run as it was.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Run:
 def open_run(folder: Path, overrides: Sequence[str] = ()) -> Run:
     """Find the asynchronous stage of the run in `folder`; `overrides` change its settings (key=value).
 
-    Raises ConfigError in one line where there is none.
+    Raises a one-line ConfigError if there is none.
     """
     file = folder / "config.yaml"
     if not file.is_file():
@@ -56,7 +56,7 @@ def open_run(folder: Path, overrides: Sequence[str] = ()) -> Run:
         )
     tree = read_tree(file)
     for part in (tree, *tree.get("stages", {}).values()):
-        part.pop("env", None)  # a plan does not need the user's environment, which may be in a folder far from here
+        part.pop("env", None)  # a plan does not need the user's environment, whose module may not be importable here
     stage: Stage = resolve_stages(tree, "async_rl", overrides)[-1]
     for candidate in (folder / "stages" / stage.name, folder):
         if (candidate / "metrics.jsonl").is_file():
@@ -70,7 +70,7 @@ def open_run(folder: Path, overrides: Sequence[str] = ()) -> Run:
 
 
 def calibrate(run: Run) -> Calibration:
-    """Measure `run`; takes about a second. Raises ConfigError where it was too short to tell."""
+    """Measure `run`; takes about a second. Raises ConfigError if it was too short."""
     try:
         rows = read_metrics(run.dir / "metrics.jsonl")
     except (OSError, ValueError) as error:
@@ -136,7 +136,7 @@ class _Measured:
             hand_on_s=overhead_s,
             upload_s=_median(self._rows, "param_server/publish_s"),
             pause_s=_mean(self._collector, "collector/pause_s"),
-            # Beside other requests it takes their passes too, which are simulated: the quickest one is its own time.
+            # With other requests running, it includes their passes, which are simulated: the minimum is its own time.
             canary_s=min(
                 (r["param_server/canary_s"] for r in self._rows if r.get("param_server/canary_s")), default=0.0
             ),
@@ -152,7 +152,7 @@ class _Measured:
         if samples:
             return from_samples(samples)
         mean, longest = self._mean("train/response_tokens/mean"), self._mean("train/response_tokens/max")
-        # No rollouts were kept: the sigma at which the batch's longest response is the one that was seen.
+        # No rollouts were kept: use the sigma at which the batch's longest response matches the observed one.
         count = self._settings.groups_per_step * self._settings.group_size
         sigmas = [0.0, *np.linspace(0.05, 2.0, 40).tolist()]
         limit = max(mean, float(self._run.config.rollout.max_response_tokens))
@@ -162,8 +162,8 @@ class _Measured:
     def _engine_speeds(self, room: int, shared: float, budget: int) -> tuple[float, float, float]:
         """(pass_s, token_s, latency_s) from the measurements at the start.
 
-        Those are: what each further token of one group alone takes, its first tokens, and as many groups as are ever in
-        flight, or fill the engine.
+        They time each further token of a group alone, its first tokens, and as many groups as are ever in flight, or as
+        fill the engine.
         """
         s = self._settings
         longest = self._lengths.longest_in_group(s.group_size)
@@ -182,20 +182,20 @@ class _Measured:
             groups = min(groups, -(-room // s.group_size))
         many_s = per_token * sampled * groups * s.generators
         many_passes = groups * decoded / min(room, groups * s.group_size) + max(1.0, groups * prompts / budget)
-        if not is_cut:  # else all were equally long, and the engine was full to their end
+        if not is_cut:  # otherwise all were equally long, and the engine was full until the end
             many_passes = max(many_passes, longest)
-        # What a group waits for once is in both of the last two: their difference is passes and tokens alone.
+        # The last two both include what a group waits for once, so their difference is passes and tokens only.
         rows = np.array([[longest - 1, decoded], [many_passes - 1, groups * (decoded + prompts) - prompts]])
         seconds = np.array([further_s, max(0.0, many_s - first_s)])
         pass_s, token_s = np.linalg.solve(rows, seconds) if longest > 1 else (0.0, seconds[1] / rows[1, 1])
-        if token_s <= 0:  # noise: a pass costs the same however full it is
+        if token_s <= 0:  # noise: assume that a pass costs the same however full it is
             pass_s, token_s = seconds[1] / rows[1, 0], 1e-9
         if pass_s <= 0:
             pass_s, token_s = 1e-9, seconds[1] / rows[1, 1]
         return float(pass_s), float(token_s), max(0.0, first_s - float(pass_s) - prompts * float(token_s))
 
     def _outside(self, samples: Mapping[int, float]) -> Distribution | None:
-        """Seconds of a group outside the engine, of `samples` by group; where none were kept, as long for each."""
+        """Seconds of a group outside the engine, from `samples` by group; if none were kept, the mean for all."""
         if samples:
             return from_samples(list(samples.values()))
         mean = statistics.fmean(r.get("train/environment_s/mean", 0.0) for r in self._steps)
@@ -206,7 +206,7 @@ class _Measured:
         return statistics.fmean((n - 1) // block * block for n in self._prompts) if self._prompts else 0.0
 
     def _trainer_speeds(self) -> tuple[float, float, tuple[float, ...]]:
-        """(seconds per token on one rank alone, times as long beside generation, how equal batches varied)."""
+        """(seconds per token on one rank alone, slowdown while generating, variation between equal batches)."""
         s = self._settings
         prompts = self._prompt_tokens * s.groups_per_step * s.group_size
         tokens = [(r["train/response_tokens/total"] + prompts) / s.updates_per_batch for r in self._steps]
@@ -215,7 +215,7 @@ class _Measured:
         alone = statistics.fmean(
             (r["limit/train_s"] - r["step/optim_s"]) / t for r, t in zip(self._steps, tokens, strict=True)
         )
-        alone = min(mean, alone)  # warm-up may have been in it
+        alone = min(mean, alone)  # it may include warm-up
         return alone * s.trainers, mean / alone, tuple(e / mean for e in each)
 
     def _kept_frac(self) -> float:
@@ -233,9 +233,9 @@ _PARTS = ("wait_for_batch", "forward_backward", "optim", "publish")
 
 
 def _fitted(calibration: Calibration, *, generating_s: float) -> Calibration:
-    """Slow generation beside training down until the simulated run generates as long per step as the real one did.
+    """Slow generation during training until the simulated run generates for as long per step as the real run did.
 
-    A factor below 1 means that the engines were faster in the run than when measured; it then holds at all times.
+    A factor below 1 means that the engines were faster in the run than when measured; it then applies at all times.
     """
 
     def slowed(factor: float) -> Calibration:
@@ -251,7 +251,7 @@ def _fitted(calibration: Calibration, *, generating_s: float) -> Calibration:
     if simulated_s(low) >= generating_s:
         return slowed(low)
     if simulated_s(high) <= generating_s:
-        # Nothing is generated beside training (lockstep), or environments spread it: no factor explains the rest.
+        # Nothing is generated during training (lockstep), or environments spread it: no factor explains the rest.
         return slowed(1.0)
     for _ in range(7):
         middle = math.sqrt(low * high)
@@ -260,7 +260,7 @@ def _fitted(calibration: Calibration, *, generating_s: float) -> Calibration:
 
 
 def _settled(steps: Sequence[Row]) -> list[Row]:
-    """Without the first fifth (everything is new then) and without steps that something else held up."""
+    """The steps without the first fifth (warm-up) and without those delayed by something else."""
     kept = list(steps[max(1, len(steps) // 5) :])
     if not kept:
         return []
@@ -286,7 +286,7 @@ class _Rollout(NamedTuple):
 
 
 def _rollouts(folder: Path) -> Iterable[_Rollout]:
-    """The trajectories that were written down."""
+    """The trajectories that the run recorded."""
     files = sorted(folder.glob("step-*.jsonl"))
     for file in files[-_MAX_ROLLOUT_FILES:]:
         for line in file.read_text(encoding="utf-8").splitlines():

@@ -27,7 +27,7 @@ _ROUNDING = 1e-6
 
 
 class Chunk:
-    """Some sequences of one group that are simulated as equally long: `size` sequences of `tokens` tokens each."""
+    """Sequences of one group that are simulated as equally long: `size` sequences of `tokens` tokens each."""
 
     __slots__ = ("group", "prompt_tokens", "size", "started_at", "tokens", "version")
 
@@ -37,11 +37,11 @@ class Chunk:
         self.tokens = tokens
         self.prompt_tokens = prompt_tokens  # to be prefilled for the whole chunk
         self.started_at = 0.0
-        self.version = 0  # that it was started under, which samples its first token
+        self.version = 0  # the version it was started under, which samples its first token
 
 
 class SimulatedEngine:
-    """Time runs by `advance`; every other method speaks of the moment that it reached."""
+    """Time moves only by `advance`; every other method refers to the current time."""
 
     __slots__ = (
         "_ahead",
@@ -78,7 +78,7 @@ class SimulatedEngine:
         self._num_pushed = 0
         self._running_starts = 0.0  # sum over running sequences of the position they started at
         self._prefilled = 0.0  # prompt tokens of what is running
-        self._stall_s = 0.0  # prefill that is due before anybody samples on
+        self._stall_s = 0.0  # prefill that must finish before sampling continues
         self._budget = prefill_budget
         self._portion = 0.0  # prompt tokens that share this stall
         self._ahead = 0.0  # tokens that the running sequences gain when this stall ends
@@ -89,10 +89,10 @@ class SimulatedEngine:
         self.running = 0
         self.version = 0
         self.paused = False
-        self.held = False  # nothing new starts: what runs is being waited for
+        self.held = False  # nothing new starts until the running sequences end
         self.slowdown = 1.0
         self.busy_s = 0.0
-        self.epoch = 0  # of the completion that was scheduled last; older ones are void
+        self.epoch = 0  # of the completion that was scheduled last; older ones are invalid
 
     def advance(self, now: float) -> None:
         elapsed = now - self.now
@@ -124,7 +124,7 @@ class SimulatedEngine:
         self._start_waiting()
 
     def finished(self) -> list[Chunk]:
-        """The chunks that end here; those that waited for their room start."""
+        """The chunks that end now; chunks that waited for room start."""
         done = []
         if self._stall_s > _ROUNDING:
             return done
@@ -141,7 +141,7 @@ class SimulatedEngine:
         return done
 
     def load(self, version: int, *, recompute: bool) -> None:
-        """Serve `version` from here on; `recompute`: prefill again all that is running."""
+        """Serve `version` from now on; `recompute`: prefill everything that is running again."""
         self.version = version
         self._loads.append((self.position, version))
         if recompute and self.running:
@@ -149,7 +149,7 @@ class SimulatedEngine:
             self._stall_s += self._token_s * (self._prefilled + sampled)
 
     def passes_s(self, count: int) -> float:
-        """Seconds until `count` more passes are over, as far as that much is running or waiting to be prefilled."""
+        """Seconds until `count` more passes are over, or fewer if less work is running or waiting for prefill."""
         if not self.running:
             return 0.0
         most_s = math.inf if math.isinf(self._budget) else count * self._budget * self._token_s
@@ -179,13 +179,15 @@ class SimulatedEngine:
         queue = self._queue
         if self.held or self.paused:
             if self._stall_s <= _ROUNDING:
-                self._more = False  # the rest of the queue waits for new weights: what runs goes on without it
+                self._more = False  # the rest of the queue waits for new weights; running sequences continue without it
             return
         if self._more and self._stall_s > _ROUNDING:
             return
-        if queue and (self._more or not self.running):  # a pass of its own; else the prompts ride along with others'
+        if queue and (
+            self._more or not self.running
+        ):  # a separate pass; otherwise the prompts join the passes of running sequences
             self._stall_s += self._pass_s + self._token_s * self.running
-            self._ahead = 1.0 if self.running else 0.0  # what runs already samples a token in that pass too
+            self._ahead = 1.0 if self.running else 0.0  # running sequences sample a token in that pass too
         self._more = False
         while queue:
             chunk = queue[0]

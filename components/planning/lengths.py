@@ -1,4 +1,4 @@
-"""How long responses are: what a run was seen to sample, or a distribution given in words."""
+"""Response lengths: as observed in a run, or as a distribution given by its name and parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 class Distribution:
     """Positive numbers (tokens or seconds) by their quantiles: `quantiles` are equally likely values, ascending.
 
-    `alike` in [0, 1]: how much the members of one group resemble each other (0: independent; 1: all the same).
+    `alike` in [0, 1]: how similar the members of one group are (0: independent; 1: identical).
     """
 
     quantiles: tuple[float, ...]
@@ -28,7 +28,7 @@ class Distribution:
         return self.quantiles[-1]
 
     def draw_groups(self, rng: np.random.Generator, num_groups: int, group_size: int) -> np.ndarray:
-        """[num_groups, group_size]; members are tied by a Gaussian copula, so that each keeps this distribution."""
+        """[num_groups, group_size]; members are correlated by a Gaussian copula, so each keeps this distribution."""
         if len(self.quantiles) == 1:
             return np.full((num_groups, group_size), self.quantiles[0])
         normal = rng.standard_normal((num_groups, group_size))
@@ -77,7 +77,7 @@ def lognormal(mean: float, sigma: float, largest: float = math.inf, *, least: fl
 
 
 def parse(text: str, *, least: float = 0.0) -> Distribution:
-    """`NUMBER`, `uniform:LOW,HIGH` or `lognormal:MEAN,SIGMA[,MAX]`. Raises ValueError in one line."""
+    """`NUMBER`, `uniform:LOW,HIGH` or `lognormal:MEAN,SIGMA[,MAX]`. Raises a one-line ValueError."""
     kind, _, arguments = text.partition(":") if ":" in text else ("fixed", "", text)
     forms = "a number, uniform:LOW,HIGH or lognormal:MEAN,SIGMA[,MAX]"
     try:

@@ -1,4 +1,4 @@
-"""What a plan is computed from: how fast the parts are (`Calibration`) and how they are run (`Settings`)."""
+"""The inputs of a plan: how fast the parts are (`Calibration`) and how they are run (`Settings`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .lengths import Distribution
 
 IN_FLIGHT = ("recompute", "keep", "off")
 PROBE_TOKENS = 64
-"""Speeds of engines are measured on answers that are cut here."""
+"""Engine speeds are measured on answers cut at this many tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Settings:
 
     @property
     def rule(self) -> AdmissionRule:
-        """Raises ValueError where the rule cannot hold."""
+        """Raises ValueError if the rule cannot hold."""
         return AdmissionRule(
             groups_per_take=self.groups_per_step,
             updates_per_take=self.updates_per_batch,
@@ -60,14 +60,14 @@ class Settings:
             return False
 
     def with_lag(self, max_policy_lag: int) -> Settings:
-        """Another bound; the target follows it, except where it was set lower on purpose."""
+        """The same settings with another bound. The target follows it, unless it was set lower on purpose."""
         aimed_lower = self.target_policy_lag < self.max_policy_lag
         target = min(self.target_policy_lag, max_policy_lag) if aimed_lower else max_policy_lag
         return replace(self, max_policy_lag=max_policy_lag, target_policy_lag=target)
 
     @classmethod
     def of(cls, config: Config) -> Settings:
-        """Those of a run of `async_rl` with this config."""
+        """The settings of a run of `async_rl` with this config."""
         numbers = derive(config)
         gpus = numbers.gpus["generator"] // config.rollout.num_generators
         return cls(
@@ -93,8 +93,8 @@ class Calibration:
     One engine: a forward pass takes `pass_s` + `token_s` per token in it, at most `max_sequences` run at a
     time, at most `prefill_budget` tokens of prompts are in a pass.
     `generate_slowdown` >= 1: how much longer an engine takes while the trainer computes (they share a machine).
-    `latency_s`: what a group waits for once, however busy the engine is (the way to it and back). `environment_s`:
-    seconds of a group outside the engine, without using it. `kept_frac`: share of generated groups that are not
+    `latency_s`: a group's fixed delay, however busy the engine is (to the engine and back). `environment_s`: seconds
+    that a group spends outside the engine, without using it. `kept_frac`: share of generated groups that are not
     filtered.
 
     The trainer: `train_token_s` per token of prompts and responses on one rank, `train_slowdown` >= 1 times as long
@@ -104,7 +104,7 @@ class Calibration:
     `canary_s` and, where something is running, two passes. `hand_on_s`: from the last group of a batch to the trainer's
     start on it.
 
-    `settings` are what was measured under; `measured_step_s` is what came of it (None: nothing was measured).
+    `settings` are those of the measured run; `measured_step_s` is its step time (None: nothing was measured).
     """
 
     settings: Settings
@@ -132,7 +132,7 @@ class Calibration:
     measured_step_s: float | None = None
 
     def faster_generators(self, factor: float) -> Calibration:
-        """Engines that are `factor` times as fast (below 1: slower)."""
+        """The same calibration with engines that are `factor` times as fast (below 1: slower)."""
         return replace(self, pass_s=self.pass_s / factor, token_s=self.token_s / factor)
 
     @property

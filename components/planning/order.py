@@ -1,8 +1,8 @@
-"""Which finished groups make the next take: the system's `Window`, at a cost per group that does not grow with the run.
+"""Which finished groups form the next take: the system's `Window`, at a cost per group that does not grow with the run.
 
-The rule itself is `AdmissionRule`, the class that the replay buffer uses. What is different from `Window` is only the
-bookkeeping: counts instead of searches, because a plan passes millions of groups. A simulated group is never filtered
-and never fails, so its rank is its number.
+The rule itself is `AdmissionRule`, the class that the replay buffer uses. Only the bookkeeping differs from `Window`:
+it counts instead of searching, because a plan handles millions of groups. A simulated group is never filtered and
+never fails, so its rank is its number.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TakeOrder:
         return self._num_missing == 0 and self._num_ready >= self._size
 
     def take(self) -> list[int]:
-        """The groups of the next take, in admission order; they are outstanding no more."""
+        """The groups of the next take, in admission order; they are no longer outstanding."""
         assert self.is_complete(), f"take {self.num_takes} is not complete"
         due = [g for g in self._candidates if self._is_due(g)]
         rest = [g for g in self._candidates if g in self._finished and not self._is_due(g)]

@@ -1,4 +1,4 @@
-"""What the simulation moves around: groups, collectors, what is drawn for each group, what is written down."""
+"""The objects of the simulation: groups, collectors, the random draws for each group, and what is recorded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Group:
 
 
 class Collector:
-    """One engine with what its collector and its hand-over remember."""
+    """One engine, with the state of its collector and its hand-over."""
 
     __slots__ = (
         "changed_at",
@@ -47,11 +47,11 @@ class Collector:
     def __init__(self, engine: SimulatedEngine) -> None:
         self.engine = engine
         self.in_flight = 0
-        self.in_engine = 0  # of those, groups whose sequences are not all sampled
+        self.in_engine = 0  # of those, groups with sequences still being sampled
         self.verified = 0
         self.wanted = 0
-        self.pulling: int | None = None  # the version that is being taken over
-        self.draining = False  # what runs is finished before the pause
+        self.pulling: int | None = None  # the version that is being pulled
+        self.draining = False  # running sequences finish before the pause
         self.waiting: list[Group] = []  # for weights of their floor
         self.withheld: list[Group] = []
         self.generating_s = 0.0
@@ -59,7 +59,7 @@ class Collector:
 
 
 class PacedWork:
-    """Work of `left_s` seconds at full pace, whose pace may change while it is done."""
+    """Work of `left_s` seconds at full pace; the pace may change while it runs."""
 
     __slots__ = ("_left_s", "_paced_at", "_rate", "began_at", "epoch")
 
@@ -70,7 +70,7 @@ class PacedWork:
         self.epoch = 0
 
     def at_rate(self, rate: float, now: float) -> float | None:
-        """When it will end at this rate; None where that is the rate already."""
+        """When it will end at this rate; None if the rate does not change."""
         if rate == self._rate:
             return None
         self._left_s -= (now - self._paced_at) * self._rate
@@ -81,7 +81,7 @@ class PacedWork:
 
 @dataclass
 class Record:
-    """What was seen, from `started_at` on; seconds."""
+    """What was recorded, from `started_at` on; in seconds."""
 
     steps: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
@@ -97,10 +97,10 @@ class Record:
 
 
 class Draws:
-    """The lengths of every group, and how long each step's training takes; by group and step number only.
+    """The lengths of every group, and how long each step's training takes. Both depend on group and step number only.
 
-    So two simulations with other settings see the same groups. A group is cut into `sizes` sequences that count as
-    equally long, from its shortest to its longest; the longest one is alone, and its length exact.
+    So two simulations with different settings see the same groups. A group is split into chunks of `sizes` sequences
+    that count as equally long, from shortest to longest. The longest sequence is alone, and its length is exact.
     """
 
     def __init__(self, calibration: Calibration, group_size: int, num_chunks: int, seed: int) -> None:

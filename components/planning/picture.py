@@ -25,7 +25,7 @@ def draw_plan(
     best: Prediction,
     measured: tuple[int, float] | None = None,
 ) -> None:
-    """Draw `predictions` into `out_png`; `measured` is (lag bound, seconds per step) of the run itself."""
+    """Plot `predictions` into `out_png`; `measured` is (lag bound, seconds per step) of the run itself."""
     with matplotlib.rc_context(STYLE):  # type: ignore[arg-type]
         figure = Figure(figsize=(15, 4.6), layout="constrained")
         figure.suptitle(title, fontsize=13, fontweight="bold")

@@ -1,4 +1,4 @@
-"""One setting simulated and summed up: step time, who is busy, how old the tokens are, how near to the limit."""
+"""Simulates one setting and summarizes it: step time, who is busy, how old the tokens are, how close to the limit."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .model import Calibration, Settings
 from .simulate import Record, Simulation
 
 _EVENTS = 40_000
-"""Group parts simulated per prediction, about: 0.1 s."""
+"""Group parts simulated per prediction; takes about 0.1 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
     """Seconds, shares of time, and lags in optimizer steps.
 
-    `step_s` is a mean over optimizer steps; `limit_s` the shortest that it could be by any schedule (docs/metrics.md).
+    `step_s` is a mean over optimizer steps; `limit_s` is the shortest possible under any schedule (docs/metrics.md).
     `generator_busy` counts decoding and prefill, `generating_frac` the time with a request in an engine and no pause
     (what runs log as collector/generate_frac), `trainer_busy` the forward, backward and optimizer passes.
     `lag_share[l]` is the share of trained tokens with lag l.
@@ -41,7 +41,7 @@ class Prediction:
 
 
 def predict(calibration: Calibration, settings: Settings, *, events: int = _EVENTS, seed: int = 0) -> Prediction:
-    """Simulate `settings` on the measured parts until the beginning is forgotten and the means have settled.
+    """Simulate `settings` on the measured parts until start-up effects are gone and the means have settled.
 
     `events`: about how much to simulate; the time it takes is proportional to it (3-5 microseconds each). Raises
     ValueError where the admission rule refuses the settings.
@@ -71,7 +71,7 @@ def limit_s(calibration: Calibration, settings: Settings) -> float:
     generate_s = groups * group_work_s(c, s) / s.generators
     train_s = groups * train_work_s(c, s) / s.trainers + c.optim_s
     longest = c.lengths.longest_of(s.groups_per_step * s.group_size)
-    # The longest answer of a take and its longest wait may be of two groups: at least the longer of both is waited for.
+    # The longest answer of a take and its longest wait may belong to different groups: take the longer of the two.
     longest_s = (
         c.pass_s
         + c.prompt_tokens * c.token_s
@@ -91,7 +91,7 @@ def train_work_s(c: Calibration, s: Settings) -> float:
 
 
 def group_work_s(c: Calibration, s: Settings) -> float:
-    """Seconds of one engine per group when as many sequences run together as may ever do."""
+    """Seconds of one engine per group with the largest possible number of concurrent sequences."""
     at_once = max(1.0, min(c.max_sequences, s.max_outstanding_groups * s.group_size / s.generators))
     tokens = (c.lengths.mean - 1) * s.group_size  # the first one comes with the prompt
     return (tokens * (c.pass_s / at_once + c.token_s) + c.prefill_tokens(s.group_size) * c.token_s) / c.kept_frac

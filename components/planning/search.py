@@ -1,7 +1,7 @@
 """Many settings at once: tables of predictions, and the best of them in words.
 
-A recommendation is cautious: a larger lag or more devices must buy something, so among settings that are equally fast
-within `EQUAL` the least of each wins.
+A recommendation is cautious: a larger lag or more devices must bring a gain. Among settings that are equally fast
+within `EQUAL`, the smallest of each wins.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WORTH_IT = 0.05
 
 
 def fitting(settings: Settings) -> Settings | None:
-    """The same with the widest window up to its own that the admission rule allows; None where none does."""
+    """The same settings with the widest window, up to their own, that the admission rule allows; None if none is."""
     s = settings
     overtaken = (s.target_policy_lag + 2 - s.publish_every) // s.updates_per_batch - 1
     if overtaken < 0 or s.target_policy_lag > s.max_policy_lag:
@@ -49,14 +49,14 @@ def splits_of(
 ) -> list[tuple[int, int]]:
     """(generators, trainers) that share `gpus` devices, for each factor.
 
-    A factor is how many trainers to take, relative to the split at which both sides have as much to do. Raises
-    ValueError where there are too few devices for one of each.
+    A factor is the number of trainers relative to the split at which both sides have equal work. Raises ValueError if
+    there are too few devices for one of each.
     """
     most = gpus - base.gpus_per_generator
     if most < 1:
         raise ValueError(f"{gpus} devices, but one generator takes {base.gpus_per_generator} and a trainer one more")
     trainers = max(1.0, most / 2)
-    for _ in range(20):  # how much a generator gets done depends on how many sequences are left for it
+    for _ in range(20):  # a generator's throughput depends on how many sequences it gets
         generators = max(1, int((gpus - trainers) // base.gpus_per_generator))
         generate = group_work_s(calibration, replace(base, generators=generators)) * base.gpus_per_generator
         train = train_work_s(calibration, base)
@@ -72,7 +72,7 @@ def splits_of(
 def best_split(
     calibration: Calibration, base: Settings, gpus: int, *, events: int = 20_000
 ) -> tuple[tuple[int, int], list[tuple[int, int]]]:
-    """((generators, trainers) that make the shortest step, its neighbours with more and fewer trainers).
+    """((generators, trainers) with the shortest step, its neighbours with more and fewer trainers).
 
     Goes from the even split towards more or fewer trainers for as long as that helps. A large fleet is searched in
     miniature (an eighth of everything has nearly the same best shares), and its neighbours are left out: each would
@@ -106,7 +106,7 @@ def sweep(calibration: Calibration, settings: Iterable[Settings], *, events: int
 
 
 def best(predictions: Sequence[Prediction]) -> Prediction:
-    """Of those as fast as the fastest: the one with the smallest bound, then the fewest devices, then the least lag."""
+    """Among those as fast as the fastest: the smallest bound first, then the fewest devices, then the least lag."""
     fastest = min(p.step_s for p in predictions)
     good = [p for p in predictions if p.step_s <= fastest * (1 + EQUAL)]
     return min(
@@ -116,7 +116,7 @@ def best(predictions: Sequence[Prediction]) -> Prediction:
 
 
 def recommend(predictions: Sequence[Prediction], own: Prediction | None) -> str:
-    """One line: what to set, what it brings against `own` (the settings as they are), and what is then in the way."""
+    """One line: what to set, the gain over `own` (the current settings), and the remaining bottleneck."""
     chosen = best(predictions)
     what = f"recommended: {_in_words(chosen.settings, own.settings if own else None)}: {chosen.step_s:.3g} s a step"
     if own is not None and chosen.settings == own.settings:
@@ -129,11 +129,11 @@ def recommend(predictions: Sequence[Prediction], own: Prediction | None) -> str:
 
 
 def advise(calibration: Calibration, *, events: int = 8_000) -> str:
-    """One line for the end of a run: the best single change to its settings, or that there is none worth making.
+    """One line for the end of a run: the best single change to its settings, or a note that none is worth making.
 
-    Compared are a larger lag bound, other reorder windows, and moving devices between generators and trainers (as many
-    in all). Takes a few tenths of a second for a run of usual size. The times named are the measured one and that one
-    times the predicted ratio, so that an error that both predictions share cancels out.
+    It compares a larger lag bound, other reorder windows, and moving devices between generators and trainers (the same
+    total). Takes a few tenths of a second for a run of usual size. The reported times are the measured step time, and
+    that time multiplied by the predicted ratio, so that errors common to both predictions cancel out.
     """
     own_settings = calibration.settings
     own = predict(calibration, own_settings, events=events)
@@ -175,7 +175,7 @@ def _single_changes(own: Settings) -> list[tuple[str, Settings]]:
 
 
 def _in_words(settings: Settings, own: Settings | None) -> str:
-    """As overrides; what is as it was is left out."""
+    """As overrides; unchanged settings are left out."""
     parts = []
     if own is None or settings.max_policy_lag != own.max_policy_lag:
         parts.append(f"staleness.max_policy_lag={settings.max_policy_lag}")

@@ -1,13 +1,13 @@
-"""The run as events: what starts when, what it waits for, and which version sampled each token.
+"""Simulates the run as events: what starts when, what it waits for, and which version sampled each token.
 
     admit (AdmissionRule) -> engine [queue, decoding] -> environment -> withheld until verified -> put -> take -> train
        ^                        ^ pull: pause, load, canary                                                      |
        +------ published <------+-------------------------------- upload <---------- gather <--------------------+
 
 Each function below is one event and mirrors one wait of the system: `recipes/async_rl.py` (trainer, publishing),
-`collector/collector.py` and `hand_over.py` (admission, floors, pulls), `replay/buffer.py` (takes). Time is only ever
-moved by the heap; nothing here is random except the lengths and factors, which are drawn by group and step number, so
-that two plans differ by their settings alone.
+`collector/collector.py` and `hand_over.py` (admission, floors, pulls), `replay/buffer.py` (takes). Only the heap
+advances time. Nothing here is random except the lengths and factors, which are drawn by group and step number, so that
+two plans differ by their settings alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_AT_ONCE = 1_000_000
 
 
 class Simulation:
-    """`run()` plays `num_steps` optimizer steps; the first `skip` of them are not recorded."""
+    """`run()` simulates `num_steps` optimizer steps; the first `skip` of them are not recorded."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Simulation:
         self._draws = Draws(calibration, settings.group_size, chunks_per_group, seed)
         self._factors = self._draws.train_factors(num_steps)
         self._max_in_flight = max(1, -(-settings.max_outstanding_groups // settings.generators))
-        keep = calibration.kept_frac  # filtered groups are generated as well, and nothing comes of them
+        keep = calibration.kept_frac  # filtered groups are generated too, but never trained on
         self._collectors = [
             Collector(
                 SimulatedEngine(
@@ -95,7 +95,7 @@ class Simulation:
     # ---- admission and engines ---------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Free slots go one by one to the collector that holds least, as the buffer deals them."""
+        """Free slots go one at a time to the collector with the fewest groups, as in the real buffer."""
         free = self._order.num_free_slots(published=self._published)
         emptiest = [(c.in_flight, i) for i, c in enumerate(self._collectors) if c.in_flight < self._max_in_flight]
         heapq.heapify(emptiest)
@@ -182,7 +182,7 @@ class Simulation:
     # ---- takes and the trainer ---------------------------------------------------------------------------------------
 
     def _serve_take(self) -> None:
-        """At most one take is made ahead of the trainer."""
+        """At most one take is prepared ahead of the trainer."""
         if self._take_is_wanted and self._order.is_complete():
             self._take_is_wanted = False
             self._at(self._now + self._c.hand_on_s, self._take_arrived, self._order.take())
@@ -292,9 +292,9 @@ class Simulation:
     # ---- weights -----------------------------------------------------------------------------------------------------
 
     def _pull(self, collectors: Iterable[Collector]) -> None:
-        """Those take over the newest version for which it is worth a pause, or that a group waits with.
+        """Collectors pull the newest version if it is worth a pause, or if a group waits for it.
 
-        What they do at the same moment is one event for all of them: a fleet pulls together.
+        Whatever they do at the same moment is one event for all of them: a fleet pulls together.
         """
         pausing = []
         for collector in collectors:
@@ -318,7 +318,7 @@ class Simulation:
         for collector in collectors:
             self._account(collector)
             collector.engine.paused = True
-            collector.engine.epoch += 1  # what was to end soon does not
+            collector.engine.epoch += 1  # scheduled completions are now invalid
         self._at(self._now + self._c.pause_s, self._loaded, collectors)
 
     def _loaded(self, collectors: list[Collector]) -> None:
@@ -332,7 +332,7 @@ class Simulation:
             engine.resume()
             if engine.running:
                 self._reschedule(collector)
-        # A canary overtakes what waits, not the pass that began as generation resumed: it is part of the next one.
+        # A canary overtakes waiting requests, but not the pass that began when generation resumed: it joins the next.
         beside_s = sum(c.engine.passes_s(2) for c in collectors) / len(collectors)
         self._at(self._now + self._c.canary_s + beside_s, self._verified, collectors)
 
@@ -371,9 +371,9 @@ class Simulation:
             self._pace()
 
     def _account(self, collector: Collector) -> None:
-        """Seconds in which a collector counts itself as generating: a request in the engine and nothing being loaded.
+        """Seconds in which a collector counts itself as generating: a request is in the engine and nothing is loading.
 
-        Called before either of the two changes.
+        Call it before either of the two changes.
         """
         if collector.in_engine and not collector.engine.paused:
             collector.generating_s += self._now - collector.changed_at

@@ -1,4 +1,4 @@
-"""Where prompts come from, in which order, and how text becomes tokens. Loads nothing heavy."""
+"""Where prompts come from, their order, and how text becomes tokens. Loads nothing heavy."""
 
 from .prompting import Prompter
 from .taskset import TaskSet, build_taskset

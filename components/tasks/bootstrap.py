@@ -1,4 +1,4 @@
-"""A fresh small model and its tokenizer, for runs that start from nothing (`model.init`)."""
+"""A fresh small model and its tokenizer, for runs that start from scratch (`model.init`)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _model_config(init: Any, **fields: Any) -> Any:
         raise ValueError(
             f"model.init.architecture: got {init.architecture!r}, expected a transformers model type like {near!r}"
         )
-    # transformers stores unknown options without a word, so a misspelt one would silently build another model.
+    # transformers silently stores unknown options, so a misspelt one would build another model without an error.
     default = AutoConfig.for_model(init.architecture)
     for key in init.options:
         if not hasattr(default, key):

@@ -16,7 +16,7 @@ def encode_conversation(
     The first `num_prompt` messages are the prompt; an assistant message follows them. The mask is True for what each
     assistant turn says and the token that ends it, False for what stands between two turns. Messages after the last
     assistant turn are left out. Raises ValueError for a chat template that writes earlier turns differently once
-    others follow: the model would be trained on a conversation that it never sees.
+    others follow, because the model would be trained on a conversation that it never sees.
     """
     turns = [i for i, message in enumerate(messages) if i >= num_prompt and message["role"] == "assistant"]
     if not turns or turns[0] != num_prompt:

@@ -1,4 +1,4 @@
-"""What a run is measured on: the held-out tasks of its own, and the tasksets of `eval.tasksets`."""
+"""What a run is evaluated on: its own held-out tasks, and the tasksets of `eval.tasksets`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EvalSet:
 
 
 def build_evalsets(config: Config) -> list[EvalSet]:
-    """All of them that have tasks; the held-out ones first. Raises ValueError or FileNotFoundError in one line."""
+    """All tasksets that have tasks, the held-out one first. Raises a one-line ValueError or FileNotFoundError."""
     held_out = build_taskset(config.task, seed=config.seed, split="eval", eval_config=config.eval)
     sets = [EvalSet(held_out.name, tuple(held_out.tasks), evalset_sampling(config.eval, None))]
     for name, own in config.eval.tasksets.items():

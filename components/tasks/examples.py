@@ -1,4 +1,4 @@
-"""Answers that no policy sampled, as trajectories that the trainer takes: for supervised and preference training."""
+"""Answers that no policy sampled, turned into trajectories for supervised and preference training."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .taskset import TaskSet, build_taskset
 
 
 def example_of(task: Task, prompter: Prompter) -> Trajectory:
-    """What supervised training learns from a task: its whole conversation where it has one, else its answer.
+    """What supervised training learns from a task: its whole conversation if it has one, otherwise its answer.
 
-    Raises ValueError naming the task where its answer cannot be told apart from what the chat template writes.
+    Raises ValueError naming the task if its answer cannot be distinguished from what the chat template writes.
     """
     with _naming(task):
         if task.messages:
@@ -36,15 +36,15 @@ def pair_of(task: Task, prompter: Prompter, *, rejected_key: str) -> tuple[Traje
 
 
 def whole_answer(task: Task) -> str:
-    """The worked answer where the file has one; `task.answer` may be only what follows a mark."""
+    """The worked solution if the file has one; `task.answer` may be only the text after a mark."""
     return str(task.info.get("solution", task.answer))
 
 
 def check_examples(tasks: Sequence[Task], prompter: Prompter | None, *, rejected_key: str | None = None) -> None:
     """Raise ValueError naming the first task that cannot be trained on; `rejected_key`: the tasks are pairs.
 
-    Every answer is searched for stop tokens; one example is encoded, which shows what the chat template does. Without a
-    prompter (the model is still to be built) only pairs are looked at.
+    Every answer is searched for stop tokens. One example is encoded, to check the chat template. Without a prompter
+    (the model is not built yet) only pairs are checked.
     """
     for task in tasks:
         with _naming(task):
@@ -74,9 +74,9 @@ def _answered(task: Task, prompter: Prompter, answer: str) -> Trajectory:
 def expert_tasks(path: str, task_config: Any, eval_config: Any, *, seed: int) -> TaskSet:
     """The tasks of a file of expert answers.
 
-    Its keys are those of the `task` section, and what that holds out for evaluation is left out here too.
+    The keys are those of the `task` section. Questions held out for evaluation are left out here too.
     """
-    # What any taskset of a mixture holds out is left out: the file does not say which of them a question is from.
+    # Questions held out by any taskset of a mixture are left out: the file does not say which taskset they belong to.
     held_out = max([task_config.holdout_frac, *(part.get("holdout_frac", 0.0) for part in task_config.mix.values())])
     changes = {"name": "jsonl", "path": path, "dataset": None, "limit": None, "mix": {}, "order": "shuffle"}
     config = task_config.model_copy(update=changes | {"holdout_frac": held_out})
@@ -86,7 +86,7 @@ def expert_tasks(path: str, task_config: Any, eval_config: Any, *, seed: int) ->
 
 
 def expert_source(tasks: TaskSet, prompter: Prompter, *, count: int, skip: int = 0) -> Callable[[], list[Trajectory]]:
-    """A function that gives the next `count` examples, epoch after epoch, after the first `skip` of them."""
+    """A function that returns the next `count` examples, epoch after epoch, skipping the first `skip` examples."""
     stream = itertools.islice(tasks.forever(), skip, None)
     return lambda: [example_of(task, prompter) for task in itertools.islice(stream, count)]
 

@@ -11,7 +11,7 @@ from .questions import Row
 from .rows import RowFormat
 
 MAX_LINE_BYTES = 64 << 20
-"""No task is as long: a file without line ends is not read into memory as one."""
+"""No task is this long. The limit prevents reading a file without line ends into memory at once."""
 _OTHER_FORMATS = (
     (b"PAR1", "a parquet file", "set task.name=parquet"),
     (b"SQLite format 3", "a SQLite file", "set task.name=sql and task.query"),

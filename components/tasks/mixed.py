@@ -11,10 +11,10 @@ from .taskset import TaskSet
 
 
 class MixedTaskSet:
-    """Draws from each taskset in the share of its weight, evenly spread: after n draws each has had n x its share,
-    to within one. A taskset that has ended begins its next epoch, so none is ever used up.
+    """Draws from each taskset in proportion to its weight, evenly spread: after n draws each has had n x its share,
+    to within one. A taskset that has ended begins its next epoch, so none is ever exhausted.
 
-    `iter()` yields as many tasks as all sets together have. Positions are saved and restored as those of a `TaskSet`.
+    `iter()` yields as many tasks as all sets have in total. Positions are saved and restored as in a `TaskSet`.
     """
 
     def __init__(self, tasksets: Mapping[str, TaskSet], weights: Mapping[str, float], *, name: str = "mixed") -> None:
@@ -39,7 +39,7 @@ class MixedTaskSet:
             yield self._draw()
 
     def find(self, task_ids: Container[str]) -> dict[str, Task]:
-        """Those of these ids, by id."""
+        """The tasks with these ids, by id."""
         return {task.task_id: task for task in self.tasks if task.task_id in task_ids}
 
     def texts(self) -> Iterator[str]:
@@ -78,7 +78,7 @@ class MixedTaskSet:
 
     def _draw(self) -> Task:
         total = sum(self._drawn.values()) + 1
-        # The set that is furthest behind its share; of equals the first.
+        # The set that is furthest behind its share; the first one in a tie.
         name = max(self._sets, key=lambda n: total * self._shares[n] - self._drawn[n])
         task = next(self._streams[name])
         self._drawn[name] += 1

@@ -1,4 +1,4 @@
-"""In which order an epoch visits its tasks: as they come, shuffled, from easy to hard, or by what is being learned."""
+"""The order in which an epoch visits its tasks: as they come, shuffled, from easy to hard, or by pass rate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..types import Task
 ORDERS = ("shuffle", "sequential", "easy_to_hard", "adaptive")
 
 LEAST_CHANCE = 0.1
-"""A task that is always or never solved still comes up in so large a share of the epochs: it may change."""
+"""A task that is always or never solved still comes up in this share of the epochs, because that may change."""
 
 MEMORY = 0.5
 """Weight of the old pass rate against the newest."""

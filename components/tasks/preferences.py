@@ -9,12 +9,12 @@ from ..types import Task
 
 
 def rejected_key(config: Config, taskset: str) -> str:
-    """Under which key a taskset that is measured on has its rejected answers."""
+    """The key under which an evaluation taskset has its rejected answers."""
     return config.eval.tasksets.get(taskset, {}).get("rejected_key", config.task.rejected_key)
 
 
 def rejected_answer(task: Task, *, key: str) -> str:
-    """The answer that was not preferred. Raises ValueError naming the task where it is missing or equals the other."""
+    """The rejected answer. Raises ValueError naming the task if it is missing or equals the chosen one."""
     rejected = task.info.get(key)
     if not isinstance(rejected, str):
         raise ValueError(
@@ -27,5 +27,5 @@ def rejected_answer(task: Task, *, key: str) -> str:
 
 
 def pairs_among(tasks: Iterable[Task], *, key: str) -> list[Task]:
-    """Those with a rejected answer: stages may share held-out questions (`eval.path`) that are no pairs."""
+    """The tasks with a rejected answer: stages may share held-out questions (`eval.path`) that are not pairs."""
     return [task for task in tasks if key in task.info]

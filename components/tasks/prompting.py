@@ -9,10 +9,10 @@ from typing import Any
 from ..types import Message
 
 _PROBE = "leeway probe answer"
-"""Stands for an answer: rendered in its place, it shows what the template writes around one."""
+"""Placeholder for an answer: rendered in its place, it shows what the template writes around an answer."""
 
 ASSISTANT_STANDS = "(the policy's turn)"
-"""Stands for what the policy sampled where a template renders a conversation; the sampled tokens are kept aside."""
+"""Placeholder for what the policy sampled when a template renders a conversation; its tokens are kept separately."""
 
 
 class Prompter:
@@ -89,7 +89,7 @@ class Prompter:
                 f"{before[max(0, same - 20) : same + 40]!r} became {full[max(0, same - 20) : same + 40]!r}; "
                 "expected a template that only appends; use one, or answer with token ids"
             )
-        # Encoded behind the stand-in: at the start of a text, some tokenizers add a space.
+        # Encoded after the placeholder, because some tokenizers add a space at the start of a text.
         stands, both = self._tokens(ASSISTANT_STANDS), self._tokens(full[len(before) - len(ASSISTANT_STANDS) :])
         if both[: len(stands)] == stands:
             return both[len(stands) :]
@@ -114,14 +114,14 @@ class Prompter:
         return prompt_tokens, [*tokens, self._turn_end]
 
     def check_answer(self, answer: str) -> None:
-        """Raise ValueError where a stop token is written in the answer: the policy would never get past it."""
+        """Raise ValueError if the answer contains a stop token: the policy could never sample past it."""
         if not any(stop in answer for stop in self._stop_texts):  # far cheaper than encoding it
             return
         inside = next((token for token in self._tokens(answer) if token in self.stop_token_ids), None)
         if inside is not None:
             raise ValueError(
                 f"answer {_short(answer)}: got the stop token {self.tokenizer.decode([inside])!r} in it, expected text "
-                "without it: the policy stops there, and at the end of a turn Leeway writes it; take it out"
+                "without it: the policy stops there, and Leeway adds it at the end of a turn; remove it"
             )
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -138,8 +138,9 @@ class Prompter:
     def _response(self, messages: list[Message], before: str, answer: str) -> str:
         """What the template writes between the prompt, which it renders as `before`, and the end of the answer's turn.
 
-        Nobody searches for the answer: a template may write its text in other places too. What the template writes
-        after an answer is seen with a stand-in, and taken off the end; what is left must be the answer.
+        The answer is not searched for, because a template may write its text in other places too. Instead, a
+        placeholder shows what the template writes after an answer. That is removed from the end, and the rest must be
+        the answer.
         """
         with_answer, with_probe = (
             self._render([*messages, {"role": "assistant", "content": content}], prompt_only=False)
@@ -156,7 +157,7 @@ class Prompter:
         lead, found, after = with_probe[len(before) :].rpartition(_PROBE)
         end = len(written) - len(after)
         response = written[:end]
-        # Apart from white space: templates trim. Some write the thought of an answer, where it has one, as their own.
+        # White space is ignored, because templates trim. Some templates rewrite the thought of an answer in their form.
         if not found or written[end:] != after or _squeezed(response) not in map(_squeezed, (lead + answer, answer)):
             raise ValueError(
                 f"{self._template}: for the answer {_short(answer)} it writes {_short(written)}, and for any other "
@@ -166,10 +167,10 @@ class Prompter:
         return response
 
     def _behind(self, encode: Callable[[str], list[int]], before: str, tokens: list[int], text: str) -> list[int]:
-        """The tokens of `text` where it follows `before`, which `encode` makes `tokens` of.
+        """The tokens of `text` when it follows `before`, which `encode` turns into `tokens`.
 
-        Encoded behind it: at the start of a text, some tokenizers add a space. Where the two would share a token,
-        `text` is encoded by itself, since the policy goes on from the prompt's own tokens.
+        `text` is encoded after `before`, because some tokenizers add a space at the start of a text. If the two would
+        share a token, `text` is encoded by itself, since the policy continues from the prompt's own tokens.
         """
         both = encode(before + text)
         return both[len(tokens) :] if both[: len(tokens)] == tokens else self._tokens(text)
@@ -181,7 +182,7 @@ class Prompter:
         return f"chat template of {name}" if name else "chat template"
 
     def _tokens(self, text: str, *, special: bool = False) -> list[int]:
-        # Not `special`: the template has written BOS and the rest already; the tokenizer's own would double them.
+        # Not `special`: the template has already written BOS and the rest; the tokenizer would duplicate them.
         direct = self._direct
         if direct is None or direct.truncation or direct.padding or direct.encode_special_tokens:
             return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
@@ -197,10 +198,10 @@ class Prompter:
 
 
 def _direct(tokenizer: Any) -> Any:
-    """What `tokenizer` encodes with, where it does nothing else itself; None where it may.
+    """The backend that `tokenizer` encodes with, if the tokenizer does nothing else itself; otherwise None.
 
-    Short texts of many environments are encoded one by one, on the processor that answers the engine: around the 5 us
-    that it takes to encode ten tokens, transformers does 16 us of other work.
+    Short texts of many environments are encoded one by one, on the processor that answers the engine. Encoding ten
+    tokens takes 5 us, and transformers adds 16 us of other work.
     """
     if not getattr(tokenizer, "is_fast", False):
         return None

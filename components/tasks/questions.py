@@ -1,4 +1,4 @@
-"""What identifies a question: one stable hash, used for ids, for the hold-out and for finding repeats."""
+"""The identity of a question: one stable hash, used for ids, for the hold-out and for finding duplicates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Row:
     messages: list[Message] = field(default_factory=list)
 
     def texts(self) -> Iterator[str]:
-        """Everything that is hashed or tokenized of it, before templates."""
+        """All of its text that is hashed or tokenized, before templates."""
         question = [{"content": self.question, "role": ""}] if isinstance(self.question, str) else self.question
         for message in (*question, *self.messages):
             yield message["role"]

@@ -1,8 +1,8 @@
-"""A queue that other programs feed: a jsonl file that grows while the run takes its tasks from it.
+"""A queue that other programs feed: a jsonl file that grows while the run draws its tasks from it.
 
-Each line is one task, used once, in the order of the file. `PATH.closed` (an empty file) says that nothing more comes;
+Each line is one task, used once, in the order of the file. `PATH.closed` (an empty file) marks the end of the queue:
 the run then ends when the last task is used. The file itself is the backlog: a line is read when its task is drawn, and
-nothing of it is kept.
+is not kept in memory.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .questions import Row
 from .rows import RowFormat
 
 FIRST_TASKS = 1000
-"""So many are shown as `tasks`: enough to try an environment and to measure speeds with."""
+"""How many are exposed as `tasks`: enough to try an environment and to measure speeds."""
 
 
 class NoTaskYet(Exception):
-    """There is no task to draw now; there may be one later. The text says what would bring one."""
+    """There is no task to draw now, but there may be one later. The message says how to provide one."""
 
 
 @dataclass(slots=True)
@@ -38,10 +38,10 @@ class _Place:
 
 
 class QueueTaskSet(Iterator[Task]):
-    """As a `TaskSet` to those who draw, but that it grows: drawing raises `NoTaskYet` where it would have to wait.
+    """Behaves like a `TaskSet` that grows: drawing raises `NoTaskYet` if it would have to wait.
 
-    `make` turns a row into its task, None leaves it out. Rows are numbered by their place in the file, so the k-th draw
-    is the same in a run that goes on later. `limit`: the queue ends after so many rows.
+    `make` turns a row into its task; None leaves the row out. Rows are numbered by their place in the file, so the k-th
+    draw is the same after a resume. `limit`: the queue ends after this many rows.
     """
 
     def __init__(
@@ -66,8 +66,8 @@ class QueueTaskSet(Iterator[Task]):
         self._fingerprint = hashlib.sha256(first.task_id.encode()).hexdigest()[:16]
 
     def __next__(self) -> Task:
-        """The next task. Ends where the queue is closed; raises `NoTaskYet` where it is open and has none."""
-        closed = self._closed_mark.exists()  # asked before the last look into the file
+        """The next task. Ends if the queue is closed; raises `NoTaskYet` if it is open but empty."""
+        closed = self._closed_mark.exists()  # check this before reading the file for the last time
         searched_to = self._size()
         for task in self._read(self._place, unfinished=closed):
             if task is not None:
@@ -81,7 +81,7 @@ class QueueTaskSet(Iterator[Task]):
         return self
 
     def may_have_more(self) -> bool:
-        """Whether drawing may come to something else than last time; costs two looks at the folder."""
+        """Whether drawing could have a different result than last time; costs two file-system checks."""
         return self._size() != self._searched_to or self._closed_mark.exists()
 
     def in_file(self) -> Iterator[Task]:
@@ -91,11 +91,11 @@ class QueueTaskSet(Iterator[Task]):
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """The first ones of the file, to try and to measure things with."""
+        """The first tasks of the file, for trying environments and measuring speeds."""
         return tuple(itertools.islice(self.in_file(), FIRST_TASKS))
 
     def find(self, task_ids: Container[str]) -> dict[str, Task]:
-        """Those of these ids that were drawn, by id. Reads the file from its beginning."""
+        """The drawn tasks with these ids, by id. Reads the file from its beginning."""
         place = _Place()
         found = {}
         for task in self._read(place, unfinished=True):
@@ -111,7 +111,7 @@ class QueueTaskSet(Iterator[Task]):
             yield task.answer
 
     def record(self, task_id: str, pass_rate: float) -> None:
-        """Nothing follows from it: the order is that of the file."""
+        """Ignored: the order is that of the file."""
 
     @property
     def epoch(self) -> int:
@@ -121,11 +121,11 @@ class QueueTaskSet(Iterator[Task]):
         return {"fingerprint": self.fingerprint(), "place": asdict(self._place)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another run's `state_dict` was. Raises ValueError where the file is another one."""
+        """Continue from a `state_dict`. Raises ValueError if it belongs to another file."""
         if (got := state["fingerprint"]) != (own := self.fingerprint()):
             raise ValueError(f"task.path: the saved position has fingerprint {got}, {self._path} has {own}")
         self._place = _Place(**state["place"])
-        self._size()  # raises where the file has become shorter
+        self._size()  # raises if the file has become shorter
 
     def fingerprint(self) -> str:
         """16 hex digits of the first task: the file may only grow."""
@@ -147,8 +147,8 @@ class QueueTaskSet(Iterator[Task]):
     def _read(self, place: _Place, *, unfinished: bool) -> Iterator[Task | None]:
         """The tasks of the file from `place` on, which moves along: None for rows that `make` leaves out.
 
-        A last line without its end is read where it is said that nothing more comes (`unfinished`): else another
-        program may be in the middle of it.
+        A last line without a line end is read only when nothing more will come (`unfinished`). Otherwise another
+        program may still be writing it.
         """
         if not is_file(self._path):
             return

@@ -48,7 +48,7 @@ def generate_rows(dataset: str | None, *, options: dict[str, Any], size: int, se
 
 
 def _needs_tuples(source: Any) -> bool:
-    """Whether scoring compares tuples, which JSON makes lists (arc_agi, rearc): then the reward turns them back."""
+    """Whether scoring compares tuples, which JSON turns into lists (arc_agi, rearc): the reward converts them back."""
     entry = source[0]
     answer = entry["answer"]
     if answer is None:

@@ -45,7 +45,7 @@ class RowFormat:
         row = self._example(item, where) if self.messages_key is None else self._conversation(item, where)
         for text in row.texts():
             if (character := _no_text(text)) is not None:
-                raise ValueError(f"{where}: the text holds {character!r}, half of a character; write the file as UTF-8")
+                raise ValueError(f"{where}: the text has {character!r}, half of a character; write the file as UTF-8")
         return row
 
     def _example(self, item: dict[str, Any], where: str) -> Row:
@@ -55,7 +55,7 @@ class RowFormat:
             last = question.pop()
             item.setdefault(self.answer_key, last["content"])
             if not question:
-                raise ValueError(f"{where}: {self.prompt_key!r} holds the assistant's turn only; expected a question")
+                raise ValueError(f"{where}: {self.prompt_key!r} has only the assistant's turn; expected a question")
         self._need(item, self.answer_key, "task.answer_key", where)
         answer = item.pop(self.answer_key)
         answer = answer if isinstance(answer, str) else _as_json(answer, f"{where}: {self.answer_key!r}")
@@ -142,7 +142,7 @@ def _as_json(value: Any, where: str) -> str:
 
 
 def _no_text(text: str) -> str | None:
-    """The first half of a surrogate pair that stands alone: Python holds such text, and no file, tokenizer or hash."""
+    """The first unpaired surrogate: Python can hold such text, but no file, tokenizer or hash accepts it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Rows from elsewhere: parquet files, Hugging Face datasets, and generators of the user's own."""
+"""Rows from other sources: parquet files, Hugging Face datasets, and the user's own generators."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .rows import RowFormat
 
 
 def read_parquet(path: str, *, form: RowFormat, limit: int | None) -> list[Row]:
-    """Rows of a .parquet file, or of all below a folder in the order of their names. Raises ValueError in one line."""
+    """Rows of a .parquet file, or of all such files under a folder, ordered by name. Raises a one-line ValueError."""
     _need("pyarrow", "parquet files")
     place = user_path(path)
     files = [place] if is_file(place) else sorted(place.rglob("*.parquet"))
@@ -82,7 +82,7 @@ def _parquet_items(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def as_rows(items: Iterable[tuple[str, Any]], form: RowFormat, limit: int | None) -> list[Row]:
-    """The first `limit` of (where, item) as rows. Raises ValueError where there is none."""
+    """The first `limit` of (where, item) as rows. Raises ValueError if there is none."""
     rows = [form.row(item, where) for where, item in itertools.islice(items, limit)]
     if not rows:
         raise ValueError("task.path: got no rows, expected at least one; check the source and task.limit")

@@ -1,4 +1,4 @@
-"""Rows from a database: what a query over a SQLite file gives, opened for reading only."""
+"""Rows from a database: the result of a query on a SQLite file, opened read-only."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class TaskSet:
     """Iterates tasks epoch after epoch; each epoch has its own order (see `order`), decided when it begins.
 
-    `iter()` yields what is left of the current epoch and then ends; the next `iter()` starts the next epoch. An
-    iterator that was left half-way is continued, never restarted, so no task is drawn twice in an epoch. `forever()`
-    never ends.
+    `iter()` yields the rest of the current epoch and then ends; the next `iter()` starts the next epoch. An iteration
+    that was abandoned half-way is continued, never restarted, so no task is drawn twice in an epoch. `forever()` never
+    ends.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class TaskSet:
             yield from self
 
     def find(self, task_ids: Container[str]) -> dict[str, Task]:
-        """Those of these ids, by id."""
+        """The tasks with these ids, by id."""
         return {task.task_id: task for task in self.tasks if task.task_id in task_ids}
 
     def texts(self) -> Iterator[str]:
@@ -103,7 +103,7 @@ class TaskSet:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict()` was called; refuses a state of other tasks or of another order."""
+        """Continue from where `state_dict()` was called; refuses a state of other tasks or of another order."""
         for key, own in (("fingerprint", self.fingerprint()), ("seed", self._seed)):
             if state[key] != own:
                 raise ValueError(
@@ -179,11 +179,11 @@ def _build(
         for r in _read_rows(task_config, seed)
         if not is_held_out(r.digest, task_config.holdout_frac) and r.digest not in own
     ]
-    if task_config.name in ("reasoning_gym", "python"):  # what is generated may repeat itself
+    if task_config.name in ("reasoning_gym", "python"):  # generated tasks may contain duplicates
         rows = _unique(rows)
     if not rows:
         raise ValueError(
-            f"task: no training task is left with holdout_frac={task_config.holdout_frac} and eval.path={eval_path}; "
+            f"task: no training tasks are left with holdout_frac={task_config.holdout_frac} and eval.path={eval_path}; "
             "hold out less"
         )
     tasks = _to_tasks(rows, task_config)
@@ -194,7 +194,7 @@ def _build(
 
 
 def build_evalset(config: TaskConfig, *, name: str, seed: int, num_tasks: int) -> TaskSet:
-    """The first `num_tasks` rows of a taskset that is only evaluated on, each question once, as its source has them."""
+    """The first `num_tasks` rows of an evaluation-only taskset, each question once, in the source's order."""
     tasks = _to_tasks(_unique(_read_rows(config, seed))[:num_tasks], config)
     tasks = [replace(t, task_id=f"{name}/{t.task_id}", info={**t.info, "taskset": name}) for t in tasks]
     return TaskSet(tasks, seed=seed, order="sequential", name=name)
@@ -247,7 +247,7 @@ def _build_mix(
 
 
 def part_of_mix(config: TaskConfig, name: str) -> tuple[TaskConfig, float]:
-    """(its task section, its weight): what the taskset does not say itself is as in the rest of the section."""
+    """(its task section, its weight): what the taskset does not set itself comes from the rest of the section."""
     own: Mapping[str, Any] = config.mix[name]
     shared = config.model_dump(exclude={"mix", "name", "path", "dataset", "options"})
     return TaskConfig.model_validate({**shared, **{k: v for k, v in own.items() if k != "weight"}}), own.get(
@@ -268,7 +268,7 @@ def _read_rows(config: Any, seed: int) -> list[Row]:
     if config.name == "sql":
         return as_rows(sql_items(str(config.path), str(config.query)), _form(config), config.limit)
     if config.name == "queue":
-        return []  # what comes is trained on; evaluate on eval.path
+        return []  # all tasks of a queue are trained on; evaluate on eval.path
     if config.name == "python":
         size = config.size if config.limit is None else min(config.size, config.limit)
         return read_generator(config.path, options=dict(config.options), size=size, seed=seed, form=_form(config))

@@ -1,4 +1,4 @@
-"""Prompts that are too long, cut at their beginning: questions stand at the end."""
+"""Truncates prompts that are too long at their beginning, because the question usually comes last."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ..types import Message, Task
 
 
 def truncated(task: Task, prompter: Any, max_tokens: int) -> Task | None:
-    """The task with a prompt of at most `max_tokens` tokens; itself where it fits, None where no cut is enough.
+    """The task with a prompt of at most `max_tokens` tokens: unchanged if it fits, None if no cut is enough.
 
-    Cut is the text, or of messages the last user message: system prompts and templates stay whole.
+    The text is cut or, in a list of messages, the last user message. System prompts and templates stay whole.
     """
     excess = len(prompter.encode(task.prompt)) - max_tokens
     if excess <= 0:
@@ -22,7 +22,7 @@ def truncated(task: Task, prompter: Any, max_tokens: int) -> Task | None:
     while cut < len(tokens) - 1:
         cut = min(cut + excess, len(tokens) - 1)
         shorter = replace(task, prompt=rebuilt(prompter.tokenizer.decode(tokens[cut:])))
-        # What is left may be cut into other tokens than before, and be longer by some: then a little more is cut.
+        # The rest may be tokenized differently and become a few tokens longer: then a little more is cut.
         excess = len(prompter.encode(shorter.prompt)) - max_tokens
         if excess <= 0:
             return shorter
@@ -30,7 +30,7 @@ def truncated(task: Task, prompter: Any, max_tokens: int) -> Task | None:
 
 
 def _cuttable(prompt: str | list[Message]) -> tuple[str, Any]:
-    """The text to cut, and how a prompt is made of what is left of it."""
+    """The text to cut, and a function that builds the prompt from what remains."""
     if isinstance(prompt, str):
         return prompt, lambda text: text
     users = [i for i, message in enumerate(prompt) if message["role"] == "user"]

@@ -1,4 +1,4 @@
-"""Whether two models mean the same by a token: one scores what the other has sampled, by token ids."""
+"""Checks that token ids mean the same to two models, because one scores token ids that the other has sampled."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 def check_same_tokens(key: str, path: str, policy_path: str) -> None:
-    """Raise ValueError naming setting `key` where the model at `path` has another token under one of the policy's ids.
+    """Raise ValueError naming setting `key` if the model at `path` has a different token under one of the policy's ids.
 
-    Ids that only one of them has are nobody's contradiction: some models pad their vocabulary. A model that comes
-    without a tokenizer cannot be compared; the trainer still compares how many tokens both know.
+    Ids that only one of them has are not a conflict: some models pad their vocabulary. A model without a tokenizer
+    cannot be compared; the trainer still compares the vocabulary sizes.
     """
     from transformers import AutoTokenizer
 
@@ -27,7 +27,7 @@ def check_same_tokens(key: str, path: str, policy_path: str) -> None:
 
 
 def contradictions(policy: Any, other: Any) -> list[tuple[int, str, str]]:
-    """(id, the policy's token, the other's token) of every id that means something else to each."""
+    """(id, the policy's token, the other model's token) for every id whose tokens differ."""
     own, others = (_tokens_by_id(tokenizer) for tokenizer in (policy, other))
     return [(i, own[i], others[i]) for i in sorted(own.keys() & others.keys()) if own[i] != others[i]]
 

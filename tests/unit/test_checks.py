@@ -58,7 +58,7 @@ def both_say(leeway: Callable[..., Done], folder: Path, *overrides: str) -> str:
     validated = leeway("validate", "mine.yaml", *overrides)
     said = validated.stderr if validated.returncode == 2 else validated.stdout
     assert line in said
-    assert "has what it takes" not in validated.stdout
+    assert "can run it" not in validated.stdout
     assert [p for p in sorted(folder.iterdir()) if p.name != "__pycache__"] == before
     return line
 
@@ -68,7 +68,7 @@ def test_a_config_that_is_right_has_what_it_takes(folder: Path, leeway: Callable
     assert done.returncode == 0, done.stderr
     first, second, third, *rest = done.stdout.splitlines()
     assert (first, second.split(":")[0]) == ("mine.yaml: ok", "this machine")
-    assert third == "  has what it takes: leeway run async_rl --config mine.yaml"
+    assert third == "  can run it: leeway run async_rl --config mine.yaml"
     text = "\n".join(rest)
     assert "max outstanding groups" in text
     assert "memory of a trainer rank" in text
@@ -174,7 +174,7 @@ def test_a_hub_model_that_exists(
     answer: Exception | None, folder: Path, leeway: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models.urllib.request, "build_opener", lambda *_: Hub(answer))
-    assert "has what it takes" in leeway("validate", "mine.yaml", "model.path=org/name").stdout
+    assert "can run it" in leeway("validate", "mine.yaml", "model.path=org/name").stdout
 
 
 def test_the_longest_input_knows_of_stretched_positions() -> None:

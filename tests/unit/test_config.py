@@ -365,7 +365,7 @@ def test_overrides_reach_every_stage_that_does_not_set_the_key(staged: str) -> N
 def test_an_override_means_the_last_stage_that_sets_its_key(staged: str, override: str) -> None:
     warmup, rl = plan_run(staged, "async_rl", [override])
     assert (warmup.config.optimizer.lr, rl.config.optimizer.lr) == (0.1, 0.1)
-    assert rl.notes == ("optimizer.lr=0.1 goes to the stage warmup, and to those that do not set it",)
+    assert rl.notes == ("optimizer.lr=0.1 goes to the stage warmup, and to the stages that do not set it",)
     warmup, rl = plan_run("quickstart", "async_rl", [override])
     assert (warmup.config.optimizer.lr, rl.config.optimizer.lr) == (1e-3, 0.1)
     [note] = rl.notes
@@ -378,7 +378,7 @@ def test_only_stages_that_run_are_meant(staged: str) -> None:
     assert (warmup.config.train.groups_per_step, warmup.config.optimizer.lr) == (32, 0.1)
     warmup, rl = plan_run(staged, "async_rl", ["train.groups_per_step=32"])
     assert (warmup.config.train.groups_per_step, rl.config.train.groups_per_step) == (32, 32)
-    assert rl.notes == ("train.groups_per_step=32 goes to the stage rl, and to those that do not set it",)
+    assert rl.notes == ("train.groups_per_step=32 goes to the stage rl, and to the stages that do not set it",)
 
 
 def test_what_names_its_stage_wins(staged: str) -> None:
@@ -641,7 +641,7 @@ MIX = [
         (["task.name=python", "task.dataset=null", "task.path=no_such_module_x:f"], "task.path: .*no_such_module_x"),
         (["task.order=easy_to_hard"], "task.difficulty_key: got null"),
         (["replay.operators=[filter_rewards]"], "replay.operators: .*did you mean filter_reward"),
-        (["replay.operators=[{dedupe: {}, mask_truncated: {}}]"], "replay.operators: .*one operator each"),
+        (["replay.operators=[{dedupe: {}, mask_truncated: {}}]"], "replay.operators: .*one operator per list item"),
     ],
 )
 def test_settings_of_environments_are_refused_by_their_own_models(overrides: list[str], message: str) -> None:

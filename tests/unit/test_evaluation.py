@@ -162,9 +162,9 @@ def test_tasksets_to_measure_on_have_settings_of_their_own_and_are_not_trained_o
     ("override", "message"),
     [
         ("eval.tasksets={a: {name: jsonl}}", r"eval\.tasksets\.a\.path: got null, expected a value"),
-        ("eval.tasksets={a: {path: x.jsonl}}", r"eval\.tasksets\.a\.name: got null, expected a kind of source"),
+        ("eval.tasksets={a: {path: x.jsonl}}", r"eval\.tasksets\.a\.name: got null, expected a source"),
         ("eval.tasksets={a: {name: jsonl, path: x, sample: 3}}", r"eval\.tasksets\.a\.sample: got an unknown option"),
-        ("eval.tasksets={held_out: {name: jsonl, path: x}}", r"eval\.tasksets\.held_out: .*a name of its own"),
+        ("eval.tasksets={held_out: {name: jsonl, path: x}}", r"eval\.tasksets\.held_out: .*another name"),
         ("eval.samples=4", r"eval\.temperature: got 0, expected more than 0, because eval\.samples is 4"),
         ("eval.k=[1, 8]", r"eval\.k: .*expected numbers up to eval\.samples 1"),
         ("env.by_taskset={a: {reward: boxed}}", r"env\.by_taskset\.a: .*a taskset of task\.mix or eval\.tasksets"),

@@ -226,7 +226,7 @@ def test_questions_of_an_eval_file_leave_the_training_split(tmp_path):
         (task_config(name="reasoning_gym", dataset="chain_sum", options={"min_terms": 9}), "task.options.*max_terms"),
         (task_config(name="csv"), "task.name"),
         (task_config(), "task.path"),
-        (chain_sum(size=20, holdout_frac=1.0), "no training task is left"),
+        (chain_sum(size=20, holdout_frac=1.0), "no training tasks are left"),
     ],
 )
 def test_wrong_input_is_refused_in_one_line(config, message):
