@@ -2,7 +2,8 @@
 
     leeway run async_rl --config quickstart env.name=guess_number:GuessNumber     (started in this folder)
 
-Who does not listen finds it in 3 of 7 games, who does in all. Options come from the config: env.options.tries=2
+A player that ignores the hints wins 3 of 7 games; one that uses them wins all. Options come from the config:
+env.options.tries=2
 """
 
 import re

@@ -1,4 +1,4 @@
-"""An environment of your own, complete: answers that are nearly right earn a little.
+"""A complete custom environment: answers that are nearly right earn a partial reward.
 
     leeway run async_rl --config quickstart env.name=my_env:MyEnv        (started in this folder)
 
@@ -9,7 +9,7 @@ from leeway import Environment, Policy, Task, Trajectory
 
 
 class MyEnv(Environment):
-    """One question, one number. Reward 1 for the right number, less the further off it is, 0 for anything else."""
+    """One question, one number. The right number earns 1, other numbers earn less the further off they are, else 0."""
 
     def __init__(self, partial: float = 0.3) -> None:
         self.partial = partial

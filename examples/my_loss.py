@@ -1,4 +1,4 @@
-"""A policy loss and an advantage of your own, complete.
+"""A complete custom policy loss and advantage.
 
     leeway run async_rl --config quickstart \\
         algorithm.policy_loss=my_loss:my_loss algorithm.advantage=my_loss:my_advantage      (started in this folder)

@@ -1,8 +1,8 @@
-"""A reward of your own, complete: right answers, and among them short ones.
+"""A complete custom reward: it prefers right answers, and among those the short ones.
 
     leeway run async_rl --config quickstart env.reward=my_scorer:short_and_right     (started in this folder)
 
-With weights, each reported by its name:
+Several rewards with weights, each logged under its name:
     leeway run async_rl --config quickstart 'env.rewards={exact_match: 1, my_scorer:brevity: 0.1}'
 """
 

@@ -1,8 +1,8 @@
-"""An agent of your own, written with the official `openai` client, complete.
+"""A complete custom agent, written with the official `openai` client.
 
     leeway run async_rl --config quickstart env.name=openai_agent:Careful     (started in this folder)
 
-It knows nothing of Leeway but an address and a key; its requests become the trajectory that is trained on.
+All it knows about Leeway is an address and a key. Its requests become the trajectory that is trained on.
 """
 
 from typing import Any
@@ -13,11 +13,11 @@ from leeway import AgentEnvironment, Endpoint, Task
 
 
 class Careful(AgentEnvironment):
-    """Answers, reads its own answer once more, and answers for good. Only the last answer pays."""
+    """Answers, reviews its own answer, and gives a final answer. Only the final answer is rewarded."""
 
     def __init__(self):
         super().__init__()
-        self.http = DefaultAsyncHttpxClient()  # one for all: hundreds of agents begin at once, and making one is slow
+        self.http = DefaultAsyncHttpxClient()  # shared: hundreds of agents start at once, and creating one is slow
 
     async def run(self, task: Task, endpoint: Endpoint):
         client = AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, http_client=self.http)

@@ -1,9 +1,9 @@
-"""Preference pairs of the quickstart's task for `leeway run dpo`: the right answer, and one that misses it by little.
+"""Preference pairs from the quickstart's task for `leeway run dpo`: the right answer, and one that is slightly off.
 
     python preference_pairs.py > pairs.jsonl
     leeway run dpo --config dpo.yaml model.path=WEIGHTS
 
-What was measured with them: docs/algorithms.md, "Preference pairs".
+Results: docs/algorithms.md, "Preference pairs".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NEAR_MISSES = (-20, -10, -2, -1, 1, 2, 10, 20)
 
 
 def pairs(count: int, *, seed: int = 0) -> Iterator[dict[str, str]]:
-    """Of `count` two-digit sums and differences, each question once: a line of `task.path` each."""
+    """One line of `task.path` for each of `count` two-digit sums and differences, without duplicate questions."""
     rng = random.Random(seed)
     numbers = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
     tasks = reasoning_gym.create_dataset("chain_sum", size=count, seed=seed, **numbers)
