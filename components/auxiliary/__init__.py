@@ -1,1 +1,1 @@
-"""Models that a run serves beside the policy, for its environments and rewards."""
+"""Models that a run serves in addition to the policy, for its environments and rewards."""

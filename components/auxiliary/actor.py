@@ -1,4 +1,4 @@
-"""A model beside the policy as a Ray actor: a vLLM engine or a classifier, behind an address of its own."""
+"""An auxiliary model as a Ray actor: a vLLM engine or a classifier, served at its own address."""
 
 from __future__ import annotations
 

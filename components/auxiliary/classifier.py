@@ -11,7 +11,7 @@ MAX_BATCH = 32
 
 
 class Classifier:
-    """`classify` gives the probabilities of the classes; of a model with one output that output as it is."""
+    """`classify` returns the class probabilities; for a model with one output, it returns that output unchanged."""
 
     def __init__(self, model_path: str, *, device: str, dtype: str) -> None:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer

@@ -1,4 +1,4 @@
-"""Agents that only speak OpenAI's protocol: an endpoint on loopback serves them the policy and keeps the account."""
+"""Agents that only speak OpenAI's protocol: an endpoint on loopback serves them the policy and records the tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NOT_REPRODUCIBLE = {
     "suffix": None,
     "echo": False,
 }
-"""What a trainer could not reproduce token by token (or is not served), and the value at which it does nothing."""
+"""Parameters that a trainer could not reproduce token by token (or that are not served), with their neutral values."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Endpoint:
 class AgentEnvironment(Environment):
     """Subclass it and write `run`: your agent, which calls the model through any OpenAI client.
 
-    Each of the G trajectories of a group is one call of `run` with an endpoint key of its own. Several requests that
-    continue a conversation become one trajectory, token by token as sampled. Of several conversations all are trained
-    on, with the one reward ("env/conversations" counts them); with `longest_only` the one in which the policy wrote
-    most. The sampling temperature is the run's, whatever a request says. The endpoint listens on 127.0.0.1 and refuses
-    requests without its key.
+    Each of the G trajectories of a group is one call of `run` with its own endpoint key. Several requests that continue
+    a conversation become one trajectory, token by token as sampled. If there are several conversations, all are trained
+    on with the same reward ("env/conversations" counts them); with `longest_only`, only the one in which the policy
+    wrote the most. The sampling temperature is the run's, whatever a request says. The endpoint listens on 127.0.0.1
+    and refuses requests without its key.
     """
 
     longest_only: bool = False
@@ -61,10 +61,10 @@ class AgentEnvironment(Environment):
         self._recorders: dict[str, Recorder] = {}
         self._server: asyncio.Server | None = None
         self._starting = asyncio.Lock()
-        # What a client does before and after each request is milliseconds of this loop. Of hundreds at once the loop
-        # would not come back within the time that clients give a connection (5 s), nor to the engine's tokens.
+        # A client's work before and after each request takes milliseconds of this loop. With hundreds at once, the loop
+        # would be blocked for longer than clients wait for a connection (5 s), and would not serve the engine's tokens.
         self._turnstile = Turnstile()
-        # Agents wait most of the time; asyncio's own pool has a few threads per core only.
+        # Agents wait most of the time, and asyncio's own pool has only a few threads per core.
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="leeway-agent")
 
     @abstractmethod
@@ -107,7 +107,7 @@ class AgentEnvironment(Environment):
         token, _, session = request.headers.get("authorization", "").removeprefix("Bearer ").partition(".")
         recorder = self._recorders.get(session)
         if recorder is None or not hmac.compare_digest(token, self._token):
-            return refusal(401, "expected the key of a rollout that is running", "invalid_api_key")
+            return refusal(401, "expected the key of a running rollout", "invalid_api_key")
         if (request.method, request.path) == ("GET", "/v1/models"):
             return Answer({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "leeway"}]})
         serves = _SERVED.get(request.path) if request.method == "POST" else None
@@ -165,7 +165,7 @@ _SERVED = {"/v1/chat/completions": _chat, "/v1/completions": _complete}
 def _refuse_what_changes_sampling(body: dict[str, Any]) -> None:
     for name, neutral in _NOT_REPRODUCIBLE.items():
         if body.get(name) not in (None, neutral):
-            raise ValueError(f"{name}: got {body[name]!r}; tokens sampled so cannot be trained on; leave it out")
+            raise ValueError(f"{name}: got {body[name]!r}; tokens sampled that way cannot be trained on; leave it out")
 
 
 def _whole(kind: str, content: dict[str, Any], turn: Turn) -> Answer:

@@ -1,4 +1,4 @@
-"""Rewards that read the text only: where the answer stands in it, how it is written, how long it is."""
+"""Rewards that depend only on the text: where the answer is, how it is formatted, how long it is."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ THINK_THEN_ANSWER = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
 def exact_match(task: Task, text: str) -> float:
     """1.0 when the text equals the task's answer, apart from white space at the ends and its amount in between.
 
-    Where the task's answers stand after a mark ("#### 72", `task.answer_after`), so does the text's, if it has that
-    mark.
+    If the task's answers follow a mark ("#### 72", `task.answer_after`), the text's answer is what follows that mark,
+    provided the text contains it.
     """
     mark = task.info.get("answer_after")
     if mark and mark in text:

@@ -1,4 +1,4 @@
-"""Models beside the policy, asked over HTTP as OpenAI's clients do: with deadlines, retries and a limit on requests.
+"""Clients for models other than the policy, over OpenAI's HTTP protocol, with deadlines, retries and a request limit.
 
 Requests run in threads, on the standard library alone. What an environment or a reward sees:
 
@@ -28,7 +28,7 @@ _WORTH_ANOTHER_TRY = {408, 409, 425, 429, 500, 502, 503, 504}
 
 
 class AuxiliaryError(RuntimeError):
-    """A model did not answer, or not with what was asked for; the message names it, its address and the reason."""
+    """A model did not answer, or answered wrongly; the message names the model, its address and the reason."""
 
 
 class AuxiliaryClient:
@@ -42,7 +42,7 @@ class AuxiliaryClient:
         host = parts.netloc.rpartition("@")[2]
         self._url = urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", ""))
         key = parts.password or (os.environ.get(settings.key_variable) if settings.key_variable else None)
-        # A model of the run's own, or of this machine, is next door: no proxy knows the way there.
+        # A model served by the run or by this machine is local and must not go through a proxy.
         is_near = parts.password is not None or parts.hostname in ("localhost", "127.0.0.1", "::1")
         self._open = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_near else [])).open
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
@@ -57,7 +57,7 @@ class AuxiliaryClient:
         return self._read(answer, lambda a: a["choices"][0]["message"]["content"] or "")
 
     async def complete(self, prompt: str, **sampling: Any) -> str:
-        """How bare text goes on."""
+        """The continuation of bare text."""
         return self._read(
             await self._ask("completions", {"prompt": prompt, **sampling}), lambda a: a["choices"][0]["text"]
         )
@@ -85,7 +85,7 @@ class AuxiliaryClient:
         for attempt in range(s.retries + 1):
             if attempt:
                 wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2 ** (attempt - 1))
-                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))  # many fail at once: they come back apart
+                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))  # many fail at once: spread out their retries
             try:
                 async with self._room, asyncio.timeout(s.timeout_s):
                     return await asyncio.get_running_loop().run_in_executor(self._threads, self._request, url, body)

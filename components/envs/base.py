@@ -24,7 +24,7 @@ class Policy(Protocol):
     """Turns text into tokens and back: `encode`, `encode_plain`, `encode_next_turn`, `decode`, `stop_token_ids`."""
 
     max_model_len: int
-    """Longest prompt and response together, in tokens; `generate` raises for a prompt that leaves no room."""
+    """Maximum length of prompt plus response, in tokens; `generate` raises for a prompt that leaves no room."""
 
     def encode(self, prompt: str | list[Message]) -> list[int]:
         """Token ids of a prompt, ready for the assistant to continue."""
@@ -62,9 +62,9 @@ async def all_or_none(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def ended_by_own_code(error: BaseException) -> bool:
-    """Whether `error`, caught in a task, is the doing of the code that ran there.
+    """Whether `error`, caught in a task, was caused by the code that ran there.
 
-    Not so a CancelledError that somebody asked this task for, nor the GeneratorExit of a coroutine that is thrown away.
+    Not caused by it: a CancelledError that was requested for this task, and the GeneratorExit of a discarded coroutine.
     """
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
@@ -103,6 +103,6 @@ class Environment(ABC):
         write yourself get loss_mask False, logprob 0.0 and version NO_VERSION.
 
         Put numbers worth plotting into `metrics`, and report {"exact_match": 0.0 or 1.0} beside a reward that pays in
-        part. An exception makes the group fail; it is tried again `rollout.retries` times. Never block: await, or use
+        part. An exception makes the group fail; it is retried `rollout.retries` times. Never block: await, or use
         asyncio.to_thread.
         """

@@ -1,4 +1,4 @@
-"""Several environments side by side: each task goes to the one of its taskset."""
+"""Several environments in one run: each task goes to the environment of its taskset."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 def calculate(expression: str) -> int | float:
     """The value of an expression such as "3 * (4 + 5) ** 2 / sqrt(16)". Raises ValueError for anything else."""
     if len(expression) > MAX_CHARS:
-        raise ValueError(f"{len(expression)} characters; at most {MAX_CHARS} are calculated")
+        raise ValueError(f"{len(expression)} characters; at most {MAX_CHARS} are allowed")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
         return _value(tree.body)

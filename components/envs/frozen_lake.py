@@ -16,7 +16,7 @@ _RULES = "P is you, G the goal, O a hole, . is ice. Reach G without falling into
 class FrozenLake(StepEnvironment):
     """The lake follows from the task's id, and always has a way to the goal.
 
-    A turn's move is the last word of it that is one; a turn without a move stays where it is. Metrics: {"exact_match"}
+    A turn's move is its last word that names a move; a turn without a move stays in place. Metrics: {"exact_match"}
     (1.0 at the goal), "env/illegal" (turns without a move).
     """
 

@@ -42,7 +42,7 @@ def import_user_object(name: str, *, key: str, expected: str) -> Any:
 
 
 def _place_of(error: BaseException, module_name: str) -> str:
-    """The file of a module that cannot be imported, with the line at fault where that is in it."""
+    """The file of a module that cannot be imported, with the faulty line if that is in the file."""
     file = _file_of(module_name)
     if isinstance(error, SyntaxError) and error.filename == file:
         return f"{file}:{error.lineno}"

@@ -1,4 +1,4 @@
-"""Rewards that other models give: a judge's mark, a rubric's share, a reward model's score."""
+"""Rewards computed by other models: a judge's mark, a rubric's share, a reward model's score."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ async def rubric(
 ) -> float:
     """The share, by weight, of the criteria that the text meets: each is one question to the judge, all at a time.
 
-    Criteria are texts, or texts with weights: those of the task's row under `key`, else `criteria`. A negative weight
-    is a fault: what it takes away, the least is 0. An answer that is neither yes nor no counts as not met.
+    Criteria are texts, or texts with weights, taken from the task's row under `key`, else from `criteria`. A negative
+    weight marks a fault and is subtracted; the result is never below 0. An answer other than yes or no means not met.
     """
     found: Any = task.info.get(key, criteria)
     if not found:
@@ -112,6 +112,6 @@ def _user(text: str) -> list[dict[str, str]]:
 
 
 def _filled(template: str, **values: str) -> str:
-    """All at once: what is filled in may hold braces, and names in braces, itself."""
+    """Replace all names in one pass, because the inserted texts may contain braces, and names in braces, themselves."""
     names = "|".join(values)
     return re.sub(rf"\{{({names})\}}", lambda found: values[found[1]], template)

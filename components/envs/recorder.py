@@ -1,4 +1,4 @@
-"""What an agent's requests were, as conversations: turns that continue one are merged, token by token."""
+"""Records an agent's requests as conversations: turns that continue a conversation are merged, token by token."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class Turn:
 class Recorder:
     """The requests of one agent in one rollout.
 
-    A request whose messages begin with those of an earlier one and the answer to it goes on with that one's tokens:
-    what was sampled stays as it was sampled. So does a bare completion whose text (or tokens) begins with an earlier
-    one's and its answer. Any other begins a conversation of its own.
+    If a request's messages begin with those of an earlier request and its answer, it continues from that request's
+    tokens: sampled tokens are never changed. The same holds for a bare completion whose text (or tokens) begins with an
+    earlier one's and its answer. Any other request starts a new conversation.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -61,7 +61,7 @@ class Recorder:
         known = [c for c in self._conversations if isinstance(c.seen, list) and _continues(c.seen, seen)]
         if known:
             found = max(known, key=lambda c: len(c.seen))
-            # Worked on as a copy: a request that is broken off and sent again finds the conversation as it was.
+            # Work on a copy, so that a request that is aborted and sent again finds the conversation unchanged.
             transcript = found.transcript.copy()
             self._observe(transcript, _rendered(messages[len(found.seen) :]))
         else:
@@ -73,9 +73,9 @@ class Recorder:
         return turn
 
     async def complete(self, prompt: Prompt, *, max_tokens: int | None) -> Turn:
-        """One bare completion of text or token ids; what stands after an earlier one's text or tokens goes on there.
+        """One bare completion of text or token ids; a prompt that extends an earlier one's text or tokens continues it.
 
-        The same text again goes on only where it was cut off: an answer that ended has no continuation of its own.
+        The same text again continues only an answer that was cut off; a finished answer has no continuation.
         """
         known = [(c, rest) for c in self._conversations if (rest := self._rest(c, prompt)) is not None]
         if known:
@@ -93,7 +93,7 @@ class Recorder:
         return turn
 
     def _rest(self, conversation: _Conversation, prompt: Prompt) -> Prompt | None:
-        """What `prompt` adds to a conversation; None where it is no continuation of it."""
+        """What `prompt` adds to a conversation; None if it does not continue it."""
         if isinstance(conversation.seen, list):
             return None
         before: Any = conversation.seen if isinstance(prompt, str) else conversation.transcript.tokens
@@ -128,7 +128,7 @@ class Recorder:
         Raises ValueError where there is none.
         """
         if not self._conversations:
-            raise ValueError("the agent made no request that was answered; expected at least one")
+            raise ValueError("no request of the agent was answered; expected at least one")
         longest = max(self._conversations, key=lambda c: c.num_sampled)
         rest = [] if longest_only else [c for c in self._conversations if c is not longest]
         counts = {"env/requests": float(self.num_requests), "env/conversations": float(len(self._conversations))}

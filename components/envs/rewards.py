@@ -23,7 +23,7 @@ AnyReward = Callable[..., float | Awaitable[float]]
 """(task, text) -> number, sync or async; a parameter named `completion` is given the Completion too."""
 
 MAX_CHECKED_CHARS = 8000
-"""So many last characters of a completion are searched for an answer: it stands at the end, and search takes time."""
+"""How many characters at the end of a completion are searched for an answer, because searching takes time."""
 
 _math_pool = ScorerPool("math_verify")
 _reasoning_gym_pool = ScorerPool("reasoning_gym")
@@ -122,7 +122,7 @@ def _parameters(reward: Any) -> Mapping[str, Any]:
 
 
 def _check_call(reward: Any, name: str, options: dict[str, Any], key: str) -> None:
-    """A reward is called (task, text[, completion], **options): said now, not after the first rollout."""
+    """Check now, not after the first rollout, that a reward can be called as (task, text[, completion], **options)."""
     try:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):  # some built-in functions have none

@@ -1,4 +1,4 @@
-"""Running a program that nobody has read: in namespaces of its own, without network, within limits."""
+"""Runs an untrusted program in its own namespaces, without network, within limits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Finished:
 
 
 class NoSandboxError(RuntimeError):
-    """This system does not let a program be locked in; the message says what is missing."""
+    """This system cannot sandbox a program; the message says what is missing."""
 
 
 def run_sandboxed(program: str, *, then: str = "", stdin: str = "", limits: Limits | None = None) -> Finished:
@@ -81,7 +81,7 @@ def run_sandboxed(program: str, *, then: str = "", stdin: str = "", limits: Limi
 
 @functools.cache
 def why_not() -> str | None:
-    """Why programs cannot be locked in on this system; None where they can."""
+    """Why programs cannot be sandboxed on this system; None if they can."""
     try:
         done = run_sandboxed("import math", limits=Limits(timeout_s=20.0))
     except NoSandboxError as error:

@@ -54,7 +54,7 @@ def main(folder: str) -> None:
     except NoSandbox as missing:
         print(f"no sandbox: {missing}", file=verdict, flush=True)
         return
-    # Who started this process takes all of it along; set now, because a change of rights unsets it.
+    # If the parent dies, this process dies too. Set it now, because a change of privileges resets it.
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     first = os.fork()
     if first == 0:  # process 1 of its namespace: when it ends, the kernel kills all others there
@@ -89,7 +89,7 @@ def be_first_process(job: dict, folder: str, uid: int, verdict: io.TextIOWrapper
         report = os.read(report_in, 4096).decode(errors="replace")
     except BlockingIOError:
         report = ""
-    print(report or "the program was killed (memory, CPU time) or left early", file=verdict, flush=True)
+    print(report or "the program was killed (memory, CPU time) or exited early", file=verdict, flush=True)
 
 
 def lock_in() -> int:

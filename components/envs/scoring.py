@@ -101,7 +101,7 @@ async def _value(reward: AnyReward, task: Task, text: str, completion: Completio
 
 
 def _exact_match(rewards: Iterable[AnyReward], values: Iterable[float]) -> dict[str, float]:
-    """Whether any of the rewards that know it says that the answer is right."""
+    """Whether any of the rewards that can tell says that the answer is right."""
     right = [value >= 1.0 for reward, value in zip(rewards, values, strict=True) if says_right(reward)]
     return {"exact_match": float(any(right))} if right else {}
 

@@ -52,7 +52,7 @@ class StepEnvironment(Environment):
         return str(observation)
 
     async def close(self) -> None:
-        """Called once at the end of every conversation, also when it failed or took too long."""
+        """Called once at the end of every conversation, even if it failed or took too long."""
 
     async def rollout(self, task: Task, policy: Policy) -> list[Trajectory]:
         """G conversations at the same time; metrics: {"env/turns"} and the numbers of `info`."""

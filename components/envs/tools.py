@@ -31,7 +31,7 @@ _TYPES: dict[str, Any] = {
 
 
 class ToolError(ValueError):
-    """A call that cannot be done; its text is what the policy is told."""
+    """A call that cannot be carried out; its message is shown to the policy."""
 
 
 class Tool(Protocol):
@@ -46,7 +46,7 @@ class Tool(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """A call as the policy wrote it; `error` says why it is none."""
+    """A call as the policy wrote it; `error` says why it is invalid."""
 
     name: str
     arguments: dict[str, Any]
@@ -129,7 +129,7 @@ def describe(tools: dict[str, Tool]) -> str:
 
 
 def describe_schemas(schemas: Sequence[dict[str, Any]]) -> str:
-    """The same for tools that somebody else runs."""
+    """The same for tools that run elsewhere."""
     return (
         "You may call these tools:\n"
         + "\n".join(map(json.dumps, schemas))
@@ -190,7 +190,7 @@ class _Described:
 
 
 async def run_call(call: Call, tools: dict[str, Tool]) -> str:
-    """The result of a call as text. Raises ToolError with what the policy is to be told."""
+    """The result of a call as text. Raises ToolError with a message for the policy."""
     if call.error is not None:
         raise ToolError(call.error)
     tool = tools.get(call.name)

@@ -76,9 +76,9 @@ class TorchRLEnv(StepEnvironment):
         messages = _messages(after["history"].prompt)
         before, known, self._messages = self._messages, len(self._messages), messages
         if messages[:known] != before:
-            raise ValueError("the ChatEnv took messages out of its history; expected it to append only")
+            raise ValueError("the ChatEnv removed messages from its history; expected it only to append")
         if not done and len(messages) == known:
-            raise ValueError("the ChatEnv is not done and has said nothing; expected new messages in its history")
+            raise ValueError("the ChatEnv is not done but added no message; expected new messages in its history")
         return messages[known:] or None, reward, done, {}
 
     def _text(self, state: Any) -> str:

@@ -1,4 +1,4 @@
-"""One conversation, token by token: what the policy sampled is kept as it came, what others wrote is masked."""
+"""One conversation, token by token: sampled tokens are kept unchanged, everything else is masked."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Transcript:
         return len(self._response)
 
     def copy(self) -> Transcript:
-        """Another one that begins the same."""
+        """A copy that can be continued independently."""
         other = copy.copy(self)
         for name in ("_response", "_mask", "_logprobs", "_versions", "_messages"):
             value = getattr(self, name)

@@ -1,4 +1,4 @@
-"""One at a time: hundreds of coroutines that become ready together are let go in turn, and others run in between."""
+"""Releases coroutines one at a time: when hundreds become ready together, other work runs in between."""
 
 from __future__ import annotations
 

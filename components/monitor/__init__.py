@@ -1,4 +1,4 @@
-"""What a run says about itself: metrics, progress, rollouts, a summary and one picture.
+"""What a run reports: metrics, progress, rollouts, a summary and one picture.
 
 `build_monitor` wires the sinks a config asks for; `Monitor` is what the driver calls. `leeway.monitor.curves`
 (matplotlib) and the sinks of other packages are imported only when used, so that importing this package stays cheap.

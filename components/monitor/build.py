@@ -37,7 +37,7 @@ def build_monitor(
 
     `config_dict` is the resolved config (shown by wandb; its `project` names the wandb project), `total_steps` the
     length of the progress bar (None: unknown), `title` what the console and wandb call this run or stage.
-    `resumed_at` is the step that the run goes on from: the record up to it is continued. Raises MonitorError before any
+    `resumed_at` is the step that the run resumes from: the record up to it is continued. Raises MonitorError before any
     file is written when a sink that is switched on cannot work here.
     """
     check_sinks(monitor_config)

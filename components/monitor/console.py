@@ -20,8 +20,8 @@ BALANCED_BELOW_FRAC = 0.05
 class ConsoleSink(Sink):
     """ "live": a bar and one status line that redraw in place; "plain": the same words as one line every few seconds.
 
-    "auto" is live on a terminal and plain elsewhere (files, CI). Both begin with the first step, and say at the end how
-    far the run came. `step`: the one that the run goes on from.
+    "auto" is live on a terminal and plain elsewhere (files, CI). Both start with the first step, and report at the end
+    how far the run got. `step`: the step that the run resumes from.
     """
 
     name = "console"
@@ -92,7 +92,7 @@ class _LiveView:
             expand=True,
         )
         self._task = self._progress.add_task(title, total=total_steps)
-        # stderr is not its business: what libraries write there is kept off the terminal.
+        # Leave stderr alone: what libraries write there is kept off the terminal.
         self._live = Live(self._render(""), console=console, refresh_per_second=4, redirect_stderr=False)
         self._live.start()
 

@@ -20,9 +20,9 @@ from .sink import Record, Sink
 class JsonlSink(Sink):
     """Appends one line per record and flushes it, so that a killed run keeps every line that was logged.
 
-    `resumed_at`: the step that this run goes on from. The rows up to it stay and are written on, so that a run has one
-    record however often it was stopped. What an earlier run left beyond it is set aside as metrics-1.jsonl (-2, ...):
-    those steps are trained again. None: a run from the start, which sets all of it aside.
+    `resumed_at`: the step that this run resumes from. The rows up to it stay and new rows are appended, so a run has
+    one record however often it was stopped. Later rows are moved to metrics-1.jsonl (-2, ...), because those steps are
+    trained again. None: a run from the start, which moves all old rows.
     """
 
     name = "metrics.jsonl"

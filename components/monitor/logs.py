@@ -29,9 +29,9 @@ def log_to_file(path: Path, level: str) -> None:
 
 @contextmanager
 def others_to_file(path: Path) -> Iterator[None]:
-    """Inside of it, what this process's libraries write to stderr goes to `path`; Leeway's own warnings go to stdout.
+    """Within this context, libraries' stderr output goes to `path`, and Leeway's own warnings go to stdout.
 
-    The terminal is the run's. Nothing is left of the file where nothing was written.
+    The terminal is reserved for the run's output. The file is removed if nothing was written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     sys.stderr.flush()
@@ -56,7 +56,7 @@ def others_to_file(path: Path) -> Iterator[None]:
 
 
 def last_error(path: Path, *, but: str) -> str | None:
-    """The last line of a log that names an exception and what it said; lines with `but` in them are passed over."""
+    """The last line of a log that names an exception and its message; lines that contain `but` are skipped."""
     if not path.exists():
         return None
     for line in reversed(path.read_text(errors="replace").splitlines()):

@@ -1,4 +1,4 @@
-"""summary.json: what a run came to, in one file that is either complete or absent."""
+"""summary.json: the outcome of a run, in one file that is either complete or absent."""
 
 from __future__ import annotations
 

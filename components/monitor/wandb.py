@@ -17,8 +17,8 @@ class WandbSink(Sink):
     """One wandb run whose charts have the optimizer step as their x axis.
 
     The step is logged as a metric of its own rather than as wandb's `step`: wandb drops rows whose step is older than
-    the last one, and parts report the same step at different moments. `goes_on`: the run of an earlier part of this one
-    is continued; steps that are trained again are there twice.
+    the last one, and parts report the same step at different moments. `goes_on`: continue the wandb run of an earlier
+    part of this run; steps that are trained again appear twice.
     """
 
     name = "wandb"

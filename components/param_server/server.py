@@ -11,8 +11,8 @@ from ..weights import Publication
 class ParameterServer:
     """Pull-based, so a collector may join, leave or die at any time.
 
-    The newest `keep` versions are kept: whoever is in the middle of a pull holds references of its own, and the memory
-    of an older version goes when the last of them does.
+    The newest `keep` versions are kept. A collector in the middle of a pull holds its own references, so the memory of
+    an older version is freed when the last reference is dropped.
     """
 
     def __init__(self, *, keep: int = 1) -> None:

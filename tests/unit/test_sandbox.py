@@ -63,7 +63,7 @@ def test_a_program_that_is_right_finishes():
         ("import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0", "AssertionError"),
         ("import os; os.kill(os.getppid(), 9)", "PermissionError"),
         ("import os; os.setuid(0)", "PermissionError"),
-        ("import os; os._exit(0)", "killed .* or left early"),
+        ("import os; os._exit(0)", "killed .* or exited early"),
         ("import os, sys; os.write(2, b'finished'); sys.exit(1)", "SystemExit: 1"),
         ("def f(", "SyntaxError"),
         ("(" * 10**5, "Error"),
