@@ -205,8 +205,10 @@ def is_right(part: str, act: str, phase: str, code: int, last_line: str) -> bool
     if part == "nothing":
         return code == 0
     if phase == "interrupt" or act == "term":
-        # What is said last is how to go on, or why there is nothing to go on from.
-        return code == 143 and any(word in last_line for word in ("interrupted", "go on", "nothing is saved"))
+        # The last line says how to resume, or why there is nothing to resume from.
+        return code == 143 and any(
+            word in last_line for word in ("interrupted", "resume with", "no checkpoint to resume")
+        )
     if part == "driver":
         return code == -signal.SIGKILL
     named = any(f" {name}" in last_line for name in RIGHT.get(part, (part,)))

@@ -42,7 +42,7 @@ from leeway.weights import Publication
 
 T = TypeVar("T")
 LAST_REPORTS_S = 30.0
-"""How long an interrupted run waits for what its last steps did to be written down."""
+"""How long an interrupted run waits for the metrics of its last steps to be written."""
 
 
 async def run(context: StageContext) -> StageResult:
@@ -79,7 +79,7 @@ class EvalPoint:
 
 
 class AsyncRL:
-    """One run. `launcher` holds the parts: started by the first run that is given it, and begun again by the next."""
+    """One run. `launcher` holds the parts: the first run that gets it starts them, and each later run resets them."""
 
     def __init__(self, context: StageContext, launcher: Launcher, *, speeds: Speeds | None = None) -> None:
         self._context = context
@@ -146,9 +146,9 @@ class AsyncRL:
             self._monitor.close(self._status)
 
     async def _save_interrupted(self) -> None:
-        """The ranks finish the step that they are in, all of them, then save. What they did is logged to the end."""
+        """All ranks finish the step that they are in, then save. Everything they did is logged."""
         if self._stepping is not None:
-            # Whether or not it comes to something, as long as the ranks live and run.
+            # Save even if this fails, as long as the ranks are alive.
             await self._wait(asyncio.wait({self._stepping}), "trainer")
         await self._checkpoints.at_end(interrupted=True)
         if self._reporting is None or self._reporting.done():
@@ -195,7 +195,7 @@ class AsyncRL:
         return self._result(evals, str(folder) if folder else None, wall_s=time.monotonic() - started, rl_s=rl_s)
 
     async def _collect_and_train(self, speeds: Speeds) -> None:
-        """Start the collectors' loops and the reports, train to the end, and see all of them end."""
+        """Start the collectors' loops and the reports, train to the end, and wait for all of them to end."""
         collecting = [
             self._supervisor.watch(f"generator-{i}", c.collect.remote()) for i, c in enumerate(self._parts.collectors)
         ]
@@ -207,7 +207,7 @@ class AsyncRL:
         await self._wait(asyncio.gather(*collecting), "generators finishing")
 
     async def _launch(self) -> None:
-        """Everything starts beside everything else; engines take longest."""
+        """Start everything concurrently; engines take longest."""
         canary = canary_prompts(self._config, self._prompter, self._train_tasks.tasks)
         if self._parts.buffer is not None:
             assert self._resumed is None, "a study's runs all begin at the start"
@@ -258,7 +258,7 @@ class AsyncRL:
                 if publish:
                     with clock.waiting("wait_for_publish"):
                         await self._finish_publishing()
-                    # Asked for before the next step is: what that one publishes takes the place of what nobody claimed.
+                    # Requested before the next step, because that step's publication replaces an unclaimed one.
                     publication = self._parts.trainers[0].publication.remote()
                     self._publishing = asyncio.create_task(self._hand_out(self._version, publication))
                     self._supervisor.watch("publishing", self._publishing)
@@ -278,14 +278,14 @@ class AsyncRL:
 
     def _ask_for_take(self) -> asyncio.Future[TakeRefs | None]:
         upcoming = asyncio.ensure_future(awaited(self._parts.buffer.take.remote(self._timeout_s)))
-        # Whoever waits for it hears of its failure; at an ending nobody does.
+        # Whoever awaits it gets its exception; when the run is ending, nobody does.
         upcoming.add_done_callback(lambda call: None if call.cancelled() else call.exception())
         return upcoming
 
     async def _next_take(self, upcoming: asyncio.Future[TakeRefs | None]) -> TakeRefs | None:
-        """Waits as long as the buffer's groups move: it ends a standstill by itself, and says who held it up.
+        """Waits as long as the buffer's groups make progress: the buffer itself ends a standstill, and names the cause.
 
-        A buffer that says nothing at all is noticed here.
+        A buffer that does not respond at all is detected here.
         """
         while not upcoming.done():
             half_s = self._timeout_s / 2
@@ -295,7 +295,7 @@ class AsyncRL:
         return await self._wait(upcoming, "replay")
 
     async def _audit(self, take: TakeRefs) -> dict[str, float]:
-        """Where it is due: the take's tokens of every older version, scored again under exactly those weights."""
+        """If an audit is due: score the take's tokens of every older version again, under exactly those weights."""
         audits = []
         for publication in self._kept.due(self._version):
             calls = [
@@ -314,7 +314,7 @@ class AsyncRL:
         }
 
     async def _begin_take(self, take: TakeRefs) -> dict[str, float]:
-        """Later steps of a take compare with the weights that took it: score it now, once, where that is asked for."""
+        """Later steps of a take compare with the weights at its start: score it now, once, if that is configured."""
         if not (self._numbers.scores_proximal or self._numbers.has_critic) or len(take.batches) == 1:
             return {}
         calls = [
@@ -341,7 +341,7 @@ class AsyncRL:
         await self._hand_out(self._version, self._parts.trainers[0].publication.remote())
 
     async def _hand_out(self, version: int, upload: Awaitable[Publication]) -> None:
-        """Make what rank 0 uploads of `version` available, and let more groups start. Runs beside the next step."""
+        """Make rank 0's upload of `version` available, and let more groups start. Runs beside the next step."""
         started = time.monotonic()
         publication = await self._wait(upload, "trainer-0")
         assert publication.manifest.policy_version == version, "the trainer and the driver count steps differently"
@@ -366,9 +366,9 @@ class AsyncRL:
         await self._evaluate()
 
     async def _evaluate(self) -> dict[str, Any]:
-        """The current version on every taskset to measure on; an empty dict where there is none.
+        """Evaluate the current version on every evaluation taskset; an empty dict if there is none.
 
-        Flat are the numbers of the first (the held-out tasks); those of the others stand under "tasksets".
+        The first taskset's numbers (the held-out tasks) are at the top level; the others' are under "tasksets".
         """
         if not self._evalsets:
             return {}

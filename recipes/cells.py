@@ -1,4 +1,4 @@
-"""Runs of async_rl one after the other, for studies: engines and trainer ranks stay up between them.
+"""Runs of async_rl in sequence, for studies: engines and trainer ranks stay up between them.
 
 Each run hands out the weights of its own `model.path` as version 0, and no engine serves before it has proven them.
 """
@@ -35,9 +35,9 @@ async def run_cells(
     cells: Sequence[Run],
     finished: Callable[[Run, StageResult, Sequence[EvalPoint], Path], None],
 ) -> dict[str, Any]:
-    """Run all `cells`, each in its folder under `runs/`; `finished` hears of each. Returns the parts' processes.
+    """Run all `cells`, each in its own folder under `runs/`; call `finished` after each. Returns the parts' processes.
 
-    The engine is started as the first one asks; speeds are measured once.
+    The engine is started with the first cell's settings; speeds are measured once.
     """
     launcher = Launcher(cells[0].config, "async_rl", run_dir=context.dir, supervisor=Supervisor(context.watch))
     speeds: Speeds | None = None

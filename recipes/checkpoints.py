@@ -1,13 +1,13 @@
-"""Checkpoints of a stage, each whole or not there.
+"""Checkpoints of a stage, each either complete or absent.
 
-    checkpoints/step-000050/dcp/          to go on from: weights, optimizer, generator (`trainer.checkpoint`)
+    checkpoints/step-000050/dcp/          to resume from: weights, optimizer, generator (`trainer.checkpoint`)
     checkpoints/step-000050/hf/           for transformers and vLLM
-    checkpoints/step-000050/state.json    policy version, the settings that a successor must share, position in the data
+    checkpoints/step-000050/state.json    policy version, the settings that a resumed run must share, data position
     checkpoints/latest.json               the newest one, written last
 
-A checkpoint is written to step-000050.*.partial and renamed when everything in it is on disk: whatever dies in between,
-the checkpoints before it stay as they were, and a half-written one never has a name that anybody looks for. What is
-added to one later (weights for others at a run's end) is renamed into it, so that it is whole at every moment.
+A checkpoint is written to step-000050.*.partial and renamed when everything in it is on disk. If a process dies in
+between, earlier checkpoints are unchanged, and the half-written one has a name that is never looked up. Files added
+later (exported weights at the end of a run) are also moved in by a rename, so a checkpoint is complete at all times.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from leeway.trainer.checkpoint import CheckpointError, read_state
 from leeway.trainer.durable import sync, write_durably
 
 STATE_FILE = "state.json"
-# What may differ between a run and the one that goes on from it: where it runs and what it reports, not what it learns.
+# Settings that may change when a run is resumed: where it runs and what it reports, not what it learns.
 # The weights come from the checkpoint, which knows their shapes itself, so the model's own folder may have moved.
 FREE = {"name", "project", "output_dir", "cluster", "monitor", "log", "checkpoint", "eval", "stages"}
 FREE_KEYS = {"train.steps", "train.epochs", "train.num_ranks", "train.max_tokens_per_microbatch", "train.packing"} | {
@@ -55,9 +55,9 @@ class Checkpoints:
     """Saves through all trainer ranks (a collective), points `latest.json` at the result, then removes old ones.
 
     Training goes on while files are written; one save is under way at most. One that fails ends the run, by name, at
-    the next thing that the run waits for. `config` is kept with each checkpoint. `position(policy_version)` says where
-    in the data a run of that version stands, as JSON-able data; None: it is in the middle of a batch, and nobody can go
-    on from there. `resumed`: the checkpoint that this run goes on from.
+    the next thing that the run waits for. `config` is kept with each checkpoint. `position(policy_version)` returns the
+    position in the data at that version, as JSON-able data; None: it is in the middle of a batch, from where no run can
+    be resumed. `resumed`: the checkpoint that this run was resumed from.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Checkpoints:
         self._trainers = trainers
         self._supervisor = supervisor
         self._position = position
-        self._own = set() if resumed is None else {resumed.resolve()}  # what is whole: by this run, or checked by it
+        self._own = set() if resumed is None else {resumed.resolve()}  # complete ones: written or checked by this run
         self._last_step = step_of(resumed) if resumed is not None else 0
         self._writing: asyncio.Future[None] | None = None
         self._metrics: dict[str, float] = {}
@@ -86,9 +86,9 @@ class Checkpoints:
             shutil.rmtree(left_over, ignore_errors=True)
 
     async def after_step(self, step: int) -> dict[str, float]:
-        """Begin to save where `checkpoint.every` says so: once per so many steps, at the first opportunity.
+        """Begin a save if `checkpoint.every` steps have passed since the last one.
 
-        Returns what is to be logged of saving: of the checkpoint that was begun, and of the last one that is done.
+        Returns metrics to log: of the checkpoint that was begun, and of the last one that was finished.
         """
         every = self._settings.every
         if every and step // every > self._last_step // every:
@@ -98,10 +98,10 @@ class Checkpoints:
         return metrics
 
     async def at_end(self, *, interrupted: bool = False) -> Path | None:
-        """The last weights (unless `checkpoint.save_hf` is never) and the state to go on from (unless
-        `checkpoint.save_state` is; interrupted runs always leave it).
+        """Save the last weights (unless `checkpoint.save_hf` is never) and the state to resume from (unless
+        `checkpoint.save_state` is never; interrupted runs always save it).
 
-        Returns the Hugging Face folder if there is one, when everything is on disk.
+        Returns the Hugging Face folder, if there is one, once everything is on disk.
         """
         hf, state = self._settings.save_hf != "never", interrupted or self._settings.save_state != "never"
         folder = await self._begin(hf=hf, state=state) if hf or state else None
@@ -109,7 +109,7 @@ class Checkpoints:
         return folder / "hf" if folder is not None and hf else None
 
     async def _begin(self, *, hf: bool, state: bool) -> Path | None:
-        """Copy out what the ranks hold; returns the folder that it will be in.
+        """Copy the ranks' state; returns the folder that it will be in.
 
         They are asked for the step, because an interrupt may come in the middle of one. An interrupt that comes while
         they copy ends this wait and not the save: `_finish` waits for it.
@@ -118,7 +118,7 @@ class Checkpoints:
         step = await self._wait(self._trainers[0].policy_version.remote(), "trainer-0")
         folder = self._directory / f"step-{step:06d}"
         if folder.exists() and folder.resolve() not in self._own:
-            discard(folder)  # damaged: the run passed it over, and has now come as far again
+            discard(folder)  # damaged: the run skipped it when it resumed, and has now reached the same step again
         hf, state = (wanted and not (folder / name).exists() for name, wanted in (("hf", hf), ("dcp", state)))
         about: dict[str, Any] = {"policy_version": step, "base_model": self._base_model, "config": self._config}
         if self._position is not None and state:
@@ -126,7 +126,7 @@ class Checkpoints:
             state = about["position"] is not None
         if not hf and not state:
             return folder
-        # A name of its own: what a run before this one left running may still write into a folder that it made.
+        # A unique name: a process left over from an earlier run may still write into its own folder.
         partial = self._directory / f"{folder.name}.{secrets.token_hex(4)}.partial"
         partial.mkdir(parents=True)
         copied = asyncio.Event()
@@ -145,7 +145,7 @@ class Checkpoints:
     async def _save(
         self, partial: Path, folder: Path, about: dict[str, Any], *, hf: bool, state: bool, copied: asyncio.Event
     ) -> None:
-        """All ranks copy (then `copied` is set) and write; then it gets its name, and only then others are removed."""
+        """All ranks copy (then `copied` is set) and write. Then the folder is renamed; only then are others removed."""
         folders = [str(partial / name) if wanted else None for name, wanted in (("dcp", state), ("hf", hf))]
         try:
             held_up = await together(t.begin_save.remote(*folders) for t in self._trainers)
@@ -153,7 +153,7 @@ class Checkpoints:
             copied.set()
             written = await together(t.finish_save.remote() for t in self._trainers)
             self._metrics["checkpoint/write_s"] = max(of_rank["checkpoint/write_s"] for of_rank in written)
-            if folder.exists():  # of the same step, with less in it
+            if folder.exists():  # of the same step, but less complete
                 about = json.loads((folder / STATE_FILE).read_text()) | about
                 write_durably(folder / STATE_FILE, json.dumps(about) + "\n")
                 for part in partial.iterdir():
@@ -170,16 +170,16 @@ class Checkpoints:
             )
             self._remove_old(step_of(folder))
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)  # room for what a failing run still has to say
+            shutil.rmtree(partial, ignore_errors=True)  # free the disk for what a failing run still has to write
             raise
 
     def _remove_old(self, newest: int) -> None:
-        """Of the checkpoints up to `newest`. Later ones are damaged: they count for nothing, and are nobody's."""
+        """Remove old ones among the checkpoints up to `newest`. Later ones are damaged and are ignored."""
         steps = [step for step in saved_steps(self._directory) if step <= newest]
         kept = set(steps[-self._settings.keep_last :])
         if self._settings.keep_every:
             kept |= {step for step in steps if step % self._settings.keep_every == 0}
-        # Where the newest holds only weights (an interrupt in the middle of a batch), a run goes on from an older one.
+        # If the newest holds only weights (an interrupt in the middle of a batch), a run resumes from an older one.
         kept |= set([step for step in steps if (self._folder(step) / "dcp" / STATE_FILE).exists()][-1:])
         for step in set(steps) - kept:
             discard(self._folder(step))
@@ -192,41 +192,41 @@ class Checkpoints:
 
 
 def discard(folder: Path) -> None:
-    """Remove a checkpoint; whatever dies in between, nothing half-removed keeps its name."""
+    """Remove a checkpoint. It is renamed first, so that a half-removed one never keeps its name."""
     doomed = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.partial")
     folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
 
 def step_of(folder: Path) -> int:
-    """The policy version in a checkpoint's name, or 0 where somebody gave it another one."""
+    """The policy version in a checkpoint's name, or 0 if the folder was renamed."""
     name = re.fullmatch(r"step-(\d+)", folder.name)
     return int(name[1]) if name else 0
 
 
 def saved_steps(directory: Path) -> list[int]:
-    """Steps of the whole checkpoints in `directory`, in order."""
+    """Steps of the complete checkpoints in `directory`, in order."""
     names = [re.fullmatch(r"step-(\d+)", p.name) for p in directory.glob("step-*") if (p / STATE_FILE).exists()]
     return sorted(int(name[1]) for name in names if name)
 
 
 def newest_state(directory: Path) -> Path | None:
-    """The newest checkpoint in `directory` that can be gone on from; damaged ones are passed over."""
+    """The newest checkpoint in `directory` that a run can resume from; damaged ones are skipped."""
     for step in reversed(saved_steps(directory)):
         folder = directory / f"step-{step:06d}"
         try:
             read_state(folder / "dcp")
         except CheckpointError as error:
-            say(f"passed over a checkpoint that nobody can go on from: {error}")
+            say(f"skipped a checkpoint that cannot be resumed from: {error}")
             continue
         return folder
     return None
 
 
 def resume_point(directory: Path, config: Config) -> Path | None:
-    """The checkpoint that `checkpoint.resume` asks for: None where it says never, or auto and there is none yet.
+    """The checkpoint that `checkpoint.resume` asks for: None if it is never, or if it is auto and there is none yet.
 
-    Raises `CheckpointError` when it cannot be gone on from, or was learned under other settings.
+    Raises `CheckpointError` if it cannot be resumed from, or was trained under different settings.
     """
     resume = config.checkpoint.resume
     if resume == "never":
@@ -247,21 +247,21 @@ def saved_version(folder: Path) -> int:
 
 
 def saved_position(folder: Path) -> dict[str, Any]:
-    """What `position` said when this checkpoint was made."""
+    """What `position` returned when this checkpoint was made."""
     return json.loads((folder / STATE_FILE).read_text())["position"]
 
 
 def check_same_settings(folder: Path, config: Config) -> None:
-    """Raises `CheckpointError` naming every setting in which `config` and the checkpoint's own would learn apart."""
+    """Raises `CheckpointError` naming every setting that affects learning and differs from the checkpoint's."""
     saved, own = json.loads((folder / STATE_FILE).read_text())["config"], learned_settings(config)
     different = sorted(key for key in saved.keys() | own.keys() if saved.get(key) != own.get(key))
     if different:
         listed = "; ".join(f"{key} was {saved.get(key)!r}, is {own.get(key)!r}" for key in different)
-        raise CheckpointError(f"checkpoint {folder} is of other settings: {listed}")
+        raise CheckpointError(f"checkpoint {folder} was made with different settings: {listed}")
 
 
 def check_same_tasks(folder: Path, taskset: TaskSet | MixedTaskSet | QueueTaskSet) -> None:
-    """Raises `CheckpointError` when this checkpoint's position is in other tasks, or in a form that is not known."""
+    """Raises `CheckpointError` if this checkpoint's position refers to different tasks, or has an unknown form."""
     position = json.loads((folder / STATE_FILE).read_text()).get("position", {})
     known = {field.name for field in fields(Position)} | {"stream", "used_groups"}
     if unknown := sorted(position.keys() - known):
@@ -273,13 +273,13 @@ def check_same_tasks(folder: Path, taskset: TaskSet | MixedTaskSet | QueueTaskSe
     stream = position.get("stream")
     if stream is not None and stream["taskset"]["fingerprint"] != taskset.fingerprint():
         raise CheckpointError(
-            f"checkpoint {folder} is of other tasks: {taskset.name} had fingerprint "
-            f"{stream['taskset']['fingerprint']}, has {taskset.fingerprint()}; put the tasks back as they were"
+            f"checkpoint {folder} was made with different tasks: {taskset.name} had fingerprint "
+            f"{stream['taskset']['fingerprint']}, has {taskset.fingerprint()}; restore the original tasks"
         )
 
 
 def learned_settings(config: Config) -> dict[str, Any]:
-    """Every setting that decides what is learned, by its dotted key, as JSON knows it."""
+    """Every setting that affects what is learned, by its dotted key, as JSON data."""
     flat: dict[str, Any] = {}
 
     def walk(tree: dict[str, Any], prefix: str) -> None:

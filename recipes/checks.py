@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """One line for each thing found, in the order in which a user would repair it.
+    """One line per problem, in the order in which a user would fix them.
 
-    `wrong`: settings, data or code that no machine could run. `missing`: what this machine lacks, or what is in the
-    way on it.
+    `wrong`: settings, data or code that no machine could run. `missing`: what this machine lacks, or what blocks the
+    run on it.
     """
 
     wrong: tuple[str, ...] = ()
@@ -47,9 +47,9 @@ class Findings:
 def examine(
     stages: Sequence[Stage], run_dir: Path, hardware: Hardware | None = None, *, quick: bool = False
 ) -> Findings:
-    """What keeps `stages` from running here with the run's files in `run_dir`, which is not made yet.
+    """What prevents `stages` from running here with the run's files in `run_dir`, which does not exist yet.
 
-    Data, models and the user's own code are looked at once everything that takes no time is in order; `quick`: never.
+    Data, models and the user's own code are checked only after all fast checks pass; with `quick`, never.
     """
     hardware = this_machine() if hardware is None else hardware
     missing = [str(problem) for stage in stages for problem in check_run(stage.config, stage.recipe, hardware)]
@@ -76,16 +76,16 @@ def examine(
 
 
 def _folder_problem(run_dir: Path) -> str:
-    """Why `run_dir` cannot be made or written to; "" where it can."""
+    """Why `run_dir` cannot be created or written to; "" if it can."""
     place = run_dir.absolute()
-    expected = "expected a folder that can be made and written to; set output_dir=..."
+    expected = "expected a folder that can be created and written to; set output_dir=..."
     try:
         existing = next(folder for folder in (place, *place.parents) if folder.exists())
-    except OSError as error:  # a name that is too long, a folder that may not be looked into
+    except OSError as error:  # a name that is too long, a folder without read permission
         return f"output_dir: got {str(place)[:200]} ({error.strerror}), {expected}"
     if not existing.is_dir():
         return f"output_dir: got {place} ({existing} is a file), {expected}"
-    try:  # permissions do not tell: of a read-only disk, a full one, or root's
+    try:  # permissions do not reveal a read-only disk, a full one, or root's
         os.rmdir(tempfile.mkdtemp(prefix=".leeway-", dir=existing))
     except OSError as error:
         return f"output_dir: got {place} ({existing} cannot be written to: {error.strerror}), {expected}"
@@ -93,7 +93,7 @@ def _folder_problem(run_dir: Path) -> str:
 
 
 def _check_models(stages: Sequence[Stage]) -> None:
-    """Every model exists, and takes as many tokens as it will be given."""
+    """Check that every model exists and accepts inputs as long as it will get."""
     known: dict[str, dict[str, Any] | None] = {}
     for stage in stages:
         for key, path, longest_key, tokens in _models_of(stage.config):
@@ -109,7 +109,7 @@ def _check_models(stages: Sequence[Stage]) -> None:
 
 
 def _models_of(config: Config) -> Iterator[tuple[str, str, str, int]]:
-    """(key, path, key of the length, most tokens it is given) of each model that is loaded."""
+    """(key, path, key of the length, longest input in tokens) of each model that is loaded."""
     a, longest = config.algorithm, config.rollout.max_model_len
     paths = {"model.path": config.model.path, "algorithm.reference_path": a.reference_path}
     for key, path in (paths | {"critic.path": config.critic.path}).items():
@@ -122,7 +122,7 @@ def _models_of(config: Config) -> Iterator[tuple[str, str, str, int]]:
 
 
 def _check_pieces(stage: Stage) -> None:
-    """Try advantage and policy loss on an example where there is more to them than a built-in name."""
+    """Try advantage and policy loss on an example, unless they are plain built-in names."""
     a = stage.config.algorithm
     own = user_names([a.advantage, a.policy_loss]) or a.advantage_options or a.policy_loss_options
     if stage.recipe in ("async_rl", "frontier") and own:
@@ -132,7 +132,7 @@ def _check_pieces(stage: Stage) -> None:
 
 
 def _check_vocabularies(stage: Stage) -> None:
-    """A reference policy, teacher or critic is given the policy's token ids: they must mean the same to both."""
+    """A reference policy, teacher or critic gets the policy's token ids: they must mean the same in both models."""
     config = stage.config
     policy = config.model.path
     if policy is None or stage.recipe not in ("dpo", "async_rl", *STUDIES):
@@ -148,7 +148,7 @@ def _check_vocabularies(stage: Stage) -> None:
 
 
 def _check_tasks(stage: Stage, seen: set[str]) -> None:
-    """Read the tasks: a wrong dataset, option or line is the user's to repair. `seen`: what other stages have read."""
+    """Read the tasks: the user must fix a wrong dataset, option or line. `seen`: what other stages already read."""
     from leeway.tasks.evalsets import build_evalsets
     from leeway.tasks.queue_tasks import QueueTaskSet
     from leeway.tasks.taskset import build_taskset, part_of_mix
@@ -186,7 +186,7 @@ def _check_tasks(stage: Stage, seen: set[str]) -> None:
 def _check_examples(
     config: Config, tasks: Sequence[Task], evaluated: Sequence[EvalSet], *, pairs: bool = False
 ) -> None:
-    """Raise ValueError for the first task that cannot be learned from, or measured on, as a prompt with its answer."""
+    """Raise ValueError for the first task that cannot be trained or evaluated on as a prompt with its answer."""
     from leeway.tasks.examples import check_examples
     from leeway.tasks.preferences import pairs_among, rejected_key
 
@@ -202,7 +202,7 @@ def _check_examples(
 
 
 def check_resume(stage: Stage) -> None:
-    """Raise ValueError for a checkpoint that cannot be gone on from, or that was learned under other settings."""
+    """Raise ValueError for a checkpoint that cannot be resumed from, or was trained under different settings."""
     config = stage.config
     if config.checkpoint.resume == "never" or stage.recipe == "evaluate":
         return

@@ -1,4 +1,4 @@
-"""What a recipe is given and what it gives back."""
+"""What a recipe receives and what it returns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 class StageContext:
     """One stage to run. `config.model.path` is set: the last stage's weights, or what the run starts from.
 
-    `watch` is told of the stage's processes and failures (None: nobody watches, as in tests).
+    The stage reports its processes and failures to `watch` (None: nobody watches, as in tests).
     """
 
     name: str
@@ -34,7 +34,7 @@ class StageContext:
 
 @dataclass(frozen=True, kw_only=True)
 class StageResult:
-    """What a stage came to.
+    """The result of a stage.
 
     `model_path`: a Hugging Face folder with its weights (None: it trained nothing). `goodbye`: lines to print.
     """
@@ -45,7 +45,7 @@ class StageResult:
 
 
 def mark_finished(context: StageContext, result: StageResult) -> None:
-    """Leave a note in the stage's folder for a run that goes on here."""
+    """Leave a note in the stage's folder for a resumed run."""
     note = {"summary": result.summary, "model_path": result.model_path, "length": length_of(context.config)}
     text = json.dumps(note)
     partial = context.dir / f"{FINISHED}.partial"
@@ -54,7 +54,7 @@ def mark_finished(context: StageContext, result: StageResult) -> None:
 
 
 def finished_stage(context: StageContext) -> StageResult | None:
-    """What this stage came to in an earlier part of the run; None where it has to be run, or has more to do now."""
+    """This stage's result from an earlier part of the run; None if it has not finished, or has more to do now."""
     note = context.dir / FINISHED
     if context.config.checkpoint.resume != "auto":
         note.unlink(missing_ok=True)
@@ -70,26 +70,26 @@ def finished_stage(context: StageContext) -> StageResult | None:
 
 
 def length_of(config: Config) -> dict[str, Any]:
-    """How much a stage is to train: a finished one of another length is to go on."""
+    """How long a stage trains: a finished one whose length has changed must continue."""
     return {"steps": config.train.steps, "epochs": config.train.epochs}
 
 
 def finished_length(stage_dir: Path) -> dict[str, Any] | None:
-    """`length_of` the stage when it finished; None where it has not."""
+    """`length_of` the stage when it finished; None if it has not."""
     note = stage_dir / FINISHED
     return json.loads(note.read_text()).get("length", {}) if note.exists() else None
 
 
 async def timed(name: str, what: str, work: Awaitable[T], *, see: str = "") -> T:
-    """Await `work` of the stage `name`; say how long it took, and now and then that it still goes on.
+    """Await `work` of the stage `name`; say how long it took, and now and then that it is still running.
 
-    `see`: where somebody who cannot wait may look meanwhile.
+    `see`: where a user can look in the meantime.
     """
     begun = time.monotonic()
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait({task}, timeout=STILL_S))[0]:
-            say(f"{name}: {what}: not yet, after {time.monotonic() - begun:.0f} s{see and f'; see {see}'}")
+            say(f"{name}: still waiting for {what} after {time.monotonic() - begun:.0f} s{see and f'; see {see}'}")
     except asyncio.CancelledError:
         task.cancel()
         raise

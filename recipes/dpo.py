@@ -34,9 +34,9 @@ async def run(context: StageContext) -> StageResult:
 def batches_of(
     config: Config, taskset: TaskSet | MixedTaskSet, prompter: Prompter, *, skip_steps: int = 0
 ) -> Iterator[list[TrainBatch]]:
-    """For ever: one batch per rank, of `train.batch_size` answers together; a pair is never torn apart.
+    """Endless: one batch per rank, `train.batch_size` answers in total; a pair is never split.
 
-    `skip_steps` batches were trained on before.
+    The first `skip_steps` batches were already trained on.
     """
     tasks = itertools.islice(taskset.forever(), skip_steps * (config.train.batch_size // 2), None)
     pairs = (pair_of(task, prompter, rejected_key=config.task.rejected_key) for task in tasks)
@@ -45,7 +45,7 @@ def batches_of(
 
 
 def held_out_pairs(config: Config, prompter: Prompter) -> dict[str, list[TrainBatch]]:
-    """The pairs among the tasks that are measured on; tasksets without any are left out."""
+    """The pairs among the evaluation tasks; tasksets without any are omitted."""
     shares = {}
     for evalset in build_evalsets(config):
         key = rejected_key(config, evalset.name)

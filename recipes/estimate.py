@@ -1,7 +1,7 @@
-"""How much memory a run takes and how long it lasts, as far as sizes and lengths say: rough, and said to be so.
+"""A rough estimate of a run's memory and duration from sizes and lengths, labelled as rough in the output.
 
-Memory is what is certain to be held at once: weights, gradients, optimizer state, KV cache, published versions.
-Activations come on top of it. Time is a bound: every prompt and answer as long as allowed, at speeds that are typical.
+Memory counts what is certainly held at once: weights, gradients, optimizer state, KV cache, published versions.
+Activations come on top. Time is a bound: every prompt and answer as long as allowed, at typical speeds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from leeway.recipes.models import ModelShape, shape_of_model
 
 GIB = 2**30
 MASTER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 4, 4, 8
-# Floating-point operations a second that small and middling models reach: of one core, of one GPU.
+# Floating-point operations per second that small and medium models reach: on one core, on one GPU.
 TRAINING_FLOPS = {"cpu": 5e10, "cuda": 2e14}
 GENERATION_FLOPS = {"cpu": 2e10, "cuda": 2e13}
 
@@ -29,11 +29,11 @@ class Estimate:
 
 
 def estimate_stage(stage: Stage) -> Estimate:
-    """What is known before anything starts of one stage's memory and time."""
+    """What is known about one stage's memory and time before anything starts."""
     config = stage.config
     shape = shape_of_model(config.model.path, config.model.init)
     if shape is None:
-        return Estimate(rows=(("memory, time", "not known: the sizes of the model are not at hand"),))
+        return Estimate(rows=(("memory, time", "unknown: the sizes of the model are not available"),))
     rows, total = _memory(config, stage.recipe, shape)
     rows.insert(0, ("model size", f"{_count(shape.num_parameters)} parameters"))
     rows.append(("time", _time(config, stage.recipe, shape)))
@@ -41,7 +41,7 @@ def estimate_stage(stage: Stage) -> Estimate:
 
 
 def memory_problem(stages: Sequence[Stage], hardware: Hardware) -> str:
-    """Why this machine's memory cannot hold a stage; "" where it can, or where nobody knows."""
+    """Why this machine's memory cannot hold a stage; "" if it can, or if that is unknown."""
     for stage in stages:
         needed = estimate_stage(stage).main_memory_bytes
         if needed is not None and stage.config.cluster.address is None and needed > hardware.memory_gib * GIB:
@@ -80,7 +80,7 @@ def _memory(config: Config, recipe: str, shape: ModelShape) -> tuple[list[tuple[
         total += engines * sum(parts.values())
     if need.processes["generator"] and need.processes["trainer"]:
         reach = config.staleness.max_policy_lag + config.param_server.publish_every + 1
-        versions = (reach if config.rollout.pull == "oldest" else 1) + 1  # and the one that is on its way
+        versions = (reach if config.rollout.pull == "oldest" else 1) + 1  # plus the one being published
         rows.append(("object store", f"{_size(versions * size * served_bytes)}: {versions} versions of the weights"))
         total += versions * size * served_bytes
     return rows, total
@@ -88,21 +88,21 @@ def _memory(config: Config, recipe: str, shape: ModelShape) -> tuple[list[tuple[
 
 def _time(config: Config, recipe: str, shape: ModelShape) -> str:
     if recipe in OFFLINE_RECIPES:
-        return "not known: it follows from the lengths of the examples"
+        return "unknown: it depends on the lengths of the examples"
     need, rollout, device = derive(config, recipe), config.rollout, config.cluster.device
     sequences, size = need.sequences_per_step, shape.num_parameters
     units = need.cpus if device == "cpu" else need.gpus
     generating = 2 * size * sequences * rollout.max_response_tokens / (units["generator"] * GENERATION_FLOPS[device])
     if recipe != "async_rl":
-        return "not known: it follows from the tasks"
+        return "unknown: it depends on the tasks"
     length = rollout.max_prompt_tokens + rollout.max_response_tokens
     training = 6 * size * sequences * length / (units["trainer"] * TRAINING_FLOPS[device])
     step_s = generating + training if need.lockstep else max(generating, training)
     steps = config.train.steps
     whole = "" if steps is None else f", {_duration(steps * step_s)} for {steps} steps"
     return (
-        f"very roughly {_duration(step_s)} a step{whole}, if all answers are as long as allowed; and a minute to "
-        "start. `leeway plan --from RUN` goes by what was measured"
+        f"very roughly {_duration(step_s)} per step{whole}, if all answers are as long as allowed, plus a minute to "
+        "start. `leeway plan --from RUN` uses measured speeds"
     )
 
 

@@ -1,7 +1,7 @@
-"""What samples of several tasks say about a policy: mean@k, pass@k and best@k, with bootstrap intervals over tasks.
+"""Evaluation metrics from several samples per task: mean@k, pass@k and best@k, with bootstrap intervals over tasks.
 
-Letters: n samples of a task, c of them right. The interval of a mean over tasks is that of the tasks: had others of the
-same kind been drawn, 95 % of the means would be inside.
+Notation: n samples of a task, c of them right. The interval of a mean over tasks covers the choice of tasks: if other
+tasks of the same kind were drawn, 95 % of the means would be inside.
 """
 
 from __future__ import annotations

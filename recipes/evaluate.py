@@ -45,7 +45,7 @@ async def run(context: StageContext) -> StageResult:
                 config.with_model_path(model), "evaluate", run_dir=context.dir, supervisor=Supervisor(context.watch)
             )
             metrics, trajectories, processes = await _measure(context, launcher, evalsets)
-            # Engines label what they were started with as version 0; what it is a version of is known here.
+            # Engines label their initial weights as version 0; the real version is known only here.
             metrics |= {f"eval/{e.name}/policy_version": float(version) for e in evalsets}
             monitor.log(version, metrics, role="evaluation")
             monitor.rollouts(version, [asdict(t) for t in trajectories])

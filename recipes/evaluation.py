@@ -17,16 +17,16 @@ from leeway.tasks.evalsets import EvalSet
 from leeway.types import Trajectory
 
 PROGRESS_S = 10.0
-"""So often the driver asks how many tasks have ended."""
+"""How often the driver asks how many tasks have ended."""
 
 
 async def evaluate(
     config: Config, parts: Parts, evalsets: Sequence[EvalSet], *, policy_version: int
 ) -> tuple[dict[str, float], list[Trajectory]]:
-    """(`eval/<name>/...`, the trajectories), one taskset after the other.
+    """(`eval/<name>/...`, the trajectories), one taskset after another.
 
-    Tasks are dealt to the collectors; the result does not depend on how many there are. Raises PartFailed with a reason
-    where all tasks of a taskset fail.
+    Tasks are distributed over the collectors; the result does not depend on how many there are. Raises PartFailed with
+    a reason if all tasks of a taskset fail.
     """
     metrics: dict[str, float] = {}
     trajectories: list[Trajectory] = []
@@ -47,7 +47,7 @@ async def evaluate(
 async def _answered(
     config: Config, parts: Parts, evalset: EvalSet, policy_version: int
 ) -> list[list[Trajectory] | str]:
-    """The trajectories of each task, or why it failed for good. The deadline is for one task to end, not for all."""
+    """The trajectories of each task, or why it failed permanently. The deadline is for one task to end, not for all."""
     num, what, timeout_s = len(parts.collectors), f"evaluation on {evalset.name}", config.cluster.step_timeout_s
     pending = together(
         c.evaluate.remote(list(evalset.tasks[i::num]), evalset.sampling, policy_version)
@@ -70,27 +70,27 @@ async def _answered(
                 )
         shares = await parts.supervisor.wait(pending, what=what, timeout_s=timeout_s)
     finally:
-        pending.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else asks
+        pending.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else retrieves it
         pending.cancel()
     return [shares[i % num][i // num] for i in range(len(evalset.tasks))]
 
 
 def evaluated_at_start(rows: Sequence[Mapping[str, Any]], evalsets: Sequence[EvalSet]) -> dict[str, Any]:
-    """What the first evaluation in `rows` of a metrics.jsonl said, as `by_set` says it; {} where there is none."""
+    """The first evaluation in `rows` of a metrics.jsonl, in the form of `by_set`; {} if there is none."""
     first = next((row for row in rows if row["role"] == "evaluation"), {})
     return by_set({name: value for name, value in first.items() if name.startswith("eval/")}, evalsets) if first else {}
 
 
 def by_set(metrics: dict[str, float], evalsets: Sequence[EvalSet]) -> dict[str, Any]:
-    """The numbers of the first taskset (the held-out tasks); those of others stand under "tasksets", by name."""
+    """The numbers of the first taskset (the held-out tasks); those of the others are under "tasksets", by name."""
     first, *others = [of_set(metrics, e.name) for e in evalsets]
     named = {e.name: own for e, own in zip(evalsets[1:], others, strict=True)}
     return {**first, "tasksets": named} if named else dict(first)
 
 
 def told(*evaluations: Mapping[str, float]) -> str:
-    """In words, from the first to the last: the accuracy, where something said which answers are right, and the reward,
-    where that is another.
+    """In words, from first to last: the accuracy, if it is known which answers are right, and the reward, if it is
+    different.
     """
     names = [name for name in ("exact_match", "reward") if all(name in numbers for numbers in evaluations)]
     if len(names) == 2 and all(numbers["exact_match"] == numbers["reward"] for numbers in evaluations):
@@ -101,7 +101,7 @@ def told(*evaluations: Mapping[str, float]) -> str:
 
 
 def measured_by(numbers: Mapping[str, float]) -> tuple[str, float]:
-    """What runs are compared by: the accuracy where there is one, else the reward."""
+    """What runs are compared by: the accuracy if there is one, else the reward."""
     return ("accuracy", numbers["exact_match"]) if "exact_match" in numbers else ("reward", numbers["reward"])
 
 
@@ -114,7 +114,7 @@ def of_set(metrics: dict[str, float], name: str) -> dict[str, float]:
 def summarise(
     groups: Sequence[Sequence[Trajectory]], sampling: EvalSampling, *, name: str, policy_version: int
 ) -> dict[str, float]:
-    """`groups`: the trajectories of each task; none where it failed for good, which counts in `failed_tasks` only."""
+    """`groups`: the trajectories of each task; none if it failed permanently, which counts only in `failed_tasks`."""
     answered = [group for group in groups if group]
     trajectories = [t for group in answered for t in group]
     num = len(trajectories)

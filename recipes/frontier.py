@@ -1,6 +1,6 @@
 """How much lag can this config bear? async_rl over lag bounds x corrections x seeds, from the same weights each time.
 
-    for each (seed, bound, correction):  parts begin again -> version 0 through the parameter server -> train, evaluate
+    for each (seed, bound, correction):  parts are reset -> version 0 through the parameter server -> train, evaluate
 
 Engines and trainer ranks stay up between runs: each run hands out the initial weights again as its version 0, and no
 engine serves before it has proven them. Real lag is forced to the bound (see `config.study`).

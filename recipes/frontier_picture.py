@@ -34,7 +34,7 @@ def draw_frontier(runs: Sequence[FrontierRun], summaries: Sequence[CellSummary],
     panels[2].set_ylim(bottom=0)
     for ax in panels[:2] if measure == "accuracy" else ():
         low, high = ax.get_ylim()
-        ax.set_ylim(max(low, 0.0), min(high, 1.0))  # few seeds make intervals that no share can have
+        ax.set_ylim(max(low, 0.0), min(high, 1.0))  # with few seeds an interval can extend outside [0, 1]
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=10, frameon=False)
     what = f"mean and 95 % interval over {num_seeds} seeds" if num_seeds > 1 else "one seed, so no intervals"
@@ -43,7 +43,7 @@ def draw_frontier(runs: Sequence[FrontierRun], summaries: Sequence[CellSummary],
 
 
 def _reference(summaries: Sequence[CellSummary]) -> CellSummary | None:
-    """What all verdicts compare with; None where each correction has a lockstep of its own, or there is none."""
+    """What all verdicts compare with; None if each correction has its own lockstep run, or there is none."""
     lockstep = [s for s in summaries if s.lockstep]
     chosen = [s for s in lockstep if s.correction == "none"] or lockstep
     return chosen[0] if len(chosen) == 1 else None
@@ -73,7 +73,7 @@ def _panel(ax: Axes, summaries: Sequence[CellSummary], value: Callable[[CellSumm
 
 
 def _points(ax: Axes, runs: Sequence[FrontierRun], summaries: Sequence[CellSummary]) -> None:
-    """Every run, small: an interval of five seeds hides how they lie."""
+    """Every run as a small point: an interval over five seeds hides how they are distributed."""
     lags = sorted({s.max_policy_lag for s in summaries})
     corrections = list(dict.fromkeys(s.correction for s in summaries))
     for i, correction in enumerate(corrections):

@@ -1,4 +1,4 @@
-"""What a frontier study says: means with 95 % intervals over seeds, and which bounds are not inferior to lockstep."""
+"""Results of a frontier study: means with 95 % intervals over seeds, and which bounds are not inferior to lockstep."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _T95 = (
 class FrontierRun:
     """One finished run. `curve`: (policy version, seconds of training until then, held-out accuracy), in order.
 
-    `measure`: "accuracy", or "reward" where nothing says which answers are right and that is compared instead.
+    `measure`: "accuracy", or "reward" if it is not known which answers are right.
     """
 
     max_policy_lag: int
@@ -36,7 +36,7 @@ class FrontierRun:
 
     @property
     def accuracy(self) -> float:
-        """After all samples: every run of a study trains on equally many."""
+        """After all samples: every run of a study trains on the same number."""
         return self.curve[-1][2]
 
     @property
@@ -44,7 +44,7 @@ class FrontierRun:
         return self.curve[-1][1]
 
     def accuracy_at(self, seconds: float) -> float:
-        """After so many seconds of training, on the line between the evaluations before and after; the last beyond."""
+        """After this many seconds of training, linear between evaluations; beyond the last one, its value."""
         for (_, t0, a0), (_, t1, a1) in zip(self.curve, self.curve[1:], strict=False):
             if seconds <= t1:
                 return a0 + (a1 - a0) * (seconds - t0) / (t1 - t0)
@@ -53,7 +53,7 @@ class FrontierRun:
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean and 95 % interval (Student's t) over seeds; of one seed the interval is unknown."""
+    """Mean and 95 % interval (Student's t) over seeds; with one seed the interval is unknown."""
 
     mean: float
     low: float
@@ -92,7 +92,7 @@ class CellSummary:
 
 
 def summarise(runs: Sequence[FrontierRun], *, margin: float) -> list[CellSummary]:
-    """One entry per (bound, correction), smallest bound first. Equal time: what the fastest of them needed."""
+    """One entry per (bound, correction), smallest bound first. Equal time: the time that the fastest of them needed."""
     cells: dict[tuple[int, str], list[FrontierRun]] = {}
     for run in runs:
         cells.setdefault((run.max_policy_lag, run.correction), []).append(run)
@@ -104,7 +104,7 @@ def summarise(runs: Sequence[FrontierRun], *, margin: float) -> list[CellSummary
 
 
 def conclusions(summaries: Sequence[CellSummary], *, margin: float) -> list[str]:
-    """One line per correction: the largest bound that is not inferior to lockstep, or that this cannot be said."""
+    """One line per correction: the largest bound that is not inferior to lockstep, or why there is no such verdict."""
     lines = []
     for correction in dict.fromkeys(s.correction for s in summaries):
         cells = [s for s in summaries if s.correction == correction and not s.lockstep]
@@ -119,7 +119,7 @@ def conclusions(summaries: Sequence[CellSummary], *, margin: float) -> list[str]
                 f"{best.difference.high:+.3f}, margin {margin:g})"
             )
         elif cells and all(s.difference is None for s in cells):
-            line = f"correction {correction}: compared with nothing, because lockstep was not run"
+            line = f"correction {correction}: not compared, because lockstep was not run"
         else:
             line = f"correction {correction}: no bound was shown to be not inferior to lockstep"
         if open_ones:
@@ -129,7 +129,7 @@ def conclusions(summaries: Sequence[CellSummary], *, margin: float) -> list[str]
 
 
 def write_csv(runs: Sequence[FrontierRun], path: Path) -> None:
-    """One line per run and evaluation; written anew after each run, so that a study that is cut short leaves one."""
+    """One line per run and evaluation; rewritten after each run, so that an interrupted study leaves one."""
     rows: list[list[object]] = [
         ["max_policy_lag", "lockstep", "correction", "seed", "lag_mean", "lag_max", "policy_version", "train_s",
          runs[0].measure]

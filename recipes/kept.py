@@ -1,4 +1,4 @@
-"""Publications that are kept for an audit of the tokens they generated."""
+"""Publications that are kept to audit the tokens they generated."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from leeway.weights import Publication
 
 
 class KeptPublications:
-    """Keeps the publications that a take at the next audit can hold tokens of; the others go at once.
+    """Keeps the publications whose tokens a take at the next audit can contain; drops the others at once.
 
     An audit is due at the first take after every `every` optimizer steps (0: never). `reach`: how many versions back
     its oldest token may be.
@@ -27,7 +27,7 @@ class KeptPublications:
             del self._kept[old]
 
     def due(self, policy_version: int) -> list[Publication]:
-        """The older publications to audit a take with that starts at `policy_version`; empty where none is due."""
+        """The older publications needed to audit a take that starts at `policy_version`; empty if no audit is due."""
         if not self._every or policy_version < self._next_audit():
             return []
         self._num_audits = policy_version // self._every

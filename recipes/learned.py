@@ -1,7 +1,7 @@
-"""Whether a run learns anything: read off its metrics while it goes, and once more at its end.
+"""Detect from a run's metrics, while it runs and again at its end, whether it learns anything.
 
-A run whose every step had an empty gradient ends with the weights it began with. Nothing failed on the way, so nothing
-else would say so.
+A run in which every step had an empty gradient ends with the weights it began with. Nothing failed, so nothing else
+would report it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from leeway.config import Config
 from leeway.config.presets import NEED_CRITIC
 
 CLEAR_AFTER_STEPS = 5
-"""Fewer steps say too little: a batch of hard tasks is no verdict."""
+"""Fewer steps are not enough evidence: one batch of hard tasks proves nothing."""
 CUT_OFF_FRAC = 0.5
 FALL_STEPS, FALL_FRAC, FALL_ERRORS = 12, 0.1, 3.0
 _LOOK = "read the answers in rollouts/"
@@ -23,10 +23,10 @@ _LOOK = "read the answers in rollouts/"
 
 @dataclass(frozen=True)
 class Verdict:
-    """`learned`: whether any step could move the weights; None: fewer than `CLEAR_AFTER_STEPS` steps say nothing.
+    """`learned`: whether any step could move the weights; None: fewer than `CLEAR_AFTER_STEPS` steps, too few to tell.
 
-    `warnings`: what stands out, the most important first, each with what to do. Where `learned` is False the first one
-    says why.
+    `warnings`: notable problems, the most important first, each with a fix. If `learned` is False, the first one says
+    why.
     """
 
     learned: bool | None
@@ -34,9 +34,9 @@ class Verdict:
 
 
 class LearningWatch:
-    """Reads the metrics of each step; `step` returns what has just become clear, each thing once.
+    """Reads the metrics of each step; `step` returns each warning once, as soon as it is certain.
 
-    `earlier` are the rows of metrics.jsonl up to the step that this run goes on from; of them nothing is said again.
+    `earlier`: the rows of metrics.jsonl up to the step that this run resumes from; they cause no new warnings.
     """
 
     def __init__(self, config: Config, recipe: str, *, earlier: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -44,7 +44,7 @@ class LearningWatch:
         self._offline = recipe in ("sft", "dpo")
         self._loss_name = f"train/loss/{recipe}" if self._offline else "train/loss/policy"
         a = config.algorithm
-        # What trains without any advantage (a critic makes its own): a step is idle only where these are absent too.
+        # Terms that train without an advantage (a critic makes its own): a step is idle only if these are absent too.
         has_critic = a.advantage in NEED_CRITIC
         self._has_other_terms = bool(a.kl_coef or a.entropy_coef or a.expert_path is not None or has_critic)
         self._wants_no_advantage = a.advantage == "zero"
@@ -56,7 +56,7 @@ class LearningWatch:
             self.step({name: math.nan if value is None else value for name, value in row.items()})
 
     def step(self, metrics: Mapping[str, Any]) -> list[str]:
-        """Takes the metrics of a step (others are left alone); returns new warnings."""
+        """Takes the metrics of a step (other rows are ignored); returns new warnings."""
         if "train/grad_norm" not in metrics:
             return []
         if "train/reward/mean" in metrics:
@@ -70,7 +70,7 @@ class LearningWatch:
         return [text for _, text in new]
 
     def verdict(self) -> Verdict:
-        """Of all steps so far."""
+        """The verdict over all steps so far."""
         if len(self._steps) < CLEAR_AFTER_STEPS:
             return Verdict(None, [])
         nothing = self._num_idle == len(self._steps) or (self._offline and self._loss_stands_still() is not None)
@@ -78,7 +78,7 @@ class LearningWatch:
         return Verdict(not nothing, warnings)
 
     def _is_idle(self, metrics: Mapping[str, float]) -> bool:
-        """Whether this step had nothing to move the weights by."""
+        """Whether nothing in this step could move the weights."""
         norm = metrics["train/grad_norm"]
         if norm == 0 or not math.isfinite(norm) or metrics.get("train/lr") == 0:
             return True
@@ -97,7 +97,7 @@ class LearningWatch:
         return f"the learning rate was 0 in all {len(self._steps)} steps; check optimizer.lr and optimizer.schedule"
 
     def _equal_rewards(self) -> str | None:
-        """Every group's rewards were alike, in every batch."""
+        """The case that in every batch, each group's rewards were equal."""
         batches = self._batches
         if self._wants_no_advantage:
             return None
@@ -117,11 +117,11 @@ class LearningWatch:
         if cut_off >= CUT_OFF_FRAC:
             fix = f"raise rollout.max_response_tokens (now {self._config.rollout.max_response_tokens}), and {_LOOK}"
         elif reward == 0:
-            fix = f"{_LOOK} beside what env.reward expects; easier tasks, or a supervised stage first"
+            fix = f"{_LOOK} and compare with what env.reward expects; try easier tasks, or a supervised stage first"
         elif reward == 1:
             fix = "the model solves these tasks already: take harder ones"
         else:
-            fix = f"{_LOOK}: env.reward gives the same for each"
+            fix = f"{_LOOK}: env.reward gives the same reward to each"
         return f"every reward was {reward:g} in {len(batches)} batches{also_cut}: no advantage{only}; {fix}"
 
     def _cut_off_frac(self) -> float:
@@ -131,12 +131,12 @@ class LearningWatch:
     def _cut_off(self) -> str | None:
         share = self._cut_off_frac()
         if len(self._batches) < CLEAR_AFTER_STEPS or share < CUT_OFF_FRAC or self._equal_rewards() is not None:
-            return None  # where all rewards are equal, that says it too
+            return None  # equal rewards already give a warning
         limit = self._config.rollout.max_response_tokens
         return f"{share:.0%} of the answers were cut off; raise rollout.max_response_tokens (now {limit})"
 
     def _empty_gradient(self) -> str | None:
-        """Advantages there were, but nothing of them reached the weights."""
+        """The case that there were advantages, but none of them reached the weights."""
         norms = [s["train/grad_norm"] for s in self._steps]
         if all(norm == 0 for norm in norms):
             if self._equal_rewards() is not None:
@@ -163,7 +163,7 @@ class LearningWatch:
         )
 
     def _reward_fell(self) -> str | None:
-        """By more than a tenth, and by more than chance does: first and last third of the batches."""
+        """A fall by more than a tenth and by more than chance, from the first to the last third of the batches."""
         rewards = [b["train/reward/mean"] for b in self._batches]
         if len(rewards) < FALL_STEPS:
             return None

@@ -1,7 +1,7 @@
-"""What can be known of a model before anything loads it: its config.json, its size, and whether it can be had at all.
+"""What can be known about a model before loading it: its config.json, its size, and whether it is available at all.
 
-A hub id is looked for in the local cache, then asked for once, with a deadline: libraries that load models try for a
-minute and more.
+A hub id is looked up in the local cache, then requested once, with a deadline: libraries that load models retry for
+a minute or more.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _VOCABULARY_OF_A_NEW_TOKENIZER = 256
 
 
 class Unreachable(OSError):
-    """The hub did not answer: nobody knows whether what was asked for exists."""
+    """The hub did not answer, so it is unknown whether the requested model or data set exists."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder. `num_parameters` is counted where weights are at hand, else it follows from the sizes."""
+    """Sizes of a decoder. `num_parameters` is counted if the weights are available, else computed from the sizes."""
 
     num_parameters: int
     num_layers: int
@@ -50,7 +50,7 @@ class ModelShape:
 
 
 def read_model_config(key: str, path: str) -> dict[str, Any] | None:
-    """The config.json of a folder or hub id; None where the hub has it and this machine does not yet.
+    """The config.json of a folder or hub id; None if it is on the hub but not yet on this machine.
 
     Raises ValueError in one line, naming `key`, for a model that does not exist or cannot be read, `Unreachable` where
     the hub does not answer.
@@ -69,14 +69,14 @@ def read_model_config(key: str, path: str) -> dict[str, Any] | None:
 
 
 def check_dataset_exists(path: str) -> None:
-    """Raises as `read_model_config` where the data set `path` is neither in the local cache nor on the hub."""
+    """Raises like `read_model_config` if the data set `path` is neither in the local cache nor on the hub."""
     datasets: Any = importlib.import_module("datasets")
     if not (Path(datasets.config.HF_DATASETS_CACHE) / path.replace("/", "___").lower()).exists():
         _ask_hub("task.path", path, f"api/datasets/{path}", what="data set")
 
 
 def longest_input(config: dict[str, Any]) -> int | None:
-    """The most tokens that a model of this config takes, its stretched rotary positions included; None: not said."""
+    """The longest input, in tokens, of a model with this config, rotary scaling included; None: not stated."""
     text = _text_part(config)
     found = [v for name in _POSITIONS if type(v := text.get(name)) is int and v > 0]
     if not found:
@@ -87,7 +87,7 @@ def longest_input(config: dict[str, Any]) -> int | None:
 
 
 def shape_of(config: dict[str, Any], folder: Path | None = None) -> ModelShape | None:
-    """Sizes from a config.json (and the weights in `folder`); None where it does not say them in a known way."""
+    """Sizes from a config.json (and the weights in `folder`); None if it does not state them in a known way."""
     text = _text_part(config)
 
     def size(*names: str, default: int = 0) -> int:
@@ -109,13 +109,13 @@ def shape_of(config: dict[str, Any], folder: Path | None = None) -> ModelShape |
 
 
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """Models that see and hear keep the decoder's settings in a section of their own."""
+    """Multimodal models keep the decoder's settings in a separate section."""
     part = config.get("text_config")
     return part if isinstance(part, dict) else config
 
 
 def shape_of_model(path: str | None, init: ModelInit | None) -> ModelShape | None:
-    """Sizes of a model at hand, or of one that is still to be built; asks nobody. None where they are not known."""
+    """Sizes of a local model, or of one that is still to be built, without network access. None if unknown."""
     if init is not None:
         return shape_of(init.options)
     file = None if path is None else user_path(path) / "config.json" if is_local_path(path) else _cached(path)
@@ -128,14 +128,14 @@ def shape_of_model(path: str | None, init: ModelInit | None) -> ModelShape | Non
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Headers may carry the user's token, which is for the hub alone."""
+    """The headers may carry the user's token, which must only go to the hub."""
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
 
 
 def _count_parameters(folder: Path) -> int | None:
-    """The elements of all tensors in the safetensors files of `folder`, by their headers."""
+    """The number of elements of all tensors in the safetensors files of `folder`, from their headers."""
     total = 0
     try:
         for file in folder.glob("*.safetensors"):
@@ -156,7 +156,7 @@ def _cached(path: str) -> Path | None:
 
 
 def _ask_hub(key: str, path: str, address: str, *, what: str) -> None:
-    """Ask once whether `path` exists; the answer is read from the status alone."""
+    """Ask once whether `path` exists; only the status code is read."""
     hub: Any = importlib.import_module("huggingface_hub")
     here = f"{key}: got {path}, which is not on this machine"
     if hub.constants.HF_HUB_OFFLINE:

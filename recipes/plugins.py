@@ -1,4 +1,4 @@
-"""The user's own environments, rewards and operators, tried before any process starts: where mistakes are cheap."""
+"""Try the user's own environments, rewards and operators before any process starts, while mistakes are cheap."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PROGRAMMING_ERRORS = (TypeError, NameError, AttributeError, ImportError)
 
 
 def check_plugins(config: Config) -> None:
-    """Import and build whatever the settings name. Raises ValueError in one line: file, line, what was expected."""
+    """Import and build everything the settings name. Raises a one-line ValueError: file, line, what was expected."""
     from leeway.envs.registry import build_environment
     from leeway.replay.operators import Pipeline
     from leeway.replay.reuse import priority_of
@@ -26,10 +26,10 @@ def check_plugins(config: Config) -> None:
 
 
 def dry_run(config: Config, task: Task) -> None:
-    """Play one task with an environment of the user's own against a policy that says the task's answer, no engine.
+    """Play one task with the user's own environment against a policy that gives the task's answer, without an engine.
 
-    Raises ValueError in one line where it returns something else than it should or breaks by a mistake in its code.
-    Other exceptions are not judged: the environment may need what only a run has.
+    Raises a one-line ValueError if it returns the wrong type or fails because of a mistake in its code. Other
+    exceptions are ignored: the environment may need something that only a run provides.
     """
     if not user_names(config.env.name):
         return

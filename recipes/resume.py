@@ -1,4 +1,4 @@
-"""What `leeway resume RUN` runs: the run's own settings, changed where asked, from the newest whole checkpoint on."""
+"""What `leeway resume RUN` runs: the run's own settings, with overrides, from the newest complete checkpoint."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from leeway.recipes.run_record import BadRecord, RunIsRunning, check_not_running
 
 @dataclass(frozen=True)
 class Continuation:
-    """The stages of the run, finished ones among them; `notes`: lines that say where it goes on, and what changes."""
+    """The stages of the run, including finished ones; `notes`: lines that say where it resumes, and what changes."""
 
     stages: list[Stage]
     notes: list[str]
 
 
 def plan_resume(folder: Path, overrides: Sequence[str]) -> Continuation:
-    """Read the run in `folder`. Raises ConfigError in one line where there is nothing to go on with."""
+    """Read the run in `folder`. Raises a one-line ConfigError if there is nothing to resume."""
     file = folder / "config.yaml"
     if not file.is_file():
         what = "no config.yaml in it" if folder.is_dir() else "nothing there"
@@ -51,7 +51,7 @@ def plan_resume(folder: Path, overrides: Sequence[str]) -> Continuation:
 
 
 def _go_on(tree: dict[str, Any], folder: Path) -> None:
-    """The settings of the run in `folder`, wherever that is now, to go on from its newest checkpoint."""
+    """The settings of the run in `folder`, even if it was moved, to resume from its newest checkpoint."""
     whole = folder if len(folder.parts) > 2 and ".." not in folder.parts else folder.absolute().resolve()
     tree |= {"output_dir": str(whole.parent.parent), "project": whole.parent.name, "name": whole.name}
     tree["checkpoint"] = {**(tree.get("checkpoint") or {}), "resume": "auto"}
@@ -60,7 +60,7 @@ def _go_on(tree: dict[str, Any], folder: Path) -> None:
 
 
 def _notes(folder: Path, before: Sequence[Stage], stages: Sequence[Stage]) -> list[str]:
-    """Where the first stage that is not finished goes on. Raises ConfigError where there is none, or no beginning."""
+    """Where the first unfinished stage resumes. Raises ConfigError if there is none, or no state to start from."""
     from leeway.recipes.checkpoints import newest_state, saved_version  # loads torch
 
     unfinished = [s for s in stages if finished_length(s.dir) != length_of(s.config)]
@@ -86,23 +86,23 @@ def _notes(folder: Path, before: Sequence[Stage], stages: Sequence[Stage]) -> li
         if stage is stages[0] or finished_length(stage.dir) is not None:
             fix = "start it anew under another name, with checkpoint.every=N to be safe from kills"
             raise _refused(f"{folder} (no checkpoint in it)", "a run that has saved its state", fix)
-        return [f"{stage.name}: has saved no state; begins with the weights of {stages[stages.index(stage) - 1].name}"]
+        return [f"{stage.name}: no state was saved; starts from the weights of {stages[stages.index(stage) - 1].name}"]
     step, asked = saved_version(newest), stage.config.train.steps
     if asked is not None and asked < step:
         raise _refused(f"train.steps={asked}", f"at least {step}, the steps done", f"set train.steps={2 * step}")
-    notes = [f"{stage.name}: goes on from step {step} of {_length(stage)}, {newest}"]
+    notes = [f"{stage.name}: resumes from step {step} of {_length(stage)}, {newest}"]
     was = next((s for s in before if s.name == stage.name), stage)
     return notes + _rate_note(was, stage, step)
 
 
 def _rate_note(was: Stage, stage: Stage, step: int) -> list[str]:
-    """What more steps do to the schedule of the learning rate."""
+    """How additional steps change the learning-rate schedule."""
     from leeway.trainer.optimizer import OptimizerSettings, learning_rate
 
     o, steps = stage.config.optimizer, (was.config.train.steps, stage.config.train.steps)
     if o.schedule == "constant" or length_of(was.config) == length_of(stage.config):
         return []
-    said = f"{stage.name}: the {o.schedule} schedule of the learning rate now runs over {_length(stage)}"
+    said = f"{stage.name}: the {o.schedule} learning-rate schedule now runs over {_length(stage)}"
     if None in steps:
         return [said]
     fields = {name: getattr(o, name) for name in OptimizerSettings.__dataclass_fields__ if hasattr(o, name)}

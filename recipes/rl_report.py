@@ -1,4 +1,4 @@
-"""What a run of async_rl says of itself: metrics while it runs, sums over it at the end; off the critical path."""
+"""How an async_rl run reports: metrics while it runs, totals at the end; off the critical path."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from leeway.runtime.limit import LimitMeter, Speeds
 from leeway.runtime.supervisor import together
 
 WORK = ("step/forward_backward_s", "step/optim_s", "step/publish_s", "step/proximal_s", "step/critic_s")
-"""What a trainer does in a step; the rest of the step it waits."""
+"""What a trainer does in a step; it waits for the rest of the step."""
 
 
 REPORTS_AHEAD = 32
-"""Steps may be so far ahead of what was logged of them; then they wait."""
+"""How many steps training may be ahead of its log before it waits."""
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """Something to log at a step. `take`: what describes the take, where this is one of its optimizer steps.
+    """Something to log at a step. `take`: metrics of the take, if this is one of its optimizer steps.
 
-    `rollouts`: the readable ones, at its first step. Nothing here keeps a batch in the object store.
+    `rollouts`: the readable ones, at the take's first step. Nothing here keeps a batch alive in the object store.
     """
 
     step: int
@@ -59,7 +59,7 @@ class StepClock:
         return time.monotonic() - self._since
 
     def end(self, work: dict[str, float]) -> dict[str, float]:
-        """`step/*` of the step that ends now; `work` holds the seconds that the trainer measured itself."""
+        """`step/*` of the step that ends now; `work` holds the seconds that the trainer itself measured."""
         now = time.monotonic()
         total, self._since = now - self._since, now
         spent, self._spent = {"step/wait_for_batch_s": 0.0, **self._spent}, defaultdict(float)
@@ -68,10 +68,10 @@ class StepClock:
 
 
 class Reporter:
-    """Logs step reports in the order they come in, and asks the collectors for theirs.
+    """Logs step reports in order of arrival, and asks the collectors for theirs.
 
-    What a run came to is read off its metrics.jsonl, which also holds the parts of it that ended before this one began.
-    `first_step`: the step that this part goes on from. `warn` is told what stands out, once.
+    The run's results are read from its metrics.jsonl, which also holds the earlier parts of a resumed run.
+    `first_step`: the step that this part resumes from. `warn` is called once per notable problem.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Reporter:
         self._training = False
 
     async def put(self, report: StepReport | None) -> None:
-        """Waits while `REPORTS_AHEAD` reports are still to be logged. `run`, which logs them, waits for nobody here."""
+        """Waits while `REPORTS_AHEAD` reports are still unlogged. `run`, which logs them, never waits for this side."""
         try:
             self._queue.put_nowait(report)
         except asyncio.QueueFull:
@@ -119,11 +119,11 @@ class Reporter:
         """Consumes step reports; waits for steps; asks the collectors for theirs; returns after `end`."""
         limit = LimitMeter(speeds, max_policy_lag=derive(self._config).max_policy_lag)
         updates = self._config.train.updates_per_batch
-        await self.collect_stats()  # what came before the first step is not the run's
+        await self.collect_stats()  # what happened before the first step does not count
         self._training = True
         while (report := await self._queue.get()) is not None:
             if report.take is None:
-                if report.step > self._first_step or not self._first_step:  # of that step there is a record
+                if report.step > self._first_step or not self._first_step:  # that step is already on record
                     self._monitor.log(report.step, report.metrics, role="driver")
                 continue
             take, step_s = report.take, report.metrics["step/total_s"]
@@ -137,7 +137,7 @@ class Reporter:
                 step_s=step_s,
             )
             metrics["train/tokens_per_s"] = response_tokens / step_s
-            if report.rollouts is not None:  # what describes the take is said once
+            if report.rollouts is not None:  # a take's metrics are logged once
                 metrics |= take
                 self._monitor.rollouts(report.step, report.rollouts)
             self._monitor.log(report.step, metrics, role="trainer")
@@ -147,7 +147,7 @@ class Reporter:
         self._training = False
 
     async def collect_stats(self, step: int | None = None) -> dict[str, float]:
-        """Log what the collectors did since the last time; without a `step`: before the first one."""
+        """Log what the collectors did since the last call; without a `step`: before the first step."""
         calls = together(c.stats.remote() for c in self._parts.collectors)
         stats = reduce_stats(
             await self._parts.supervisor.wait(calls, what="generators", timeout_s=self._config.cluster.step_timeout_s)
@@ -165,7 +165,7 @@ class Reporter:
         return self._learning.verdict()
 
     def summary(self, *, steps: int) -> dict[str, Any]:
-        """The part of summary.json that comes from metrics, of the run's whole life."""
+        """The part of summary.json that comes from metrics, over the run's whole life."""
         return summary_of(self._rows(), steps=steps)
 
     def _rows(self) -> list[dict[str, Any]]:
@@ -173,7 +173,7 @@ class Reporter:
 
 
 def summary_of(rows: Sequence[Mapping[str, Any]], *, steps: int) -> dict[str, Any]:
-    """What `rows` of a metrics.jsonl add up to."""
+    """Totals over the `rows` of a metrics.jsonl."""
 
     def values(name: str) -> list[float]:
         return [row[name] for row in rows if row.get(name) is not None]
@@ -201,10 +201,10 @@ def summary_of(rows: Sequence[Mapping[str, Any]], *, steps: int) -> dict[str, An
 
 
 def time_shares(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Of the trainer's and the generators' wall time: the share of each activity, largest first."""
+    """Each activity's share of the trainer's and of the generators' wall time, largest first."""
     trainer, generator = defaultdict[str, float](float), defaultdict[str, float](float)
     for row in rows:
-        seconds = row.get("collector/interval_s")  # only where it is of training
+        seconds = row.get("collector/interval_s")  # absent outside of training
         for name, value in row.items():
             if name.startswith("step/") and name != "step/total_s":
                 trainer["work" if name in WORK else name.removeprefix("step/").removesuffix("_s")] += value

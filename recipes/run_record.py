@@ -1,7 +1,7 @@
-"""A run's folder over its whole life: who runs in it now, and how long each part of the run has taken.
+"""A run's folder over its whole life: which driver runs in it now, and how long each part of the run took.
 
-run.json   the recipe that was asked for, and one entry per part: a run that is stopped and gone on with has two
-run.lock   there while a driver runs here: its process and host
+run.json   the requested recipe, and one entry per part: a run that was stopped and resumed has two
+run.lock   present while a driver runs here: its process and host
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class RunIsRunning(ValueError):
 
 
 class BadRecord(ValueError):
-    """run.json is not what was written. The message is one line for the user."""
+    """run.json is damaged. The message is one line for the user."""
 
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Inside of it, no other driver can run in `run_dir`. Raises `RunIsRunning`.
+    """While it is held, no other driver can run in `run_dir`. Raises `RunIsRunning`.
 
-    The lock is the operating system's, which lets go of it when this process ends, however it ends: a lock file that is
-    left behind locks nothing. On file systems without locks, and between hosts, what the file says decides.
+    The operating system holds the lock and releases it when this process ends, however it ends: a leftover lock file
+    locks nothing. On file systems without locks, and between hosts, the file's content decides.
     """
     path = run_dir / LOCK
     descriptor = _take(path)
@@ -52,7 +52,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def check_not_running(run_dir: Path) -> None:
-    """Raises `RunIsRunning` where a driver runs in `run_dir`."""
+    """Raises `RunIsRunning` if a driver runs in `run_dir`."""
     if (run_dir / LOCK).exists():
         os.close(_take(run_dir / LOCK))
 
@@ -68,7 +68,7 @@ def _take(path: Path) -> int:
         except BaseException:
             os.close(descriptor)
             raise
-        os.close(descriptor)  # its holder ended, and took the file away, between the two lines above
+        os.close(descriptor)  # its holder ended, and removed the file, between the two lines above
 
 
 def _refuse_where_taken(path: Path, descriptor: int) -> None:
@@ -81,7 +81,7 @@ def _refuse_where_taken(path: Path, descriptor: int) -> None:
         is_free = None
     try:
         holder = json.loads(path.read_text())
-    except ValueError:  # empty: nobody, or somebody who is just beginning
+    except ValueError:  # empty: no driver, or one that is just starting
         holder = {}
     host, pid = holder.get("host"), holder.get("pid")
     elsewhere = host is not None and host != socket.gethostname()
@@ -100,7 +100,7 @@ def _is_alive(holder: dict[str, Any]) -> bool:
 
 
 class RunRecord:
-    """run.json. `goes_on`: the parts before this one are kept; else this is the first."""
+    """run.json. `goes_on`: keep the earlier parts; else this is the first."""
 
     def __init__(self, run_dir: Path, *, recipe: str, argv: Sequence[str], goes_on: bool) -> None:
         self._file = run_dir / RECORD
@@ -118,7 +118,7 @@ class RunRecord:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """The time inside of it is the stage's."""
+        """Counts the time spent inside as the stage's."""
         began = time.monotonic()
         try:
             yield
@@ -130,7 +130,7 @@ class RunRecord:
         return round(sum(part["stages"].get(name, 0.0) for part in [*self._earlier, self._part]), 1)
 
     def close(self, status: str) -> float:
-        """The part is over; returns the seconds of all parts together."""
+        """End this part; returns the total seconds of all parts."""
         self._part |= {"status": status, "wall_s": round(time.monotonic() - self._began, 1)}
         self._write()
         return round(sum(part["wall_s"] for part in [*self._earlier, self._part]), 1)
@@ -145,12 +145,12 @@ class RunRecord:
 
 
 def saved_recipe(run_dir: Path) -> str | None:
-    """The recipe that the run in `run_dir` was started with; None where nothing says so."""
+    """The recipe that the run in `run_dir` was started with; None if unknown."""
     return _read(run_dir)["recipe"]
 
 
 def _parts(run_dir: Path) -> list[dict[str, Any]]:
-    """The parts so far. One that was killed could not say how long it took: until the last thing that it logged."""
+    """The parts so far. A killed part recorded no duration: it counts until the last row that it logged."""
     parts = _read(run_dir)["parts"]
     for part in parts:
         if part["wall_s"] is None:
@@ -169,7 +169,7 @@ def _parts(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def _read(run_dir: Path) -> dict[str, Any]:
-    """run.json; where there is none, one that says nothing. Raises `BadRecord`."""
+    """run.json; an empty one if it does not exist. Raises `BadRecord`."""
     file = run_dir / RECORD
     if not file.exists():
         return {"recipe": None, "parts": []}
@@ -183,7 +183,7 @@ def _read(run_dir: Path) -> dict[str, Any]:
         ]
         return {"recipe": str(record["recipe"]), "parts": parts}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise BadRecord(f"{file}: got something else than leeway wrote, expected a run's record; remove it") from None
+        raise BadRecord(f"{file}: its content was not written by leeway, expected a run's record; remove it") from None
 
 
 def _metrics_files(run_dir: Path) -> list[tuple[str, Path]]:

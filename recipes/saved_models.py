@@ -1,4 +1,4 @@
-"""The weights that a run has left: one Hugging Face folder for each checkpoint."""
+"""The weights that a run saved: one Hugging Face folder per checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from leeway.config.paths import user_path
 def saved_models(folder: str | Path) -> dict[int, Path]:
     """Policy version -> Hugging Face folder of every checkpoint below `folder` (a run, a stage, its checkpoints).
 
-    Raises ValueError in one line where there is none, or where two stages have checkpoints.
+    Raises a one-line ValueError if there is none, or if two stages have checkpoints.
     """
     root = user_path(folder)
     found: dict[int, Path] = {}

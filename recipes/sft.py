@@ -1,10 +1,10 @@
-"""Supervised finetuning on a taskset's reference answers: the warm-up before RL, or a job of its own.
+"""Supervised finetuning on a taskset's reference answers: the warm-up before RL, or a separate job.
 
     taskset -> prompt + answer tokens -> [batches, one ahead] -> Trainer[N ranks] -> checkpoints/
 
-The response ends with the token that ends a turn, and is trained on it. Held-out questions are left out here too, and
-the loss on their answers is measured before and after, and every `eval.every` steps. With `task.messages_key` an
-example is a whole conversation, and every assistant turn in it is trained on.
+The response ends with the end-of-turn token, which is also trained on. Held-out questions are excluded here too, and
+the loss on their answers is measured before and after training, and every `eval.every` steps. With
+`task.messages_key` an example is a whole conversation, and every assistant turn in it is trained on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LOSS_WINDOW = 20
 
 
 class Batches(Protocol):
-    """Makes batches for ever, each as one share per rank; `skip_steps` of them were trained on before."""
+    """Endless batches, each as one share per rank; the first `skip_steps` of them were already trained on."""
 
     def __call__(
         self, config: Config, taskset: TaskSet | MixedTaskSet, prompter: Prompter, *, skip_steps: int = 0
@@ -47,7 +47,7 @@ class Batches(Protocol):
 
 
 HeldOut = Callable[[Config, Prompter], dict[str, list[TrainBatch]]]
-"""What is measured, by taskset, as one share per rank; {}: there is nothing."""
+"""What is evaluated, by taskset, as one share per rank; {}: nothing."""
 
 
 async def run(context: StageContext) -> StageResult:
@@ -65,9 +65,9 @@ async def train_offline(
     loss_name: str,
     held_out: HeldOut,
 ) -> StageResult:
-    """What recipes that train on data share: start the ranks, feed them, save; `loss_name` is the metric to report.
+    """Common to recipes that train on data: start the ranks, feed them, save; `loss_name` is the metric to report.
 
-    `held_out` gives what is measured, and not trained on.
+    `held_out` gives what is evaluated and not trained on.
     """
     config = context.config
     assert config.model.path is not None
@@ -144,13 +144,13 @@ async def train_offline(
 
 
 def held_out_examples(config: Config, prompter: Prompter) -> dict[str, list[TrainBatch]]:
-    """The answers of the tasks that are measured on: those held out, and those of `eval.tasksets`."""
+    """The answers of the evaluation tasks: those held out, and those of `eval.tasksets`."""
     ranks = config.train.num_ranks
     return {e.name: _shares([example_of(task, prompter) for task in e.tasks], ranks) for e in build_evalsets(config)}
 
 
 class _Measure:
-    """Measures the weights of now on what is held out, and logs it; returns it as `_by_taskset` does."""
+    """Evaluates the current weights on the held-out data, logs the result, and returns it as `_by_taskset` does."""
 
     def __init__(
         self, context: StageContext, launcher: Launcher, monitor: Monitor, tasksets: dict[str, list[TrainBatch]]
@@ -178,7 +178,7 @@ class _Measure:
 
 
 def _by_taskset(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of the first taskset (what is held out), with those of the others under "tasksets"; {}: none."""
+    """The first taskset's numbers (the held-out tasks), with those of the others under "tasksets"; {}: none."""
     by_set: dict[str, dict[str, float]] = {}
     for metric, value in metrics.items():
         if metric.startswith("eval/"):
@@ -189,7 +189,7 @@ def _by_taskset(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """One line of what was measured on what is held out; none where nothing was."""
+    """One line with the held-out results; none if nothing was measured."""
     numbers = [name for name, value in before.items() if name in after and not isinstance(value, dict)]
     changes = [f"{name.replace('_', ' ')} {before[name]:.3f} -> {after[name]:.3f}" for name in numbers]
     return [f"held out: {', '.join(changes)}"] if changes else []
@@ -203,7 +203,7 @@ def num_steps(config: Config, num_sequences: int) -> int:
 
 
 class Record:
-    """The metrics of a stage over its whole life. `earlier`: the rows up to the step that it goes on from."""
+    """The metrics of a stage over its whole life. `earlier`: the rows up to the step that it resumes from."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class Record:
             say(f"{self._name}: warning: {warning}")
 
     def first_evaluation(self) -> dict[str, Any]:
-        """As `_Measure` returns it; {} where nothing was measured before."""
+        """The first evaluation, as `_Measure` returns it; {} if nothing was measured before."""
         return _by_taskset(self._evaluations[0]) if self._evaluations else {}
 
     def verdict(self) -> Verdict:
@@ -286,7 +286,7 @@ def _put(batches: Sequence[TrainBatch]) -> tuple[list[Any], int]:
 def _batches(
     config: Config, taskset: TaskSet | MixedTaskSet, prompter: Prompter, *, skip_steps: int = 0
 ) -> Iterator[list[TrainBatch]]:
-    """For ever: one batch per rank, of `train.batch_size` examples together; `skip_steps` were trained on before."""
+    """Endless: one batch per rank, `train.batch_size` examples in total; `skip_steps` were already trained on."""
     tasks = itertools.islice(taskset.forever(), skip_steps * config.train.batch_size, None)
     examples = (example_of(task, prompter) for task in tasks)
     while True:

@@ -1,8 +1,8 @@
-"""Measure each side of a run with the other idle, so that contention cannot hide in the limit.
+"""Measure each side of a run while the other is idle, so that contention cannot distort the speed limit.
 
 It takes seconds at the start of a run, however long its answers and large its batches: answers are cut after
-`PROBE_TOKENS` tokens, and the trainer gets one microbatch. What a whole step takes follows from them. A run that goes
-on takes what its first part measured.
+`PROBE_TOKENS` tokens, and the trainer gets one microbatch. The duration of a whole step is computed from these. A
+resumed run reuses the measurements of its first part.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from leeway.runtime.supervisor import together
 from leeway.types import Task, Trajectory
 
 BUDGET_S = 3.0
-"""Each measurement is repeated only while this has not passed: it may take longer where a single one does."""
+"""Each measurement is repeated until this time has passed; a single one may take longer."""
 _REPEATS, _MAX_REPEATS = 3, 12
 _DEFAULT_MAX_SEQUENCES = 256
 FILE = "speeds.json"
 
 
 async def measure_speeds(config: Config, parts: Parts, tasks: Sequence[Task], *, hand_over_s: float) -> Speeds:
-    """Roll out as many groups as fill the engines; one group alone, and its first tokens; then a training step.
+    """Roll out enough groups to fill the engines; one group alone, and its first tokens; then a training step.
 
-    The shortest time of several counts. Nothing of it is trained on: the optimizer's learning rate is 0 and its state
-    is made anew.
+    The shortest of several times counts. The weights do not change: the learning rate is 0, and the optimizer's state
+    is reset afterwards.
     """
     first_s, per_token_s, trajectories = await _together(config, parts, tasks)
     first_token_s, serial_s_per_token = await _alone(config, parts, tasks)
@@ -57,13 +57,13 @@ async def measure_speeds(config: Config, parts: Parts, tasks: Sequence[Task], *,
 
 
 def save_speeds(speeds: Speeds, config: Config, stage_dir: Path) -> None:
-    """For a part of the run that comes later."""
+    """Save them for a later part of the run."""
     text = json.dumps({"speeds": asdict(speeds), "of": _conditions(config)}, indent=2)
     write_text_atomically(stage_dir / FILE, text + "\n")
 
 
 def saved_speeds(config: Config, stage_dir: Path) -> Speeds | None:
-    """What an earlier part measured; None where there is none, or where anything that decides about speed differs."""
+    """What an earlier part measured; None if there is none, or if anything that affects speed differs."""
     file = stage_dir / FILE
     if not file.exists():
         return None
@@ -72,7 +72,7 @@ def saved_speeds(config: Config, stage_dir: Path) -> Speeds | None:
 
 
 def _conditions(config: Config) -> dict[str, Any]:
-    """What speeds depend on and what may differ between the parts of a run."""
+    """Everything that affects speed and may differ between the parts of a run."""
     dump = config.model_dump(mode="json", include={"rollout", "train", "cluster"})
     for how_long in ("steps", "epochs"):
         del dump["train"][how_long]
@@ -80,7 +80,7 @@ def _conditions(config: Config) -> dict[str, Any]:
 
 
 def is_cut(config: Config) -> bool:
-    """Whether answers may be longer than what is measured of them."""
+    """Whether answers may be longer than the probe measures."""
     return config.rollout.max_response_tokens > PROBE_TOKENS
 
 
@@ -90,7 +90,7 @@ async def _together(config: Config, parts: Parts, tasks: Sequence[Task]) -> tupl
     Short answers are whole, and enough of them that some end while others begin: then both are the mean of all tokens.
     """
     count = min(derive(config).max_outstanding_groups, 2 * config.train.groups_per_step)
-    if is_cut(config):  # all are equally long: one wave is full to its end
+    if is_cut(config):  # all have the same length: one wave stays full to its end
         room = int(config.rollout.engine.get("max_num_seqs", _DEFAULT_MAX_SEQUENCES))
         count = min(count, config.rollout.num_generators * -(-room // config.algorithm.group_size))
     chosen = [tasks[i % len(tasks)] for i in range(count)]
@@ -106,13 +106,13 @@ async def _together(config: Config, parts: Parts, tasks: Sequence[Task]) -> tupl
 
 
 async def _alone(config: Config, parts: Parts, tasks: Sequence[Task]) -> tuple[float, float]:
-    """(seconds in the engine until a group that is alone has its first tokens, seconds for each further one)."""
+    """(seconds in the engine until a group on its own has its first tokens, seconds per further token)."""
     begun, first_token_s, per_token = time.monotonic(), float("inf"), []
     for i in range(_MAX_REPEATS):
         task = [tasks[i % len(tasks)]]
         first_s, firsts = await _timed_rollouts(config, parts, task, max_response_tokens=1)
         whole_s, group = await _timed_rollouts(config, parts, task, max_response_tokens=PROBE_TOKENS)
-        if firsts and group:  # a task that fails says nothing about speed
+        if firsts and group:  # a failed task is no measurement
             first_token_s = min(first_token_s, first_s)
             if further := max(len(t.response_tokens) for t in group) - 1:
                 per_token.append((whole_s, further))
@@ -128,7 +128,7 @@ def _all_failed() -> PartFailed:
 
 
 def _one_pass(config: Config, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Whole groups of them, at most a batch and about a microbatch for each rank; some of them twice if need be."""
+    """Whole groups of them, at most a batch and about a microbatch per rank; repeated if there are too few."""
     size, ranks = config.algorithm.group_size, config.train.num_ranks
     num_groups, tokens = config.train.groups_per_step, 0
     batch: list[Trajectory] = []
@@ -158,7 +158,7 @@ async def _shortest(
 async def _timed_rollouts(
     config: Config, parts: Parts, tasks: Sequence[Task], *, max_response_tokens: int
 ) -> tuple[float, list[Trajectory]]:
-    """Seconds in which the busiest engine had a request: what environments think about meanwhile is not its work."""
+    """Seconds in which the busiest engine had a request: time in environments does not count."""
     limit = min(max_response_tokens, config.rollout.max_response_tokens)
     begun = await _generating_s(config, parts)
     calls = [

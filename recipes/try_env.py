@@ -27,7 +27,7 @@ class Choice:
 
 
 CHOICE = Choice()
-"""What `run` plays; the command sets it. A recipe is handed a config, and this is none of it."""
+"""What `run` plays. The command sets it, because a recipe gets only a config and this is not part of it."""
 
 
 async def run(context: StageContext) -> StageResult:
@@ -53,7 +53,7 @@ async def run(context: StageContext) -> StageResult:
 
 
 def exchange(task: Task, trajectories: list[Trajectory], prompter: Prompter) -> Iterator[str]:
-    """Lines that show who wrote which token, with logprob and version where the policy did."""
+    """Lines that show who wrote which token, with logprob and version for the policy's tokens."""
     yield f"task {task.task_id}, answer {task.answer!r}, info {str(task.info)[:300]}"
     for number, t in enumerate(trajectories, start=1):
         metrics = ", ".join(f"{name} {value:g}" for name, value in t.metrics.items())

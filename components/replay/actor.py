@@ -1,4 +1,4 @@
-"""The replay buffer as a Ray actor: it owns the tasks, and leaves each rank's share of a take in the object store."""
+"""The replay buffer as a Ray actor: it owns the tasks, and puts each rank's share of a take into the object store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .stream import TaskStream
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
-"""Between two looks at a queue that had no task."""
+"""Interval between polls of a queue that had no task."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class ReplayBufferActor(Watched):
         self._begin(config, start)
 
     def _begin(self, config: Config, start: dict[str, Any] | None = None) -> None:
-        """`start`: what `position` said in the run that this one goes on from."""
+        """`start`: what `position` returned in the run that this one resumes."""
         own = dict(start or {})
         stream, used = own.pop("stream", None), own.pop("used_groups", None)
         position = Position(**own)
@@ -119,7 +119,7 @@ class ReplayBufferActor(Watched):
             operators=[self._pipeline],
             reuse=self._reuse,
             priority=priority,
-            # Before operators: groups that are left out say most about how hard a task is.
+            # Before operators: the groups that these leave out are the most informative about how hard a task is.
             delivered=lambda group: self._taskset.record(group.task_id, pass_rate(group)),
             num_collectors=config.rollout.num_generators,
         )
@@ -136,7 +136,7 @@ class ReplayBufferActor(Watched):
         return len(self._prompter.encode(task.prompt))
 
     def _shortened(self, task: Task) -> Task | None:
-        """What `rollout.overlong_prompts` makes of a task whose prompt is too long; None leaves it out."""
+        """Apply `rollout.overlong_prompts` to a task whose prompt is too long; None leaves it out."""
         rollout = self._config.rollout
         if rollout.overlong_prompts == "refuse":
             raise ValueError(
@@ -152,12 +152,12 @@ class ReplayBufferActor(Watched):
 
     @as_text
     async def begin(self, config: Config) -> None:
-        """Another run: tasks from the first on, nothing outstanding. The last one's waiters must have left."""
+        """Reset for another run: tasks from the first, nothing outstanding. The last run's waiters must have left."""
         self._begin(config)
 
     @as_text
     async def alive(self) -> None:
-        """Never returns. Where tasks come from a queue, the buffer is told here of what others put into it."""
+        """Never returns. If tasks come from a queue, this tells the buffer about tasks that others put into it."""
         queue = self._taskset
         while isinstance(queue, QueueTaskSet):
             if self._buffer.awaits_a_task and queue.may_have_more():
@@ -200,7 +200,7 @@ class ReplayBufferActor(Watched):
         served = await self._buffer.take(timeout_s=timeout_s)
         if served is None:
             return None
-        async with self._assembling:  # one take after the other, beside the loop: it may be hundreds of megabytes
+        async with self._assembling:  # one take at a time, in a thread: it may be hundreds of megabytes
             return await asyncio.to_thread(self._assembled, served)
 
     def _assembled(self, served: ServedTake) -> TakeRefs:
@@ -215,7 +215,7 @@ class ReplayBufferActor(Watched):
 
     @as_text
     async def trained(self, group_ids: list[int]) -> dict[str, float]:
-        """The take was trained on; returns the state of the buffer."""
+        """Mark the take as trained; returns the state of the buffer."""
         await self._buffer.trained(group_ids)
         self._stream.forget_before(self._buffer.first_draw)
         self._reuse.forget_before(self._buffer.num_trained_takes)
@@ -252,12 +252,12 @@ class ReplayBufferActor(Watched):
 
     @as_text
     async def sample_batch(self, trajectories: list[Trajectory], group_size: int) -> tuple[list[Any], dict[str, float]]:
-        """Rank shares of one take made of these trajectories, for measuring the trainer's speed; nothing is stored."""
+        """Rank shares of a take made from these trajectories, to measure the trainer's speed; nothing is stored."""
         groups = [
             Group(group_id=i, task_id="", trajectories=trajectories[i : i + group_size])
             for i in range(0, len(trajectories), group_size)
         ]
-        # All of it in one step, trajectories without an advantage included: speed is measured per token.
+        # All in one step, including trajectories without an advantage: speed is measured per token.
         assembler = replace(self._assembler, skip_zero_advantage=False, updates_per_take=1)
 
         def assembled() -> tuple[list[Any], dict[str, float]]:
@@ -268,8 +268,8 @@ class ReplayBufferActor(Watched):
             return await asyncio.to_thread(assembled)
 
     async def ping(self) -> None:
-        """An answer says that this process is well, whoever is waited for here."""
+        """An answer proves that this process is well, even while its callers wait for others."""
 
 
 ReplayBufferRemote = ray.remote(num_cpus=0)(ReplayBufferActor)
-"""To be created with a `max_concurrency` above the number of its waiting callers: see `runtime.launch`."""
+"""Create it with a `max_concurrency` above the number of its waiting callers: see `runtime.launch`."""

@@ -1,4 +1,4 @@
-"""The admission rule: when a group may start, under which weights at least, and which groups a take must hold.
+"""The admission rule: when a group may start, the oldest weights it may use, and which groups a take must hold.
 
 Letters as in the design: P groups per take, u optimizer steps per take, n steps between publications, W reorder window,
 T target lag, L bound on the lag. All integers; the lag's unit is optimizer steps.
@@ -39,7 +39,7 @@ class AdmissionRule:
         return self.updates_per_take * (ceil_takes + 1) + self.publish_every - 2
 
     def last_take(self, rank: int) -> int:
-        """The take that a group of this rank is in at the latest (takes count from 0)."""
+        """The latest take that a group of this rank can be in (takes count from 0)."""
         return (rank + self.reorder_window - 1) // self.groups_per_take
 
     def last_use(self, rank: int) -> int:
@@ -51,10 +51,10 @@ class AdmissionRule:
         return max(0, self.last_use(rank) - self.max_lag)
 
     def may_admit(self, rank: int, *, published: int) -> bool:
-        """Whether a group of this rank may start now, `published` being the newest published version."""
+        """Whether a group of this rank may start now; `published` is the newest published version."""
         return self.last_use(rank) - self.target_lag <= published
 
     def num_admissible(self, *, published: int) -> int:
-        """How many groups may be alive at most while `published` is the newest version: ranks below that may start."""
+        """The most groups that may be alive while `published` is the newest version: ranks below that may start."""
         takes = (published + self.target_lag + 1) // self.updates_per_take  # largest d + 1 that the rule lets start
         return max(0, takes * self.groups_per_take - (self.reorder_window - 1))

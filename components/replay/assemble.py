@@ -1,4 +1,4 @@
-"""From the groups of a take to what the trainer's ranks are handed: advantages, optimizer steps, rank shares."""
+"""From the groups of a take to what the trainer's ranks receive: advantages, optimizer steps, rank shares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..algorithms.turns import TurnAdvantage, Turns, by_token, num_turns
 from ..types import Group, TrainBatch, Trajectory, batch_trajectories
 
 Advantage = float | list[float]
-"""Of a trajectory: one for all of its tokens, or one for each."""
+"""Of a trajectory: one for all of its tokens, or one per token."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ def rewards_of(group: Group) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardShaping:
-    """Rewards [G] of a group, less what rank and length cost; see `algorithms.shaping`. 0: costs nothing.
+    """Rewards [G] of a group, minus the rank and length penalties; see `algorithms.shaping`. 0: no penalty.
 
-    Less what the greedy completion earned, too, where there is one. Source: ReMax, arXiv 2310.10505.
+    Also minus the greedy completion's reward, if there is one. Source: ReMax, arXiv 2310.10505.
     """
 
     rank_penalty: float
@@ -80,7 +80,7 @@ class Assembler:
     count_turns: bool = False
 
     def __call__(self, index: int, groups: Sequence[Group], reused: Sequence[Group] = ()) -> Take:
-        """The take of these groups and of others that were used before; metrics and rollouts are of the new ones."""
+        """The take of these groups and of reused ones; metrics and rollouts cover only the new ones."""
         every = [*groups, *reused]
         advantages = self._advantages(every)
         steps = [every[i :: self.updates_per_take] for i in range(self.updates_per_take)]
@@ -139,10 +139,10 @@ def _is_zero(advantage: Advantage) -> bool:
 def split_evenly(
     pairs: Sequence[tuple[Trajectory, Advantage]], num_shares: int
 ) -> list[list[tuple[Trajectory, Advantage]]]:
-    """Split into shares of nearly equal work: largest first, each to the lightest share. Deterministic.
+    """Split into shares of nearly equal work: largest first, each to the lightest share so far. Deterministic.
 
-    Trajectories of one prompt stay together, because a rank computes a prompt that they share once. Where that would
-    leave one share with a twentieth more work than the mean, they are cut into smaller pieces.
+    Trajectories of one prompt stay together, because a rank computes their shared prompt once. If that would give a
+    share a twentieth more work than the mean, they are split into smaller pieces.
     """
     if num_shares == 1:
         return [list(pairs)]
@@ -169,7 +169,7 @@ def num_pass_tokens(pairs: Sequence[tuple[Trajectory, Advantage]]) -> int:
 
 
 def _of_whole(trajectory: Trajectory, advantage: Advantage) -> float:
-    """One number for a trajectory whose tokens have advantages of their own: their mean over what was sampled."""
+    """One number for a trajectory with per-token advantages: their mean over the sampled tokens."""
     if not isinstance(advantage, list):
         return advantage
     sampled = [a for a, trained in zip(advantage, trajectory.loss_mask, strict=True) if trained]
@@ -183,7 +183,7 @@ def _num_pass_tokens(batch: TrainBatch) -> int:
 
 
 def pass_rate(group: Group) -> float:
-    """Share of right answers: the mean of "exact_match", or of the rewards between 0 and 1 where there is none."""
+    """Share of right answers: the mean of "exact_match", or of the rewards between 0 and 1 if there is none."""
     values = [t.metrics.get("exact_match", min(max(t.reward, 0.0), 1.0)) for t in group.trajectories]
     return sum(values) / len(values)
 
@@ -211,7 +211,7 @@ def _take_metrics(groups: Sequence[Group], advantages: dict[int, list[Advantage]
     names = sorted({name for t in trajectories for name in t.metrics})
     for name in names:
         values = [t.metrics[name] for t in trajectories if name in t.metrics]
-        # A path of its own ("rewards/format", "env/turns") stays one; a bare name is a measure of the answer.
+        # A name with a path ("rewards/format", "env/turns") keeps it; a bare name is a measure of the answer.
         metrics[f"train/{name}" if "/" in name else f"train/accuracy/{name}"] = sum(values) / len(values)
     return metrics
 

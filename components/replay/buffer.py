@@ -1,13 +1,13 @@
-"""The replay buffer: who may start, what was finished, what is trained next.
+"""The replay buffer: which groups may start, which are finished, which are trained next.
 
-A torchrl `ReplayBuffer` that waits instead of losing:
+A torchrl `ReplayBuffer` that waits instead of dropping data:
 
 collectors --admit()--> [slots] --put()--> [places] --take()--> trainer
                            ^                                       |
                            +------------- published(v) <----------+
 
-Whatever changes the state (`put`, `published`, ...) hands out on the spot what it made possible: free slots are dealt
-to the collectors that wait, and the next take wakes the trainer. Nobody else is woken.
+Every call that changes the state (`put`, `published`, ...) immediately serves the waiters that it unblocks: free slots
+go to the waiting collectors, and a complete take wakes the trainer. Nobody else is woken.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ T = TypeVar("T")
 NO_PROGRESS_TAKES = 20
 REASONS_KEPT = 100
 GATHER_S = 5.0
-"""How long the first slots wait until every collector has asked for some."""
+"""How long the first slots are held back for every collector to ask."""
 
 
 class NoProgressError(RuntimeError):
-    """So many groups in a row were filtered or failed, with none that became ready, that the run would never train."""
+    """Too many groups in a row were filtered or failed, and none became ready: the run would never train."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedTake:
-    """The groups of take number `index`: new ones in admission order, and those that were used before."""
+    """The groups of take number `index`: new ones in admission order, and reused ones."""
 
     index: int
     groups: list[Group]
@@ -64,7 +64,7 @@ class ServedTake:
 
 @dataclass(frozen=True)
 class _Held:
-    """A group in flight: its admission, and the name of the collector that works on it (None: waits for one)."""
+    """A group in flight: its admission, and the name of the collector that works on it (None: waiting for one)."""
 
     admission: Admission
     collector: str | None
@@ -72,9 +72,9 @@ class _Held:
 
 @dataclass(slots=True, eq=False)
 class _Asker:
-    """A collector that waits for slots. `room`: how many groups it can hold in all.
+    """A collector that waits for slots. `room`: how many groups it can hold in total.
 
-    `unfit`: it gave back what it held, so others come first.
+    `unfit`: it gave back its groups, so others come first.
     """
 
     collector: str
@@ -87,16 +87,16 @@ class _Asker:
 class ReplayBuffer(torchrl.data.ReplayBuffer):
     """Blocking, back-pressured, consume-once, whole groups only. One asyncio loop; any number of waiters.
 
-    `tasks` is drawn from here only, so no two collectors ever get the same one. It may raise `NoTaskYet`; `tasks_came`
-    then draws again. `start`: where an earlier run left off, with `tasks` from there on. `num_takes` ends the run after
-    so many takes (None: when the tasks end). `reuse`: takes also hold groups that were used before. `priority`: the
-    window prefers the best of what it may choose from.
-    `delivered` is told of every group that is delivered, before operators, and never of one that was issued again.
-    `num_collectors`: the first slots are dealt when so many have asked, or after `GATHER_S`.
+    `tasks` is only drawn from here, so no two collectors ever get the same task. It may raise `NoTaskYet`; `tasks_came`
+    then draws again. `start`: where an earlier run left off; `tasks` continues from there. `num_takes` ends the run
+    after this many takes (None: when the tasks end). `reuse`: takes also hold groups that were used before.
+    `priority`: among the groups that it may choose, the window prefers the best.
+    `delivered` is called for every delivered group, before operators, and never for one that was issued again.
+    `num_collectors`: the first slots are handed out once this many have asked, or after `GATHER_S`.
 
-    A deadline (`timeout_s`) is for a wait in which nothing moves: it begins again with every group that is admitted,
-    delivered, retried, lost or issued again, every take, and every publication. It does not run while the trainer is at
-    work on a take, which has deadlines of its own. So nobody ends a run in which the others are well.
+    A deadline (`timeout_s`) limits a wait without progress: it restarts with every group that is admitted, delivered,
+    retried, lost or issued again, every take, and every publication. It does not run while the trainer works on a take,
+    which has its own deadlines. So no part ends a run in which the others are making progress.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         )
         self._tasks = tasks
         self._next_task: Task | None = None
-        self._awaited_task = ""  # what would bring one, where the source has none now
+        self._awaited_task = ""  # what the source is waiting for, if it has no task now
         self._draw()
         self._rule = rule
         self._num_takes = num_takes
@@ -159,13 +159,13 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._moved_at = float("-inf")
 
     async def admit(self, limit: int, *, timeout_s: float, collector: str = "") -> list[Admission]:
-        """Wait for at least one group, then start up to `limit`. An empty list: there will never be another one.
+        """Wait for at least one group, then start up to `limit`. An empty list: there will never be another group.
 
-        Groups to issue again come first, in their order. `collector` is who asks, so that `lost` knows what it holds.
-        What it delivers while it waits is room again, so it may be given more than `limit`.
+        Groups to issue again come first, in order. `collector` is the caller, so that `lost` knows what it holds.
+        Groups that it delivers while it waits free room, so it may get more than `limit`.
 
-        Slots that several wait for go, one by one, to whoever holds the smallest share of its room: each take is then
-        made by all of them. Nobody's slot is kept free while another one asks. Raises TimeoutError, naming what it
+        If several collectors wait, slots go one by one to the one with the smallest share of its room in use: each take
+        is then made by all of them. No slot is kept free while any collector asks. Raises TimeoutError, naming what it
         waited for.
         """
         if self._is_over() or collector in self._lost_collectors:
@@ -191,7 +191,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     async def put(self, groups: Sequence[Group]) -> None:
         """Deliver finished groups. Each is stored, or filtered with a reason. Delivering one twice raises.
 
-        A group of an attempt that has been issued again since then is not taken: the newer attempt is the one.
+        A group from an old attempt that has since been issued again is ignored: only the newest attempt counts.
         """
         current = [group for group in groups if not self._superseded(group.group_id, group.attempt)]
         if self._delivered is not None:
@@ -212,13 +212,13 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             self._moved()
 
     async def retried(self, group_id: int, *, attempt: int = 0) -> None:
-        """The collector that holds this group starts it again: same rank, same floor."""
+        """The collector that holds this group retries it: same rank, same floor."""
         if not self._superseded(group_id, attempt):
             self._ledger.retry(group_id)
             self._moved()
 
     async def fail(self, group_id: int, reason: str, *, attempt: int = 0) -> None:
-        """This group has failed for good."""
+        """This group has failed permanently."""
         if not self._superseded(group_id, attempt):
             self._lose(group_id, GroupState.FAILED, reason)
             self._moved()
@@ -226,15 +226,15 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     async def reissue(self, group_ids: Sequence[int], reason: str) -> None:
         """Take these groups in flight from whoever holds them; the next `admit` calls hand them out, before new ones.
 
-        They keep their slot, rank and floor, so the bound and the order hold as if they had only taken longer. What
-        the former holder still says of them is ignored from now on. Raises RuntimeError, and changes nothing, when one
-        of them is not in flight.
+        They keep their slot, rank and floor, so the bound and the order hold as if they had only taken longer. Later
+        reports from the former holder are ignored. Raises RuntimeError, and changes nothing, if one of them is not in
+        flight.
         """
         self._reissue(group_ids, reason)
         self._moved()
 
     async def give_back(self, collector: str, reason: str) -> list[int]:
-        """This collector cannot finish what it holds: issue it again to whoever asks; returns the groups' ids."""
+        """This collector cannot finish its groups: issue them again to any collector; returns the groups' ids."""
         held = sorted(g for g, h in self._in_flight.items() if h.collector == collector)
         self._reissue(held, reason)
         for asker in self._askers:
@@ -243,10 +243,10 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         return held
 
     async def lost(self, collector: str, reason: str) -> list[int]:
-        """This collector is gone: as `give_back`, and never again a group for it.
+        """This collector is gone: as `give_back`, and it never gets a group again.
 
-        Its name is never admitted again, lest a call that it left waiting here is given groups that nobody receives: a
-        collector that is started in its place asks under another name.
+        Its name is never admitted again, because a call that it left pending here could be given groups that nobody
+        receives. A replacement collector asks under another name.
         """
         self._lost_collectors.add(collector)
         for asker in [a for a in self._askers if a.collector == collector]:
@@ -254,9 +254,9 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         return await self.give_back(collector, reason)
 
     async def take(self, *, timeout_s: float) -> ServedTake | None:
-        """Wait for the next take; None when the tasks have ended or all takes were served.
+        """Wait for the next take; None if the tasks have ended or all takes were served.
 
-        Raises TimeoutError naming what is missing, and `NoProgressError` when group after group is lost.
+        Raises TimeoutError naming what is missing, and `NoProgressError` if too many groups in a row are lost.
         """
         while not self._take_is_due():
             turn = asyncio.get_running_loop().create_future()
@@ -268,7 +268,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
                     self._takers.remove(turn)
         if not self._ended() and self._no_progress():
             raise NoProgressError(
-                f"{self._lost_in_a_row} groups in a row left without being trained "
+                f"{self._lost_in_a_row} groups in a row were dropped without being trained on "
                 f"({_most_common(self._last_reasons)}); "
                 "the tasks are all too easy or too hard, or the environment fails: "
                 "check rollouts, rewards and replay.operators"
@@ -288,7 +288,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         return ServedTake(index=index, groups=groups, reused=reused)
 
     async def trained(self, group_ids: Sequence[int]) -> None:
-        """The oldest take that was served has been through all its steps. (`ReusePool` counts uses after the first.)"""
+        """The oldest served take has finished all its steps. (`ReusePool` counts uses after the first.)"""
         again = self._used_again[0] if self._used_again else []
         for group_id in group_ids[: len(group_ids) - len(again)]:
             self._ledger.move(group_id, GroupState.TRAINED)
@@ -303,9 +303,9 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._moved()
 
     def position(self, policy_version: int) -> Position | None:
-        """Where a run that goes on from these weights has to begin; None in the middle of a take's steps.
+        """Where a run resumed from these weights has to begin; None in the middle of a take's steps.
 
-        The weights may be one take ahead of what `trained` was told.
+        The weights may be one take ahead of the last call of `trained`.
         """
         takes, rest = divmod(policy_version, self._rule.updates_per_take)
         ahead = takes - self.num_trained_takes
@@ -314,7 +314,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         over = {g for take in itertools.islice(self._served, ahead) for g in take}
         first = self._first_open(over=over)
         open_draws = [g for g in self._drawn if g >= first and g not in self._trained and g not in over]
-        open_draws += [d for d in self._start.open_draws if d > self._last_draw]  # not even drawn again yet
+        open_draws += [d for d in self._start.open_draws if d > self._last_draw]  # not drawn again yet
         return Position(
             num_takes=takes,
             num_taken=self._num_trained + len(over),
@@ -336,7 +336,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
     @property
     def awaits_a_task(self) -> bool:
-        """Whether the source had none when it was asked last."""
+        """Whether the source had no task when it was last asked."""
         return bool(self._awaited_task)
 
     async def tasks_came(self) -> None:
@@ -346,7 +346,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             self._moved()
 
     async def close(self) -> None:
-        """Nobody is admitted any more; waiting collectors get an empty list."""
+        """Admit no more groups; waiting collectors get an empty list."""
         self._closed = True
         self._moved()
 
@@ -359,7 +359,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             failed=self._ledger.count(GroupState.FAILED),
             retries=self._ledger.num_retries,
             admitted=self._start.num_taken + self._ledger.num_admitted,
-            # Nothing is dropped for being stale: whatever was admitted and is nowhere else would be counted here.
+            # Nothing is dropped for being stale: a group that was admitted and is nowhere else would be counted here.
             dropped_stale=self._ledger.num_admitted
             - (self._window.num_taken - self._start.num_taken)
             - self._window.num_outstanding
@@ -368,7 +368,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         )
 
     def _operated(self, group: Group) -> Group | str:
-        """The group as it is to be trained on, or why it is left out."""
+        """The group in the form to train on, or the reason why it is left out."""
         for operator in self._operators:
             result = operator(group)
             if isinstance(result, str):
@@ -390,13 +390,13 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         return max(0, limit - self._window.alive)
 
     def _moved(self) -> None:
-        """Something happened: deadlines begin again, and whoever can go on now goes on."""
+        """Progress was made: restart the deadlines, and wake every waiter that can continue."""
         self._moved_at = asyncio.get_running_loop().time()
         self._deal()
         self._call_taker()
 
     def _gather(self, collector: str) -> None:
-        """The first slots wait for all collectors; else the first to ask would be given whole takes of its own."""
+        """The first slots wait for all collectors; otherwise the first to ask would get whole takes."""
         if len(self._known) >= self._expected:
             return
         self._known.add(collector)
@@ -410,7 +410,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._deal()
 
     def _deal(self) -> None:
-        """Answer the collectors for which there is a group, or never will be one again."""
+        """Answer the collectors for which there is a group, or for which there will never be one again."""
         if not self._askers:
             return
         if self._is_over():
@@ -434,7 +434,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
                 asker.issued.append(admission)
                 given[asker] = None
                 heapq.heapreplace(emptiest, (*self._fullness(asker), number, asker))
-        finally:  # also where a task cannot be drawn: what was dealt before it has its taker
+        finally:  # also if drawing a task fails: groups that were already assigned must be delivered
             for asker in given:
                 self._answer(asker)
             if given:
@@ -455,7 +455,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             asker.answer.set_result(asker.issued)
 
     def _take_back(self, asker: _Asker) -> None:
-        """The call ended before it heard of what it was given."""
+        """The call was cancelled before it received its groups."""
         unheard = [a.group_id for a in asker.issued if self._is_held(a, asker.collector)]
         if unheard:
             self._reissue(unheard, "the call that asked for it was cancelled")
@@ -476,7 +476,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
                 turn.set_result(None)
 
     def _admit_one(self) -> Admission:
-        """A new group. Its id is the number of its draw, so it is the same in every run that goes on from this one."""
+        """A new group. Its id is its draw number, so it is the same in every run resumed from this one."""
         task = self._next_task
         assert task is not None
         self._draw()
@@ -491,7 +491,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         return self._next_task is None and not self._awaited_task
 
     def _draw(self) -> None:
-        """One task is drawn ahead: so it is known whether a take is the last one."""
+        """One task is drawn ahead, to know whether a take is the last one."""
         try:
             self._next_task, self._awaited_task = next(self._tasks, None), ""
         except NoTaskYet as error:
@@ -516,10 +516,10 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._to_reissue = sorted({*self._to_reissue, *group_ids})
 
     def _superseded(self, group_id: int, attempt: int) -> bool:
-        """Whether a collector speaks of an attempt that was taken from it."""
+        """Whether a collector's report is about an attempt that was taken away from it."""
         newest = self._attempts.get(group_id, 0)
         if attempt < newest:
-            logger.info("group %d: attempt %d comes late, attempt %d was issued", group_id, attempt, newest)
+            logger.info("group %d: late attempt %d ignored, attempt %d was issued", group_id, attempt, newest)
         return attempt < newest
 
     def _consume(self, group_ids: list[int]) -> list[Group]:
@@ -540,7 +540,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._last_reasons.append(reason)
 
     def _let_go(self, group_id: int) -> _Held:
-        """It is in nobody's hands any more."""
+        """No collector holds it any more."""
         held = self._in_flight.pop(group_id)
         if held.collector is not None:
             self._num_held[held.collector] -= 1
@@ -566,7 +566,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
     def _is_over(self) -> bool:
         """Nobody will be admitted any more."""
-        # While somebody works on the last groups, one of them may be lost, and then needs a taker.
+        # While a collector works on the last groups, one of them may be lost and then needs another collector.
         return self._closed or (self._all_admitted() and not self._in_flight)
 
     async def _until(
@@ -577,9 +577,9 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         *,
         counts: Callable[[], bool] = lambda: True,
     ) -> T:
-        """The result of `answer`. Raises TimeoutError when nothing has moved for `timeout_s`.
+        """The result of `answer`. Raises TimeoutError if there was no progress for `timeout_s`.
 
-        That time counts while `counts` says so and the trainer is not at work.
+        That time counts only while `counts()` is true and the trainer is not working on a take.
         """
         loop = asyncio.get_running_loop()
         since = loop.time()
@@ -590,7 +590,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             elif self._served or not counts():
                 since = loop.time()
             else:
-                raise TimeoutError(f"waited {timeout_s:g} s for {missing()}; nothing moved: {self._who_has_what()}")
+                raise TimeoutError(f"waited {timeout_s:g} s for {missing()} without progress: {self._who_has_what()}")
         return answer.result()
 
     def _what_admits(self) -> str:
@@ -602,7 +602,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         return f"{self._awaited_task} ({missing})" if self._awaited_task else missing
 
     def _who_has_what(self) -> str:
-        """Who could be expected to do something."""
+        """Which part could be expected to act."""
         must = set(self._window.must_finish())
         holders: dict[str, list[int]] = {}
         for group_id, held in self._in_flight.items():

@@ -1,7 +1,7 @@
 """The life of every group: admitted -> generated -> taken -> trained, or filtered, or failed.
 
-Each group goes through exactly one such life, and each change is checked: a group that is delivered twice, or trained
-without having been taken, is our own mistake and raises.
+Each group goes through exactly one such life, and each transition is checked: a group that is delivered twice, or
+trained without being taken, is a bug in Leeway and raises.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Ledger:
     num_retries: int = 0
 
     def admit(self, group_id: int) -> None:
-        """Ids increase; in a run that goes on from another there are gaps, where that one's groups are over."""
+        """Ids increase; in a resumed run there are gaps for the groups that finished before."""
         assert group_id > self._last_admitted, f"group {group_id} admitted after {self._last_admitted}"
         self._last_admitted = group_id
         self.num_admitted += 1
         self._alive[group_id] = _Entry(GroupState.ADMITTED)
 
     def move(self, group_id: int, state: GroupState) -> None:
-        """Raises RuntimeError when the group is unknown, has ended, or cannot go to `state` from where it is."""
+        """Raises RuntimeError if the group is unknown, has ended, or cannot move to `state` from its current state."""
         entry = self._alive.get(group_id)
         if entry is None or state not in _NEXT[entry.state]:
             raise RuntimeError(f"ledger: group {group_id} cannot become {state}: it is {self.state(group_id)}")
@@ -74,7 +74,7 @@ class Ledger:
         return entry.retries
 
     def state(self, group_id: int) -> str:
-        """In words; a life that has ended is only counted, so "ended" is all that is known of it."""
+        """The state in words. Finished groups are only counted, so "ended" is all that is known about them."""
         if entry := self._alive.get(group_id):
             return entry.state
         return "ended" if group_id <= self._last_admitted else "never admitted"

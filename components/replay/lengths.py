@@ -9,10 +9,10 @@ from ..types import Group
 
 
 class LengthMeter:
-    """Response lengths of all groups that were generated, and of those of them that were trained on.
+    """Response lengths of all generated groups, and of those that were trained on.
 
-    A system that drops late samples trains on shorter ones than it generates, and nobody sees it in the reward. Here
-    the two differ only by the groups that wait in the buffer, and by what filters take out on purpose.
+    A system that drops late samples trains on shorter ones than it generates, and the reward does not show it. Here the
+    two differ only by the groups that wait in the buffer, and by what filters remove on purpose.
     """
 
     def __init__(self) -> None:

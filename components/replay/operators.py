@@ -1,7 +1,7 @@
-"""Operators: what is done to a finished group before it may be trained on. In order, each counted by its name.
+"""Operators are applied to a finished group before it may be trained on, in order, with a count per operator.
 
-An operator is a function of a group and its options. It returns the group (changed or not), None for "as it is", or a
-text: why the group is left out.
+An operator is a function of a group and its options. It returns the group (changed or not), None for "unchanged", or a
+text: the reason why the group is left out.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Operator = Callable[[Group], Group | str | None]
 
 
 def filter_zero_variance(group: Group) -> str | None:
-    """Leave out groups whose rewards are all equal: they teach nothing where rewards are compared within a group."""
+    """Leave out groups whose rewards are all equal: they teach nothing if rewards are compared within a group."""
     return "equal rewards" if len({t.reward for t in group.trajectories}) == 1 else None
 
 
@@ -33,7 +33,7 @@ def filter_reward(group: Group, *, min: float = float("-inf"), max: float = floa
 def mask_truncated(group: Group, *, reasons: Sequence[str] = ("length",)) -> Group | str | None:
     """Do not train on trajectories that ended for one of `reasons`; their rewards still count in the group's baseline.
 
-    DAPO's overlong filtering (Yu et al. 2025, section 3.4). A group of them only is left out.
+    DAPO's overlong filtering (Yu et al. 2025, section 3.4). A group with only such trajectories is left out.
     """
     cut = [t.finish_reason in reasons for t in group.trajectories]
     if all(cut):
@@ -52,7 +52,7 @@ def shape_reward(
     min: float = float("-inf"),
     max: float = float("inf"),
 ) -> Group:
-    """reward <- scale x reward + offset, then held between `min` and `max`; that of the greedy completion too."""
+    """reward <- scale x reward + offset, clamped between `min` and `max`; the greedy completion's reward too."""
 
     def shaped(reward: float) -> float:
         return _between(scale * reward + offset, min, max)
@@ -63,8 +63,8 @@ def shape_reward(
 
 
 def prefer_short(group: Group, *, weight: float = 0.1, right: float = 1.0) -> Group | None:
-    """Add weight x (0.5 - (tokens - fewest) / (most - fewest)) to the reward; of an answer that is not `right` (earns
-    less than that) only what it loses.
+    """Add weight x (0.5 - (tokens - fewest) / (most - fewest)) to the reward; an answer with a reward below `right`
+    only gets the negative part.
 
     The length reward of Kimi k1.5 (arXiv 2501.12599, section 2.3.3). Tokens are those that the policy sampled.
     """
@@ -81,7 +81,7 @@ def prefer_short(group: Group, *, weight: float = 0.1, right: float = 1.0) -> Gr
 
 
 def dedupe(group: Group) -> Group | str | None:
-    """Keep one of the trajectories with the same tokens; leave out a group with a single answer."""
+    """Keep one trajectory of those with the same tokens; leave out a group with a single distinct answer."""
     first: dict[tuple[int, ...], Trajectory] = {}
     for t in group.trajectories:
         first.setdefault(tuple(t.response_tokens), t)
@@ -102,9 +102,9 @@ OPERATORS: dict[str, Callable[..., Group | str | None]] = {
 
 
 class Pipeline:
-    """Operators one after the other, as one operator that counts what each did.
+    """Operators in sequence, as one operator that counts what each did.
 
-    `steps`: names, or {name: options}. Raises ValueError in one line for what is unknown or cannot be called so.
+    `steps`: names, or {name: options}. Raises a one-line ValueError for unknown operators and for wrong options.
     """
 
     def __init__(self, steps: Sequence[str | dict[str, Any]]) -> None:
@@ -124,7 +124,7 @@ class Pipeline:
         return group
 
     def counts(self) -> dict[str, float]:
-        """Groups so far: {"replay/filtered_by/<operator>", "replay/changed_by/<operator>"}."""
+        """Counts so far: {"replay/filtered_by/<operator>", "replay/changed_by/<operator>"}."""
         return {
             **{f"replay/filtered_by/{name}": float(count) for name, count in self._filtered.items()},
             **{f"replay/changed_by/{name}": float(count) for name, count in self._changed.items()},
@@ -132,7 +132,7 @@ class Pipeline:
 
 
 def masked(trajectory: Trajectory) -> Trajectory:
-    """The same trajectory with no token to train on, in none of its conversations."""
+    """The same trajectory with all tokens masked, in all of its conversations."""
     num = len(trajectory.response_tokens)
     nothing = {"loss_mask": [False] * num, "behavior_logprobs": [0.0] * num, "policy_versions": [NO_VERSION] * num}
     return replace(trajectory, **nothing, others=[])

@@ -1,9 +1,9 @@
-"""Where a run stands in its tasks, so that another one can go on from there.
+"""A run's position in its tasks, so that another run can resume from there.
 
-Every group draws one task: draw k is the k-th task of the stream (`stream` knows its own part), and k is the group's id
-for the whole life of a run, however often it is ended and gone on from. Trained draws are over; every other one from
-the first open group on is drawn again: those in flight, finished, taken and not yet trained, and also those filtered or
-failed after it, so that a run in lockstep comes out as it would have.
+Every group draws one task: draw k is the k-th task of the stream (`stream` has its own position), and k is the group's
+id for the whole life of a run, however often it is stopped and resumed. Trained draws are done. Every other draw from
+the first open group on is repeated: groups in flight, finished, taken and not yet trained, and also those filtered or
+failed after it, so that a lockstep run gives the same result as without the stop.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """After `num_takes` trained takes with `num_taken` groups: what is drawn next."""
+    """The state after `num_takes` trained takes with `num_taken` groups: what is drawn next."""
 
     num_takes: int = 0
     num_taken: int = 0

@@ -1,7 +1,7 @@
-"""Groups that are trained on more than once: which of those already used a take holds beside its new ones.
+"""Groups that are trained on more than once: which used groups a take holds in addition to its new ones.
 
-A take of P groups has F = P / K new ones, K = `max_uses`, chosen by the window as ever; the other P - F come from here.
-A new group is held to the bound L - u (cooldown + 1) (K - 1), so that it can still be used K times, cooldown + 1 takes
+A take of P groups has F = P / K new ones, K = `max_uses`, chosen by the window as usual; the other P - F come from
+here. A new group must meet the bound L - u (cooldown + 1) (K - 1), so that it can be used K times, cooldown + 1 takes
 apart, with no token beyond L. Every use is checked against L again, by the group's own oldest token.
 """
 
@@ -16,11 +16,11 @@ from ..envs.importing import import_user_object, is_user_name
 from ..types import Group
 
 Priority = Callable[[Group], float]
-"""How much a group is worth training on; the larger, the earlier."""
+"""How valuable a group is to train on; larger values come first."""
 
 
 def spread(group: Group) -> float:
-    """The deviation of its rewards: groups that are all right or all wrong teach nothing."""
+    """The standard deviation of its rewards: groups that are all right or all wrong teach nothing."""
     return statistics.pstdev(t.reward for t in group.trajectories)
 
 
@@ -37,7 +37,7 @@ PRIORITIES: dict[str, Priority] = {"spread": spread, "reward": mean_reward, "new
 
 
 def priority_of(name: str) -> Priority:
-    """The function called `name`, or a user's own. Raises ValueError in one line."""
+    """The function called `name`, or a user's own. Raises a one-line ValueError."""
     if name in PRIORITIES:
         return PRIORITIES[name]
     key, expected = "replay.priority", "a function (group) -> number"
@@ -60,7 +60,7 @@ def priority_of(name: str) -> Priority:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Used:
-    """A group that was trained on: so many times, for the last time in take `last_take`. `score`: its priority then."""
+    """A group that was trained on: how often, and last in take `last_take`. `score`: its priority then."""
 
     group: Group
     score: float
@@ -72,12 +72,12 @@ class Used:
 class ReusePool:
     """The groups that were used, and may be used again. Takes are named by their number, 0, 1, ...
 
-    `room`: how many of them a take holds at most. `decay` is taken off a group's priority for each use. Without a
-    `priority` groups are used again in admission order, each as soon as its cooldown is over: then every group is used
+    `room`: the most used groups in a take. `decay` is subtracted from a group's priority for each use. Without a
+    `priority`, groups are reused in admission order, each as soon as its cooldown is over: then every group is used
     exactly `max_uses` times, unless the run ends first. A priority may leave some out until they are too old for L.
 
-    Takes are served ahead of training, so a checkpoint asks for what was there some takes ago: `after`. `start` is what
-    it said in the run that this one goes on from, after `num_takes` takes.
+    Takes are served ahead of training, so a checkpoint asks for the state some takes ago: `after`. `start` is the state
+    that it returned in the run that this one resumes, after `num_takes` takes.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ReusePool:
         self._most_uses = 0
 
     def serve(self, take: int, fresh: Sequence[Group]) -> list[Group]:
-        """The groups that take number `take` uses again, beside its `fresh` ones. Both are counted as used."""
+        """The groups that take number `take` reuses, in addition to its `fresh` ones. Both are counted as used."""
         ready = [u for u in self._used.values() if take - u.last_take > self._cooldown and self._in_bound(u, take)]
         chosen = [
             replace(u, num_uses=u.num_uses + 1, last_take=take) for u in sorted(ready, key=self._order)[: self._room]
@@ -123,15 +123,15 @@ class ReusePool:
         return [u.group for u in chosen]
 
     def after(self, num_takes: int) -> list[Used]:
-        """What could be used again when so many takes had been served, in admission order."""
+        """The groups that could be reused once this many takes had been served, in admission order."""
         return [used for _, used in sorted(self._after[num_takes].items())]
 
     def forget_before(self, num_takes: int) -> None:
-        """So many takes have been trained on: nobody goes on from an earlier one any more."""
+        """This many takes have been trained on: no checkpoint will need an earlier state."""
         self._after = {n: used for n, used in self._after.items() if n >= num_takes}
 
     def metrics(self) -> dict[str, float]:
-        """{"replay/..."} so far: uses of groups that had been used before, the most of one group, groups kept."""
+        """{"replay/..."} so far: the number of repeated uses, the most uses of one group, groups kept."""
         return {
             "replay/reused": float(self.num_reused),
             "replay/uses/max": float(self._most_uses),

@@ -1,6 +1,6 @@
-"""Used groups as text that a checkpoint can hold: JSON, compressed. Numbers come back as they were, bit for bit.
+"""Used groups as text for a checkpoint: compressed JSON. Numbers are restored bit for bit.
 
-A group of 8 answers of 1,000 tokens is 150 kB, and 10 ms of one core to write. No pickle: nothing in it is ever run.
+A group of 8 answers of 1,000 tokens takes 150 kB, and 10 ms of one core to write. No pickle: loading runs no code.
 """
 
 from __future__ import annotations

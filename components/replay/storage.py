@@ -11,7 +11,7 @@ from torchrl.data.replay_buffers.writers import Writer
 
 
 class FreeSlotWriter(Writer):
-    """Writes into free places only. torchrl's own writers go round and silently overwrite what nobody has read."""
+    """Writes into free places only. torchrl's own writers wrap around and silently overwrite unread data."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class FreeSlotWriter(Writer):
         return torch.tensor([self.add(item) for item in data], dtype=torch.long)
 
     def release(self, indices: list[int]) -> None:
-        """The groups at these places were read: drop them and let the places be written again."""
+        """The groups at these places were read: drop them and free the places."""
         for index in indices:
             self._storage.set(index, None)
             self._free.append(index)

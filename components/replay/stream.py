@@ -1,7 +1,7 @@
-"""The tasks of a run, draw by draw, and where that stream stands: so that another process draws the same ones.
+"""The tasks of a run, draw by draw, and the position in that stream, so that another process draws the same tasks.
 
-An adaptive order follows from what was solved when each epoch began, so a stream cannot be replayed from the start: its
-position is the taskset's own, with the tasks of all draws that are not over yet.
+An adaptive order depends on what was solved when each epoch began, so a stream cannot be replayed from the start: its
+position is the taskset's own position, plus the tasks of all unfinished draws.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 BREATH = 64
-"""Most prompts of a queue that one draw finds too long: there may be any number, and others wait meanwhile."""
+"""The most overlong prompts of a queue that one draw skips: there may be any number, and others are waiting."""
 
 
 class TaskStream(Iterator[Task]):
-    """For ever, or `epochs` passes (the last one may be a part), without tasks whose prompt is too long.
+    """Endless, or `epochs` passes (the last one may be partial), without tasks whose prompt is too long.
 
-    `num_tokens` says how long a prompt is, `shortened` what to take in place of one that is too long (None: nothing; it
-    may raise). `start`: what `position` said in an earlier run, with `draws` (those that
-    are drawn first, again, and then where to go on); its tasks come first.
+    `num_tokens` gives the length of a prompt, `shortened` the replacement for one that is too long (None: there is
+    none; it may raise). `start`: what `position` returned in an earlier run, with `draws` (those to repeat first, and
+    where to continue after them); its tasks come first.
 
-    Drawing from a queue raises `NoTaskYet` where there is none now.
+    Drawing from a queue raises `NoTaskYet` if it is empty now.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TaskStream(Iterator[Task]):
             taskset.load_state_dict(start["taskset"])
             by_id = taskset.find(set(start["open_tasks"]))
             if gone := [task_id for task_id in start["open_tasks"] if task_id not in by_id]:
-                raise ValueError(f"task: the run that goes on was at task {gone[0]}, which is not there any more")
+                raise ValueError(f"task: the resumed run needs task {gone[0]}, which no longer exists")
             self._again = [by_id[task_id] for task_id in reversed(start["open_tasks"])]
             self._num_drawn = start["num_drawn"]
         self._source = taskset.forever()
@@ -73,13 +73,13 @@ class TaskStream(Iterator[Task]):
         return task
 
     def forget_before(self, draw: int) -> None:
-        """Every draw before this one is over."""
+        """Every draw before this one is finished."""
         self._task_of = {d: task_id for d, task_id in self._task_of.items() if d >= draw}
 
     def position(self, position: Position) -> dict[str, Any]:
-        """The stream's part of `position`, as JSON-able data: tasks to draw again, and how to go on after them.
+        """The stream's part of `position`, as JSON-able data: tasks to draw again, and how to continue after them.
 
-        A task that was drawn ahead, for a group that nobody has asked for yet, is among the first.
+        A task that was drawn ahead, for a group that no collector has requested yet, is among the former.
         """
         ahead = [d for d in self._task_of if d >= position.next_draw]
         waiting = [task.task_id for task in reversed(self._again)]

@@ -18,7 +18,7 @@ class _Outstanding:
     after: _Outstanding | None = None
     finished: bool = False
     worth: float = 0.0
-    must: bool = False  # the next take has to hold it
+    must: bool = False  # the next take must hold it
     candidate: bool = False  # the next take may hold it
 
 
@@ -27,12 +27,12 @@ class Window:
 
     `alive` = groups taken so far + groups outstanding, which is the rank of the next group to be admitted. When a group
     leaves without being taken, those behind it move up one rank: they can only be taken earlier than promised, so their
-    floors stay valid. Of the finished groups that a take need not hold it takes those of the largest `worth`, and of
-    equals the oldest.
+    floors stay valid. Among the finished groups that a take need not hold, it takes those with the largest `worth`, and
+    the oldest among equals.
 
-    Every group that comes, finishes or leaves costs the same, however many are outstanding: ranks are kept as
-    differences, so that one that leaves changes one number. Ranks increase in admission order, so the groups that a
-    take must hold and those that it may hold are both at the front, and both ends only move backwards.
+    Admitting, finishing or removing a group costs the same, however many are outstanding: ranks are kept as
+    differences, so a removal changes one number. Ranks increase in admission order, so the groups that a take must
+    hold and those that it may hold are both at the front, and both ends only move backwards.
     """
 
     def __init__(self, rule: AdmissionRule, *, num_takes: int = 0, num_taken: int = 0) -> None:
@@ -58,7 +58,7 @@ class Window:
         return len(self._groups)
 
     def admit(self, group_id: int) -> int:
-        """Admit a group, behind all others; returns its floor."""
+        """Admit a group after all others; returns its floor."""
         assert group_id not in self._groups
         rank = self.alive
         group = _Outstanding(group_id, gap=rank - self._last_rank if self._last else rank, before=self._last)
@@ -84,7 +84,7 @@ class Window:
         self._num_must_unfinished -= group.must
 
     def drop(self, group_id: int) -> None:
-        """The group was filtered or has failed for good."""
+        """The group was filtered or has failed permanently."""
         self._remove(self._find(group_id), moves_up=1)
         self._move_ends()
 
@@ -93,7 +93,7 @@ class Window:
         return not self._num_must_unfinished and self._num_finished_candidates >= self._size(last)
 
     def missing_for_take(self, *, last: bool) -> str | None:
-        """None when the next take can be served; else what it still waits for."""
+        """None if the next take can be served; else what it still waits for."""
         if self.is_ready(last=last):
             return None
         if waiting_for := self.must_finish():
@@ -108,7 +108,7 @@ class Window:
         return [g.group_id for g in self._candidates() if g.must and not g.finished]
 
     def take(self, *, last: bool) -> list[int]:
-        """The group ids of the next take, in admission order; they are outstanding no more."""
+        """The group ids of the next take, in admission order; they are no longer outstanding."""
         missing = self.missing_for_take(last=last)
         assert missing is None, f"take {self.num_takes} is not complete: it waits for {missing}"
         candidates = list(self._candidates())
@@ -153,7 +153,7 @@ class Window:
         if self._optional is group:
             self._optional_rank += (after.gap if after else 0) - group.gap
             self._optional = after
-        elif group.must:  # it stood before the first optional one
+        elif group.must:  # it was before the first optional one
             self._optional_rank -= moves_up
         if self._later is group:
             self._later = after

@@ -43,7 +43,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 TOLD, INTERRUPTED = "leeway: interrupted by SIGTERM", "leeway: interrupted by SIGINT"
-LATE_SAVE = "; saving a checkpoint failed: it was not done in time; what was still running was killed"
+LATE_SAVE = "; saving a checkpoint failed: it did not finish in time; processes that were still running were killed"
 WHOLE_RUNS = {  # signal, exit code, a line that must be there, and whether it is the last
     "ends": (None, 0, "leeway: done in", True),
     "fails": (None, 1, "leeway: failed: trainer-0: it broke", True),

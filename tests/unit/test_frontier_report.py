@@ -159,9 +159,7 @@ def test_without_lockstep_nothing_is_said_of_being_as_good() -> None:
     summaries = summarise(runs, margin=MARGIN)
     assert [s.difference for s in summaries] == [None, None]
     assert {s.verdict for s in summaries} == {"no lockstep run to compare with"}
-    assert conclusions(summaries, margin=MARGIN) == [
-        "correction none: compared with nothing, because lockstep was not run"
-    ]
+    assert conclusions(summaries, margin=MARGIN) == ["correction none: not compared, because lockstep was not run"]
 
 
 def test_only_seeds_that_lockstep_has_are_compared() -> None:

@@ -37,7 +37,7 @@ def equal(reward: float, **more: float) -> Any:
     [
         ([equal(0.0)] * 6, "every reward was 0 in", "what env.reward expects"),
         ([equal(1.0)] * 6, "every reward was 1 in", "take harder ones"),
-        ([equal(0.25)] * 6, "every reward was 0.25 in", "env.reward gives the same for each"),
+        ([equal(0.25)] * 6, "every reward was 0.25 in", "env.reward gives the same reward to each"),
         ([equal(0.0, cut=1.0)] * 6, "100% of the answers were cut off", "raise rollout.max_response_tokens (now 8)"),
         ([batch(i / 8, zero=1.0) for i in range(6)], "the answers to one task had equal rewards", "group_size"),
         ([batch(lr=0.0)] * 6, "the learning rate was 0 in all 6 steps", "optimizer.lr"),

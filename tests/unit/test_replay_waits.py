@@ -76,7 +76,7 @@ def test_a_standstill_ends_within_one_deadline_and_says_who_holds_what():
         moved = loop.time()
         assert stuck[0].group_id == 0
         with pytest.raises(
-            TimeoutError, match=r"waited 3600 s for group 0 .*; nothing moved: stuck holds 2 groups \(group 0"
+            TimeoutError, match=r"waited 3600 s for group 0 .* without progress: stuck holds 2 groups \(group 0"
         ):
             await taking
         assert loop.time() == moved + DEADLINE_S

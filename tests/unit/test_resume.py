@@ -78,7 +78,7 @@ def test_it_goes_on_in_the_first_stage_that_is_not_finished_with_the_runs_own_se
     assert [s.name for s in planned.stages] == ["sft", "async_rl"]
     assert all(s.config.checkpoint.resume == "auto" for s in planned.stages)
     assert planned.stages[0].config.run_dir == folder
-    assert planned.notes == [f"async_rl: goes on from step 6 of 8 steps, {newest}"]
+    assert planned.notes == [f"async_rl: resumes from step 6 of 8 steps, {newest}"]
 
 
 def test_a_run_that_was_moved_goes_on_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,8 +98,8 @@ def test_a_finished_run_trains_longer_and_says_what_becomes_of_the_learning_rate
     newest = has_checkpoint(folder, "async_rl", 8)
     planned = plan_resume(folder, ["train.steps=12"])
     assert planned.notes[-2:] == [
-        f"async_rl: goes on from step 8 of 12 steps, {newest}",
-        "async_rl: the linear schedule of the learning rate now runs over 12 steps: 0.000333 at step 9, "
+        f"async_rl: resumes from step 8 of 12 steps, {newest}",
+        "async_rl: the linear learning-rate schedule now runs over 12 steps: 0.000333 at step 9, "
         "after 0.000125 at step 8",
     ]
 
@@ -119,7 +119,7 @@ def test_what_there_is_nothing_to_go_on_with_is_refused(tmp_path: Path) -> None:
     has_checkpoint(folder, "sft", 4, state=False)
     assert "no checkpoint in it" in refused(folder)
     has_finished(folder, "sft", 4)
-    assert plan_resume(folder, []).notes == ["async_rl: has saved no state; begins with the weights of sft"]
+    assert plan_resume(folder, []).notes == ["async_rl: no state was saved; starts from the weights of sft"]
     has_checkpoint(folder, "async_rl", 8)
     assert "train.steps=6, expected at least 8" in refused(folder, "train.steps=6")
     has_finished(folder, "async_rl", 8)
@@ -131,7 +131,7 @@ def test_what_there_is_nothing_to_go_on_with_is_refused(tmp_path: Path) -> None:
 def test_a_record_that_somebody_wrote_over_is_refused_in_a_line(tmp_path: Path, text: str) -> None:
     folder = a_run(tmp_path)
     (folder / "run.json").write_text(text)
-    assert "run.json: got something else than leeway wrote" in refused(folder)
+    assert "run.json: its content was not written by leeway" in refused(folder)
     with pytest.raises(BadRecord):
         RunRecord(folder, recipe="sft", argv=["leeway"], goes_on=True)
 
@@ -267,13 +267,13 @@ def test_an_interrupt_says_what_is_saved_and_how_to_go_on(tmp_path: Path, monkey
     code, (first, *lines), summary = ends(tmp_path, monkeypatch, capsys, None, **by)
     assert (code, summary["status"]) == (143, "interrupted")
     assert first == "leeway: SIGTERM: saving a checkpoint, then stopping (within 600 s)"
-    assert lines == ["leeway: interrupted by SIGTERM", "leeway: nothing is saved to go on from"]
+    assert lines == ["leeway: interrupted by SIGTERM", "leeway: no checkpoint to resume from"]
     newest = has_checkpoint(tmp_path / "runs/p/r", "async_rl", 6)
     _, (_, *lines), _ = ends(tmp_path, monkeypatch, capsys, None, **by)
     assert lines == [
         "leeway: interrupted by SIGTERM",
         f"leeway: saved: step 6 of async_rl, {newest}",
-        f"leeway: go on: leeway resume {tmp_path / 'runs/p/r'}",
+        f"leeway: resume with: leeway resume {tmp_path / 'runs/p/r'}",
     ]
 
 
@@ -282,7 +282,7 @@ def test_a_failure_says_so_too_and_its_cause_last(tmp_path: Path, monkeypatch: A
     code, lines, _ = ends(tmp_path, monkeypatch, capsys, RuntimeError("no luck"))
     assert code == 1
     assert lines[-2:] == [
-        f"leeway: go on: leeway resume {tmp_path / 'runs/p/r'}",
+        f"leeway: resume with: leeway resume {tmp_path / 'runs/p/r'}",
         "leeway: failed: driver: RuntimeError: no luck",
     ]
 

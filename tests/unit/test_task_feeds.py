@@ -197,7 +197,7 @@ def test_a_run_goes_on_in_a_queue_where_it_was(tmp_path):
         build(name="queue", path=str(other)).load_state_dict(saved["taskset"])
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([lines[0], lines[2], lines[1], *lines[3:]]))  # numbered anew
-    with pytest.raises(ValueError, match=r"task: the run that goes on was at task .*, which is not there any more"):
+    with pytest.raises(ValueError, match=r"task: the resumed run needs task .*, which no longer exists"):
         stream(draws=position, start=saved)
 
 
