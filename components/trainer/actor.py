@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class TrainerActor(Watched):
-    """Computes in one thread, in the order of the calls; answers everything else meanwhile."""
+    """Computes in one thread, in the order of the calls, and answers everything else in the meantime."""
 
     def __init__(self, *, role: str, log_file: Path, log_level: str, cores: list[int]) -> None:
         self.role = role
@@ -34,7 +34,7 @@ class TrainerActor(Watched):
         self._of_take: deque[dict[str, Any]] = deque()
 
     async def address(self) -> str:
-        """Where the ranks meet; asked of rank 0."""
+        """The rendezvous address of the ranks; rank 0 provides it."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
@@ -53,7 +53,7 @@ class TrainerActor(Watched):
 
     @as_text
     async def begin(self, settings: Any) -> None:
-        """Another run with the same ranks."""
+        """Reset for another run with the same ranks."""
         from .actor_critic import begin_again
 
         self._of_take.clear()
@@ -62,7 +62,7 @@ class TrainerActor(Watched):
 
     @as_text
     async def begin_take(self, *batches: TrainBatch) -> dict[str, float]:
-        """Score a take of several steps under the weights of now, by policy or critic, for its later steps."""
+        """Score a take of several steps under the current weights, by policy or critic, for its later steps."""
         from .actor_critic import of_take
 
         def score() -> dict[str, float]:
@@ -75,7 +75,7 @@ class TrainerActor(Watched):
 
     @as_text
     async def audit(self, batch: TrainBatch, publication: Publication) -> dict[str, float]:
-        """See `Trainer.audit`; `publication` is a kept one."""
+        """See `Trainer.audit`; `publication` is one that was kept."""
         buckets = [await ref for ref in publication.bucket_refs]
         return await self._in_order(lambda: self._trainer.audit(batch, publication.manifest, buckets))
 
@@ -99,10 +99,10 @@ class TrainerActor(Watched):
 
     @as_text
     async def publication(self) -> Publication:
-        """The last published weights once they are uploaded, beside whatever the trainer computes next.
+        """The last published weights, once they are uploaded, while the trainer computes what comes next.
 
-        They are claimed when this call begins: calls begin in the order they are made, so what is asked for before the
-        next step is submitted is never the next step's.
+        They are claimed when this call begins. Calls begin in the order they are made, so a call before the next step
+        never gets the next step's weights.
         """
         complete = self._trainer.claim_publication()
         return await asyncio.to_thread(complete)
@@ -118,7 +118,7 @@ class TrainerActor(Watched):
 
     @as_text
     async def policy_version(self) -> int:
-        """Answered after every step that was asked for before."""
+        """Returns after every step that was requested earlier."""
         return await self._in_order(lambda: self._trainer.policy_version)
 
     @as_text
@@ -128,7 +128,7 @@ class TrainerActor(Watched):
 
     @as_text
     async def finish_save(self) -> dict[str, float]:
-        """Returns when it is on disk. Beside whatever the trainer computes next."""
+        """Returns when it is on disk, while the trainer computes what comes next."""
         return await asyncio.to_thread(self._trainer.finish_save)
 
     @as_text

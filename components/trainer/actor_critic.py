@@ -1,4 +1,4 @@
-"""A trainer with a critic beside the policy: advantages are made here, of the critic's values.
+"""A trainer with a critic in addition to the policy: it computes advantages from the critic's values.
 
 take ---> estimate: values (once, under the weights that took it), GAE, whitening over the take
   each step ---> critic: forward_backward, optim_step
@@ -32,9 +32,9 @@ class ActorCriticSettings(TrainerSettings):
 
 
 class ActorCriticTrainer(Trainer):
-    """What is in `batch.advantages` is the reward of each token's trajectory; see `advantages.outcome`.
+    """`batch.advantages` holds the reward of each token's trajectory; see `advantages.outcome`.
 
-    Versions go on counting while the critic warms up, and the learning rates follow them: they count the run's steps.
+    Versions keep counting while the critic warms up, and the learning rates follow them: they count the run's steps.
     """
 
     def begin(self, settings: TrainerSettings) -> None:
@@ -59,13 +59,13 @@ class ActorCriticTrainer(Trainer):
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether the next step is one in which the policy stays as it is."""
+        """Whether the next step leaves the policy unchanged."""
         return self.policy_version < self._warmup_steps
 
     def estimate(self, batches: Sequence[TrainBatch]) -> list[Estimates]:
-        """Values, returns and advantages of this rank's shares of all steps of a take, under the weights of now.
+        """Values, returns and advantages of this rank's shares of all steps of a take, under the current weights.
 
-        A collective. Advantages are whitened over the whole take and all ranks, where that is asked for.
+        A collective. If configured, advantages are whitened over the whole take and all ranks.
         """
         made = [self._estimate(batch) for batch in batches]
         if not self._critic_settings.whiten:
@@ -84,9 +84,9 @@ class ActorCriticTrainer(Trainer):
         proximal_logprobs: torch.Tensor | None = None,
         estimates: Estimates | None = None,
     ) -> dict[str, float]:
-        """As `Trainer.forward_backward`, and the critic's; `estimates` are those of when the batch was taken.
+        """As `Trainer.forward_backward`, plus the critic's; `estimates` were made when the batch was taken.
 
-        None: it was taken under the weights of now, and is a whole take.
+        None: it was taken under the current weights, and is a whole take.
         """
         self._check_versions(batch)
         started = time.monotonic()
@@ -143,13 +143,13 @@ class ActorCriticTrainer(Trainer):
 
 
 def make_trainer(settings: TrainerSettings, **place: Any) -> Trainer:
-    """The trainer that these settings ask for; `place` as for `Trainer`."""
+    """The trainer for these settings; `place` as for `Trainer`."""
     kind = ActorCriticTrainer if isinstance(settings, ActorCriticSettings) else Trainer
     return kind(settings, **place)
 
 
 def begin_again(trainer: Trainer, settings: TrainerSettings, **place: Any) -> Trainer:
-    """The trainer of another run on the same ranks; another object where only one of the two runs has a critic."""
+    """The trainer of another run on the same ranks; a new object if only one of the two runs has a critic."""
     if isinstance(trainer, ActorCriticTrainer) is not isinstance(settings, ActorCriticSettings):
         return make_trainer(settings, **place)
     trainer.begin(settings)
@@ -157,7 +157,7 @@ def begin_again(trainer: Trainer, settings: TrainerSettings, **place: Any) -> Tr
 
 
 def of_take(trainer: Trainer, batches: Sequence[TrainBatch], *, needs_proximal: bool) -> list[dict[str, Any]]:
-    """What `forward_backward` is to be told of each step of a take beside its batch, under the weights of now."""
+    """What `forward_backward` needs for each step of a take in addition to its batch, under the current weights."""
     told: list[dict[str, Any]] = [{} for _ in batches]
     if needs_proximal:
         for step, batch in zip(told, batches, strict=True):

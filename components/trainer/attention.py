@@ -1,7 +1,7 @@
 """Attention over a packed row, as an attention implementation of transformers.
 
-Every model that takes an attention implementation hands it the queries, keys and values of the whole row, and passes
-`layout` on to it. Masks are made here, from the layout, so transformers is asked for none.
+Every model that accepts an attention implementation gives it the queries, keys and values of the whole row, and
+forwards `layout` to it. Masks are made here, from the layout, so transformers makes none.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class NoLayoutError(ValueError):
-    """A layer did not hand on the layout it was given: its attention cannot tell the sequences of a row apart."""
+    """A layer did not pass on its layout, so its attention cannot tell the sequences of a row apart."""
 
 
 def may_be_packed(lm: PreTrainedModel) -> bool:
-    """Whether it is worth trying: the model takes attention implementations, and names no layer of another kind.
+    """Whether it is worth trying: the model accepts attention implementations, and has no layers of other known kinds.
 
     Only a comparison proves that nothing else passes between tokens; see `families.load_model`.
     """
@@ -102,7 +102,7 @@ def _capped(
     scaling: float | None,
     softcap: float,
 ) -> torch.Tensor:
-    """Scores capped by a tanh (Gemma 2), which no fused kernel of torch knows."""
+    """Scores capped by a tanh (Gemma 2), which no fused torch kernel supports."""
     scores = queries @ keys.transpose(-1, -2) * (queries.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = softcap * torch.tanh(scores / softcap)
     mask = bucket.mask(window, scores.dtype)

@@ -1,4 +1,4 @@
-"""An older policy version back in the trainer for a moment, from its own publication."""
+"""Temporarily load an older policy version into the trainer, from its publication."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def published_weights(
         with torch.no_grad():
             for index, bucket in enumerate(buckets):
                 entries = [e for e in manifest.entries if e.bucket == index]
-                # A copy, because what comes out of an object store is read-only.
+                # A copy, because memory from an object store is read-only.
                 memory = torch.from_numpy(np.array(bucket))
                 found |= read_bucket(memory, entries, policy_version=manifest.policy_version)
                 for name in [name for name, parts in missing.items() if parts <= found.keys()]:

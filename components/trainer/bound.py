@@ -1,4 +1,4 @@
-"""The bound on the lag, checked once more where a batch is used."""
+"""The bound on the lag, checked again when a batch is used."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StalenessError(RuntimeError):
 def check_versions(batch: TrainBatch, *, policy_version: int, bound: int | None, with_expert_tokens: bool) -> None:
     """Raises `StalenessError` when a sampled token's lag is not in [0, `bound`] (None: nothing in it was sampled).
 
-    `with_expert_tokens`: some are of no version, and have no lag.
+    `with_expert_tokens`: some tokens have no version, and so no lag.
     """
     versions = batch.policy_versions[batch.loss_mask]
     if with_expert_tokens:

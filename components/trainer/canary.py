@@ -1,4 +1,4 @@
-"""What the trainer says of the canary prompts; an engine that serves its weights must agree."""
+"""The trainer's logprobs of the canary prompts; an engine that serves its weights must agree."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .scoring import ScoringModel
 
 
 def score_canary(model: ScoringModel, prompts: CanaryPrompts, device: torch.device) -> Canary:
-    """One forward over all prompts (a collective), in rows like those of training; see `Canary`."""
+    """One forward pass over all prompts (a collective), in rows like those of training; see `Canary`."""
     sequences = [*prompts.scored, *prompts.cached]
     lengths = torch.tensor([len(s) for s in sequences])
     if model.is_packed:

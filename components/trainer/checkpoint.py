@@ -1,7 +1,7 @@
-"""A trainer's state on disk, sharded: what the next process needs to go on as if nothing had happened.
+"""A trainer's state on disk, sharded: everything that the next process needs to resume exactly.
 
     DIR/*.distcp, DIR/.metadata    torch.distributed.checkpoint: every rank writes its own shards
-    DIR/state.json                 written last: policy version, ranks, what the objective has learned, sizes of the
+    DIR/state.json                 written last: policy version, ranks, the objective's own state, sizes of the
                                    files, SHA-256 of .metadata
 
     take_state (copies out)  ->  write_state (beside training, if that was a copy)        load_state
@@ -44,7 +44,7 @@ class CheckpointError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """All that one rank has to write. `about`: what state.json says of it."""
+    """Everything that one rank has to write. `about`: the content of state.json."""
 
     tensors: dict[str, torch.Tensor]
     about: dict[str, Any]
@@ -53,7 +53,7 @@ class TrainerState:
 
 
 Parts = Mapping[str, tuple[nn.Module, torch.optim.AdamW]]
-"""What is trained, each with its optimizer, under what comes before the names of its parameters ("": the policy)."""
+"""The trained models with their optimizers, keyed by the prefix of their parameters' names ("": the policy)."""
 
 
 def take_state(
@@ -66,7 +66,7 @@ def take_state(
     objective: dict[str, float],
     copy: bool,
 ) -> TrainerState:
-    """The state of this rank as it is now; with `copy` it stays so, in main memory, while training goes on.
+    """The current state of this rank; with `copy`, a snapshot in main memory that training does not change.
 
     A copy is as large as this rank's share of weights and optimizer state: 12 bytes per parameter, over the ranks.
     """
@@ -81,7 +81,7 @@ def take_state(
 def write_state(
     directory: Path, state: TrainerState, *, group: dist.ProcessGroup | None = None, max_writers: int = 0
 ) -> None:
-    """Write all of it into `directory` (a collective over `group`); on disk, not merely in caches, when it returns.
+    """Write all of it into `directory` (a collective over `group`). It is on disk, not only in caches, on return.
 
     At most `max_writers` ranks write at a time (0: all of them). Complete once state.json is there. Raises
     `CheckpointWriteError` on every rank when one of them cannot write.
@@ -106,7 +106,7 @@ def write_state(
 
 
 def load_state(directory: Path, *, parts: Parts, device: torch.device, rank: int) -> dict[str, Any]:
-    """Put what `write_state` wrote into models, optimizers and generators (a collective); returns what state.json says.
+    """Load what `write_state` wrote into models, optimizers and generators (a collective); returns state.json.
 
     Raises `CheckpointError` before anything is changed.
     """
@@ -115,7 +115,7 @@ def load_state(directory: Path, *, parts: Parts, device: torch.device, rank: int
     reader = FileSystemReader(directory)
     saved = reader.read_metadata().state_dict_metadata
     _check_same_model(directory, tensors, saved)
-    generators = {  # a rank that did not exist then keeps its seed
+    generators = {  # a rank that did not exist when it was saved keeps its seed
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in saved.items()
         if name.startswith(_rng_prefix(rank)) and isinstance(entry, TensorStorageMetadata)
@@ -126,7 +126,7 @@ def load_state(directory: Path, *, parts: Parts, device: torch.device, rank: int
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """What state.json says, after checking that the files are those that were written."""
+    """The content of state.json, after checking that the files are the ones that were written."""
     try:
         state = json.loads((directory / STATE_FILE).read_text())
     except (OSError, ValueError) as error:
@@ -157,7 +157,7 @@ def _tensors(parts: Parts) -> dict[str, torch.Tensor]:
         for tensor, (name, *_) in by_tensor(saved_tensors(model)).items():
             tensors[f"model.{prefix}{name}"] = tensor.detach()
             if not isinstance(tensor, nn.Parameter):
-                continue  # a buffer, which nobody trains
+                continue  # a buffer, which is not trained
             assert tensor in known, f"{name} is not the optimizer's"
             moments = optimizer.state[tensor]
             if not moments:
@@ -190,7 +190,7 @@ def _check_same_model(directory: Path, tensors: dict[str, torch.Tensor], saved: 
     if different:
         name = different[0]
         raise CheckpointError(
-            f"checkpoint {directory} is of another model: {len(different)} tensors differ, first {name}: "
+            f"checkpoint {directory} belongs to another model: {len(different)} tensors differ, first {name}: "
             f"{found.get(name, 'absent')} in the checkpoint, {expected.get(name, 'absent')} in the model"
         )
 

@@ -17,14 +17,14 @@ from .export import HFWriter
 
 PREFIX = "model.lm."
 PART_BYTES = 2**31
-"""So much of a checkpoint is read at a time, and is in one file of the result."""
+"""How much of a checkpoint is read at a time; also the size of one output file."""
 
 
 def convert(path: Path, *, base_model: str | None = None, dtype: str | None = None) -> Iterator[tuple[Path, bool]]:
-    """Give every checkpoint at or below `path` an hf/ folder beside its dcp/; yields (folder, whether it was written).
+    """Give every checkpoint at or below `path` an hf/ folder next to its dcp/; yields (folder, whether it was written).
 
-    `path`: a run's folder, a checkpoint, or a folder in between or within. One that has its hf/ is left as it is.
-    `base_model`: folder with config and tokenizer, where the checkpoint's own note of it is missing or has moved.
+    `path`: a run's folder, a checkpoint, or a folder in between or within. A checkpoint that has an hf/ is skipped.
+    `base_model`: folder with config and tokenizer, for when the checkpoint does not name it or it has moved.
     `dtype` (default float32, as trained). Raises `CheckpointError`, also for other frameworks' checkpoints, by name.
     """
     steps = _steps(path)
@@ -44,14 +44,14 @@ def convert(path: Path, *, base_model: str | None = None, dtype: str | None = No
             writer.abandon()
             raise CheckpointError(
                 f"{step}: {len(missing)} tensors that {base} has are not in the checkpoint, the first is {missing[0]}; "
-                "it is of another model, or was saved by a version of Leeway that left out buffers"
+                "it belongs to another model, or was saved by a version of Leeway that left out buffers"
             )
         writer.finish()
         yield target, True
 
 
 def _steps(path: Path) -> list[Path]:
-    """Checkpoints in, at or around `path`; those still being written (or left half written) are not among them."""
+    """Checkpoints in, at or around `path`, except those still being written (or left half-written)."""
     for folder in (path, path.parent):
         if (folder / "dcp" / STATE_FILE).exists():
             return [folder]
@@ -64,7 +64,7 @@ def _what_it_is(path: Path) -> str:
         return f"{path}: nothing there; expected a run's folder or a checkpoint"
     megatron = [*path.rglob("latest_checkpointed_iteration.txt"), *path.rglob("mp_rank_*")]
     if megatron or re.fullmatch(r"iter_\d+|mp_rank_\d+.*", path.name):
-        return f"{path}: a Megatron checkpoint, whose sharding this does not read; convert it with Megatron's own tools"
+        return f"{path}: a Megatron checkpoint, whose sharding is not supported; convert it with Megatron's own tools"
     return f"{path}: no sharded checkpoint in it; expected a folder like checkpoints/step-000050 with dcp/{STATE_FILE}"
 
 

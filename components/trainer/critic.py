@@ -1,9 +1,9 @@
-"""The critic: a value function of its own weights and optimizer, sharded like the policy, beside it.
+"""The critic: a value function with its own weights and optimizer, sharded like the policy.
 
-    values(passes) -> what each state is worth        forward_backward(passes, ...) -> optim_step()
+    values(passes) -> the value of each state         forward_backward(passes, ...) -> optim_step()
 
-The body of any Hugging Face causal LM, and a head that makes one number of each hidden state. The head begins at zero:
-the first values are 0, so the first advantages are the rewards.
+The body of any Hugging Face causal LM, and a head that maps each hidden state to one number. The head is initialized
+to zero: the first values are 0, so the first advantages are the rewards.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class CriticSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimates:
-    """What the critic says of a rank's share of a step: [S] each, on the CPU.
+    """The critic's estimates for a rank's share of a step: [S] each, on the CPU.
 
-    `values` under the weights that took the batch, `returns` that they are to learn, `advantages` for the policy.
+    `values` under the weights that took the batch, `returns` as their targets, `advantages` for the policy.
     """
 
     values: torch.Tensor
@@ -86,13 +86,13 @@ class ValueModel(nn.Module):
         """input_ids [B, T], rows [S] into the flattened B * T positions -> values [S] of the states there, float32."""
         given = pass_arguments(self.lm, input_ids, position_ids, layout, attention_mask if self.masks else None)
         hidden = self.lm(**given).last_hidden_state.flatten(0, 1)[rows]
-        # In float32 whatever the body computes in: bfloat16 knows rewards between 0 and 1 to two digits only.
+        # In float32 whatever the body computes in: bfloat16 resolves rewards between 0 and 1 to two digits only.
         values = nn.functional.linear(hidden.float(), self.head.weight.float(), self.head.bias.float())
         return values.sum(-1)  # over one element: FSDP hooks must not sit on a view
 
 
 class Critic:
-    """One rank's part of it. Every method that is given passes is a collective: all ranks give as many."""
+    """One rank's part of it. Every method that takes passes is a collective: all ranks give equally many."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class Critic:
         return sums
 
     def optim_step(self, step: int) -> dict[str, float]:
-        """One optimizer step, the `step`-th; empty where the critic's own gradient is not finite (`Stepper`)."""
+        """One optimizer step, the `step`-th; empty if the critic's own gradient is not finite (`Stepper`)."""
         own = self._stepper.step(step)
         return {
             "train/value/grad_norm": own["train/grad_norm"],

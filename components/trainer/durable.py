@@ -1,4 +1,4 @@
-"""Files that survive a crash of the machine: replaced in one step, and on disk rather than in caches."""
+"""Files that survive a machine crash: replaced atomically, and flushed to disk rather than left in caches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Replace `path` in one step; after a crash there is the old content or the new one."""
+    """Replace `path` atomically; after a crash it has either the old content or the new one."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("w") as file:
         file.write(text)
@@ -18,14 +18,14 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Put everything below `folder` on disk."""
+    """Flush everything below `folder` to disk."""
     for path in folder.rglob("*"):
         sync(path)
     sync(folder)
 
 
 def sync(path: Path) -> None:
-    """Put a file's content on disk; of a folder: what was created, renamed or removed in it."""
+    """Flush a file's content to disk; for a folder: what was created, renamed or removed in it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

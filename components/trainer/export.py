@@ -1,4 +1,4 @@
-"""Write a Hugging Face model directory that transformers and vLLM load, a part of the weights at a time."""
+"""Write a Hugging Face model directory that transformers and vLLM can load, one part of the weights at a time."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ COPIED = (
     "tokenizer.model",
     "tekken.json",
 )
-"""Copied as they are, where the base has them: stop tokens, and what processors and other programs' tokenizers read."""
+"""Copied unchanged if the base has them: stop tokens, and files for processors and other programs' tokenizers."""
 
 
 class HFWriter:
     """Config, tokenizer and side files (`COPIED`) of `base`, a folder or a hub id, with parameters in `dtype`.
 
-    Appears whole or not at all. Each `add` writes one file of weights and keeps nothing of it. `finish` puts the folder
-    in its place.
+    The folder appears complete or not at all. Each `add` writes one file of weights and keeps nothing in memory.
+    `finish` renames the folder to its final name.
     """
 
     def __init__(self, base: str, directory: Path, *, dtype: torch.dtype, trust_remote_code: bool = False) -> None:
@@ -54,22 +54,22 @@ class HFWriter:
         self._partial.mkdir(parents=True)
 
     def add(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The next weights, by the names of the model's modules; tied ones once. On the CPU, of any type.
+        """Add the next weights, by the names of the model's modules; tied ones once. On the CPU, of any dtype.
 
-        Parameters are written in `dtype`, buffers as they are: some have to stay float32.
+        Parameters are written in `dtype`, buffers unchanged: some must stay float32.
         """
         for name in tensors:
             for tied in self._missing.get(name, ()):
                 self._missing.pop(tied, None)
         tensors = {name: t.to(self._dtype) if name in self._parameters else t for name, t in tensors.items()}
-        # Some models hold their weights otherwise than their files do, with all experts of a layer in one, say.
+        # Some models store weights differently from their files, for example all experts of a layer in one tensor.
         tensors = revert_weight_conversion(self._model, dict(tensors))
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(tensors, self._partial / _unnumbered(len(self._files)), metadata={"format": "pt"})
         self._files.append({name: tensor.nbytes for name, tensor in tensors.items()})
 
     def missing(self) -> list[str]:
-        """What the model has and nobody has added yet."""
+        """Tensors of the model that have not been added yet."""
         return sorted(self._missing)
 
     def abandon(self) -> None:
@@ -78,7 +78,7 @@ class HFWriter:
 
     def finish(self) -> None:
         assert not self._missing, f"not all of the model was written: {self.missing()[:3]} and others"
-        # With no weights it writes all the rest.
+        # Without weights, it writes everything else.
         self._model.save_pretrained(self._partial, state_dict={})
         (self._partial / "model.safetensors").unlink(missing_ok=True)
         self._tokenizer.save_pretrained(self._partial)
@@ -101,21 +101,21 @@ class HFWriter:
 
 
 def _side_files(base: str) -> dict[str, str]:
-    """Where those of `COPIED` are that `base` has, by name; of a hub id they are fetched unless they were before."""
+    """Paths of the `COPIED` files that `base` has, by name; for a hub id they are fetched unless cached."""
     found, unknown = {}, []
     for name in COPIED:
         try:
             path = cached_file(base, name, _raise_exceptions_for_missing_entries=False)
-        except OSError:  # neither in the cache nor to be asked for
+        except OSError:  # neither in the cache nor available from the hub
             unknown.append(name)
             continue
         if path is not None:
             found[name] = path
     if unknown:
-        logger.warning("%s cannot be reached: not copied, if it has them: %s", base, ", ".join(unknown))
+        logger.warning("%s cannot be reached; not copied, if it has them: %s", base, ", ".join(unknown))
     return found
 
 
 def _unnumbered(index: int) -> str:
-    """A file of weights while it is not known how many there will be."""
+    """The temporary name of a weights file while the total number is unknown."""
     return f"weights-{index}.partial"

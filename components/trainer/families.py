@@ -1,11 +1,11 @@
-"""What a model of any family needs so that it is scored exactly, found out by trying when it is loaded.
+"""What a model of any family needs in order to be scored exactly, determined by trying when it is loaded.
 
-    load -> rotary frequencies made those of the run's longest sequence
-         -> what the model does to its head's logits: measured
-         -> what transformers says of three short sequences, each alone, in evaluation mode
-         -> the first way to compute a pass that says the same: packed, padded, padded with masks
+    load -> set rotary frequencies to those of the run's longest sequence
+         -> measure what the model does to its head's logits
+         -> score three short sequences with transformers, each alone, in evaluation mode
+         -> take the first way to compute a pass that agrees: packed, padded, padded with masks
 
-Nothing follows from a family's name. What no way computes exactly is refused, by name, before anything is trained.
+Nothing depends on a family's name. A model that no way computes exactly is refused, by name, before training starts.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from .scoring import ScoringModel, head_forward, output_head, pass_arguments
 logger = logging.getLogger(__name__)
 
 # How far apart two exact ways of computing may be, as a share of the widest logit: float32 keeps seven digits, and the
-# sums of a deep model lose one or two of them. Mistakes of a family, seen so far, were a thousand times larger.
+# sums of a deep model lose one or two of them. Real errors seen so far, in any family, were a thousand times larger.
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-# Lengths beyond which a layer sees less, as modules and configs call them. Those that the run's sequences exceed are
-# short in the comparison, or it would not show what a layer makes of them.
+# Names, in modules and configs, of lengths beyond which a layer sees less. Those that the run's sequences exceed are
+# shortened for the comparison; otherwise it would not show how a layer treats them.
 WINDOWS = ("sliding_window", "attention_chunk_size", "index_topk")
 SHORT_WINDOW = 4
-# Logits in the place of a head's: small ones show a scale, large ones a cap.
+# Substitutes for a head's logits: small ones show a scale, large ones a cap.
 SMALL_LOGIT, LARGE_LOGIT = 1e-3, 1e6
 
 
 class ModelRefusedError(Refused):
-    """No way of computing that is known here says of this model's tokens what transformers says."""
+    """No supported way of computing gives this model's tokens the logprobs that transformers gives them."""
 
 
 def load_model(
@@ -56,13 +56,12 @@ def load_model(
     max_length: int | None = None,
     device: torch.device | None = None,
 ) -> ScoringModel:
-    """The model in float32 (master weights) on `device`, scored exactly as transformers does; never noisy.
+    """The model in float32 (master weights) on `device`, scored exactly as by transformers, without noise.
 
     `packing`: a `Packing`, or "auto": shared where that is exact, else padded. `attn`: an attention of transformers, or
-    "auto": the first of sdpa and eager that is exact. `chunk_tokens`: no more logits at a time than those of so many
-    tokens; None: `MANY_LOGITS`. `max_length`: of the run's longest sequence; None: the model's own limit. Raises
-    `ModelRefusedError`, in one line, where nothing that was asked for is exact. Costs about ten passes over at most
-    forty tokens.
+    "auto": the first of sdpa and eager that is exact. `chunk_tokens`: the most tokens whose logits exist at a time;
+    None: `MANY_LOGITS`. `max_length`: of the run's longest sequence; None: the model's own limit. Raises a one-line
+    `ModelRefusedError` if no requested way is exact. Costs about ten passes over at most forty tokens.
     """
     loader = _Loader(path, trust_remote_code, device or torch.device("cpu"), max_length)
     lm: PreTrainedModel | None = loader.load("eager")
@@ -75,15 +74,15 @@ def load_model(
             found.append(f"{way}: its layers are of kinds that do not take packed attention")
             continue
         try:
-            model, lm = None, _switched(lm, way.attn)  # nothing holds a model that is not used: another one may come
+            model, lm = None, _switched(lm, way.attn)  # drop references to an unused model: another one may be loaded
             lm = loader.load(way.attn) if lm is None else lm
             model = ScoringModel(lm, transform=probe.transform, chunk_tokens=chunk_tokens, masks=way.masks)
             wrong = probe.compare(model, way)
-        except Exception as error:  # whatever it is, this way is not the one
+        except Exception as error:  # whatever it is, this way does not work
             wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         if wrong is None and model is not None:
             if found and packing == "auto":
-                logger.warning("%s: batches go as %s, because of %s", probe.name, way, found[0])
+                logger.warning("%s: batches are computed as %s, because of %s", probe.name, way, found[0])
             return model
         found.append(f"{way}: {wrong}")
     raise ModelRefusedError(
@@ -108,7 +107,7 @@ class _Way:
 
 
 def _ways(attn: str, packing: str) -> list[_Way]:
-    """What may be tried, fastest first."""
+    """The ways to try, fastest first."""
     ways: list[_Way] = []
     if packing != "padded" and attn in ("auto", "sdpa"):
         ways.append(_Way(PACKED, "shared" if packing == "auto" else packing))  # type: ignore[arg-type]
@@ -153,7 +152,7 @@ class _Loader:
 
 
 def _switched(lm: PreTrainedModel | None, attn: str) -> PreTrainedModel | None:
-    """The same model with another attention; None where its modules were built for the one that they have."""
+    """The same model with another attention; None if its modules were built for a specific one."""
     if lm is None or attn == lm.config._attn_implementation:
         return lm
     if not type(lm)._can_set_attn_implementation():
@@ -163,16 +162,16 @@ def _switched(lm: PreTrainedModel | None, attn: str) -> PreTrainedModel | None:
 
 
 def _switch_off(config: Any) -> None:
-    """What costs time or changes weights, and adds nothing to the logits."""
+    """Turn off what costs time or changes weights without affecting the logits."""
     for part in _configs(config):
         if getattr(part, "output_router_logits", False):
-            part.output_router_logits = False  # a loss of its own, which is not trained here
+            part.output_router_logits = False  # a separate loss, which is not trained here
         if getattr(part, "rescale_every", 0):
             part.rescale_every = 0  # RWKV halves its weights in evaluation mode, against overflow in float16
 
 
 def _configs(config: Any) -> Iterator[Any]:
-    """A config and those within it."""
+    """A config and its nested configs."""
     yield config
     for name in getattr(config, "sub_configs", {}):
         if (part := getattr(config, name, None)) is not None:
@@ -185,8 +184,8 @@ def _configs(config: Any) -> Iterator[Any]:
 class _FixedRotary:
     """A rotary embedding that answers as if the pass held a sequence of `longest` tokens.
 
-    Long RoPE takes other frequencies as soon as one position of a pass is beyond the original ones, so what a token's
-    logprob is would depend on its neighbours. vLLM takes those of its `max_model_len` for all sequences; so does this.
+    Long RoPE uses other frequencies as soon as one position of a pass is beyond the original ones, so a token's logprob
+    would depend on its neighbours. vLLM uses those of its `max_model_len` for all sequences; so does this.
     """
 
     longest: int
@@ -203,15 +202,15 @@ class _FixedRotary:
 
 
 def fix_rotary(lm: PreTrainedModel, longest: int) -> None:
-    """Rotary frequencies that go by the longest position of a pass: made those of the run's longest sequence."""
+    """Fix rotary frequencies that depend on the longest position of a pass to those of the run's longest sequence."""
     for module in lm.modules():
         kinds = _rope_kinds(module)
         if any("dynamic" in kind for kind in kinds):
             limit: int = getattr(module.config, "max_position_embeddings")  # noqa: B009  # torch's stub knows no configs
             if longest > limit:
                 raise ModelRefusedError(
-                    f"{_name(lm)}: rollout.max_model_len: got {longest}, expected at most {limit}: beyond, the "
-                    "frequencies of its dynamic rotary embedding are others for every length; lower it"
+                    f"{_name(lm)}: rollout.max_model_len: got {longest}, expected at most {limit}: beyond it, the "
+                    "frequencies of its dynamic rotary embedding change with every length; lower it"
                 )
         if any("dynamic" in kind or kind == "longrope" for kind in kinds):
             kind = type(module)
@@ -228,9 +227,9 @@ def _rope_kinds(module: nn.Module) -> set[str]:
 
 @torch.no_grad()
 def logit_transform(lm: PreTrainedModel) -> LogitTransform:
-    """What the model does to its head's logits, measured: made-up logits go in at the head, and come out at the end.
+    """Measure what the model does to its head's logits: feed made-up logits in at the head, and read the output.
 
-    Raises `ModelRefusedError` where that is no scale and no tanh cap, or is not the same for all tokens.
+    Raises `ModelRefusedError` if that is neither a scale nor a tanh cap, or differs between tokens.
     """
     head, probes = output_head(lm), []
     real = head.forward
@@ -267,19 +266,19 @@ def logit_transform(lm: PreTrainedModel) -> LogitTransform:
 
 
 def _logits(lm: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """What transformers itself says of tokens [B, T]: logits [B, T, V], float32."""
+    """The logits that transformers itself gives tokens [B, T]: [B, T, V], float32."""
     try:
         return lm(**pass_arguments(lm, tokens, None, None, None)).logits.float()
     except Exception as error:
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ModelRefusedError(
-            f"{_name(lm)}: transformers does not run it on tokens alone ({what}), expected a causal LM of text; "
+            f"{_name(lm)}: transformers cannot run it on tokens alone ({what}), expected a text-only causal LM; "
             "use another model"
         ) from None
 
 
 def _rounded(scale: float) -> float:
-    """To six digits, which is what float32 shows of it: 1, and not 0.99999994."""
+    """Rounded to six digits, the precision of float32: 1, and not 0.99999994."""
     return float(f"{scale:.6g}")
 
 
@@ -288,7 +287,7 @@ def _rounded(scale: float) -> float:
 
 @dataclass(frozen=True)
 class _Probe:
-    """Three short sequences, two of them with one prompt, and what transformers says of their responses."""
+    """Three short sequences, two of them with one prompt, and their responses' logprobs from transformers."""
 
     name: str
     transform: LogitTransform
@@ -325,7 +324,7 @@ class _Probe:
         return cls(_name(lm), transform, sequences, torch.cat(logprobs), tolerance, longest, far)
 
     def compare(self, model: ScoringModel, way: _Way) -> str | None:
-        """What is wrong with computing passes in this way; None: nothing."""
+        """What is wrong with computing passes this way; None: nothing."""
         half = way.attn == "flash_attention_2"
         tolerance = self.tolerance * (TOLERANCE[torch.bfloat16] / TOLERANCE[torch.float32] if half else 1.0)
         # The padded form of packed attention too: canaries are scored by it, and passes where a reference is padded.
@@ -343,9 +342,9 @@ class _Probe:
         return None
 
     def _score(self, model: ScoringModel, packing: Packing, *, learns: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs [S] by passes like those of training, and which of them [S] are to be compared.
+        """Logprobs [S] from passes like those of training, and which of them [S] to compare.
 
-        `learns`: a backward pass must work too, which some models have in training mode only.
+        `learns`: a backward pass must work too, which some models support only in training mode.
         """
         [pass_] = cut(self._batch(), max_tokens=1000, packing=packing)
         compared = torch.ones(len(self.expected), dtype=torch.bool)
@@ -376,7 +375,7 @@ class _Probe:
             )
         finally:
             hook.remove()
-        if learns:  # as far as the embedded tokens, which takes no memory for gradients of weights
+        if learns:  # only to the embedded tokens, which takes no memory for weight gradients
             torch.autograd.grad(scored.sum(), embedded[0], allow_unused=True)
         scored = scored.detach()
         return torch.zeros(len(compared)).scatter(0, pass_.places.cpu(), scored.float().cpu()), compared
@@ -399,7 +398,7 @@ class _Probe:
 
 @contextmanager
 def _short_windows(lm: PreTrainedModel, longest: int) -> Iterator[None]:
-    """Inside, layers that do not see all of `longest` tokens see no further than a few."""
+    """While it is active, layers that do not see all of `longest` tokens see only a few."""
     changed: list[tuple[Any, str, int]] = []
     parts: Iterable[Any] = {id(p): p for m in lm.modules() for p in (m, *_configs(getattr(m, "config", None)))}.values()
     for part in parts:
@@ -416,7 +415,7 @@ def _short_windows(lm: PreTrainedModel, longest: int) -> Iterator[None]:
 
 
 def _tokens(lm: PreTrainedModel, number: int) -> list[int]:
-    """Ids all over the vocabulary, none of which means something to the model's code."""
+    """Ids from all over the vocabulary, none of which has a special meaning in the model's code."""
     special: set[int] = set()
     for config in _configs(lm.config):
         for name, value in vars(config).items():
@@ -430,7 +429,7 @@ def _tokens(lm: PreTrainedModel, number: int) -> list[int]:
 
 
 def _versions(lm: PreTrainedModel) -> dict[str, int]:
-    """How often each tensor of the model's files was written to."""
+    """How often each tensor of the model was modified."""
     return {name: tensor._version for name, tensor in lm.state_dict(keep_vars=True).items()}
 
 

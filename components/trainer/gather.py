@@ -1,7 +1,7 @@
-"""A sharded model's weights on rank 0, one bucket at a time: no rank ever holds more of the whole than that.
+"""Gather a sharded model's weights on rank 0, one bucket at a time, so that no rank ever holds more than that.
 
-Each rank casts its own shards to the type they travel in and sends them to rank 0, which receives them in their place
-in the bucket. No other rank sees more than its shards. Buffers are whole on every rank, and keep their own type.
+Each rank casts its own shards to the published dtype and sends them to rank 0, which receives them at their place in
+the bucket. No other rank sees more than its shards. Buffers are whole on every rank, and keep their own dtype.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .tensors import by_tensor, saved_tensors
 
 
 class Gatherer:
-    """Made by all ranks of a sharded model alike. `dtype`: what every parameter is cast to."""
+    """Made by all ranks of a sharded model. `dtype`: what every parameter is cast to."""
 
     def __init__(self, model: ScoringModel, *, dtype: torch.dtype, bucket_bytes: int) -> None:
         self._model = model
         self.names = PublishedNames(model.lm)
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         reshard(model)
-        # Tied: an engine may keep a packed copy of it under the other name, so that is named, not left out.
+        # Tied: an engine may keep a packed copy under the other name, so both names are published.
         tensors = by_tensor(saved_tensors(model.lm))
         self.plans = plan_buckets(
             ((n, dtype if isinstance(t, torch.nn.Parameter) else t.dtype, t.shape) for t, n in tensors.items()),
@@ -41,12 +41,12 @@ class Gatherer:
     def buckets(self) -> Iterator[tuple[BucketPlan, torch.Tensor | None]]:
         """Every bucket in turn (a collective): uint8 on the CPU of rank 0, None elsewhere.
 
-        Each is made when it is asked for. Whoever still holds the last one by then holds two.
+        Each is made on demand. A caller that still holds the last one by then holds two.
         """
         reshard(self._model)
         tensors = saved_tensors(self._model.lm)
         for plan in self.plans:
-            # Not kept in a variable: it would live on while the next one is gathered.
+            # Not kept in a variable, which would keep it alive while the next one is gathered.
             yield plan, self._gather(plan, tensors)
 
     def as_published(self, plan: BucketPlan, memory: torch.Tensor) -> tuple[BucketPlan, torch.Tensor]:
@@ -88,11 +88,11 @@ class Gatherer:
         return None if memory is None else memory.cpu()
 
     def _receive(self, tensor: torch.Tensor, whole: torch.Tensor) -> Iterator[dist.P2POp]:
-        """Put rank 0's own shard in its place in `whole`, and say which messages bring the others'."""
+        """Copy rank 0's own shard into `whole`, and return the messages that bring the others."""
         if not isinstance(tensor, DTensor):
             whole.copy_(tensor)
             return
-        assert tensor.placements == (Shard(0),), f"sharded in a way that is not known here: {tensor.placements}"
+        assert tensor.placements == (Shard(0),), f"sharded in an unsupported way: {tensor.placements}"
         rows = -(-tensor.shape[0] // self._num_ranks)  # as torch.chunk cuts: the last ranks may have fewer, or none
         for rank, shard in enumerate(whole.split(rows)):
             if rank == 0:

@@ -1,4 +1,4 @@
-"""Where the tokens of a packed row stand, and what each of them attends to.
+"""The positions of a packed row's tokens, and what each token attends to.
 
 Sequences lie back to back in one row. Those with the same prompt share it:
 
@@ -28,7 +28,7 @@ MAX_MASKED_AREA = 1 << 22
 
 @dataclass(frozen=True)
 class Segment:
-    """`num_queries` tokens of the row from `start` on, after a prompt of `prompt_length` tokens at `prompt_start`."""
+    """`num_queries` tokens of the row from `start`, after a prompt of `prompt_length` tokens at `prompt_start`."""
 
     start: int
     num_queries: int
@@ -44,7 +44,7 @@ class Segment:
 class Bucket:
     """n segments of similar shape, padded to Q queries and K keys; indices into the row.
 
-    Padded entries point at token 0: as keys they lie after every query, and as queries nobody reads them. `offsets`
+    Padded entries point at token 0: as keys they lie after every query, and as queries they are never read. `offsets`
     [n]: position of each first query among its keys; None: the keys are the queries, and attention is plainly causal.
     """
 
@@ -56,7 +56,7 @@ class Bucket:
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
         """What to add to the scores, [n or 1, 1, Q, K]; None where causal attention needs no mask.
 
-        A query sees itself and the `window` - 1 tokens before it (None: all of them). Kept, as all layers ask for it.
+        A query sees itself and the `window` - 1 tokens before it (None: all of them). Cached, as all layers use it.
         """
         num_queries, num_keys = self.query_index.shape[1], self.key_index.shape[1]
         if window is not None and window >= num_keys:
@@ -66,7 +66,7 @@ class Bucket:
         if (window, dtype) not in self._masks:
             device = self.query_index.device
             offsets = torch.zeros(1, dtype=torch.int64, device=device) if self.offsets is None else self.offsets
-            # Padded queries may stand beyond all keys: they too must see something, or their softmax is 0 / 0.
+            # Padded queries may lie beyond all keys; they must see something too, or their softmax is 0 / 0.
             queries = (offsets[:, None] + torch.arange(num_queries, device=device)).clamp(max=num_keys - 1)
             distance = queries[:, :, None] - torch.arange(num_keys, device=device)
             hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
@@ -175,7 +175,7 @@ def _pad(segments: Sequence[Segment]) -> tuple[Bucket, torch.Tensor]:
     key_index = torch.where(keys < prompts + own, key_index, 0)
     width = int(own.max())
     if not int(prompts.max()) or width * len(keys) > MAX_MASKED_AREA:
-        # A mask for so long a response costs more than to compute the prompt's queries again and drop them.
+        # A mask for such a long response costs more than computing the prompt's queries again and dropping them.
         real = (keys >= prompts) & (keys < prompts + own)
         return Bucket(key_index, key_index, None), real.flatten().nonzero()[:, 0]
     queries = torch.arange(width)

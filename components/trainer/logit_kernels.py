@@ -1,7 +1,7 @@
 """What is done to a tile of logits, each in one pass over it: kernels for GPUs.
 
-As a dozen calls of torch the same would take longer than the matrix product that made the tile. `logprobs` has those
-calls, for CPUs, with the formulas; both are tested against each other.
+As a dozen torch calls this would take longer than the matrix product that made the tile. `logprobs` has those calls,
+for CPUs, with the formulas; the two are tested against each other.
 """
 
 from __future__ import annotations

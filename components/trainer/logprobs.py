@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-# Tiles are not cut narrower than this, however many tokens there are; hidden states are wider.
+# Tiles are never narrower than this, however many tokens there are; hidden states are wider.
 MIN_COLUMNS = 32
-# And begin at multiples of this: on a GPU, products with rows that begin anywhere take up to three times as long.
+# They begin at multiples of this: on a GPU, products with unaligned rows take up to three times as long.
 ALIGNED_COLUMNS = 64
 # Stands for infinity where infinity minus itself would be nan: exp(-LARGE) is 0.
 LARGE = 1e30
@@ -31,7 +31,7 @@ HAS_TRITON = find_spec("triton") is not None  # CUDA builds of torch bring it
 
 @dataclass(frozen=True, kw_only=True)
 class LogitTransform:
-    """What comes between output head and softmax: cap * tanh(x / cap) where there is a cap, then times `scale`.
+    """What comes between output head and softmax: cap * tanh(x / cap) if there is a cap, then times `scale`.
 
     `families.logit_transform` measures a model's own.
     """
@@ -60,12 +60,12 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [S, D], weight [V, D], bias [V], targets [S] -> (logprobs, entropy [S]), in nats, float32.
 
-    `chunk`: no more logits exist at a time than those of so many tokens (or `MIN_COLUMNS` of all tokens).
+    `chunk`: at most the logits of this many tokens exist at a time (or `MIN_COLUMNS` of all tokens).
 
     Gradients reach `hidden`, `weight` and `bias` through the logprobs; the entropy has none.
     """
     if transform.cap is None and hidden.dtype == torch.float32:
-        # The logits are then scaled already: two passes over all of them less.
+        # The logits are then already scaled, which saves two passes over all of them.
         bias = None if bias is None else bias * transform.scale
         hidden, transform = hidden * transform.scale, replace(transform, scale=1.0)
     return _TokenLogprobs.apply(hidden, weight, bias, targets, transform, chunk)  # type: ignore[return-value]
@@ -88,7 +88,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for columns in _tiles(len(targets), len(weight), chunk):
             logits = F.linear(hidden, weight[columns], None if bias is None else bias[columns])
             passes.add_up(logits, targets - columns.start, transform.cap, transform.scale, sums)
-            del logits  # or it would live beside the next tile
+            del logits  # or it would exist together with the next tile
         maximum, total, weighted, picked = sums
         normaliser = maximum + total.log()
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
@@ -168,7 +168,7 @@ def slopes(
 
 
 def _passes(hidden: torch.Tensor) -> ModuleType:
-    """Whose `add_up` and `slopes` to use."""
+    """The module whose `add_up` and `slopes` to use."""
     if hidden.is_cuda and HAS_TRITON:
         from . import logit_kernels
 

@@ -1,4 +1,4 @@
-"""The most memory that a rank has taken."""
+"""Peak memory of a rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """CUDA: most GiB that tensors took since the last call. CPU: most that the process has had resident, ever."""
+    """CUDA: peak GiB of tensors since the last call. CPU: peak resident GiB of the process, ever."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

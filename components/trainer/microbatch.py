@@ -1,4 +1,4 @@
-"""Cut a rank's unpadded batch into the passes it is computed in: packed rows, or padded ones."""
+"""Split a rank's unpadded batch into the passes that compute it: packed rows, or padded ones."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def cut(
 
 
 def empty_microbatch(*, packed: bool) -> Microbatch:
-    """One token and nothing to train on, for a rank that has run out of work while others have not."""
+    """One token and nothing to train on, for a rank that runs out of passes before others do."""
     none = torch.zeros(0, dtype=torch.int64)
     token = torch.zeros(1, 1, dtype=torch.int64)
     return Microbatch(
@@ -130,7 +130,7 @@ class _Sequences:
         return list(clusters.values())
 
     def runs(self, indices: Sequence[int], *, shared: bool) -> list[list[int]]:
-        """These sequences in their order, neighbours with the same prompt together where it is `shared`."""
+        """These sequences in order, with neighbours grouped if they have the same prompt and it is `shared`."""
         clusters: list[list[int]] = []
         for i in indices:
             if shared and clusters and torch.equal(self.prompt(i), self.prompt(clusters[-1][0])):
@@ -140,7 +140,7 @@ class _Sequences:
         return clusters
 
     def fields(self, chunk: Sequence[int]) -> dict[str, torch.Tensor]:
-        """What a microbatch of these sequences, in this order, says of its tokens."""
+        """The per-token fields of a microbatch of these sequences, in this order."""
         lengths = [self.response_lengths[i] for i in chunk]
         places = _ranges([self.response_starts[i] for i in chunk], lengths)
         return {
@@ -180,7 +180,7 @@ def _fill(sequences: _Sequences, clusters: list[list[int]], max_tokens: int) -> 
             own = max(0, sequences.response_lengths[i] - 1)
             needed = own if piece else prompt + own
             if not chunks or needed > room:
-                # A cluster that is cut brings its prompt along again.
+                # Each piece of a split cluster repeats its prompt.
                 chunks.append([])
                 room, needed, piece = max_tokens, prompt + own, []
             if not piece:
@@ -256,7 +256,7 @@ def _rows(firsts: list[int], others: list[int], response_lengths: list[int]) -> 
 
 
 def _similar(sequences: _Sequences, max_tokens: int, *, unit: int) -> list[list[int]]:
-    """Sequences of similar length together, so that little is padded; `unit` neighbours always."""
+    """Group sequences of similar length, so that there is little padding; `unit` neighbours always stay together."""
     widths = [max(sequences.lengths[i : i + unit]) for i in range(0, len(sequences), unit)]
     chunks: list[list[int]] = []  # of units
     for i in sorted(range(len(widths)), key=lambda i: -widths[i]):

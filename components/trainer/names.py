@@ -1,4 +1,4 @@
-"""What a model's tensors are called outside of the process that trains it.
+"""The names of a model's tensors outside of the process that trains it.
 
 Engines and other tools know the names in a model's files. For most models these are the names of its modules. Some
 families rename (a composite's language model), and transformers keeps a layer's experts as one tensor, of which the
@@ -17,10 +17,10 @@ from .tensors import saved_tensors
 
 
 class PublishedNames:
-    """Splits the tensors of one model into those of its files, and puts them together again.
+    """Splits the tensors of one model into those of its files, and joins them again.
 
-    `renamed`: the file's name of every tensor that is one in the files too; the others have to be split. Raises
-    `ValueError` for a family whose files keep several tensors as one: each is published and saved by itself.
+    `renamed`: the file's name of every tensor that is also one tensor in the files; the others must be split. Raises
+    `ValueError` for a family whose files keep several tensors as one, because each is published and saved separately.
     """
 
     def __init__(self, lm: PreTrainedModel) -> None:
@@ -40,7 +40,7 @@ class PublishedNames:
                     )
 
     def split(self, name: str, full: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors that `name` with the values `full` is published as, by name."""
+        """The tensors, by name, under which `name` with the values `full` is published."""
         if name in self.renamed:
             return {self.renamed[name]: full}
         return revert_weight_conversion(self._lm, {name: full})

@@ -1,4 +1,4 @@
-"""AdamW, its learning-rate schedule, and what happens to a gradient before it becomes a step."""
+"""AdamW, its learning-rate schedule, and the handling of a gradient before it becomes a step."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def make_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW in two groups, with weight decay and without.
 
-    `settings.decay`: `all`; `matrices`: not what is one-dimensional, biases and gains of norms; `hidden_matrices`: not
-    the `embeddings` either (ids, see `embedding_ids`).
+    `settings.decay`: `all`; `matrices`: excludes one-dimensional parameters, that is biases and norm gains;
+    `hidden_matrices`: also excludes the `embeddings` (ids, see `embedding_ids`).
     """
 
     def decays(parameter: nn.Parameter) -> bool:
@@ -76,7 +76,7 @@ def make_optimizer(
 
 
 class Stepper:
-    """Turns the gradients at hand into one step: clipped, at the schedule's rate, or skipped.
+    """Turns the accumulated gradients into one step: clipped, at the schedule's rate, or skipped.
 
     A gradient that is not finite moves nothing, neither weights nor AdamW's moments. `max_skipped_steps` of them in a
     row are skipped and counted; the next one raises FloatingPointError.
@@ -90,14 +90,14 @@ class Stepper:
         lr_key: str = "optimizer.lr",
         norm_name: str = "gradient norm",
     ) -> None:
-        """`lr_key`: the setting that its learning rate came from; `norm_name`: what messages call the norm."""
+        """`lr_key`: the setting of its learning rate; `norm_name`: the norm's name in messages."""
         self._optimizer = optimizer
         self._settings = settings
         self._lr_key, self._norm_name = lr_key, norm_name
         self._skipped = self._in_a_row = 0
 
     def step(self, policy_version: int) -> dict[str, float]:
-        """Step number `policy_version`, counted from 0 (a collective); the gradients are gone afterwards."""
+        """Step number `policy_version`, counted from 0 (a collective); clears the gradients."""
         settings = self._settings
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         norm = nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
@@ -122,4 +122,4 @@ class Stepper:
                 f"{said}, {self._in_a_row} in a row (optimizer.max_skipped_steps is "
                 f"{self._settings.max_skipped_steps}); lower {self._lr_key} or check rewards"
             )
-        logger.warning("%s: the step is skipped, %d so far", said, self._skipped)
+        logger.warning("%s: step skipped, %d so far", said, self._skipped)

@@ -3,9 +3,9 @@
     all ranks:       gather 0   gather 1   gather 2   ...  canary | next step
     rank 0, beside:             upload 0   upload 1   upload 2 ...
 
-At most two buckets exist at a time: the one that is being gathered and the one that is being uploaded. Where uploading
-is slower, gathering waits for it; a model of one bucket is uploaded entirely beside the next step. Where the model's
-files have other names for its weights (experts), the one that is uploaded exists twice while it is renamed.
+At most two buckets exist at a time: the one being gathered and the one being uploaded. If uploading is slower,
+gathering waits for it; a model of one bucket is uploaded entirely during the next step. If the model's files have
+other names for its weights (experts), the bucket being uploaded exists twice while it is renamed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ..weights import BucketPlan, Canary, Manifest, Publication, TensorEntry, di
 from .gather import Gatherer
 
 Put = Callable[[np.ndarray], Any]
-"""put(bucket) -> a reference to its bytes, which are the transport's from then on. Called in a thread of its own."""
+"""put(bucket) -> a reference to its bytes, which the transport owns from then on. Called in a separate thread."""
 
 MAX_HASHING_THREADS = 4
-"""SHA-256 of one thread is slower than a gather between GPUs; four keep up with it."""
+"""SHA-256 in one thread is slower than a gather between GPUs; four threads keep up."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class Publisher:
         self._hashing = ThreadPoolExecutor(
             min(MAX_HASHING_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="hash"
         )
-        self._uploaded = Semaphore(1)  # acquired: the bucket before has left
+        self._uploaded = Semaphore(1)  # acquired: the previous bucket was uploaded
         self._pending: _Pending | None = None
 
     def publish(self, policy_version: int, score: Callable[[], Canary]) -> None:
-        """Gather the weights of now and send them on their way, then `score` the canary (both collectives).
+        """Gather the current weights and start uploading them, then `score` the canary (both collectives).
 
-        When it fails, nothing is left: what was uploaded is let go, and nobody has heard of it. A publication that was
-        not claimed by then is let go too.
+        On failure nothing is left: uploaded buckets are released and were never announced. A publication that has not
+        been claimed by then is released too.
         """
         self._pending = None
         uploads: list[Future[_Uploaded]] = []
@@ -74,15 +74,15 @@ class Publisher:
             uploads.append(self._uploading.submit(self._upload, plan, memory))
             del memory
             if len(uploads) > 1:
-                uploads[-2].result()  # it is done: here a failed one is heard
+                uploads[-2].result()  # it is done: raises here if it failed
         canary = score()
         if uploads:
             self._pending = _Pending(policy_version, uploads, canary)
 
     def claim(self) -> Callable[[], Publication]:
-        """Rank 0: take the last `publish` over, before the next one lets it go.
+        """Rank 0: take over the last `publish`, before the next one releases it.
 
-        What is returned waits until all of its buckets are where they can be pulled from, in any thread.
+        The returned function waits until all of its buckets can be pulled; it may run in any thread.
         """
         assert self._pending is not None, "claim() is for rank 0, after publish()"
         pending, self._pending = self._pending, None
@@ -91,7 +91,7 @@ class Publisher:
     def _upload(self, plan: BucketPlan, memory: torch.Tensor) -> _Uploaded:
         try:
             plan, memory = self._gatherer.as_published(plan, memory)
-            # Of what was gathered, not of what was put: the hash speaks for the whole way.
+            # Hash what was gathered, not what was put, so that the hash covers the whole transfer.
             hashes = self._hashing.map(sha256_of, [place.data(memory) for place in plan.places])
             ref = self._put(memory.numpy())
             return _Uploaded(plan.entries(hashes), ref, plan.num_bytes)

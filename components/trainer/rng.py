@@ -9,7 +9,7 @@ import torch
 
 
 def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """Where torch's (on CPU and `device`), Python's and NumPy's generators stand, by name.
+    """The states of torch's (on CPU and `device`), Python's and NumPy's generators, by name.
 
     Dropout draws from torch's; a user's own loss may draw from any of them.
     """
@@ -28,7 +28,7 @@ def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Put back what `rng_state` said; a generator that is not in it stays where it is."""
+    """Restore the states from `rng_state`; a generator that is not in it is unchanged."""
     if "torch" in state:
         torch.set_rng_state(state["torch"])
     if "cuda" in state and device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Writes checkpoints beside training: from a copy, in a thread of its own, with a process group of its own."""
+"""Writes checkpoints during training: from a copy, in a separate thread, with a separate process group."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """`begin` a checkpoint, train on, `finish` it: one at a time. Made by every rank at once (a collective).
+    """`begin` a checkpoint, continue training, `finish` it: one at a time. Made by every rank at once (a collective).
 
-    Collectives of two threads must not meet in one group: which comes first would differ from rank to rank.
+    Collectives of two threads must not share a group: their order would differ from rank to rank.
     """
 
     def __init__(self, *, rank: int, device: torch.device, timeout_s: float) -> None:
@@ -46,12 +46,11 @@ class Saver:
         state: Path | None,
         hf: Path | None,
     ) -> float:
-        """Copy out what goes into the folder `state` (everything of `parts`, to go on from), then write it beside the
-        caller; returns the seconds that the caller was held up.
+        """Copy everything of `parts`, to resume from, then write it to the folder `state` in the background.
 
-        `hf`: the weights for others to load are written by rank 0 before this returns, a bucket at a time, as a whole
-        copy of them may be more than it has room for; the folder gets its name beside the caller. With
-        `settings.save_in_background` false nothing is copied, and all is written before this returns.
+        Returns the seconds that the caller was blocked. `hf`: rank 0 writes the exported weights before this returns, a
+        bucket at a time, because a whole copy of them may not fit into its memory; the folder is renamed in the
+        background. If `settings.save_in_background` is false, nothing is copied; all is written before this returns.
         """
         assert self._pending is None, "one checkpoint at a time: finish() the last one first"
         started, beside = time.monotonic(), settings.save_in_background
@@ -76,7 +75,7 @@ class Saver:
         return time.monotonic() - started
 
     def finish(self) -> float:
-        """Wait until what was begun is on disk; returns the seconds it took to write. Raises `CheckpointWriteError`."""
+        """Wait until the begun checkpoint is on disk; returns the seconds of writing. Raises `CheckpointWriteError`."""
         assert self._pending is not None, "finish() comes after begin()"
         try:
             return self._pending.result()
@@ -89,11 +88,11 @@ class Saver:
     def _written_in_parts(
         self, settings: TrainerSettings, gatherer: Gatherer, folder: Path
     ) -> Callable[[], None] | None:
-        """Rank 0: what puts the folder in its place, or says why its weights could not be written."""
+        """Rank 0: a function that renames the folder to its final name, or raises if writing the weights failed."""
         writer: HFWriter | None = None
         failure: Exception | None = None
         if self._rank == 0:
-            from .export import HFWriter  # not where only training is measured: it needs a tokenizer
+            from .export import HFWriter  # here, because it needs a tokenizer
 
             try:
                 writer = HFWriter(
@@ -109,7 +108,7 @@ class Saver:
                 try:
                     # A model's own files name tied weights once.
                     writer.add({place.names[0]: place.tensor(memory) for place in plan.places})
-                except Exception as error:  # raised where all ranks hear it: the others are in the middle of sending
+                except Exception as error:  # raised later, where all ranks see it: the others are still sending
                     failure = error
             del memory  # before the next is gathered: one of a publication may still be on its way
 

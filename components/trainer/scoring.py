@@ -1,4 +1,4 @@
-"""A Hugging Face causal LM that answers one question: how likely is each of these tokens."""
+"""A Hugging Face causal LM that answers one question: how likely each of these tokens is."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .attention import NAME as PACKED
 from .layout import Layout, padded_layout
 from .logprobs import LogitTransform, token_logprobs
 
-# Logits that are worth a third more arithmetic in the head to not have at once: 128 MiB in float32.
+# Above this many logits, tiling is worth a third more arithmetic in the head: 128 MiB in float32.
 MANY_LOGITS = 1 << 25
-# And how many there then are at once. GPUs need products of a size that keeps them busy: 256 MiB in bfloat16.
+# How many logits then exist at once. GPUs need products that are large enough to keep them busy: 256 MiB in bfloat16.
 TILE_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}
 CACHED_LOGITS = 1 << 18  # 1 MiB
-# Stands for infinity where 0 times infinity would be nan.
+# Replaces infinity, because 0 times infinity would be nan.
 LOWEST = -1e30
 
 
@@ -30,7 +30,7 @@ class ScoringModel(nn.Module):
 
     None: as many as `MANY_LOGITS` allows. The wrapper is the FSDP root, so that the head (tied or not) is gathered
     together with the embeddings whatever calls it. `transform`: what the model does to its head's logits. `masks`:
-    padded rows are told apart from their padding by a mask. `families.load_model` finds out what a model needs.
+    a mask separates padded rows from their padding. `families.load_model` determines what a model needs.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ScoringModel(nn.Module):
 
         With targets [S]: `logprobs` [S] of those. Without: of the whole vocabulary, [S, V]. `position_ids`, `layout`
         (only for a model that `is_packed`) and `attention_mask`: see `Microbatch`. A gradient through the entropy keeps
-        another [S, V] for the backward pass, so it is there only where asked for.
+        another [S, V] for the backward pass, so it is only computed on request.
         """
         given = pass_arguments(self.lm, input_ids, position_ids, layout, attention_mask if self.masks else None)
         head = output_head(self.lm)
@@ -81,8 +81,8 @@ class ScoringModel(nn.Module):
             self.lm(**given)
         hidden = seen[0].flatten(0, 1)[rows]
         transform = self.transform.at(temperature)
-        # A head of an unknown kind is asked for all logits: its weights alone do not say what it does. And so is any
-        # head where the entropy is to carry a gradient: that of the chunks has none.
+        # A head of an unknown kind computes all logits, because its weights alone do not determine its output. So does
+        # any head if the entropy needs a gradient: the chunked entropy has none.
         many, chunk = self._chunks(hidden.device)
         chunked = len(rows) > many and type(head) is nn.Linear and not entropy_gradient
         if targets is not None and chunked:
@@ -100,7 +100,7 @@ class ScoringModel(nn.Module):
         return logprobs.gather(-1, targets[:, None]).sum(-1), entropy
 
     def _chunks(self, device: torch.device) -> tuple[int, int]:
-        """(how many tokens are scored at once, how many tokens' logits there are at a time if more are scored)."""
+        """(how many tokens are scored at once, how many tokens' logits exist at a time if more are scored)."""
         if self.chunk_tokens is not None:
             return self.chunk_tokens, self.chunk_tokens
         vocab_size = self.lm.config.get_text_config().vocab_size
@@ -113,7 +113,7 @@ def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def _rows_in_cache(logprobs: torch.Tensor) -> int:
-    """How many rows of [S, V] are handled at once where nothing is gained by handling all of them."""
+    """How many rows of [S, V] are handled at once if handling all of them gains nothing."""
     return max(1, CACHED_LOGITS // logprobs.shape[-1] if logprobs.device.type == "cpu" else len(logprobs))
 
 
@@ -128,7 +128,7 @@ def pass_arguments(
     layout: Layout | None,
     attention_mask: torch.Tensor | None,
 ) -> dict[str, Any]:
-    """What a model, or its body, is called with for a pass; see `Microbatch`."""
+    """The arguments of a model, or of its body, for a pass; see `Microbatch`."""
     given: dict[str, Any] = {"input_ids": input_ids}
     if "use_cache" in _parameters(type(lm)):
         given["use_cache"] = False
@@ -150,9 +150,9 @@ def output_head(lm: PreTrainedModel) -> nn.Module:
 
 @contextmanager
 def head_input(head: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Inside, `head` does nothing; the list has what it was called with: hidden states [B, T, D], one entry a call.
+    """While active, `head` does nothing; the list holds its inputs: hidden states [B, T, D], one entry per call.
 
-    So a model's own forward brings hidden states to the very point where logits begin, whatever it does before.
+    So a model's own forward computes the hidden states exactly as they enter the head, whatever it does before.
     """
     seen: list[torch.Tensor] = []
 
@@ -166,7 +166,7 @@ def head_input(head: nn.Module) -> Iterator[list[torch.Tensor]]:
 
 @contextmanager
 def head_forward(head: nn.Module, forward: Any) -> Iterator[None]:
-    """Inside, calling `head` calls `forward`."""
+    """While active, calling `head` calls `forward`."""
     head.forward = forward
     try:
         yield

@@ -38,19 +38,19 @@ def shard(
         param_dtype=None if compute_dtype is torch.float32 else compute_dtype, reduce_dtype=torch.float32
     )
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
-    # One rank has everything already: to gather it again for the backward pass would save a copy in the type to compute
-    # with. What is frozen has no backward pass, and offloaded weights are to leave the device.
+    # One rank already has everything: gathering again for the backward pass would only save a copy in the compute
+    # dtype. Frozen weights have no backward pass, and offloaded weights must leave the device.
     again = mesh.size() > 1 or cpu_offload or not any(p.requires_grad for p in model.parameters())
     if compile_layers:
-        # Training, scoring and the canary are programs of their own, and each kind of layer has them. What is over the
+        # Training, scoring and the canary compile to separate programs, for each kind of layer. Programs beyond the
         # limit would run uncompiled.
         torch._dynamo.config.recompile_limit = max(MAX_PROGRAMS, torch._dynamo.config.recompile_limit)
     for layer in decoder_layers(model.lm):
         if gradient_checkpointing:
             checkpoint_activations(layer)
         if compile_layers:
-            # Microbatches differ in length and in nothing else: the first two compile one program for all of them.
-            # Told that any size may differ, torch would divide every index by the size of a head.
+            # Microbatches differ only in length: the first two compile one program for all of them. If every size were
+            # marked as dynamic, torch would divide every index by the size of a head.
             layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
@@ -58,9 +58,9 @@ def shard(
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of gathered weights, so that every parameter is this rank's own shard of its master weights.
+    """Release gathered weights, so that every parameter is this rank's own shard of its master weights.
 
-    FSDP keeps what a forward without a backward has gathered for the outermost layers, and would use it again.
+    FSDP keeps what a forward without a backward gathered for the outermost layers, and would use it again.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -80,14 +80,14 @@ class _Checkpointed:
         call: Callable[..., Any] = super().__call__  # type: ignore[misc]  # the layer's own
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
-        # There is no noise in a model of ours, so no state of a random generator to keep.
+        # Our models are without noise, so there is no random-generator state to keep.
         return checkpoint(call, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 def checkpoint_activations(layer: nn.Module) -> None:
     """Gradient checkpointing of one layer, outside of its hooks and of what is compiled.
 
-    That of transformers works in training mode only, which has dropout and router noise. As FSDP does, it changes the
-    layer's class: a module around it would change the names of its weights.
+    The one in transformers works only in training mode, which has dropout and router noise. Like FSDP, this changes the
+    layer's class: a wrapper module would change the names of its weights.
     """
     layer.__class__ = type(f"Checkpointed{type(layer).__name__}", (_Checkpointed, type(layer)), {})

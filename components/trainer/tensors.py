@@ -1,4 +1,4 @@
-"""What a model consists of: all that its files hold, and all that a copy of it needs to compute the same."""
+"""The tensors of a model: all that its files hold, and all that a copy needs to compute the same results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter, then every persistent buffer, as the live objects; tied ones under each of their names.
 
-    Buffers are trained by nobody, but models compute with them: a router's correction of its scores, a layer's scale.
+    Buffers are not trained, but models compute with them: a router's correction of its scores, a layer's scale.
     """
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(_persistent_buffers(model))}
 

@@ -1,4 +1,4 @@
-"""One rank of the trainer. Every public method is called on all ranks alike, between which FSDP2 exchanges shards.
+"""One rank of the trainer. Every public method is called on all ranks; FSDP2 exchanges shards between them.
 
     forward_backward(batch) -> optim_step() -> publish()      token_logprobs(batch)
     begin_save(state=dir, hf=dir), finish_save(), load_state(dir)
@@ -44,7 +44,7 @@ if TYPE_CHECKING:  # the benchmark runs where tensordict is not installed
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
-    """What a rank is started with; the same for all of them.
+    """The settings of a rank; the same for all ranks.
 
     `max_policy_lag` None: batches carry no policy tokens (supervised training). `publish_dtype`: what engines get.
     `attn`, `packing` (how sequences lie in a pass, see `Packing`), `logprob_chunk_tokens` and `max_length` (of the
@@ -85,7 +85,7 @@ class TrainerSettings:
 
 class Trainer:
     def __init__(self, settings: TrainerSettings, *, rank: int, init_method: str, put: Put = keep) -> None:
-        """`put` takes published buckets over; the default keeps them in this process."""
+        """`put` takes ownership of published buckets; the default keeps them in this process."""
         self._settings = settings
         self._rank = rank
         self._put = put
@@ -106,7 +106,7 @@ class Trainer:
         self.begin(settings)
 
     def begin(self, settings: TrainerSettings) -> None:
-        """Start over at version 0 from `settings.model_path`; the ranks and their device stay what they were."""
+        """Start over at version 0 from `settings.model_path`; the ranks and their device stay the same."""
         assert (settings.num_ranks, settings.device) == (self._settings.num_ranks, self._settings.device)
         self._settings = settings
         torch.manual_seed(settings.seed)
@@ -163,9 +163,9 @@ class Trainer:
     def forward_backward(self, batch: TrainBatch, *, proximal_logprobs: torch.Tensor | None = None) -> dict[str, float]:
         """Add this step's gradient; returns metrics of the whole step (the same on every rank).
 
-        `batch` is this rank's share; `proximal_logprobs` [S] what `token_logprobs` said of it when it was taken (None:
-        it was taken under the weights of now). Raises `StalenessError` when a token breaks the bound, before any
-        computing.
+        `batch` is this rank's share; `proximal_logprobs` [S]: the result of `token_logprobs` for it when it was taken
+        (None: it was taken under the current weights). Raises `StalenessError` if a token breaks the bound, before any
+        computation.
         """
         self._check_versions(batch)
         started = time.monotonic()
@@ -197,12 +197,12 @@ class Trainer:
         }
 
     def token_logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        """Logprobs [S] of this rank's response tokens under the weights of now, on the CPU (a collective)."""
+        """Logprobs [S] of this rank's response tokens under the current weights, on the CPU (a collective)."""
         return self._score(self._model, batch)
 
     @torch.no_grad()
     def evaluate(self, batch: TrainBatch) -> dict[str, float]:
-        """What the objective says of this share of data under the weights of now (a collective); nothing is learned."""
+        """Evaluate the objective on this share of data under the current weights (a collective); nothing is learned."""
         reference_logprobs = self._score(self._reference, batch) if self._reference is not None else None
         losses = [self._loss(self._objective, m, batch) for m in self._passes(batch, None, reference_logprobs)]
         sums = self._reduce(torch.stack([loss.sums for loss in losses]).sum(0), dist.ReduceOp.SUM)
@@ -219,10 +219,10 @@ class Trainer:
 
     @torch.no_grad()
     def audit(self, batch: TrainBatch, manifest: Manifest, buckets: Sequence[np.ndarray]) -> dict[str, float]:
-        """How far engine and trainer are apart on tokens of an older version, under the weights of that version.
+        """How far engine and trainer differ on tokens of an older version, under the weights of that version.
 
         `batch` is this rank's share, `manifest` and `buckets` a kept publication (a collective). Returns the `sum`,
-        `max` and number (`tokens`) of |trainer - engine| in nats over all ranks. The weights stay as they were.
+        `max` and number (`tokens`) of |trainer - engine| in nats over all ranks. The weights do not change.
         """
         with published_weights(self._model, self._gatherer.names, manifest, buckets):
             logprobs = self.token_logprobs(batch)
@@ -233,7 +233,7 @@ class Trainer:
         return {"sum": total[0].item(), "tokens": total[1].item(), "max": largest.item()}
 
     def optim_step(self) -> dict[str, float]:
-        """One optimizer step, empty where the gradient is not finite (`Stepper`); `policy_version` grows by one."""
+        """One optimizer step, empty if the gradient is not finite (`Stepper`); `policy_version` grows by one."""
         started = time.monotonic()
         metrics = self._stepper.step(self.policy_version)
         self.policy_version += 1
@@ -248,7 +248,7 @@ class Trainer:
         )
 
     def claim_publication(self) -> Callable[[], Publication]:
-        """Rank 0: what completes the last `publish`, in any thread, beside the next step; see `Publisher.claim`."""
+        """Rank 0: what completes the last `publish`, in any thread, during the next step; see `Publisher.claim`."""
         return self._publisher.claim()
 
     def publication(self) -> Publication:
@@ -256,9 +256,9 @@ class Trainer:
         return self.claim_publication()()
 
     def begin_save(self, *, state: str | None = None, hf: str | None = None) -> dict[str, float]:
-        """Save into `state` (to go on from) and `hf` (for others to load), beside what comes next (a collective).
+        """Save into `state` (to resume from) and `hf` (to export), in the background (a collective).
 
-        One at a time: `finish_save` comes before the next. Returns the seconds that training was held up.
+        One at a time: `finish_save` comes before the next. Returns the seconds that training was blocked.
         """
         seconds = self._saver.begin(
             self._settings,
@@ -272,7 +272,7 @@ class Trainer:
         return {"checkpoint/copy_s": seconds}
 
     def finish_save(self) -> dict[str, float]:
-        """Wait, in any thread, until what was begun is on disk; raises `CheckpointWriteError` if it cannot be."""
+        """Wait, in any thread, until the begun save is on disk; raises `CheckpointWriteError` if it fails."""
         return {"checkpoint/write_s": self._saver.finish()}
 
     def save(self, directory: str) -> None:
@@ -281,14 +281,14 @@ class Trainer:
         self.finish_save()
 
     def save_state(self, directory: str) -> None:
-        """Write everything to go on from, and wait for it (a collective); see `checkpoint`."""
+        """Write everything to resume from, and wait for it (a collective); see `checkpoint`."""
         self.begin_save(state=directory)
         self.finish_save()
 
     def load_state(self, directory: str) -> int:
-        """Go on from what `save_state` wrote, on any number of ranks (a collective); returns the policy version.
+        """Resume from what `save_state` wrote, on any number of ranks (a collective); returns the policy version.
 
-        A reference policy stays what it is: the weights that training started from, not those of the checkpoint.
+        A reference policy does not change: it has the weights that training started from, not those of the checkpoint.
         """
         state = load_state(Path(directory), parts=self._parts(), device=self._device, rank=self._rank)
         self.policy_version = int(state["policy_version"])
@@ -296,12 +296,12 @@ class Trainer:
         return self.policy_version
 
     def measure(self, batch: TrainBatch) -> dict[str, float]:
-        """Seconds of one step on this batch, nothing else running; weights, optimizer and version stay as they were.
+        """Seconds of one step on this batch, with nothing else running; weights, optimizer and version do not change.
 
-        A spare optimizer steps with a learning rate of 0: the real one may have been loaded, and starts as it is.
+        A temporary optimizer steps with a learning rate of 0: the real one may have been loaded from a checkpoint.
         """
         passes, objective = [], self._objective
-        # The first ones warm allocators, kernels and caches: small models need several.
+        # The first ones warm up allocators, kernels and caches: small models need several.
         while len(passes) < 3 or (sum(passes) < 2.0 and len(passes) < 10):
             started = time.monotonic()
             self.forward_backward(batch)
@@ -339,7 +339,7 @@ class Trainer:
         proximal_logprobs: torch.Tensor | None = None,
         reference_logprobs: torch.Tensor | None = None,
     ) -> Iterator[Microbatch]:
-        """This rank's microbatches on its device, then empty ones: each pass is a collective of all ranks."""
+        """This rank's microbatches on its device, then empty ones, because each pass is a collective of all ranks."""
         own = []
         if len(batch.prompt_lengths):
             own = cut(

@@ -1,4 +1,4 @@
-"""How many tokens a model knows: whoever scores what the policy sampled has to know all of its tokens."""
+"""A model's vocabulary size: a model that scores the policy's samples must know all of its tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def vocabulary_size(lm: PreTrainedModel) -> int:
 
 
 def check_vocabulary(key: str, path: str, lm: PreTrainedModel, *, policy: PreTrainedModel) -> None:
-    """Raise ValueError naming setting `key` where the model at `path` knows fewer tokens than the policy."""
+    """Raise ValueError naming setting `key` if the model at `path` knows fewer tokens than the policy."""
     if (known := vocabulary_size(lm)) < (needed := vocabulary_size(policy)):
         raise ValueError(
             f"{key}: got {path}, which knows {known} tokens, expected the policy's {needed}; "

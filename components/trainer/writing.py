@@ -1,4 +1,4 @@
-"""How the ranks write together: so many at a time, and where one of them cannot, all of them hear why in one line."""
+"""How the ranks write: a limited number at a time; if one of them fails, all of them raise its one-line reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 
 class CheckpointWriteError(RuntimeError):
-    """A checkpoint could not be written: which rank, why, how much was to be written and how much room there is."""
+    """A checkpoint could not be written: which rank, why, how much it had to write and how much space is free."""
 
 
 def write_shards(
@@ -28,7 +28,7 @@ def write_shards(
 ) -> None:
     """This rank's shards with torch.distributed.checkpoint (a collective over `group`).
 
-    Raises `CheckpointWriteError` on every rank. Torch's own exception is no `Exception`, and would pass every handler.
+    Raises `CheckpointWriteError` on every rank. Torch's own exception is not an `Exception`: no handler would catch it.
     """
     writer = _InTurns(directory, rank=rank, group=group, max_writers=max_writers)
     try:
@@ -39,7 +39,7 @@ def write_shards(
 
 
 def on_all_ranks(work: Callable[[], None] | None, directory: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Run `work` (None: nothing to do here) on each rank and wait for all (a collective). One that fails fails all."""
+    """Run `work` (None: nothing to do here) on each rank and wait for all (a collective). One failure fails all."""
     failure: Exception | None = None
     try:
         if work is not None:
@@ -54,7 +54,7 @@ def on_all_ranks(work: Callable[[], None] | None, directory: Path, group: dist.P
 
 
 class _InTurns(FileSystemWriter):
-    """Ranks write in as many turns as it takes: storage that many nodes share serves few writers faster than all."""
+    """Ranks write in turns: storage that many nodes share is faster with few writers than with all."""
 
     def __init__(self, directory: Path, *, rank: int, group: dist.ProcessGroup | None, max_writers: int) -> None:
         super().__init__(directory, single_file_per_rank=True, sync_files=True)
@@ -69,7 +69,7 @@ class _InTurns(FileSystemWriter):
             if self._rank % self._num_turns == turn:  # neighbours, which share a node, in different turns
                 try:
                     result = super().write_data(plan, planner)
-                except BaseException as error:  # raised when all have had their turn, or they would wait for ever
+                except BaseException as error:  # raised after all turns; otherwise the other ranks would wait for ever
                     failure = error
             if turn < self._num_turns - 1:
                 dist.barrier(self._group)
@@ -79,15 +79,15 @@ class _InTurns(FileSystemWriter):
 
 
 def _in_one_line(directory: Path, rank: int, cause: BaseException | str, num_bytes: int | None = None) -> str:
-    needed = "" if num_bytes is None else f"; {num_bytes / 1e6:.1f} MB were to be written"
+    needed = "" if num_bytes is None else f"; it had to write {num_bytes / 1e6:.1f} MB"
     return (
         f"checkpoint {directory}: rank {rank} could not write it: {_cause_of(cause)}{needed}, {_room(directory)}; "
-        "checkpoints before it are as they were: make room, then go on with checkpoint.resume=auto"
+        "earlier checkpoints are unchanged: free some space, then continue with checkpoint.resume=auto"
     )
 
 
 def _cause_of(error: BaseException | str) -> str:
-    """What the operating system said, where in the chain it said it: torch reports failed writes in words of C++."""
+    """The operating system's message from the exception chain: torch reports failed writes as C++ errors."""
     if isinstance(error, str):
         return error
     found: BaseException | None = error

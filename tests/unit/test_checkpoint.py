@@ -325,7 +325,7 @@ def test_a_failed_write_is_told_in_one_line_and_the_next_one_is_free_to_succeed(
             trainer.finish_save()
     assert re.fullmatch(
         rf"checkpoint {saved}: rank 0 could not write it: \[Errno 28\] No space left on device: 'shard'; "
-        rf"\d+\.\d MB were to be written, \d+\.\d MB are free at {saved}; .* checkpoint.resume=auto",
+        rf"it had to write \d+\.\d MB, \d+\.\d MB are free at {saved}; .* checkpoint.resume=auto",
         str(told.value),
     )
     with pytest.raises(CheckpointError, match="never completed"):

@@ -98,7 +98,7 @@ def test_packing_that_is_not_exact_falls_back_or_is_refused_by_name(save, caplog
     with caplog.at_level(logging.WARNING):
         model = load_model(folder)
     assert not model.is_packed
-    assert "NemotronForCausalLM (nemotron): batches go as padded rows" in caplog.text
+    assert "NemotronForCausalLM (nemotron): batches are computed as padded rows" in caplog.text
     with pytest.raises(ModelRefusedError) as refused:
         load_model(folder, packing="shared")
     message = str(refused.value)
