@@ -1,4 +1,4 @@
-"""Failures that cross a process: always as text, with the name of the part they happened in."""
+"""Failures that cross process boundaries: always as text, with the name of the part that failed."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ T = TypeVar("T")
 
 
 class Kind(IntEnum):
-    """What a failure is evidence of. Of failures near together the one with the smallest kind explains the others."""
+    """The kind of a failure. Among failures close in time, the one with the smallest kind explains the others."""
 
-    CLUSTER = 0  # a process of Ray's own died or is stopped: everything on the cluster follows
+    CLUSTER = 0  # one of Ray's own processes died or is stopped: everything on the cluster fails with it
     DIED = 1  # a part's process died
-    STOPPED = 2  # a part's process exists and does not run
-    ERROR = 3  # a part raised an error of its own
+    STOPPED = 2  # a part's process exists but does not run
+    ERROR = 3  # a part itself raised an error
     SILENT = 4  # a part's event loop does not answer
     LOST = 5  # a part could not reach another one
-    TIMEOUT = 6  # somebody waited for too long
+    TIMEOUT = 6  # a wait took too long
 
 
 class PartFailed(RuntimeError):
     """A part of the run failed. `part` names it, `cause` is one line, `details` is its own traceback.
 
-    It is text only: unpickling vLLM's or torch's exceptions in the driver would import those libraries: seconds.
+    It is text only: unpickling vLLM's or torch's exceptions in the driver would import those libraries, which takes
+    seconds.
     """
 
     exit_code = 1
@@ -43,11 +44,11 @@ class PartFailed(RuntimeError):
 
 
 class Refused(ValueError):
-    """What the user gave cannot be worked with, in one line: got, expected, fix. It needs no traceback."""
+    """The user's input is unusable, in one line: got, expected, fix. It needs no traceback."""
 
 
 class InputRefused(PartFailed):
-    """A part of the run refused what the user gave, before anything was done with it."""
+    """A part of the run refused the user's input before using it."""
 
     exit_code = 2
 
@@ -56,14 +57,14 @@ class InputRefused(PartFailed):
 
 
 class Watched:
-    """What every actor answers so that the driver can tell whether it lives and whether it still does anything."""
+    """Calls that every actor answers, so that the driver can tell whether it is alive and responsive."""
 
     async def alive(self) -> None:
-        """Never returns: a call that is pending shows at once when the process dies."""
+        """Never returns: a pending call fails at once when the process dies."""
         await asyncio.Event().wait()
 
     async def answer(self) -> tuple[str, int]:
-        """The machine and the process id; at once, unless something blocks the event loop."""
+        """The machine and the process id; answers at once, unless something blocks the event loop."""
         return os.uname().nodename, os.getpid()
 
 
@@ -90,10 +91,10 @@ def _role(actor: Any) -> str:
 
 
 def kind_of(error: BaseException) -> Kind:
-    """What an error that a part raised says about that part."""
+    """The kind of failure that an error raised by a part indicates."""
     if isinstance(error, TimeoutError):
         return Kind.TIMEOUT
-    # By name: parts that never meet Ray need not load it.
+    # Compared by name, so that parts without Ray need not load it.
     if any(c.__name__ in ("RayActorError", "ObjectLostError") for c in type(error).__mro__):
         return Kind.LOST
     return Kind.ERROR

@@ -1,4 +1,4 @@
-"""Published weights: what a policy version looks like on its way from the trainer to the engines.
+"""Published weights: the form of a policy version in transit from the trainer to the engines.
 
 A publication is a `Manifest` and a few flat byte buckets. The manifest lists every tensor under its Hugging Face name
 with its place in the buckets and its SHA-256, and carries a `Canary`: a few token sequences with the log-probabilities
@@ -46,8 +46,8 @@ class TensorEntry:
 class CanaryPrompts:
     """Fixed token sequences that every published version is scored on.
 
-    `scored`: as the policy meets them (a prompt and its answer), of any lengths. `cached`: contexts of more than one
-    block of the engine's prefix cache, after which one further token is asked for.
+    `scored`: realistic sequences (a prompt and its answer), of any lengths. `cached`: contexts longer than one block of
+    the engine's prefix cache, after which one further token is requested.
     """
 
     scored: list[list[int]]
@@ -56,7 +56,7 @@ class CanaryPrompts:
 
 @dataclass(frozen=True)
 class Canary:
-    """What the trainer says of the canary prompts under one version, at temperature 1.
+    """The trainer's results on the canary prompts under one version, at temperature 1.
 
     `logprobs[c][t]` is the log-probability of token t + 1 of `prompts.scored[c]` after tokens 0..t. `next_tokens[c]` is
     the likeliest token after `prompts.cached[c]`, and `next_logprobs[c]` its log-probability: the token that floating
@@ -71,7 +71,7 @@ class Canary:
 
 @dataclass(frozen=True)
 class CanaryGap:
-    """Largest |logprob difference| of an engine from a canary, in nats, by its two routes; see `Engine.score`."""
+    """Largest |logprob difference| of an engine from a canary, in nats, by route; see `Engine.score`."""
 
     scored: float
     cached: float
@@ -100,7 +100,7 @@ class Manifest:
     digest: str
 
     def check(self) -> None:
-        """Raises `HandOverError` when the entries are not those that were published."""
+        """Raises `HandOverError` if the entries are not those that were published."""
         if (got := digest_of(self.entries)) != self.digest:
             raise HandOverError(
                 "bytes",
@@ -119,7 +119,7 @@ def digest_of(entries: Iterable[TensorEntry]) -> str:
 class Publication:
     """A manifest and where its buckets are.
 
-    A bucket reference is opaque here: it is whatever the transport resolves.
+    A bucket reference is opaque here: only the transport can resolve it.
     """
 
     manifest: Manifest
@@ -132,12 +132,12 @@ def sha256_of(data: torch.Tensor) -> str:
 
 
 ALIGNMENT = 64
-"""Tensors begin at multiples of so many bytes of their bucket: any type can be viewed there."""
+"""Tensors begin at multiples of this many bytes in their bucket, so that any dtype can be viewed there."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one tensor will lie in its bucket. Tied tensors are one place with several names, and cost no bytes."""
+    """One tensor's place in its bucket. Tied tensors share one place with several names, and cost no extra bytes."""
 
     names: tuple[str, ...]
     dtype: torch.dtype
@@ -166,14 +166,14 @@ class BucketPlan:
     num_bytes: int
 
     def empty(self, device: torch.device | str = "cpu") -> torch.Tensor:
-        """Memory for it, uint8 [num_bytes]; the gaps between tensors are zero, the tensors are not yet anything."""
+        """Memory for it, uint8 [num_bytes]; the gaps between tensors are zero, the tensors uninitialized."""
         memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
         for place, next_place in itertools.pairwise(self.places):
             memory[place.offset + place.num_bytes : next_place.offset] = 0
         return memory
 
     def entries(self, hashes: Iterable[str]) -> list[TensorEntry]:
-        """The manifest's lines for it; `hashes`: the SHA-256 of each place."""
+        """The manifest's entries for it; `hashes`: the SHA-256 of each place."""
         return [
             TensorEntry(
                 name,
@@ -192,9 +192,9 @@ class BucketPlan:
 def plan_buckets(
     tensors: Iterable[tuple[Sequence[str], torch.dtype, Sequence[int]]], bucket_bytes: int
 ) -> list[BucketPlan]:
-    """Lay tensors (names, type, shape) one after the other into buckets of at most `bucket_bytes`.
+    """Lay tensors (names, type, shape) in sequence into buckets of at most `bucket_bytes`.
 
-    A tensor is never cut: one that is larger than a bucket is a bucket of its own, as large as it is.
+    A tensor is never split: one that is larger than a bucket gets its own bucket of its own size.
     """
     buckets: list[list[Place]] = []
     end = 0
@@ -211,7 +211,7 @@ def plan_buckets(
 def read_bucket(
     bucket: torch.Tensor, entries: Iterable[TensorEntry], *, policy_version: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Named tensors of one bucket, as views of its bytes; each is checked against its hash before it is handed out."""
+    """Named tensors of one bucket, as views of its bytes; each is checked against its hash before it is yielded."""
     for entry in entries:
         data = bucket[entry.offset : entry.offset + entry.num_bytes]
         if sha256_of(data) != entry.sha256:

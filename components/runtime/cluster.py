@@ -1,6 +1,6 @@
 """A Ray cluster for one run: started on this machine, or joined by address.
 
-A cluster of the run's own keeps everything in the run's scratch folder (see `footprint`) and is known to nobody else.
+The run's own cluster keeps everything in the run's scratch folder (see `footprint`) and is not visible to others.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ logger = logging.getLogger(__name__)
 
 
 class ClusterError(PartFailed):
-    """The cluster cannot hold the run; said before any part starts."""
+    """The cluster is too small for the run; raised before any part starts."""
 
     exit_code = 2
 
 
 START_LOCK = "\0leeway-ray-start"
-"""An address, bound while Ray starts: several starts beside each other take longer than Ray waits for one (30 s)."""
+"""An address, bound while Ray starts: several concurrent starts take longer than Ray waits for one (30 s)."""
 NUM_STARTS = 3
 
 
 def connect(config: Config, *, scratch: Path, watch: RunWatch | None = None) -> None:
-    """Start or join Ray; `watch` is told of the processes that are started.
+    """Start or join Ray; register the started processes with `watch`.
 
     Raises `ClusterError` when a joined cluster lacks what the run needs, `PartFailed` when no cluster comes up.
     """
@@ -83,7 +83,7 @@ def connect(config: Config, *, scratch: Path, watch: RunWatch | None = None) -> 
 
 
 def _start(options: dict[str, Any], *, timeout_s: float) -> None:
-    """Start a cluster of the run's own, one run of this machine after the other; again where Ray gives up."""
+    """Start the run's own cluster, one start at a time on this machine; retry if Ray gives up."""
     deadline = time.monotonic() + timeout_s
     for attempt in range(1, NUM_STARTS + 1):
         with _alone(deadline):
@@ -91,9 +91,9 @@ def _start(options: dict[str, Any], *, timeout_s: float) -> None:
             try:
                 ray.init(address="local", **options)
                 return
-            except (ValueError, TypeError):  # what it was given: the same again would change nothing
+            except (ValueError, TypeError):  # bad arguments: a retry would not help
                 raise
-            except Exception as error:  # Ray has no type of its own for it
+            except Exception as error:  # Ray has no specific type for it
                 started = [child for child in psutil.Process().children() if child.pid not in before]
                 for process in [p for child in started for p in (child, *child.children(recursive=True))]:
                     process.kill()
@@ -106,8 +106,8 @@ def _start(options: dict[str, Any], *, timeout_s: float) -> None:
 
 @contextlib.contextmanager
 def _alone(deadline: float) -> Iterator[None]:
-    """Wait for the other starts of this machine, until `deadline`: then go on beside them."""
-    with socket.socket(socket.AF_UNIX) as lock:  # of no file, so that nothing is left and a dead holder lets go of it
+    """Wait for other starts on this machine, until `deadline`; then continue in parallel."""
+    with socket.socket(socket.AF_UNIX) as lock:  # no file, so nothing is left, and a dead holder releases it
         while time.monotonic() < deadline:
             try:
                 lock.bind(START_LOCK)
@@ -118,7 +118,7 @@ def _alone(deadline: float) -> Iterator[None]:
 
 
 def _own_processes() -> list[tuple[str, int]]:
-    """Kind and process id of Ray's own processes that a run cannot do without."""
+    """Kind and process id of Ray's own processes that a run needs."""
     import ray._private.worker as ray_worker
 
     node: Any = ray_worker._global_node
@@ -131,7 +131,7 @@ def _own_processes() -> list[tuple[str, int]]:
 
 
 def disconnect(pids: Sequence[int], *, grace_s: float = 10.0) -> None:
-    """Leave Ray, then make sure that none of these processes of the run is left."""
+    """Disconnect from Ray, then make sure that none of these processes of the run is left."""
     ray.shutdown()
     deadline = time.monotonic() + grace_s
     left = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
@@ -142,10 +142,10 @@ def disconnect(pids: Sequence[int], *, grace_s: float = 10.0) -> None:
 
 
 def user_module_paths(config: Config) -> list[Path]:
-    """Files and packages of the user's own, to be sent to every worker.
+    """The user's own files and packages, to send to every worker.
 
-    Those that the config names ("pkg.mod:Name"), what they have imported from beside them so far, and everything in the
-    folders of `plugins`. Installed packages are expected on every node already.
+    These are the ones that the config names ("pkg.mod:Name"), what they have so far imported from the same folder, and
+    everything in the folders of `plugins`. Installed packages are expected to be on every node already.
     """
     sections = (config.env, config.task, config.replay, config.algorithm)
     found = user_names([section.model_dump() for section in sections])
@@ -159,7 +159,7 @@ def user_module_paths(config: Config) -> list[Path]:
 
 
 def _own_source(name: str) -> Path | None:
-    """The file or package folder of a top-level module; None for what is installed, built in, or Leeway itself."""
+    """The file or package folder of a top-level module; None if it is installed, built in, or Leeway itself."""
     try:
         spec = importlib.util.find_spec(name)
     except ValueError:  # a module that is loaded but carries no spec

@@ -1,4 +1,4 @@
-"""What a run has on this machine, and how all of it is removed: processes, shared memory, sockets, temporary files.
+"""What a run occupies on this machine, and its removal: processes, shared memory, sockets, temporary files.
 
 Everything that a run starts inherits two variables: a mark, by which its processes are found wherever their parents
 went, and TMPDIR, a scratch folder in which Ray, vLLM and everything else that uses `tempfile` keeps sockets and files.
@@ -44,7 +44,7 @@ class Footprint:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """What this process starts inside of it belongs to the run."""
+        """Processes that this process starts inside belong to the run."""
         before = dict(os.environ)
         # Compiled kernels outlive a run: they stay where they would be without it.
         cache = Path(tempfile.gettempdir()) / f"torchinductor_{_user()}"
@@ -60,7 +60,7 @@ class Footprint:
             os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
     def process_ids(self) -> list[int]:
-        """Living processes that carry the mark since they were started; never the caller."""
+        """Living processes that were started with the mark; never the caller."""
         wanted = f"{MARK_ENV}={self.mark}".encode()
         found = []
         for entry in os.scandir("/proc"):
@@ -69,7 +69,7 @@ class Footprint:
                     with open(f"/proc/{entry.name}/environ", "rb") as file:
                         if wanted in file.read().split(b"\0"):
                             found.append(int(entry.name))
-                except OSError:  # it has ended, or belongs to somebody else
+                except OSError:  # it has ended, or belongs to another user
                     continue
         return found
 
@@ -80,13 +80,13 @@ class Footprint:
 
     @property
     def memory_prefix(self) -> str:
-        """How names of the run's own files and folders in shared memory begin."""
+        """The prefix of the run's own files and folders in shared memory."""
         return f"leeway-engine-{self.mark}-"
 
     def remove(self, shared_memory: Iterable[Path] = (), *, within_s: float = 15.0) -> list[int]:
         """Kill all processes and remove all files; `shared_memory`: files that were seen in use before.
 
-        Returns the ids of processes that are still there after `within_s`: the kernel does not let go of them.
+        Returns the ids of processes that are still there after `within_s`, because the kernel cannot end them.
         """
         deadline = time.monotonic() + within_s
         files = set(shared_memory) | self.shared_memory()
@@ -135,7 +135,7 @@ def _files_of(numbers: set[int]) -> set[Path]:
 
 
 def _in_use() -> set[Path]:
-    """What any living process has mapped: two programs may share memory, and the other one still has it."""
+    """What any living process has mapped: a program that shares the memory may still use it."""
     return _files_of({n for entry in os.scandir("/proc") if entry.name.isdigit() for n in _mapped(int(entry.name))})
 
 

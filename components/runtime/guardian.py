@@ -1,8 +1,8 @@
-"""A small process beside the driver, for endings that the driver does not live to see.
+"""A small process next to the driver, for endings that the driver does not survive.
 
-It removes what a run has on this machine when the driver is done or dead, writes the summary of a driver that could
-not, and ends a driver that overstays an ending's deadline. It reads one JSON object per line from its standard input,
-and the end of that input is the driver's death. It needs neither Ray nor an event loop.
+It removes what a run has on this machine when the driver is done or dead, writes the summary if the driver could not,
+and kills a driver that exceeds an ending's deadline. It reads one JSON object per line from its standard input, and
+the end of that input means that the driver died. It needs neither Ray nor an event loop.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .footprint import Footprint
 LOOK_S = 10.0
 """How often files in shared memory are noted; each look reads the memory map of every process of the run."""
 GRACE_S = 15.0
-"""After a deadline the driver's own watch comes first."""
+"""After a deadline the driver's own watch acts first."""
 
 
 class Guardian:
-    """The driver's end of it."""
+    """The driver's side of it."""
 
     def __init__(self, footprint: Footprint, run_dir: Path) -> None:
         settings = {"mark": footprint.mark, "scratch": str(footprint.scratch), "run_dir": str(run_dir)}
         settings |= {"driver": os.getpid(), "started": time.time()}
         self._footprint = footprint
         self._process = subprocess.Popen(
-            # -P: no module of the working directory's hides one of Python's own.
+            # -P: no module in the working directory can shadow one of Python's own.
             [sys.executable, "-P", "-m", "leeway.runtime.guardian", json.dumps(settings)],
             env={**os.environ, "PYTHONPATH": str(Path(__file__).absolute().parents[2])},
             stdin=subprocess.PIPE,
@@ -43,15 +43,15 @@ class Guardian:
         )
 
     def ending(self, status: str, cause: str, within_s: float) -> None:
-        """The run is ending, as this; after `within_s` and a grace a driver that is still there is killed."""
+        """The run is ending with this outcome; after `within_s` and a grace period, a remaining driver is killed."""
         self._tell({"status": status, "cause": cause, "within_s": within_s})
 
     def look(self) -> None:
-        """Note now which files in shared memory are the run's: what has them open is about to end."""
+        """Record now which files in shared memory are the run's: the processes that have them open are about to end."""
         self._tell({"look": True})
 
     def finish(self, timeout_s: float = 25.0) -> None:
-        """Have everything removed, and wait until it is. Without a guardian the driver removes it."""
+        """Have everything removed, and wait for that. Without a guardian the driver removes it."""
         self._tell({"done": True})
         try:
             self._process.wait(timeout_s)
@@ -65,12 +65,12 @@ class Guardian:
         try:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
-        except (BrokenPipeError, ValueError):  # it was killed; `finish` sees to what it would have done
+        except (BrokenPipeError, ValueError):  # it was killed; `finish` does its work
             pass
 
 
 def main() -> None:
-    """Watch until the driver says that it is done, or is gone."""
+    """Watch until the driver reports that it is done, or is gone."""
     settings = json.loads(sys.argv[1])
     footprint = Footprint(settings["mark"], Path(settings["scratch"]))
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -88,7 +88,7 @@ def main() -> None:
     while not done:
         wait_s = LOOK_S if deadline is None else min(LOOK_S, max(0.0, deadline - time.monotonic()))
         ready = [key.fd for key, _ in selector.select(wait_s)]
-        if ready == [driver]:  # and nothing that it has said is left to read
+        if ready == [driver]:  # and there is nothing left to read
             break
         if not ready:
             seen |= footprint.shared_memory()
@@ -111,13 +111,13 @@ def main() -> None:
         footprint.keep_ray_logs(run_dir / "logs" / "ray")
     stuck = footprint.remove(seen)
     if stuck:
-        print(f"leeway: processes {stuck} do not end; the kernel holds them", file=sys.stderr)
+        print(f"leeway: processes {stuck} do not end: the kernel cannot kill them", file=sys.stderr)
     if not done and write_summary_for_the_dead(run_dir, outcome, settings["started"]):
         print(f"leeway: {outcome['status']}: {outcome['cause']}", file=sys.stderr, flush=True)
 
 
 def write_summary_for_the_dead(run_dir: Path, outcome: dict[str, Any], started: float) -> bool:
-    """Leave a summary.json with the keys that every one has, where the run has not written its own. Says whether."""
+    """Write a summary.json with the common keys, unless the run has written its own. Returns whether it did."""
     path = run_dir / "summary.json"
     if not run_dir.is_dir() or (path.exists() and path.stat().st_mtime >= started):
         return False

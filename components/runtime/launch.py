@@ -41,7 +41,7 @@ WAITING_CALLS = 8
 
 @dataclass
 class Parts:
-    """The running parts of one recipe. `processes` lists process ids by role; `watch` sees every one of them die."""
+    """The running parts of one recipe. `processes` lists process ids by role; `watch` notices when any of them dies."""
 
     supervisor: Supervisor
     trainers: list[Any] = field(default_factory=list)
@@ -52,20 +52,20 @@ class Parts:
     processes: dict[str, Any] = field(default_factory=dict)
 
     async def stop(self, *, grace_s: float = 10.0) -> None:
-        """End every part on purpose: engines are asked first, then all actors are killed.
+        """End every part on purpose: engines are asked to stop first, then all actors are killed.
 
-        Each of the two has `grace_s`. What does not end by that ends with the run: see `runtime.footprint`.
+        Each of the two has `grace_s`. Processes that remain are killed at the end of the run: see `runtime.footprint`.
         """
         self.supervisor.forget_all()
         calls = [asyncio.ensure_future(awaited(c.shutdown.remote())) for c in [*self.collectors, *self.auxiliaries]]
         if calls:
             await asyncio.wait(calls, timeout=grace_s)
         for call in calls:
-            # An engine that is already dead cannot say goodbye; killing its actor below is all that is left to do.
+            # An engine that is already dead cannot answer; all that is left is to kill its actor below.
             if not call.cancel() and not call.cancelled():
-                call.exception()  # asked for, so that nobody warns about it
+                call.exception()  # retrieved, so that asyncio does not warn about it
         actors = [*self.collectors, *self.auxiliaries, *self.trainers, self.buffer, self.param_server]
-        # In a thread that nobody waits for longer: killing asks Ray, which may itself be what does not answer.
+        # In a thread with a limited wait: killing asks Ray, which may itself not answer.
         thread = threading.Thread(target=_kill, args=([a for a in actors if a is not None],), daemon=True)
         thread.start()
         deadline = time.monotonic() + grace_s
@@ -159,18 +159,18 @@ def engine_settings(config: Config, *, cores: list[int], load_weights: bool) -> 
 
 
 def calls_at_once(config: Config) -> int:
-    """How many calls a part that collectors wait at must hold: whatever ends their wait needs room beside them."""
+    """How many calls a part must hold if collectors wait at it: the calls that end their waits need room too."""
     return OTHER_CALLS + WAITING_CALLS * config.rollout.num_generators
 
 
 def versions_kept(config: Config) -> int:
-    """The newest one; all that a group's floor may be, where engines are to serve the oldest."""
+    """Versions to keep: only the newest, or, if engines pull the oldest, every version that can be a group's floor."""
     reach = config.staleness.max_policy_lag + config.param_server.publish_every
     return reach + 1 if config.rollout.pull == "oldest" else 1
 
 
 def requests_are_seeded(config: Config) -> bool:
-    """Only where no request lives through a change of weights: a rebuilt KV cache would rewind its generator."""
+    """Only if no request lives through a change of weights: a rebuilt KV cache would rewind its generator."""
     return derive(config).lockstep or config.staleness.in_flight == "off"
 
 
@@ -199,7 +199,7 @@ def collector_settings(config: Config) -> CollectorSettings:
 
 
 class Launcher:
-    """Starts parts one by one or beside each other; every start has the deadline `cluster.start_timeout_s`."""
+    """Starts parts in sequence or concurrently; every start has the deadline `cluster.start_timeout_s`."""
 
     def __init__(self, config: Config, recipe: str, *, run_dir: Path, supervisor: Supervisor) -> None:
         self._config = config
@@ -212,7 +212,7 @@ class Launcher:
         self.parts = Parts(supervisor)
 
     async def begin(self, config: Config, *, total_steps: int, canary: CanaryPrompts) -> None:
-        """Another run of async_rl on the parts that are running: as many of them, on the same cores."""
+        """Prepare the running parts for another run of async_rl: the same number of parts, on the same cores."""
         self._config = config = self._with_addresses(config)
         parts = self.parts
         await self._wait(
@@ -265,20 +265,20 @@ class Launcher:
             )
             for rank, actor in enumerate(self.parts.trainers)
         ]
-        # Awaited together: the rank that fails must be heard, not the one that waits for it.
+        # Awaited together, to report the rank that fails, not the one that waits for it.
         processes = await asyncio.gather(*(self._wait(s, f"trainer-{rank}") for rank, s in enumerate(starts)))
         for rank, process in enumerate(processes):
             self._started(f"trainer-{rank}", self.parts.trainers[rank], process)
 
     async def load_state(self, directory: Path) -> int:
-        """All ranks go on from a checkpoint; returns its policy version."""
+        """All ranks resume from a checkpoint; returns its policy version."""
         calls = [self._wait(t.load_state.remote(str(directory)), "trainer") for t in self.parts.trainers]
         return (await asyncio.gather(*calls))[0]
 
     async def buffer(self, *, start: dict[str, Any] | None = None) -> None:
-        """`start`: the position in the data of the run to go on from.
+        """`start`: the position in the data of the run to resume.
 
-        It reads the tasks, so it runs on the machine where the driver runs and has checked their files.
+        It reads the tasks, so it runs on the driver's machine, where their files were checked.
         """
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor = ReplayBufferRemote.options(max_concurrency=calls_at_once(self._config), scheduling_strategy=here)
@@ -298,7 +298,7 @@ class Launcher:
         self._started("param_server", self.parts.param_server, process, cores=self._others)
 
     async def collectors(self, *, load_weights: bool = False) -> None:
-        """Engines start beside each other.
+        """Start the engines concurrently.
 
         `load_weights`: serve the model's own weights, without a parameter server.
         """
@@ -360,7 +360,7 @@ class Launcher:
         return {"role": role, "log_file": self._logs / f"{role}.log", "log_level": self._config.log.level}
 
     async def _meet(self, actors: Mapping[str, Any]) -> None:
-        """Once their processes are there, watch them: also while they start what they are for."""
+        """Watch them as soon as their processes exist, even while they are still starting."""
         places = await asyncio.gather(*(self._wait(actor.answer.remote(), role) for role, actor in actors.items()))
         for (role, actor), (machine, pid) in zip(actors.items(), places, strict=True):
             here = machine == os.uname().nodename

@@ -1,4 +1,4 @@
-"""How fast a step could be on this hardware, and how near a run comes to it.
+"""How fast a step could be on this hardware, and how close a run comes to that.
 
     T_step >= max(Wg / Ng, Wt / Nt, (Lmax + Tt + Ts) / (L + 1))
 
@@ -31,9 +31,9 @@ class Speeds:
 
 
 class LimitMeter:
-    """The limit of each optimizer step, and how near the last `WINDOW` of them came to it together.
+    """The limit of each optimizer step, and how close the last `WINDOW` steps together came to it.
 
-    Single steps say little: a batch that was ready early makes its step look too fast, and the one before too slow.
+    Single steps mean little: a batch that was ready early makes its step look too fast, and the one before too slow.
     """
 
     WINDOW = 20
@@ -61,7 +61,7 @@ class LimitMeter:
         further_tokens = max(0.0, response_tokens - sequences)
         generate_s = speeds.generate_s_per_sequence * sequences + speeds.generate_s_per_token * further_tokens
         train_s = speeds.train_s_per_token * trained_tokens + speeds.optim_s
-        # The longest answer and the longest wait may be of two groups: at least the longer of both was waited for.
+        # The longest answer and the longest wait may belong to different groups: only the longer of the two is certain.
         longest_s = speeds.first_token_s + max(
             speeds.serial_s_per_token * (longest_response_tokens - 1), longest_environment_s
         )

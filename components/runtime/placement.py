@@ -1,4 +1,4 @@
-"""Which cores the compute threads of engines and trainers run on; other parts are kept off those of engines."""
+"""Which cores the compute threads of engines and trainers run on; other parts are kept off the engines' cores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Cores:
 
 
 def place(config: Config, recipe: str, available: list[int] | None = None) -> Cores:
-    """Trainers get the last cores and engines the ones before; where there are too few, processes of a role share.
+    """Trainers get the last cores and engines the ones before; if there are too few, processes of a role share.
 
     With two cores, one engine and one trainer: engine on the first, trainer on the second.
     """
@@ -43,10 +43,10 @@ def place(config: Config, recipe: str, available: list[int] | None = None) -> Co
 
 
 def beside_engines(cores: Cores, available: list[int] | None = None) -> list[int]:
-    """Cores for collectors, buffer and parameter server; [] where nothing is pinned or engines have them all.
+    """Cores for collectors, buffer and parameter server; [] if nothing is pinned or engines have them all.
 
-    An engine's passes are short and follow one another: whatever takes its core in between delays every sequence in it.
-    Where trainers leave a core, parts have it; else they share with trainers.
+    An engine's passes are short and consecutive: anything that takes its core in between delays every sequence in it.
+    If trainers leave a core free, the parts get it; else they share with trainers.
     """
     if not any(cores.engines):
         return []
@@ -56,14 +56,14 @@ def beside_engines(cores: Cores, available: list[int] | None = None) -> list[int
 
 
 def keep_on(pid: int, cores: Sequence[int]) -> None:
-    """Let all threads of a process of this machine run on these cores only, and those that they start."""
+    """Restrict all threads of a process on this machine, and threads that they start, to these cores."""
     for thread in Path(f"/proc/{pid}/task").glob("*"):
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        with contextlib.suppress(ProcessLookupError):  # it has ended in the meantime
             os.sched_setaffinity(int(thread.name), cores)
 
 
 def _deal(cores: list[int], num_processes: int, per_process: int) -> list[list[int]]:
-    """`per_process` cores each, going round when they run out."""
+    """`per_process` cores each, wrapping around when they run out."""
     return [
         sorted({cores[(p * per_process + i) % len(cores)] for i in range(per_process)}) for p in range(num_processes)
     ]

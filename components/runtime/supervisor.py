@@ -1,7 +1,7 @@
 """Watches every part of a run, so that waiting for one never outlasts the death of another.
 
-Of failures near together the one that explains the others is told: a dead or stopped process before an error, an error
-before somebody's waiting for it in vain (see `Kind`), and of two alike the first.
+Among failures close in time, the one that explains the others is reported: a dead or stopped process before an error,
+an error before a time-out of waiting for it (see `Kind`), and the first of two equal kinds.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Ping = Callable[[], Awaitable[Any]]
 
 PULSE_S = 15.0
 SILENT_S = 120.0
-"""A part whose event loop does not answer for so long fails the run."""
+"""A part whose event loop does not answer for this long fails the run."""
 GRACE_S = {Kind.ERROR: 1.5, Kind.SILENT: 1.5, Kind.LOST: 4.0, Kind.TIMEOUT: 4.0}
-"""How long to wait, by the kind of a failure, for one that explains it."""
+"""How long to wait, by kind of failure, for another one that explains it."""
 
 
 class Supervisor:
     """Holds one pending call per watched part; `wait` gives up as soon as any of them fails.
 
-    `watch` (of the run; None: processes are not looked at) hears of the failure, which starts the ending's deadline.
+    The failure is reported to `watch` (the run's; None: processes are not watched), which starts the ending's deadline.
     """
 
     def __init__(self, watch: RunWatch | None = None) -> None:
@@ -39,7 +39,7 @@ class Supervisor:
         self._root: asyncio.Future[PartFailed] | None = None
 
     def watch(self, part: str, call: Awaitable[Any]) -> asyncio.Future[Any]:
-        """`call` runs until the part ends: returning is fine, failing ends the run by the part's name."""
+        """`call` runs until the part ends: returning is fine, failing ends the run and names the part."""
         if self._run_watch is not None and not self._watched:
             machine = asyncio.ensure_future(self._run_watch.until_broken())
             self._watched[machine] = "machine"
@@ -48,13 +48,13 @@ class Supervisor:
         return future
 
     def watch_process(self, part: str, call: Awaitable[Any], *, pids: Iterable[int]) -> None:
-        """A part in processes of its own; `call` is pending while it lives. `pids` are those on this machine."""
+        """A part in separate processes; `call` is pending while it lives. `pids` are those on this machine."""
         self.watch(part, call)
         if self._run_watch is not None:
             self._run_watch.add(part, pids)
 
     def watch_pulse(self, part: str, ping: Ping, *, engine_pids: Iterable[int] = ()) -> None:
-        """The part is up: its event loop answers `ping`, and what it has started on this machine has to run too."""
+        """The part is up: watch its event loop with `ping`, and also the processes that it started on this machine."""
         self._pings[part] = ping
         self.watch(part, self._pulse(part, ping))
         if self._run_watch is not None:
@@ -63,7 +63,7 @@ class Supervisor:
     async def wait(
         self, call: Awaitable[T], *, what: str, timeout_s: float, deadline: str = "cluster.step_timeout_s"
     ) -> T:
-        """The result of `call`. Raises `PartFailed` naming what failed, or what was waited for and for how long.
+        """The result of `call`. Raises `PartFailed` naming what failed, or which wait took too long.
 
         `deadline` names the setting that `timeout_s` came from.
         """
@@ -76,7 +76,7 @@ class Supervisor:
                         raise failures[0]
             return main.result()
         except TimeoutError as error:
-            if main.done() and not main.cancelled():  # the call itself timed out and says why
+            if main.done() and not main.cancelled():  # the call itself timed out and gives the reason
                 failure = as_part_failure(what, error)
             else:
                 cause = f"no answer for {timeout_s:g} s; raise {deadline} if that is normal here"
@@ -88,7 +88,7 @@ class Supervisor:
             main.cancel()
 
     def forget_all(self) -> None:
-        """The parts are about to be ended on purpose."""
+        """Call this before the parts are ended on purpose."""
         for future in self._watched:
             future.cancel()
         self._watched.clear()
@@ -97,7 +97,7 @@ class Supervisor:
             self._run_watch.forget_parts()
 
     def _failures(self) -> list[PartFailed]:
-        """What the watched parts have failed by so far; kept, because every other wait must end by it too."""
+        """The failures of the watched parts so far; kept, because every other wait must end with them too."""
         failures = []
         for future, part in list(self._watched.items()):
             if not future.done():
@@ -109,7 +109,7 @@ class Supervisor:
         return failures
 
     async def _explained(self, first: PartFailed) -> PartFailed:
-        """What every wait of this run ends by: the failure at the root of `first`."""
+        """The failure at the root of `first`, with which every wait of this run ends."""
         if self._root is None:
             self._root = asyncio.ensure_future(self._find_root(first))
         return await asyncio.shield(self._root)
@@ -132,7 +132,7 @@ class Supervisor:
             candidates += await silent
         silent.cancel()
         root = min(candidates, key=lambda c: c.kind)
-        if not root.details:  # what was seen of a process says less than what the part itself could still say
+        if not root.details:  # the part's own message, if it still sent one, says more than the state of its process
             said = [c.details for c in candidates if c.part == root.part and c.details]
             root = type(root)(root.part, root.cause, *said[:1], kind=root.kind) if said else root
         if self._run_watch is not None:
@@ -151,7 +151,7 @@ class Supervisor:
     async def _pulse(self, part: str, ping: Ping) -> None:
         while True:
             await asyncio.sleep(PULSE_S)
-            # Twice: where this event loop was the one that stood still, the answer has come meanwhile.
+            # Twice: if this event loop was the one that was blocked, the answer has arrived in the meantime.
             if not await self._answers(ping, SILENT_S) and not await self._answers(ping, 5.0):
                 raise _silence(part, SILENT_S)
 
@@ -161,7 +161,7 @@ class Supervisor:
                 await ping()
         except TimeoutError:
             return False
-        except Exception:  # it is dead, which is seen elsewhere
+        except Exception:  # it is dead, which is detected elsewhere
             return True
         return True
 
@@ -175,7 +175,7 @@ def _silence(part: str, seconds: float) -> PartFailed:
 
 
 def as_part_failure(part: str, error: BaseException) -> PartFailed:
-    """What the user is told: the failing part's own words where there are any."""
+    """The message for the user: the failing part's own message if there is one."""
     # What an actor raised arrives as both a RayTaskError and the original's own type; `cause` is the original.
     original = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(original, PartFailed):
@@ -183,7 +183,7 @@ def as_part_failure(part: str, error: BaseException) -> PartFailed:
     if isinstance(error, ActorDiedError):
         return PartFailed(part, f"the process died ({' '.join(str(error).split())[:300]})", str(error), Kind.DIED)
     if isinstance(error, RayActorError):
-        return PartFailed(part, f"it cannot be reached ({' '.join(str(error).split())[:300]})", str(error), Kind.LOST)
+        return PartFailed(part, f"it is unreachable ({' '.join(str(error).split())[:300]})", str(error), Kind.LOST)
     return PartFailed(part, f"{type(error).__name__}: {' '.join(str(error).split())}", str(error), kind_of(error))
 
 

@@ -1,7 +1,7 @@
-"""Ends what does not end by itself: a thread of the driver that needs neither Ray nor the event loop.
+"""Ends processes that do not end by themselves: a thread of the driver that needs neither Ray nor the event loop.
 
 It takes signals as they arrive, knows which processes of the run are dead or stopped, and holds the deadline of an
-ending. When that passes, it writes what the run came to, removes what is the run's, and exits with the right code.
+ending. When that passes, it writes the outcome, removes what belongs to the run, and exits with the right code.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..failures import Kind, PartFailed
 
 TICK_S = 0.5
 STOPPED_S = 30.0
-"""A process that does not run for so long (SIGSTOP) fails the run."""
+"""A process that is stopped for this long (SIGSTOP) fails the run."""
 STOPPED_AT_THE_END_S = 5.0
-"""The same in an ending: a checkpoint does not wait for it any longer."""
+"""The same during an ending: a checkpoint does not wait longer for it."""
 FAIL_S = 60.0
 """How long the parts of a failed run may take to end."""
 LEAVE_S = 60.0
@@ -31,7 +31,7 @@ LEAVE_S = 60.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to: `status` and `cause` as in summary.json, and the exit code."""
+    """The outcome of a run: `status` and `cause` as in summary.json, and the exit code."""
 
     status: str
     cause: str
@@ -53,7 +53,7 @@ class RunWatch:
     """`force(outcome)` is called in the watch's thread when an ending's deadline passes; it must end the process.
 
     `stop_s`: how long the step under way and saving may take after an interrupt. `blocked_s`: how long the driver's
-    event loop may be busy with one thing. `on_ending(outcome, within_s)` hears of every deadline that is set, and
+    event loop may be busy with one thing. `on_ending(outcome, within_s)` is called for every deadline that is set, and
     `on_parts_ending()` is called before parts are ended on purpose.
     """
 
@@ -82,7 +82,7 @@ class RunWatch:
     # -- beginning and ending -------------------------------------------------------------------------------------
 
     def begin(self, on_interrupt: Callable[[signal.Signals], Any]) -> None:
-        """Start to watch; of the main thread, in its event loop. `on_interrupt` is called in the loop, once."""
+        """Start to watch; call it in the main thread's event loop. `on_interrupt` is called in the loop, once."""
         self._loop, self._on_interrupt = asyncio.get_running_loop(), on_interrupt
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
@@ -91,16 +91,16 @@ class RunWatch:
         self._thread.start()
 
     def take_signals(self) -> None:
-        """SIGINT and SIGTERM come here from now on, also while the main thread is inside a library's call.
+        """Handle SIGINT and SIGTERM from now on, even while the main thread is inside a library call.
 
-        Ray installs a handler of its own when it starts: to be called again after that.
+        Ray installs its own handler when it starts, so call this again after that.
         """
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
 
     def close(self) -> None:
-        """The run is over; signals do again what they did before there was one."""
+        """The run is over; restore the earlier signal handlers."""
         self._closed = True
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -111,7 +111,7 @@ class RunWatch:
         os.close(self._wake_write)
 
     def failed(self, failure: PartFailed) -> None:
-        """The run has failed by this; its parts have FAIL_S to end. An interrupt that came before stays the cause."""
+        """The run has failed with this; its parts have FAIL_S to end. An earlier interrupt stays the cause."""
         self._set(Outcome("failed", str(failure), failure.exit_code), FAIL_S, sooner=True)
 
     def leaving(self, outcome: Outcome) -> None:
@@ -126,7 +126,7 @@ class RunWatch:
 
     @property
     def outcome(self) -> Outcome | None:
-        """What came first: an interrupt or a failure; None while there was neither."""
+        """What came first, an interrupt or a failure; None if there was neither."""
         return self._outcome
 
     def _set(self, outcome: Outcome, within_s: float, *, sooner: bool) -> None:
@@ -143,7 +143,7 @@ class RunWatch:
     # -- processes ------------------------------------------------------------------------------------------------
 
     def add(self, part: str, pids: Iterable[int], *, what: str = "process", kind: Kind = Kind.DIED) -> None:
-        """Processes on this machine without which the run cannot go on. Of `kind` CLUSTER: Ray's own."""
+        """Processes on this machine that the run needs. Those of `kind` CLUSTER are Ray's own."""
         with self._lock:
             self._processes += [_Process(part, pid, what, kind, _start_time(pid)) for pid in pids]
 
@@ -158,11 +158,11 @@ class RunWatch:
             self._processes = []
 
     def process_ids(self) -> list[int]:
-        """Of the parts that were added, those that are still the same process."""
+        """The added parts that are still the same process."""
         return [p.pid for p in self._processes if p.died_at is None and _start_time(p.pid) == p.started]
 
     def evidence(self) -> list[PartFailed]:
-        """What can be seen of the processes now: which died, in the order in which they did, and which do not run."""
+        """The current state of the processes: which died, in the order in which they did, and which are stopped."""
         self._look()
         with self._lock:
             dead = sorted((p.died_at, i, p) for i, p in enumerate(self._processes) if p.died_at is not None)
@@ -170,7 +170,7 @@ class RunWatch:
         return [_death(p) for _, _, p in dead] + [_standstill(p) for p in stopped]
 
     async def until_broken(self) -> None:
-        """Ends by raising `PartFailed` when the run cannot go on: a process of Ray's died, or one does not run."""
+        """Raises `PartFailed` when the run cannot continue: one of Ray's processes died, or a process is stopped."""
         future: asyncio.Future[PartFailed] = asyncio.get_running_loop().create_future()
         self._broken.append(future)
         if self._failure is not None:
@@ -178,7 +178,7 @@ class RunWatch:
         raise await future
 
     def break_off(self, failure: PartFailed) -> None:
-        """End the run by this, whatever it is doing."""
+        """End the run with this failure, whatever it is doing."""
         if self._failure is not None or self._leaving:
             return
         self._failure = failure
@@ -245,7 +245,7 @@ class RunWatch:
     def _in_loop(self, function: Callable[[], Any]) -> None:
         try:
             self._loop.call_soon_threadsafe(function)
-        except RuntimeError:  # the loop is closed: there is nothing left to tell
+        except RuntimeError:  # the loop is closed: nobody is left to notify
             pass
 
 
@@ -255,7 +255,7 @@ def _death(process: _Process) -> PartFailed:
 
 def _standstill(process: _Process) -> PartFailed:
     kind = process.kind if process.kind == Kind.CLUSTER else Kind.STOPPED
-    cause = f"the {process.what} is stopped (pid {process.pid}, SIGSTOP); kill -CONT would let it go on"
+    cause = f"the {process.what} is stopped (pid {process.pid}, SIGSTOP); kill -CONT would continue it"
     return PartFailed(process.part, cause, kind=kind)
 
 
@@ -265,7 +265,7 @@ def _state(pid: int) -> str | None:
 
 
 def _start_time(pid: int) -> str | None:
-    """Tells a process from a later one with its id."""
+    """Distinguishes a process from a later one with the same id."""
     fields = _stat(pid)
     return fields[19] if fields else None
 
