@@ -34,8 +34,8 @@ FILE = "speeds.json"
 async def measure_speeds(config: Config, parts: Parts, tasks: Sequence[Task], *, hand_over_s: float) -> Speeds:
     """Roll out enough groups to fill the engines; one group alone, and its first tokens; then a training step.
 
-    The shortest of several times counts. The weights do not change: the learning rate is 0, and the optimizer's state
-    is reset afterwards.
+    The shortest of several times counts. Nothing is learned: the trainer steps a temporary optimizer with a learning
+    rate of 0.
     """
     first_s, per_token_s, trajectories = await _together(config, parts, tasks)
     first_token_s, serial_s_per_token = await _alone(config, parts, tasks)
