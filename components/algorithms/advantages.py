@@ -1,7 +1,7 @@
-"""Advantages: what each trajectory of a take is worth, from the rewards alone.
+"""Advantages: the value of each trajectory of a take, computed from the rewards alone.
 
 An advantage function maps rewards [N] of all trajectories of a take and `groups` [N], the index of each one's group
-(0, 0, 0, 1, 1, ...), to advantages [N]. Most look at one group only: those are written for a group's rewards [G] and
+(0, 0, 0, 1, 1, ...), to advantages [N]. Most look at one group only. These are written for a group's rewards [G] and
 lifted with `per_group`.
 """
 
@@ -18,7 +18,7 @@ AdvantageFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def per_group(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Lift a function of one group's rewards, [G] -> [G], to a whole take; keyword arguments are handed through."""
+    """Lift a function of one group's rewards, [G] -> [G], to a whole take; keyword arguments are passed through."""
 
     def over_take(rewards: torch.Tensor, groups: torch.Tensor, **options: Any) -> torch.Tensor:
         if not len(rewards):
@@ -75,10 +75,9 @@ def log_mean_exp_advantage(rewards: torch.Tensor, *, tau: float = 1.0) -> torch.
 
 
 def balanced_advantage(rewards: torch.Tensor) -> torch.Tensor:
-    """`R - mean_g`, [G] -> [G], but 0 for negatives beyond as many as there are positives: the later ones are dropped.
+    """`R - mean_g`, [G] -> [G], with at most as many negatives as positives: the later negatives are set to 0.
 
-    A group's samples are exchangeable, so the order that they came in is as random as any. Source: RED-Drop, arXiv
-    2509.24203.
+    A group's samples are exchangeable, so their order is as random as any other. Source: RED-Drop, arXiv 2509.24203.
     """
     advantages = mean_advantage(rewards)
     negative = advantages < 0
@@ -97,7 +96,7 @@ def best_advantage(rewards: torch.Tensor, *, least: float = 0.0) -> torch.Tensor
 
 
 def zero_advantage(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """0, [N] -> [N]: rewards teach nothing, a teacher does (`kl_where: token`)."""
+    """0, [N] -> [N]: the signal comes from a teacher (`kl_where: token`), not from rewards."""
     return torch.zeros_like(rewards)
 
 
@@ -107,7 +106,7 @@ def reward_advantage(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tenso
 
 
 def outcome(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """`R` as it is, [N] -> [N]: the trainer's critic makes advantages of it, token by token; see `critic.gae`."""
+    """`R` unchanged, [N] -> [N]: the trainer's critic computes advantages from it, token by token; see `critic.gae`."""
     return rewards.clone()
 
 

@@ -1,8 +1,8 @@
-"""Off-policy corrections: what each token's loss is multiplied by, because another policy sampled it.
+"""Off-policy corrections: weights on each token's loss, because a different policy sampled the token.
 
 Three policies meet at a token: the behaviour policy `mu` (the engine, at the token's own version), the proximal policy
 `prox` (the trainer's weights when the batch was taken) and the policy `pi` that is being trained. Every correction but
-`none` clips `pi / prox` and weighs the token by what `prox / mu` says. The weights carry no gradient.
+`none` clips `pi / prox` and weights the token according to `prox / mu`. The weights carry no gradient.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def sequence_mask(
 ) -> torch.Tensor:
     """0 for tokens with A < 0 of sequences whose mean `log mu / pi` exceeds `bound`, 1 elsewhere: [S], no gradient.
 
-    What the policy has already left behind, and would only be pushed further from. Source: off-policy sequence masking,
+    The policy has already moved away from these and would only be pushed further. Source: off-policy sequence masking,
     DeepSeek-V3.2, arXiv 2512.02556, section 3.1.
     """
     with torch.no_grad():
@@ -126,7 +126,7 @@ def squares_in_question(
 
 
 def second_moment_limit(squares: torch.Tensor, *, bound: float) -> float:
-    """The value from which on `squares` [K] are dropped so that the mean of the rest is at most `bound` (inf: none).
+    """The value from which `squares` [K] are dropped so that the mean of the rest is at most `bound` (inf: none).
 
     Equal values stay or go together, so the order of the tokens changes nothing.
     """

@@ -2,10 +2,10 @@
 
 Shapes: S response tokens of N sequences laid end to end; `mask` bool [S] (tokens that the policy sampled), `segments`
 int64 [S] (each token's sequence). The value of a token is that of the state before it: the prompt and all the tokens
-that came earlier, whoever wrote them.
+that came earlier, from the policy or the environment.
 
-Tokens that the environment wrote are no actions. Time runs over sampled tokens only: the state after the last token
-of a turn is the one before the first token of the next turn, with what the environment said in between.
+Tokens that the environment wrote are not actions. Time counts sampled tokens only: the state after the last token of a
+turn is the one before the first token of the next turn, including what the environment said in between.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def whitening_sums(advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
 def whitened(advantages: torch.Tensor, mask: torch.Tensor, sums: torch.Tensor, *, eps: float = 1e-8) -> torch.Tensor:
     """`(A - mean) / (std + eps)` with the moments of `sums`, the sample's deviation; [S], 0 outside of `mask`.
 
-    Of fewer than two tokens, and of equal ones, nothing is left: zeros.
+    Fewer than two tokens, or all-equal ones, give zeros.
     """
     count, total, squares = sums.tolist()
     mean = total / max(count, 1.0)

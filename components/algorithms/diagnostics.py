@@ -96,7 +96,7 @@ def token_sums(
 
 
 def step_metrics(sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
-    """Means, shares and maxima of a whole optimizer step, without numbers that do not exist (no token of lag 0)."""
+    """Means, shares and maxima of a whole optimizer step; undefined numbers (no token of lag 0) are left out."""
     s = dict(zip(SUMS, sums.tolist(), strict=True))
     m = dict(zip(MAXIMA, maxima.tolist(), strict=True))
     n = s["tokens"]

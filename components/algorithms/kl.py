@@ -49,10 +49,10 @@ def jsd_estimate(logprobs: torch.Tensor, reference_logprobs: torch.Tensor, *, be
 
     Generalised Jensen-Shannon: `beta KL(ref || m) + (1 - beta) KL(p || m)` with `m = beta ref + (1 - beta) p`. As an
     expectation over the policy's own samples it is `E_p f(u)`, `u = p_ref / p`, whose gradient is
-    `E_p (f(u) - u f'(u)) grad log p`, and `f(u) - u f'(u)` is the number above. So taken off a token's advantage
-    (`where: token`) the sampled token alone gives the gradient of the *whole* divergence without bias; its mean is the
-    second of the two terms. Sampled rather than summed over the vocabulary: an importance ratio corrects a sampled
-    token for the policy that sampled it, which a sum does not allow for, and no [S, V] of either model is kept.
+    `E_p (f(u) - u f'(u)) grad log p`, and `f(u) - u f'(u)` is the number above. If it is subtracted from a token's
+    advantage (`where: token`), the sampled token alone gives the gradient of the *whole* divergence without bias; its
+    mean is the second of the two terms. Sampled rather than summed over the vocabulary: an importance ratio corrects a
+    sampled token for the policy that sampled it, which a sum does not allow for, and no [S, V] of either model is kept.
     Source: on-policy distillation, arXiv 2306.13649, section 2.
     """
     ratio = torch.exp((reference_logprobs - logprobs).clamp(max=MAX_LOG_RATIO))

@@ -1,4 +1,4 @@
-"""Rollouts and expert data in one step: a policy loss on the ones, supervised loss on the others."""
+"""Rollouts and expert data in one step: a policy loss on the rollouts, a supervised loss on the expert data."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class MixedObjective(Objective):
         with torch.no_grad():
             count = expert.sum().double()
             nll = torch.where(expert, -logprobs, 0.0).double().sum()
-            # mu is the same everywhere: weighed by the parts' tokens it survives being added up.
+            # mu is the same everywhere: weighted by each part's tokens, it survives the summation.
             own = torch.stack([supervised.double(), nll, count, mu * count])
         return Loss((1 - mu) * policy.total + mu * supervised, torch.cat([own, policy.sums]), policy.maxima)
 

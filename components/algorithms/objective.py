@@ -1,4 +1,4 @@
-"""What the trainer minimises: one object per recipe, given to it as data."""
+"""What the trainer minimises: one object per recipe, passed to the trainer as data."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ class Loss:
 
 
 class Objective:
-    """What the trainer minimises. Flags say what it asks of the trainer beside `loss` and `metrics`:
+    """What the trainer minimises. Flags say what it needs from the trainer in addition to `loss` and `metrics`:
 
     - `needs_proximal`: `Tokens.proximal_logprobs` (see `corrections`).
     - `needs_reference`: `Tokens.reference_logprobs`, of a frozen copy of the weights that training started from.
     - `needs_entropy_gradient`: an `entropy` that carries a gradient.
-    - `needs_step_values`: that each step starts with `step_values` of every rank being handed to `for_step`.
-    - `takes_expert_tokens`: that tokens which no policy sampled (version NO_VERSION) may be trained on beside others.
-    - `sequences_per_unit`: that so many neighbouring sequences of a batch are in one microbatch, in their order.
+    - `needs_step_values`: each step starts by passing `step_values` of every rank to `for_step`.
+    - `takes_expert_tokens`: tokens that no policy sampled (version NO_VERSION) may be trained on together with others.
+    - `sequences_per_unit`: this many neighbouring sequences of a batch stay in one microbatch, in order.
 
     `sums` and `maxima` of a `Loss` have `num_sums` and `num_maxima` entries.
     """
@@ -107,7 +107,7 @@ class Objective:
         raise NotImplementedError
 
     def for_step(self, values: torch.Tensor) -> Self:
-        """This objective, knowing the step's values of all ranks."""
+        """This objective, given the step's values of all ranks."""
         return self
 
     def after_step(self, metrics: dict[str, float]) -> Self:
@@ -115,11 +115,11 @@ class Objective:
         return self
 
     def state_dict(self) -> dict[str, float]:
-        """What `after_step` has changed, for a run that goes on from here, as JSON-able data."""
+        """The state that `after_step` has changed, for resuming, as JSON-able data."""
         return {}
 
     def with_state(self, state: dict[str, float]) -> Self:
-        """This objective, where `state_dict()` was called."""
+        """This objective in the state that `state_dict()` returned."""
         return self
 
 
@@ -128,10 +128,11 @@ class KLPenalty:
     """`coefficient` times the KL estimate from the reference policy (see `kl`), at `where`:
 
     - `loss`: added to the loss and differentiated.
-    - `reward`: each token's penalty is taken off the return of that token and of those before it, without gradient,
-      after advantages were made.
-    - `token`: taken off that token's advantage alone. With k1 and no other reward this is on-policy distillation: the
-      advantage is `log p_teacher - log p_student`. Source: arXiv 2306.13649. `jsd` (with `jsd_beta`) goes here only.
+    - `reward`: each token's penalty is subtracted from the return of that token and of earlier ones, without gradient,
+      after advantages were computed.
+    - `token`: subtracted from that token's advantage alone. With k1 and no other reward this is on-policy
+      distillation: the advantage is `log p_teacher - log p_student`. Source: arXiv 2306.13649. `jsd` (with `jsd_beta`)
+      is allowed only here.
 
     `target`: the mean KL per token towards which the coefficient moves from step to step; None leaves it.
     """
@@ -145,7 +146,7 @@ class KLPenalty:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyObjective(Objective):
-    """A policy loss, weighed by a correction, aggregated, with a KL penalty and an entropy bonus beside it.
+    """A policy loss, weighted by a correction and aggregated, plus a KL penalty and an entropy bonus.
 
     `aggregation_length` is the length that `fixed_length` divides by.
     """
@@ -276,7 +277,7 @@ class PolicyObjective(Objective):
         return tokens.proximal_logprobs
 
     def _penalised(self, logprobs: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-        """(advantages, KL estimates [S]): a penalty in the reward is already taken off the advantages."""
+        """(advantages, KL estimates [S]): a penalty in the reward is already subtracted from the advantages."""
         if not self.needs_reference:
             return tokens.advantages, torch.zeros_like(logprobs)
         behavior, reference = tokens.behavior_logprobs, tokens.reference_logprobs

@@ -1,7 +1,7 @@
 """The replaceable pieces of an objective by name: registered ones, or a user's own "package.module:function".
 
-A mistake in a user's function is refused by its name, saying what was expected: its signature and what it returns for
-a small example before anything starts (`check_pieces`), its results at every step.
+A mistake in a user's function is refused with the function's name and what was expected. Its signature and its result
+on a small example are checked before anything starts (`check_pieces`), its results at every step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ADVANTAGE_SIGNATURE = (
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """A policy loss with its options filled in. `given` names what it asks for of GIVEN_TO_LOSSES."""
+    """A policy loss with its options filled in. `given` names the items of GIVEN_TO_LOSSES that it asks for."""
 
     name: str
     function: Callable[..., torch.Tensor]

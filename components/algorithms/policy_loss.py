@@ -74,7 +74,7 @@ def gspo_loss(
 def cispo_loss(
     logprobs: torch.Tensor, old_logprobs: torch.Tensor, advantages: torch.Tensor, *, clip_low: float, clip_high: float
 ) -> torch.Tensor:
-    """`-sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp`: a weight is cut, and every token keeps its gradient.
+    """`-sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp`: the weight is clipped, and every token keeps its gradient.
 
     Source: MiniMax-M1, arXiv 2506.13585; there the lower limit is off, which is clip_low = 1.
     """

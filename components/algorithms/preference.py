@@ -23,7 +23,7 @@ def dpo_loss(margins: torch.Tensor, *, beta: float, label_smoothing: float = 0.0
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceObjective(Objective):
-    """The mean DPO loss of a step's pairs. Sequences come in twos: a chosen answer, then the rejected one."""
+    """The mean DPO loss of a step's pairs. Sequences come in pairs: the chosen answer, then the rejected one."""
 
     beta: float
     label_smoothing: float = 0.0

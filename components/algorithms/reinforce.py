@@ -1,7 +1,7 @@
-"""Policy losses in the family of REINFORCE: the log-probability times the advantage, weighed or masked.
+"""Policy losses in the family of REINFORCE: the log-probability times the advantage, weighted or masked.
 
-Shapes and words as in `policy_loss`. Under `correction: none` the samples of mu are taken as they are, which is what
-`asymre`, `topr`, `opmd` and `rec` are made for.
+Shapes and notation as in `policy_loss`. Under `correction: none` the samples of mu are used unweighted, which is what
+`asymre`, `topr`, `opmd` and `rec` are designed for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def topr_loss(
 ) -> torch.Tensor:
     """`-A logp` where A > 0, else `-sg(min(pi(y) / mu(y), 1)) A logp` with the ratio of the whole sequence.
 
-    Answers to imitate are imitated however unlikely they have become; answers to avoid stop pulling once they are
+    Good answers are imitated however unlikely they have become; bad answers lose their influence once they are
     unlikely. The paper's A is the reward itself. Source: TOPR, arXiv 2503.14286.
     """
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What is done to rewards before they become advantages. Rewards and lengths [G] are those of one group."""
+"""Reward shaping, applied before rewards become advantages. Rewards and lengths [G] are those of one group."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def overlong_penalty(lengths: torch.Tensor, *, max_tokens: int, buffer_tokens: f
 def rank_penalty(rewards: torch.Tensor, sequence_logprobs: torch.Tensor, *, strength: float) -> torch.Tensor:
     """`R (1 - strength (G - rank) / G)` for R > 0, else `R`, rank 0 for the likeliest of the group: [G] -> [G].
 
-    A right answer that the policy already finds likely earns less than a rare one. The paper's wrong answers earn 0 and
-    stay at it; where they cost something (R < 0), the factor would forgive the likeliest of them most, so they keep
-    what they cost. `sequence_logprobs` [G] are those of the behaviour policy. Source: unlikeliness reward,
+    A right answer that the policy already finds likely earns less than a rare one. In the paper, wrong answers earn 0
+    and stay at 0. If they cost something (R < 0), the factor would reduce the cost of the likeliest ones most, so they
+    keep their full cost. `sequence_logprobs` [G] are those of the behaviour policy. Source: unlikeliness reward,
     arXiv 2506.02355.
     """
     count = rewards.numel()

@@ -1,4 +1,4 @@
-"""Advantages of an agent's turns: what each one is worth, where an episode earns its reward only after several.
+"""Advantages of an agent's turns: the value of each turn when an episode earns its reward only after several turns.
 
 Shapes: N trajectories of a take, M turns of all of them laid end to end, in order.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """The M turns of a take, by trajectory. Equal `states` are the same state of the same group, met by any of its
+    """The M turns of a take, by trajectory. Equal `states` mean the same state of the same group, reached by any of its
     trajectories at any time.
     """
 
@@ -49,7 +49,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class TurnAdvantage:
-    """An advantage function that is given the turns of a take and says what each of *them* is worth."""
+    """An advantage function that receives the turns of a take and returns the advantage of each *turn*."""
 
     function: Callable[..., torch.Tensor]
 
@@ -104,10 +104,10 @@ def num_turns(trajectory: Trajectory) -> int:
 
 
 def turns_of(trajectory: Trajectory) -> list[Turn]:
-    """What the environment said of its turns; where it said nothing, the runs of sampled tokens.
+    """The turns as the environment reported them; if it reported none, the runs of sampled tokens.
 
-    Those began in the state that the tokens since the last turn spell (for the first: the prompt), and the last one
-    earned the reward.
+    The state of such a run is the tokens since the previous turn (for the first run: the prompt), and the last run
+    earns the reward.
     """
     from ..types import Turn  # here: objectives are used where there is no tensordict, and import this module
 
@@ -130,7 +130,7 @@ def turns_of(trajectory: Trajectory) -> list[Turn]:
 
 
 def by_token(trajectory: Trajectory, advantages: Sequence[float]) -> list[float]:
-    """Each response token the advantage of its turn; tokens of no turn 0."""
+    """Assign to each response token the advantage of its turn, and 0 to tokens outside any turn."""
     out = [0.0] * len(trajectory.response_tokens)
     for turn, advantage in zip(turns_of(trajectory), advantages, strict=True):
         out[turn.start : turn.stop] = [advantage] * (turn.stop - turn.start)

@@ -152,7 +152,7 @@ def expert_data_is_named(config: Config, named: Named) -> None:
 def a_greedy_baseline_is_seen(config: Config, named: Named) -> None:
     a = config.algorithm
     if a.greedy_baseline and a.advantage in ADVANTAGE_OPTIONS and a.advantage not in KEEP_BASELINE:
-        why = "a critic is a baseline of its own" if a.advantage in NEED_CRITIC else "it cancels out of the others"
+        why = "a critic is already a baseline" if a.advantage in NEED_CRITIC else "it cancels out in the others"
         raise ConfigError(
             named("algorithm.advantage"),
             got=a.advantage,

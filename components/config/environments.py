@@ -63,7 +63,7 @@ class FrozenLakeOptions(TurnsOptions):
 
 
 class TorchRLOptions(TurnsOptions):
-    """A torchrl environment of your own, one conversation per object."""
+    """Your own torchrl environment, one conversation per object."""
 
     make: str = Field(description='your function as "pkg.mod:function"; returns a torchrl EnvBase')
     arguments: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of that function")

@@ -41,7 +41,7 @@ class Policy(Protocol):
         ...
 
     def conversation(self, index: int) -> Policy:
-        """The same model for conversation `index` of the group, one of several that go on at the same time.
+        """The same model for conversation `index` of the group, one of several concurrent conversations.
 
         Its samples do not depend on how the requests of the conversations interleave (where requests are seeded).
         """

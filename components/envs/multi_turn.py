@@ -1,4 +1,4 @@
-"""A dialogue with feedback: the policy answers, hears what was wrong, and answers again."""
+"""A dialogue with feedback: the policy answers, receives feedback, and answers again."""
 
 from __future__ import annotations
 

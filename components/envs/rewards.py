@@ -44,7 +44,7 @@ def reasoning_gym(task: Task, text: str) -> float:
 def math_verify(task: Task, text: str) -> float:
     """1.0 when math-verify finds the task's answer in the text ("\\boxed{...}", else the last expression), or 0.0.
 
-    Runs in a process of its own with a deadline of 5 s; what cannot be parsed, crashes or takes longer earns 0.0.
+    Runs in its own process with a deadline of 5 s; text that cannot be parsed, crashes it or takes longer earns 0.0.
     """
     return _math_pool.score(task.answer, text[-MAX_CHECKED_CHARS:])
 

@@ -1,6 +1,6 @@
 """The script of a sandbox: locks itself in, runs one program, and says how that ended.
 
-    parent (outside) -> this process -> first process of the new namespaces -> the program, as a user of its own
+    parent (outside) -> this process -> first process of the new namespaces -> the program, as a separate user
 
 Started by `sandbox.py` as a file, so that it imports nothing of the package. stdin: the job as JSON; stdout: the
 program's; stderr: one line, the secret when the program finished, else the reason. Linux (x86-64, arm64), kernel 5.12

@@ -20,7 +20,7 @@ class StepEnvironment(Environment):
     """A conversation between an environment and the policy, turn by turn.
 
     Subclass it and write `step` (and `reset`, where the task's prompt is not the whole first observation). Each of the
-    G trajectories of a group is a conversation of its own, with its own shallow copy of the object: what `reset` and
+    G trajectories of a group is a separate conversation, with its own shallow copy of the object: what `reset` and
     `step` set on `self` belongs to one conversation, what `__init__` made (an index, a client) is shared by all.
 
     `max_turns`: completions per conversation at most; `max_tokens_per_turn`: None is `rollout.max_response_tokens`. A
@@ -41,7 +41,7 @@ class StepEnvironment(Environment):
 
         `completion.text` is what it wrote; `completion.finish_reason` is "length" where it was cut off. The observation
         is not read when `done`. Numbers in `info` become metrics of the trajectory; of a name given twice the last one
-        counts. Say {"exact_match": 0.0 or 1.0} there beside a reward that pays in part.
+        counts. If the reward can be partial, also report {"exact_match": 0.0 or 1.0} there.
         """
 
     def state(self, observation: Observation) -> str:

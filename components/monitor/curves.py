@@ -29,7 +29,7 @@ def draw_curves(
 ) -> bool:
     """Draw the picture of `metrics_files` ((stage title, metrics.jsonl), in order) into `out_png`.
 
-    `max_policy_lag` is the bound to draw beside the observed lag; metrics.jsonl does not hold it. Returns False, with
+    `max_policy_lag` is the bound to draw next to the observed lag; metrics.jsonl does not hold it. Returns False, with
     nothing written, where no metric was logged that the picture shows.
     """
     data = [(stage_title, read_series(read_metrics(path))) for stage_title, path in metrics_files]

@@ -95,7 +95,7 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def _set_aside(path: Path, resumed_at: int | None) -> None:
-    """Move the rows beyond `resumed_at` (None: all) to a file of their own; a last line cut short by a kill goes."""
+    """Move the rows beyond `resumed_at` (None: all) to a separate file; drop a last line truncated by a kill."""
     if resumed_at is None:
         path.rename(_free_name(path))
         return

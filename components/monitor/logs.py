@@ -1,4 +1,4 @@
-"""Every process of a run writes to a file of its own under `logs/`."""
+"""Every process of a run writes to its own file under `logs/`."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Sink(ABC):
     """Receives every record in order, then `close` once.
 
     `required` decides what an exception means. True: the sink is the run's record, so its failure ends the run.
-    False: it is a view of that record, so the monitor says once that it failed, switches it off and goes on.
+    False: it is a view of that record, so the monitor reports the failure once, switches it off and continues.
     """
 
     name: ClassVar[str]

@@ -16,7 +16,7 @@ INIT_TIMEOUT_S = 60
 class WandbSink(Sink):
     """One wandb run whose charts have the optimizer step as their x axis.
 
-    The step is logged as a metric of its own rather than as wandb's `step`: wandb drops rows whose step is older than
+    The step is logged as a separate metric rather than as wandb's `step`: wandb drops rows whose step is older than
     the last one, and parts report the same step at different moments. `goes_on`: continue the wandb run of an earlier
     part of this run; steps that are trained again appear twice.
     """

@@ -15,7 +15,7 @@ class RowFormat:
     """How to read an item. The prompt is text or a list of messages.
 
     `role_key`, `content_key` and `roles` translate messages of another form ({"from": "human", "value": ...}). Messages
-    that end with the assistant lose that turn; it is the answer where the item has none of its own. With `answer_after`
+    that end with the assistant lose that turn; it becomes the answer if the item has no other. With `answer_after`
     the answer is what follows the last occurrence of that mark, and `info["solution"]` keeps the whole text (for
     supervised training). With `messages_key` an item is a whole conversation under that key: its prompt is everything
     before the first assistant message, its answer the last assistant message, and `Row.messages` all of it. Under

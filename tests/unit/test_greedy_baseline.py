@@ -134,13 +134,13 @@ def minimal(tmp_path: Path) -> str:
         (["critic.lr=1e-3"], ["critic.lr: got 0.001", "algorithm.advantage is grpo", "algorithm.name=ppo"]),
         (
             ["algorithm.name=remax", "algorithm.correction=tis", "critic.warmup_steps=2"],
-            ["critic.warmup_steps: got 2", "asks no critic"],
+            ["critic.warmup_steps: got 2", "uses no critic"],
         ),
         (["algorithm.name=ppo", "critic.warmup_steps=12"], ["critic.warmup_steps: got 12", "less than train.steps 12"]),
         (["algorithm.name=ppo", "algorithm.expert_path=e.jsonl"], ["algorithm.expert_path", "no reward"]),
         (["algorithm.name=ppo", "critic.gamma=0"], ["critic.gamma: got 0"]),
         (["algorithm.name=ppo", "critic.gae_lambda=1.1"], ["critic.gae_lambda: got 1.1"]),
-        (["algorithm.name=ppo", "algorithm.greedy_baseline=true"], ["a critic is a baseline of its own"]),
+        (["algorithm.name=ppo", "algorithm.greedy_baseline=true"], ["a critic is already a baseline"]),
         (["algorithm.greedy_baseline=true"], ["algorithm.advantage: got 'grpo'", "it cancels"]),
     ],
 )
