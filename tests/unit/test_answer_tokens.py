@@ -186,7 +186,7 @@ def test_altered_answers_are_refused(altered: str) -> None:
 def test_a_stop_token_in_an_answer_is_refused(answer: str) -> None:
     for template in (CHATML, None):
         prompter = Prompter(characters(template), extra_stop_token_ids=[SPECIAL.index("<|im_end|>")])
-        with pytest.raises(ValueError, match=r"got the stop token '<.*>' in it, .* take it out"):
+        with pytest.raises(ValueError, match=r"got the stop token '<.*>' in it, .* remove it"):
             prompter.encode_example("q", answer)
         prompter.encode_example("q", "a <|im_end b> im_end|>")
         prompter.encode_example(answer, "in")  # a prompt may hold what it likes
