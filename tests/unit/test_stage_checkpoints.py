@@ -339,7 +339,7 @@ def test_other_settings_and_other_tasks_are_refused_before_anything_starts(tmp_p
     run(checkpoints, rank, 1)
     with pytest.raises(ValueError, match=r"checkpoint.resume: got auto, but .* seed was 0, is 7"):
         check_resume(stage("seed=7"))
-    with pytest.raises(ValueError, match=r"checkpoint.resume: got auto, but .* other tasks: train had fingerprint"):
+    with pytest.raises(ValueError, match=r"checkpoint.resume: got auto, but .* different tasks: train had fingerprint"):
         check_resume(stage())
     check_same_tasks(tmp_path / "checkpoints/step-000001", tasks)
 

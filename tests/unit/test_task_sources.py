@@ -123,7 +123,7 @@ def test_messages_of_another_form_and_the_assistants_turn_as_the_answer(tmp_path
     assert first.prompt == second.prompt == [{"role": "user", "content": "1+1?"}]
     assert (first.answer, second.answer) == ("2", "two")
     path = write(tmp_path / "y.jsonl", [{"conversations": turns[1:]}])
-    with pytest.raises(ValueError, match=r"y\.jsonl:1: .*assistant's turn only"):
+    with pytest.raises(ValueError, match=r"y\.jsonl:1: .*only the assistant's turn"):
         build(**{**settings, "path": path})
 
 
