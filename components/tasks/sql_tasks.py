@@ -1,4 +1,4 @@
-"""Rows from a database: the result of a query on a SQLite file, opened read-only."""
+"""Rows from a database: the result of a query on a SQLite file, which can only read that file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any
 
 from ..config.paths import is_file, user_path
 
+# A read-only connection still attaches other files, and creates those that do not exist.
+READS = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
+
 
 def sql_items(path: str, query: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """(where, row as a dict) of each row, in the query's order. Raises ValueError in one line."""
@@ -16,6 +19,7 @@ def sql_items(path: str, query: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if not is_file(file):
         raise ValueError(f"task.path: got {path}, expected an existing SQLite file")
     with closing(sqlite3.connect(f"{file.absolute().as_uri()}?mode=ro", uri=True)) as database:
+        database.set_authorizer(lambda action, *_: sqlite3.SQLITE_OK if action in READS else sqlite3.SQLITE_DENY)
         try:
             found = database.execute(query)
             if found.description is None:

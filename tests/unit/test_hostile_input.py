@@ -237,7 +237,6 @@ def test_any_row_is_a_task_or_refused_by_its_place(form: RowFormat, item: Any) -
                 "pragma user_version",
                 "select :a",
                 "insert into t values (1)",
-                "attach 'x' as y",
                 "select 9223372036854775808 * 9",
                 "\0",
             ]
@@ -252,3 +251,13 @@ def test_any_query_gives_rows_or_is_refused(tmp_path_factory: pytest.TempPathFac
     with at_most_one_line(ValueError):
         for where, item in sql_items(str(file), query):
             FORMS[0].row(item, where)
+
+
+def test_a_query_can_only_read_its_own_file(tmp_path: Path) -> None:
+    file, other = tmp_path / "rows.sqlite", tmp_path / "other.sqlite"
+    with sqlite3.connect(file) as database:
+        database.execute("create table t (question)")
+    for query in (f"attach '{other}' as y", "pragma journal_mode = wal", f"vacuum into '{other}'"):
+        with pytest.raises(ValueError, match=r"task\.query: .*expected a SELECT"):
+            list(sql_items(str(file), query))
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.sqlite"]
