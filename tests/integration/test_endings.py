@@ -44,10 +44,10 @@ def left_by(command: Any, temporary: Path) -> list[str]:
     return command.left_over(grace_s=15) + files
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_generator_that_dies_ends_the_run_by_name(start: Any, from_warm: list[str], temporary: Path) -> None:
     command = start("async_rl", *from_warm, "eval.at_start=false")
-    command.wait_for("steps, lag bound", 200)
+    command.wait_for("steps, lag bound", 400)
     engine = part_of(command, "EngineCore")
     shared = Footprint(engine.environ()[MARK_ENV], temporary).shared_memory()
     engine.kill()
@@ -62,10 +62,10 @@ def test_a_generator_that_dies_ends_the_run_by_name(start: Any, from_warm: list[
     assert [path for path in shared if path.exists()] == []
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_killed_actor_ends_the_run_by_name(start: Any, from_warm: list[str], temporary: Path) -> None:
     command = start("async_rl", *from_warm, "eval.at_start=false")
-    command.wait_for("steps, lag bound", 200)
+    command.wait_for("steps, lag bound", 400)
     part_of(command, "TrainerActor").kill()
     run = command.wait(90)
     assert run.code == 1, run.output
@@ -73,12 +73,12 @@ def test_a_killed_actor_ends_the_run_by_name(start: Any, from_warm: list[str], t
     assert left_by(command, temporary) == []
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_run_without_the_head_of_its_cluster_ends_by_that_name_before_ray_ends_it(
     start: Any, from_warm: list[str], temporary: Path
 ) -> None:
     command = start("async_rl", *from_warm, "eval.at_start=false")
-    command.wait_for("steps, lag bound", 200)
+    command.wait_for("steps, lag bound", 400)
     part_of(command, "gcs_server").kill()
     run = command.wait(90)
     assert run.code == 1, run.output
@@ -87,12 +87,12 @@ def test_a_run_without_the_head_of_its_cluster_ends_by_that_name_before_ray_ends
     assert left_by(command, temporary) == []
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_an_interrupt_has_its_own_exit_code_although_the_trainer_stands_still(
     start: Any, from_warm: list[str], temporary: Path
 ) -> None:
     command = start("async_rl", *from_warm, "eval.at_start=false")
-    command.wait_for("steps, lag bound", 200)
+    command.wait_for("steps, lag bound", 400)
     part_of(command, "TrainerActor").send_signal(signal.SIGSTOP)
     command.process.send_signal(signal.SIGTERM)
     run = command.wait(150)
