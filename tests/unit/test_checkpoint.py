@@ -36,8 +36,6 @@ from leeway.trainer.writing import CheckpointWriteError
 from leeway.types import TrainBatch, Trajectory, batch_trajectories
 from leeway.weights import CanaryPrompts
 
-from .test_async_rl import Remote
-
 VOCAB = 40
 
 
@@ -430,6 +428,8 @@ def test_an_interrupt_while_a_rank_copies_ends_with_a_whole_checkpoint_of_it(mak
     async def scenario() -> None:
         actor = TrainerActor(role="trainer-0", log_file=tmp_path / "log", log_level="ERROR", cores=[])
         actor._trainer = trainer
+        from .test_async_rl import Remote  # here: a program of its own imports this file without its package
+
         rank = Remote(actor)
         checkpoints = Checkpoints(tmp_path / "saved", config=config, trainers=[rank], supervisor=Supervisor())
         saving = asyncio.ensure_future(checkpoints.at_end() if at_the_end else checkpoints.after_step(2))
