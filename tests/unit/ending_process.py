@@ -34,11 +34,12 @@ tempfile.mkdtemp(); pathlib.Path(sys.argv[1]).touch(); time.sleep(600)
 async def recipe(context: StageContext) -> StageResult:
     """Leaves a process and a folder in the temporary one; then does what the name of its run says."""
     folder = context.dir.parents[2]
-    subprocess.Popen([sys.executable, "-S", "-c", CHILD, str(folder / "ready")], start_new_session=True)
+    subprocess.Popen([sys.executable, "-S", "-c", CHILD, str(folder / "begun")], start_new_session=True)
     how = folder.name
-    while not (folder / "ready").exists():
+    while not (folder / "begun").exists():
         await asyncio.sleep(0.01)
     try:
+        (folder / "ready").touch()  # here, and nothing is awaited before it misbehaves: a signal must not come earlier
         if how == "blocks":
             time.sleep(600)
         if how == "exits":
