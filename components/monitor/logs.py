@@ -41,11 +41,15 @@ def others_to_file(path: Path) -> Iterator[None]:
     own = logging.StreamHandler(sys.stdout)
     own.setFormatter(logging.Formatter("leeway: %(levelname)s: %(message)s"))
     own.setLevel(logging.WARNING)
-    logging.getLogger("leeway").addHandler(own)
+    ours = logging.getLogger("leeway")
+    level = ours.level
+    ours.setLevel(logging.WARNING)  # its own: a library may have set the root logger's
+    ours.addHandler(own)
     try:
         yield
     finally:
-        logging.getLogger("leeway").removeHandler(own)
+        ours.removeHandler(own)
+        ours.setLevel(level)
         sys.stderr.flush()
         os.dup2(terminal, 2)
         os.close(terminal)

@@ -33,8 +33,9 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def part_of(command: Any, word: str) -> psutil.Process:
-    found = [p for p in command.processes() if word in " ".join([p.name(), *p.cmdline()])]
-    assert found, [p.cmdline() for p in command.processes()]
+    named = [(" ".join([p.name(), *p.cmdline()]), p) for p in command.processes()]
+    found = [process for name, process in named if word in name]
+    assert found, "\n".join([command.output(), *(f"{p.pid} {name[:100]}" for name, p in named)])
     return found[0]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,15 @@ def one_thread() -> None:
     """The tensors of a unit test are so small that handing a share to a second thread costs more than the share."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def root_logger_as_it_was() -> Iterator[None]:
+    """An actor that is made in this process sets the root logger's level; the tests after it have their own."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
 
 
 @dataclass(frozen=True)
