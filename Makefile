@@ -51,7 +51,7 @@ test-long: $(STAMP)  ## the same, and those comparisons
 	@LEEWAY_LONG_TESTS=1 $(BIN)/python -m pytest tests $(ARGS)
 
 test-unit: $(STAMP)  ## tests without Ray, vLLM and other processes: under a minute
-	@$(BIN)/python -m pytest tests/unit tests/test_architecture.py -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest tests/unit tests/security tests/test_architecture.py -m "not slow" $(ARGS)
 
 lint: $(STAMP)  ## ruff, format check, pyright
 	@$(BIN)/ruff check .
