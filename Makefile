@@ -1,4 +1,4 @@
-# make install | quickstart | test | test-long | test-unit | lint        (EXTRA=cuda on a GPU machine)
+# make install | quickstart | test | test-long | test-unit | test-gpu | lint        (EXTRA=cuda on a GPU machine)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3)
 EXTRA  ?= cpu
@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0
 
-.PHONY: help install quickstart test test-long test-unit lint clean
+.PHONY: help install quickstart test test-long test-unit test-gpu lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -42,7 +42,7 @@ quickstart: $(STAMP)  ## train a tiny model on two-digit arithmetic, on CPU, in 
 	@$(BIN)/leeway run async_rl --config quickstart $(ARGS)
 
 # A run starts six processes: where no compiled files are kept, each of them compiles all of ours again.
-test test-long test-unit: export PYTHONDONTWRITEBYTECODE =
+test test-long test-unit test-gpu: export PYTHONDONTWRITEBYTECODE =
 
 test: $(STAMP)  ## every test this machine can run, but for the comparisons that take minutes
 	@$(BIN)/python -m pytest tests $(ARGS)
@@ -52,6 +52,9 @@ test-long: $(STAMP)  ## the same, and those comparisons
 
 test-unit: $(STAMP)  ## tests without Ray, vLLM and other processes: under a minute
 	@$(BIN)/python -m pytest tests/unit tests/security tests/test_architecture.py -m "not slow" $(ARGS)
+
+test-gpu: $(STAMP)  ## tests that need a CUDA device; they skip themselves where there is none
+	@$(BIN)/python -m pytest tests -m gpu $(ARGS)
 
 lint: $(STAMP)  ## ruff, format check, pyright
 	@$(BIN)/ruff check .

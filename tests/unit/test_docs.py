@@ -15,7 +15,7 @@ from leeway.replay.admission import AdmissionRule
 from leeway.replay.stats import BufferStats
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 KEY = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`")
 ASSIGNMENT = re.compile(r"(?<![\w./])((?:stages\.\w+\.)?[a-z_]+\.[a-z_.]+)=[^=\s]")
@@ -81,7 +81,7 @@ def test_every_metric_that_is_logged_is_explained() -> None:
 def test_the_readme_names_every_part() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for entry in (ROOT / "components").iterdir():
-        if entry.is_symlink() or entry.name.startswith("_"):
+        if entry.is_symlink() or entry.name.startswith("_") or entry.name == "py.typed":
             continue
         assert f"(components/{entry.name})" in readme, f"README.md: Where things are has no {entry.name}"
 
