@@ -1,0 +1,78 @@
+"""What the process of a job does, once it has no rights left. Loaded as a file by `jail_process.py`.
+
+Each returns the exit code of its process. Nothing here is out of reach of the program that it runs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jail_wire as wire  # by `jail_process.py`, as a file
+
+MAX_INPUT_BYTES = 2**28
+
+
+def call(data: int, link: int) -> int:
+    """Call a function of an imported module: [name, arguments] -> ["value", value] or ["raised", what]."""
+    name, arguments = wire.loads(wire.receive(data, MAX_INPUT_BYTES))
+    module, _, attribute = name.partition(":")
+    try:
+        answer = wire.dumps(["value", getattr(importlib.import_module(module), attribute)(*arguments)])
+    except Exception as error:
+        answer = wire.dumps(["raised", describe(error)])
+    wire.send(data, answer)
+    return 0
+
+
+def program(data: int, link: int) -> int:
+    """Run source as a script: [source, stdin] -> what it raised, or nothing; its exit code is that of a script."""
+    source, stdin = wire.loads(wire.receive(data, MAX_INPUT_BYTES))
+    with open("stdin", "w+b") as file:  # a real file: programs read `open(0)` and os.read(0) too
+        file.write(stdin.encode(errors="surrogateescape"))
+        file.flush()
+        os.remove("stdin")
+        os.dup2(file.fileno(), 0)
+    os.lseek(0, 0, os.SEEK_SET)
+    take_streams()
+    try:
+        code = run_script(source, {"__name__": "__main__", "__builtins__": __builtins__})
+        threading._shutdown()  # type: ignore[attr-defined]  # as at the end of a script: wait for its threads
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+    except BaseException as error:
+        wire.send(data, describe(error).encode(errors="replace"))
+        return 1
+    return code
+
+
+def run_script(source: str, names: dict[str, Any]) -> int:
+    try:
+        exec(compile(source, "program", "exec", dont_inherit=True), names)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return (end.code or 0) & 0xFF
+        raise
+    return 0
+
+
+def take_streams() -> None:
+    """The three streams, as a script has them, without what this interpreter had read or was to write."""
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+    sys.argv[:] = ["program"]
+
+
+def describe(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(error)).strip()[-1000:]
+
+
+KINDS: dict[str, Callable[[int, int], int]] = {"call": call, "program": program}

@@ -1,0 +1,126 @@
+"""What crosses the wall of a jail: values of Python's own data types, written as JSON, and never an object with code.
+
+The reader builds every value itself, so that each has exactly the type it says: `True` is no int, and there are no
+subclasses. Loaded as a file by `jail_process.py`: imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable
+from typing import Any
+
+MAX_BYTES = 2**20
+"""Of one value written down, unless the reader allows another size."""
+MAX_DEPTH = 100
+
+_SMALL = 2**63  # larger integers are written in hexadecimal: JSON's are limited to a number of digits
+_SEQUENCES: dict[str, Any] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+
+Other = Callable[[Any], Any]
+"""Writes an object that is no data as something that is (a number that stands for it), or reads that back."""
+
+
+def dumps(value: Any, other: Other | None = None) -> bytes:
+    """A value of None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict; subclasses as their
+    base. Raises ValueError for other objects (unless `other` names them) and for depth above `MAX_DEPTH`."""
+    return json.dumps(_write(value, other, 0), separators=(",", ":")).encode()
+
+
+def loads(data: bytes, other: Other | None = None) -> Any:
+    """The value that `dumps` wrote. Raises ValueError for anything else, whoever wrote it."""
+    try:
+        return _read(json.loads(data), other, 0)
+    except (RecursionError, TypeError, KeyError, AttributeError) as error:  # not of the form; a list as a key
+        raise ValueError(f"no data: {type(error).__name__}") from None
+
+
+def _write(value: Any, other: Other | None, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"deeper than {MAX_DEPTH} levels")
+    kind = type(value)
+    if value is None or kind is bool or kind is str or kind is float:
+        return value
+    depth += 1
+    if isinstance(value, int):
+        value = int.__int__(value)
+        return value if -_SMALL <= value < _SMALL else {"int": f"{value:x}"}
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, list):
+        return [_write(item, other, depth) for item in list.__iter__(value)]
+    if isinstance(value, dict):
+        return {"dict": [[_write(k, other, depth), _write(v, other, depth)] for k, v in dict.items(value)]}
+    for name, base in _SEQUENCES.items():
+        if isinstance(value, base):
+            return {name: [_write(item, other, depth) for item in base.__iter__(value)]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": bytes(value).decode("latin-1")}
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if kind.__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        return _write(value.item(), other, depth)
+    if other is None:
+        raise ValueError(f"{kind.__name__} is no data")
+    return {"other": other(value)}
+
+
+def _read(item: Any, other: Other | None, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise ValueError(f"deeper than {MAX_DEPTH} levels")
+    depth += 1
+    if isinstance(item, list):
+        return [_read(part, other, depth) for part in item]
+    if not isinstance(item, dict):
+        return item
+    ((name, content),) = item.items()
+    if name in _SEQUENCES:
+        return _SEQUENCES[name]([_read(part, other, depth) for part in _expect(content, list)])
+    if name == "dict":
+        return {_read(k, other, depth): _read(v, other, depth) for k, v in _expect(content, list)}
+    if name == "int":
+        return int(_expect(content, str), 16)
+    if name == "bytes":
+        return _expect(content, str).encode("latin-1")
+    if name == "complex":
+        real, imaginary = _expect(content, list)
+        return complex(_expect(real, float), _expect(imaginary, float))
+    if name == "other" and other is not None:
+        return other(content)
+    raise ValueError(f"no data: {name[:20]!r}")
+
+
+def _expect(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"no data: {type(value).__name__} instead of {kind.__name__}")
+    return value
+
+
+def send(fd: int, data: bytes) -> None:
+    """One message: its length in four bytes, then itself."""
+    left = memoryview(struct.pack("I", len(data)) + data)
+    while left:
+        left = left[os.write(fd, left) :]
+
+
+def receive(fd: int, limit: int = MAX_BYTES) -> bytes:
+    """The next message. Raises ConnectionError at the end of the stream, ValueError above `limit` bytes."""
+    (size,) = struct.unpack("I", _exactly(fd, 4))
+    if size > limit:
+        raise ValueError(f"a message of {size} bytes; at most {limit} are read")
+    return _exactly(fd, size)
+
+
+def _exactly(fd: int, size: int) -> bytes:
+    parts, missing = [], size
+    while missing:
+        part = os.read(fd, min(missing, 2**20))
+        if not part:
+            raise ConnectionError("the other side has ended")
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)

@@ -1,0 +1,173 @@
+"""A jail: functions and scripts in a process of their own, data in and out, nothing left behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from leeway.envs.jail import Finished, Jail, JailError, Limits, NoJailError, why_not
+
+needs_jail = pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
+LIMITS = Limits(cpu_s=1, timeout_s=0.5, memory_mb=128)
+
+FUNCTIONS = """
+import os, sys, time
+STATE = []
+def same(value): return value
+def remember():
+    STATE.append(1)
+    return len(STATE)
+def fail(): raise KeyError("no")
+def leave(): os._exit(0)
+def module(): return os
+def deep():
+    found = []
+    for _ in range(1000): found = [found]
+    return found
+def much(): return "a" * 2**21
+def spin():
+    while True: pass
+def sleep(): time.sleep(600)
+def hoard(): return len([bytearray(10**6) for _ in range(10**4)])
+class Int(int):
+    def __eq__(self, other): return True
+    __hash__ = int.__hash__
+def subclass(): return Int(3)
+"""
+
+
+@pytest.fixture(scope="module")
+def jail(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jail]:
+    file = tmp_path_factory.mktemp("functions") / "functions_of_a_test.py"
+    file.write_text(FUNCTIONS)
+    jail = Jail([file])
+    yield jail
+    jail.close()
+
+
+@needs_jail
+def test_data_comes_back_with_its_exact_types(jail: Jail) -> None:
+    value = [
+        None,
+        True,
+        1,
+        -(2**80),
+        1.5,
+        2j,
+        "ä\ud800",
+        b"\xff",
+        (1, [2]),
+        {1, 2},
+        frozenset({3}),
+        {(1, 2): {"x": ()}},
+    ]
+    back = jail.run("functions_of_a_test:same", value)
+    assert (back, [type(v) for v in back]) == (value, [type(v) for v in value])
+    assert str(jail.run("functions_of_a_test:same", [float("nan"), float("-inf")])) == "[nan, -inf]"
+    number = jail.run("functions_of_a_test:subclass")
+    assert (type(number), number == 4) == (int, False)
+
+
+@needs_jail
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("fail", "raised KeyError: 'no'"),
+        ("nothing", "raised AttributeError"),
+        ("leave", "the reply is no data"),
+        ("module", "module is no data"),
+        ("deep", "deeper than 100"),
+        ("much", "bytes of output"),
+        ("spin", "processor time"),
+        ("sleep", "asleep"),
+        ("hoard", "MemoryError|memory"),
+    ],
+)
+def test_a_function_without_a_value_says_why(jail: Jail, function: str, reason: str) -> None:
+    with pytest.raises(JailError, match=reason):
+        jail.run(f"functions_of_a_test:{function}", limits=LIMITS)
+
+
+@needs_jail
+def test_nothing_of_a_call_outlives_it(jail: Jail) -> None:
+    assert [jail.run("functions_of_a_test:remember") for _ in range(3)] == [1, 1, 1]
+
+
+@needs_jail
+def test_calls_from_many_threads(jail: Jail) -> None:
+    found: list[int] = []
+    threads = [
+        threading.Thread(target=lambda i=i: found.append(jail.run("functions_of_a_test:same", i))) for i in range(20)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == list(range(20))
+
+
+@needs_jail
+def test_a_jail_that_was_killed_starts_again(jail: Jail) -> None:
+    assert jail.run("functions_of_a_test:same", 1) == 1
+    children = psutil.Process().children()
+    for child in children:
+        if "jail_process.py" in " ".join(child.cmdline()):
+            child.kill()
+    assert jail.run("functions_of_a_test:same", 2) == 2
+
+
+@needs_jail
+def test_what_cannot_be_imported_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(NoJailError, match=r"no_such_module cannot be imported: ModuleNotFoundError"):
+        Jail(["no_such_module"]).run("no_such_module:f")
+
+
+def test_a_system_without_namespaces_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "jail_process.py"
+    text = (Path(__file__).parents[2] / "components/envs/jail_process.py").read_text()
+    text = text.replace("if libc.unshare(NEW_NAMESPACES):", "ctypes.set_errno(1)\n    if True:")
+    script.write_text(text)
+    for name in ("calls", "wire", "jobs"):
+        (tmp_path / f"jail_{name}.py").symlink_to(Path(__file__).parents[2] / f"components/envs/jail_{name}.py")
+    monkeypatch.setattr("leeway.envs.jail._SCRIPT", script)
+    with pytest.raises(NoJailError, match=r"namespaces are refused .*not permitted.*sysctl"):
+        Jail().run_script("1")
+
+
+@needs_jail
+def test_a_script_has_streams_a_folder_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_OF_MINE", "x")
+    program = """
+import os, sys
+line = sys.stdin.readline()
+rest = sys.stdin.read()
+open("own.txt", "w").write("z")
+print(repr(line), repr(rest), os.getuid() != 0, "SECRET_OF_MINE" in os.environ, os.listdir("."), os.getpid())
+print(os.path.exists("/root/.bashrc"), os.path.exists("/etc/passwd"), os.path.exists("/proc/self"))
+print(os.path.exists(FILE))
+import threading
+threading.Timer(0.01, lambda: print("late")).start()
+import atexit
+atexit.register(print, "last")
+"""
+    jail = Jail()
+    done = jail.run_script(program.replace("FILE", repr(str(Path(__file__)))), stdin="a\nb\nc")
+    assert done == Finished(
+        True, "", "'a\\n' 'b\\nc' True False ['own.txt'] 1\nFalse False False\nFalse\nlate\nlast\n"
+    ), done
+    assert jail.run_script("print(open(0).read())", stdin="é") == Finished(True, "", "é\n")
+    assert jail.run_script("import os; os._exit(0)") == Finished(True, "", "")
+    assert jail.run_script("import sys; sys.exit(3)") == Finished(False, "exit code 3", "")
+    assert jail.run_script("1/0").reason == "ZeroDivisionError: division by zero"
+    assert jail.run_script("print('a' * 2**21)").reason.startswith("more than")
+    assert jail.run_script("x = [0] * 10**9").reason == "MemoryError"
+    assert jail.run_script("while True: pass", limits=LIMITS).reason == "killed: processor time"
+    before = psutil.Process().children(recursive=True)
+    jail.close()
+    assert len(psutil.Process().children(recursive=True)) < len(before)
