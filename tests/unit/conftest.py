@@ -12,6 +12,7 @@ import pytest
 
 from leeway.cli.main import main
 
+from .loaded_models import remember_loads
 from .other_ranks import OtherRanks
 
 
@@ -20,6 +21,13 @@ def one_thread() -> None:
     """The tensors of a unit test are so small that handing a share to a second thread costs more than the share."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def models_loaded_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        remember_loads(monkeypatch)
+        yield
 
 
 @pytest.fixture(autouse=True)
