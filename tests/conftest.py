@@ -33,8 +33,11 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]  # the import system's own sign for "not there"
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m takes items away
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if INTEGRATION in item.path.parents:
+            item.add_marker("integration")
         if not LONG and (mark := item.get_closest_marker("long")):
             item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]}: make test-long"))
 
