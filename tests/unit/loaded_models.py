@@ -32,7 +32,9 @@ class LoadedModels:
         if key not in self._loaded:
             before = _generator_state()
             self._loaded[key] = self._load(path, **arguments)
-            assert _generator_state() == before, "a load that draws numbers cannot be left out: what is drawn next differs"
+            assert _generator_state() == before, (
+                "a load that draws numbers cannot be left out: what is drawn next differs"
+            )
         return copy.deepcopy(self._loaded[key])
 
 
