@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import typer
 
 from leeway.cli.main import main
 
@@ -27,6 +29,14 @@ def one_thread() -> None:
 def models_loaded_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         remember_loads(monkeypatch)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def command_line_built_once() -> Iterator[None]:
+    """Typer builds it anew at each call, as if a process gave more than one command."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
         yield
 
 

@@ -310,7 +310,9 @@ def test_the_least_off_policy_of_equally_fast_settings_is_recommended() -> None:
 
 def test_advice_names_the_change_that_helps_or_that_none_does() -> None:
     lockstep = job(measured_step_s=3.0)
-    assert advise(lockstep, events=2_000).startswith("staleness.max_policy_lag=1 would cut the step from 3 s to 2 s (-33%)")
+    assert advise(lockstep, events=2_000).startswith(
+        "staleness.max_policy_lag=1 would cut the step from 3 s to 2 s (-33%)"
+    )
     content = replace(lockstep, settings=lockstep.settings.with_lag(2), train_token_s=4e-3, measured_step_s=6.8)
     assert "at 95% of its limit, and no other" in advise(content, events=2_000)
 
