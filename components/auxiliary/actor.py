@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import ray
 
 from ..collector.engine import Engine, EngineSettings
 from ..config.auxiliary import AuxiliaryModel
-from ..envs.server import Server, body_room
+from ..envs.http import serve
 from ..failures import PartFailed, Watched, as_text
 from ..monitor.logs import log_to_file, tail
 from ..tasks.prompting import Prompter
@@ -30,10 +31,10 @@ class AuxiliaryActor(Watched):
     @as_text
     async def start(self, model: AuxiliaryModel, *, dtype: str, device: str, kv_cache_gib: float) -> dict[str, Any]:
         assert model.path is not None
-        path = os.path.expanduser(model.path)
+        path, key = os.path.expanduser(model.path), secrets.token_hex(16)
         try:
             if model.kind == "classify":
-                service = Service(model=model.path, classifier=Classifier(path, device=device, dtype=dtype))
+                service = Service(key=key, model=model.path, classifier=Classifier(path, device=device, dtype=dtype))
             else:
                 self._engine = Engine(
                     EngineSettings(
@@ -50,6 +51,7 @@ class AuxiliaryActor(Watched):
                 )
                 await self._engine.serve_own_weights()
                 service = Service(
+                    key=key,
                     model=model.path,
                     engine=self._engine,
                     prompter=Prompter.load(path),
@@ -57,13 +59,11 @@ class AuxiliaryActor(Watched):
                 )
         except Exception as error:
             raise PartFailed(self.role, f"the model did not start: {error}", tail(self._log_file)) from None
-        # Ray's own address of this machine: loopback, unless the run has joined a cluster.
         host = ray.util.get_node_ip_address()
-        self._server = Server()
-        await self._server.start(host)
-        key = self._server.open(service.routes(), max_body_bytes=body_room(model.max_model_len)).key
+        self._server = await serve(service.answer, host)
+        port = self._server.sockets[0].getsockname()[1]
         return {
-            "url": f"http://:{key}@{self._server.address}/v1",
+            "url": f"http://:{key}@{host}:{port}/v1",
             "pid": os.getpid(),
             "node": host,
             "engine_pids": [] if self._engine is None else self._engine.process_ids(),

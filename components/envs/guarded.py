@@ -1,4 +1,4 @@
-"""Scoring with a deadline, from any thread: a small pool of processes that are killed when an answer takes too long.
+"""What formulas are worth, asked from any thread: a small pool of processes that end when a formula takes too long.
 
 math-verify's own time-outs use signal.alarm: they work in the main thread only, and not while C code runs (9**9**9**9).
 """
@@ -10,11 +10,13 @@ import json
 import logging
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,13 @@ _SCRIPT = Path(__file__).with_name("scorer_process.py")
 
 
 class ScorerPool:
-    """Up to `num_workers` scoring processes of one kind, started when needed; `score` works from any thread."""
+    """Up to `num_workers` scoring processes, started when needed; `values` works from any thread.
 
-    def __init__(
-        self, kind: str, *, num_workers: int = 2, deadline_s: float = 5.0, start_timeout_s: float = 60.0
-    ) -> None:
-        self.kind = kind
+    An answer is limited by the processor time of its process (`scorer_process.MAX_CPU_S`), which other work on the
+    machine does not use up; `deadline_s` of wall time only ends a process that no longer computes.
+    """
+
+    def __init__(self, *, num_workers: int = 2, deadline_s: float = 120.0, start_timeout_s: float = 300.0) -> None:
         self.deadline_s = deadline_s
         self._start_timeout_s = start_timeout_s
         self._free = threading.Semaphore(num_workers)
@@ -37,33 +40,34 @@ class ScorerPool:
         self._lock = threading.Lock()
         atexit.register(self.close)
 
-    def score(self, *args: Any) -> float:
-        """The scorer's number for JSON-able arguments; 0.0 when it misses the deadline or kills its process twice.
+    def values(self, formulas: Sequence[str]) -> list[list[str] | None]:
+        """See `scorer_process.values`; None for each if they take too long, or kill their process twice.
 
-        Takes at most two `deadline_s` once a process is free. Raises RuntimeError when a process cannot be started at
-        all.
+        Raises RuntimeError when a process cannot be started at all.
         """
-        request = json.dumps(args, default=str)
+        request = json.dumps(formulas)
         with self._free:
-            # A process that died may have been killed for reasons of its own, so it gets a second try; a missed
-            # deadline does not.
+            # A process that died may have been killed for reasons of its own, so it gets a second try; one that used up
+            # its time does not.
             for _attempt in range(2):
                 worker = self._take_worker()
                 try:
-                    reward = worker.ask(request, self.deadline_s)
+                    found = worker.ask(request, self.deadline_s)
                 except (TimeoutError, ConnectionError) as error:
+                    out_of_time = isinstance(error, TimeoutError) or worker.is_out_of_cpu()
                     worker.kill()
-                    logger.warning("%s: no score: %s, on %.120r", self.kind, error, args[-1])
-                    if isinstance(error, TimeoutError):
-                        return 0.0
+                    reason = "out of processor time" if out_of_time else error
+                    logger.warning("math_verify: no value: %s, of %.120r", reason, formulas)
+                    if out_of_time:
+                        break
                 except BaseException:
                     worker.kill()
                     raise
                 else:
                     with self._lock:
                         self._idle.append(worker)
-                    return reward
-            return 0.0
+                    return found
+            return [None] * len(formulas)
 
     def close(self) -> None:
         """End the idle processes; a later `score` starts new ones."""
@@ -77,7 +81,7 @@ class ScorerPool:
             with self._lock:
                 worker = self._idle.pop() if self._idle else None
             if worker is None:
-                return _Worker(self.kind, self._start_timeout_s)
+                return _Worker(self._start_timeout_s)
             if worker.is_alive():
                 return worker
             worker.kill()
@@ -86,14 +90,14 @@ class ScorerPool:
 class _Worker:
     """One scoring process and its two pipes."""
 
-    def __init__(self, kind: str, start_timeout_s: float) -> None:
+    def __init__(self, start_timeout_s: float) -> None:
         self._owner_pid = os.getpid()
         self._pending = b""
         with tempfile.TemporaryFile() as errors:
             # -P: the folder of the script must not come first on sys.path, where its neighbours would hide other
             # packages.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_SCRIPT), kind],
+                [sys.executable, "-P", str(_SCRIPT)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -106,14 +110,21 @@ class _Worker:
                 errors.seek(0)
                 last_line = (errors.read().decode(errors="replace").strip() or str(error)).splitlines()[-1]
                 raise RuntimeError(
-                    f"env.reward: the {kind} process did not start within {start_timeout_s:g} s: {last_line}; "
-                    f"is {kind} installed?"
+                    f"env.reward: the math_verify process did not start within {start_timeout_s:g} s: {last_line}; "
+                    "is math-verify installed?"
                 ) from None
 
-    def ask(self, request: str, deadline_s: float) -> float:
+    def ask(self, request: str, deadline_s: float) -> Any:
         assert self._process.stdin is not None
         self._process.stdin.write(request.encode() + b"\n")
-        return float(json.loads(self._read_line(time.monotonic() + deadline_s)))
+        return json.loads(self._read_line(time.monotonic() + deadline_s))
+
+    def is_out_of_cpu(self) -> bool:
+        """Of a process that closed its pipes: whether the kernel ended it for the time that it computed."""
+        try:
+            return self._process.wait(timeout=5) == -signal.SIGPROF
+        except subprocess.TimeoutExpired:
+            return False
 
     def is_alive(self) -> bool:
         # After a fork the pipes are shared with the parent: two askers would read each other's answers.

@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from difflib import get_close_matches
 from typing import Any, cast
 
 from ..types import Task
+from . import gym_answers
 from .answers import answer_format, boxed, countdown, exact_match, length, overlong, tagged
 from .code_tests import code_tests
 from .guarded import ScorerPool
 from .importing import import_user_object, is_user_name
+from .jail import why_not
 from .judges import judge, reward_model, rubric
-from .scorer_process import parses_text, score_entry
+from .math_compare import is_right
 
 Reward = Callable[[Task, str], float]
 AnyReward = Callable[..., float | Awaitable[float]]
@@ -25,39 +26,34 @@ AnyReward = Callable[..., float | Awaitable[float]]
 MAX_CHECKED_CHARS = 8000
 """How many characters at the end of a completion are searched for an answer, because searching takes time."""
 
-_math_pool = ScorerPool("math_verify")
-_reasoning_gym_pool = ScorerPool("reasoning_gym")
+_math_pool = ScorerPool()
 
 
 def reasoning_gym(task: Task, text: str) -> float:
-    """What the task's reasoning-gym dataset pays, 0.0 to 1.0; often in part for text that merely holds the answer."""
+    """What the task's reasoning-gym dataset pays, 0.0 to 1.0; often in part for text that merely holds the answer.
+
+    Each answer is scored in a process of its own in a jail, see `gym_answers`.
+    """
     if "source_dataset" not in task.info:
         raise ValueError(
             f"env.reward: reasoning_gym cannot score task {task.task_id}; it needs tasks with task.name=reasoning_gym"
         )
-    text = text.strip()
-    if _parses_text(task):
-        return _reasoning_gym_pool.score(task.info, text[-MAX_CHECKED_CHARS:])
-    return score_entry(task.info, text)
+    return gym_answers.score(task.info, text)
 
 
 def math_verify(task: Task, text: str) -> float:
-    """1.0 when math-verify finds the task's answer in the text ("\\boxed{...}", else the last expression), or 0.0.
+    """1.0 when the completion's answer ("\\boxed{...}", else what it ends with) equals the task's, or 0.0.
 
-    Runs in its own process with a deadline of 5 s; text that cannot be parsed, crashes it or takes longer earns 0.0.
+    See `math_answers` and `math_compare`. Formulas are computed in a process of their own, with 2 s of processor time.
     """
-    return _math_pool.score(task.answer, text[-MAX_CHECKED_CHARS:])
-
-
-def _parses_text(task: Task) -> bool:
-    return "source_dataset" in task.info and parses_text(
-        task.info["source_dataset"], json.dumps(task.info["options"], sort_keys=True)
-    )
+    return float(is_right(task.answer, text[-MAX_CHECKED_CHARS:], _math_pool.values))
 
 
 # `blocking` tells SingleTurn to call the function in a thread, because it may wait for another process.
 math_verify.blocking = True  # type: ignore[attr-defined]
-reasoning_gym.blocking = _parses_text  # type: ignore[attr-defined]
+reasoning_gym.blocking = True  # type: ignore[attr-defined]
+
+reasoning_gym.why_not = why_not  # type: ignore[attr-defined]
 
 REWARDS: dict[str, AnyReward] = {
     "exact_match": exact_match,

@@ -7,20 +7,16 @@ import json
 import operator
 import os
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 
-from leeway.envs import rewards
 from leeway.envs.answers import answer_format, boxed, countdown, length, overlong, tagged
 from leeway.envs.guarded import ScorerPool
 from leeway.envs.rewards import exact_match, math_verify, reasoning_gym, resolve_reward
 from leeway.tasks.reasoning_gym_tasks import generate_rows
 from leeway.types import Completion, Task
-
-ENDLESS = "9**9**9**9**9"
 
 
 def make(answer, **info):
@@ -71,9 +67,7 @@ def test_exact_match_after_the_mark_of_the_tasks():
     ],
 )
 def test_math_verify(answer, text, expected):
-    started = time.monotonic()
     assert math_verify(make(answer), text) == expected
-    assert time.monotonic() - started < 15
 
 
 def test_math_verify_works_from_threads_and_from_a_loop():
@@ -88,24 +82,26 @@ def test_math_verify_works_from_threads_and_from_a_loop():
     assert asyncio.run(all_at_once()) == expected
 
 
+ENDLESS = ["9^{9^{9}}!", "\\binom{99999999999}{49999999999}"]
+
+
 @pytest.mark.slow
-def test_endless_computation_costs_the_deadline_and_nothing_more():
-    pool = ScorerPool("math_verify", num_workers=1, deadline_s=0.5)
-    assert pool.score("72", "72") == 1.0
-    started = time.monotonic()
-    assert pool.score("72", ENDLESS) == 0.0
-    assert time.monotonic() - started < 1.5
-    assert pool.score("72", "72") == 1.0
+@pytest.mark.parametrize("formula", ENDLESS)
+def test_endless_computation_costs_its_processor_time_and_nothing_more(formula):
+    pool = ScorerPool(num_workers=1)
+    assert pool.values(["x+x"]) == pool.values(["2x"])
+    assert pool.values([formula]) == [None]
+    assert pool.values(["x+x"]) == pool.values(["2x"])
     pool.close()
 
 
 @pytest.mark.slow
 def test_killed_process_is_replaced_and_none_is_left_behind():
-    pool = ScorerPool("math_verify", num_workers=1)
-    assert pool.score("1", "1") == 1.0
+    pool = ScorerPool(num_workers=1)
+    assert pool.values(["1"]) == [["1 0"]]
     pid = pool._idle[0]._process.pid
     os.kill(pid, signal.SIGKILL)
-    assert pool.score("1", "1") == 1.0
+    assert pool.values(["1"]) == [["1 0"]]
     last = pool._idle[0]._process.pid
     assert last != pid
     pool.close()
@@ -116,26 +112,26 @@ def test_killed_process_is_replaced_and_none_is_left_behind():
 
 @pytest.mark.slow
 def test_process_ends_with_its_parent():
-    pool = ScorerPool("math_verify", num_workers=1)
-    assert pool.score("1", "1") == 1.0
+    pool = ScorerPool(num_workers=1)
+    assert pool.values(["1"]) == [["1 0"]]
     process = pool._idle[0]._process
     assert process.stdin is not None
     process.stdin.close()  # what the kernel does when the parent is killed
-    assert process.wait(timeout=5) == 0
+    assert process.wait(timeout=60) == 0
 
 
 def test_checker_that_cannot_start_says_why(monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
     with pytest.raises(RuntimeError, match="math_verify process did not start"):
-        ScorerPool("math_verify", start_timeout_s=5).score("1", "1")
+        ScorerPool(start_timeout_s=60).values(["1"])
 
 
+@pytest.mark.slow
 def test_reasoning_gym_scores_with_the_datasets_own_function():
     task = gym_task("chain_sum", min_terms=2, max_terms=2, min_digits=2, max_digits=2)
     assert reasoning_gym(task, f" {task.answer} ") == 1.0
     assert reasoning_gym(task, "1x") == 0.0
     assert 0.0 < reasoning_gym(task, f"it is {task.answer}") < 1.0
-    assert not rewards._parses_text(task)
     ended = replace(task, info={**task.info, "entry": {**task.info["entry"], "answer": f"{task.answer}\n"}})
     assert reasoning_gym(ended, task.answer) == 1.0, "an answer that ends with a line's end"
     with pytest.raises(ValueError, match=r"task\.name=reasoning_gym"):
@@ -151,18 +147,6 @@ def test_entry_survives_json(dataset):
     if task.answer:
         assert reasoning_gym(task, task.answer) == 1.0
     assert reasoning_gym(task, "nonsense") < 0.1
-
-
-@pytest.mark.slow
-def test_dataset_that_computes_what_the_model_wrote_runs_under_the_deadline(monkeypatch):
-    monkeypatch.setattr(rewards, "_reasoning_gym_pool", ScorerPool("reasoning_gym", num_workers=1, deadline_s=1.0))
-    task = gym_task("countdown")
-    assert rewards._parses_text(task)
-    started = time.monotonic()
-    assert reasoning_gym(task, task.answer) == 1.0
-    assert reasoning_gym(task, ENDLESS) < 1.0
-    assert time.monotonic() - started < 15
-    rewards._reasoning_gym_pool.close()
 
 
 @pytest.mark.parametrize(
