@@ -54,6 +54,15 @@ class Finished:
     stdout: str
 
 
+@dataclass(frozen=True)
+class Verdict:
+    """`is_bad_test`: no program could pass, because of the test."""
+
+    passed: bool
+    reason: str
+    is_bad_test: bool
+
+
 class JailError(RuntimeError):
     """A job gave no value; the message says why."""
 
@@ -101,6 +110,17 @@ class Jail:
         if job.exit_code not in (0, None):
             reason = job.replied.decode(errors="replace") or reason
         return Finished(job.exit_code == 0 and not job.reason, reason, job.stdout.decode(errors="surrogateescape"))
+
+    def judge(self, program: str, test: Any, *, limits: Limits | None = None) -> Verdict:
+        """Whether a program passes one test, see `jail_judge`; `limits` are for the program and for the judge, each."""
+        limits = limits or Limits()
+        job = _Job("pair", limits, wire.dumps([program, test]), judge=limits)
+        self._do(job)
+        try:
+            passed, reason, is_bad_test = wire.loads(job.replied)
+        except (ValueError, TypeError):
+            return Verdict(False, job.reason or "the test did not end", False)
+        return Verdict(passed is True, str(reason), is_bad_test is True)
 
     def close(self) -> None:
         """End the interpreter, and with it all jobs; a later one starts another."""
@@ -269,7 +289,8 @@ class _Job:
         self._understand(json.loads(ended))
 
     def _understand(self, status: dict[str, Any]) -> None:
-        of = status["ended"].get("program") or next(iter(status["ended"].values()))
+        # Of a pair, the program's end says more than the judge's.
+        of = status["ended"].get("judged") or next(iter(status["ended"].values()))
         self.exit_code = of["exit"]
         if status["stopped"]:
             self.reason = f"stopped: {status['stopped']}"

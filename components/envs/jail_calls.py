@@ -1,4 +1,4 @@
-"""The system calls that a sandboxed program may make: what CPython and libc need, and nothing else.
+"""The system calls that a jailed process may make: what CPython and libc need, and nothing else.
 
 A list of what is allowed, as Docker's default profile and nsjail's policies are: a call that a later kernel invents is
 refused until somebody puts it here. Loaded as a file by `jail_process.py`: imports nothing of the package.

@@ -10,10 +10,10 @@ import importlib
 import os
 import sys
 import threading
-import traceback
+import types
 from collections.abc import Callable
-from typing import Any
 
+import jail_judge
 import jail_wire as wire  # by `jail_process.py`, as a file
 
 MAX_INPUT_BYTES = 2**28
@@ -26,7 +26,7 @@ def call(data: int, link: int) -> int:
     try:
         answer = wire.dumps(["value", getattr(importlib.import_module(module), attribute)(*arguments)])
     except Exception as error:
-        answer = wire.dumps(["raised", describe(error)])
+        answer = wire.dumps(["raised", jail_judge.describe(error)])
     wire.send(data, answer)
     return 0
 
@@ -42,19 +42,27 @@ def program(data: int, link: int) -> int:
     os.lseek(0, 0, os.SEEK_SET)
     take_streams()
     try:
-        code = run_script(source, {"__name__": "__main__", "__builtins__": __builtins__})
+        code = run_script(source)
         threading._shutdown()  # type: ignore[attr-defined]  # as at the end of a script: wait for its threads
         atexit._run_exitfuncs()
         sys.stdout.flush()
     except BaseException as error:
-        wire.send(data, describe(error).encode(errors="replace"))
+        wire.send(data, jail_judge.describe(error).encode(errors="replace"))
         return 1
     return code
 
 
-def run_script(source: str, names: dict[str, Any]) -> int:
+def judged(data: int, link: int) -> int:
+    """The program of a pair, see `jail_judge`."""
+    take_streams()
+    return jail_judge.answer(data, link)
+
+
+def run_script(source: str) -> int:
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
     try:
-        exec(compile(source, "program", "exec", dont_inherit=True), names)
+        exec(compile(source, "program", "exec", dont_inherit=True), vars(module))
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return (end.code or 0) & 0xFF
@@ -71,8 +79,9 @@ def take_streams() -> None:
     sys.argv[:] = ["program"]
 
 
-def describe(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip()[-1000:]
-
-
-KINDS: dict[str, Callable[[int, int], int]] = {"call": call, "program": program}
+KINDS: dict[str, Callable[[int, int], int]] = {
+    "call": call,
+    "program": program,
+    "judge": jail_judge.judge,
+    "judged": judged,
+}

@@ -72,7 +72,8 @@ def load(path: Path) -> ModuleType:
 
 
 calls = load(Path(__file__).with_name("jail_calls.py"))
-load(Path(__file__).with_name("jail_wire.py"))  # jobs imports it by this name
+for name in ("wire", "judge"):  # jobs imports them by these names
+    load(Path(__file__).with_name(f"jail_{name}.py"))
 jobs = load(Path(__file__).with_name("jail_jobs.py"))
 
 
@@ -156,7 +157,7 @@ class Zygote:
         if order["kind"] == "pair":
             near, far = (end.detach() for end in socket.socketpair())
             self._fork(job, "judge", {DATA: data, LINK: near}, {**job.limits, **order["judge"]})
-            self._fork(job, "program", {LINK: far}, job.limits)
+            self._fork(job, "judged", {LINK: far}, job.limits)
             os.close(near)
             os.close(far)
         else:
@@ -206,8 +207,9 @@ class Zygote:
         _, status, usage = os.wait4(pid, 0)
         job.ended[kind] = {"exit": os.waitstatus_to_exitcode(status), "used_s": usage.ru_utime + usage.ru_stime}
         self._forget(pidfd)
-        if job.living and kind != "program":  # a judge's word is the last one
-            job.stop("")
+        if kind == "judge":  # its word is the last one
+            for other in job.living:
+                signal.pidfd_send_signal(other, signal.SIGKILL)
         if not job.living:
             try:
                 os.write(job.status, json.dumps({"stopped": job.stopped, "ended": job.ended}).encode())

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +19,7 @@ import pytest
 from leeway.envs.jail import Finished, Jail, JailError, Limits, NoJailError, why_not
 
 needs_jail = pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
+COMPONENTS = Path(__file__).parents[2] / "components/envs"
 LIMITS = Limits(cpu_s=1, timeout_s=0.5, memory_mb=128)
 
 FUNCTIONS = """
@@ -32,6 +40,9 @@ def much(): return "a" * 2**21
 def spin():
     while True: pass
 def sleep(): time.sleep(600)
+def rest(seconds):
+    time.sleep(seconds)
+    return seconds
 def hoard(): return len([bytearray(10**6) for _ in range(10**4)])
 class Int(int):
     def __eq__(self, other): return True
@@ -113,10 +124,7 @@ def test_calls_from_many_threads(jail: Jail) -> None:
 @needs_jail
 def test_a_jail_that_was_killed_starts_again(jail: Jail) -> None:
     assert jail.run("functions_of_a_test:same", 1) == 1
-    children = psutil.Process().children()
-    for child in children:
-        if "jail_process.py" in " ".join(child.cmdline()):
-            child.kill()
+    jail._zygote._process.kill()  # type: ignore[union-attr]
     assert jail.run("functions_of_a_test:same", 2) == 2
 
 
@@ -130,11 +138,11 @@ def test_a_system_without_namespaces_is_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     script = tmp_path / "jail_process.py"
-    text = (Path(__file__).parents[2] / "components/envs/jail_process.py").read_text()
+    text = (COMPONENTS / "jail_process.py").read_text()
     text = text.replace("if libc.unshare(NEW_NAMESPACES):", "ctypes.set_errno(1)\n    if True:")
     script.write_text(text)
-    for name in ("calls", "wire", "jobs"):
-        (tmp_path / f"jail_{name}.py").symlink_to(Path(__file__).parents[2] / f"components/envs/jail_{name}.py")
+    for name in ("calls", "judge", "wire", "jobs"):
+        (tmp_path / f"jail_{name}.py").symlink_to(COMPONENTS / f"jail_{name}.py")
     monkeypatch.setattr("leeway.envs.jail._SCRIPT", script)
     with pytest.raises(NoJailError, match=r"namespaces are refused .*not permitted.*sysctl"):
         Jail().run_script("1")
@@ -151,7 +159,14 @@ open("own.txt", "w").write("z")
 print(repr(line), repr(rest), os.getuid() != 0, "SECRET_OF_MINE" in os.environ, os.listdir("."), os.getpid())
 print(os.path.exists("/root/.bashrc"), os.path.exists("/etc/passwd"), os.path.exists("/proc/self"))
 print(os.path.exists(FILE))
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
 import threading
+import time
 threading.Timer(0.01, lambda: print("late")).start()
 import atexit
 atexit.register(print, "last")
@@ -171,3 +186,58 @@ atexit.register(print, "last")
     before = psutil.Process().children(recursive=True)
     jail.close()
     assert len(psutil.Process().children(recursive=True)) < len(before)
+
+
+@needs_jail
+def test_a_program_has_its_time_whatever_else_the_machine_does(jail: Jail) -> None:
+    """Time in which it waits for a processor counts for nobody, nor does that in which its jail was stopped."""
+    jail.run("functions_of_a_test:same", 1)
+    pid = jail._zygote._process.pid  # type: ignore[union-attr]
+    threading.Timer(0.1, os.kill, (pid, signal.SIGSTOP)).start()
+    threading.Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
+    assert jail.run("functions_of_a_test:rest", 0.3, limits=LIMITS) == 0.3
+
+
+@needs_jail
+@pytest.mark.slow
+def test_a_jail_ends_with_the_process_that_started_it() -> None:
+    code = "from leeway.envs.jail import *; Jail().run_script('import time; time.sleep(60)', limits=Limits(9, 60))"
+    parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": ":".join(sys.path)})
+    deadline = time.monotonic() + 60
+    while len(below := psutil.Process(parent.pid).children(recursive=True)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(below) == 2
+    parent.kill()
+    parent.wait()
+    _, left = psutil.wait_procs(below, timeout=20)
+    assert left == []
+
+
+@needs_jail
+@pytest.mark.slow
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process as somebody else")
+@pytest.mark.skipif(not os.access("/usr/bin/python3", os.X_OK), reason="needs a Python that every user may run")
+def test_the_same_for_a_user_without_rights() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own folders are closed to other users
+        package = Path(folder) / "jailed"
+        package.mkdir()
+        for place in (Path(folder), package):
+            place.chmod(0o755)
+        (package / "__init__.py").touch()
+        for file in COMPONENTS.glob("jail*.py"):
+            shutil.copy(file, package)
+        code = """
+from jailed.jail import Jail, Limits
+jail = Jail()
+for program in ("import os; print(os.getuid() != 0)", "open('/x', 'w')", "import os; os.fork()", "while True: pass"):
+    done = jail.run_script(program, limits=Limits(cpu_s=1))
+    print(done.stdout.strip() or done.reason.partition(":")[0])
+"""
+        done = subprocess.run(
+            ["/usr/bin/python3", "-c", code],
+            cwd=folder, env={"PATH": os.defpath}, capture_output=True, text=True, user=12345, group=12345,
+            extra_groups=[], timeout=120,
+        )  # fmt: skip
+    if "no jail" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.stdout.splitlines() == ["True", "OSError", "PermissionError", "killed"], done
