@@ -24,7 +24,7 @@ from leeway.config import Config, derive
 from leeway.monitor import build_monitor, read_metrics
 from leeway.planning.advice import advice_after
 from leeway.recipes.canary import canary_prompts
-from leeway.recipes.checkpoints import Checkpoints, resume_point, saved_position, saved_version
+from leeway.recipes.checkpoints import STATE_DIR, Checkpoints, resume_point, saved_position, saved_version
 from leeway.recipes.context import StageContext, StageResult, say, timed
 from leeway.recipes.evaluation import evaluate, evaluated_at_start, measured_by, of_set, told
 from leeway.recipes.kept import KeptPublications
@@ -168,7 +168,7 @@ class AsyncRL:
     async def _run_launched(self, started: float) -> StageResult:
         """Hand out version 0, evaluate, measure, train, evaluate, save."""
         if self._resumed is not None:
-            self._version = await self._launcher.load_state(self._resumed / "dcp")
+            self._version = await self._launcher.load_state(self._resumed / STATE_DIR)
         await self._timed(f"version {self._version} served and proven", self._hand_out_first())
         evals = {}
         if self._config.eval.at_start:

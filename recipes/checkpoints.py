@@ -1,9 +1,12 @@
 """Checkpoints of a stage, each either complete or absent.
 
-    checkpoints/step-000050/dcp/          to resume from: weights, optimizer, generator (`trainer.checkpoint`)
+    checkpoints/step-000050/trainer/      to resume from: weights, optimizer, generator (`trainer.checkpoint`)
     checkpoints/step-000050/hf/           for transformers and vLLM
     checkpoints/step-000050/state.json    policy version, the settings that a resumed run must share, data position
     checkpoints/latest.json               the newest one, written last
+
+Each JSON file begins with its own checksum, state.json also has that of trainer/state.json, which has those of the
+shards, and hf/ has a list of its own: a damaged file is refused by name, and so is one of another checkpoint.
 
 A checkpoint is written to step-000050.*.partial and renamed when everything in it is on disk. If a process dies in
 between, earlier checkpoints are unchanged, and the half-written one has a name that is never looked up. Files added
@@ -24,16 +27,16 @@ from typing import Any
 
 from leeway.config import Config
 from leeway.config.learning import CheckpointConfig
+from leeway.integrity import read_sealed, sealed
 from leeway.recipes.context import say
 from leeway.replay.position import Position
 from leeway.runtime.supervisor import Supervisor, together
 from leeway.tasks.mixed import MixedTaskSet
 from leeway.tasks.queue_tasks import QueueTaskSet
 from leeway.tasks.taskset import TaskSet
-from leeway.trainer.checkpoint import CheckpointError, read_state
+from leeway.trainer.checkpoint import STATE_DIR, STATE_FILE, CheckpointError, read_about, read_state
 from leeway.trainer.durable import sync, write_durably
 
-STATE_FILE = "state.json"
 # Settings that may change when a run is resumed: where it runs and what it reports, not what it learns.
 # The weights come from the checkpoint, which knows their shapes itself, so the model's own folder may have moved.
 FREE = {"name", "project", "output_dir", "cluster", "monitor", "log", "checkpoint", "eval", "stages"}
@@ -119,7 +122,7 @@ class Checkpoints:
         folder = self._directory / f"step-{step:06d}"
         if folder.exists() and folder.resolve() not in self._own:
             discard(folder)  # damaged: the run skipped it when it resumed, and has now reached the same step again
-        hf, state = (wanted and not (folder / name).exists() for name, wanted in (("hf", hf), ("dcp", state)))
+        hf, state = (wanted and not (folder / name).exists() for name, wanted in (("hf", hf), (STATE_DIR, state)))
         about: dict[str, Any] = {"policy_version": step, "base_model": self._base_model, "config": self._config}
         if self._position is not None and state:
             about["position"] = await self._position(step)
@@ -146,28 +149,28 @@ class Checkpoints:
         self, partial: Path, folder: Path, about: dict[str, Any], *, hf: bool, state: bool, copied: asyncio.Event
     ) -> None:
         """All ranks copy (then `copied` is set) and write. Then the folder is renamed; only then are others removed."""
-        folders = [str(partial / name) if wanted else None for name, wanted in (("dcp", state), ("hf", hf))]
+        folders = [str(partial / name) if wanted else None for name, wanted in ((STATE_DIR, state), ("hf", hf))]
         try:
             held_up = await together(t.begin_save.remote(*folders) for t in self._trainers)
             self._metrics["checkpoint/copy_s"] = max(of_rank["checkpoint/copy_s"] for of_rank in held_up)
             copied.set()
             written = await together(t.finish_save.remote() for t in self._trainers)
             self._metrics["checkpoint/write_s"] = max(of_rank["checkpoint/write_s"] for of_rank in written)
+            if state:
+                about = about | {"state_sha256": read_sealed(partial / STATE_DIR / STATE_FILE)["sha256"]}
             if folder.exists():  # of the same step, but less complete
-                about = json.loads((folder / STATE_FILE).read_text()) | about
-                write_durably(folder / STATE_FILE, json.dumps(about) + "\n")
+                before = {name: value for name, value in read_about(folder).items() if name != "sha256"}
+                write_durably(folder / STATE_FILE, sealed(before | about))
                 for part in partial.iterdir():
                     part.rename(folder / part.name)
                 sync(folder)
                 partial.rmdir()
             else:
-                write_durably(partial / STATE_FILE, json.dumps(about) + "\n")
+                write_durably(partial / STATE_FILE, sealed(about))
                 partial.rename(folder)
             sync(self._directory)
             self._own.add(folder.resolve())
-            write_durably(
-                self._directory / "latest.json", json.dumps({"step": step_of(folder), "path": folder.name}) + "\n"
-            )
+            write_durably(self._directory / "latest.json", sealed({"step": step_of(folder), "path": folder.name}))
             self._remove_old(step_of(folder))
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)  # free the disk for what a failing run still has to write
@@ -180,7 +183,7 @@ class Checkpoints:
         if self._settings.keep_every:
             kept |= {step for step in steps if step % self._settings.keep_every == 0}
         # If the newest holds only weights (an interrupt in the middle of a batch), a run resumes from an older one.
-        kept |= set([step for step in steps if (self._folder(step) / "dcp" / STATE_FILE).exists()][-1:])
+        kept |= set([step for step in steps if (self._folder(step) / STATE_DIR / STATE_FILE).exists()][-1:])
         for step in set(steps) - kept:
             discard(self._folder(step))
 
@@ -215,12 +218,22 @@ def newest_state(directory: Path) -> Path | None:
     for step in reversed(saved_steps(directory)):
         folder = directory / f"step-{step:06d}"
         try:
-            read_state(folder / "dcp")
+            check_whole(folder)
         except CheckpointError as error:
             say(f"skipped a checkpoint that cannot be resumed from: {error}")
             continue
         return folder
     return None
+
+
+def check_whole(folder: Path) -> None:
+    """Raise `CheckpointError` unless everything to resume from is there: all of it but the content of the shards.
+
+    That is read once, by the ranks that need it, and checked then.
+    """
+    state, about = read_state(folder / STATE_DIR), read_about(folder)
+    if about.get("policy_version") != state["policy_version"] or not isinstance(about.get("config"), dict):
+        raise CheckpointError(f"checkpoint {folder}: its {STATE_FILE} is not that of a checkpoint with a state")
 
 
 def resume_point(directory: Path, config: Config) -> Path | None:
@@ -235,7 +248,7 @@ def resume_point(directory: Path, config: Config) -> Path | None:
         folder = newest_state(directory)
     else:
         folder = Path(resume).expanduser()
-        read_state(folder / "dcp")
+        check_whole(folder)
     if folder is not None:
         check_same_settings(folder, config)
     return folder
@@ -243,17 +256,20 @@ def resume_point(directory: Path, config: Config) -> Path | None:
 
 def saved_version(folder: Path) -> int:
     """The policy version that this checkpoint holds."""
-    return int(json.loads((folder / STATE_FILE).read_text())["policy_version"])
+    return int(read_about(folder)["policy_version"])
 
 
 def saved_position(folder: Path) -> dict[str, Any]:
     """What `position` returned when this checkpoint was made."""
-    return json.loads((folder / STATE_FILE).read_text())["position"]
+    position = read_about(folder).get("position")
+    if not isinstance(position, dict):
+        raise CheckpointError(f"checkpoint {folder}: got {str(position)[:80]} as position, expected one to resume from")
+    return position
 
 
 def check_same_settings(folder: Path, config: Config) -> None:
     """Raises `CheckpointError` naming every setting that affects learning and differs from the checkpoint's."""
-    saved, own = json.loads((folder / STATE_FILE).read_text())["config"], learned_settings(config)
+    saved, own = read_about(folder)["config"], learned_settings(config)
     different = sorted(key for key in saved.keys() | own.keys() if saved.get(key) != own.get(key))
     if different:
         listed = "; ".join(f"{key} was {saved.get(key)!r}, is {own.get(key)!r}" for key in different)
@@ -262,7 +278,7 @@ def check_same_settings(folder: Path, config: Config) -> None:
 
 def check_same_tasks(folder: Path, taskset: TaskSet | MixedTaskSet | QueueTaskSet) -> None:
     """Raises `CheckpointError` if this checkpoint's position refers to different tasks, or has an unknown form."""
-    position = json.loads((folder / STATE_FILE).read_text()).get("position", {})
+    position = saved_position(folder) if "position" in read_about(folder) else {}
     known = {field.name for field in fields(Position)} | {"stream", "used_groups"}
     if unknown := sorted(position.keys() - known):
         raise CheckpointError(
@@ -271,10 +287,14 @@ def check_same_tasks(folder: Path, taskset: TaskSet | MixedTaskSet | QueueTaskSe
             f"model.path={folder / 'hf'}"
         )
     stream = position.get("stream")
-    if stream is not None and stream["taskset"]["fingerprint"] != taskset.fingerprint():
+    try:
+        saved = None if stream is None else stream["taskset"]["fingerprint"]
+    except (KeyError, TypeError):
+        raise CheckpointError(f"checkpoint {folder}: its position names no tasks, expected their fingerprint") from None
+    if stream is not None and saved != taskset.fingerprint():
         raise CheckpointError(
             f"checkpoint {folder} was made with different tasks: {taskset.name} had fingerprint "
-            f"{stream['taskset']['fingerprint']}, has {taskset.fingerprint()}; restore the original tasks"
+            f"{saved}, has {taskset.fingerprint()}; restore the original tasks"
         )
 
 

@@ -19,7 +19,13 @@ from leeway.config.check import earlier_run
 from leeway.config.names import OFFLINE_RECIPES, STUDIES, user_names
 from leeway.config.rules import is_local_path
 from leeway.recipes.estimate import memory_problem
-from leeway.recipes.models import Unreachable, check_dataset_exists, longest_input, read_model_config
+from leeway.recipes.models import (
+    Unreachable,
+    check_dataset_exists,
+    check_weights,
+    longest_input,
+    read_model_config,
+)
 from leeway.recipes.plugins import check_plugins, dry_run
 from leeway.recipes.saved_models import saved_models
 
@@ -99,6 +105,8 @@ def _check_models(stages: Sequence[Stage]) -> None:
         for key, path, longest_key, tokens in _models_of(stage.config):
             if path not in known:
                 known[path] = read_model_config(key, path)
+                if is_local_path(path):
+                    check_weights(key, path)
             found = known[path]
             limit = None if found is None or stage.recipe in OFFLINE_RECIPES else longest_input(found)
             if limit is not None and tokens > limit:

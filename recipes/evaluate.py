@@ -5,6 +5,7 @@ tasksets (held out, eval.tasksets) -> Collector[N] -> summary.json, rollouts/
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 from leeway.monitor import build_monitor
 from leeway.recipes.context import StageContext, StageResult, say, timed
 from leeway.recipes.evaluation import evaluate, of_set
+from leeway.recipes.models import check_weights
 from leeway.recipes.saved_models import saved_models
 from leeway.runtime.launch import Launcher
 from leeway.runtime.supervisor import Supervisor
@@ -40,6 +42,7 @@ async def run(context: StageContext) -> StageResult:
             say(f"{context.name}: {len(e.tasks)} tasks of {e.name}, temperature {e.sampling.temperature:g}")
         for version, model in models.items():
             if folder is not None:
+                await asyncio.to_thread(check_weights, "eval.checkpoints", str(model))
                 say(f"{context.name}: weights of step {version}, {model}")
             launcher = Launcher(
                 config.with_model_path(model), "evaluate", run_dir=context.dir, supervisor=Supervisor(context.watch)

@@ -18,6 +18,8 @@ from typing import Any
 from leeway.config.inputs import ModelInit
 from leeway.config.paths import is_file, user_path
 from leeway.config.rules import is_local_path
+from leeway.failures import Refused
+from leeway.integrity import DamagedFileError, check_folder
 
 HUB_TIMEOUT_S = 10.0
 MAX_HEADER_BYTES = 100 << 20
@@ -66,6 +68,17 @@ def read_model_config(key: str, path: str) -> dict[str, Any] | None:
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{key}: {file} names no model_type; expected the config.json of a Hugging Face model")
     return config
+
+
+def check_weights(key: str, path: str) -> None:
+    """Compare a local model with the checksums that are in its folder if Leeway wrote it; reads all of it.
+
+    Raises `Refused` in one line, naming `key`.
+    """
+    try:
+        check_folder(user_path(path))
+    except DamagedFileError as error:
+        raise Refused(f"{key}: got {path}, but {error}; or take other weights") from None
 
 
 def check_dataset_exists(path: str) -> None:

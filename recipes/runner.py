@@ -25,11 +25,12 @@ from typing import Any
 
 from leeway.config import Stage, run_yaml
 from leeway.config.names import TRAINING_RECIPES
-from leeway.failures import PartFailed
+from leeway.failures import InputRefused, PartFailed, Refused
 from leeway.monitor import weights_sha256, write_summary
 from leeway.monitor.logs import others_to_file
 from leeway.recipes.checks import examine
 from leeway.recipes.context import StageContext, StageResult, finished_stage, mark_finished, say
+from leeway.recipes.models import check_weights
 from leeway.recipes.run_record import LOCK, BadRecord, RunIsRunning, RunRecord, locked
 from leeway.runtime.footprint import Footprint
 from leeway.runtime.guardian import Guardian
@@ -210,6 +211,8 @@ class _Run:
                 watch=self._watch,
             )
             if (before := finished_stage(context)) is not None:
+                if before.model_path is not None:
+                    await asyncio.to_thread(check_weights, stage.name, before.model_path)
                 say(f"{stage.name}: already finished, weights in {before.model_path}")
                 self._results[stage.name] = before
                 model_path = before.model_path or model_path
@@ -348,6 +351,8 @@ def exit_now(code: int) -> None:
 def as_driver_failure(error: BaseException) -> PartFailed:
     """Describe an error that was raised here and not in a part."""
     what = " ".join(str(error).split())
+    if isinstance(error, Refused):
+        return InputRefused("driver", what)
     text = f"something called sys.exit({what})" if isinstance(error, SystemExit) else f"{type(error).__name__}: {what}"
     return PartFailed("driver", text, "".join(traceback.format_exception(error)))
 

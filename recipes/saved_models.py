@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -20,8 +19,7 @@ def saved_models(folder: str | Path) -> dict[int, Path]:
         match = re.fullmatch(r"step-(\d+)", model.parent.name)
         if match is None or not (model / "config.json").exists():
             continue
-        state = model.parent / "state.json"
-        version = json.loads(state.read_text())["policy_version"] if state.exists() else int(match[1])
+        version = int(match[1])
         if version in found:
             raise ValueError(
                 f"eval.checkpoints: {found[version]} and {model} are both of step {version}; "

@@ -21,7 +21,7 @@ import ray
 
 from leeway.config import Config
 from leeway.monitor import Monitor, build_monitor, read_metrics
-from leeway.recipes.checkpoints import Checkpoints, resume_point, saved_version
+from leeway.recipes.checkpoints import STATE_DIR, Checkpoints, resume_point, saved_version
 from leeway.recipes.context import StageContext, StageResult, say, timed
 from leeway.recipes.learned import LearningWatch, Verdict
 from leeway.runtime.launch import Launcher
@@ -106,7 +106,7 @@ async def train_offline(
         measure = _Measure(context, launcher, monitor, held_out(config, prompter))
         try:
             if resumed is not None:
-                await launcher.load_state(resumed / "dcp")
+                await launcher.load_state(resumed / STATE_DIR)
             upcoming = batches(config, taskset, prompter, skip_steps=first)
             evals = {"before": record.first_evaluation() or await measure(first)} if config.eval.at_start else {}
             last_step = await _train(

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMPONENTS = ROOT / "components"
 
 LAYERS = [
-    {"types", "train_batch", "versions", "weights", "failures"},
+    {"types", "train_batch", "versions", "weights", "failures", "integrity"},
     {"config", "monitor"},
     {"tasks", "envs", "algorithms"},
     {"collector", "replay", "param_server", "trainer"},

@@ -74,12 +74,15 @@ def _missing_files(config: Config) -> list[Problem]:
                 Problem(key=key, text=f"damaged weights: got {what}, expected whole files; copy the model again")
             )
     resume = config.checkpoint.resume
-    if resume not in ("never", "auto") and not is_file(f"{resume}/dcp/state.json"):
+    is_there = is_file(f"{resume}/trainer/state.json") or is_folder(
+        f"{resume}/dcp"
+    )  # of an earlier version: read later
+    if resume not in ("never", "auto") and not is_there:
         problems.append(
             Problem(
                 key="checkpoint.resume",
                 text=f"no checkpoint: got {resume}, expected never, auto, or a folder like checkpoints/step-000050 "
-                "with dcp/state.json in it",
+                "with trainer/state.json in it",
             )
         )
     paths = [("task.path", config.task.name, config.task.path), ("eval.path", "jsonl", config.eval.path)]

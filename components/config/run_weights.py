@@ -5,10 +5,10 @@ run/stages/STAGE/checkpoints/latest.json, step-000050/hf/        run/checkpoints
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
+from ..integrity import DamagedFileError, read_sealed
 from .errors import ConfigError, words
 from .paths import is_file, is_folder, user_path
 from .text import MAX_BYTES, TextError, parse_yaml
@@ -52,10 +52,10 @@ def _stages(folder: Path) -> list[Path]:
 def _newest_step(checkpoints: Path) -> Path | None:
     """The checkpoint that latest.json names, or the one of the highest step."""
     try:
-        named = json.loads((checkpoints / "latest.json").read_bytes())["path"]
+        named = read_sealed(checkpoints / "latest.json")["path"]
         if re.fullmatch(r"step-[0-9]+", named) and is_folder(checkpoints / named):
             return checkpoints / named
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (DamagedFileError, KeyError, TypeError):
         pass  # latest.json is written last: a run that was killed may have none
     if not is_folder(checkpoints):
         return None

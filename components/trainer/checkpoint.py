@@ -1,21 +1,18 @@
 """A trainer's state on disk, sharded: everything that the next process needs to resume exactly.
 
-    DIR/*.distcp, DIR/.metadata    torch.distributed.checkpoint: every rank writes its own shards
-    DIR/state.json                 written last: policy version, ranks, the objective's own state, sizes of the
-                                   files, SHA-256 of .metadata
+    DIR/shard-*.safetensors    every rank writes its own rows (`shards`)
+    DIR/state.json             written last: policy version, ranks, the objective's own state, where each tensor lies,
+                               size and checksums of the shards; it begins with its own checksum
 
     take_state (copies out)  ->  write_state (beside training, if that was a copy)        load_state
 
 Weights, buffers, AdamW's moments and step counts are tensors under the model's own names for them, so any number of
 ranks may load what any number saved. The learning-rate schedule has no state of its own: it follows the policy version.
-Torch pickles `.metadata`; it is checked against the hash in state.json before anything reads it, and nothing else here
-is pickled.
+Nothing is pickled, neither here nor in the shards: loading runs no code, and every byte that is loaded was checked.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,21 +21,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.checkpoint import load as dcp_load  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from ..failures import Refused
+from ..integrity import DamagedFileError, read_sealed, sealed
 from .durable import write_durably
 from .rng import rng_state, set_rng_state
 from .sharding import reshard
+from .shards import Index, SavedTensor, index_as_json, load_rows, local_rows, read_index
 from .tensors import by_tensor, saved_tensors
 from .writing import on_all_ranks, write_shards
 
-FORMAT = 1
+FORMAT = 2
+STATE_DIR = "trainer"
+"""The folder of this state within a checkpoint."""
 STATE_FILE = "state.json"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(Refused):
     """A checkpoint cannot be loaded: it is incomplete, was changed, or belongs to another model."""
 
 
@@ -92,55 +91,117 @@ def write_state(
             directory.mkdir(parents=True, exist_ok=True)
             (directory / STATE_FILE).unlink(missing_ok=True)
 
-    def complete() -> None:
-        if state.rank == 0:
-            files = {
-                "metadata_sha256": _sha256(directory / ".metadata"),
-                "bytes": {p.name: p.stat().st_size for p in sorted(directory.glob("*.distcp"))},
-            }
-            write_durably(directory / STATE_FILE, json.dumps(state.about | files) + "\n")
-
     on_all_ranks(begin, directory, group)
-    write_shards(directory, state.tensors, rank=state.rank, group=group, max_writers=max_writers)
+    written = write_shards(
+        directory, state.tensors, rank=state.rank, num_ranks=state.num_ranks, group=group, max_writers=max_writers
+    )
+
+    def complete() -> None:
+        if written is not None:
+            write_durably(directory / STATE_FILE, sealed(state.about | index_as_json(written)))
+
     on_all_ranks(complete, directory, group)
 
 
-def load_state(directory: Path, *, parts: Parts, device: torch.device, rank: int) -> dict[str, Any]:
-    """Load what `write_state` wrote into models, optimizers and generators (a collective); returns state.json.
+def load_state(directory: Path, *, parts: Parts, device: torch.device, rank: int, num_ranks: int) -> dict[str, Any]:
+    """Load what `write_state` wrote into models, optimizers and generators; returns state.json.
 
-    Raises `CheckpointError` before anything is changed.
+    Every rank reads only what it needs. Raises `CheckpointError`: for anything wrong with the index, the sizes of files
+    or the model before anything is changed; for a damaged block when it is read, and then the state is half loaded.
     """
-    state = read_state(directory)
+    state, index = _read(directory)
     tensors = _tensors(parts)
-    reader = FileSystemReader(directory)
-    saved = reader.read_metadata().state_dict_metadata
-    _check_same_model(directory, tensors, saved)
-    generators = {  # a rank that did not exist when it was saved keeps its seed
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in saved.items()
-        if name.startswith(_rng_prefix(rank)) and isinstance(entry, TensorStorageMetadata)
-    }
-    dcp_load(tensors | generators, storage_reader=reader)
-    set_rng_state({name.removeprefix(_rng_prefix(rank)): value for name, value in generators.items()}, device)
+    _check_same_model(directory, tensors, index.tensors)
+    generators = _generators(directory, index.tensors, rng_state(device), rank)
+    targets = {name: local_rows(t, rank=rank, num_ranks=num_ranks) for name, t in (tensors | generators).items()}
+    try:
+        load_rows(directory, index, targets)
+    except DamagedFileError as error:
+        raise CheckpointError(f"checkpoint {directory}: {error}; {_remedy(directory)}") from None
+    try:
+        set_rng_state({name.removeprefix(_rng_prefix(rank)): value for name, value in generators.items()}, device)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # from Python, NumPy and torch
+        why = " ".join(str(error).split())
+        raise CheckpointError(f"checkpoint {directory}: no states of random generators ({why})") from None
     return state
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """The content of state.json, after checking that the files are the ones that were written."""
+    """The content of state.json, after checking it and the sizes of the shards. Raises `CheckpointError`."""
+    return _read(directory)[0]
+
+
+def read_tensors(directory: Path) -> Index:
+    """Where every tensor lies, after the same checks."""
+    return _read(directory)[1]
+
+
+def read_about(step: Path) -> dict[str, Any]:
+    """The content of a checkpoint's own state.json: settings and position, saved with the state in `STATE_DIR`.
+
+    Raises `CheckpointError` if it is damaged, or if that state is not the one that it was saved with.
+    """
     try:
-        state = json.loads((directory / STATE_FILE).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {directory}: no readable {STATE_FILE}: it was never completed") from error
-    if state.get("format") != FORMAT:
-        raise CheckpointError(f"checkpoint {directory}: format {state.get('format')}, expected {FORMAT}")
-    for name, size in state["bytes"].items():
-        path = directory / name
-        found = path.stat().st_size if path.exists() else None
-        if found != size:
-            raise CheckpointError(f"checkpoint {directory}: {name} has {found} bytes, {size} were written")
-    if not (directory / ".metadata").exists() or _sha256(directory / ".metadata") != state["metadata_sha256"]:
-        raise CheckpointError(f"checkpoint {directory}: .metadata does not match its SHA-256 in {STATE_FILE}")
-    return state
+        about = read_sealed(step / STATE_FILE)
+        belongs = about.get("state_sha256")
+        if belongs is not None and (step / STATE_DIR / STATE_FILE).exists():
+            found = read_sealed(step / STATE_DIR / STATE_FILE)["sha256"]
+            if found != belongs:
+                raise DamagedFileError(f"{step / STATE_DIR / STATE_FILE}: it is of another checkpoint")
+    except DamagedFileError as error:
+        raise CheckpointError(f"checkpoint {step}: {error}; {_remedy(step / STATE_DIR)}") from None
+    return about
+
+
+def _read(directory: Path) -> tuple[dict[str, Any], Index]:
+    path = directory / STATE_FILE
+    if not path.exists():
+        if (directory.parent / "dcp").exists():
+            raise CheckpointError(
+                f"checkpoint {directory.parent}: its state (dcp/) was written by an earlier version of Leeway, with "
+                "pickled metadata that this one does not read; resume or convert it with that version, or start from "
+                f"its weights: model.path={directory.parent / 'hf'}"
+            )
+        raise CheckpointError(f"checkpoint {directory}: no {STATE_FILE}: it was never completed")
+    if directory.is_symlink():
+        raise CheckpointError(f"checkpoint {directory}: got a symbolic link, expected a folder; name its target")
+    try:
+        state = read_sealed(path)
+        if state.get("format") != FORMAT:
+            raise CheckpointError(f"checkpoint {directory}: format {str(state.get('format'))[:40]}, expected {FORMAT}")
+        _check_about(path, state)
+        index = read_index(directory, state, whose=str(path))
+    except DamagedFileError as error:
+        raise CheckpointError(f"checkpoint {directory}: {error}; {_remedy(directory)}") from None
+    return {name: value for name, value in state.items() if name not in ("files", "tensors")}, index
+
+
+def _check_about(path: Path, state: dict[str, Any]) -> None:
+    for name in ("policy_version", "num_ranks"):
+        if type(state.get(name)) is not int or not 0 <= state[name] < 2**60:
+            raise DamagedFileError(f"{path}: got {str(state.get(name))[:40]} as {name}, expected a count")
+    objective = state.get("objective")
+    numbers = objective.values() if isinstance(objective, dict) else [None]
+    if not all(type(number) in (int, float) for number in numbers):
+        raise DamagedFileError(f"{path}: got {str(objective)[:80]} as objective, expected numbers by name")
+
+
+def _generators(
+    directory: Path, saved: Mapping[str, SavedTensor], own: dict[str, torch.Tensor], rank: int
+) -> dict[str, torch.Tensor]:
+    """Room for the states of this rank's generators; {} for a rank that did not exist then: it keeps its seed."""
+    wanted = {f"{_rng_prefix(rank)}{name}": state for name, state in own.items()}
+    found = {name: state for name, state in wanted.items() if name in saved}
+    for name, state in found.items():
+        if (saved[name].shape, saved[name].dtype) != (tuple(state.shape), state.dtype):
+            got, expected = (_described((tuple(t.shape), t.dtype)) for t in (saved[name], state))
+            raise CheckpointError(f"checkpoint {directory}: {name} is {got}, a generator's state here is {expected}")
+    return {name: torch.empty_like(state) for name, state in found.items()}
+
+
+def _remedy(directory: Path) -> str:
+    step = directory.parent
+    return f"move it away (mv {step} {step}-damaged), and a run resumes from the one before it"
 
 
 def _tensors(parts: Parts) -> dict[str, torch.Tensor]:
@@ -173,14 +234,10 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu")
 
 
-def _check_same_model(directory: Path, tensors: dict[str, torch.Tensor], saved: dict[str, Any]) -> None:
+def _check_same_model(directory: Path, tensors: dict[str, torch.Tensor], saved: Mapping[str, SavedTensor]) -> None:
     buffers = {name for name in tensors if name.startswith("model.") and f"optimizer{name[5:]}.step" not in tensors}
-    expected = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    found = {
-        name: tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
-        for name, entry in saved.items()
-        if not name.startswith("rng.")
-    }
+    expected = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    found = {name: (entry.shape, entry.dtype) for name, entry in saved.items() if not name.startswith("rng.")}
     different = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if different and all(name in buffers and name not in found for name in different):
         raise CheckpointError(
@@ -191,7 +248,7 @@ def _check_same_model(directory: Path, tensors: dict[str, torch.Tensor], saved: 
         name = different[0]
         raise CheckpointError(
             f"checkpoint {directory} belongs to another model: {len(different)} tensors differ, first {name}: "
-            f"{found.get(name, 'absent')} in the checkpoint, {expected.get(name, 'absent')} in the model"
+            f"{_described(found.get(name))} in the checkpoint, {_described(expected.get(name))} in the model"
         )
 
 
@@ -199,5 +256,5 @@ def _rng_prefix(rank: int) -> str:
     return f"rng.{rank}."
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _described(tensor: tuple[tuple[int, ...], torch.dtype] | None) -> str:
+    return "absent" if tensor is None else f"{tensor[0]} {str(tensor[1]).removeprefix('torch.')}"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.checkpoint import load as dcp_load  # pyright: ignore[reportPrivateImportUsage]
 
+from ..config.rules import is_local_path
+from ..integrity import DamagedFileError
 from ..weights import plan_buckets
-from .checkpoint import STATE_FILE, CheckpointError, read_state
+from .checkpoint import STATE_DIR, STATE_FILE, CheckpointError, read_about, read_tensors
 from .export import HFWriter
+from .shards import Index, load_rows
 
 PREFIX = "model.lm."
 PART_BYTES = 2**31
@@ -21,7 +21,7 @@ PART_BYTES = 2**31
 
 
 def convert(path: Path, *, base_model: str | None = None, dtype: str | None = None) -> Iterator[tuple[Path, bool]]:
-    """Give every checkpoint at or below `path` an hf/ folder next to its dcp/; yields (folder, whether it was written).
+    """Give every checkpoint at or below `path` an hf/ folder next to its state; yields (folder, was it written).
 
     `path`: a run's folder, a checkpoint, or a folder in between or within. A checkpoint that has an hf/ is skipped.
     `base_model`: folder with config and tokenizer, for when the checkpoint does not name it or it has moved.
@@ -35,17 +35,21 @@ def convert(path: Path, *, base_model: str | None = None, dtype: str | None = No
         if target.exists():
             yield target, False
             continue
-        read_state(step / "dcp")
+        index = read_tensors(step / STATE_DIR)
         base = _base_of(step, base_model)
-        writer = HFWriter(base, target, dtype=getattr(torch, dtype or "float32"))
-        for weights in _weights(step / "dcp"):
-            writer.add(weights)
-        if missing := writer.missing():
+        try:
+            writer = HFWriter(base, target, dtype=getattr(torch, dtype or "float32"))
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{step}: {base} cannot be its model: {' '.join(str(error).split())[:300]}") from None
+        try:
+            _check_same_model(step, base, index, writer)
+            for weights in _weights(step / STATE_DIR, index):
+                writer.add(weights)
+        except BaseException as error:
             writer.abandon()
-            raise CheckpointError(
-                f"{step}: {len(missing)} tensors that {base} has are not in the checkpoint, the first is {missing[0]}; "
-                "it belongs to another model, or was saved by a version of Leeway that left out buffers"
-            )
+            if isinstance(error, DamagedFileError):
+                raise CheckpointError(f"checkpoint {step}: {error}") from None
+            raise
         writer.finish()
         yield target, True
 
@@ -53,9 +57,11 @@ def convert(path: Path, *, base_model: str | None = None, dtype: str | None = No
 def _steps(path: Path) -> list[Path]:
     """Checkpoints in, at or around `path`, except those still being written (or left half-written)."""
     for folder in (path, path.parent):
-        if (folder / "dcp" / STATE_FILE).exists():
+        if (folder / STATE_DIR / STATE_FILE).exists() or (folder / "dcp").is_dir():
             return [folder]
-    found = {p.parents[1] for p in path.rglob(f"dcp/{STATE_FILE}")}
+    found = {p.parents[1] for p in path.rglob(f"{STATE_DIR}/{STATE_FILE}")} | {
+        p.parent for p in path.rglob("step-*/dcp")
+    }
     return sorted(f for f in found if not any(part.endswith(".partial") for part in f.parts))
 
 
@@ -65,14 +71,21 @@ def _what_it_is(path: Path) -> str:
     megatron = [*path.rglob("latest_checkpointed_iteration.txt"), *path.rglob("mp_rank_*")]
     if megatron or re.fullmatch(r"iter_\d+|mp_rank_\d+.*", path.name):
         return f"{path}: a Megatron checkpoint, whose sharding is not supported; convert it with Megatron's own tools"
-    return f"{path}: no sharded checkpoint in it; expected a folder like checkpoints/step-000050 with dcp/{STATE_FILE}"
+    expected = f"a folder like checkpoints/step-000050 with {STATE_DIR}/{STATE_FILE}"
+    return f"{path}: no sharded checkpoint in it; expected {expected}"
 
 
 def _base_of(step: Path, base_model: str | None) -> str:
+    about = read_about(step) if (step / STATE_FILE).exists() else {}
     if base_model is not None:
         return base_model
-    note = step / STATE_FILE
-    base = json.loads(note.read_text()).get("base_model") if note.exists() else None
+    base = about.get("base_model")
+    if base is not None and not isinstance(base, str):
+        raise CheckpointError(
+            f"{step}: got {str(base)[:80]} as base_model, expected a folder; give --base-model FOLDER"
+        )
+    if base is not None and not is_local_path(base) and not _is_cached(base):
+        raise CheckpointError(f"{step}: its model {base} is not on this machine; give --base-model {base} to fetch it")
     if base is None or (Path(base).is_absolute() and not (Path(base) / "config.json").exists()):
         raise CheckpointError(
             f"{step}: the model's config is missing ({base or 'not noted'}); give --base-model FOLDER"
@@ -80,17 +93,38 @@ def _base_of(step: Path, base_model: str | None) -> str:
     return base
 
 
-def _weights(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
+def _is_cached(hub_id: str) -> bool:
+    """Nothing is fetched because a file says so."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        return isinstance(try_to_load_from_cache(hub_id, "config.json"), str)
+    except ValueError:  # no name that the hub could have
+        return False
+
+
+def _check_same_model(step: Path, base: str, index: Index, writer: HFWriter) -> None:
+    """Raise `CheckpointError` unless the checkpoint has each of the model's tensors in its shape, and no others.
+
+    Before any of them is read: an index can claim any size.
+    """
+    found = {name.removeprefix(PREFIX): t.shape for name, t in index.tensors.items() if name.startswith(PREFIX)}
+    for name, shape in found.items():
+        expected = writer.shapes.get(name, "absent")
+        if expected != shape:
+            raise CheckpointError(f"{step} belongs to another model: {name} is {shape} in it, {expected} in {base}")
+    if missing := writer.missing(found):
+        raise CheckpointError(
+            f"{step}: {len(missing)} tensors that {base} has are not in the checkpoint, the first is {missing[0]}; "
+            "it belongs to another model"
+        )
+
+
+def _weights(directory: Path, index: Index) -> Iterator[dict[str, torch.Tensor]]:
     """All weights of a checkpoint, `PART_BYTES` of them at a time."""
-    reader = FileSystemReader(directory)
-    saved = reader.read_metadata().state_dict_metadata
-    weights = [
-        ([name], entry.properties.dtype, entry.size)  # type: ignore[union-attr]
-        for name, entry in saved.items()
-        if name.startswith(PREFIX)
-    ]
+    weights = [([n], saved.dtype, saved.shape) for n, saved in index.tensors.items() if n.startswith(PREFIX)]
     for plan in plan_buckets(weights, PART_BYTES):
         tensors = {place.names[0]: torch.empty(place.shape, dtype=place.dtype) for place in plan.places}
-        dcp_load(tensors, storage_reader=reader, no_dist=True)
+        load_rows(directory, index, {name: (0, tensor) for name, tensor in tensors.items()})
         yield {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
         del tensors

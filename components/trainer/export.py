@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.hub import cached_file
 
+from ..integrity import FileSums, write_checksums
 from .durable import sync, sync_tree
+from .shards import write_safetensors
 from .tensors import by_tensor, saved_tensors
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ class HFWriter:
     """Config, tokenizer and side files (`COPIED`) of `base`, a folder or a hub id, with parameters in `dtype`.
 
     The folder appears complete or not at all. Each `add` writes one file of weights and keeps nothing in memory.
-    `finish` renames the folder to its final name.
+    `finish` writes down the checksums of all files, and renames the folder to its final name. `shapes`: of the model's
+    tensors, by name.
     """
 
     def __init__(self, base: str, directory: Path, *, dtype: torch.dtype, trust_remote_code: bool = False) -> None:
@@ -46,10 +48,12 @@ class HFWriter:
             self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         tensors = saved_tensors(self._model)
         self._dtype, self._parameters = dtype, {name for name, t in tensors.items() if isinstance(t, nn.Parameter)}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self._missing = {name: tuple(names) for names in by_tensor(tensors).values() for name in names}
         self._tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=trust_remote_code)
         self._copied = _side_files(base)
         self._files: list[dict[str, int]] = []  # of each file: bytes by name
+        self._sums: list[FileSums] = []
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
 
@@ -58,19 +62,19 @@ class HFWriter:
 
         Parameters are written in `dtype`, buffers unchanged: some must stay float32.
         """
-        for name in tensors:
-            for tied in self._missing.get(name, ()):
-                self._missing.pop(tied, None)
+        self._missing = {name: self._missing[name] for name in self.missing(tensors)}
         tensors = {name: t.to(self._dtype) if name in self._parameters else t for name, t in tensors.items()}
         # Some models store weights differently from their files, for example all experts of a layer in one tensor.
         tensors = revert_weight_conversion(self._model, dict(tensors))
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(tensors, self._partial / _unnumbered(len(self._files)), metadata={"format": "pt"})
+        sums, _ = write_safetensors(self._partial / _unnumbered(len(self._files)), tensors, metadata={"format": "pt"})
+        self._sums.append(sums)
         self._files.append({name: tensor.nbytes for name, tensor in tensors.items()})
 
-    def missing(self) -> list[str]:
-        """Tensors of the model that have not been added yet."""
-        return sorted(self._missing)
+    def missing(self, more: Iterable[str] = ()) -> list[str]:
+        """Tensors of the model that have not been added yet, and would not be with `more`; tied ones come together."""
+        added = {tied for name in more for tied in self._missing.get(name, ())}
+        return sorted(self._missing.keys() - added)
 
     def abandon(self) -> None:
         """Leave nothing behind."""
@@ -94,6 +98,7 @@ class HFWriter:
             (self._partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         for i, name in enumerate(names):
             (self._partial / _unnumbered(i)).rename(self._partial / name)
+        write_checksums(self._partial, dict(zip(names, self._sums, strict=True)))
         sync_tree(self._partial)
         shutil.rmtree(self._directory, ignore_errors=True)
         self._partial.rename(self._directory)

@@ -28,7 +28,10 @@ def rng_state(device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
-    """Restore the states from `rng_state`; a generator that is not in it is unchanged."""
+    """Restore the states from `rng_state`; a generator that is not in it is unchanged.
+
+    Raises ValueError, TypeError, OverflowError or RuntimeError for numbers that are no state.
+    """
     if "torch" in state:
         torch.set_rng_state(state["torch"])
     if "cuda" in state and device.type == "cuda":
@@ -38,5 +41,7 @@ def set_rng_state(state: dict[str, torch.Tensor], device: torch.device) -> None:
         random.setstate((3, tuple(state["python"].tolist()), gauss if has_gauss else None))
     if "numpy" in state:
         *keys, position, has_gauss = state["numpy"].tolist()
+        if not 0 <= position <= len(keys):  # NumPy would read beyond them
+            raise ValueError(f"got {position} as the position in NumPy's {len(keys)} random numbers")
         cached = state["numpy_gauss"].item()
         np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, cached))

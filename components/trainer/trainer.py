@@ -286,11 +286,17 @@ class Trainer:
         self.finish_save()
 
     def load_state(self, directory: str) -> int:
-        """Resume from what `save_state` wrote, on any number of ranks (a collective); returns the policy version.
+        """Resume from what `save_state` wrote, on any number of ranks; returns the policy version.
 
         A reference policy does not change: it has the weights that training started from, not those of the checkpoint.
         """
-        state = load_state(Path(directory), parts=self._parts(), device=self._device, rank=self._rank)
+        state = load_state(
+            Path(directory),
+            parts=self._parts(),
+            device=self._device,
+            rank=self._rank,
+            num_ranks=self._settings.num_ranks,
+        )
         self.policy_version = int(state["policy_version"])
         self._objective = self._objective.with_state(state["objective"])
         return self.policy_version

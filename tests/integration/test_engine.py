@@ -456,7 +456,7 @@ def test_a_converted_checkpoint_is_served_from_disk_and_agrees_with_the_trainer(
         for step in range(3):
             trainer.forward_backward(_batch(step))
             trainer.optim_step()
-        trainer.save_state(str(tmp_path / "run/checkpoints/step-000003/dcp"))
+        trainer.save_state(str(tmp_path / "run/checkpoints/step-000003/trainer"))
         canary = score_canary(trainer._model, served.publisher.prompts, torch.device("cpu"))
     finally:
         trainer.close()

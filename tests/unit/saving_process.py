@@ -77,7 +77,7 @@ async def life(model: Path, folder: Path, diary: Path, *, steps: int, keep_last:
     saved = folder / "checkpoints"
     newest = newest_state(saved)
     if newest is not None:
-        trainer.load_state(str(newest / "dcp"))
+        trainer.load_state(str(newest / "trainer"))
     note(diary, resumed=trainer.policy_version, sha=sha_of(trainer), kept=saved_steps(saved))
     checkpoints = Checkpoints(saved, config=config, trainers=[Rank(trainer)], supervisor=Supervisor(), resumed=newest)
     for step in range(trainer.policy_version, trainer.policy_version + steps):
@@ -127,7 +127,7 @@ def fill_the_disk(model: Path, folder: Path) -> None:
     torch.distributed.destroy_process_group()
     again = Trainer(settings_of(model), rank=0, init_method=free_address())
     try:
-        version = again.load_state(str(newest / "dcp"))
+        version = again.load_state(str(newest / "trainer"))
     except CheckpointError as broken:
         version = str(broken)
     print(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import re
 import shutil
@@ -18,19 +17,22 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.algorithms.objective import PolicyObjective
 from leeway.config import load_config
+from leeway.integrity import sealed, sums_of
 from leeway.recipes.checkpoints import Checkpoints
 from leeway.runtime.supervisor import Supervisor
 from leeway.tasks.tiny_tokenizer import build_tokenizer
-from leeway.trainer import saver, writing
+from leeway.trainer import checkpoint, saver, writing
 from leeway.trainer.actor import TrainerActor
 from leeway.trainer.checkpoint import CheckpointError, read_state
 from leeway.trainer.convert import convert
 from leeway.trainer.export import HFWriter
 from leeway.trainer.optimizer import OptimizerSettings
+from leeway.trainer.shards import write_safetensors
 from leeway.trainer.trainer import Trainer, TrainerSettings
 from leeway.trainer.writing import CheckpointWriteError
 from leeway.types import TrainBatch, Trajectory, batch_trajectories
@@ -179,6 +181,7 @@ def test_ten_steps_and_ten_more_are_twenty_steps(make, tmp_path):
 RANK = """
 import time
 from leeway.trainer import writing
+from leeway.trainer.shards import write_safetensors
 from leeway.trainer.trainer import Trainer
 settings, address, rank, folder, batches, out = work
 trainer = Trainer(settings, rank=rank, init_method=address)
@@ -189,27 +192,27 @@ for batch in batches:
 trainer.save_state(out)
 
 # One at a time (settings.max_writers): when did each rank write?
-real, spans = writing.FileSystemWriter.write_data, []
-def slowly(*args):
+real, spans = writing.write_shard, []
+def slowly(*args, **options):
     begun = time.monotonic()
     time.sleep(0.2)
-    result = real(*args)
+    result = real(*args, **options)
     spans.append((begun, time.monotonic()))
     return result
-writing.FileSystemWriter.write_data = slowly
+writing.write_shard = slowly
 trainer.save_state(out + "-slowly")
 
 # A rank that cannot write: each hears of it, none waits for it.
-def full(*args):
+def full(*args, **options):
     raise OSError(28, "No space left on device")
 if rank == 1:
-    writing.FileSystemWriter.write_data = full
+    writing.write_shard = full
 try:
     trainer.save_state(out + "-full")
     error = "none"
 except writing.CheckpointWriteError as told:
     error = str(told)
-writing.FileSystemWriter.write_data = real
+writing.write_shard = real
 result = {"spans": spans[:1], "error": error}
 trainer.close()
 """
@@ -257,25 +260,58 @@ def refused(trainer: Trainer, folder: Path, match: str) -> None:
 
 def test_what_was_not_completed_or_was_changed_is_refused(make, saved):
     trainer = make()
-    metadata, shard = saved / ".metadata", next(saved.glob("*.distcp"))
-    whole = metadata.read_bytes(), shard.read_bytes()
-    # Pickled content is not read before its hash was checked: this would run a command.
-    metadata.write_bytes(b"cos\nsystem\n(S'touch " + str(saved / "ran").encode() + b"'\ntR.")
-    refused(trainer, saved, "does not match its SHA-256")
-    assert not (saved / "ran").exists()
-    metadata.write_bytes(whole[0])
-    shard.write_bytes(whole[1][:-100])
-    refused(trainer, saved, rf"{shard.name} has \d+ bytes, \d+ were written")
-    shard.write_bytes(whole[1])
+    shard = saved / "shard-00000.safetensors"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-100])
+    refused(trainer, saved, rf"{shard.name}: \d+ bytes, \d+ were written")
+    shard.unlink()
+    refused(trainer, saved, rf"{shard.name}: cannot be read \(No such file")
+    shard.write_bytes(whole)
     state = (saved / "state.json").read_text()
+    (saved / "state.json").write_text(state.replace('"policy_version": 2', '"policy_version": 3'))
+    refused(trainer, saved, r"state.json: it does not match its own SHA-256")
     (saved / "state.json").unlink()
     refused(trainer, saved, "never completed")
     (saved / "state.json").write_text(state)
     assert trainer.load_state(str(saved)) == 2
 
 
+def test_one_bit_of_a_weight_is_seen_when_it_is_read_and_the_file_is_named(make, saved):
+    shard = saved / "shard-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"shard-00000.safetensors: bytes 0 to \d+ do not match .*; move it away"):
+        make().load_state(str(saved))
+
+
+def test_what_an_earlier_version_pickled_is_refused_with_what_to_do(make, tmp_path):
+    (tmp_path / "step-000003/dcp").mkdir(parents=True)
+    (tmp_path / "step-000003/dcp/.metadata").write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
+    expected = r"dcp/\) was written by an earlier version .* model.path=.*step-000003/hf"
+    with pytest.raises(CheckpointError, match=expected):
+        make().load_state(str(tmp_path / "step-000003/trainer"))
+    with pytest.raises(CheckpointError, match=expected):
+        list(convert(tmp_path))
+
+
+def test_shards_are_what_safetensors_itself_would_write(tmp_path):
+    kinds = (torch.float32, torch.int64, torch.bfloat16, torch.uint8, torch.bool, torch.float64, torch.int32)
+    kinds += (torch.float16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.uint16)
+    tensors = {f"{'ab'[i % 2]}.{kind}é": torch.arange(i + 3).to(kind) for i, kind in enumerate(kinds)}
+    tensors |= {"scalar": torch.tensor(0.5), "none": torch.zeros(0, 3), "two": torch.ones(2, 3)}
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+    sums, _ = write_safetensors(tmp_path / "ours", tensors, metadata={"format": "pt"})
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert sums == sums_of(tmp_path / "ours")
+
+
 def test_another_models_checkpoint_is_refused_by_name(make, saved, tmp_path):
-    refused(make(save_model(tmp_path / "wider", hidden_size=24)), saved, r"another model: .*embed_tokens.*\(40, 16\)")
+    refused(
+        make(save_model(tmp_path / "wider", hidden_size=24)),
+        saved,
+        r"another model: .*embed_tokens.*\(40, 16\) float32",
+    )
     refused(make(save_model(tmp_path / "deeper", num_hidden_layers=3)), saved, r"layers\.2.*absent in the checkpoint")
 
 
@@ -284,13 +320,13 @@ def test_what_is_saved_is_the_state_at_that_moment_however_far_training_has_come
 ):
     trainer, may_write = make(), threading.Event()
     train(trainer, range(3))
-    expected, real = weights(trainer), writing.dcp_save
+    expected, real = weights(trainer), checkpoint.write_shards
 
-    def late(*args: Any, **options: Any) -> None:
+    def late(*args: Any, **options: Any) -> Any:
         assert may_write.wait(60)
-        real(*args, **options)
+        return real(*args, **options)
 
-    monkeypatch.setattr(writing, "dcp_save", late)
+    monkeypatch.setattr(checkpoint, "write_shards", late)
     assert set(trainer.begin_save(state=str(tmp_path / "state"), hf=str(tmp_path / "hf"))) == {"checkpoint/copy_s"}
     train(trainer, range(3, 6))
     assert not (tmp_path / "state/state.json").exists(), "training did not wait for it"
@@ -312,11 +348,11 @@ def test_what_is_saved_is_the_state_at_that_moment_however_far_training_has_come
 def test_a_failed_write_is_told_in_one_line_and_the_next_one_is_free_to_succeed(make, saved, monkeypatch):
     trainer = make()
 
-    def full(*_: Any) -> None:
+    def full(*_: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device", "shard")
 
     with monkeypatch.context() as patch:
-        patch.setattr(writing.FileSystemWriter, "write_data", full)
+        patch.setattr(writing, "write_shard", full)
         trainer.begin_save(state=str(saved))
         train(trainer, range(1))
         with pytest.raises(CheckpointWriteError) as told:
@@ -355,11 +391,11 @@ def test_a_run_with_three_steps_is_converted_once_and_any_part_of_it_may_be_name
     trainer, folder, expected = make(), tmp_path / "run/checkpoints", {}
     for step in (1, 2, 3):
         train(trainer, range(step, step + 1))
-        trainer.save_state(str(folder / f"step-{step:06d}/dcp"))
-        (folder / f"step-{step:06d}/state.json").write_text(json.dumps({"base_model": str(model_path)}))
+        trainer.save_state(str(folder / f"step-{step:06d}/trainer"))
+        (folder / f"step-{step:06d}/state.json").write_text(sealed({"base_model": str(model_path)}))
         expected[step] = weights(trainer)
     shutil.copytree(folder / "step-000003", folder / "step-000004.partial")
-    inside = folder / "step-000002/dcp"
+    inside = folder / "step-000002/trainer"
     assert list(convert(inside)) == [(folder / "step-000002/hf", True)]
     every = [folder / f"step-{step:06d}/hf" for step in (1, 2, 3)]
     assert list(convert(tmp_path / "run", dtype="bfloat16")) == list(zip(every, (True, False, True), strict=True))
@@ -375,7 +411,7 @@ def test_a_run_with_three_steps_is_converted_once_and_any_part_of_it_may_be_name
 def test_what_cannot_be_converted_is_refused_by_name(make, saved, model_path, tmp_path):
     step = tmp_path / "step-000001"
     step.mkdir()
-    saved.rename(step / "dcp")
+    saved.rename(step / "trainer")
     with pytest.raises(CheckpointError, match=r"config is missing.*--base-model"):
         list(convert(step))
     assert list(convert(step, base_model=str(model_path))) == [(step / "hf", True)]
@@ -444,6 +480,6 @@ def test_an_interrupt_while_a_rank_copies_ends_with_a_whole_checkpoint_of_it(mak
 
     asyncio.run(scenario())
     assert sorted(p.name for p in (tmp_path / "saved").iterdir()) == ["latest.json", "step-000002"]
-    assert read_state(tmp_path / "saved/step-000002/dcp")["policy_version"] == 2
+    assert read_state(tmp_path / "saved/step-000002/trainer")["policy_version"] == 2
     again = make()
-    assert again.load_state(str(tmp_path / "saved/step-000002/dcp")) == 2
+    assert again.load_state(str(tmp_path / "saved/step-000002/trainer")) == 2

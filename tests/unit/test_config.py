@@ -27,6 +27,7 @@ from leeway.config.check import earlier_run
 from leeway.config.derived import least_target_policy_lag, max_outstanding_groups
 from leeway.config.keys import all_keys
 from leeway.config.vocabulary import KEY_OF, KEYS, RECIPE_OF
+from leeway.integrity import sealed
 
 BIG_MACHINE = Hardware(cores=tuple(range(64)), num_gpus=8, memory_gib=512.0)
 SMALL_MACHINE = Hardware(cores=(0, 1), num_gpus=0, memory_gib=16.0)
@@ -216,10 +217,10 @@ def test_what_to_go_on_from_must_be_a_checkpoint(minimal: str, tmp_path: Path) -
         config = load_config(minimal, [f"checkpoint.resume={resume}", f"output_dir={tmp_path}"])
         return [p.text for p in check_run(config, "sft", SMALL_MACHINE) if p.key == "checkpoint.resume"]
 
-    (tmp_path / "step-000005/dcp").mkdir(parents=True)
+    (tmp_path / "step-000005/trainer").mkdir(parents=True)
     [text] = problems(str(tmp_path / "step-000005"))
     assert str(tmp_path / "step-000005") in text
-    (tmp_path / "step-000005/dcp/state.json").touch()
+    (tmp_path / "step-000005/trainer/state.json").touch()
     assert problems(str(tmp_path / "step-000005")) == problems("auto") == problems("never") == []
 
 
@@ -661,7 +662,7 @@ def leave(checkpoints: Path, steps: dict[int, bool], *, latest: str | None = Non
     """Checkpoints of a run: step -> whether it has weights for others."""
     for step, has_weights in steps.items():
         folder = checkpoints / f"step-{step:06d}"
-        (folder / "dcp").mkdir(parents=True)
+        (folder / "trainer").mkdir(parents=True)
         if has_weights:
             (folder / "hf").mkdir()
             (folder / "hf/config.json").write_text("{}")
@@ -671,7 +672,7 @@ def leave(checkpoints: Path, steps: dict[int, bool], *, latest: str | None = Non
 
 def test_a_runs_folder_means_its_newest_weights(tmp_path: Path, minimal: str) -> None:
     run = tmp_path / "runs/leeway/first"
-    leave(run / "checkpoints", {5: True, 10: True}, latest='{"step": 5, "path": "step-000005"}')
+    leave(run / "checkpoints", {5: True, 10: True}, latest=sealed({"step": 5, "path": "step-000005"}))
     newest = run / "checkpoints/step-000005/hf"
     for named in (run, run / "checkpoints", run / "checkpoints/step-000005", newest):
         [stage] = plan_run(minimal, "async_rl", [f"model.path={named}"])
@@ -681,7 +682,17 @@ def test_a_runs_folder_means_its_newest_weights(tmp_path: Path, minimal: str) ->
     assert reference.algorithm.reference_path == str(newest)
 
 
-@pytest.mark.parametrize("latest", [None, "{", "[" * 9_999, '{"path": 7}', '{"path": "../../x"}', '{"path": "step-9"}'])
+@pytest.mark.parametrize(
+    "latest",
+    [
+        None,
+        "{",
+        '{"path": "step-000002"}',
+        sealed({"path": 7}),
+        sealed({"path": "../../x"}),
+        sealed({"path": "step-9"}),
+    ],
+)
 def test_without_a_latest_the_highest_step_counts(tmp_path: Path, minimal: str, latest: str | None) -> None:
     leave(tmp_path / "r/checkpoints", {2: True, 11: True, 3: True}, latest=latest)
     assert load_config(minimal, [f"model.path={tmp_path}/r"]).model.path == f"{tmp_path}/r/checkpoints/step-000011/hf"

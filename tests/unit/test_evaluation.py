@@ -190,7 +190,6 @@ def test_saved_models_of_a_run_in_order(tmp_path):
         folder = tmp_path / f"run/stages/rl/checkpoints/step-{step:06d}"
         (folder / "hf").mkdir(parents=True)
         (folder / "hf/config.json").write_text("{}")
-        (folder / "state.json").write_text(json.dumps({"policy_version": step}))
     (tmp_path / "run/stages/rl/checkpoints/step-000020.partial/hf").mkdir(parents=True)
     (tmp_path / "run/stages/rl/checkpoints/step-000030").mkdir()
     assert list(saved_models(tmp_path / "run")) == [2, 10]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from leeway.integrity import sealed
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer import checkpoint
 from leeway.trainer.audit import published_weights
@@ -156,8 +156,8 @@ def test_buffers_are_saved_and_converted_as_they_are_in_any_type(make, tmp_path,
     trainer.save(str(tmp_path / "hf"))
     assert same(in_files(tmp_path / "hf"), expected)
     step = tmp_path / "step-000001"
-    trainer.save_state(str(step / "dcp"))
-    (step / "state.json").write_text(json.dumps({"base_model": str(base)}))
+    trainer.save_state(str(step / "trainer"))
+    (step / "state.json").write_text(sealed({"base_model": str(base)}))
     assert list(convert(step, dtype="bfloat16")) == [(step / "hf", True)]
     converted = in_files(step / "hf")
     assert converted.keys() == expected.keys()
@@ -171,19 +171,19 @@ def test_a_checkpoint_brings_its_buffers_and_one_without_them_is_refused(make, t
     base = save(tmp_path / "base", "glm4_moe")
     trainer = make(base)
     expected = whole_tensors(trainer)
-    trainer.save_state(str(tmp_path / "dcp"))
+    trainer.save_state(str(tmp_path / "trainer"))
     again = make(save(tmp_path / "other", "glm4_moe", seed=1))
-    again.load_state(str(tmp_path / "dcp"))
+    again.load_state(str(tmp_path / "trainer"))
     assert same(whole_tensors(again), expected)
     step = tmp_path / "old"
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "saved_tensors", lambda model: dict(model.named_parameters()))
-        again.save_state(str(step / "dcp"))
+        again.save_state(str(step / "trainer"))
     with pytest.raises(CheckpointError, match=r"holds none of the model's 1 buffers .*e_score_correction_bias"):
-        again.load_state(str(step / "dcp"))
+        again.load_state(str(step / "trainer"))
     with pytest.raises(CheckpointError, match=r"1 tensors that .* has are not in the checkpoint.*score_correction"):
         list(convert(step, base_model=str(base)))
-    assert [p.name for p in step.iterdir()] == ["dcp"]
+    assert [p.name for p in step.iterdir()] == ["trainer"]
 
 
 def test_an_audit_scores_with_the_buffers_that_were_published(make, tmp_path):  # noqa: F811

@@ -14,6 +14,7 @@ import pytest
 
 from leeway.config import ConfigError, resolve_stages, run_yaml
 from leeway.config.load import read_tree
+from leeway.integrity import sealed
 from leeway.recipes import runner
 from leeway.recipes.context import StageContext, StageResult, finished_stage, mark_finished
 from leeway.recipes.resume import plan_resume
@@ -36,14 +37,14 @@ stages:
 
 @pytest.fixture(autouse=True)
 def states_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkpoint can be gone on from where it has a dcp folder; nothing of it is read."""
+    """A checkpoint can be gone on from where it has a trainer folder; nothing of it is read."""
     import leeway.recipes.checkpoints as checkpoints
 
-    def read_state(folder: Path) -> None:
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder} is not there")
+    def check_whole(folder: Path) -> None:
+        if not (folder / "trainer").is_dir():
+            raise CheckpointError(f"{folder / 'trainer'} is not there")
 
-    monkeypatch.setattr(checkpoints, "read_state", read_state)
+    monkeypatch.setattr(checkpoints, "check_whole", check_whole)
 
 
 def a_run(tmp_path: Path) -> Path:
@@ -58,8 +59,8 @@ def a_run(tmp_path: Path) -> Path:
 
 def has_checkpoint(folder: Path, stage: str, step: int, *, state: bool = True) -> Path:
     checkpoint = folder / f"stages/{stage}/checkpoints/step-{step:06d}"
-    (checkpoint / ("dcp" if state else "hf")).mkdir(parents=True)
-    (checkpoint / "state.json").write_text(json.dumps({"policy_version": step}))
+    (checkpoint / ("trainer" if state else "hf")).mkdir(parents=True)
+    (checkpoint / "state.json").write_text(sealed({"policy_version": step}))
     return checkpoint
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from leeway.config import Stage, load_config
 from leeway.failures import PartFailed
+from leeway.integrity import read_sealed, sealed
 from leeway.recipes.checkpoints import (
     Checkpoints,
     check_same_tasks,
@@ -27,6 +27,7 @@ from leeway.recipes.context import StageContext, StageResult, finished_stage, ma
 from leeway.runtime.supervisor import Supervisor
 from leeway.tasks.taskset import TaskSet
 from leeway.trainer.checkpoint import CheckpointError
+from leeway.trainer.shards import write_safetensors
 from leeway.types import Task
 
 
@@ -70,12 +71,11 @@ class FakeRank:
 
     def _write_state(self, folder: Path, step: int) -> None:
         folder.mkdir(parents=True)
-        (folder / ".metadata").write_bytes(b"names")
         if self.fault == "state":
             raise OSError(28, "No space left on device")
-        written = {"format": 1, "policy_version": step, "num_ranks": 1, "bytes": {}}
-        written["metadata_sha256"] = hashlib.sha256(b"names").hexdigest()
-        (folder / "state.json").write_text(json.dumps(written))
+        sums = write_safetensors(folder / "shard-00000.safetensors", {}, metadata={"of": str(step)})[0]
+        about = {"format": 2, "policy_version": step, "num_ranks": 1, "objective": {}}
+        (folder / "state.json").write_text(sealed(about | {"files": [sums.as_json()], "tensors": {}}))
 
 
 def config_of(tmp_path: Path, *overrides: str) -> Any:
@@ -104,9 +104,9 @@ def contents(folder: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("save_hf", "mid", "end"),
     [
-        ("last", {"dcp", "state.json"}, {"dcp", "hf", "state.json"}),
-        ("always", {"dcp", "hf", "state.json"}, {"dcp", "hf", "state.json"}),
-        ("never", {"dcp", "state.json"}, {"dcp", "state.json"}),
+        ("last", {"state.json", "trainer"}, {"hf", "state.json", "trainer"}),
+        ("always", {"hf", "state.json", "trainer"}, {"hf", "state.json", "trainer"}),
+        ("never", {"state.json", "trainer"}, {"state.json", "trainer"}),
     ],
 )
 def test_what_is_written_in_mid_run_and_at_the_end(tmp_path, save_hf, mid, end):
@@ -127,7 +127,7 @@ def test_a_run_that_saves_only_at_its_end_can_be_gone_on_from(tmp_path):
     run(checkpoints, rank, 3)
     assert saved_steps(tmp_path / "saved") == []
     assert asyncio.run(checkpoints.at_end()) == tmp_path / "saved/step-000003/hf"
-    assert contents(tmp_path / "saved/step-000003") == {"dcp", "hf", "state.json"}
+    assert contents(tmp_path / "saved/step-000003") == {"hf", "state.json", "trainer"}
     assert newest_state(tmp_path / "saved") == tmp_path / "saved/step-000003"
 
 
@@ -138,7 +138,7 @@ def test_a_run_that_was_told_to_save_no_state_leaves_weights_and_an_interrupted_
     assert asyncio.run(checkpoints.at_end()) == tmp_path / "saved/step-000003/hf"
     assert contents(tmp_path / "saved/step-000003") == {"hf", "state.json"}
     asyncio.run(checkpoints.at_end(interrupted=True))
-    assert contents(tmp_path / "saved/step-000003") == {"dcp", "hf", "state.json"}
+    assert contents(tmp_path / "saved/step-000003") == {"hf", "state.json", "trainer"}
 
 
 @pytest.mark.parametrize("at_the_end", [False, True], ids=["in mid-run", "in the final save"])
@@ -159,7 +159,7 @@ def test_an_interrupt_while_ranks_copy_what_they_hold_ends_with_a_whole_checkpoi
         rank.copied.set()
         assert await asyncio.wait_for(ending, 5) == tmp_path / "saved/step-000002/hf"
         assert contents(tmp_path / "saved") == {"step-000002", "latest.json"}, "nothing half-written is left"
-        assert contents(tmp_path / "saved/step-000002") == {"dcp", "hf", "state.json"}
+        assert contents(tmp_path / "saved/step-000002") == {"hf", "state.json", "trainer"}
 
     asyncio.run(scenario())
 
@@ -169,7 +169,7 @@ def test_the_newest_are_kept_and_those_of_every_so_many_steps(tmp_path):
     overrides = ["checkpoint.every=1", "checkpoint.keep_last=2", "checkpoint.keep_every=4"]
     run(checkpoints_of(tmp_path, rank, *overrides), rank, 11)
     assert saved_steps(tmp_path / "saved") == [4, 8, 10, 11]
-    assert json.loads((tmp_path / "saved/latest.json").read_text()) == {"step": 11, "path": "step-000011"}
+    assert read_sealed(tmp_path / "saved/latest.json").items() >= {"step": 11, "path": "step-000011"}.items()
 
 
 def test_steps_that_come_in_strides_are_saved_at_the_first_one_after_each_mark(tmp_path):
@@ -220,7 +220,7 @@ def test_training_goes_on_while_one_checkpoint_is_written_and_the_end_waits_for_
         rank.go_on.set()
         assert await second == {"checkpoint/copy_s": 0.25, "checkpoint/write_s": 2.0}
         rank.go_on.clear()
-        assert json.loads((tmp_path / "saved/step-000002/dcp/state.json").read_text())["policy_version"] == 2
+        assert json.loads((tmp_path / "saved/step-000002/trainer/state.json").read_text())["policy_version"] == 2
         rank.step = 5
         end = asyncio.ensure_future(checkpoints.at_end())
         await asyncio.sleep(0.05)
@@ -252,7 +252,7 @@ def test_an_interrupt_while_a_checkpoint_is_written_loses_neither_it_nor_the_las
 
 
 def test_what_a_killed_run_left_half_written_is_removed_by_the_next(tmp_path):
-    left = tmp_path / "saved/step-000007.0badcafe.partial/dcp"
+    left = tmp_path / "saved/step-000007.0badcafe.partial/trainer"
     left.mkdir(parents=True)
     checkpoints_of(tmp_path, FakeRank())
     assert not left.parent.exists()
@@ -261,7 +261,7 @@ def test_what_a_killed_run_left_half_written_is_removed_by_the_next(tmp_path):
 def test_a_damaged_later_checkpoint_pushes_nothing_out_and_is_replaced_when_the_run_has_come_as_far(tmp_path):
     rank, saved = FakeRank(), tmp_path / "saved"
     run(checkpoints_of(tmp_path, rank, "checkpoint.every=1", "checkpoint.keep_last=3"), rank, 4)
-    (saved / "step-000004/dcp/.metadata").write_bytes(b"other")
+    (saved / "step-000004/trainer/shard-00000.safetensors").write_bytes(b"other")
     overrides = ["checkpoint.every=2", "checkpoint.keep_last=1", "checkpoint.resume=auto"]
     resumed = resume_point(saved, config_of(tmp_path, *overrides))
     assert resumed == saved / "step-000003"
@@ -291,10 +291,10 @@ def test_weights_that_are_added_at_the_end_leave_the_state_as_it_is(tmp_path):
     rank, saved = FakeRank(), tmp_path / "saved"
     checkpoints = checkpoints_of(tmp_path, rank, "checkpoint.every=1", position=position)
     run(checkpoints, rank, 1)
-    before = (saved / "step-000001/dcp/state.json").stat()
+    before = (saved / "step-000001/trainer/state.json").stat()
     asyncio.run(checkpoints.at_end())
-    assert contents(saved / "step-000001") == {"dcp", "hf", "state.json"}
-    after = (saved / "step-000001/dcp/state.json").stat()
+    assert contents(saved / "step-000001") == {"hf", "state.json", "trainer"}
+    after = (saved / "step-000001/trainer/state.json").stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert saved_position(saved / "step-000001") == {"next_draw": 10}
 
@@ -304,11 +304,11 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     run(checkpoints_of(tmp_path, rank, "checkpoint.every=1"), rank, 2)
     config = config_of(tmp_path, "checkpoint.resume=auto")
     assert resume_point(tmp_path / "saved", config) == tmp_path / "saved/step-000002"
-    (tmp_path / "saved/step-000002/dcp/.metadata").write_bytes(b"other")
+    (tmp_path / "saved/step-000002/trainer/shard-00000.safetensors").write_bytes(b"other")
     assert resume_point(tmp_path / "saved", config) == tmp_path / "saved/step-000001"
     shutil.rmtree(tmp_path / "saved/step-000001")
     assert resume_point(tmp_path / "saved", config) is None
-    with pytest.raises(CheckpointError, match="SHA-256"):
+    with pytest.raises(CheckpointError, match=r"5 bytes, \d+ were written"):
         resume_point(tmp_path, config_of(tmp_path, f"checkpoint.resume={tmp_path}/saved/step-000002"))
 
 
