@@ -117,7 +117,7 @@ def load_state(directory: Path, *, parts: Parts, device: torch.device, rank: int
     try:
         load_rows(directory, index, targets)
     except DamagedFileError as error:
-        raise CheckpointError(f"checkpoint {directory}: {error}; {_remedy(directory)}") from None
+        raise CheckpointError(f"checkpoint {error}; {_remedy(directory)}") from None
     try:
         set_rng_state({name.removeprefix(_rng_prefix(rank)): value for name, value in generators.items()}, device)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # from Python, NumPy and torch
@@ -149,7 +149,7 @@ def read_about(step: Path) -> dict[str, Any]:
             if found != belongs:
                 raise DamagedFileError(f"{step / STATE_DIR / STATE_FILE}: it is of another checkpoint")
     except DamagedFileError as error:
-        raise CheckpointError(f"checkpoint {step}: {error}; {_remedy(step / STATE_DIR)}") from None
+        raise CheckpointError(f"checkpoint {error}; {_remedy(step / STATE_DIR)}") from None
     return about
 
 
@@ -172,7 +172,7 @@ def _read(directory: Path) -> tuple[dict[str, Any], Index]:
         _check_about(path, state)
         index = read_index(directory, state, whose=str(path))
     except DamagedFileError as error:
-        raise CheckpointError(f"checkpoint {directory}: {error}; {_remedy(directory)}") from None
+        raise CheckpointError(f"checkpoint {error}; {_remedy(directory)}") from None
     return {name: value for name, value in state.items() if name not in ("files", "tensors")}, index
 
 

@@ -48,7 +48,7 @@ def convert(path: Path, *, base_model: str | None = None, dtype: str | None = No
         except BaseException as error:
             writer.abandon()
             if isinstance(error, DamagedFileError):
-                raise CheckpointError(f"checkpoint {step}: {error}") from None
+                raise CheckpointError(f"checkpoint {error}") from None
             raise
         writer.finish()
         yield target, True
