@@ -106,6 +106,28 @@ def test_imports_inside_components_are_relative() -> None:
                 assert first != "recipes", f"{where(file, line)}: write leeway.recipes"
 
 
+RUNS_WHAT_IT_READS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle"}
+UNSAFE_CALLS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("yaml", "load"), ("yaml", "unsafe_load")}
+
+
+def test_nothing_that_is_read_is_unpickled() -> None:
+    """Files of others can run no code here. No exceptions: what crosses between a run's own processes is pickled by Ray
+    and by torch's collectives, inside those libraries.
+    """
+    for file in SOURCES:
+        for line, module, _ in imports(file):
+            assert not RUNS_WHAT_IT_READS & {*module.split(".")}, f"{where(file, line)}: {module} runs what it reads"
+            assert not module.startswith("torch.distributed.checkpoint"), (
+                f"{where(file, line)}: its metadata is pickled"
+            )
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                call = (node.value.id, node.attr)
+                assert call not in UNSAFE_CALLS, f"{where(file, node.lineno)}: {'.'.join(call)} can run what it reads"
+            if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+                raise AssertionError(f"{where(file, node.value.lineno)}: allow_pickle")
+
+
 def may_import(file: Path, library: str) -> bool:
     part, name = part_of(file), file.name
     if library == "vllm":
