@@ -279,7 +279,7 @@ def check_same_settings(folder: Path, config: Config) -> None:
 def check_same_tasks(folder: Path, taskset: TaskSet | MixedTaskSet | QueueTaskSet) -> None:
     """Raises `CheckpointError` if this checkpoint's position refers to different tasks, or has an unknown form."""
     position = saved_position(folder) if "position" in read_about(folder) else {}
-    known = {field.name for field in fields(Position)} | {"stream", "used_groups"}
+    known = {field.name for field in fields(Position)} | {"stream", "used_groups", "batches"}
     if unknown := sorted(position.keys() - known):
         raise CheckpointError(
             f"checkpoint {folder} was written by another version of Leeway: got a position with {', '.join(unknown)}, "

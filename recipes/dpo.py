@@ -9,12 +9,13 @@ are compared before and after, and every `eval.every` steps. Everything else is 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from leeway.config import Config
 from leeway.recipes.context import StageContext, StageResult
 from leeway.recipes.sft import train_offline
+from leeway.tasks.batches import Batches
 from leeway.tasks.evalsets import build_evalsets
 from leeway.tasks.examples import pair_of
 from leeway.tasks.mixed import MixedTaskSet
@@ -32,16 +33,20 @@ async def run(context: StageContext) -> StageResult:
 
 
 def batches_of(
-    config: Config, taskset: TaskSet | MixedTaskSet, prompter: Prompter, *, skip_steps: int = 0
-) -> Iterator[list[TrainBatch]]:
-    """Endless: one batch per rank, `train.batch_size` answers in total; a pair is never split.
-
-    The first `skip_steps` batches were already trained on.
-    """
-    tasks = itertools.islice(taskset.forever(), skip_steps * (config.train.batch_size // 2), None)
-    pairs = (pair_of(task, prompter, rejected_key=config.task.rejected_key) for task in tasks)
-    while True:
-        yield _shares(list(itertools.islice(pairs, config.train.batch_size // 2)), config.train.num_ranks)
+    config: Config,
+    taskset: TaskSet | MixedTaskSet,
+    prompter: Prompter,
+    *,
+    start: dict[str, Any] | None = None,
+) -> Batches[list[TrainBatch]]:
+    """`train.batch_size` answers in each batch, dealt to the ranks; a pair is never split."""
+    return Batches(
+        taskset,
+        make=lambda task: pair_of(task, prompter, rejected_key=config.task.rejected_key),
+        size=config.train.batch_size // 2,
+        collate=lambda pairs: _shares(pairs, config.train.num_ranks),
+        start=start,
+    )
 
 
 def held_out_pairs(config: Config, prompter: Prompter) -> dict[str, list[TrainBatch]]:

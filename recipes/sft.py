@@ -10,10 +10,9 @@ the loss on their answers is measured before and after training, and every `eval
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -21,11 +20,12 @@ import ray
 
 from leeway.config import Config
 from leeway.monitor import Monitor, build_monitor, read_metrics
-from leeway.recipes.checkpoints import STATE_DIR, Checkpoints, resume_point, saved_version
+from leeway.recipes.checkpoints import STATE_DIR, Checkpoints, resume_point, saved_position, saved_version
 from leeway.recipes.context import StageContext, StageResult, say, timed
 from leeway.recipes.learned import LearningWatch, Verdict
 from leeway.runtime.launch import Launcher
 from leeway.runtime.supervisor import Supervisor, together
+from leeway.tasks.batches import Batches
 from leeway.tasks.evalsets import build_evalsets
 from leeway.tasks.examples import check_examples, example_of
 from leeway.tasks.mixed import MixedTaskSet
@@ -38,12 +38,17 @@ from leeway.weights import CanaryPrompts
 LOSS_WINDOW = 20
 
 
-class Batches(Protocol):
-    """Endless batches, each as one share per rank; the first `skip_steps` of them were already trained on."""
+class MakeBatches(Protocol):
+    """Endless batches; `start`: the state from which a run goes on."""
 
     def __call__(
-        self, config: Config, taskset: TaskSet | MixedTaskSet, prompter: Prompter, *, skip_steps: int = 0
-    ) -> Iterator[list[TrainBatch]]: ...
+        self,
+        config: Config,
+        taskset: TaskSet | MixedTaskSet,
+        prompter: Prompter,
+        *,
+        start: dict[str, Any] | None = None,
+    ) -> Batches[list[TrainBatch]]: ...
 
 
 HeldOut = Callable[[Config, Prompter], dict[str, list[TrainBatch]]]
@@ -61,7 +66,7 @@ async def train_offline(
     context: StageContext,
     *,
     recipe: str,
-    batches: Batches,
+    batches: MakeBatches,
     loss_name: str,
     held_out: HeldOut,
 ) -> StageResult:
@@ -96,21 +101,23 @@ async def train_offline(
         say(f"{context.name}: {total_steps} {recipe} steps of {config.train.batch_size}, {len(taskset)} tasks")
         starting = launcher.trainers(total_steps=total_steps, canary=CanaryPrompts(scored=[], cached=[]))
         await timed(context.name, "trainer ready", starting, see=f"{context.dir / 'logs'}/")  # it publishes nothing
+        start = saved_position(resumed)["batches"] if resumed is not None else None
+        feed = _Feed(batches(config, taskset, prompter, start=start), taskset, first_step=first)
         checkpoints = Checkpoints(
             context.dir / "checkpoints",
             config=config,
             trainers=parts.trainers,
             supervisor=parts.supervisor,
+            position=feed.position,
             resumed=resumed,
         )
         measure = _Measure(context, launcher, monitor, held_out(config, prompter))
         try:
             if resumed is not None:
                 await launcher.load_state(resumed / STATE_DIR)
-            upcoming = batches(config, taskset, prompter, skip_steps=first)
             evals = {"before": record.first_evaluation() or await measure(first)} if config.eval.at_start else {}
             last_step = await _train(
-                config, launcher, record, checkpoints, upcoming, total_steps, first_step=first, measure=measure
+                config, launcher, record, checkpoints, feed, total_steps, first_step=first, measure=measure
             )
             if config.eval.at_end:
                 evals["after"] = await measure(last_step)
@@ -251,24 +258,22 @@ async def _train(
     launcher: Launcher,
     record: Record,
     checkpoints: Checkpoints,
-    batches: Iterator[list[TrainBatch]],
+    feed: _Feed,
     total_steps: int,
     *,
     first_step: int = 0,
     measure: _Measure | None = None,
 ) -> int:
-    """Consumes batches, waits for the ranks; returns the last step. The next batch is made while they compute."""
+    """Consumes batches, waits for them and for the ranks; returns the last step. The next batch is made meanwhile."""
     parts, timeout_s = launcher.parts, config.cluster.step_timeout_s
     if first_step >= total_steps or (first_step and record.is_below(config.train.stop_below_loss)):
         return first_step
-    step, upcoming = first_step, _put(next(batches))
+    step = first_step
     for step in range(first_step + 1, total_steps + 1):
         begun = time.monotonic()
-        refs, num_tokens = upcoming
+        refs, num_tokens = await asyncio.to_thread(feed.next, step)
         calls = [t.train_step.remote(ref, False) for t, ref in zip(parts.trainers, refs, strict=True)]
         pending = together(calls)
-        if step < total_steps:
-            upcoming = await asyncio.to_thread(lambda: _put(next(batches)))
         metrics = (await parts.supervisor.wait(pending, what="trainer", timeout_s=timeout_s))[0]
         metrics |= await checkpoints.after_step(step)
         record.step(step, metrics, num_tokens=num_tokens, step_s=time.monotonic() - begun)
@@ -279,18 +284,40 @@ async def _train(
     return step
 
 
-def _put(batches: Sequence[TrainBatch]) -> tuple[list[Any], int]:
-    return [ray.put(batch) for batch in batches], int(batches[0].num_tokens)
+class _Feed:
+    """The batches of a stage, and the position after each: that of the last step goes into a checkpoint."""
+
+    def __init__(self, batches: Batches[list[TrainBatch]], taskset: TaskSet | MixedTaskSet, *, first_step: int) -> None:
+        self._batches = batches
+        self._fingerprint = taskset.fingerprint()
+        self._after = {first_step: batches.state_dict()}
+
+    def next(self, step: int) -> tuple[list[Any], int]:
+        """The batch of this step: a reference to each rank's share, and the number of trained tokens in all."""
+        shares = next(self._batches)
+        self._after = {step - 1: self._after[step - 1], step: self._batches.state_dict()}
+        return [ray.put(share) for share in shares], int(shares[0].num_tokens)
+
+    async def position(self, policy_version: int) -> dict[str, Any]:
+        """See `Checkpoints`. An interrupted run may have the next batch already, and not have trained on it."""
+        return {"batches": self._after[policy_version], "stream": {"taskset": {"fingerprint": self._fingerprint}}}
 
 
 def _batches(
-    config: Config, taskset: TaskSet | MixedTaskSet, prompter: Prompter, *, skip_steps: int = 0
-) -> Iterator[list[TrainBatch]]:
-    """Endless: one batch per rank, `train.batch_size` examples in total; `skip_steps` were already trained on."""
-    tasks = itertools.islice(taskset.forever(), skip_steps * config.train.batch_size, None)
-    examples = (example_of(task, prompter) for task in tasks)
-    while True:
-        yield _shares(list(itertools.islice(examples, config.train.batch_size)), config.train.num_ranks)
+    config: Config,
+    taskset: TaskSet | MixedTaskSet,
+    prompter: Prompter,
+    *,
+    start: dict[str, Any] | None = None,
+) -> Batches[list[TrainBatch]]:
+    """`train.batch_size` examples in each batch, dealt to the ranks."""
+    return Batches(
+        taskset,
+        make=lambda task: example_of(task, prompter),
+        size=config.train.batch_size,
+        collate=lambda examples: _shares(examples, config.train.num_ranks),
+        start=start,
+    )
 
 
 def _shares(examples: Sequence[Trajectory], num_ranks: int) -> list[TrainBatch]:

@@ -59,13 +59,12 @@ class TaskStream(Iterator[Task]):
         self._too_long: set[str] = set()  # ids, of a taskset that draws tasks again; each is measured and logged once
         self._num_ids: int | None = None
         if start is not None:
-            taskset.load_state_dict(start["taskset"])
+            taskset.reset(start["taskset"])
             by_id = taskset.find(set(start["open_tasks"]))
             if gone := [task_id for task_id in start["open_tasks"] if task_id not in by_id]:
                 raise ValueError(f"task: the resumed run needs task {gone[0]}, which no longer exists")
             self._again = [by_id[task_id] for task_id in reversed(start["open_tasks"])]
             self._num_drawn = start["num_drawn"]
-        self._source = taskset.forever()
 
     def __next__(self) -> Task:
         task = (self._fitting(self._again.pop()) if self._again else None) or self._fresh()
@@ -94,7 +93,7 @@ class TaskStream(Iterator[Task]):
         for in_a_row in itertools.count(1):
             if self._most is not None and self._num_drawn >= self._most:
                 raise StopIteration
-            task = next(self._source)
+            task = next(self._taskset)
             self._num_drawn += 1
             if task.task_id not in self._too_long and (fitting := self._fitting(task)) is not None:
                 return fitting

@@ -87,7 +87,7 @@ def expert_tasks(path: str, task_config: Any, eval_config: Any, *, seed: int) ->
 
 def expert_source(tasks: TaskSet, prompter: Prompter, *, count: int, skip: int = 0) -> Callable[[], list[Trajectory]]:
     """A function that returns the next `count` examples, epoch after epoch, skipping the first `skip` examples."""
-    stream = itertools.islice(tasks.forever(), skip, None)
+    stream = itertools.islice(tasks, skip, None)
     return lambda: [example_of(task, prompter) for task in itertools.islice(stream, count)]
 
 

@@ -14,6 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torchdata.nodes import BaseNode
+
 from ..config.paths import is_file, user_path
 from ..types import Task
 from .jsonl_tasks import MAX_LINE_BYTES, parse_line
@@ -37,7 +39,7 @@ class _Place:
     num_rows: int = 0
 
 
-class QueueTaskSet(Iterator[Task]):
+class QueueTaskSet(BaseNode[Task]):
     """Behaves like a `TaskSet` that grows: drawing raises `NoTaskYet` if it would have to wait.
 
     `make` turns a row into its task; None leaves the row out. Rows are numbered by their place in the file, so the k-th
@@ -53,6 +55,7 @@ class QueueTaskSet(Iterator[Task]):
         limit: int | None = None,
         name: str = "queue",
     ) -> None:
+        super().__init__()
         self.name = name
         self._path = user_path(path)
         self._form = form
@@ -64,8 +67,9 @@ class QueueTaskSet(Iterator[Task]):
         if first is None:
             raise ValueError(f"task.path: got {path}, expected a jsonl file with at least one task to start with")
         self._fingerprint = hashlib.sha256(first.task_id.encode()).hexdigest()[:16]
+        self.reset()
 
-    def __next__(self) -> Task:
+    def next(self) -> Task:
         """The next task. Ends if the queue is closed; raises `NoTaskYet` if it is open but empty."""
         closed = self._closed_mark.exists()  # check this before reading the file for the last time
         searched_to = self._size()
@@ -76,9 +80,6 @@ class QueueTaskSet(Iterator[Task]):
             raise StopIteration
         self._searched_to = searched_to
         raise NoTaskYet(f"a task in {self._path}; feed it, or close it with `touch {self._closed_mark}`")
-
-    def forever(self) -> Iterator[Task]:
-        return self
 
     def may_have_more(self) -> bool:
         """Whether drawing could have a different result than last time; costs two file-system checks."""
@@ -117,15 +118,18 @@ class QueueTaskSet(Iterator[Task]):
     def epoch(self) -> int:
         return 0
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"fingerprint": self.fingerprint(), "place": asdict(self._place)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict`. Raises ValueError if it belongs to another file."""
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Begin with the first line, or where `state_dict()` gave `initial_state`. Raises ValueError if that belongs
+        to another file."""
+        super().reset(initial_state)
+        state = initial_state or {"fingerprint": self.fingerprint(), "place": {}}
         if (got := state["fingerprint"]) != (own := self.fingerprint()):
             raise ValueError(f"task.path: the saved position has fingerprint {got}, {self._path} has {own}")
         self._place = _Place(**state["place"])
         self._size()  # raises if the file has become shorter
+
+    def get_state(self) -> dict[str, Any]:
+        return {"fingerprint": self.fingerprint(), "place": asdict(self._place)}
 
     def fingerprint(self) -> str:
         """16 hex digits of the first task: the file may only grow."""

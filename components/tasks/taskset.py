@@ -7,6 +7,8 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from torchdata.nodes import BaseNode
+
 from ..config.evalsets import evalset_settings
 from ..config.inputs import TaskConfig
 from ..types import Task
@@ -23,12 +25,9 @@ if TYPE_CHECKING:
     from .mixed import MixedTaskSet
 
 
-class TaskSet:
-    """Iterates tasks epoch after epoch; each epoch has its own order (see `order`), decided when it begins.
-
-    `iter()` yields the rest of the current epoch and then ends; the next `iter()` starts the next epoch. An iteration
-    that was abandoned half-way is continued, never restarted, so no task is drawn twice in an epoch. `forever()` never
-    ends.
+class TaskSet(BaseNode[Task]):
+    """An endless `torchdata` node of tasks: epoch after epoch, each in an order of its own (see `order`), decided when
+    it begins. `state_dict()` is the exact position as JSON-able data, and `reset(state)` continues from it.
     """
 
     def __init__(
@@ -40,34 +39,54 @@ class TaskSet:
         difficulty_key: str | None = None,
         name: str = "tasks",
     ) -> None:
+        super().__init__()
         self.name = name
         self.tasks = tuple(tasks)
         self._seed = seed
         self._how = order
         self._difficulty_key = difficulty_key
-        self._pass_rates: dict[str, float] = {}
         self._ids = {task.task_id for task in self.tasks}
-        self._epoch = 0
-        self._position = 0
-        self._order = self._order_of(0)
+        self.reset()
 
     def __len__(self) -> int:
         """Number of tasks in one epoch."""
         return len(self.tasks)
 
-    def __iter__(self) -> Iterator[Task]:
-        epoch = self._epoch
-        while self._epoch == epoch and self._position < len(self._order):
-            task = self.tasks[self._order[self._position]]
-            self._advance()
-            yield task
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        """Begin at the first epoch, or where `state_dict()` gave `initial_state`.
 
-    def forever(self) -> Iterator[Task]:
-        """All tasks, epoch after epoch, without end."""
+        Raises ValueError if the state is of other tasks or of another order.
+        """
+        super().reset(initial_state)
+        own = {"fingerprint": self.fingerprint(), "seed": self._seed}
+        state = {"epoch": 0, "position": 0, **own} if initial_state is None else initial_state
+        for key, value in own.items():
+            if state[key] != value:
+                raise ValueError(
+                    f"taskset {self.name}: saved position has {key} {state[key]}, these tasks have {value}; "
+                    "resume with the task section and the seed of the saved run"
+                )
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        self._pass_rates: dict[str, float] = dict(state.get("pass_rates", {}))
+        self._order = list(state["order"]) if "order" in state else self._order_of(self._epoch)
+
+    def next(self) -> Task:
         if not self.tasks:
             raise ValueError(f"taskset {self.name}: got no tasks, expected at least one; check the task section")
-        while True:
-            yield from self
+        task = self.tasks[self._order[self._position]]
+        self._advance()
+        return task
+
+    def get_state(self) -> dict[str, Any]:
+        state = {
+            "epoch": self._epoch,
+            "position": self._position,
+            "seed": self._seed,
+            "fingerprint": self.fingerprint(),
+        }
+        if self._how == "adaptive":  # this epoch's order came from the pass rates of when it began
+            state |= {"order": list(self._order), "pass_rates": dict(self._pass_rates)}
+        return state
 
     def find(self, task_ids: Container[str]) -> dict[str, Task]:
         """The tasks with these ids, by id."""
@@ -89,30 +108,6 @@ class TaskSet:
     def epoch(self) -> int:
         """The epoch that the next task belongs to, counted from 0."""
         return self._epoch
-
-    def state_dict(self) -> dict[str, Any]:
-        """The exact position, as JSON-able data."""
-        state = {
-            "epoch": self._epoch,
-            "position": self._position,
-            "seed": self._seed,
-            "fingerprint": self.fingerprint(),
-        }
-        if self._how == "adaptive":  # this epoch's order came from the pass rates of when it began
-            state |= {"order": list(self._order), "pass_rates": dict(self._pass_rates)}
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from where `state_dict()` was called; refuses a state of other tasks or of another order."""
-        for key, own in (("fingerprint", self.fingerprint()), ("seed", self._seed)):
-            if state[key] != own:
-                raise ValueError(
-                    f"taskset {self.name}: saved position has {key} {state[key]}, these tasks have {own}; "
-                    "resume with the task section and the seed of the saved run"
-                )
-        self._epoch, self._position = int(state["epoch"]), int(state["position"])
-        self._pass_rates = dict(state.get("pass_rates", {}))
-        self._order = list(state["order"]) if "order" in state else self._order_of(self._epoch)
 
     def record(self, task_id: str, pass_rate: float) -> None:
         """A group of this task was finished; `pass_rate` is the share of its answers that were right."""

@@ -20,7 +20,7 @@ HEAVY = ("torch", "ray", "vllm", "transformers", "torchrl", "tensordict", "matpl
 def test_light_commands_load_nothing_heavy(tmp_path: Path) -> None:
     """One after the other in one process: what one loads is still there after the next.
 
-    `validate` loads what reading the tasks takes (reasoning-gym brings matplotlib), and no more.
+    `validate` loads what reading the tasks takes (reasoning-gym brings matplotlib, torchdata torch), and no more.
     """
     commands = [
         ["--help"],
@@ -51,7 +51,7 @@ def test_light_commands_load_nothing_heavy(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("DONE ")]
     assert lines[:-1] == [[command, 0, []] for command in commands[:-1]]
-    assert lines[-1] == [commands[-1], 0, ["matplotlib"]]
+    assert lines[-1] == [commands[-1], 0, ["matplotlib", "torch"]]
 
 
 def test_ls_shows_each_config_with_its_description(leeway: Callable[..., Done]) -> None:

@@ -76,9 +76,8 @@ def train(
     recorder: Any = Recorder()
     record = sft.Record(config, "sft", recorder, name="sft", loss_name="train/loss/sft", earlier=earlier)
     first_step = len(earlier)
-    steps = sft._train(
-        config, launcher, record, recorder, itertools.repeat([batch]), total_steps, first_step=first_step
-    )
+    feed: Any = SimpleNamespace(next=lambda step: ([batch], TOKENS))
+    steps = sft._train(config, launcher, record, recorder, feed, total_steps, first_step=first_step)
     last_step = asyncio.run(steps)
     assert recorder.steps == recorder.saved_after == list(range(first_step + 1, last_step + 1))
     assert record.num_tokens == TOKENS * last_step
@@ -173,8 +172,8 @@ def test_the_held_out_loss_is_told_when_the_settings_say(
     taskset: Any = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
 
     async def run() -> dict[str, Any]:
-        batches = sft._batches(config, taskset, PROMPTER)
-        await sft._train(config, launcher, record, recorder, batches, 6, measure=measure)  # type: ignore[arg-type]
+        feed = sft._Feed(sft._batches(config, taskset, PROMPTER), taskset, first_step=0)
+        await sft._train(config, launcher, record, recorder, feed, 6, measure=measure)  # type: ignore[arg-type]
         return await measure(6)
 
     after = asyncio.run(run())

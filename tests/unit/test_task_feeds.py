@@ -194,7 +194,7 @@ def test_a_run_goes_on_in_a_queue_where_it_was(tmp_path):
     other = tmp_path / "other.jsonl"
     feed(other, 7)
     with pytest.raises(ValueError, match=r"task\.path: the saved position has fingerprint"):
-        build(name="queue", path=str(other)).load_state_dict(saved["taskset"])
+        build(name="queue", path=str(other)).reset(saved["taskset"])
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([lines[0], lines[2], lines[1], *lines[3:]]))  # numbered anew
     with pytest.raises(ValueError, match=r"task: the resumed run needs task .*, which no longer exists"):
@@ -210,7 +210,7 @@ def test_what_is_evaluated_on_is_left_out_of_a_queue(tmp_path):
         TaskConfig.model_validate({"name": "queue", "path": str(path)}), seed=0, split="train",
         eval_config=EvalConfig.model_validate({"tasksets": {"held": {"name": "jsonl", "path": str(held)}}}),
     )  # fmt: skip
-    assert [t.answer for t in queue.forever()] == ["a0", "a2"]
+    assert [t.answer for t in queue] == ["a0", "a2"]
 
 
 def test_queues_that_cannot_be_are_refused(tmp_path):

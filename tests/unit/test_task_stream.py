@@ -114,7 +114,7 @@ def test_a_lockstep_run_that_is_ended_anywhere_draws_what_it_would_have_drawn(ki
             saved.append(through.saved)
         drawn = [task_id for step in expected for _, task_id in step]
         if kind == "adaptive":
-            shuffled = itertools.islice(taskset_of("shuffle").forever(), len(drawn))
+            shuffled = itertools.islice(taskset_of("shuffle"), len(drawn))
             assert drawn != [t.task_id for t in shuffled], "the order did not adapt: nothing is shown"
         again: Run | None = None
         for k in range(TAKES - 1):

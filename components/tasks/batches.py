@@ -1,0 +1,45 @@
+"""Batches of the tasks' own answers, for supervised and preference training, made while the ranks compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
+
+from torchdata.nodes import BaseNode, Batcher, Loader, Mapper, Prefetcher
+
+from ..types import Task
+
+B = TypeVar("B")
+E = TypeVar("E")
+
+
+class Batches(Iterator[B], Generic[B]):
+    """tasks -> `make` -> lists of `size` -> `collate`, endless. The next batch is made in a thread meanwhile.
+
+    `start`: what `state_dict()` returned after an earlier batch; the next one comes first.
+    """
+
+    def __init__(
+        self,
+        tasks: BaseNode[Task],
+        *,
+        make: Callable[[Task], E],
+        size: int,
+        collate: Callable[[Sequence[E]], B],
+        start: dict[str, Any] | None = None,
+    ) -> None:
+        self._loader = Loader(Prefetcher(Mapper(Batcher(Mapper(tasks, make), size), collate), prefetch_factor=1))
+        if start is not None:
+            self._loader.load_state_dict(start)
+        self._batches = iter(self._loader)
+
+    def __next__(self) -> B:
+        """Raises ValueError, as `make` does, for a task that cannot be trained on."""
+        try:
+            return next(self._batches)
+        except ValueError as error:  # raised in the thread: its message is a traceback that ends with the original
+            raise ValueError(str(error).strip().splitlines()[-1].removeprefix("ValueError: ")) from error
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the batch that was returned last, as JSON-able data."""
+        return self._loader.state_dict()
