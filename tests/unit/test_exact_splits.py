@@ -6,6 +6,8 @@ For every aggregation of the losses, in float32, within 1e-5 of the gradient's n
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,12 +62,38 @@ def check_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
         assert (got[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7 * total, name
 
 
-@pytest.mark.parametrize("how", OBJECTIVES)
-def test_one_rank_cuts_as_it_likes(make, how):  # noqa: F811
-    def gradient(**changes: Any) -> dict[str, torch.Tensor]:
-        trainer = make(objective=OBJECTIVES[how], **(WHOLE | changes))
+class OneRank:
+    """Gradients of a single rank. A trainer is made once for each way to cut, and given one objective after another."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._trainers: dict[str, Trainer] = {}
+
+    def gradient(self, objective: Objective, changes: dict[str, Any]) -> dict[str, torch.Tensor]:
+        if not dist.is_initialized():  # another test has ended the group, and with it these trainers
+            self._trainers.clear()
+        key = repr(changes)
+        if key not in self._trainers:
+            settings = settings_of(self._path, **(WHOLE | changes))
+            self._trainers[key] = Trainer(settings, rank=0, init_method=free_address())
+        trainer = self._trainers[key]
+        trainer._objective = objective
+        trainer._optimizer.zero_grad()
         trainer.forward_backward(batch_of(TRAJECTORIES))
         return gradients(trainer)
+
+
+@pytest.fixture(scope="module")
+def one_rank(model_path: Path) -> Iterator[OneRank]:  # noqa: F811
+    yield OneRank(model_path)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("how", OBJECTIVES)
+def test_one_rank_cuts_as_it_likes(one_rank: OneRank, how: str) -> None:
+    def gradient(**changes: Any) -> dict[str, torch.Tensor]:
+        return one_rank.gradient(OBJECTIVES[how], changes)
 
     expected = gradient(packing="padded")
     cuts = [

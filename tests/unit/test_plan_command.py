@@ -132,6 +132,7 @@ def test_the_speeds_of_a_run_with_long_answers_are_found_again(run: Path) -> Non
     assert found.token_s == pytest.approx(TOKEN_S / 2, rel=0.03)
 
 
+@pytest.mark.slow
 def test_generation_that_takes_longer_beside_training_is_seen(run: Path) -> None:
     file = run / "stages/async_rl/metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -142,6 +143,7 @@ def test_generation_that_takes_longer_beside_training_is_seen(run: Path) -> None
     assert calibrate(open_run(run)).generate_slowdown > 1.15
 
 
+@pytest.mark.slow
 def test_advice_after_a_run_is_one_line_and_none_after_a_short_one(run: Path) -> None:
     stage, config = run / "stages/async_rl", open_run(run).config
     line = advice_after(config, stage)

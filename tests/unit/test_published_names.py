@@ -46,6 +46,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
 }
+QUICK = ("qwen2", "mixtral", "gemma4_text")
+EACH = [family if family in QUICK else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
 WITH_BUFFERS = ["glm4_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("minimax_m2", "gemma4_text"))]
 
 
@@ -77,7 +79,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EACH)
 def test_what_is_published_has_the_names_and_values_of_the_files(make, tmp_path, family):  # noqa: F811
     trainer = make(save(tmp_path, family))
     manifest, _, tensors = published(trainer)
