@@ -50,6 +50,9 @@ class Footprint:
         cache = Path(tempfile.gettempdir()) / f"torchinductor_{_user()}"
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
         os.environ[MARK_ENV] = self.mark
+        # Ray and vLLM give their processes titles (setproctitle), by default in the memory of the environment too, from
+        # where the kernel reads it to us: the mark would be gone.
+        os.environ["SPT_NOENV"] = "1"
         os.environ[PREFIX_ENV] = self.memory_prefix
         os.environ["TMPDIR"] = str(self.scratch)
         try:

@@ -123,6 +123,26 @@ tempfile.mkdtemp(); print("ready", flush=True); time.sleep(600)
     other.remove()
 
 
+def test_a_process_that_gives_itself_a_title_is_still_one_of_the_run() -> None:
+    """As Ray's actors and vLLM's engines do."""
+    pytest.importorskip("setproctitle", reason="vLLM brings it")
+    footprint = Footprint.make()
+    code = (
+        "import time, setproctitle; setproctitle.setproctitle('VLLM::EngineCore'); "
+        "print('titled', flush=True); time.sleep(600)"
+    )
+    try:
+        with footprint.applied():
+            child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"titled\n"
+        assert child.pid in footprint.process_ids()
+    finally:
+        left = footprint.remove()
+    assert left == []
+    assert child.wait(5) == -signal.SIGKILL
+
+
 def test_sockets_of_ray_fit_below_the_scratch_folder_wherever_temporary_files_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
