@@ -26,7 +26,7 @@ class GuessNumber(StepEnvironment):
 
     async def step(self, completion: Completion):
         self.guesses += 1
-        said = re.search(r"\d+", completion.text)
+        said = re.search(r"\d{1,9}", completion.text)
         guess = int(said[0]) if said else 0
         if guess == self.number or self.guesses == self.options.tries:
             right = float(guess == self.number)

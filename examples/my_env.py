@@ -31,5 +31,5 @@ def closeness(text: str, answer: str) -> float:
     """1 / (1 + distance) between two whole numbers, 0.0 when one is not a number."""
     try:
         return 1.0 / (1.0 + abs(int(text) - int(answer)))
-    except ValueError:
+    except (ValueError, OverflowError):
         return 0.0

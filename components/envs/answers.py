@@ -6,9 +6,12 @@ import math
 import re
 from fractions import Fraction
 
+import regex
+
 from ..types import Completion, Task
 from .calculator import calculate, numbers_in
 
+MAX_MATCHING_S = 2.0
 THINK_THEN_ANSWER = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
 
 
@@ -37,8 +40,22 @@ def tagged(task: Task, text: str, *, tag: str = "answer") -> float:
 
 
 def answer_format(task: Task, text: str, *, pattern: str = THINK_THEN_ANSWER) -> float:
-    """1.0 when the whole text has this form (a regular expression; "." matches line ends too)."""
-    return float(re.fullmatch(pattern, text, re.DOTALL) is not None)
+    """1.0 when the whole text has this form (a regular expression; "." matches line ends too).
+
+    Some expressions take a time that grows with a power of the text's length: after `MAX_MATCHING_S` it is 0.0.
+    """
+    if pattern == THINK_THEN_ANSWER:
+        text = text.strip()
+        inner = text[len("<think>") : -len("</answer>")]
+        framed = text.startswith("<think>") and text.endswith("</answer>")
+        return float(framed and re.search(r"</think>\s*<answer>", inner) is not None)
+    try:
+        return float(regex.fullmatch(pattern, text, regex.DOTALL, timeout=MAX_MATCHING_S, concurrent=True) is not None)
+    except TimeoutError:
+        return 0.0
+
+
+answer_format.blocking = True  # type: ignore[attr-defined]
 
 
 def countdown(task: Task, text: str, *, formed: float = 0.1) -> float:
@@ -53,14 +70,26 @@ def countdown(task: Task, text: str, *, formed: float = 0.1) -> float:
     target = task.info.get("target", entry.get("target", task.answer))
     if numbers is None:
         raise ValueError(f'env.reward: countdown cannot score task {task.task_id}; its info has no "numbers"')
+    wanted = _fraction(str(target))
+    if wanted is None:
+        raise ValueError(f"env.reward: countdown cannot score task {task.task_id}; its target is {str(target)[:40]!r}")
     lines = (last_tagged(text, "answer") or text).strip().splitlines()
     expression = lines[-1].split("=")[0].strip() if lines else ""
     try:
         value, used = calculate(expression), numbers_in(expression)
     except ValueError:
         return 0.0
-    exact = math.isfinite(value) and abs(Fraction(value) - Fraction(str(target))) < Fraction(1, 10**6)
+    exact = math.isfinite(value) and abs(Fraction(value) - wanted) < Fraction(1, 10**6)
     return 1.0 if exact and sorted(used) == sorted(int(n) for n in numbers) else formed
+
+
+countdown.blocking = True  # type: ignore[attr-defined]
+
+
+def _fraction(text: str) -> Fraction | None:
+    """A number of a task; None for any other text, or "1e999999999", which would be computed."""
+    found = re.fullmatch(r"\s*-?\d{1,40}(?:\.\d{1,40}|/\d{1,40})?\s*", text)
+    return Fraction(text) if found and not re.search(r"/0+\s*$", text) else None
 
 
 def length(task: Task, text: str, completion: Completion, *, max_tokens: int = 1024) -> float:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MAX_PASSAGES = 100_000
+MAX_QUERY_CHARS, MAX_QUERY_WORDS = 2000, 32
+"""What is read of a query: each word may visit every passage."""
 _K1, _B = 1.2, 0.75
 
 
@@ -60,9 +62,12 @@ class Corpus:
         return cls(passages)
 
     def best(self, query: str, num: int) -> list[Passage]:
-        """At most `num` passages that share words with the query, best first; equal ones in the corpus' order."""
+        """At most `num` passages that share words with the query, best first; equal ones in the corpus' order.
+
+        Of a query the first MAX_QUERY_WORDS words count.
+        """
         scores: dict[int, float] = {}
-        for word in set(_words(query)):
+        for word in list(dict.fromkeys(_words(query[:MAX_QUERY_CHARS])))[:MAX_QUERY_WORDS]:
             places = self._places.get(word, [])
             rarity = math.log(1 + (len(self._passages) - len(places) + 0.5) / (len(places) + 0.5))
             for index, times in places:

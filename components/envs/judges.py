@@ -32,8 +32,8 @@ Criterion: {criterion}
 
 End with one line: ANSWER: yes or ANSWER: no."""
 
-_SCORE = re.compile(r"SCORE:\s*\**\s*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
-_YES_OR_NO = re.compile(r"ANSWER:\s*\**\s*(yes|no)\b", re.IGNORECASE)
+_SCORE = re.compile(r"SCORE:[\s*]*(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+_YES_OR_NO = re.compile(r"ANSWER:[\s*]*(yes|no)\b", re.IGNORECASE)
 
 
 async def judge(

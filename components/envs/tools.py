@@ -7,6 +7,7 @@ A call is a JSON object between tags, as many of them as the policy likes, anywh
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import re
@@ -19,6 +20,9 @@ from .corpus import Corpus
 from .importing import import_user_object
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+MAX_CALLS = 32
+"""In one turn."""
+MAX_CALL_CHARS = 100_000
 _TYPES: dict[str, Any] = {
     "string": str,
     "integer": int,
@@ -35,7 +39,11 @@ class ToolError(ValueError):
 
 
 class Tool(Protocol):
-    """`parameters` is a JSON schema of an object; `__call__` gets its properties as keyword arguments."""
+    """`parameters` is a JSON schema of an object; `__call__` gets its properties as keyword arguments.
+
+    A sync tool that may take more than a few milliseconds says so with an attribute `blocking = True`, and is then run
+    in a thread.
+    """
 
     name: str
     description: str
@@ -58,6 +66,7 @@ def _one_text(name: str) -> dict[str, Any]:
 
 
 class Calculator:
+    blocking = True
     name = "calculator"
     description = "Calculates an arithmetic expression such as 3 * (4 + 5) ** 2."
     parameters = _one_text("expression")
@@ -72,6 +81,7 @@ class Calculator:
 class Search:
     """The paragraphs of a corpus that fit a query best."""
 
+    blocking = True
     name = "search"
     description = "Finds passages by key words."
     parameters = _one_text("query")
@@ -140,10 +150,16 @@ def describe_schemas(schemas: Sequence[dict[str, Any]]) -> str:
 
 def parse_calls(text: str) -> list[Call]:
     """The calls in a completion, in order, those that are wrong included; an unclosed last tag is read to the end."""
-    return [_parse(found.group(1)) for found in _CALL.finditer(text)]
+    texts = [found.group(1) for found in _CALL.finditer(text)]
+    calls = [_parse(one) for one in texts[:MAX_CALLS]]
+    if len(texts) > MAX_CALLS:
+        calls.append(Call("", {}, f"{len(texts)} calls in one turn; those after the first {MAX_CALLS} are left out"))
+    return calls
 
 
 def _parse(text: str) -> Call:
+    if len(text) > MAX_CALL_CHARS:
+        return Call("", {}, f"a call of {len(text)} characters; at most {MAX_CALL_CHARS} are read")
     try:
         item = json.loads(text)
     except (ValueError, RecursionError):
@@ -185,6 +201,10 @@ class _Described:
     parameters: dict[str, Any]
     tool: Tool
 
+    @property
+    def blocking(self) -> bool:
+        return getattr(self.tool, "blocking", False)
+
     def __call__(self, *args: Any, **arguments: Any) -> str | Awaitable[str]:
         return self.tool(*args, **arguments)
 
@@ -197,7 +217,10 @@ async def run_call(call: Call, tools: dict[str, Tool]) -> str:
     if tool is None:
         raise ToolError(f"there is no tool {call.name!r}; there are {', '.join(tools)}")
     check_arguments(call.arguments, tool.parameters)
-    result = tool(**call.arguments)
+    if getattr(tool, "blocking", False):
+        result: Any = await asyncio.to_thread(tool, **call.arguments)
+    else:
+        result = tool(**call.arguments)
     return str(await result if inspect.isawaitable(result) else result)
 
 
