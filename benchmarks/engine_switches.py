@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from leeway.collector import engine_worker
-from leeway.collector.engine_readback import ReadBack
+from leeway.engines import vllm_worker
+from leeway.engines.vllm_readback import ReadBack
 from leeway.weights import TensorEntry
 
-READ_BUCKET, COVERAGE = engine_worker.read_bucket, engine_worker.uncovered_parameters
-READ_BACK, ADD = engine_worker.read_back, engine_worker.Published.add
+READ_BUCKET, COVERAGE = vllm_worker.read_bucket, vllm_worker.uncovered_parameters
+READ_BACK, ADD = vllm_worker.read_back, vllm_worker.Published.add
 
 
 def unchecked(
@@ -22,10 +22,10 @@ def unchecked(
         yield e.name, bucket[e.offset : e.offset + e.num_bytes].view(getattr(torch, e.dtype)).view(e.shape)
 
 
-class Switches(engine_worker.WorkerExtension):
+class Switches(vllm_worker.WorkerExtension):
     def only(self: Any, variant: str) -> None:
         """`variant`: "all" checks, "none", or "no ..." with one of them left out."""
-        module: Any = engine_worker
+        module: Any = vllm_worker
 
         def on(check: str) -> bool:
             return variant not in ("none", f"no {check}")

@@ -105,15 +105,16 @@ class Pulled(NamedTuple):
 
 class Bench:
     def __init__(self, folder: Path) -> None:
-        from leeway.collector import engine_worker_env
-        from leeway.collector.engine import Engine, EngineSettings
+        from leeway.collector.engine import EngineSettings
+        from leeway.engines import vllm_worker_env
+        from leeway.engines.vllm_engine import VllmEngine
 
         here = str(Path(__file__).resolve().parent)
         os.environ["PYTHONPATH"] = os.pathsep.join([here, *sys.path])
         sys.path.insert(0, here)
-        engine_worker_env.WORKER_EXTENSION = "engine_switches.Switches"
+        vllm_worker_env.WORKER_EXTENSION = "engine_switches.Switches"
         self.model = Model(folder)
-        self.engine = Engine(
+        self.engine = VllmEngine(
             EngineSettings(
                 model_path=str(folder),
                 dtype="float32",

@@ -121,12 +121,13 @@ def trainer(args: argparse.Namespace, folder: str) -> Callable[[], object]:
 
 def engine(args: argparse.Namespace) -> Callable[[], object]:
     """64 prompts, eight answers of 16 tokens each."""
-    from leeway.collector.engine import Engine, EngineSettings
+    from leeway.collector.engine import EngineSettings
+    from leeway.engines.vllm_engine import VllmEngine
 
     loop = asyncio.new_event_loop()
 
-    async def start() -> Engine:
-        made = Engine(
+    async def start() -> VllmEngine:
+        return await VllmEngine.start(
             EngineSettings(
                 model_path=args.engine,
                 dtype="float32",
@@ -139,8 +140,6 @@ def engine(args: argparse.Namespace) -> Callable[[], object]:
                 load_weights=True,
             )
         )
-        await made.serve_own_weights()
-        return made
 
     running = loop.run_until_complete(start())
 

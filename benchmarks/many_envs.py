@@ -42,8 +42,9 @@ from quickstart_runs import HERE
 from leeway import Completion, StepEnvironment, Task
 from leeway.collector.clock import ActivityClock
 from leeway.collector.collector import Collector, CollectorSettings
-from leeway.collector.engine import Engine, EngineSettings
+from leeway.collector.engine import EngineSettings
 from leeway.config import load_config
+from leeway.engines.vllm_engine import VllmEngine
 from leeway.tasks.bootstrap import build_model_dir
 from leeway.tasks.prompting import Prompter
 from leeway.tasks.taskset import build_taskset
@@ -70,7 +71,7 @@ class Slow(StepEnvironment):
         return " again =", len(completion.text) % 2, self._turn == TURNS, {}
 
 
-async def bare(engine: Engine, prompter: Prompter, tasks: list[Task], in_flight: int) -> int:
+async def bare(engine: VllmEngine, prompter: Prompter, tasks: list[Task], in_flight: int) -> int:
     """Tokens sampled: each prompt, then prompt, answer and a second question, with no environment in between."""
     room = asyncio.Semaphore(in_flight)
     again = prompter.encode_plain(" again =")
@@ -93,14 +94,13 @@ async def measure(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         assert config.model.init is not None
         path = build_model_dir(config.model.init, taskset.texts(), Path(folder), seed=0)
-        engine = Engine(
+        engine = await VllmEngine.start(
             EngineSettings(
                 model_path=str(path), dtype="float32", device="cpu", max_model_len=128, seed=0,
                 options={"enforce_eager": True, "block_size": 32, "max_num_seqs": 256},
                 cores=options.cores, kv_cache_gib=1, load_weights=True,
             )
         )  # fmt: skip
-        await engine.serve_own_weights()
         prompter = Prompter.load(path)
         prompter.stop_token_ids = []  # answers of one length
         tasks = list(taskset.tasks[: options.tasks])
@@ -146,7 +146,7 @@ class Round:
     """Cores that processes of others took meanwhile."""
 
 
-async def timed(work: Callable[[], Awaitable[int]], engine: Engine, num_requests: int) -> Round:
+async def timed(work: Callable[[], Awaitable[int]], engine: VllmEngine, num_requests: int) -> Round:
     def seconds() -> tuple[float, float, float, float]:
         there, machine = sum(_seconds(psutil.Process(pid)) for pid in engine.process_ids()), psutil.cpu_times()
         return time.monotonic(), time.process_time(), there, machine.user + machine.nice + machine.system
@@ -159,11 +159,11 @@ async def timed(work: Callable[[], Awaitable[int]], engine: Engine, num_requests
     )
 
 
-async def rolled(engine: Engine, prompter: Prompter, tasks: list[Task], in_flight: int, delay_s: float) -> int:
+async def rolled(engine: VllmEngine, prompter: Prompter, tasks: list[Task], in_flight: int, delay_s: float) -> int:
     unused: Any = None
     collector = Collector(
         engine=engine, environment=Slow(delay_s), prompter=prompter, hand_over=unused, clock=ActivityClock(),
-        admit=unused, retried=unused, give_back=unused, fail=unused, is_engine_lost=lambda error: False,
+        admit=unused, retried=unused, give_back=unused, fail=unused,
         settings=CollectorSettings(
             group_size=1, temperature=1.0, max_prompt_tokens=64, max_response_tokens=64, max_model_len=128,
             max_in_flight=in_flight, timeout_s=600.0, engine_stall_s=300.0, retries=0, seed=0, seeded=False,

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from leeway.config import Config
+from leeway.config.engines import ENGINES, NOT_REPRODUCIBLE, OWNED_BY_LEEWAY
 from leeway.config.keys import default_of
-from leeway.config.rules import NOT_REPRODUCIBLE, OWNED_BY_LEEWAY
 
 Schema = dict[str, Any]
 """A JSON schema, or a part of one."""
@@ -49,7 +49,10 @@ Two settings have one possible value so far: `param_server.transport` (object_st
 """
 
 ENGINE = """\
-Refused in `rollout.engine`, because Leeway sets them: {owned}.
+`rollout.engine.name` is one of {engines}, or your own `pkg.module:Class`; another name in a higher layer takes the
+other settings of `rollout.engine` with it. `hf` has one, `max_num_seqs` (256): sequences that it works on at a time.
+
+With `vllm`, refused in `rollout.engine`, because Leeway sets them: {owned}.
 Refused there, because the trainer could not reproduce the engine's probabilities: {unreproducible}.
 """
 
@@ -63,7 +66,11 @@ def page() -> str:
     for name, definition in _sections(schema, schema["properties"], prefix=""):
         parts.append(_table(name, definition["description"], definition["properties"], prefix=f"{name}."))
         if name == "rollout":
-            parts.append(ENGINE.format(owned=_names(OWNED_BY_LEEWAY), unreproducible=_names(NOT_REPRODUCIBLE)))
+            parts.append(
+                ENGINE.format(
+                    engines=_names(ENGINES), owned=_names(OWNED_BY_LEEWAY), unreproducible=_names(NOT_REPRODUCIBLE)
+                )
+            )
     return "\n".join(parts)
 
 

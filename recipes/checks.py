@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from leeway.config import Hardware, Stage, check_run, derive, this_machine
 from leeway.config.auxiliary import AuxiliaryModel
 from leeway.config.check import earlier_run
+from leeway.config.engines import is_local_path
 from leeway.config.names import OFFLINE_RECIPES, STUDIES, user_names
-from leeway.config.rules import is_local_path
 from leeway.recipes.estimate import memory_problem
 from leeway.recipes.models import (
     Unreachable,

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from leeway.config.engines import is_local_path
 from leeway.config.inputs import ModelInit
 from leeway.config.paths import is_file, user_path
-from leeway.config.rules import is_local_path
 from leeway.failures import Refused
 from leeway.integrity import DamagedFileError, check_folder
 

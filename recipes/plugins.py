@@ -16,10 +16,17 @@ _PROGRAMMING_ERRORS = (TypeError, NameError, AttributeError, ImportError)
 
 def check_plugins(config: Config) -> None:
     """Import and build everything the settings name. Raises a one-line ValueError: file, line, what was expected."""
+    from leeway.envs.importing import import_user_object
     from leeway.envs.registry import build_environment
     from leeway.replay.operators import Pipeline
     from leeway.replay.reuse import priority_of
 
+    if user_names(engine := config.rollout.engine_name):
+        expected = "a class with the verbs of leeway.collector.engine.Engine"
+        own = import_user_object(engine, key="rollout.engine.name", expected=expected)
+        verbs = ("start", "generate", "load_weights", "score", "process_ids", "compute_threads", "shutdown")
+        if missing := [verb for verb in verbs if not callable(getattr(own, verb, None))]:
+            raise ValueError(f"rollout.engine.name: got {engine}, which has no {missing[0]}(); expected {expected}")
     build_environment(config.env)
     Pipeline(config.replay.operators)
     priority_of(config.replay.priority)

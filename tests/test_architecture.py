@@ -15,7 +15,7 @@ LAYERS = [
     {"config", "monitor"},
     {"tasks", "envs", "algorithms"},
     {"collector", "replay", "param_server", "trainer"},
-    {"runtime", "planning", "auxiliary"},
+    {"runtime", "planning", "auxiliary", "engines"},
     {"recipes", "cli"},
 ]
 MIDDLE = LAYERS[3]
@@ -131,7 +131,7 @@ def test_nothing_that_is_read_is_unpickled() -> None:
 def may_import(file: Path, library: str) -> bool:
     part, name = part_of(file), file.name
     if library == "vllm":
-        return part == "collector" and name.startswith("engine")
+        return part == "engines" and name.startswith("vllm")
     if library == "ray":
         return name == "actor.py" or part in ("runtime", "recipes")
     if library in ("omegaconf", "yaml"):

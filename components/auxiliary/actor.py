@@ -1,4 +1,4 @@
-"""An auxiliary model as a Ray actor: a vLLM engine or a classifier, served at its own address."""
+"""An auxiliary model as a Ray actor: an inference engine or a classifier, served at its own address."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 import ray
 
-from ..collector.engine import Engine, EngineSettings
+from ..collector.engine import Engine, EngineSettings, start_engine
 from ..config.auxiliary import AuxiliaryModel
+from ..config.engines import split_options
 from ..envs.http import serve
 from ..failures import PartFailed, Watched, as_text
 from ..monitor.logs import log_to_file, tail
@@ -36,20 +37,21 @@ class AuxiliaryActor(Watched):
             if model.kind == "classify":
                 service = Service(key=key, model=model.path, classifier=Classifier(path, device=device, dtype=dtype))
             else:
-                self._engine = Engine(
+                name, options = split_options(model.engine)
+                self._engine = await start_engine(
                     EngineSettings(
+                        name=name,
                         model_path=path,
                         dtype=dtype,
                         device=device,
                         max_model_len=model.max_model_len,
                         seed=0,
-                        options=dict(model.engine),
+                        options=options,
                         cores=[],
                         kv_cache_gib=kv_cache_gib,
                         load_weights=True,
                     )
                 )
-                await self._engine.serve_own_weights()
                 service = Service(
                     key=key,
                     model=model.path,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 from typing import Any, Protocol
 
+from ..collector.engine import Generates
 from ..envs.http import Answer, Request, refusal
 
 
@@ -17,7 +18,7 @@ class Classifies(Protocol):
 class Service:
     """A handler for `envs.http.serve`. It refuses requests without the run's key.
 
-    `prompter` and `max_model_len` belong to an `engine` (`generate` as that of `collector.engine`); a service has an
+    `prompter` and `max_model_len` belong to an `engine`; a service has an
     engine or a `classifier`.
     """
 
@@ -26,7 +27,7 @@ class Service:
         *,
         key: str,
         model: str,
-        engine: Any = None,
+        engine: Generates | None = None,
         prompter: Any = None,
         max_model_len: int = 0,
         classifier: Classifies | None = None,

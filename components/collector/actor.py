@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 import ray
 
 from ..config import Config
+from ..config.engines import engine_kind
 from ..config.inputs import EvalSampling
 from ..envs.registry import build_environment
 from ..failures import PartFailed, Watched, as_text
@@ -21,7 +24,7 @@ from ..types import Task, Trajectory
 from ..weights import Manifest
 from .awaited import unless
 from .clock import ActivityClock
-from .engine import Engine, EngineSettings, is_engine_lost
+from .engine import Engine, EngineSettings, start_engine
 from .hand_over import HandOver
 from .loop_watch import LoopWatch
 from .settings import CollectorSettings
@@ -47,18 +50,17 @@ class CollectorActor(Watched):
     ) -> dict[str, Any]:
         """`buffer` and `param_server` are actor handles (None: this engine serves the weights it was started with)."""
         try:
-            self._engine = Engine(engine)
+            self._engine: Engine = await start_engine(engine)
         except Exception as error:
             # vLLM says "see root cause above", which is in the log of this process.
             cause = last_error(self._log_file, but="Engine core initialization failed") or error
             raise PartFailed(self.role, f"the engine did not start: {cause}", tail(self._log_file)) from None
-        if engine.load_weights:
-            await self._engine.serve_own_weights()
         self._own_weights, self._model_path = engine.load_weights, engine.model_path
+        self._unwanted = engine_kind(engine.name).without
         # Of this process: what is started in its place asks for groups under another name.
         self._name = f"{self.role}/{os.getpid()}"
         self._begin(config, settings, tolerance, buffer, param_server)
-        # What vLLM and torch have loaded stays: each collection would walk it, a fifth of this process's time.
+        # What the engine and torch have loaded stays: each collection would walk it, a fifth of this process's time.
         gc.collect()
         gc.freeze()
         LoopWatch()
@@ -67,6 +69,7 @@ class CollectorActor(Watched):
             "pid": os.getpid(),
             "node": ray.util.get_node_ip_address(),
             "engine_pids": self._engine.process_ids(),
+            "compute_threads": self._engine.compute_threads(),
         }
 
     @as_text
@@ -83,8 +86,10 @@ class CollectorActor(Watched):
     def _begin(
         self, config: Config, settings: CollectorSettings, tolerance: float, buffer: Any, param_server: Any
     ) -> None:
-        # Here, because torchrl loads vLLM: seconds of the driver, which needs neither to start an actor of this class.
-        from .collector import Collector
+        # Here, because torchrl loads vLLM: seconds of the driver, which needs neither to start an actor of this class,
+        # and of a collector whose engine is another.
+        with not_loading(*self._unwanted):
+            from .collector import Collector
 
         deadline_s, oldest = config.cluster.step_timeout_s, config.rollout.pull == "oldest"
 
@@ -117,7 +122,6 @@ class CollectorActor(Watched):
             retried=lambda admission: buffer.retried.remote(admission.group_id, admission.attempt),
             give_back=lambda reason: buffer.give_back.remote(self._name, reason),
             fail=lambda admission, reason: buffer.fail.remote(admission.group_id, reason, admission.attempt),
-            is_engine_lost=is_engine_lost,
             settings=settings,
         )
 
@@ -172,6 +176,18 @@ class CollectorActor(Watched):
 
     async def shutdown(self) -> None:
         self._collector.shutdown()
+
+
+@contextmanager
+def not_loading(*packages: str) -> Iterator[None]:
+    """Within this context, the import system takes `packages` for absent, unless they are loaded already."""
+    hidden = [name for name in packages if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None is its own sign for that
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
 
 
 async def _fetch(bucket_refs: list[Any]) -> AsyncIterator[np.ndarray]:

@@ -27,10 +27,11 @@ from ..weights import HandOverError
 from .awaited import Awaited, unless
 from .checks import TookTooLong, checked, reason_of, until_ended, within
 from .clock import ActivityClock, RolloutClock
-from .hand_over import HandOver, LoadsWeights, PullReport
+from .engine import Engine, EngineLost
+from .hand_over import HandOver, PullReport
 from .many import RolloutFailed, each
-from .policy import EnginePolicy, Generates, derived_seed
-from .progress import EngineHung, Progress
+from .policy import EnginePolicy, derived_seed
+from .progress import EngineHung
 from .room import Room
 from .settings import CollectorSettings
 
@@ -39,23 +40,6 @@ logger = logging.getLogger(__name__)
 
 class RunsTasks(Protocol):
     async def rollout(self, task: Task, policy: Any) -> list[Trajectory]: ...
-
-
-class InferenceEngine(LoadsWeights, Generates, Protocol):
-    """What a collector asks of its engine; see `engine.Engine`.
-
-    `places`: sequences that it works on at the same time. `cache_tokens`: what fits into its KV cache (0: not known).
-    """
-
-    progress: Progress
-    places: int
-    cache_tokens: int
-
-    def shutdown(self) -> None: ...
-
-
-class EngineLost(RuntimeError):
-    """The engine died, or hangs; nothing that it was generating can be finished here."""
 
 
 class Collector(BaseCollector):
@@ -67,7 +51,7 @@ class Collector(BaseCollector):
     def __init__(
         self,
         *,
-        engine: InferenceEngine,
+        engine: Engine,
         environment: RunsTasks,
         prompter: Any,
         hand_over: HandOver,
@@ -76,7 +60,6 @@ class Collector(BaseCollector):
         retried: Callable[[Admission], Awaitable[None]],
         give_back: Callable[[str], Awaitable[Any]],
         fail: Callable[[Admission, str], Awaitable[None]],
-        is_engine_lost: Callable[[BaseException], bool],
         settings: CollectorSettings,
     ) -> None:
         super().__init__()
@@ -89,7 +72,6 @@ class Collector(BaseCollector):
         self._retried = retried
         self._give_back = give_back
         self._fail = fail
-        self._is_engine_lost = is_engine_lost
         self._settings = settings
         self._seed = settings.seed
         self._room = Room(engine.progress, places=engine.places, cache_tokens=engine.cache_tokens)
@@ -442,9 +424,9 @@ class Collector(BaseCollector):
                 return checked(
                     trajectories, group_size=group_size, max_model_len=s.max_model_len, versions=policy.versions
                 )
+            except EngineLost as error:
+                raise EngineLost(str(error)) from None
             except Exception as error:
-                if self._is_engine_lost(error):
-                    raise EngineLost(f"the inference engine died: {error}") from None
                 too_long = f"rollout took longer than rollout.timeout_s = {s.timeout_s:g} s"
                 reason, last_error = too_long if isinstance(error, TookTooLong) else reason_of(error), error
                 logger.warning("task %s, attempt %d: %s", task.task_id, attempt, reason, exc_info=error)

@@ -1,39 +1,40 @@
-"""The inference engine: vLLM's `AsyncLLM` under published weights, with logprobs that a trainer can reproduce."""
+"""The door for inference engines: all that a collector and the hand-over of weights ask of one.
+
+    settings -> start -> load_weights (version 0) -> score -> generate ... -> load_weights (version 1) -> score -> ...
+
+An implementation is a class with `start`, named in `config/engines.py` or by a user as "pkg.module:Class". Ours are
+`engines/vllm_engine.py` and `engines/hf_engine.py`; `tests/integration/engine_contract.py` is what each is held to.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import itertools
-import json
 import math
-import os
-import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
-import psutil
 
-from ..weights import Canary, CanaryGap, HandOverError, Manifest, TensorEntry
-from . import engine_worker_env as worker_env
+from ..config.engines import engine_kind
+from ..envs.importing import import_user_object
+from ..weights import Canary, CanaryGap, Manifest
 from .clock import RolloutClock
-from .progress import Progress, Sampled
-from .shared_memory import SharedFolder
+from .progress import Progress
 
-FIRST = -1
-"""The priority of a canary's requests; all others have 0, and are served in the order they came."""
+
+class EngineLost(RuntimeError):
+    """The engine died, or hangs; nothing that it was generating can be finished here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Everything an engine is started with. `cores` are CPU cores for vLLM's compute threads (empty: not pinned).
+    """Everything an engine is started with. `cores`: CPU cores for its compute threads (empty: not pinned).
 
-    `load_weights`: serve the weights in `model_path`; else start from noise and serve nothing before a verified load.
-    `read_back`: compare every weight with what was published after each load.
+    `name`: what `rollout.engine.name` says; `options`: the rest of `rollout.engine`. `load_weights`: serve the weights
+    in `model_path` as version 0; else serve nothing before a verified load. `seeded`: some requests have a seed.
+    `read_back`: compare every weight with what was published after each load. `max_model_len`: tokens of a prompt and
+    its response. `kv_cache_gib`: memory for keys and values on a CPU, in GiB.
     """
 
     model_path: str
@@ -44,6 +45,7 @@ class EngineSettings:
     options: dict[str, Any]
     cores: list[int]
     kv_cache_gib: float
+    name: str = "vllm"
     load_weights: bool = False
     seeded: bool = False
     read_back: bool = True
@@ -52,7 +54,11 @@ class EngineSettings:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """One completion as the engine returns it; one entry per sampled token."""
+    """One completion; one entry per sampled token, a stop token included.
+
+    `logprobs`: in nats, under the distribution that the token was drawn from. `policy_versions`: of the weights that
+    drew it. `finish_reason`: "stop" after a stop token, "length" at the limit of tokens.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -60,91 +66,19 @@ class SampledTokens:
     finish_reason: str
 
 
-class Engine:
-    """Verbs: `generate`, `load_weights`, `score`. Unless told otherwise it starts with random weights."""
+@dataclass(frozen=True)
+class LoadTimes:
+    """`drain_s`: until the engine stood still (it generates to the end of its pass, with "off" of all requests).
 
-    def __init__(self, settings: EngineSettings) -> None:
-        self._shared_memory = SharedFolder()
-        try:
-            self._start(settings)
-        except BaseException:
-            self._shared_memory.remove()
-            raise
-        self._request_ids = map(str, itertools.count())  # vLLM makes them unique
-        self._initialised = False
-        self._read_back = settings.read_back
-        self._half_loaded = False
-        self._num_loads = 0
-        self._cache_salt: str | None = None
+    `pause_s`: from there on, nothing was generated for this long.
+    """
 
-    def _start(self, settings: EngineSettings) -> None:
-        os.environ[worker_env.MEMORY_ENV] = str(self._shared_memory.path)
-        worker_env.prepare(
-            device=settings.device,
-            cores=settings.cores,
-            kv_cache_gib=settings.kv_cache_gib,
-            eager=bool(settings.options.get("enforce_eager")),
-        )
-        from vllm import AsyncEngineArgs, SamplingParams
-        from vllm.config.weight_transfer import WeightTransferConfig
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.async_llm import AsyncLLM
+    drain_s: float
+    pause_s: float
 
-        args: dict[str, Any] = dict(
-            model=settings.model_path,
-            dtype=settings.dtype,
-            max_model_len=settings.max_model_len,
-            seed=settings.seed,
-            load_format="auto" if settings.load_weights else "dummy",
-            skip_tokenizer_init=True,
-            generation_config="vllm",
-            logprobs_mode="processed_logprobs",
-            enable_prefix_caching=True,
-            scheduling_policy="priority",  # a canary overtakes what waits: its time must not grow with the batch
-            disable_log_stats=True,
-            weight_transfer_config=WeightTransferConfig(backend=worker_env.BACKEND),
-            worker_extension_cls=worker_env.WORKER_EXTENSION,
-            trust_remote_code=settings.trust_remote_code,
-        )
-        if settings.device == "cpu":
-            args |= dict(distributed_executor_backend="uni")
-            if settings.seeded:
-                # Prefilling a prompt in parts throws a sampled token away; vLLM then rewinds the request's
-                # generator by an offset, which CPU generators do not have, and the engine dies.
-                args |= dict(enable_chunked_prefill=False)
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(args | settings.options)))
-        vllm_config = self._llm.vllm_config
-        self.places = vllm_config.scheduler_config.max_num_seqs * vllm_config.parallel_config.data_parallel_size
-        self.cache_tokens = (vllm_config.cache_config.num_gpu_blocks or 0) * (vllm_config.cache_config.block_size or 0)
-        self.progress = Progress()
-        self._watch_passes()
-        # Per request, on the processor that answers environments: a deep copy of these parameters would cost more than
-        # all that is done with them.
-        self._params = functools.partial(
-            SamplingParams, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY, skip_clone=True
-        )
 
-    def _watch_passes(self) -> None:
-        """Tell `progress` of every pass. Outputs reach this process with each pass, though requests hear of their last
-        one only; vLLM's own statistics, which would say less, cost each token more.
-        """
-        processor = self._llm.output_processor
-        process, requests, passed = processor.process_outputs, processor.request_states, self.progress.passed
-
-        def process_outputs(outputs: list[Any], timestamp: float | None = None, *args: Any, **kwargs: Any) -> Any:
-            sampled = [
-                Sampled(requests[o.request_id].external_req_id, o.request_id, len(o.new_token_ids), o.finished)
-                for o in outputs
-                if o.request_id in requests
-            ]
-            passed(timestamp or time.monotonic(), sampled)
-            return process(outputs, timestamp, *args, **kwargs)
-
-        processor.process_outputs = process_outputs  # type: ignore[method-assign]
-
-    async def serve_own_weights(self) -> None:
-        """Label the weights that the engine was started with as version 0."""
-        await self._llm.update_weight_version("0")
+class Generates(Protocol):
+    """The one verb that a policy needs."""
 
     async def generate(
         self,
@@ -158,36 +92,16 @@ class Engine:
         top_p: float = 1.0,
         clock: RolloutClock | None = None,
     ) -> list[SampledTokens]:
-        """Sample n completions of one prompt; each token with its logprob under the distribution it was drawn from.
+        """Sample n completions of one prompt. Cancelling the call aborts them.
 
-        `clock` is told of the passes that worked on them.
+        `temperature` 0: n times the likeliest one. `seed` makes the samples a function of (weights, prompt, seed),
+        whatever else is being generated. `clock` is told of the passes that worked on them. Raises EngineLost.
         """
-        params = self._params(
-            n=n if temperature else 1,
-            temperature=temperature,
-            top_p=top_p,
-            max_tokens=max_tokens,
-            stop_token_ids=list(stop_token_ids),
-            ignore_eos=True,  # the stop tokens above are the whole truth, and the trainer knows them
-            logprobs=0,
-            flat_logprobs=True,
-            seed=seed,
-        )
-        outputs = (await self._final_output(list(prompt_tokens), params, clock=clock)).outputs
-        completions = [_sampled_tokens(o) for o in sorted(outputs, key=lambda o: o.index)]
-        return completions if temperature else completions * n  # greedy: n times the same, sampled once
+        ...
 
-    async def score(self, canary: Canary) -> CanaryGap:
-        """Largest |logprob difference| between this engine and the canary's own numbers, by two routes.
 
-        1. Prompt logprobs, which never read the prefix cache: the weights compute the same function.
-        2. The token after a prompt that an earlier version may have left in the prefix cache: no stale cache is read.
-        """
-        prompts = canary.prompts
-        scored = [self._scored_gap(s, lp) for s, lp in zip(prompts.scored, canary.logprobs, strict=True)]
-        cached = zip(prompts.cached, canary.next_tokens, canary.next_logprobs, strict=True)
-        gaps = await asyncio.gather(*scored, *(self._continued_gap(*c) for c in cached))
-        return CanaryGap(largest(gaps[: len(scored)]), largest(gaps[len(scored) :]))
+class LoadsWeights(Protocol):
+    """What the hand-over of weights needs."""
 
     async def load_weights(
         self,
@@ -202,152 +116,53 @@ class Engine:
         Buckets are uint8 arrays in manifest order, fetched one at a time. Requests in flight are kept and go on under
         the new weights: with "recompute" their KV cache is rebuilt first, with "keep" it is not, with "off" they finish
         before the load. `paused()` is entered while nothing is generated. Raises `HandOverError` naming the check that
-        failed; the engine stays paused then.
+        failed: "bytes" (every tensor against its hash, before it is used) or "load" (every weight was published, and is
+        what the engine computes with). The engine stays paused then, until a later load succeeds.
         """
-        if not self._initialised:
-            from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+        ...
 
-            with self.progress.call():
-                await self._llm.init_weight_transfer_engine(
-                    WeightTransferInitRequest(init_info=dict(read_back=self._read_back))
-                )
-            self._initialised = True
-        self._num_loads += 1
-        started = time.monotonic()
-        with self.progress.call():
-            await self._llm.pause_generation(
-                mode="wait" if in_flight == "off" else "keep", clear_cache=in_flight != "keep"
-            )
-        self.progress.pause()
-        stopped = time.monotonic()
-        with paused():
-            try:
-                await self._load(manifest, buckets)
-            except HandOverError:
-                raise
-            except Exception as error:
-                raise _as_hand_over_error(error, manifest.policy_version) from error
-            # Kept keys and values are for those who run. vLLM cannot clear a prefix cache that is in use: new requests
-            # look for their prefixes under another name. Of the load, not of the version: the same version is loaded
-            # again after a load that went wrong, and by another run on this engine.
-            self._cache_salt = str(self._num_loads) if in_flight == "keep" else None
-            with self.progress.call():
-                await self._llm.resume_generation()
-            self.progress.resume()
-        return LoadTimes(drain_s=stopped - started, pause_s=time.monotonic() - stopped)
+    async def score(self, canary: Canary) -> CanaryGap:
+        """Largest |logprob difference| between this engine and the canary's own numbers, in nats, by two routes.
 
-    async def _load(self, manifest: Manifest, buckets: AsyncIterator[np.ndarray]) -> None:
-        with self.progress.call():
-            if self._half_loaded:
-                await self._llm.collective_rpc("abandon_weight_update")
-            self._half_loaded = True
-            await self._llm.start_weight_update()
-        index = 0
-        async for bucket in buckets:
-            await self._load_bucket(manifest, index, bucket)
-            index += 1
-        if index != manifest.num_buckets:
-            raise HandOverError(
-                "bytes", manifest.policy_version, f"got {index} buckets, expected {manifest.num_buckets}"
-            )
-        with self.progress.call():
-            await self._llm.finish_weight_update(weight_version=str(manifest.policy_version))
-        self._half_loaded = False
-
-    def process_ids(self) -> list[int]:
-        """The processes that vLLM started under this one."""
-        return [child.pid for child in psutil.Process().children(recursive=True)]
-
-    def shutdown(self) -> None:
-        self._llm.shutdown()
-        del self._llm  # its finaliser needs modules that are gone at interpreter exit
-        self._shared_memory.remove()
-
-    async def _load_bucket(self, manifest: Manifest, index: int, bucket: np.ndarray) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        entries = [_entry_dict(e) for e in manifest.entries if e.bucket == index]
-        path = self._shared_memory.path / f"{uuid.uuid4().hex}.bucket"
-        try:
-            await asyncio.to_thread(bucket.tofile, path)
-            request = WeightTransferUpdateRequest(
-                update_info=dict(
-                    path=str(path), entries_json=json.dumps(entries), policy_version=manifest.policy_version
-                )
-            )
-            with self.progress.call():
-                await self._llm.update_weights(request)
-        finally:
-            path.unlink(missing_ok=True)
-
-    async def _scored_gap(self, sequence: list[int], expected: list[float]) -> float:
-        params = self._params(max_tokens=1, temperature=1.0, prompt_logprobs=0)
-        scored = (await self._final_output(sequence, params, priority=FIRST)).prompt_logprobs
-        got = [scored[t][sequence[t]].logprob for t in range(1, len(sequence))]
-        return largest([abs(a - b) for a, b in zip(got, expected, strict=True)])
-
-    async def _continued_gap(self, context: list[int], token: int, expected: float) -> float:
-        params = self._params(max_tokens=1, temperature=1.0, logprob_token_ids=[token])
-        output = (await self._final_output(context, params, priority=FIRST)).outputs[0]
-        return abs(output.logprobs[0][token].logprob - expected)
-
-    async def _final_output(
-        self, prompt_tokens: list[int], params: Any, *, priority: int = 0, clock: RolloutClock | None = None
-    ) -> Any:
-        final = None
-        # With its type a prompt is taken as it is; without, vLLM hands it to another thread that would tokenise text.
-        prompt: Any = {"type": "token", "prompt_token_ids": prompt_tokens}
-        if self._cache_salt is not None:
-            prompt["cache_salt"] = self._cache_salt
-        request_id = next(self._request_ids)
-        with self.progress.request(request_id, num_sequences=params.n, prompt_tokens=len(prompt_tokens), clock=clock):
-            async for output in self._llm.generate(prompt, params, request_id=request_id, priority=priority):
-                final = output
-        assert final is not None, "vLLM ended a request without an output"
-        return final
+        1. The scored prompts, each computed at once: the weights compute the same function.
+        2. The token after a cached prompt, by the way that responses are generated: no keys or values of an earlier
+           version are read.
+        """
+        ...
 
 
-@dataclass(frozen=True)
-class LoadTimes:
-    """`drain_s`: until the engine stood still (it generates to the end of its pass, with "off" of all requests).
+class Engine(Generates, LoadsWeights, Protocol):
+    """An engine that runs. `progress` hears of every request, call and pass: what it works on, and whether it lives.
 
-    `pause_s`: from there on, nothing was generated for this long.
+    `places`: sequences that it works on at the same time. `cache_tokens`: what fits into its KV cache (0: not known).
     """
 
-    drain_s: float
-    pause_s: float
+    progress: Progress
+    places: int
+    cache_tokens: int
+
+    @classmethod
+    async def start(cls, settings: EngineSettings) -> Engine: ...
+
+    def process_ids(self) -> list[int]:
+        """Processes that it started, for those who watch over a run's processes."""
+        ...
+
+    def compute_threads(self) -> list[int]:
+        """Native ids of threads of this process in which it computes: they chose their own cores."""
+        ...
+
+    def shutdown(self) -> None: ...
+
+
+async def start_engine(settings: EngineSettings) -> Engine:
+    """The engine that `settings.name` says, up and ready for a load (or serving its own weights as version 0)."""
+    cls = import_user_object(
+        engine_kind(settings.name).target, key="rollout.engine.name", expected="a class like leeway's Engine"
+    )
+    return await cls.start(settings)
 
 
 def largest(gaps: list[float]) -> float:
     """The largest gap, NaN if any is: `max` alone loses a NaN that does not come first."""
     return math.nan if any(math.isnan(g) for g in gaps) else max(gaps, default=0.0)
-
-
-def _sampled_tokens(output: Any) -> SampledTokens:
-    tokens, flat = list(output.token_ids), output.logprobs
-    assert flat.token_ids == tokens, f"logprobs of tokens {flat.token_ids}, but {tokens} were sampled"
-    versions: list[int] = []
-    for span in output.weight_versions:
-        versions += [int(span.version)] * (span.end - span.start)
-    assert len(versions) == len(tokens), f"version spans cover {len(versions)} of {len(tokens)} tokens"
-    return SampledTokens(tokens, flat.logprobs, versions, output.finish_reason or "unknown")
-
-
-def _entry_dict(entry: TensorEntry) -> dict[str, Any]:
-    return asdict(entry)
-
-
-def _as_hand_over_error(error: Exception, policy_version: int) -> HandOverError:
-    """vLLM carries a worker's exception over as text only; find our own message in it again."""
-    text = str(error)
-    for check in ("bytes", "load"):
-        mark = f"failed the {check} check: "
-        if mark in text:
-            return HandOverError(check, policy_version, text.split(mark, 1)[1].splitlines()[0].rstrip("'\")"))
-    return HandOverError("load", policy_version, text)
-
-
-def is_engine_lost(error: BaseException) -> bool:
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    return isinstance(error, EngineDeadError)

@@ -13,28 +13,17 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from ..weights import Canary, CanaryGap, HandOverError, Manifest
+from ..weights import HandOverError, Manifest
+from .engine import LoadsWeights
 
 logger = logging.getLogger(__name__)
 
 Pull = Callable[[int, float], Awaitable[tuple[Manifest, AsyncIterator[np.ndarray]] | None]]
 """pull(newer_than, timeout_s) -> the newest publication, or None when nothing newer came in time."""
-
-
-class LoadsWeights(Protocol):
-    async def load_weights(
-        self,
-        manifest: Manifest,
-        buckets: AsyncIterator[np.ndarray],
-        *,
-        in_flight: str,
-        paused: Callable[[], AbstractContextManager[None]],
-    ) -> Any: ...
-    async def score(self, canary: Canary) -> CanaryGap: ...
 
 
 POLL_S = 10.0

@@ -5,30 +5,14 @@ from __future__ import annotations
 import asyncio
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 from ..types import Completion, Message
 from .clock import RolloutClock
-
-
-class Generates(Protocol):
-    """The one verb of the engine that a policy needs; see `engine.Engine.generate`."""
-
-    async def generate(
-        self,
-        prompt_tokens: list[int],
-        *,
-        n: int,
-        temperature: float,
-        max_tokens: int,
-        stop_token_ids: Sequence[int],
-        seed: int | None = None,
-        top_p: float = 1.0,
-        clock: RolloutClock | None = None,
-    ) -> list[Any]: ...
+from .engine import Generates
 
 
 @dataclass
@@ -125,7 +109,7 @@ class EnginePolicy:
             )
         self._count_tokens(sum(len(s.tokens) for s in sampled))
         self.versions.update(*(s.policy_versions for s in sampled))
-        # vLLM may hand out hundreds of completions in one event loop turn: let the loop breathe before decoding them.
+        # An engine may hand out hundreds of completions in one turn: let the loop breathe before decoding them.
         await asyncio.sleep(0)
         return [
             Completion(
@@ -150,7 +134,7 @@ class EnginePolicy:
 
 
 def derived_seed(*parts: int) -> int:
-    """A 31-bit seed from several numbers; near numbers give unrelated seeds (vLLM adds a completion's index to it)."""
+    """A 31-bit seed from several numbers; near numbers give unrelated seeds (an engine adds a completion's index)."""
     digest = hashlib.sha256(",".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:4], "little") >> 1
 

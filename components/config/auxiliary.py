@@ -27,4 +27,4 @@ class AuxiliaryModel(Section):
     temperature: Temperature = Field(default=0.0, description="sampling temperature; 0 is greedy, else at least 0.01")
     max_tokens: PositiveInt = Field(default=512, description="longest answer")
     max_model_len: PositiveInt = Field(default=4096, description="path: maximum length of prompt plus answer")
-    engine: dict[str, Any] = Field(default_factory=dict, description="path: passed to vLLM's AsyncEngineArgs")
+    engine: dict[str, Any] = Field(default_factory=dict, description="path: like rollout.engine")

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .derived import derive
+from .engines import engine_kind, is_local_path
 from .hardware import Hardware
-from .model_files import damage, head_size, model_config
-from .names import OFFLINE_RECIPES, cpu_head_sizes, find_module
+from .model_files import damage
+from .names import OFFLINE_RECIPES, find_module
 from .paths import is_file, is_folder
-from .rules import is_local_path
 from .schema import Config
 
 _DATA_FILES = {"jsonl": "a .jsonl file", "queue": "a .jsonl file", "sql": "a SQLite file"}
@@ -31,7 +31,7 @@ def check_run(config: Config, recipe: str, hardware: Hardware) -> list[Problem]:
     """Everything that keeps `recipe` from running here, in the order in which a user would fix it."""
     return [
         *_missing_files(config),
-        *_heads_of_no_engine(config, recipe),
+        *_of_the_engine(config, recipe),
         *_missing_hardware(config, recipe, hardware),
         *_missing_packages(config, recipe),
     ]
@@ -109,22 +109,11 @@ def _missing_data(key: str, kind: str | None, path: str | None) -> list[Problem]
     return [Problem(key=key, text=f"missing file: got {path[:120]} ({what}), expected {expected}; set {key}=FILE")]
 
 
-def _heads_of_no_engine(config: Config, recipe: str) -> list[Problem]:
-    """On a CPU, vLLM supports only some widths of attention heads."""
-    if recipe in OFFLINE_RECIPES or config.cluster.device != "cpu" or not (sizes := cpu_head_sizes()):
+def _of_the_engine(config: Config, recipe: str) -> list[Problem]:
+    if recipe in OFFLINE_RECIPES:
         return []
-    if config.model.init is not None:
-        key, size = "model.init.options", head_size(config.model.init.options)
-    elif config.model.path is not None and is_local_path(config.model.path):
-        key, size = "model.path", head_size(model_config(Path(config.model.path).expanduser()))
-    else:
-        return []
-    if size is None or size in sizes:
-        return []
-    text = (
-        f"got attention heads of size {size}, expected one of {', '.join(map(str, sizes))}: vLLM on a CPU has no others"
-    )
-    return [Problem(key=key, text=f"{text}; use another model, or cluster.device=cuda")]
+    kind = engine_kind(config.rollout.engine_name)
+    return [Problem(key=key, text=text) for key, text in kind.problems(config)]
 
 
 def _missing_hardware(config: Config, recipe: str, hardware: Hardware) -> list[Problem]:
@@ -177,8 +166,9 @@ def _missing_hardware(config: Config, recipe: str, hardware: Hardware) -> list[P
 
 def _missing_packages(config: Config, recipe: str) -> list[Problem]:
     needed = {}
-    if recipe not in OFFLINE_RECIPES:
-        needed["vllm"] = ("cluster.device", "cpu" if config.cluster.device == "cpu" else "cuda")
+    engine = engine_kind(config.rollout.engine_name)
+    if recipe not in OFFLINE_RECIPES and engine.package is not None:
+        needed[engine.package] = ("cluster.device", "cpu" if config.cluster.device == "cpu" else "cuda")
     if config.monitor.wandb != "off":
         needed["wandb"] = ("monitor.wandb", "monitor")
     if config.monitor.tensorboard:

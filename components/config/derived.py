@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .engines import devices_of
 from .names import OFFLINE_RECIPES
 from .presets import NEED_CRITIC, NOT_PROPORTIONAL, POLICY_LOSS_OPTIONS
 from .schema import Config
-
-_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +71,7 @@ def derive(config: Config, recipe: str = "async_rl") -> Derived:
     }
     served = 0 if recipe in OFFLINE_RECIPES else sum(own.get("path") is not None for own in config.env.models.values())
     auxiliary = {"auxiliary model": served} if served else {}
-    gpus_per_engine = 1
-    for name in _PARALLEL:
-        gpus_per_engine *= rollout.engine.get(name, 1)
+    gpus_per_engine = devices_of(rollout.engine_name, rollout.engine_options)
     on_gpu = cluster.device == "cuda"
     offline = recipe in OFFLINE_RECIPES
     return Derived(

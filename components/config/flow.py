@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from .base import HIGHEST_TEMPERATURE, LEAST_TEMPERATURE, Section
+from .engines import split_options
 from .names import PRIORITIES
 
 
@@ -44,7 +45,20 @@ class RolloutConfig(Section):
         description="which published version a pull takes: the newest, or, to study lag, the oldest that groups "
         "waiting for weights may start under",
     )
-    engine: dict[str, Any] = Field(default_factory=dict, description="passed to vLLM's AsyncEngineArgs")
+    engine: dict[str, Any] = Field(
+        default_factory=dict,
+        description="name: which inference engine (vllm where it is left out, hf, or your own pkg.module:Class); the "
+        "rest: its own settings, of vllm the arguments of its AsyncEngineArgs",
+    )
+
+    @property
+    def engine_name(self) -> str:
+        return split_options(self.engine)[0]
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """The engine's own settings: all of `engine` but its name."""
+        return split_options(self.engine)[1]
 
 
 class StalenessConfig(Section):

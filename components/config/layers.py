@@ -10,40 +10,51 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .engines import DEFAULT
 from .overrides import Override, Tree, apply_override, leaves, merge
 
 RIVALS = (("train.steps", "train.epochs"), ("model.path", "model.init"), ("eval.path", "task.holdout_frac"))
 """At most one setting of each group is set."""
 OF_A_SOURCE = ("path", "query", "dataset", "options", "mix")
-"""Settings whose meaning depends on `task.name`."""
-_DEFAULT_SOURCE = "jsonl"
+"""Settings whose meaning depends on `task.name`; that of all others in `rollout.engine` depends on its `name`."""
+CHOICES = {"task.name": "jsonl", "rollout.engine.name": DEFAULT}
+"""Keys that say what others mean, and what they are where they are left out."""
 
 
 def lay_over(base: Tree, own: Tree) -> Tree:
     """Merge `own` (a stage's settings) over `base`, removing the settings that it replaces."""
     shared = copy.deepcopy(base)
     set_here = [key for key, value in leaves(own, "") if value]
-    drop_replaced(shared, set_here, new_source=_get(own, "task.name"))
+    drop_replaced(shared, set_here, chosen={key: _get(own, key) for key in CHOICES})
     return merge(shared, own)
 
 
 def drop_replaced(
-    tree: Tree, set_keys: Iterable[str], *, new_source: Any = None, default_source: str | None = None
+    tree: Tree, set_keys: Iterable[str], *, chosen: Mapping[str, Any], is_base: bool = False
 ) -> list[str]:
     """Remove from `tree` what `set_keys` (set to a value in another layer) replace; return the removed dotted keys.
 
-    `new_source`: the `task.name` of the other layer; `default_source`: that of `tree` if it has none.
+    `chosen`: what the other layer sets of `CHOICES` (None: it does not). `is_base`: where `tree` makes no choice, the
+    default holds.
     """
     set_keys, dropped = list(set_keys), []
     for pair in RIVALS:
         for mine, other in (pair, pair[::-1]):
             if _is_set(set_keys, mine) and not _is_set(set_keys, other) and _take(tree, other):
                 dropped.append(other)
-    old_source = _get(tree, "task.name") or default_source
-    if new_source is not None and old_source is not None and new_source != old_source:
-        keys = [f"task.{name}" for name in OF_A_SOURCE]
-        dropped += [key for key in keys if not _is_set(set_keys, key) and _take(tree, key)]
+    for choice, default in CHOICES.items():
+        old, new = _get(tree, choice) or (default if is_base else None), chosen.get(choice)
+        if new is not None and old is not None and new != old:
+            dropped += [key for key in _meant_by(choice, tree) if not _is_set(set_keys, key) and _take(tree, key)]
     return dropped
+
+
+def _meant_by(choice: str, tree: Tree) -> list[str]:
+    """The keys whose meaning depends on `choice`."""
+    if choice == "task.name":
+        return [f"task.{name}" for name in OF_A_SOURCE]
+    section = choice.rpartition(".")[0]
+    return [f"{section}.{name}" for name in (_get(tree, section) or {}) if name != "name"]
 
 
 def place(
@@ -74,10 +85,8 @@ def place(
             notes.append(_note(part, holders, stages))
     for name, own in typed.items():
         tree = all_stages[name] if name else base
-        source = _last(own, "task.name")
-        dropped = drop_replaced(
-            tree, _leaf_keys(own), new_source=source, default_source=None if name else _DEFAULT_SOURCE
-        )
+        chosen = {key: _last(own, key) for key in CHOICES}
+        dropped = drop_replaced(tree, _leaf_keys(own), chosen=chosen, is_base=not name)
         where = f"stages.{name}." if name else ""
         notes += [f"{where}{key} is left out: {_why(key, own)} replaces it" for key in dropped]
         for override in own:
@@ -122,8 +131,13 @@ def _why(dropped: str, own: Sequence[Override]) -> str:
     rivals = _rivals(dropped)
     return next(
         (o.text for o in reversed(own) if any(_overlap(key, rival) for key in o.leaves() for rival in rivals)),
-        next((o.text for o in reversed(own) if o.key in ("task", "task.name")), "another setting"),
+        next((o.text for o in reversed(own) for c in CHOICES if _chooses(o, c, dropped)), "another setting"),
     )
+
+
+def _chooses(override: Override, choice: str, dropped: str) -> bool:
+    section = choice.rpartition(".")[0]
+    return dropped.startswith(f"{section}.") and any(key == choice for key in override.leaves())
 
 
 def _leaf_keys(overrides: Iterable[Override]) -> list[str]:

@@ -6,6 +6,7 @@ import re
 
 from .algorithm_rules import ALGORITHM_RULES
 from .derived import derive, least_target_policy_lag
+from .engines import check_engine, is_local_path, split_options
 from .errors import ConfigError, words
 from .eval_rules import evaluation_samples_suffice, evaluation_tasksets_are_valid
 from .input_rules import (
@@ -19,34 +20,10 @@ from .input_rules import (
     prompt_template_holds_the_prompt,
     task_source_is_complete,
 )
-from .names import OFFLINE_RECIPES, STUDIES, TRAINING_RECIPES, engine_options, nearest
-from .paths import is_folder
+from .names import OFFLINE_RECIPES, STUDIES, TRAINING_RECIPES
 from .plugins import use_folders
 from .replay_rules import REPLAY_RULES
 from .schema import Config
-
-# Arguments of the engine that Leeway sets itself, and what to do instead.
-OWNED_BY_LEEWAY = {
-    "model": "use model.path",
-    "tokenizer": "use model.path",
-    "dtype": "use model.dtype",
-    "max_model_len": "use rollout.max_model_len",
-    "seed": "use seed",
-    "logprobs_mode": "leave it out: behaviour logprobs always come from the sampled distribution",
-    "scheduling_policy": "leave it out: a canary must overtake waiting requests",
-    "weight_transfer_config": "leave it out: Leeway moves the weights itself (section param_server)",
-    "worker_extension_cls": "leave it out: Leeway's own worker loads the weights",
-}
-# Arguments that make the engine's probabilities differ from those of the trainer's weights.
-NOT_REPRODUCIBLE = (
-    "quantization",
-    "quantization_config",
-    "kv_cache_dtype",
-    "enable_lora",
-    "logits_processors",
-    "override_generation_config",
-    "speculative_config",
-)
 
 
 def check_rules(config: Config, recipe: str, named: Named = str) -> None:
@@ -64,7 +41,7 @@ def check_rules(config: Config, recipe: str, named: Named = str) -> None:
         environments_by_taskset_are_valid,
         operators_exist,
         lengths_fit,
-        engine_arguments_are_the_users,
+        engines_take_their_settings,
         evaluation_has_tasks,
         evaluation_tasksets_are_valid,
         evaluation_samples_suffice,
@@ -128,11 +105,6 @@ def model_is_loaded_or_built(config: Config, named: Named) -> None:
         )
 
 
-def is_local_path(path: str) -> bool:
-    """Whether `path` is written as a path of this machine rather than as a hub id."""
-    return path.startswith(("/", ".", "~")) or path.endswith("/") or path.count("/") > 1 or is_folder(path)
-
-
 def model_path_is_a_path_or_a_hub_id(config: Config, named: Named) -> None:
     path = config.model.path
     if path is None or is_local_path(path) or re.fullmatch(r"[\w.\-]+/[\w.\-]+", path):
@@ -165,40 +137,12 @@ def lengths_fit(config: Config, named: Named) -> None:
         )
 
 
-def engine_arguments_are_the_users(config: Config, named: Named) -> None:
-    for name, value in config.rollout.engine.items():
-        key = named(f"rollout.engine.{name}")
-        if name in OWNED_BY_LEEWAY:
-            raise ConfigError(
-                key, got=value, expected="an argument that Leeway does not set", fix=OWNED_BY_LEEWAY[name]
-            )
-        if name in NOT_REPRODUCIBLE:
-            raise ConfigError(
-                key, got=value, expected="what the trainer can reproduce token by token", fix=f"leave {name} out"
-            )
-    known = engine_options() if config.rollout.engine else set()
-    for name, value in config.rollout.engine.items():
-        if known and name not in known:
-            guess = nearest(name, known)
-            fix = f"nearest: rollout.engine.{guess}" if guess else "leave it out"
-            raise ConfigError(
-                named(f"rollout.engine.{name}"), got=value, expected="an argument of vLLM's AsyncEngineArgs", fix=fix
-            )
+def engines_take_their_settings(config: Config, named: Named) -> None:
     engines = {"rollout.engine": config.rollout.engine}
     engines |= {f"env.models.{name}.engine": own.get("engine", {}) for name, own in config.env.models.items()}
-    for section, options in engines.items():
-        for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
-            value = options.get(name, 1)
-            key = named(f"{section}.{name}")
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(key, got=value, expected="a whole number from 1", fix="set 1")
-            if value > 1 and config.cluster.device == "cpu":
-                raise ConfigError(
-                    key,
-                    got=value,
-                    expected="1 where cluster.device is cpu: engines of several processes are not supported on CPU yet",
-                    fix=f"leave {name} out, and raise rollout.num_generators for more engines",
-                )
+    for section, engine in engines.items():
+        name, options = split_options(engine)
+        check_engine(section, name, options, on_cpu=config.cluster.device == "cpu", named=named)
 
 
 def has_heldout_tasks(config: Config) -> bool:

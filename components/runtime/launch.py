@@ -144,12 +144,13 @@ def critic_settings(config: Config, settings: TrainerSettings) -> CriticSettings
 def engine_settings(config: Config, *, cores: list[int], load_weights: bool) -> EngineSettings:
     assert config.model.path is not None
     return EngineSettings(
+        name=config.rollout.engine_name,
         model_path=config.model.path,
         dtype=config.model.dtype,
         device=config.cluster.device,
         max_model_len=config.rollout.max_model_len,
         seed=config.seed,
-        options=dict(config.rollout.engine),
+        options=config.rollout.engine_options,
         cores=cores,
         kv_cache_gib=config.cluster.kv_cache_gib,
         load_weights=load_weights,
@@ -370,7 +371,7 @@ class Launcher:
         """`cores`: where the process is kept, on a cluster of this run's own (empty: it says so itself, or floats)."""
         self.parts.processes[role] = process
         if cores and self._config.cluster.address is None:
-            keep_on(process["pid"], cores)
+            keep_on(process["pid"], cores, but=process.get("compute_threads", ()))
         here = process["node"] == self._node
         self.parts.supervisor.watch_pulse(
             role, lambda: actor.answer.remote(), engine_pids=process.get("engine_pids", []) if here else []

@@ -55,9 +55,14 @@ def beside_engines(cores: Cores, available: list[int] | None = None) -> list[int
     return sorted(left.difference(*cores.trainers) or left)
 
 
-def keep_on(pid: int, cores: Sequence[int]) -> None:
-    """Restrict all threads of a process on this machine, and threads that they start, to these cores."""
+def keep_on(pid: int, cores: Sequence[int], *, but: Sequence[int] = ()) -> None:
+    """Restrict the threads of a process on this machine, and threads that they start, to these cores.
+
+    `but`: ids of threads that chose their own.
+    """
     for thread in Path(f"/proc/{pid}/task").glob("*"):
+        if int(thread.name) in but:
+            continue
         with contextlib.suppress(ProcessLookupError):  # it has ended in the meantime
             os.sched_setaffinity(int(thread.name), cores)
 

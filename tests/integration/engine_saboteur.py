@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
-from leeway.collector import engine_worker
-from leeway.collector.engine_readback import _is_packed, _shape
+from leeway.engines import vllm_worker
+from leeway.engines.vllm_readback import _is_packed, _shape
 
 
 def weight_of(layer: Any) -> torch.Tensor:
@@ -30,7 +30,7 @@ def set_weight(layer: Any, weight: torch.Tensor) -> None:
     layer.weight = kept
 
 
-class Saboteur(engine_worker.WorkerExtension):
+class Saboteur(vllm_worker.WorkerExtension):
     def _layer(self: Any, module: str) -> Any:
         return self.weight_transfer_engine.model.get_submodule(module)
 
@@ -51,10 +51,10 @@ class Saboteur(engine_worker.WorkerExtension):
         if fault == "swap":
             return self._arm_swap(module)
         old = weight_of(self._layer(module)).clone()
-        real = engine_worker.finalize_layerwise_reload
+        real = vllm_worker.finalize_layerwise_reload
 
         def finalize(*args: Any) -> None:
-            engine_worker.finalize_layerwise_reload = real
+            vllm_worker.finalize_layerwise_reload = real
             real(*args)
             if fault == "flip":
                 self.flip(module, index, bit)
@@ -64,18 +64,18 @@ class Saboteur(engine_worker.WorkerExtension):
                 weight[: len(weight) // 2] = old[: len(weight) // 2]
                 set_weight(layer, weight)
 
-        engine_worker.finalize_layerwise_reload = finalize
+        vllm_worker.finalize_layerwise_reload = finalize
 
     def arm_expert(self: Any, module: str, expert: int, index: int) -> None:
         """Let the next load end with the last bit of one packed weight of an expert flipped, once."""
-        real = engine_worker.finalize_layerwise_reload
+        real = vllm_worker.finalize_layerwise_reload
 
         def finalize(*args: Any) -> None:
-            engine_worker.finalize_layerwise_reload = real
+            vllm_worker.finalize_layerwise_reload = real
             real(*args)
             self._layer(module).w2_weight.data[expert].view(-1).view(torch.int32)[index] ^= 1
 
-        engine_worker.finalize_layerwise_reload = finalize
+        vllm_worker.finalize_layerwise_reload = finalize
 
     def _arm_swap(self: Any, names: str) -> None:
         """Two tensors arrive in each other's place, after the checks of bytes."""

@@ -14,10 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from leeway.collector import engine_worker_env
 from leeway.collector.clock import ActivityClock
-from leeway.collector.engine import Engine, EngineSettings
+from leeway.collector.engine import EngineSettings
 from leeway.collector.hand_over import HandOver
+from leeway.engines import vllm_worker_env
+from leeway.engines.vllm_engine import VllmEngine
 from leeway.trainer.tensors import saved_tensors
 from leeway.trainer.trainer import Trainer
 from leeway.types import Trajectory, batch_trajectories
@@ -98,8 +99,8 @@ def canary_prompts() -> CanaryPrompts:
     return CanaryPrompts(scored=draw(3, 24), cached=draw(2, 80))
 
 
-def start_engine(folder: Path) -> Engine:
-    return Engine(
+def start_engine(folder: Path) -> VllmEngine:
+    return VllmEngine(
         EngineSettings(
             model_path=str(folder),
             dtype="float32",
@@ -113,7 +114,7 @@ def start_engine(folder: Path) -> Engine:
     )
 
 
-async def hand_over(engine: Engine, trainer: Trainer) -> float:
+async def hand_over(engine: VllmEngine, trainer: Trainer) -> float:
     """Give the trainer's weights to the engine with all checks; returns the gap on the canary."""
 
     async def nothing(*_: Any) -> None:
@@ -140,7 +141,7 @@ async def hand_over(engine: Engine, trainer: Trainer) -> float:
     return receiver.drain_reports()[0].served_gap
 
 
-async def sampled(engine: Engine, version: int) -> list[Trajectory]:
+async def sampled(engine: VllmEngine, version: int) -> list[Trajectory]:
     trajectories = []
     for i in range(3):
         prompt = [2 + (7 * i + j) % 90 for j in range(10 + i)]
@@ -165,7 +166,7 @@ async def sampled(engine: Engine, version: int) -> list[Trajectory]:
 def test_engine_and_trainer_agree_after_hand_overs(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_worker_env, "WORKER_EXTENSION", "engine_saboteur.Saboteur")
+    monkeypatch.setattr(vllm_worker_env, "WORKER_EXTENSION", "engine_saboteur.Saboteur")
     monkeypatch.syspath_prepend(here := str(Path(__file__).parent))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *sys.path]))
     save_model(tmp_path, family)

@@ -18,7 +18,8 @@ import pytest
 from torchrl.collectors import BaseCollector
 
 from leeway.collector.clock import ACTIVITIES, ActivityClock
-from leeway.collector.collector import Collector, CollectorSettings, EngineLost
+from leeway.collector.collector import Collector, CollectorSettings
+from leeway.collector.engine import EngineLost
 from leeway.collector.hand_over import HandOver
 from leeway.collector.progress import Progress
 from leeway.config.inputs import EvalSampling
@@ -33,10 +34,6 @@ GREEDY = EvalSampling()
 PROMPTER = SimpleNamespace(
     encode=lambda prompt: [1] * len(prompt), decode=lambda tokens: "".join(map(str, tokens)), stop_token_ids=[0]
 )
-
-
-class EngineDied(RuntimeError):
-    pass
 
 
 class FakeEngine:
@@ -55,7 +52,7 @@ class FakeEngine:
         self.requests.append({"prompt": prompt_tokens, "version": self.version, **sampling})
         await asyncio.sleep(0)
         if self.dead:
-            raise EngineDied("core process exited")
+            raise EngineLost("the inference engine died: core process exited")
         one = SimpleNamespace(
             tokens=[7, 0], logprobs=[-1.0, -0.1], policy_versions=[self.version] * 2, finish_reason="stop"
         )
@@ -168,7 +165,6 @@ class Rig:
             retried=self.slots.retried,
             give_back=self.slots.give_back,
             fail=self.slots.fail,
-            is_engine_lost=lambda error: isinstance(error, EngineDied),
             settings=CollectorSettings(**(settings | changes)),
         )
         self.out: list[list[Group]] = []

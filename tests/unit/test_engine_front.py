@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from leeway.collector import engine as engine_module
-from leeway.collector.engine import Engine, EngineSettings
+from leeway.collector.engine import EngineSettings
 from leeway.collector.progress import Progress
-from leeway.collector.shared_memory import PREFIX, SharedFolder
+from leeway.engines import vllm_engine as engine_module
+from leeway.engines.shared_memory import PREFIX, SharedFolder
+from leeway.engines.vllm_engine import VllmEngine
 from leeway.weights import Canary, CanaryPrompts, HandOverError, Manifest, digest_of
 
 
@@ -25,7 +26,7 @@ def folders(parent: Path) -> list[Path]:
 def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(tmp_path):
     program = (
         "import sys; from pathlib import Path\n"
-        "from leeway.collector.shared_memory import SharedFolder\n"
+        "from leeway.engines.shared_memory import SharedFolder\n"
         f"folder = SharedFolder(Path({str(tmp_path)!r})); (folder.path / 'x.bucket').write_bytes(b'weights')\n"
         "print('made', flush=True); sys.stdin.read()"
     )
@@ -55,7 +56,7 @@ def test_an_engine_that_does_not_start_leaves_no_folder(tmp_path, monkeypatch):
         model_path="", dtype="float32", device="cpu", max_model_len=8, seed=0, options={}, cores=[], kv_cache_gib=1.0
     )
     with pytest.raises(OSError, match="no such device"):
-        Engine(settings)
+        VllmEngine(settings)
     assert folders(tmp_path) == []
 
 
@@ -68,7 +69,7 @@ class PausedOnly:
 
 def test_where_the_cache_is_kept_every_load_has_a_name_of_its_own():
     """The same version again, after a load that went wrong or in another run on this engine, meets no old cache."""
-    engine: Any = object.__new__(Engine)
+    engine: Any = object.__new__(VllmEngine)
     engine._initialised, engine._num_loads, engine._cache_salt, engine._llm = True, 0, None, PausedOnly()
     engine.progress = Progress()
     outcomes = iter([None, HandOverError("load", 3, "a layer was left out"), None, None])

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from leeway.collector.clock import RolloutClock
-from leeway.collector.collector import EngineLost
+from leeway.collector.engine import EngineLost
 from leeway.collector.progress import EngineHung, Progress, Sampled
 from leeway.collector.room import Room
 from leeway.types import Task

@@ -381,7 +381,7 @@ def test_reports_are_of_the_pulls_since_the_last_one():
 @pytest.mark.parametrize("at", [0, 1, 2, 3])
 def test_no_nan_is_lost_among_the_gaps_of_a_canary(at):
     """The largest of several gaps, one of which is not a number, is not a number."""
-    from leeway.collector.engine import Engine
+    from leeway.engines.vllm_engine import VllmEngine
 
     gaps = [1e-6] * 4
     gaps[at] = math.nan
@@ -390,7 +390,7 @@ def test_no_nan_is_lost_among_the_gaps_of_a_canary(at):
     async def next_gap(*_: Any) -> float:
         return next(remaining)
 
-    engine: Any = object.__new__(Engine)
+    engine: Any = object.__new__(VllmEngine)
     engine._scored_gap = engine._continued_gap = next_gap
     canary = Canary(CanaryPrompts(scored=[[1, 2]] * 2, cached=[[1, 2]] * 2), [[-0.5]] * 2, [3] * 2, [-0.1] * 2)
     assert not asyncio.run(engine.score(canary)).within(1e-4)

@@ -32,8 +32,8 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
 from ..weights import HandOverError, TensorEntry, read_bucket
-from .engine_readback import Published, read_back
-from .engine_worker_env import BACKEND, CORES_ENV, MEMORY_ENV, PARENT_ENV
+from .vllm_readback import Published, read_back
+from .vllm_worker_env import BACKEND, CORES_ENV, MEMORY_ENV, PARENT_ENV
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 BACKEND = "leeway"
-WORKER_EXTENSION = "leeway.collector.engine_worker.WorkerExtension"
+WORKER_EXTENSION = "leeway.engines.vllm_worker.WorkerExtension"
 PARENT_ENV = "LEEWAY_ENGINE_PARENT"
 CORES_ENV = "LEEWAY_ENGINE_CORES"
 MEMORY_ENV = "LEEWAY_ENGINE_MEMORY"

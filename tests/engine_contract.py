@@ -1,0 +1,440 @@
+"""What every inference engine is held to: one suite, run over each of them with a small real model.
+
+The trainer's side is the plain Hugging Face model in float32: its logprobs are the truth that an engine is held to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from leeway.collector.clock import ActivityClock, RolloutClock
+from leeway.collector.engine import Engine, EngineSettings
+from leeway.collector.hand_over import HandOver
+from leeway.weights import Canary, CanaryPrompts, HandOverError, Manifest, digest_of, plan_buckets, sha256_of
+
+TOLERANCE = 1e-4
+VOCABULARY = 96
+
+
+class Publisher:
+    """A float32 model that moves, and its publications."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(
+            "qwen2",
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            intermediate_size=128,
+            tie_word_embeddings=True,
+            max_position_embeddings=256,
+            initializer_range=0.1,
+            eos_token_id=1,
+        )
+        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        self.model.save_pretrained(folder)
+        self.version = -1
+        self.states: dict[int, dict[str, torch.Tensor]] = {}
+        generator = torch.Generator().manual_seed(1)
+        draw = lambda n, t: torch.randint(2, VOCABULARY, (n, t), generator=generator).tolist()  # noqa: E731
+        self.prompts = CanaryPrompts(scored=draw(4, 24), cached=draw(2, 80))
+
+    @torch.no_grad()
+    def next(self, scale: float = 0.02) -> tuple[Manifest, list[np.ndarray]]:
+        """Move the weights, then publish them as the next version."""
+        self.version += 1
+        if self.version:
+            for parameter in self.model.parameters():
+                parameter.add_(torch.randn_like(parameter) * scale)
+        self.states[self.version] = copy.deepcopy(self.model.state_dict())
+        return self.publication()
+
+    @torch.no_grad()
+    def publication(self) -> tuple[Manifest, list[np.ndarray]]:
+        parameters = dict(self.model.named_parameters())
+        tied = {"model.embed_tokens.weight": ["lm_head.weight"]}
+        plans = plan_buckets((([n, *tied.get(n, [])], p.dtype, p.shape) for n, p in parameters.items()), 50_000)
+        assert len(plans) > 3, "the stream must come in several pieces"
+        entries, buckets = [], []
+        for plan in plans:
+            memory = plan.empty()
+            for place in plan.places:
+                place.tensor(memory).copy_(parameters[place.names[0]])
+            entries += plan.entries(sha256_of(place.data(memory)) for place in plan.places)
+            buckets.append(memory)
+        manifest = Manifest(self.version, entries, len(buckets), 0, self.canary(), digest_of(entries))
+        return manifest, [b.numpy() for b in buckets]
+
+    @torch.no_grad()
+    def canary(self) -> Canary:
+        scored = [self.logprobs(s)[1:] for s in self.prompts.scored]
+        best = [self.model(torch.tensor([s])).logits[0, -1].log_softmax(-1).max(-1) for s in self.prompts.cached]
+        return Canary(self.prompts, scored, [int(b.indices) for b in best], [float(b.values) for b in best])
+
+    @torch.no_grad()
+    def logprobs(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
+        """Of each token given those before it; 0.0 for the first."""
+        logits = self.model(torch.tensor([tokens])).logits[0] / temperature
+        picked = logits.log_softmax(-1)[:-1].gather(-1, torch.tensor(tokens)[1:, None])[:, 0]
+        return [0.0, *picked.tolist()]
+
+    def logprobs_of(self, version: int, tokens: list[int], temperature: float) -> list[float]:
+        now = copy.deepcopy(self.model.state_dict())
+        self.model.load_state_dict(self.states[version])
+        try:
+            return self.logprobs(tokens, temperature)
+        finally:
+            self.model.load_state_dict(now)
+
+
+class Served:
+    """An engine with its hand-over, driven from tests that are not coroutines."""
+
+    def __init__(self, folder: Path, start: Callable[[EngineSettings], Engine]) -> None:
+        self._runner = asyncio.Runner()
+        self.folder = folder
+        self.publisher = Publisher(folder)
+        self.engine: Any = start(engine_settings(folder))
+
+    def run(self, coroutine: Any) -> Any:
+        return self._runner.run(asyncio.wait_for(coroutine, 60))
+
+    def close(self) -> None:
+        self.engine.shutdown()
+        self._runner.close()  # ends what the engine still has to do in this loop, and then the loop
+
+    def hand_over(self, in_flight: str = "recompute", *, deadline_s: float = 30) -> HandOver:
+        async def nothing(newer_than: int, timeout_s: float) -> None:
+            await asyncio.sleep(timeout_s)
+
+        return HandOver(
+            self.engine,
+            nothing,
+            in_flight=in_flight,
+            tolerance=TOLERANCE,
+            pull_every=1,
+            deadline_s=deadline_s,
+            paused=lambda: ActivityClock().doing("pause"),
+            on_quarantine=nothing,  # type: ignore[arg-type]  # never called: the first failure raises
+            max_failures=0,
+        )
+
+    def give(self, manifest: Manifest, buckets: list[np.ndarray], in_flight: str = "recompute") -> float:
+        """Hand over one publication with all checks; returns the gap. Raises HandOverError."""
+        return self.run(self.give_async(manifest, buckets, in_flight))
+
+    async def give_async(self, manifest: Manifest, buckets: list[np.ndarray], in_flight: str = "recompute") -> float:
+        hand_over = self.hand_over(in_flight)
+        await hand_over._take_over(manifest, stream(buckets))
+        return hand_over.drain_reports()[0].served_gap
+
+    def recover(self) -> None:
+        """After a refused hand-over the engine is paused and half loaded: a whole good version repairs it."""
+        assert self.give(*self.publisher.next()) <= TOLERANCE
+
+
+def streamed(publication: tuple[Manifest, list[np.ndarray]]) -> tuple[Manifest, AsyncIterator[np.ndarray]]:
+    return publication[0], stream(publication[1])
+
+
+async def stream(buckets: list[np.ndarray]) -> AsyncIterator[np.ndarray]:
+    for bucket in buckets:
+        yield bucket
+
+
+def engine_settings(folder: Path, **changes: Any) -> EngineSettings:
+    settings = EngineSettings(
+        model_path=str(folder),
+        dtype="float32",
+        device="cpu",
+        max_model_len=256,
+        seed=0,
+        options={"max_num_seqs": 64},
+        cores=[],
+        kv_cache_gib=1.0,
+    )
+    return replace(settings, **changes)
+
+
+def _in_flight(served: Served, in_flight: str, *, temperature: float) -> tuple[int, float, float]:
+    """Update three times while completions are under way.
+
+    Returns the most versions in one of them, and the largest gaps of tokens from the weights that their versions name:
+    of those before the first update of their completion, and of those after it.
+    """
+
+    async def rollouts_and_updates() -> list[Any]:
+        prompts = [[2 + (7 * i + j) % 90 for j in range(12)] for i in range(12)]
+        updates = [served.publisher.next() for _ in range(3)]  # ready, so that they come while generation lasts
+        running = [
+            asyncio.ensure_future(
+                served.engine.generate(p, n=2, temperature=temperature, max_tokens=160, stop_token_ids=[])
+            )
+            for p in prompts
+        ]
+        for update in updates:
+            seen = served.engine.progress.num_tokens
+            while served.engine.progress.num_tokens < seen + 240:  # ten tokens more in each completion
+                await asyncio.sleep(0.002)
+            await served.give_async(*update, in_flight=in_flight)
+        return list(zip(prompts, await asyncio.gather(*running), strict=True))
+
+    results = served.run(rollouts_and_updates())
+    completions = [(p, c) for p, cs in results for c in cs]
+    before = after = 0.0
+    for prompt, completion in completions:
+        tokens = [*prompt, *completion.tokens]
+        for version in set(completion.policy_versions):
+            truth = served.publisher.logprobs_of(version, tokens, temperature)[len(prompt) :]
+            pairs = zip(completion.policy_versions, completion.logprobs, truth, strict=True)
+            worst = max(abs(got - want) for v, got, want in pairs if v == version)
+            if version == completion.policy_versions[0]:
+                before = max(before, worst)
+            else:
+                after = max(after, worst)
+    return max(len(set(c.policy_versions)) for _, c in completions), before, after
+
+
+def _flip_a_byte(manifest: Manifest, buckets: list[np.ndarray]) -> tuple[Manifest, list[np.ndarray]]:
+    broken = [b.copy() for b in buckets]
+    broken[1][100] ^= 0x10
+    return manifest, broken
+
+
+def _without(name: str) -> Callable[[Manifest, list[np.ndarray]], tuple[Manifest, list[np.ndarray]]]:
+    def mutate(manifest: Manifest, buckets: list[np.ndarray]) -> tuple[Manifest, list[np.ndarray]]:
+        entries = [e for e in manifest.entries if e.name != name]
+        assert len(entries) == len(manifest.entries) - 1
+        return replace(manifest, entries=entries, digest=digest_of(entries)), buckets
+
+    return mutate
+
+
+def _swap_two(manifest: Manifest, buckets: list[np.ndarray]) -> tuple[Manifest, list[np.ndarray]]:
+    """Two tensors of one shape change names, consistently: no hash can see it."""
+    a, b = "model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"
+    names = {a: b, b: a}
+    entries = [replace(e, name=names.get(e.name, e.name)) for e in manifest.entries]
+    return replace(manifest, entries=entries, digest=digest_of(entries)), buckets
+
+
+def _lose_a_bucket(manifest: Manifest, buckets: list[np.ndarray]) -> tuple[Manifest, list[np.ndarray]]:
+    return manifest, buckets[:-1]
+
+
+def _lose_an_entry(manifest: Manifest, buckets: list[np.ndarray]) -> tuple[Manifest, list[np.ndarray]]:
+    return replace(manifest, entries=manifest.entries[1:]), buckets
+
+
+class EngineContract:
+    """A subclass has a fixture `served`, of its module: an engine with 64 places that serves version 0 at least."""
+
+    @pytest.mark.parametrize("scale", [1e-4, 0.02])
+    def test_clean_hand_overs_raise_no_alarm(self, served: Served, scale: float) -> None:
+        gaps = [served.give(*served.publisher.next(scale)) for _ in range(20)]
+        assert 0 < max(gaps) <= TOLERANCE
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    def test_tokens_in_flight_are_exact_for_their_own_version(self, served: Served, temperature: float) -> None:
+        """They live through three updates: each token's logprob is that of the weights that its version names."""
+        most, before, after = _in_flight(served, "recompute", temperature=temperature)
+        assert most >= 3, "no completion lived through the updates"
+        assert 0 < max(before, after) <= TOLERANCE
+
+    def test_an_update_that_keeps_the_cache_is_inexact_for_those_in_flight_only(self, served: Served) -> None:
+        """Under "keep" a completion goes on over the keys and values of older weights; new ones are exact again."""
+        most, before, after = _in_flight(served, "keep", temperature=1.0)
+        assert most >= 3, "no completion lived through the updates"
+        assert before <= TOLERANCE < after
+
+    @pytest.mark.parametrize(
+        ("mutate", "check", "names"),
+        [
+            (_flip_a_byte, "bytes", "SHA-256"),
+            (_lose_a_bucket, "bytes", "buckets"),
+            (_lose_an_entry, "bytes", "digest"),
+            (_without("model.layers.1.mlp.down_proj.weight"), "load", "model.layers.1.mlp.down_proj"),
+            (_without("lm_head.weight"), "load", "lm_head"),
+            (_swap_two, "compute", "canary"),
+        ],
+        ids=["byte flipped", "bucket lost", "entry lost", "tensor left out", "tied head left out", "tensors swapped"],
+    )
+    def test_a_broken_hand_over_is_refused_by_name(self, served: Served, mutate: Any, check: str, names: str) -> None:
+        manifest, buckets = served.publisher.next()
+        with pytest.raises(HandOverError) as refused:
+            served.give(*mutate(manifest, buckets))
+        assert refused.value.check == check
+        assert refused.value.policy_version == manifest.policy_version
+        assert names in str(refused.value)
+        served.recover()
+
+    def test_an_engine_says_what_it_works_on_and_what_waits(self, served: Served) -> None:
+        """More sequences than places: those that wait are counted, and their rollout's clock stands meanwhile."""
+        engine, progress = served.engine, served.engine.progress
+        assert engine.places == 64
+        assert engine.cache_tokens > 64 * 256
+        most_inside = most_waiting = 0
+
+        async def rollouts() -> list[RolloutClock]:
+            nonlocal most_inside, most_waiting
+            clocks = [RolloutClock() for _ in range(12)]
+
+            async def ask(clock: RolloutClock) -> None:
+                with clock:
+                    await engine.generate(
+                        [5] * 40, n=8, temperature=1.0, max_tokens=100, stop_token_ids=[], clock=clock
+                    )
+
+            asking = [asyncio.ensure_future(ask(clock)) for clock in clocks]
+            while not all(a.done() for a in asking):
+                most_inside = max(most_inside, progress.num_sequences)
+                most_waiting = max(most_waiting, progress.num_waiting if progress.num_tokens else 0)
+                await asyncio.sleep(0.01)
+            return clocks
+
+        begun = time.monotonic()
+        clocks = served.run(rollouts())
+        wall_s = time.monotonic() - begun
+        assert most_inside == 96
+        assert most_waiting >= 32
+        assert (progress.num_sequences, progress.num_waiting, progress.num_tokens) == (0, 0, 0)
+        worked = [clock.counted_s - clock.idle_s for clock in clocks]
+        assert all(0 < w <= wall_s for w in worked)
+        assert max(worked) < 0.9 * wall_s, "the last ones waited for the first ones' places"
+
+    def test_an_engine_started_again_with_old_weights_serves_no_newer_group(self, served: Served) -> None:
+        """What it holds is not believed: it starts a group only after a proven load of at least the group's floor."""
+        hand_over = served.hand_over(deadline_s=0.2)  # of a collector that has just started on this engine
+        with pytest.raises(TimeoutError, match=f"weights of version {served.publisher.version}; .* serves version -1"):
+            served.run(hand_over.until_verified(served.publisher.version))
+        served.run(hand_over._take_over(*streamed(served.publisher.publication())))  # the same old version, proven
+        floor = served.publisher.version + 1
+        with pytest.raises(TimeoutError, match=f"weights of version {floor}; .* serves version {floor - 1}"):
+            served.run(hand_over.until_verified(floor))
+
+    def test_where_the_cache_is_kept_a_version_that_failed_can_be_loaded_again(self, served: Served) -> None:
+        """What the failed load left in a prefix cache, the canary's contexts among it, is never looked at again."""
+        served.give(*served.publisher.next(), in_flight="keep")
+        manifest, buckets = served.publisher.next()
+        for _ in range(2):
+            with pytest.raises(HandOverError, match="compute check"):
+                served.give(*_swap_two(manifest, buckets), in_flight="keep")
+            assert served.give(manifest, buckets, in_flight="keep") <= TOLERANCE
+        served.recover()
+
+    def test_a_seed_decides_what_is_sampled_whatever_else_is_generated(self, served: Served) -> None:
+        """The same tokens and the very same logprobs, alone and among others that come and go."""
+        engine = served.engine
+
+        def seeded() -> Any:
+            return engine.generate([9, 8, 7, 6], n=3, temperature=0.9, max_tokens=40, stop_token_ids=[5], seed=11)
+
+        async def among_others() -> list[Any]:
+            others = [
+                asyncio.ensure_future(
+                    engine.generate(
+                        [3 + i] * (5 * i + 1), n=2, temperature=1.0, max_tokens=9 * i + 3, stop_token_ids=[]
+                    )
+                )
+                for i in range(7)
+            ]
+            await asyncio.sleep(0.01)
+            again, *_ = await asyncio.gather(seeded(), *others)
+            return again
+
+        alone = served.run(seeded())
+        assert served.run(among_others()) == alone
+        assert len({tuple(c.tokens) for c in alone}) == 3, "each completion of a request draws its own"
+
+    def test_a_completion_ends_with_a_stop_token_or_at_its_limit(self, served: Served) -> None:
+        stop = list(range(2, 12))
+        prompt = [20, 21, 22]
+        sampled = served.run(served.engine.generate(prompt, n=32, temperature=1.0, max_tokens=8, stop_token_ids=stop))
+        for c in sampled:
+            assert len(c.tokens) == len(c.logprobs) == len(c.policy_versions)
+            assert not set(c.tokens[:-1]) & set(stop)
+            assert (c.finish_reason, len(c.tokens)) == ("length", 8) or c.finish_reason == "stop"
+            assert (c.tokens[-1] in stop) == (c.finish_reason == "stop")
+        assert {c.finish_reason for c in sampled} == {"stop", "length"}
+
+    def test_the_likeliest_tokens_are_sampled_at_temperature_0(self, served: Served) -> None:
+        prompt = [30, 31]
+        one, two = served.run(served.engine.generate(prompt, n=2, temperature=0.0, max_tokens=12, stop_token_ids=[]))
+        assert one == two
+        tokens = [*prompt, *one.tokens]
+        with torch.no_grad():
+            best = served.publisher.model(torch.tensor([tokens])).logits[0, 1:-1].log_softmax(-1).max(-1)
+        assert one.tokens == best.indices.tolist()
+        assert one.logprobs == pytest.approx(best.values.tolist(), abs=TOLERANCE)
+
+    def test_of_a_nucleus_no_token_outside_is_sampled_and_the_others_are_normalised(self, served: Served) -> None:
+        prompt, top_p = [40, 41, 42], 0.6
+        with torch.no_grad():
+            probabilities = served.publisher.model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+        ordered = probabilities.sort(descending=True)
+        inside = ordered.indices[ordered.values.cumsum(0) - ordered.values < top_p]
+        expected = probabilities[inside] / probabilities[inside].sum()
+        asked = served.engine.generate(prompt, n=48, temperature=1.0, max_tokens=1, stop_token_ids=[], top_p=top_p)
+        for c in served.run(asked):
+            assert c.tokens[0] in inside.tolist()
+            place = inside.tolist().index(c.tokens[0])
+            assert c.logprobs[0] == pytest.approx(float(expected[place].log()), abs=TOLERANCE)
+
+    def test_a_call_that_is_cancelled_is_aborted_and_the_others_go_on(self, served: Served) -> None:
+        engine = served.engine
+
+        async def cancel_one() -> list[Any]:
+            def ask(prompt: list[int]) -> asyncio.Future[Any]:
+                asked = engine.generate(prompt, n=4, temperature=1.0, max_tokens=200, stop_token_ids=[])
+                return asyncio.ensure_future(asked)
+
+            kept, given_up = ask([50, 51]), ask([52])
+            while not engine.progress.num_tokens:
+                await asyncio.sleep(0.002)
+            given_up.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await given_up
+            assert engine.progress.num_sequences == 4
+            return await kept
+
+        assert [len(c.tokens) for c in served.run(cancel_one())] == [200] * 4
+        assert engine.progress.num_sequences == 0
+
+    def test_under_off_what_is_in_flight_finishes_before_the_load(self, served: Served) -> None:
+        """And what is asked for meanwhile waits for the new weights."""
+        engine, before = served.engine, served.publisher.version
+
+        async def load_under_way() -> list[Any]:
+            update = served.publisher.next()
+
+            def ask() -> asyncio.Future[Any]:
+                asked = engine.generate([60, 61], n=4, temperature=1.0, max_tokens=100, stop_token_ids=[])
+                return asyncio.ensure_future(asked)
+
+            asked = [ask()]
+            while not engine.progress.num_tokens:
+                await asyncio.sleep(0.002)
+            loading = asyncio.ensure_future(served.give_async(*update, in_flight="off"))
+            await asyncio.sleep(0.005)
+            asked.append(ask())
+            await loading
+            return await asyncio.gather(*asked)
+
+        first, second = served.run(load_under_way())
+        assert {v for c in first for v in c.policy_versions} == {before}
+        assert {v for c in second for v in c.policy_versions} == {before + 1}
