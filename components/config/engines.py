@@ -102,6 +102,13 @@ ENGINES = {
         parallel=("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
         problems=_vllm_problems,
     ),
+    "hf": EngineKind(
+        target="leeway.engines.hf_engine:HfEngine",
+        what="a setting of the engine hf, which has max_num_seqs alone (cluster.kv_cache_gib limits its memory)",
+        without=("vllm",),
+        options=lambda: {"max_num_seqs"},
+        counts=("max_num_seqs",),
+    ),
 }
 DEFAULT = "vllm"
 

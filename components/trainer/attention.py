@@ -7,7 +7,7 @@ forwards `layout` to it. Masks are made here, from the layout, so transformers m
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,23 @@ KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 class NoLayoutError(ValueError):
     """A layer did not pass on its layout, so its attention cannot tell the sequences of a row apart."""
+
+
+class OwnAttention(Protocol):
+    """In the place of a layout: what is called by every layer in turn, and attends to more than the row (a cache)."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """query [B, H, T, D], key and value [B, H_kv, T, D] -> [B, T, H, D]."""
+        ...
 
 
 def may_be_packed(lm: PreTrainedModel) -> bool:
@@ -42,7 +59,7 @@ def packed_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    layout: Layout | None = None,
+    layout: Layout | OwnAttention | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -55,6 +72,8 @@ def packed_attention(
     if attention_mask is not None or s_aux is not None:
         what = "a mask of its own" if s_aux is None else "attention sinks"
         raise ValueError(f"{type(module).__name__} has {what}, which packed attention does not know")
+    if not isinstance(layout, Layout):
+        return layout.attend(query, key, value, scaling=scaling, window=sliding_window, softcap=softcap), None
     num_rows, width = query.shape[0], query.shape[2]
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [B * T, H, D]
     is_plain = softcap is None and q.shape[-1] == v.shape[-1]

@@ -242,7 +242,7 @@ def logit_transform(lm: PreTrainedModel) -> LogitTransform:
         probes.append(values.to(logits.device))
         return probes[-1]
 
-    tokens = torch.tensor([_tokens(lm, 3)], device=lm.device)
+    tokens = torch.tensor([probe_tokens(lm, 3)], device=lm.device)
     with head_forward(head, made_up):
         out = _logits(lm, tokens)
     if len(probes) != 1 or probes[0].shape != out.shape:
@@ -301,12 +301,12 @@ class _Probe:
     @torch.no_grad()
     def of(cls, lm: PreTrainedModel, *, longest: int, far: bool) -> _Probe:
         transform = logit_transform(lm)
-        tokens = _tokens(lm, 27)
+        tokens = probe_tokens(lm, 27)
         prompt, other = tokens[:5], tokens[20:23]
         sequences = [(prompt, tokens[5:12]), (prompt, tokens[12:17]), (other, tokens[23:27])]
         before = _versions(lm)
         logprobs, nexts, widest = [], [], 1.0
-        with _short_windows(lm, longest):
+        with short_windows(lm, longest):
             for prompt, response in sequences:
                 logits = _logits(lm, torch.tensor([prompt + response], device=lm.device))[0, len(prompt) - 1 : -1]
                 widest = max(widest, float((logits - logits.mean(-1, keepdim=True)).abs().max()))
@@ -331,7 +331,7 @@ class _Probe:
         for packing in dict.fromkeys((way.packing, "padded")):
             learns = packing == way.packing
             with (
-                _short_windows(model.lm, self.longest),
+                short_windows(model.lm, self.longest),
                 torch.autocast(model.lm.device.type, torch.bfloat16, enabled=half),
                 torch.set_grad_enabled(learns),
             ):
@@ -397,7 +397,7 @@ class _Probe:
 
 
 @contextmanager
-def _short_windows(lm: PreTrainedModel, longest: int) -> Iterator[None]:
+def short_windows(lm: PreTrainedModel, longest: int) -> Iterator[None]:
     """While it is active, layers that do not see all of `longest` tokens see only a few."""
     changed: list[tuple[Any, str, int]] = []
     parts: Iterable[Any] = {id(p): p for m in lm.modules() for p in (m, *_configs(getattr(m, "config", None)))}.values()
@@ -414,7 +414,7 @@ def _short_windows(lm: PreTrainedModel, longest: int) -> Iterator[None]:
             setattr(part, name, value)
 
 
-def _tokens(lm: PreTrainedModel, number: int) -> list[int]:
+def probe_tokens(lm: PreTrainedModel, number: int) -> list[int]:
     """Ids from all over the vocabulary, none of which has a special meaning in the model's code."""
     special: set[int] = set()
     for config in _configs(lm.config):

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .attention import NAME as PACKED
+from .attention import OwnAttention
 from .layout import Layout, padded_layout
 from .logprobs import LogitTransform, token_logprobs
 
@@ -125,7 +126,7 @@ def pass_arguments(
     lm: PreTrainedModel,
     input_ids: torch.Tensor,
     position_ids: torch.Tensor | None,
-    layout: Layout | None,
+    layout: Layout | OwnAttention | None,
     attention_mask: torch.Tensor | None,
 ) -> dict[str, Any]:
     """The arguments of a model, or of its body, for a pass; see `Microbatch`."""

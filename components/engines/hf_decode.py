@@ -1,0 +1,307 @@
+"""A model of transformers that reads prompts and generates many responses token by token.
+
+The model is the trainer's own (`trainer.families.load_model`), with the attention that the trainer gives it. Here that
+attention keeps each row's keys and values:
+
+    rows of the cache   | k0 k1 k2 k3 .  .  |      lengths 4
+                        | k0 k1 .  .  .  .  |              2     one pass of `step` adds a column to every row
+                        | k0 k1 k2 k3 k4 .  |              5
+
+Every row begins in column 0, widths are multiples of `BLOCK`, and a pass has at least `LEAST_ROWS` rows. In float32 on
+a CPU a row's numbers are then the same to the last bit, whatever else is in the pass: matrix products of a few rows and
+of many round alike, and so do sums that end with zeros.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ..failures import Refused
+from ..trainer.families import ModelRefusedError, load_model, probe_tokens, short_windows
+from ..trainer.scoring import ScoringModel, head_input, is_packed, output_head, pass_arguments
+
+BLOCK = 32
+LEAST_ROWS = 8
+PREFILL_TOKENS = 4096
+"""Most tokens, padding included, of one pass over prompts."""
+
+
+def load_decoder(
+    path: str, *, max_length: int, trust_remote_code: bool, device: torch.device, dtype: torch.dtype
+) -> Decoder:
+    """The model at `path`, proven to give responses token by token the logprobs that it gives them at once.
+
+    Raises `Refused` in one line for a model that does not.
+    """
+    try:
+        model = load_model(
+            path, packing="shared", trust_remote_code=trust_remote_code, max_length=max_length, device=device
+        )
+    except ModelRefusedError as error:
+        raise Refused(_refusal(path, str(error))) from None
+    model.requires_grad_(False)
+    _prove(model, path, max_length)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return Decoder(model)
+
+
+def _refusal(path: str, why: str) -> str:
+    return f"rollout.engine.name: got hf for the model {path}, which it cannot compute exactly ({why}); use vllm"
+
+
+class KeyValues:
+    """Keys and values of every layer, [S, H_kv, W, D] each, for S rows of W columns; grows as it is asked to."""
+
+    def __init__(self) -> None:
+        self.num_rows = self.width = 0
+        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(x.shape[1] * x.shape[3] * x.itemsize for layer in self._layers for x in layer)
+
+    def reserve(self, num_rows: int, width: int) -> None:
+        """Room for so many rows and columns; what is there stays."""
+        if num_rows <= self.num_rows and width <= self.width:
+            return
+        if num_rows > self.num_rows:
+            self.num_rows = max(num_rows, 2 * self.num_rows)
+        self.width = max(width, self.width)
+        self._layers = [(self._grown(keys), self._grown(values)) for keys, values in self._layers]
+
+    def _grown(self, old: torch.Tensor) -> torch.Tensor:
+        # Zeros, because what is masked is multiplied by 0 all the same.
+        new = old.new_zeros(self.num_rows, old.shape[1], self.width, old.shape[3])
+        new[: old.shape[0], :, : old.shape[2]] = old
+        return new
+
+    def layer(self, index: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The memory of a layer, made for keys and values of this form when it is first met."""
+        if index == len(self._layers):
+            new = (x.new_zeros(self.num_rows, x.shape[1], self.width, x.shape[3]) for x in (key, value))
+            self._layers.append(tuple(new))  # type: ignore[arg-type]
+        return self._layers[index]
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Rows `sources` to rows `targets`."""
+        for layer in self._layers:
+            for x in layer:
+                x[list(targets)] = x[list(sources)]
+
+    def clear(self, rows: Sequence[int]) -> None:
+        """Forget these rows: what an earlier one left, were it not a number, would spoil what is masked too."""
+        for layer in self._layers:
+            for x in layer:
+                x[list(rows)] = 0
+
+
+@dataclass
+class _Prompts:
+    """The attention of a pass over prompts, which fills `rows` of the cache; all prompts are padded to one length."""
+
+    cache: KeyValues
+    rows: list[int]
+    num_layers: int = 0
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """query [R, H, T, D], key and value [R, H_kv, T, D] -> [R, T, H, D]."""
+        for memory, new in zip(self.cache.layer(self.num_layers, key, value), (key, value), strict=True):
+            memory[self.rows, :, : new.shape[2]] = new
+        self.num_layers += 1
+        at = torch.arange(query.shape[2], device=query.device)
+        distance = at[:, None] - at
+        hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+        hidden = hidden.repeat(query.shape[1] // key.shape[1], 1)
+        return _attention(query, key, value, hidden, scaling, softcap)
+
+
+@dataclass
+class _Next:
+    """The attention of a pass over one more token of each row, at `positions` [B]."""
+
+    cache: KeyValues
+    positions: torch.Tensor
+    width: int
+    num_layers: int = 0
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        """query [B, H, 1, D], key and value [B, H_kv, 1, D] -> [B, 1, H, D]."""
+        num_rows = query.shape[0]
+        memory = self.cache.layer(self.num_layers, key, value)
+        self.num_layers += 1
+        rows = torch.arange(num_rows, device=query.device)
+        for x, new in zip(memory, (key, value), strict=True):
+            x[rows, :, self.positions] = new[:, :, 0]
+        keys, values = (x[:num_rows, :, : self.width] for x in memory)
+        distance = self.positions[:, None] - torch.arange(self.width, device=query.device)
+        hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+        return _attention(query, keys, values, hidden[:, None, None], scaling, softcap)
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    hidden: torch.Tensor,
+    scaling: float | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """query [B, H, T, D], key and value [B, H_kv, W, D], hidden [..., G T or 1, W] -> [B, T, H, D].
+
+    The G heads that share keys lie below each other, as G T queries of one head, so that no keys are copied.
+    """
+    groups = query.shape[1] // key.shape[1]
+    q = query.unflatten(1, (key.shape[1], groups)).flatten(2, 3)
+    mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
+    if softcap is None:
+        out = F.scaled_dot_product_attention(q, key, value, attn_mask=mask, scale=scaling)
+    else:
+        scores = q @ key.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+        scores = softcap * torch.tanh(scores / softcap) + mask
+        out = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype) @ value
+    return out.unflatten(2, (groups, query.shape[2])).flatten(1, 2).transpose(1, 2)
+
+
+class Decoder:
+    """A model with a cache. Rows are numbered by the caller, who keeps them together: 0, 1, 2, ..."""
+
+    def __init__(self, model: ScoringModel) -> None:
+        assert is_packed(model.lm)
+        self.model = model
+        self.device = model.lm.device
+        self.cache = KeyValues()
+
+    def prefill(self, rows: Sequence[int], sequences: Sequence[Sequence[int]]) -> None:
+        """Read these sequences into these rows of the cache, which hold nothing else afterwards."""
+        if rows:
+            self.cache.reserve(max(rows) + 1, _blocks(max(map(len, sequences))))
+            self.cache.clear(rows)
+        for chunk in _chunks([len(s) for s in sequences]):
+            self._read([rows[i] for i in chunk], [sequences[i] for i in chunk])
+
+    def _read(self, rows: list[int], sequences: list[Sequence[int]]) -> torch.Tensor:
+        """Hidden states [R, T, D] of one pass over sequences that are padded to T tokens."""
+        lengths = [len(s) for s in sequences]
+        width = _blocks(max(lengths))
+        self.cache.reserve(max(rows) + 1, width)
+        tokens = torch.zeros(len(rows), width, dtype=torch.int64)
+        for row, sequence in zip(tokens, sequences, strict=True):
+            row[: len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
+        # What pads stands at the last position, so that no position is beyond what the model knows.
+        positions = torch.minimum(torch.arange(width), torch.tensor(lengths)[:, None] - 1)
+        return self._pass(tokens, positions, _Prompts(self.cache, rows))
+
+    def step(self, tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        """Logits [B, V], float32, after one more token at its position in each of the rows 0 to B - 1."""
+        num_rows = len(tokens)
+        padding = [0] * (-(-num_rows // LEAST_ROWS) * LEAST_ROWS - num_rows)
+        width = _blocks(max(positions) + 1)
+        self.cache.reserve(num_rows + len(padding), width)
+        at = torch.tensor([*positions, *padding])
+        attention = _Next(self.cache, at.to(self.device), width)
+        hidden = self._pass(torch.tensor([*tokens, *padding])[:, None], at[:, None], attention)
+        return self._logits(hidden[:, 0])[:num_rows]
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """The logprob of each token but the first, given those before it, at temperature 1. Uses the first rows."""
+        scored: list[list[float]] = []
+        for sequence in sequences:
+            hidden = self._read([0], [sequence])[0, : len(sequence) - 1]
+            targets = torch.tensor(sequence[1:], device=self.device)[:, None]
+            logprobs = torch.log_softmax(self._logits(hidden) * self.model.transform.scale, dim=-1)
+            scored.append(logprobs.gather(-1, targets)[:, 0].tolist())
+        return scored
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, D] -> [S, V], float32, capped but not yet scaled; see `LogitTransform`."""
+        logits: torch.Tensor = output_head(self.model.lm)(hidden).float()
+        cap = self.model.transform.cap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def _pass(self, tokens: torch.Tensor, positions: torch.Tensor, attention: _Prompts | _Next) -> torch.Tensor:
+        given = pass_arguments(self.model.lm, tokens.to(self.device), positions.to(self.device), attention, None)
+        with head_input(output_head(self.model.lm)) as seen:
+            self.model.lm(**given)
+        return seen[0]
+
+
+def _blocks(length: int) -> int:
+    """The next multiple of `BLOCK`."""
+    return -(-length // BLOCK) * BLOCK
+
+
+def _chunks(lengths: list[int]) -> list[list[int]]:
+    """Indices of sequences that are read in one pass: of similar lengths, and not too many tokens. Empty ones are not
+    read.
+    """
+    chunks: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if not lengths[i]:
+            break
+        width = _blocks(lengths[chunks[-1][0]]) if chunks else 0
+        if chunks and width == _blocks(lengths[i]) and width * (len(chunks[-1]) + 1) <= PREFILL_TOKENS:
+            chunks[-1].append(i)
+        else:
+            chunks.append([i])
+    return chunks
+
+
+@torch.inference_mode()
+def _prove(model: ScoringModel, path: str, max_length: int) -> None:
+    """Three sequences that begin at different times: token by token, they have the logprobs of one pass over each."""
+    tokens = probe_tokens(model.lm, 24)
+    sequences = [tokens[:11], tokens[11:18], tokens[18:]]
+    cut = min(max_length, len(sequences[0]))
+    sequences = [s[:cut] for s in sequences]
+    with short_windows(model.lm, max_length):
+        expected = [_at_once(model, s) for s in sequences]
+        decoder, scale = Decoder(model), model.transform.scale
+        got: list[list[float]] = [[], [], []]
+        lengths = [min(4, cut - 1), min(1, cut - 1), 0]
+        decoder.prefill([0, 1, 2], [s[:n] for s, n in zip(sequences, lengths, strict=True)])
+        read = [expected[i][:n] for i, n in enumerate(lengths)]
+        widest = 1.0
+        while any(n < len(s) - 1 for s, n in zip(sequences, lengths, strict=True)):
+            at = [min(n, len(s) - 2) for s, n in zip(sequences, lengths, strict=True)]
+            logits = decoder.step([s[n] for s, n in zip(sequences, at, strict=True)], at) * scale
+            widest = max(widest, float((logits - logits.mean(-1, keepdim=True)).abs().max()))
+            logprobs = torch.log_softmax(logits, dim=-1)
+            for i, (s, n) in enumerate(zip(sequences, lengths, strict=True)):
+                if n < len(s) - 1:
+                    got[i].append(float(logprobs[i, s[n + 1]]))
+                    lengths[i] += 1
+    pairs = itertools.chain(*(zip(e[len(r) :], g, strict=True) for e, r, g in zip(expected, read, got, strict=True)))
+    gap = max((abs(e - g) for e, g in pairs), default=0.0)
+    if not gap <= 2e-5 * widest:  # nan is not
+        raise Refused(_refusal(path, f"token by token its logprobs differ by {gap:.2g} nats"))
+
+
+def _at_once(model: ScoringModel, sequence: list[int]) -> list[float]:
+    """As the trainer computes it."""
+    tokens = torch.tensor([sequence], device=model.lm.device)
+    rows = torch.arange(len(sequence) - 1, device=model.lm.device)
+    return model(tokens, rows, tokens[0, 1:], 1.0)[0].tolist()

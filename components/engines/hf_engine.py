@@ -1,0 +1,441 @@
+"""A small engine on transformers: a thread of its collector's process, no other process, nothing to compile.
+
+    event loop  --generate, pause, load-->  commands  -->  [ commands | admit, prefill | one pass | finish ]  thread
+                <--tokens, progress------------------------------------------------------------------------
+
+Requests join and leave between two passes, and so do weights. A sequence draws each token with a number of its own
+generator, so that its tokens are a function of (weights, prompt, seed).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import os
+import queue
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from ..collector.clock import RolloutClock
+from ..collector.engine import EngineLost, EngineSettings, LoadTimes, SampledTokens, largest
+from ..collector.progress import Progress, Sampled
+from ..failures import Refused
+from ..weights import Canary, CanaryGap, HandOverError, Manifest
+from .hf_decode import Decoder, load_decoder
+from .hf_weights import Load, ModelTensors
+
+T = TypeVar("T")
+DEFAULT_PLACES = 256
+CLOSE_S = 10.0
+
+
+@dataclass
+class _Request:
+    id: str
+    prompt: list[int]
+    temperature: float
+    top_p: float
+    max_tokens: int
+    stop: frozenset[int]
+    loop: asyncio.AbstractEventLoop
+    answer: Future[list[SampledTokens]] = field(default_factory=Future)
+    sequences: list[_Sequence] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """One completion under way. `tokens`: prompt and response; `num_wanted`: their number at the most."""
+
+    request: _Request
+    id: str
+    draw: random.Random
+    tokens: list[int]
+    num_wanted: int
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+
+
+class HfEngine:
+    """See `collector.engine.Engine`. Complete when it is made: the model is loaded and proven, and the thread waits."""
+
+    @classmethod
+    async def start(cls, settings: EngineSettings) -> HfEngine:
+        return await asyncio.to_thread(cls, settings)
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._ids = itertools.count()
+        # Engines of one run must not draw the same numbers.
+        self._seeds = random.Random(f"{settings.seed}/{os.getpid()}")
+        self._version = 0 if settings.load_weights else -1
+        self._waiting: deque[_Sequence] = deque()
+        self._held: list[_Request] = []
+        self._running: list[_Sequence] = []
+        self._drained: Future[None] | None = None
+        self._paused = False
+        self._closing = False
+        self._death: EngineLost | None = None
+        self.progress = Progress()
+        self.places = int(settings.options.get("max_num_seqs", DEFAULT_PLACES))
+        self._thread = threading.Thread(target=self._work, daemon=True, name="leeway-engine")
+        ready: Future[tuple[Decoder, ModelTensors, int]] = Future()
+        self._commands.put(functools.partial(_answer, ready, self._load_model))
+        self._thread.start()
+        try:
+            self._decoder, self._tensors, self.cache_tokens = ready.result()
+        except BaseException:
+            self._commands.put(self._close)
+            raise
+        if self.cache_tokens < settings.max_model_len:
+            self.shutdown()
+            raise Refused(
+                f"cluster.kv_cache_gib: got {settings.kv_cache_gib:g}, which holds {self.cache_tokens} tokens of this "
+                f"model, expected room for rollout.max_model_len {settings.max_model_len}; raise it"
+            )
+
+    # ------------------------------------------------------------------------------------- from the event loop
+
+    async def generate(
+        self,
+        prompt_tokens: Sequence[int],
+        *,
+        n: int,
+        temperature: float,
+        max_tokens: int,
+        stop_token_ids: Sequence[int],
+        seed: int | None = None,
+        top_p: float = 1.0,
+        clock: RolloutClock | None = None,
+    ) -> list[SampledTokens]:
+        room = self._settings.max_model_len - len(prompt_tokens)
+        if not prompt_tokens or room < 1:
+            raise ValueError(
+                f"prompt of {len(prompt_tokens)} tokens; rollout.max_model_len is {room + len(prompt_tokens)}"
+            )
+        request = _Request(
+            id=str(next(self._ids)),
+            prompt=list(prompt_tokens),
+            temperature=temperature,
+            top_p=top_p,
+            max_tokens=min(max_tokens, room),
+            stop=frozenset(stop_token_ids),
+            loop=asyncio.get_running_loop(),
+        )
+        first = self._seeds.getrandbits(62) if seed is None else seed
+        num_sampled = n if temperature else 1
+        request.sequences = [
+            _Sequence(
+                request,
+                f"{request.id}-{i}",
+                random.Random(first + i),
+                list(prompt_tokens),
+                len(prompt_tokens) + request.max_tokens,
+            )
+            for i in range(num_sampled)
+        ]
+        with self.progress.request(
+            request.id, num_sequences=num_sampled, prompt_tokens=len(prompt_tokens), clock=clock
+        ):
+            await self._call(functools.partial(self._accept, request))
+            try:
+                completions = await asyncio.wrap_future(request.answer)
+            except asyncio.CancelledError:
+                self._commands.put(functools.partial(self._abort, request))
+                raise
+        return completions if temperature else completions * n  # greedy: n times the same, sampled once
+
+    async def score(self, canary: Canary) -> CanaryGap:
+        with self.progress.call():
+            return await self._call(functools.partial(self._score, canary))
+
+    async def load_weights(
+        self,
+        manifest: Manifest,
+        buckets: AsyncIterator[np.ndarray],
+        *,
+        in_flight: str,
+        paused: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> LoadTimes:
+        started = time.monotonic()
+        with self.progress.call():
+            await asyncio.wrap_future(await self._call(functools.partial(self._pause, in_flight == "off")))
+        self.progress.pause()
+        stopped = time.monotonic()
+        with paused():
+            load, index = Load(self._tensors, manifest), 0
+            async for bucket in buckets:
+                with self.progress.call():
+                    await self._call(functools.partial(load.take, index, bucket))
+                index += 1
+            if index != manifest.num_buckets:
+                raise HandOverError(
+                    "bytes", manifest.policy_version, f"got {index} buckets, expected {manifest.num_buckets}"
+                )
+            with self.progress.call():
+                await self._call(functools.partial(self._resume, load, manifest.policy_version, in_flight))
+            self.progress.resume()
+        return LoadTimes(drain_s=stopped - started, pause_s=time.monotonic() - stopped)
+
+    def process_ids(self) -> list[int]:
+        return []
+
+    def compute_threads(self) -> list[int]:
+        """Its own thread, and those that torch started from it: all that are on the engine's cores alone."""
+        own = set(self._settings.cores)
+        threads = [int(name) for name in os.listdir("/proc/self/task")] if own else []
+        return [thread for thread in threads if os.sched_getaffinity(thread) == own]
+
+    def shutdown(self) -> None:
+        self._commands.put(self._close)
+        self._thread.join(CLOSE_S)
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        """Have the thread do something between two passes."""
+        answer: Future[T] = Future()
+        self._commands.put(functools.partial(_answer, answer, work))
+        if self._death is not None:  # it may have died before it could see this
+            raise self._death
+        return await asyncio.wrap_future(answer)
+
+    # --------------------------------------------------------------------------------------------- in the thread
+
+    def _work(self) -> None:
+        if self._settings.cores:
+            os.sched_setaffinity(0, self._settings.cores)
+            torch.set_num_threads(len(self._settings.cores))
+        with torch.inference_mode():
+            while not self._closing:
+                try:
+                    command = self._commands.get(block=self._is_idle())
+                except queue.Empty:
+                    try:
+                        self._pass()
+                    except Exception as error:
+                        self._die(EngineLost(f"the inference engine died: {type(error).__name__}: {error}"))
+                    continue
+                command()
+            while not self._commands.empty():  # what was asked for meanwhile hears of the end
+                self._commands.get()()
+
+    def _is_idle(self) -> bool:
+        return self._paused or self._death is not None or not (self._running or self._waiting)
+
+    def _load_model(self) -> tuple[Decoder, ModelTensors, int]:
+        s = self._settings
+        with torch.inference_mode(False):
+            decoder = load_decoder(
+                s.model_path,
+                max_length=s.max_model_len,
+                trust_remote_code=s.trust_remote_code,
+                device=torch.device(s.device),
+                dtype=getattr(torch, s.dtype),
+            )
+        decoder.prefill([0], [[0]])
+        memory = s.kv_cache_gib * 2**30 if s.device == "cpu" else torch.cuda.mem_get_info()[0] / 2
+        return decoder, ModelTensors(decoder.model.lm), int(memory / decoder.cache.bytes_per_token)
+
+    def _accept(self, request: _Request) -> None:
+        if self._death is not None:
+            raise self._death
+        if self._version < 0:
+            raise RuntimeError("the engine was asked for tokens before it had any weights")
+        if self._drained is not None:
+            self._held.append(request)
+        else:
+            self._waiting.extend(request.sequences)
+
+    def _abort(self, request: _Request) -> None:
+        self._held = [r for r in self._held if r is not request]
+        self._waiting = deque(s for s in self._waiting if s.request is not request)
+        self._keep([s for s in self._running if s.request is not request])
+        self._note_drained()
+
+    def _pause(self, drain: bool) -> Future[None]:
+        """The answer comes when the engine stands still: at once, or when all that it has was finished (`drain`)."""
+        still: Future[None] = Future()
+        if drain and not self._paused:
+            self._drained = still
+            self._note_drained()
+        else:
+            self._paused = True
+            still.set_result(None)
+        return still
+
+    def _note_drained(self) -> None:
+        if self._drained is not None and not self._paused and not self._running and not self._waiting:
+            self._paused = True
+            self._drained.set_result(None)
+
+    def _resume(self, load: Load, policy_version: int, in_flight: str) -> None:
+        load.finish(read_back=self._settings.read_back)
+        self._version = policy_version
+        if in_flight != "keep":
+            self._decoder.prefill(range(len(self._running)), [s.tokens[:-1] for s in self._running])
+        self._drained, self._paused = None, False
+        for request in self._held:
+            self._waiting.extend(request.sequences)
+        self._held = []
+
+    def _pass(self) -> None:
+        self._admit()
+        running = self._running
+        logits = self._decoder.step([s.tokens[-1] for s in running], [len(s.tokens) - 1 for s in running])
+        tokens, logprobs = _sample(logits, running, scale=self._decoder.model.transform.scale)
+        heard: dict[asyncio.AbstractEventLoop, list[Sampled]] = {}
+        for s, token, logprob in zip(running, tokens, logprobs, strict=True):
+            s.tokens.append(token)
+            s.logprobs.append(logprob)
+            s.versions.append(self._version)
+            if token in s.request.stop:
+                s.finish_reason = "stop"
+            elif len(s.tokens) == s.num_wanted:
+                s.finish_reason = "length"
+            sampled = Sampled(s.request.id, s.id, 1, bool(s.finish_reason))
+            heard.setdefault(s.request.loop, []).append(sampled)
+        for loop, sampled in heard.items():
+            _tell(loop, self.progress.passed, time.monotonic(), sampled)
+        ended = {s.request.id: s.request for s in running if s.finish_reason}
+        self._keep([s for s in running if not s.finish_reason])
+        for request in ended.values():
+            if all(s.finish_reason for s in request.sequences):
+                _answer(request.answer, functools.partial(_completions, request))
+        self._note_drained()
+
+    def _admit(self) -> None:
+        """Begin what waits, in order, while there are places and memory: each row as wide as the widest may become."""
+        begun: list[_Sequence] = []
+        widest = max((s.num_wanted for s in self._running), default=0)
+        while self._waiting and (num_rows := len(self._running) + len(begun)) < self.places:
+            widest = max(widest, self._waiting[0].num_wanted)
+            if num_rows and (num_rows + 1) * widest > self.cache_tokens:
+                break
+            begun.append(self._waiting.popleft())
+        if not begun:
+            return
+        first = len(self._running)
+        self._running += begun
+        # Each prompt is read once, and copied for the other completions of it. Its last token is read by the next pass.
+        sources: dict[str, int] = {}
+        copies: list[tuple[int, int]] = []
+        for row, s in enumerate(begun, start=first):
+            if (source := sources.setdefault(s.request.id, row)) != row:
+                copies.append((source, row))
+        rows = list(sources.values())
+        self._decoder.cache.reserve(len(self._running), 1)
+        self._decoder.prefill(rows, [self._running[row].tokens[:-1] for row in rows])
+        if copies:
+            self._decoder.cache.copy(*zip(*copies, strict=True))
+
+    def _keep(self, sequences: list[_Sequence]) -> None:
+        """Go on with these alone, moved together: those of the last rows take the rows that become free."""
+        rows = {id(s): row for row, s in enumerate(self._running)}
+        staying = [s for s in sequences if rows[id(s)] < len(sequences)]
+        moving = [s for s in sequences if rows[id(s)] >= len(sequences)]
+        free = sorted(set(range(len(sequences))) - {rows[id(s)] for s in staying})
+        if moving:
+            self._decoder.cache.copy([rows[id(s)] for s in moving], free)
+        placed = {rows[id(s)]: s for s in staying} | dict(zip(free, moving, strict=True))
+        self._running = [placed[row] for row in range(len(sequences))]
+
+    def _score(self, canary: Canary) -> CanaryGap:
+        decoder = Decoder(self._decoder.model)  # with a cache of its own: requests go on afterwards
+        scored = decoder.score(canary.prompts.scored)
+        gaps = [
+            abs(a - b)
+            for got, want in zip(scored, canary.logprobs, strict=True)
+            for a, b in zip(got, want, strict=True)
+        ]
+        contexts = canary.prompts.cached
+        if not contexts:
+            return CanaryGap(largest(gaps), 0.0)
+        decoder.prefill(range(len(contexts)), [c[:-1] for c in contexts])
+        logits = decoder.step([c[-1] for c in contexts], [len(c) - 1 for c in contexts])
+        logprobs = torch.log_softmax(logits * decoder.model.transform.scale, dim=-1)
+        got = [float(row[token]) for row, token in zip(logprobs, canary.next_tokens, strict=True)]
+        return CanaryGap(largest(gaps), largest([abs(a - b) for a, b in zip(got, canary.next_logprobs, strict=True)]))
+
+    def _close(self) -> None:
+        self._die(EngineLost("the inference engine was shut down"))
+        self._closing = True
+
+    def _die(self, death: EngineLost) -> None:
+        """Nothing is generated any more; whoever waits hears why."""
+        self._death = death
+        requests = {s.request.id: s.request for s in [*self._running, *self._waiting]}
+        requests |= {request.id: request for request in self._held}
+        self._running, self._waiting, self._held = [], deque(), []
+        for request in requests.values():
+            _answer(request.answer, functools.partial(_raise, death))
+
+
+def _answer(answer: Future[T], work: Callable[[], T]) -> None:
+    """Give `answer` what `work` returns or raises; nothing where nobody waits any more."""
+    if not answer.set_running_or_notify_cancel():
+        return
+    try:
+        result = work()
+    except Exception as error:
+        answer.set_exception(error)
+    else:
+        answer.set_result(result)
+
+
+def _raise(error: Exception) -> Any:
+    raise error
+
+
+def _tell(loop: asyncio.AbstractEventLoop, listener: Callable[..., None], *args: Any) -> None:
+    try:
+        loop.call_soon_threadsafe(listener, *args)
+    except RuntimeError:  # the loop was closed: nobody listens
+        if not loop.is_closed():
+            raise
+
+
+def _completions(request: _Request) -> list[SampledTokens]:
+    start = len(request.prompt)
+    return [SampledTokens(s.tokens[start:], s.logprobs, s.versions, s.finish_reason) for s in request.sequences]
+
+
+def _sample(logits: torch.Tensor, sequences: list[_Sequence], *, scale: float) -> tuple[list[int], list[float]]:
+    """One token for each row of logits [B, V], and its logprob under what it was drawn from.
+
+    Drawn by inverting the cumulative distribution, in float64, at a number of the sequence's own generator.
+    """
+    requests = [s.request for s in sequences]
+    factors = torch.tensor([scale / (r.temperature or 1.0) for r in requests], device=logits.device)
+    logprobs = torch.log_softmax(logits * factors[:, None], dim=-1)
+    if any(r.top_p < 1.0 for r in requests):
+        nucleus = torch.tensor([r.top_p for r in requests], device=logits.device)
+        logprobs = _within_nucleus(logprobs, nucleus)
+    total = logprobs.double().exp_().cumsum(-1)
+    # Never the very end, where rounding could reach a token of probability 0.
+    draws = torch.tensor(
+        [[min(s.draw.random(), 1 - 1e-12)] for s in sequences], dtype=torch.float64, device=logits.device
+    )
+    drawn = torch.searchsorted(total, draws * total[:, -1:], right=True)[:, 0]
+    greedy = torch.tensor([not r.temperature for r in requests], device=logits.device)
+    tokens = torch.where(greedy, logits.argmax(-1), drawn)
+    return tokens.tolist(), logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+
+
+def _within_nucleus(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """logprobs [B, V] of the likeliest tokens that make up `top_p` [B] together, normalised; -inf for the others."""
+    ordered, order = logprobs.sort(dim=-1, descending=True)
+    probabilities = ordered.exp()
+    before = probabilities.cumsum(-1) - probabilities
+    outside = torch.zeros_like(logprobs, dtype=torch.bool).scatter(-1, order, before >= top_p[:, None])
+    return torch.log_softmax(logprobs.masked_fill(outside, float("-inf")), dim=-1)
