@@ -149,7 +149,7 @@ class HfEngine:
         with self.progress.request(
             request.id, num_sequences=num_sampled, prompt_tokens=len(prompt_tokens), clock=clock
         ):
-            await self._call(functools.partial(self._accept, request))
+            self._put(functools.partial(self._accept, request))
             try:
                 completions = await asyncio.wrap_future(request.answer)
             except asyncio.CancelledError:
@@ -205,10 +205,13 @@ class HfEngine:
     async def _call(self, work: Callable[[], T]) -> T:
         """Have the thread do something between two passes."""
         answer: Future[T] = Future()
-        self._commands.put(functools.partial(_answer, answer, work))
-        if self._death is not None:  # it may have died before it could see this
-            raise self._death
+        self._put(functools.partial(_answer, answer, work))
         return await asyncio.wrap_future(answer)
+
+    def _put(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+        if not self._thread.is_alive() and self._death is not None:  # nobody is there to see it
+            raise self._death
 
     # --------------------------------------------------------------------------------------------- in the thread
 
@@ -249,10 +252,11 @@ class HfEngine:
 
     def _accept(self, request: _Request) -> None:
         if self._death is not None:
-            raise self._death
-        if self._version < 0:
-            raise RuntimeError("the engine was asked for tokens before it had any weights")
-        if self._drained is not None:
+            _answer(request.answer, functools.partial(_raise, self._death))
+        elif self._version < 0:
+            unready = RuntimeError("the engine was asked for tokens before it had any weights")
+            _answer(request.answer, functools.partial(_raise, unready))
+        elif self._drained is not None:
             self._held.append(request)
         else:
             self._waiting.extend(request.sequences)
@@ -266,6 +270,8 @@ class HfEngine:
     def _pause(self, drain: bool) -> Future[None]:
         """The answer comes when the engine stands still: at once, or when all that it has was finished (`drain`)."""
         still: Future[None] = Future()
+        if self._death is not None:
+            raise self._death
         if drain and not self._paused:
             self._drained = still
             self._note_drained()
@@ -379,6 +385,8 @@ class HfEngine:
         self._running, self._waiting, self._held = [], deque(), []
         for request in requests.values():
             _answer(request.answer, functools.partial(_raise, death))
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_exception(death)
 
 
 def _answer(answer: Future[T], work: Callable[[], T]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ..config.rules import is_local_path
+from ..config.engines import is_local_path
 from ..integrity import DamagedFileError
 from ..weights import plan_buckets
 from .checkpoint import STATE_DIR, STATE_FILE, CheckpointError, read_about, read_tensors

@@ -1,0 +1,168 @@
+"""Models of several kinds, generated token by token: exact, or refused in a line."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from leeway.collector.engine import EngineLost, EngineSettings
+from leeway.engines.hf_engine import HfEngine
+from leeway.engines.hf_weights import Load, ModelTensors
+from leeway.failures import Refused
+from leeway.trainer.families import load_model
+from leeway.weights import Canary, CanaryPrompts, HandOverError, Manifest, digest_of, plan_buckets, sha256_of
+
+from ..engine_contract import engine_settings
+from .test_packing import SIZES
+
+GENERATED = {
+    "qwen2": {"num_key_value_heads": 2},  # heads that share keys
+    "mistral": {"sliding_window": 6},  # fewer tokens seen than there are
+    "gemma2": {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0, "sliding_window": 6},
+    "opt": {},  # positions are learned
+    "mixtral": {"num_local_experts": 4},
+}
+
+
+def save(folder: Path, kind: str, **options: Any) -> str:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **(SIZES | options))
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return str(folder)
+
+
+def settings_of(folder: str, **changes: Any) -> EngineSettings:
+    return engine_settings(Path(folder), **({"max_model_len": 64, "load_weights": True} | changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", GENERATED)
+def test_tokens_have_the_logprobs_of_one_pass_over_the_whole_sequence(kind: str, tmp_path: Path) -> None:
+    folder = save(tmp_path / kind, kind, **GENERATED[kind])
+    engine = HfEngine(settings_of(folder))
+    prompts = [[3], [5, 9, 4, 12, 7, 3, 8, 11, 10], [6, 2]]
+
+    async def generate() -> list[Any]:
+        asked = (engine.generate(p, n=3, temperature=0.8, max_tokens=30, stop_token_ids=[1]) for p in prompts)
+        return await asyncio.gather(*asked)
+
+    answers = asyncio.run(generate())
+    engine.shutdown()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    for prompt, completions in zip(prompts, answers, strict=True):
+        for c in completions:
+            tokens = torch.tensor([prompt + c.tokens])
+            with torch.no_grad():
+                logprobs = (model(tokens).logits[0, len(prompt) - 1 : -1] / 0.8).log_softmax(-1)
+            expected = logprobs.gather(-1, tokens[0, len(prompt) :, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(c.logprobs), expected, rtol=0, atol=1e-5)
+            assert set(c.policy_versions) == {0}
+
+
+@pytest.mark.slow
+def test_a_model_with_a_state_is_refused_in_a_line(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=r"rollout.engine.name: got hf for the model .* use vllm") as refused:
+        HfEngine(settings_of(save(tmp_path / "model", "mamba", state_size=4)))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_cache_that_holds_no_whole_sequence_is_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path / "model", "qwen2")
+    with pytest.raises(Refused, match=r"cluster.kv_cache_gib: got 1e-06, which holds \d+ tokens"):
+        HfEngine(settings_of(folder, kv_cache_gib=1e-6))
+
+
+def test_sequences_wait_for_memory_and_all_are_answered(tmp_path: Path) -> None:
+    """Room for two sequences of the longest kind, asked for ten."""
+    folder = save(tmp_path / "model", "qwen2")
+    probe = HfEngine(settings_of(folder))
+    bytes_per_token = probe._decoder.cache.bytes_per_token
+    probe.shutdown()
+    engine = HfEngine(settings_of(folder, kv_cache_gib=(2 * 64 + 1) * bytes_per_token / 2**30))
+    most = 0
+    step = engine._decoder.step
+
+    def counted(tokens: Any, positions: Any) -> torch.Tensor:
+        nonlocal most
+        most = max(most, len(tokens))
+        return step(tokens, positions)
+
+    engine._decoder.step = counted  # type: ignore[method-assign]
+    asked = engine.generate([4, 5], n=10, temperature=1.0, max_tokens=62, stop_token_ids=[2, 3])
+    assert len(asyncio.run(asked)) == 10
+    assert most == 2
+    engine.shutdown()
+
+
+def test_a_pass_that_fails_ends_every_request_by_its_reason(tmp_path: Path) -> None:
+    engine = HfEngine(settings_of(save(tmp_path / "model", "qwen2")))
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no memory left")
+
+    engine._decoder.step = fails  # type: ignore[method-assign]
+
+    async def ask() -> None:
+        for _ in range(2):  # the second one meets an engine that is dead already
+            with pytest.raises(EngineLost, match="the inference engine died: RuntimeError: no memory left"):
+                await engine.generate([4], n=2, temperature=1.0, max_tokens=4, stop_token_ids=[])
+        engine.shutdown()
+        with pytest.raises(EngineLost, match="shut down"):
+            await engine.generate([4], n=2, temperature=1.0, max_tokens=4, stop_token_ids=[])
+
+    asyncio.run(ask())
+    assert engine.progress.num_sequences == 0
+
+
+@pytest.mark.slow
+def test_experts_are_joined_from_their_parts_and_each_part_is_needed(tmp_path: Path) -> None:
+    model = load_model(save(tmp_path / "model", "mixtral", num_local_experts=4))
+    model.requires_grad_(False)
+    tensors = ModelTensors(model.lm)
+    before = {name: tensor.clone() for name, tensor in tensors.tensors.items()}
+    parts = [part for name, tensor in before.items() for part in tensors.names.split(name, tensor).items()]
+    (plan,) = plan_buckets((([name], t.dtype, t.shape) for name, t in parts), 2**30)
+    memory = plan.empty()
+    for place, (_, tensor) in zip(plan.places, parts, strict=True):
+        place.tensor(memory).copy_(tensor)
+    entries = plan.entries(sha256_of(place.data(memory)) for place in plan.places)
+    for tensor in tensors.tensors.values():
+        tensor.zero_()
+
+    def load(chosen: list[Any]) -> Load:
+        canary = Canary(CanaryPrompts(scored=[], cached=[]), [], [], [])
+        taken = Load(tensors, Manifest(3, chosen, 1, 0, canary, digest_of(chosen)))
+        taken.take(0, memory.numpy())
+        return taken
+
+    load(entries).finish(read_back=True)
+    assert all(torch.equal(before[name], tensor) for name, tensor in tensors.tensors.items())
+    expert = next(e.name for e in entries if "experts.2." in e.name)
+    with pytest.raises(HandOverError, match=r"no published tensor reached .*experts"):
+        load([e for e in entries if e.name != expert]).finish(read_back=True)
+    changed = load(entries)
+    tensors.tensors[tensors.owner[expert]].view(-1)[-1] += 1
+    with pytest.raises(HandOverError, match=r"after the load, weights differ from those published in .*experts"):
+        changed.finish(read_back=True)
+
+
+@pytest.mark.slow
+def test_a_collector_of_this_engine_loads_no_vllm() -> None:
+    program = (
+        "import sys\n"
+        "from leeway.collector.actor import CollectorActor, not_loading\n"
+        "from leeway.config.engines import engine_kind\n"
+        "import leeway.engines.hf_engine\n"
+        "with not_loading(*engine_kind('hf').without):\n"
+        "    from leeway.collector.collector import Collector\n"
+        "sys.exit(any(name.split('.')[0] == 'vllm' for name in sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
