@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from . import jail_wire as wire
 
 _SCRIPT = Path(__file__).with_name("jail_process.py")
 MAX_OUTPUT_BYTES = 2**20
+_MAX_KEYS = 1000  # of a set or dict that are no strings, see jail_wire
 _TRIES = 2  # of a job whose zygote died under it
 
 
@@ -95,7 +96,7 @@ class Jail:
         job = _Job("call", limits or Limits(), wire.dumps([function, list(arguments)]))
         self._do(job)
         try:
-            kind, value = wire.loads(job.replied)
+            kind, value = wire.loads(job.replied, max_keys=_MAX_KEYS)
         except (ValueError, TypeError):
             raise JailError(job.reason or "the reply is no data") from None
         if kind != "value":
@@ -114,13 +115,17 @@ class Jail:
     def judge(self, program: str, test: Any, *, limits: Limits | None = None) -> Verdict:
         """Whether a program passes one test, see `jail_judge`; `limits` are for the program and for the judge, each."""
         limits = limits or Limits()
-        job = _Job("pair", limits, wire.dumps([program, test]), judge=limits)
+        job = _Job("pair", limits, wire.dumps([program, test]), judge=replace(limits, disk_mb=0))
         self._do(job)
         try:
-            passed, reason, is_bad_test = wire.loads(job.replied)
+            passed, reason, is_bad_test = wire.loads(job.replied, max_keys=_MAX_KEYS)
         except (ValueError, TypeError):
             return Verdict(False, job.reason or "the test did not end", False)
         return Verdict(passed is True, str(reason), is_bad_test is True)
+
+    def pid(self) -> int:
+        """Of the interpreter, which is started if need be."""
+        return self._living().pid
 
     def close(self) -> None:
         """End the interpreter, and with it all jobs; a later one starts another."""
@@ -171,6 +176,7 @@ class _Zygote:
                 env={"PATH": os.defpath, "LANG": "C.UTF-8", "HOME": "/box", "PYTHONHASHSEED": "0", **variables},
                 start_new_session=True,
             )
+            self.pid = self._process.pid
             theirs.close()
             try:
                 settings = {"modules": modules, "path": [p for p in sys.path if p], "folder": self._folder.name}

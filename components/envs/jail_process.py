@@ -36,11 +36,11 @@ from typing import NoReturn
 libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock while it calls, as `clone` needs it
 
 NEW_NAMESPACES = 0x00020000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x40000000  # mount, uts, ipc, user, net
-NEW_PER_JOB = 0x20000000 | 0x00020000  # pid, mount
+NEW_PID, NEW_MOUNT = 0x20000000, 0x00020000  # of every job
 MS_NOSUID_NODEV, MS_BIND_REC, MS_REC_PRIVATE, MNT_DETACH = 2 | 4, 4096 | 0x4000, 0x4000 | 0x40000, 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, struct.pack("QQQQ", 1 | 2, 0, 0, 0)  # and nosuid
 NEW_USER = 0x10000000
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 38, 22, 24
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 38, 22
 CLONE, PIVOT_ROOT = {"x86_64": (56, 155), "aarch64": (220, 41)}.get(platform.machine(), (0, 0))
 NOBODY = 65534
 
@@ -123,6 +123,7 @@ class Zygote:
         self._poll.register(control, select.POLLIN)
         self._filter = calls.build_filter(platform.machine())
         self._own_bytes = int(self._read("self/statm", proc).split()[0]) * resource.getpagesize()
+        jobs.warm_up()
         gc.collect()
         gc.freeze()  # a collection in a child would copy every page
 
@@ -171,7 +172,8 @@ class Zygote:
     def _fork(self, job: Job, kind: str, fds: dict[int, int], limits: dict) -> None:
         # What os.fork does, with a flag for own namespaces: a process can have only one new pid namespace by unshare.
         ctypes.pythonapi.PyOS_BeforeFork()
-        pid = libc.syscall(CLONE, NEW_PER_JOB | signal.SIGCHLD, 0, 0, 0, 0)
+        namespaces = NEW_PID | (NEW_MOUNT if limits["disk_mb"] else 0)
+        pid = libc.syscall(CLONE, namespaces | signal.SIGCHLD, 0, 0, 0, 0)
         if pid == 0:
             ctypes.pythonapi.PyOS_AfterFork_Child()
             self._be_job(kind, fds, limits)
@@ -191,8 +193,9 @@ class Zygote:
         try:
             # Should this process end, the jobs do. Here and after the change of user, which resets it.
             call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            options = f"size={limits['disk_mb']}m,nr_inodes=4096,mode=1777".encode()
-            call("mount", b"tmpfs", BOX.encode(), b"tmpfs", MS_NOSUID_NODEV, options)
+            if limits["disk_mb"]:
+                options = f"size={limits['disk_mb']}m,nr_inodes=4096,mode=1777".encode()
+                call("mount", b"tmpfs", BOX.encode(), b"tmpfs", MS_NOSUID_NODEV, options)
             os.chdir(BOX)
             place_fds(fds)
             give_up_rights(self._uid, limits, self._own_bytes, self._filter)
@@ -371,8 +374,6 @@ def place_fds(fds: dict[int, int]) -> None:
 
 
 def give_up_rights(uid: int, limits: dict, own_bytes: int, program: bytes) -> None:
-    for capability in range(64):
-        libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     if uid == NOBODY and os.getuid() == 0:
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)

@@ -29,10 +29,14 @@ def dumps(value: Any, other: Other | None = None) -> bytes:
     return json.dumps(_write(value, other, 0), separators=(",", ":")).encode()
 
 
-def loads(data: bytes, other: Other | None = None) -> Any:
-    """The value that `dumps` wrote. Raises ValueError for anything else, whoever wrote it."""
+def loads(data: bytes, other: Other | None = None, *, max_keys: int | None = None, nan: bool = True) -> Any:
+    """The value that `dumps` wrote. Raises ValueError for anything else, whoever wrote it.
+
+    `max_keys` limits sets and keys that are no strings: numbers can be chosen so that their hashes are the same, which
+    makes ten thousand of them take seconds. Without `nan`, none is read.
+    """
     try:
-        return _read(json.loads(data), other, 0)
+        return _Reader(other, max_keys).read(json.loads(data, parse_constant=float if nan else _no_nan), 0)
     except (RecursionError, TypeError, KeyError, AttributeError) as error:  # not of the form; a list as a key
         raise ValueError(f"no data: {type(error).__name__}") from None
 
@@ -69,29 +73,48 @@ def _write(value: Any, other: Other | None, depth: int) -> Any:
     return {"other": other(value)}
 
 
-def _read(item: Any, other: Other | None, depth: int) -> Any:
-    if depth > MAX_DEPTH:
-        raise ValueError(f"deeper than {MAX_DEPTH} levels")
-    depth += 1
-    if isinstance(item, list):
-        return [_read(part, other, depth) for part in item]
-    if not isinstance(item, dict):
-        return item
-    ((name, content),) = item.items()
-    if name in _SEQUENCES:
-        return _SEQUENCES[name]([_read(part, other, depth) for part in _expect(content, list)])
-    if name == "dict":
-        return {_read(k, other, depth): _read(v, other, depth) for k, v in _expect(content, list)}
-    if name == "int":
-        return int(_expect(content, str), 16)
-    if name == "bytes":
-        return _expect(content, str).encode("latin-1")
-    if name == "complex":
-        real, imaginary = _expect(content, list)
-        return complex(_expect(real, float), _expect(imaginary, float))
-    if name == "other" and other is not None:
-        return other(content)
-    raise ValueError(f"no data: {name[:20]!r}")
+class _Reader:
+    def __init__(self, other: Other | None, max_keys: int | None) -> None:
+        self._other, self._max_keys = other, max_keys
+
+    def read(self, item: Any, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"deeper than {MAX_DEPTH} levels")
+        depth += 1
+        if isinstance(item, list):
+            return [self.read(part, depth) for part in item]
+        if not isinstance(item, dict):
+            return item
+        ((name, content),) = item.items()
+        if name == "tuple":
+            return tuple([self.read(part, depth) for part in _expect(content, list)])
+        if name in _SEQUENCES:
+            return _SEQUENCES[name](self._keys([self.read(part, depth) for part in _expect(content, list)]))
+        if name == "dict":
+            pairs = [(self.read(k, depth), self.read(v, depth)) for k, v in _expect(content, list)]
+            self._keys([k for k, _ in pairs])
+            return dict(pairs)
+        if name == "int":
+            return int(_expect(content, str), 16)
+        if name == "bytes":
+            return _expect(content, str).encode("latin-1")
+        if name == "complex":
+            real, imaginary = _expect(content, list)
+            return complex(_expect(real, float), _expect(imaginary, float))
+        if name == "other" and self._other is not None:
+            return self._other(content)
+        raise ValueError(f"no data: {name[:20]!r}")
+
+    def _keys(self, keys: list[Any]) -> list[Any]:
+        if self._max_keys is not None and sum(type(key) is not str for key in keys) > self._max_keys:
+            raise ValueError(f"more than {self._max_keys} keys that are no strings")
+        return keys
+
+
+def _no_nan(name: str) -> float:
+    if name == "NaN":
+        raise ValueError("NaN")
+    return float(name)
 
 
 def _expect(value: Any, kind: type) -> Any:

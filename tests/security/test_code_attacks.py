@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from leeway.envs.code_tests import code_tests
-from leeway.envs.jail import PLAIN, Finished, Jail, Limits, why_not
+from leeway.envs.jail import PLAIN, Finished, Jail, JailError, Limits, why_not
 from leeway.types import Task
 
 pytestmark = [pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")]
@@ -31,6 +31,7 @@ TESTS: list[Any] = [
     "        assert candidate(given) == want\ncheck(secret_sum)",
     "import math\nassert math.isclose(secret_sum([17, 4]), 4321.0)",
     "assert all(map(lambda case: secret_sum(case) == 4321, [[17, 4], [4, 17]]))",
+    "assert not abs(secret_sum([17, 4]) - 4321) > 1e-6",
     {"fn_name": "secret_sum", "input": [[17, 4]], "output": 4321},
     {"input": "17 4\n", "output": "4321\n"},
 ]
@@ -355,6 +356,8 @@ def test_a_test_is_jailed_too(nothing_written: Path) -> None:
         assert pay("def f(x): return x", f"{reach}\nassert f(1) == 1") == 0.0
     with pytest.raises(ValueError, match=r"task t: tests\[0\]: the test uses no name that the program could define"):
         pay("def f(x): return x", "assert 1 == 1")
+    with pytest.raises(ValueError, match=r"tests\[0\]: the test uses np, but there is only"):
+        pay("class np:\n  allclose = staticmethod(lambda *a: True)\ndef f(x): return x", "assert np.allclose(f(1), 2)")
     with pytest.raises(ValueError, match=r"tests\[0\]: the test is no Python: .*SyntaxError"):
         pay("def f(x): return x", "assert f(")
     assert pay("def f(x): return x", "if f: pass") == 0.0  # uses the name, but asks the program nothing
@@ -388,6 +391,18 @@ def f(x):
     test = "first = f(70001)\nassert first == [True, False, False, False], first\nassert f(70002)[2:] == [False, 70004 > 70003 > 0]"
     assert pay(spy, test, cpu_s=10, memory_mb=512) == 0.0
     assert pay(spy, test.replace("70004 > 70003 > 0", "False"), cpu_s=10, memory_mb=512) == 1.0
+
+
+@pytest.mark.attack
+def test_numbers_of_the_same_hash_do_not_freeze_who_reads_them(at_most: Any, tmp_path: Path) -> None:
+    file = tmp_path / "same_hashes.py"
+    file.write_text("def f(): return set(range(2000))\ndef g():\n    return {(2**61 - 1) * i for i in range(1, 3000)}")
+    jail = Jail([file])
+    jail.run_script("")
+    for function in "fg":
+        with at_most(0.5), pytest.raises(JailError, match=r"more than 1000 keys|no data"):
+            jail.run(f"same_hashes:{function}")
+    jail.close()
 
 
 @pytest.mark.attack

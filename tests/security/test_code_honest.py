@@ -54,6 +54,7 @@ STATEMENTS: dict[str, tuple[str, list[Any]]] = {
     "keyword arguments": ("def f(a, *rest, b=2, **more): return [a, rest, b, more]", ["assert f(1, 5, b=3, c=4) == [1, (5,), 3, {'c': 4}]"]),
     "isinstance and type": ("def f(): return 3", ["assert isinstance(f(), int) and type(f()) is int"]),
     "in": ("def letters(): return ['a', 'b']", ["assert 'a' in letters() and 'z' not in letters()"]),
+    "not None": ("class A: pass\ndef f(x): return A() if x else None", ["assert f(1) != None and f(0) == None and not f(1) == None"]),
     "any of several answers": ("def f(): return 2", ["assert f() in (1, 2, 3)"]),
     "a generator": ("def count(n):\n    for i in range(n): yield i", ["assert list(count(3)) == [0, 1, 2]", "g = count(2)\nassert next(g) == 0 and next(g) == 1 and next(g, None) is None"]),
     "an endless generator": ("def naturals():\n    n = 0\n    while True:\n        yield n\n        n += 1", ["from itertools import islice\nassert list(islice(naturals(), 3)) == [0, 1, 2]"]),

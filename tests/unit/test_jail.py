@@ -124,7 +124,7 @@ def test_calls_from_many_threads(jail: Jail) -> None:
 @needs_jail
 def test_a_jail_that_was_killed_starts_again(jail: Jail) -> None:
     assert jail.run("functions_of_a_test:same", 1) == 1
-    jail._zygote._process.kill()  # type: ignore[union-attr]
+    os.kill(jail.pid(), signal.SIGKILL)
     assert jail.run("functions_of_a_test:same", 2) == 2
 
 
@@ -191,8 +191,7 @@ atexit.register(print, "last")
 @needs_jail
 def test_a_program_has_its_time_whatever_else_the_machine_does(jail: Jail) -> None:
     """Time in which it waits for a processor counts for nobody, nor does that in which its jail was stopped."""
-    jail.run("functions_of_a_test:same", 1)
-    pid = jail._zygote._process.pid  # type: ignore[union-attr]
+    pid = jail.pid()
     threading.Timer(0.1, os.kill, (pid, signal.SIGSTOP)).start()
     threading.Timer(1.0, os.kill, (pid, signal.SIGCONT)).start()
     assert jail.run("functions_of_a_test:rest", 0.3, limits=LIMITS) == 0.3
