@@ -22,14 +22,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 from quickstart_runs import warmed_up
 
-from leeway.config import Config, plan_run
+from leeway.config import Config, Stage, find_recipe, plan_run
 from leeway.config.presets import PRESETS
 from leeway.recipes.async_rl import EvalPoint
-from leeway.recipes.cells import run_cells
 from leeway.recipes.context import StageContext, StageResult
+from leeway.recipes.frontier import run_cells
 from leeway.recipes.frontier_report import Interval
 
 TEACHERS: tuple[str, ...] = ("on_policy_distill", "jsd")
@@ -109,11 +108,9 @@ def study(cells: Sequence[Cell], folder: Path) -> dict[Cell, Sequence[EvalPoint]
     """Run them; algorithms.csv is written anew after each, so that a study that is cut short leaves one."""
     from leeway.runtime.cluster import connect, disconnect
 
-    processes: list[psutil.Process] = []
     folder.mkdir(parents=True, exist_ok=True)
-    context = StageContext(
-        name="algorithms", recipe="async_rl", config=cells[0].config, dir=folder, processes=processes
-    )
+    stage = Stage(name="algorithms", recipe=find_recipe("async_rl"), config=cells[0].config, dir=folder)
+    context = StageContext(name=stage.name, recipe=stage.recipe, config=stage.config, dir=folder)
     curves: dict[Cell, Sequence[EvalPoint]] = {}
     started = time.monotonic()
 
@@ -123,11 +120,11 @@ def study(cells: Sequence[Cell], folder: Path) -> dict[Cell, Sequence[EvalPoint]
         shown = " -> ".join(f"{p.accuracy:.3f}" for p in evals)
         print(f"{len(curves)}/{len(cells)} {cell.name}: {shown}, {time.monotonic() - started:.0f} s in all", flush=True)
 
-    connect(cells[0].config)
+    connect([stage], scratch=folder)
     try:
         asyncio.run(run_cells(context, cells, finished))
     finally:
-        disconnect(processes)
+        disconnect([])
     return curves
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for editors and type checkers; at run time names are loaded when they are first used
     from .config import Config as Config
     from .config import ConfigError as ConfigError
+    from .config import Recipe as Recipe
     from .config import load_config as load_config
     from .envs import AgentEnvironment as AgentEnvironment
     from .envs import Endpoint as Endpoint
@@ -44,6 +45,7 @@ _WHERE = {
     "TrainBatch": ".types",
     "Config": ".config",
     "ConfigError": ".config",
+    "Recipe": ".config",
     "load_config": ".config",
 }
 

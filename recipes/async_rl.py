@@ -1,4 +1,7 @@
-"""Asynchronous RL: the driver wires the parts, watches them, and holds the loops.
+"""Train with RL: engines generate while the trainer learns, within staleness.max_policy_lag.
+
+The driver wires the parts, watches them, and holds the loops. P groups of rollouts are a batch, v is the policy version
+(the number of optimizer steps in the weights), N engines generate, M ranks train.
 
     taskset --> admit() --> Collector[N] --> ReplayBuffer ------------> Trainer[M ranks] ----> ParameterServer
                   | (group, task, floor)       ^  | take(P groups)        | train_step             |
@@ -20,32 +23,17 @@ from collections.abc import Awaitable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from leeway.config import Config, derive
+from leeway import driver
+from leeway.config import Config, Recipe, derive
+from leeway.config.rules import RL_RULES
 from leeway.monitor import build_monitor, read_metrics
-from leeway.planning.advice import advice_after
-from leeway.recipes.canary import canary_prompts
-from leeway.recipes.checkpoints import STATE_DIR, Checkpoints, resume_point, saved_position, saved_version
-from leeway.recipes.context import StageContext, StageResult, say, timed
-from leeway.recipes.evaluation import evaluate, evaluated_at_start, measured_by, of_set, told
-from leeway.recipes.kept import KeptPublications
-from leeway.recipes.rl_report import Reporter, StepClock, StepReport, in_words
-from leeway.recipes.speeds import measure_speeds, save_speeds, saved_speeds
-from leeway.replay.actor import TakeRefs
-from leeway.runtime.launch import Launcher
-from leeway.runtime.limit import Speeds
-from leeway.runtime.supervisor import Supervisor, awaited, together
-from leeway.tasks.evalsets import build_evalsets
-from leeway.tasks.prompting import Prompter
-from leeway.tasks.queue_tasks import QueueTaskSet
-from leeway.tasks.taskset import build_taskset
-from leeway.weights import Publication
 
 T = TypeVar("T")
 LAST_REPORTS_S = 30.0
 """How long an interrupted run waits for the metrics of its last steps to be written."""
 
 
-async def run(context: StageContext) -> StageResult:
+async def run(context: driver.StageContext) -> driver.StageResult:
     """GRPO with generation and training side by side. What to turn, by config section:
 
     - `staleness.max_policy_lag`: how many optimizer steps the generating policy may lag; 0 is synchronous RL
@@ -54,15 +42,20 @@ async def run(context: StageContext) -> StageResult:
     - `env.name`, `env.reward`, `task.*`: what is learned
     - `eval.*`: reward and accuracy on held-out tasks before, during and after
     """
-    launcher = Launcher(context.config, "async_rl", run_dir=context.dir, supervisor=Supervisor(context.watch))
+    launcher = driver.Launcher(
+        context.config, context.recipe, run_dir=context.dir, supervisor=driver.Supervisor(context.watch)
+    )
     try:
         result = await AsyncRL(context, launcher).run()
     finally:
         await launcher.parts.stop()
-    advice = await asyncio.to_thread(advice_after, context.config, context.dir)
+    advice = await asyncio.to_thread(driver.advice_after, context.config, context.dir)
     if advice is None:
         return result
     return replace(result, summary=result.summary | {"advice": advice}, goodbye=[*result.goodbye, advice])
+
+
+RECIPE = Recipe(run=run, generates=True, trains_on="rollouts", rules=RL_RULES)
 
 
 @dataclass(frozen=True)
@@ -81,7 +74,9 @@ class EvalPoint:
 class AsyncRL:
     """One run. `launcher` holds the parts: the first run that gets it starts them, and each later run resets them."""
 
-    def __init__(self, context: StageContext, launcher: Launcher, *, speeds: Speeds | None = None) -> None:
+    def __init__(
+        self, context: driver.StageContext, launcher: driver.Launcher, *, speeds: driver.Speeds | None = None
+    ) -> None:
         self._context = context
         self._config: Config = context.config
         self._numbers = derive(self._config)
@@ -89,14 +84,14 @@ class AsyncRL:
         self._parts = launcher.parts
         self._supervisor = self._parts.supervisor
         assert self._config.model.path is not None
-        self._prompter = Prompter.load(self._config.model.path)
-        self._train_tasks = build_taskset(
+        self._prompter = driver.Prompter.load(self._config.model.path)
+        self._train_tasks = driver.build_taskset(
             self._config.task, seed=self._config.seed, split="train", eval_config=self._config.eval
         )
-        self._evalsets = build_evalsets(self._config)
+        self._evalsets = driver.build_evalsets(self._config)
         self._total_steps = self._num_steps()
-        self._resumed = resume_point(context.dir / "checkpoints", self._config)
-        self._first_step = saved_version(self._resumed) if self._resumed is not None else 0
+        self._resumed = driver.resume_point(context.dir / "checkpoints", self._config)
+        self._first_step = driver.saved_version(self._resumed) if self._resumed is not None else 0
         self._monitor = build_monitor(
             context.dir,
             self._config.monitor,
@@ -106,14 +101,14 @@ class AsyncRL:
             resumed_at=self._first_step if self._resumed is not None else None,
         )
         self._earlier = read_metrics(context.dir / "metrics.jsonl")
-        self._report = Reporter(
+        self._report = driver.Reporter(
             self._config,
             self._parts,
             self._monitor,
             first_step=self._first_step,
-            warn=lambda text: say(f"{context.name}: warning: {text}"),
+            warn=lambda text: driver.say(f"{context.name}: warning: {text}"),
         )
-        self._kept = KeptPublications(
+        self._kept = driver.KeptPublications(
             every=self._config.train.audit_every,
             reach=self._numbers.max_policy_lag + self._config.param_server.publish_every,
         )
@@ -123,14 +118,14 @@ class AsyncRL:
         self._publishing: asyncio.Task[None] | None = None
         self._reporting: asyncio.Task[None] | None = None
         self._stepping: asyncio.Future[list[dict[str, float]]] | None = None
-        self._under_way: StepReport | None = None
-        self._clock = StepClock()
+        self._under_way: driver.StepReport | None = None
+        self._clock = driver.StepClock()
         self._timeout_s = self._config.cluster.step_timeout_s
         self._train_s = 0.0
         self.speeds = speeds
         self.eval_points: list[EvalPoint] = []
 
-    async def run(self) -> StageResult:
+    async def run(self) -> driver.StageResult:
         started = time.monotonic()
         try:
             await self._launch()
@@ -157,7 +152,7 @@ class AsyncRL:
         _, late = await asyncio.wait({last_reports}, timeout=LAST_REPORTS_S)
         last_reports.cancel()
         if late or last_reports.exception() is not None:
-            say(f"{self._context.name}: the last steps' metrics were not written within {LAST_REPORTS_S:g} s")
+            driver.say(f"{self._context.name}: the last steps' metrics were not written within {LAST_REPORTS_S:g} s")
 
     async def _log_to_the_end(self, reporting: asyncio.Task[None]) -> None:
         if self._under_way is not None and self._stepping is not None and self._stepping.done():
@@ -165,23 +160,23 @@ class AsyncRL:
             await self._report.put(replace(self._under_way, metrics=metrics | self._clock.end(metrics)))
         await self._report.end(reporting)
 
-    async def _run_launched(self, started: float) -> StageResult:
+    async def _run_launched(self, started: float) -> driver.StageResult:
         """Hand out version 0, evaluate, measure, train, evaluate, save."""
         if self._resumed is not None:
-            self._version = await self._launcher.load_state(self._resumed / STATE_DIR)
+            self._version = await self._launcher.load_state(self._resumed / driver.STATE_DIR)
         await self._timed(f"version {self._version} served and proven", self._hand_out_first())
         evals = {}
         if self._config.eval.at_start:
-            evals["before"] = evaluated_at_start(self._earlier, self._evalsets) or await self._evaluate()
+            evals["before"] = driver.evaluated_at_start(self._earlier, self._evalsets) or await self._evaluate()
         if self.speeds is None and self._resumed is not None:
-            self.speeds = saved_speeds(self._config, self._context.dir)
+            self.speeds = driver.saved_speeds(self._config, self._context.dir)
         if self.speeds is None:
             pause_s = (await self._report.collect_stats()).get("collector/pause_s", 0.0)
-            measuring = measure_speeds(self._config, self._parts, self._train_tasks.tasks, hand_over_s=pause_s)
+            measuring = driver.measure_speeds(self._config, self._parts, self._train_tasks.tasks, hand_over_s=pause_s)
             self.speeds = await self._timed("speeds measured", measuring)
-            save_speeds(self.speeds, self._config, self._context.dir)
+            driver.save_speeds(self.speeds, self._config, self._context.dir)
         begun = time.monotonic()
-        say(
+        driver.say(
             f"{self._context.name}: {self._total_steps} steps, lag bound {self._numbers.max_policy_lag}, "
             f"up after {begun - started:.0f} s"
         )
@@ -194,7 +189,7 @@ class AsyncRL:
         folder = await self._checkpoints.at_end()
         return self._result(evals, str(folder) if folder else None, wall_s=time.monotonic() - started, rl_s=rl_s)
 
-    async def _collect_and_train(self, speeds: Speeds) -> None:
+    async def _collect_and_train(self, speeds: driver.Speeds) -> None:
         """Start the collectors' loops and the reports, train to the end, and wait for all of them to end."""
         collecting = [
             self._supervisor.watch(f"generator-{i}", c.collect.remote()) for i, c in enumerate(self._parts.collectors)
@@ -208,23 +203,23 @@ class AsyncRL:
 
     async def _launch(self) -> None:
         """Start everything concurrently; engines take longest."""
-        canary = canary_prompts(self._config, self._prompter, self._train_tasks.tasks)
+        canary = driver.canary_prompts(self._config, self._prompter, self._train_tasks.tasks)
         if self._parts.buffer is not None:
             assert self._resumed is None, "a study's runs all begin at the start"
             await self._launcher.begin(self._config, total_steps=self._total_steps, canary=canary)
         else:
-            say(
+            driver.say(
                 f"{self._context.name}: starting {self._config.rollout.num_generators} generator(s), "
                 f"{self._config.train.num_ranks} trainer rank(s)"
             )
-            start = saved_position(self._resumed) if self._resumed else None
+            start = driver.saved_position(self._resumed) if self._resumed else None
             await asyncio.gather(  # begun in this order: collectors are given the handles of the first two
                 self._launcher.param_server(),
                 self._launcher.buffer(start=start),
                 self._timed("trainer ready", self._launcher.trainers(total_steps=self._total_steps, canary=canary)),
                 self._timed("generators ready", self._launcher.collectors()),
             )
-        self._checkpoints = Checkpoints(
+        self._checkpoints = driver.Checkpoints(
             self._context.dir / "checkpoints",
             config=self._config,
             trainers=self._parts.trainers,
@@ -239,7 +234,7 @@ class AsyncRL:
         """Consumes takes; waits for complete ones; unblocked by collectors' puts; produces policy versions."""
         n, buffer = self._config.param_server.publish_every, self._parts.buffer
         upcoming = self._ask_for_take()
-        clock = self._clock = StepClock()
+        clock = self._clock = driver.StepClock()
         while self._version < self._total_steps:
             with clock.waiting("wait_for_batch"):
                 take = await self._next_take(upcoming)
@@ -251,7 +246,7 @@ class AsyncRL:
             of_take |= await self._begin_take(take)
             for i, batches in enumerate(take.batches):
                 publish = (self._version + 1) % n == 0 or self._version + 1 == self._total_steps
-                self._under_way = StepReport(
+                self._under_way = driver.StepReport(
                     self._version + 1, of_take if i == 0 else {}, take.metrics, take.rollouts if i == 0 else None
                 )
                 metrics = await self._step(batches, publish) | self._under_way.metrics
@@ -271,18 +266,18 @@ class AsyncRL:
                 await self._report.put(replace(self._under_way, metrics=metrics | clock.end(metrics)))
                 self._under_way = None
             replay = await self._wait(buffer.trained.remote(take.group_ids), "replay")
-            await self._report.put(StepReport(self._version, replay))
+            await self._report.put(driver.StepReport(self._version, replay))
         await self._finish_publishing()
         if self._published < self._version:  # the tasks ended between two publications
             await self._publish()
 
-    def _ask_for_take(self) -> asyncio.Future[TakeRefs | None]:
-        upcoming = asyncio.ensure_future(awaited(self._parts.buffer.take.remote(self._timeout_s)))
+    def _ask_for_take(self) -> asyncio.Future[driver.TakeRefs | None]:
+        upcoming = asyncio.ensure_future(driver.awaited(self._parts.buffer.take.remote(self._timeout_s)))
         # Whoever awaits it gets its exception; when the run is ending, nobody does.
         upcoming.add_done_callback(lambda call: None if call.cancelled() else call.exception())
         return upcoming
 
-    async def _next_take(self, upcoming: asyncio.Future[TakeRefs | None]) -> TakeRefs | None:
+    async def _next_take(self, upcoming: asyncio.Future[driver.TakeRefs | None]) -> driver.TakeRefs | None:
         """Waits as long as the buffer's groups make progress: the buffer itself ends a standstill, and names the cause.
 
         A buffer that does not respond at all is detected here.
@@ -294,7 +289,7 @@ class AsyncRL:
                 await self._supervisor.wait(self._parts.buffer.ping.remote(), what="replay", timeout_s=half_s)
         return await self._wait(upcoming, "replay")
 
-    async def _audit(self, take: TakeRefs) -> dict[str, float]:
+    async def _audit(self, take: driver.TakeRefs) -> dict[str, float]:
         """If an audit is due: score the take's tokens of every older version again, under exactly those weights."""
         audits = []
         for publication in self._kept.due(self._version):
@@ -302,7 +297,7 @@ class AsyncRL:
                 t.audit.remote(batch, publication)
                 for t, batch in zip(self._parts.trainers, take.batches[0], strict=True)
             ]
-            audits.append((await self._wait(together(calls), "trainer"))[0])
+            audits.append((await self._wait(driver.together(calls), "trainer"))[0])
         tokens = sum(a["tokens"] for a in audits)
         if not tokens:
             return {}
@@ -313,7 +308,7 @@ class AsyncRL:
             "train/audit_versions": float(sum(a["tokens"] > 0 for a in audits)),
         }
 
-    async def _begin_take(self, take: TakeRefs) -> dict[str, float]:
+    async def _begin_take(self, take: driver.TakeRefs) -> dict[str, float]:
         """Later steps of a take compare with the weights at its start: score it now, once, if that is configured."""
         if not (self._numbers.scores_proximal or self._numbers.has_critic) or len(take.batches) == 1:
             return {}
@@ -321,12 +316,12 @@ class AsyncRL:
             t.begin_take.remote(*shares)
             for t, shares in zip(self._parts.trainers, zip(*take.batches, strict=True), strict=True)
         ]
-        return (await self._wait(together(calls), "trainer"))[0]
+        return (await self._wait(driver.together(calls), "trainer"))[0]
 
     async def _step(self, batches: list[Any], publish: bool) -> dict[str, float]:
         """One optimizer step on all ranks."""
         calls = [t.train_step.remote(b, publish) for t, b in zip(self._parts.trainers, batches, strict=True)]
-        self._stepping = together(calls)
+        self._stepping = driver.together(calls)
         metrics = (await self._wait(asyncio.shield(self._stepping), "trainer"))[0]
         self._version += 1
         return metrics
@@ -337,10 +332,10 @@ class AsyncRL:
 
     async def _publish(self) -> None:
         """Gather the current weights on the trainer and hand them out."""
-        await self._wait(together(t.publish.remote() for t in self._parts.trainers), "trainer")
+        await self._wait(driver.together(t.publish.remote() for t in self._parts.trainers), "trainer")
         await self._hand_out(self._version, self._parts.trainers[0].publication.remote())
 
-    async def _hand_out(self, version: int, upload: Awaitable[Publication]) -> None:
+    async def _hand_out(self, version: int, upload: Awaitable[driver.Publication]) -> None:
         """Make rank 0's upload of `version` available, and let more groups start. Runs beside the next step."""
         started = time.monotonic()
         publication = await self._wait(upload, "trainer-0")
@@ -349,7 +344,7 @@ class AsyncRL:
         await self._wait(self._parts.buffer.published.remote(version), "replay")
         self._published = version
         self._kept.add(publication)
-        await self._report.put(StepReport(version, {"param_server/publish_s": time.monotonic() - started}))
+        await self._report.put(driver.StepReport(version, {"param_server/publish_s": time.monotonic() - started}))
 
     async def _finish_publishing(self) -> None:
         if self._publishing is not None:
@@ -372,22 +367,24 @@ class AsyncRL:
         """
         if not self._evalsets:
             return {}
-        metrics, _ = await evaluate(self._config, self._parts, self._evalsets, policy_version=self._version)
+        metrics, _ = await driver.evaluate(self._config, self._parts, self._evalsets, policy_version=self._version)
         self._monitor.log(self._version, metrics, role="evaluation")
-        by_set = {e.name: of_set(metrics, e.name) for e in self._evalsets}
+        by_set = {e.name: driver.of_set(metrics, e.name) for e in self._evalsets}
         for name, numbers in by_set.items():
-            say(f"{self._context.name}: {name.replace('_', '-')} {told(numbers)} at version {self._version}")
+            driver.say(
+                f"{self._context.name}: {name.replace('_', '-')} {driver.told(numbers)} at version {self._version}"
+            )
         first = by_set.pop(self._evalsets[0].name)
-        measure, value = measured_by(first)
+        measure, value = driver.measured_by(first)
         self.eval_points.append(EvalPoint(self._version, self._train_s, value, measure))
         return {**first, "tasksets": by_set} if by_set else dict(first)
 
     async def _until_served(self, version: int) -> None:
         calls = [c.until_verified.remote(version) for c in self._parts.collectors]
-        await self._wait(together(calls), "generators")
+        await self._wait(driver.together(calls), "generators")
 
     async def _timed(self, what: str, work: Awaitable[T]) -> T:
-        return await timed(self._context.name, what, work, see=f"{self._context.dir / 'logs'}/")
+        return await driver.timed(self._context.name, what, work, see=f"{self._context.dir / 'logs'}/")
 
     async def _wait(self, call: Any, what: str) -> Any:
         return await self._supervisor.wait(call, what=what, timeout_s=self._timeout_s)
@@ -397,11 +394,13 @@ class AsyncRL:
         if train.steps is not None:
             return train.steps
         assert train.epochs is not None
-        assert not isinstance(self._train_tasks, QueueTaskSet), "a rule on settings: nobody knows how long it will be"
+        assert not isinstance(self._train_tasks, driver.QueueTaskSet), (
+            "a rule on settings: nobody knows how long it will be"
+        )
         groups = round(train.epochs * len(self._train_tasks))
         return -(-groups // self._numbers.fresh_groups_per_take) * train.updates_per_batch
 
-    def _result(self, evals: dict[str, Any], folder: str | None, *, wall_s: float, rl_s: float) -> StageResult:
+    def _result(self, evals: dict[str, Any], folder: str | None, *, wall_s: float, rl_s: float) -> driver.StageResult:
         summary = self._report.summary(steps=self._version) | {
             "wall_s": round(wall_s, 1),
             "rl_s": round(rl_s, 1),
@@ -416,8 +415,8 @@ class AsyncRL:
             f"reward {first:.3f} -> {last:.3f}" if first is not None and last is not None else "no reward was seen"
         ]
         if "before" in evals and "after" in evals and evals["before"]:
-            lines.append(f"held-out {told(evals['before'], evals['after'])}")
-        lines += in_words(summary["time_shares"])
+            lines.append(f"held-out {driver.told(evals['before'], evals['after'])}")
+        lines += driver.in_words(summary["time_shares"])
         if (efficiency := summary["efficiency_second_half"]) is not None:
             lines.append(f"{efficiency:.0%} of the speed limit in the second half")
-        return StageResult(summary=summary, model_path=folder, goodbye=lines)
+        return driver.StageResult(summary=summary, model_path=folder, goodbye=lines)

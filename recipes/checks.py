@@ -17,7 +17,7 @@ from leeway.config import Hardware, Stage, check_run, derive, this_machine
 from leeway.config.auxiliary import AuxiliaryModel
 from leeway.config.check import earlier_run
 from leeway.config.engines import is_local_path
-from leeway.config.names import OFFLINE_RECIPES, STUDIES, user_names
+from leeway.config.names import user_names
 from leeway.recipes.estimate import memory_problem
 from leeway.recipes.models import (
     Unreachable,
@@ -108,7 +108,7 @@ def _check_models(stages: Sequence[Stage]) -> None:
                 if is_local_path(path):
                     check_weights(key, path)
             found = known[path]
-            limit = None if found is None or stage.recipe in OFFLINE_RECIPES else longest_input(found)
+            limit = None if found is None or not stage.recipe.generates else longest_input(found)
             if limit is not None and tokens > limit:
                 raise ValueError(
                     f"{longest_key}: got {tokens}, expected at most {limit}, the longest input of {path} ({key}); "
@@ -133,7 +133,7 @@ def _check_pieces(stage: Stage) -> None:
     """Try advantage and policy loss on an example, unless they are plain built-in names."""
     a = stage.config.algorithm
     own = user_names([a.advantage, a.policy_loss]) or a.advantage_options or a.policy_loss_options
-    if stage.recipe in ("async_rl", "frontier") and own:
+    if stage.recipe.is_online and own:
         from leeway.algorithms.pieces import check_pieces  # loads torch
 
         check_pieces(a)
@@ -143,7 +143,7 @@ def _check_vocabularies(stage: Stage) -> None:
     """A reference policy, teacher or critic gets the policy's token ids: they must mean the same in both models."""
     config = stage.config
     policy = config.model.path
-    if policy is None or stage.recipe not in ("dpo", "async_rl", *STUDIES):
+    if policy is None or stage.recipe.trains_on not in ("pairs", "rollouts"):
         return
     others = {"algorithm.reference_path": config.algorithm.reference_path}
     if derive(config, stage.recipe).has_critic:
@@ -166,10 +166,10 @@ def _check_tasks(stage: Stage, seen: set[str]) -> None:
         if task.name == "hf" and task.path is not None and not is_local_path(task.path):
             check_dataset_exists(task.path)
     source = f"{config.task!r} {config.eval!r} {config.seed}"
-    if stage.recipe == "sft" and config.model.path is None and source in seen:
+    if stage.recipe.trains_on == "answers" and config.model.path is None and source in seen:
         return
     evaluated = build_evalsets(config)
-    if stage.recipe == "evaluate":
+    if stage.recipe.reads == "heldout":
         if config.eval.checkpoints is not None:
             saved_models(config.eval.checkpoints)
         if not evaluated:
@@ -178,8 +178,8 @@ def _check_tasks(stage: Stage, seen: set[str]) -> None:
         return
     taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
     seen.add(source)
-    if stage.recipe in OFFLINE_RECIPES:
-        _check_examples(config, taskset.tasks, evaluated, pairs=stage.recipe == "dpo")
+    if stage.recipe.is_offline:
+        _check_examples(config, taskset.tasks, evaluated, pairs=stage.recipe.trains_on == "pairs")
         return
     if isinstance(taskset, QueueTaskSet):
         deque(taskset.in_file(), maxlen=0)  # raises for a line that is no task
@@ -212,7 +212,7 @@ def _check_examples(
 def check_resume(stage: Stage) -> None:
     """Raise ValueError for a checkpoint that cannot be resumed from, or was trained under different settings."""
     config = stage.config
-    if config.checkpoint.resume == "never" or stage.recipe == "evaluate":
+    if config.checkpoint.resume == "never" or not stage.recipe.trains:
         return
     from leeway.recipes.checkpoints import check_same_tasks, resume_point  # loads torch
     from leeway.tasks.taskset import build_taskset
@@ -229,7 +229,7 @@ def check_resume(stage: Stage) -> None:
 
 def _check_hand_on(stages: Sequence[Stage]) -> None:
     for stage in stages[:-1]:
-        if stage.recipe != "evaluate" and stage.config.checkpoint.save_hf == "never":
+        if stage.recipe.trains and stage.config.checkpoint.save_hf == "never":
             raise ValueError(
                 f"stages.{stage.name}.checkpoint.save_hf: got never, expected last or always: "
                 "the next stage starts from its weights"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from leeway.config import Config
+from leeway.config import Config, Recipe
 from leeway.runtime.watch import RunWatch
 
 FINISHED = "finished.json"
@@ -26,7 +26,7 @@ class StageContext:
     """
 
     name: str
-    recipe: str
+    recipe: Recipe
     config: Config
     dir: Path
     watch: RunWatch | None = None

@@ -12,58 +12,55 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from leeway.config import Config
-from leeway.recipes.context import StageContext, StageResult
+from leeway import driver
+from leeway.config import Config, Recipe
+from leeway.config.rules import PREFERENCE_RULES
 from leeway.recipes.sft import train_offline
-from leeway.tasks.batches import Batches
-from leeway.tasks.evalsets import build_evalsets
-from leeway.tasks.examples import pair_of
-from leeway.tasks.mixed import MixedTaskSet
-from leeway.tasks.preferences import pairs_among, rejected_key
-from leeway.tasks.prompting import Prompter
-from leeway.tasks.taskset import TaskSet
-from leeway.types import TrainBatch, Trajectory, batch_trajectories
+from leeway.types import Trajectory
 
 
-async def run(context: StageContext) -> StageResult:
+async def run(context: driver.StageContext) -> driver.StageResult:
     """Train for `train.steps` (or `train.epochs`) on batches of `train.batch_size` answers, two of each pair."""
-    return await train_offline(
-        context, recipe="dpo", batches=batches_of, loss_name="train/loss/dpo", held_out=held_out_pairs
-    )
+    return await train_offline(context, batches=batches_of, loss_name="train/loss/dpo", held_out=held_out_pairs)
+
+
+RECIPE = Recipe(run=run, generates=False, trains_on="pairs", rules=PREFERENCE_RULES)
 
 
 def batches_of(
     config: Config,
-    taskset: TaskSet | MixedTaskSet,
-    prompter: Prompter,
+    taskset: driver.TaskSet | driver.MixedTaskSet,
+    prompter: driver.Prompter,
     *,
     start: dict[str, Any] | None = None,
-) -> Batches[list[TrainBatch]]:
+) -> driver.Batches[list[driver.TrainBatch]]:
     """`train.batch_size` answers in each batch, dealt to the ranks; a pair is never split."""
-    return Batches(
+    return driver.Batches(
         taskset,
-        make=lambda task: pair_of(task, prompter, rejected_key=config.task.rejected_key),
+        make=lambda task: driver.pair_of(task, prompter, rejected_key=config.task.rejected_key),
         size=config.train.batch_size // 2,
         collate=lambda pairs: _shares(pairs, config.train.num_ranks),
         start=start,
     )
 
 
-def held_out_pairs(config: Config, prompter: Prompter) -> dict[str, list[TrainBatch]]:
+def held_out_pairs(config: Config, prompter: driver.Prompter) -> dict[str, list[driver.TrainBatch]]:
     """The pairs among the evaluation tasks; tasksets without any are omitted."""
     shares = {}
-    for evalset in build_evalsets(config):
-        key = rejected_key(config, evalset.name)
-        pairs = [pair_of(task, prompter, rejected_key=key) for task in pairs_among(evalset.tasks, key=key)]
+    for evalset in driver.build_evalsets(config):
+        key = driver.rejected_key(config, evalset.name)
+        pairs = [
+            driver.pair_of(task, prompter, rejected_key=key) for task in driver.pairs_among(evalset.tasks, key=key)
+        ]
         if pairs:
             shares[evalset.name] = _shares(pairs, config.train.num_ranks)
     return shares
 
 
-def _shares(pairs: Sequence[tuple[Trajectory, Trajectory]], num_ranks: int) -> list[TrainBatch]:
+def _shares(pairs: Sequence[tuple[Trajectory, Trajectory]], num_ranks: int) -> list[driver.TrainBatch]:
     num_tokens = sum(len(t.response_tokens) for pair in pairs for t in pair)
     shares = [[t for pair in pairs[rank::num_ranks] for t in pair] for rank in range(num_ranks)]
     return [
-        batch_trajectories(share, [0.0] * len(share), num_sequences=2 * len(pairs), num_tokens=num_tokens)
+        driver.batch_trajectories(share, [0.0] * len(share), num_sequences=2 * len(pairs), num_tokens=num_tokens)
         for share in shares
     ]

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from leeway.config import Config, Hardware, Stage, derive
-from leeway.config.names import OFFLINE_RECIPES
+from leeway.config import Config, Hardware, Recipe, Stage, derive
 from leeway.recipes.models import ModelShape, shape_of_model
 
 GIB = 2**30
@@ -53,7 +52,7 @@ def memory_problem(stages: Sequence[Stage], hardware: Hardware) -> str:
     return ""
 
 
-def _memory(config: Config, recipe: str, shape: ModelShape) -> tuple[list[tuple[str, str]], int]:
+def _memory(config: Config, recipe: Recipe, shape: ModelShape) -> tuple[list[tuple[str, str]], int]:
     need, size = derive(config, recipe), shape.num_parameters
     served_bytes = 4 if config.model.dtype == "float32" else 2
     rows: list[tuple[str, str]] = []
@@ -62,7 +61,7 @@ def _memory(config: Config, recipe: str, shape: ModelShape) -> tuple[list[tuple[
         parts = {"weights": MASTER_BYTES, "gradients": GRADIENT_BYTES, "optimizer": OPTIMIZER_BYTES}
         if need.has_critic:
             parts["critic"] = sum(parts.values())
-        if (config.algorithm.kl_coef and recipe not in OFFLINE_RECIPES) or recipe == "dpo":
+        if (config.algorithm.kl_coef and not recipe.is_offline) or recipe.trains_on == "pairs":
             parts["reference"] = MASTER_BYTES
         if config.checkpoint.every and config.checkpoint.in_background:
             parts["copy while saving"] = MASTER_BYTES + OPTIMIZER_BYTES
@@ -86,14 +85,14 @@ def _memory(config: Config, recipe: str, shape: ModelShape) -> tuple[list[tuple[
     return rows, total
 
 
-def _time(config: Config, recipe: str, shape: ModelShape) -> str:
-    if recipe in OFFLINE_RECIPES:
+def _time(config: Config, recipe: Recipe, shape: ModelShape) -> str:
+    if recipe.is_offline:
         return "unknown: it depends on the lengths of the examples"
     need, rollout, device = derive(config, recipe), config.rollout, config.cluster.device
     sequences, size = need.sequences_per_step, shape.num_parameters
     units = need.cpus if device == "cpu" else need.gpus
     generating = 2 * size * sequences * rollout.max_response_tokens / (units["generator"] * GENERATION_FLOPS[device])
-    if recipe != "async_rl":
+    if not recipe.is_online or recipe.study_of is not None:
         return "unknown: it depends on the tasks"
     length = rollout.max_prompt_tokens + rollout.max_response_tokens
     training = 6 * size * sequences * length / (units["trainer"] * TRAINING_FLOPS[device])

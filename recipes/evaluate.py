@@ -11,24 +11,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from leeway import driver
+from leeway.config import Recipe
+from leeway.config.rules import EVALUATION_RULES
 from leeway.monitor import build_monitor
-from leeway.recipes.context import StageContext, StageResult, say, timed
-from leeway.recipes.evaluation import evaluate, of_set
-from leeway.recipes.models import check_weights
-from leeway.recipes.saved_models import saved_models
-from leeway.runtime.launch import Launcher
-from leeway.runtime.supervisor import Supervisor
-from leeway.tasks.evalsets import EvalSet, build_evalsets
 from leeway.types import Trajectory
 
 
-async def run(context: StageContext) -> StageResult:
+async def run(context: driver.StageContext) -> driver.StageResult:
     """The model at `model.path`, or with `eval.checkpoints` the weights of each checkpoint below that folder."""
     config = context.config
-    evalsets = build_evalsets(config)
+    evalsets = driver.build_evalsets(config)
     assert config.model.path is not None
     folder = config.eval.checkpoints
-    models = {0: Path(config.model.path)} if folder is None else saved_models(folder)
+    models = {0: Path(config.model.path)} if folder is None else driver.saved_models(folder)
     monitor = build_monitor(
         context.dir, config.monitor, config.model_dump(mode="json"), 1, f"{config.name} / {context.name}"
     )
@@ -39,20 +35,23 @@ async def run(context: StageContext) -> StageResult:
     lines: list[str] = []
     try:
         for e in evalsets:
-            say(f"{context.name}: {len(e.tasks)} tasks of {e.name}, temperature {e.sampling.temperature:g}")
+            driver.say(f"{context.name}: {len(e.tasks)} tasks of {e.name}, temperature {e.sampling.temperature:g}")
         for version, model in models.items():
             if folder is not None:
-                await asyncio.to_thread(check_weights, "eval.checkpoints", str(model))
-                say(f"{context.name}: weights of step {version}, {model}")
-            launcher = Launcher(
-                config.with_model_path(model), "evaluate", run_dir=context.dir, supervisor=Supervisor(context.watch)
+                await asyncio.to_thread(driver.check_weights, "eval.checkpoints", str(model))
+                driver.say(f"{context.name}: weights of step {version}, {model}")
+            launcher = driver.Launcher(
+                config.with_model_path(model),
+                context.recipe,
+                run_dir=context.dir,
+                supervisor=driver.Supervisor(context.watch),
             )
             metrics, trajectories, processes = await _measure(context, launcher, evalsets)
             # Engines label their initial weights as version 0; the real version is known only here.
             metrics |= {f"eval/{e.name}/policy_version": float(version) for e in evalsets}
             monitor.log(version, metrics, role="evaluation")
             monitor.rollouts(version, [asdict(t) for t in trajectories])
-            measured[version] = {e.name: of_set(metrics, e.name) for e in evalsets}
+            measured[version] = {e.name: driver.of_set(metrics, e.name) for e in evalsets}
             at = "" if folder is None else f"step {version}: "
             lines += [f"{at}{k} = {v:.4g}" for k, v in metrics.items()]
         status = "done"
@@ -66,16 +65,19 @@ async def run(context: StageContext) -> StageResult:
     }
     if folder is not None:
         summary["checkpoints"] = {str(version): sets for version, sets in measured.items()}
-    return StageResult(summary=summary, model_path=None, goodbye=lines)
+    return driver.StageResult(summary=summary, model_path=None, goodbye=lines)
+
+
+RECIPE = Recipe(run=run, generates=True, reads="heldout", rules=EVALUATION_RULES)
 
 
 async def _measure(
-    context: StageContext, launcher: Launcher, evalsets: list[EvalSet]
+    context: driver.StageContext, launcher: driver.Launcher, evalsets: list[driver.EvalSet]
 ) -> tuple[dict[str, float], list[Trajectory], dict[str, Any]]:
     parts, config = launcher.parts, context.config
     try:
         starting = launcher.collectors(load_weights=True)
-        await timed(context.name, "generators ready", starting, see=f"{context.dir / 'logs'}/")
-        return *await evaluate(config, parts, evalsets, policy_version=0), parts.processes
+        await driver.timed(context.name, "generators ready", starting, see=f"{context.dir / 'logs'}/")
+        return *await driver.evaluate(config, parts, evalsets, policy_version=0), parts.processes
     finally:
         await parts.stop()

@@ -9,20 +9,20 @@ engine serves before it has proven them. Real lag is forced to the bound (see `c
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
-from leeway.config import Cell, frontier_cells
+from leeway import driver
+from leeway.config import Cell, Config, Recipe, frontier_cells
+from leeway.config.rules import STUDY_RULES
 from leeway.monitor import read_metrics
-from leeway.recipes.async_rl import EvalPoint
-from leeway.recipes.cells import run_cells
-from leeway.recipes.context import StageContext, StageResult, say
-from leeway.recipes.frontier_picture import draw_frontier
-from leeway.recipes.frontier_report import FrontierRun, conclusions, summarise, write_csv
+from leeway.recipes.async_rl import RECIPE as ASYNC_RL
+from leeway.recipes.async_rl import AsyncRL, EvalPoint
 
 
-async def run(context: StageContext) -> StageResult:
+async def run(context: driver.StageContext) -> driver.StageResult:
     """Writes frontier.csv after each run and frontier.png at the end, and says which bounds are as good as lockstep.
 
     What is compared: `frontier.*`. How long a run is: `train.*`. With `train.updates_per_batch=1` the proximal policy
@@ -31,12 +31,12 @@ async def run(context: StageContext) -> StageResult:
     assert context.config.model.path is not None
     cells = frontier_cells(context.config)
     started = time.monotonic()
-    runs: list[FrontierRun] = []
+    runs: list[driver.FrontierRun] = []
 
-    def finished(cell: Cell, result: StageResult, evals: Sequence[EvalPoint], folder: Path) -> None:
+    def finished(cell: Cell, result: driver.StageResult, evals: Sequence[EvalPoint], folder: Path) -> None:
         rows = [r for r in read_metrics(folder / "metrics.jsonl") if "train/policy_lag/mean" in r]
         runs.append(
-            FrontierRun(
+            driver.FrontierRun(
                 max_policy_lag=cell.max_policy_lag,
                 lockstep=cell.lockstep,
                 correction=cell.correction,
@@ -48,9 +48,9 @@ async def run(context: StageContext) -> StageResult:
                 measure=evals[-1].measure,
             )
         )
-        write_csv(runs, context.dir / "frontier.csv")
+        driver.write_csv(runs, context.dir / "frontier.csv")
         own, seconds = runs[-1], time.monotonic() - started
-        say(
+        driver.say(
             f"{len(runs)}/{len(cells)} {cell.name}: {own.measure} {own.accuracy:.3f}, lag {own.lag_mean:.2f} "
             f"(max {own.lag_max}), {own.train_s:.0f} s, {seconds:.0f} s in all"
         )
@@ -58,11 +58,11 @@ async def run(context: StageContext) -> StageResult:
     # The first cell has the smallest bound: an engine that can be seeded for lockstep serves the others as well.
     processes = await run_cells(context, cells, finished)
     margin = context.config.frontier.margin
-    summaries = summarise(runs, margin=margin)
-    draw_frontier(runs, summaries, context.dir / "frontier.png", margin=margin)
-    lines = conclusions(summaries, margin=margin)
+    summaries = driver.summarise(runs, margin=margin)
+    driver.draw_frontier(runs, summaries, context.dir / "frontier.png", margin=margin)
+    lines = driver.conclusions(summaries, margin=margin)
     (context.dir / "frontier.txt").write_text("\n".join(lines) + "\n")
-    return StageResult(
+    return driver.StageResult(
         summary={
             "runs": len(runs),
             "wall_s": round(time.monotonic() - started, 1),
@@ -74,3 +74,45 @@ async def run(context: StageContext) -> StageResult:
         model_path=None,
         goodbye=[*lines, f"{context.dir}/frontier.csv, frontier.png"],
     )
+
+
+RECIPE = Recipe(run=run, generates=True, trains_on="rollouts", rules=STUDY_RULES, study_of=ASYNC_RL)
+
+
+class NamedRun(Protocol):
+    """One run of a study. All of them need the same parts."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def config(self) -> Config: ...
+
+
+Run = TypeVar("Run", bound=NamedRun)
+
+
+async def run_cells(
+    context: driver.StageContext,
+    cells: Sequence[Run],
+    finished: Callable[[Run, driver.StageResult, Sequence[EvalPoint], Path], None],
+) -> dict[str, Any]:
+    """Run all `cells`, each in its own folder under `runs/`; call `finished` after each. Returns the parts' processes.
+
+    Engines and trainer ranks stay up between them. The engine is started with the first cell's settings; speeds are
+    measured once.
+    """
+    launcher = driver.Launcher(
+        cells[0].config, context.recipe, run_dir=context.dir, supervisor=driver.Supervisor(context.watch)
+    )
+    speeds: driver.Speeds | None = None
+    try:
+        for cell in cells:
+            folder = context.dir / "runs" / cell.name
+            folder.mkdir(parents=True, exist_ok=True)
+            job = AsyncRL(replace(context, name=cell.name, config=cell.config, dir=folder), launcher, speeds=speeds)
+            result = await job.run()
+            speeds = job.speeds
+            finished(cell, result, job.eval_points, folder)
+    finally:
+        await launcher.parts.stop()
+    return launcher.parts.processes

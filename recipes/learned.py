@@ -36,13 +36,16 @@ class Verdict:
 class LearningWatch:
     """Reads the metrics of each step; `step` returns each warning once, as soon as it is certain.
 
+    `offline_loss`: the metric of the loss of a recipe that trains on data; None: it trains on rollouts.
     `earlier`: the rows of metrics.jsonl up to the step that this run resumes from; they cause no new warnings.
     """
 
-    def __init__(self, config: Config, recipe: str, *, earlier: Iterable[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self, config: Config, *, offline_loss: str | None = None, earlier: Iterable[Mapping[str, Any]] = ()
+    ) -> None:
         self._config = config
-        self._offline = recipe in ("sft", "dpo")
-        self._loss_name = f"train/loss/{recipe}" if self._offline else "train/loss/policy"
+        self._offline = offline_loss is not None
+        self._loss_name = offline_loss or "train/loss/policy"
         a = config.algorithm
         # Terms that train without an advantage (a critic makes its own): a step is idle only if these are absent too.
         has_critic = a.advantage in NEED_CRITIC

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from leeway.config import ConfigError, Stage, resolve_stages
+from leeway.config import ConfigError, Stage, find_recipe, resolve_stages
 from leeway.config.errors import words
 from leeway.config.load import read_tree
-from leeway.config.names import TRAINING_RECIPES
 from leeway.recipes.context import finished_length, length_of
-from leeway.recipes.run_record import BadRecord, RunIsRunning, check_not_running, saved_recipe
+from leeway.recipes.run_record import BadRecord, RunIsRunning, check_not_running, saved_recipe, saved_recipe_files
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,18 @@ def plan_resume(folder: Path, overrides: Sequence[str]) -> Continuation:
     named = [own.get("recipe", name) for name, own in (tree.get("stages") or {}).items()]
     try:
         recipe = saved_recipe(folder) or (named[-1] if named else None)
+        files = saved_recipe_files(folder)
     except BadRecord as error:
         raise _refused(str(error), "a run's folder as it was left", "see above") from None
     if recipe is None:
         fix = f"leeway run RECIPE --config {file} checkpoint.resume=auto"
         raise _refused(f"{folder} (no run.json in it)", "a run that says its recipe", fix)
-    if recipe not in TRAINING_RECIPES:
-        expected = f"one of {', '.join(TRAINING_RECIPES)}"
-        raise _refused(f"a run of {recipe}", expected, "start it anew under another name")
+    for own in (tree.get("stages") or {}).values():
+        if own.get("recipe") in files:  # a path may be relative to another folder than this one
+            own["recipe"] = files[own["recipe"]]
+    recipe = files.get(recipe, recipe)
+    if not find_recipe(recipe, key="RUN").can_resume:
+        raise _refused(f"a run of {recipe}", "one that trains a single policy", "start it anew under another name")
     _go_on(tree, folder)
     before, stages = resolve_stages(tree, recipe), resolve_stages(tree, recipe, overrides)
     return Continuation(stages, [*stages[-1].notes, *_notes(folder, before, stages)])

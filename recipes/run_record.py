@@ -1,6 +1,7 @@
 """A run's folder over its whole life: which driver runs in it now, and how long each part of the run took.
 
-run.json   the requested recipe, and one entry per part: a run that was stopped and resumed has two
+run.json   the requested recipe, the files of the user's own recipes, and one entry per part: a run that was stopped
+           and resumed has two
 run.lock   present while a driver runs here: its process and host
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from leeway.config import Recipe
 from leeway.monitor import read_metrics
 from leeway.monitor.jsonl import write_text_atomically
 
@@ -102,7 +104,7 @@ def _is_alive(holder: dict[str, Any]) -> bool:
 class RunRecord:
     """run.json. `goes_on`: keep the earlier parts; else this is the first."""
 
-    def __init__(self, run_dir: Path, *, recipe: str, argv: Sequence[str], goes_on: bool) -> None:
+    def __init__(self, run_dir: Path, *, recipes: Sequence[Recipe], argv: Sequence[str], goes_on: bool) -> None:
         self._file = run_dir / RECORD
         self._began = time.monotonic()
         earlier = _parts(run_dir) if goes_on else []
@@ -113,7 +115,8 @@ class RunRecord:
             "wall_s": None,
             "stages": {},
         }
-        self._recipe, self._earlier = recipe, earlier
+        self._recipe, self._earlier = recipes[-1].name, earlier
+        self._files = {r.name: str(r.file) for r in recipes if r.is_a_file}
         self._write()
 
     @contextmanager
@@ -140,13 +143,18 @@ class RunRecord:
         return len(self._earlier) + 1
 
     def _write(self) -> None:
-        record = {"recipe": self._recipe, "parts": [*self._earlier, self._part]}
+        record = {"recipe": self._recipe, "recipe_files": self._files, "parts": [*self._earlier, self._part]}
         write_text_atomically(self._file, json.dumps(record, indent=2) + "\n")
 
 
 def saved_recipe(run_dir: Path) -> str | None:
     """The recipe that the run in `run_dir` was started with; None if unknown."""
     return _read(run_dir)["recipe"]
+
+
+def saved_recipe_files(run_dir: Path) -> dict[str, str]:
+    """Where the files of the run's own recipes were: as the user referred to them -> absolute path."""
+    return _read(run_dir)["recipe_files"]
 
 
 def _parts(run_dir: Path) -> list[dict[str, Any]]:
@@ -172,7 +180,7 @@ def _read(run_dir: Path) -> dict[str, Any]:
     """run.json; an empty one if it does not exist. Raises `BadRecord`."""
     file = run_dir / RECORD
     if not file.exists():
-        return {"recipe": None, "parts": []}
+        return {"recipe": None, "recipe_files": {}, "parts": []}
     try:
         record = json.loads(file.read_text())
         parts = [
@@ -181,7 +189,8 @@ def _read(run_dir: Path) -> dict[str, Any]:
             | {"wall_s": None if part["wall_s"] is None else float(part["wall_s"])}
             for part in record["parts"]
         ]
-        return {"recipe": str(record["recipe"]), "parts": parts}
+        files = {str(name): str(file) for name, file in record.get("recipe_files", {}).items()}
+        return {"recipe": str(record["recipe"]), "recipe_files": files, "parts": parts}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise BadRecord(f"{file}: its content was not written by leeway, expected a run's record; remove it") from None
 

@@ -8,7 +8,6 @@ something else fails after the interrupt.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 import shlex
 import signal
@@ -16,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 from leeway.config import Stage, run_yaml
-from leeway.config.names import TRAINING_RECIPES
 from leeway.failures import InputRefused, PartFailed, Refused
 from leeway.monitor import weights_sha256, write_summary
 from leeway.monitor.logs import others_to_file
@@ -59,7 +57,7 @@ def run_stages(
             held.enter_context(locked(run_dir))
             (run_dir / "config.yaml").write_text(f"# {' '.join(argv[1:])}\n{run_yaml(stages)}")
             goes_on = stages[0].config.checkpoint.resume == "auto"
-            record = RunRecord(run_dir, recipe=stages[-1].recipe, argv=argv, goes_on=goes_on)
+            record = RunRecord(run_dir, recipes=[stage.recipe for stage in stages], argv=argv, goes_on=goes_on)
         except (RunIsRunning, BadRecord) as error:
             print(f"leeway: refused: {error}", file=sys.stderr)
             return 2
@@ -197,7 +195,7 @@ class _Run:
             say(f"run folder {self._shown_dir}")
         model_path = await self._prepare_model()
         begun = time.monotonic()
-        connect(self._stages[0].config, scratch=self._footprint.scratch, watch=self._watch)
+        connect(self._stages, scratch=self._footprint.scratch, watch=self._watch)
         say(f"Ray is up after {time.monotonic() - begun:.1f} s")
         self._watch.take_signals()  # again, because ray installs a SIGTERM handler of its own
         for stage in self._stages:
@@ -218,9 +216,13 @@ class _Run:
                 model_path = before.model_path or model_path
                 continue
             self._stage = stage
-            recipe: Callable[..., Any] = importlib.import_module(f"leeway.recipes.{stage.recipe}").run
             with self._record.stage(stage.name):
-                result: StageResult = await recipe(context)
+                result = await stage.recipe.run(context)
+            if not isinstance(result, StageResult):
+                raise PartFailed(
+                    f"recipe {stage.recipe.name}",
+                    f"its run returned {type(result).__name__}, expected a StageResult ({stage.recipe.file})",
+                )
             result = replace(result, summary=result.summary | {"wall_s": self._record.stage_s(stage.name)})
             mark_finished(context, result)
             self._results[stage.name] = result
@@ -276,6 +278,7 @@ class _Run:
         model_path = last.model_path if last else None
         summary: dict[str, Any] = {
             **(last.summary if last else {}),
+            "recipe": self._stages[-1].recipe.name,
             "status": status,
             "cause": cause,
             "wall_s": wall_s,
@@ -330,7 +333,7 @@ class _Run:
         stage = self._stage
         if self._is_scratch:
             return [f"logs: {self._shown_dir}"]
-        if stage is None or not {stage.recipe, self._stages[-1].recipe} <= set(TRAINING_RECIPES):
+        if stage is None or not (stage.recipe.can_resume and self._stages[-1].recipe.can_resume):
             return []
         from leeway.recipes.checkpoints import newest_state, step_of
 

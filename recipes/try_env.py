@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
+from leeway.config import Recipe
 from leeway.recipes.context import StageContext, StageResult, say
 from leeway.runtime.launch import Launcher
 from leeway.runtime.supervisor import Supervisor
@@ -26,23 +28,25 @@ class Choice:
     times: int = 2
 
 
-CHOICE = Choice()
-"""What `run` plays. The command sets it, because a recipe gets only a config and this is not part of it."""
+def recipe_of(choice: Choice) -> Recipe:
+    """A recipe that plays what was chosen."""
+    return Recipe(run=partial(run, choice), generates=True, name="try")
 
 
-async def run(context: StageContext) -> StageResult:
+async def run(choice: Choice, context: StageContext) -> StageResult:
+    """Start an engine with the model's own weights, play, and print."""
     config = context.config
     tasks = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval).tasks
-    if CHOICE.index >= len(tasks):
-        raise ValueError(f"--task: got {CHOICE.index}, expected less than the {len(tasks)} tasks")
-    task = tasks[CHOICE.index]
+    if choice.index >= len(tasks):
+        raise ValueError(f"--task: got {choice.index}, expected less than the {len(tasks)} tasks")
+    task = tasks[choice.index]
     assert config.model.path is not None
     prompter = Prompter.load(config.model.path)
-    launcher = Launcher(config, "evaluate", run_dir=context.dir, supervisor=Supervisor(context.watch))
+    launcher = Launcher(config, context.recipe, run_dir=context.dir, supervisor=Supervisor(context.watch))
     try:
         say(f"starting an engine with {config.model.path}")
         await launcher.collectors(load_weights=True)
-        call = launcher.parts.collectors[0].rollouts.remote([task], config.rollout.temperature, CHOICE.times)
+        call = launcher.parts.collectors[0].rollouts.remote([task], config.rollout.temperature, choice.times)
         trajectories = await launcher.parts.supervisor.wait(
             call, what="the environment", timeout_s=config.rollout.timeout_s + 60, deadline="rollout.timeout_s"
         )

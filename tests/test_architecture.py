@@ -7,6 +7,8 @@ import gc
 from functools import cache
 from pathlib import Path
 
+from leeway.config import bundled_recipes
+
 ROOT = Path(__file__).resolve().parents[1]
 COMPONENTS = ROOT / "components"
 
@@ -16,7 +18,7 @@ LAYERS = [
     {"tasks", "envs", "algorithms"},
     {"collector", "replay", "param_server", "trainer"},
     {"runtime", "planning", "auxiliary", "engines"},
-    {"recipes", "cli"},
+    {"driver", "recipes", "cli"},
 ]
 MIDDLE = LAYERS[3]
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
@@ -189,8 +191,15 @@ def files_of(module: str) -> list[Path]:
 
 def test_the_driver_of_a_run_loads_neither_vllm_nor_what_loads_it() -> None:
     """torchrl's collectors import vLLM: seconds before anything starts, for classes that only actors make."""
-    for recipe in ("async_rl", "sft", "evaluate"):
-        loaded = loaded_with(ROOT / f"recipes/{recipe}.py", set())
-        assert any(module.startswith("ray") for module in loaded), "the way to the actors was not found"
-        assert any(module.startswith("torchrl.data") for module in loaded), "the way into the actors was not found"
-        assert not {module for module in loaded if module.startswith(("vllm", "torchrl.collectors", "torchrl.envs"))}
+    named = (module for _, module, _ in imports(COMPONENTS / "driver/__init__.py") if module.startswith("leeway."))
+    offered = {file for module in named for file in files_of(module)}
+    loaded = set().union(*(loaded_with(file, set()) for file in offered))
+    assert any(module.startswith("ray") for module in loaded), "the way to the actors was not found"
+    assert any(module.startswith("torchrl.data") for module in loaded), "the way into the actors was not found"
+    assert not {module for module in loaded if module.startswith(("vllm", "torchrl.collectors", "torchrl.envs"))}
+
+
+def test_a_recipe_is_asked_for_its_needs_without_loading_torch_or_ray() -> None:
+    for recipe in bundled_recipes():
+        loaded = {module.split(".")[0] for module in loaded_with(ROOT / f"recipes/{recipe}.py", set())}
+        assert not loaded & {"torch", "ray", "vllm", "transformers", "torchrl", "tensordict", "matplotlib"}, recipe

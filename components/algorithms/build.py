@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..config import Config
+from ..config import Config, Recipe
 from .corrections import Correction
 from .mix import ExpertWeight, MixedObjective
 from .objective import KLPenalty, Objective, PolicyObjective, SupervisedObjective
@@ -10,12 +10,14 @@ from .pieces import policy_loss_of
 from .preference import PreferenceObjective
 
 
-def objective_of(config: Config, recipe: str) -> Objective:
+def objective_of(config: Config, recipe: Recipe) -> Objective:
     """What the trainer of `recipe` minimises. Raises ValueError in one line for a user's own piece that is wrong."""
-    if recipe == "sft":
+    if recipe.objective is not None:
+        return recipe.objective(config)
+    if recipe.trains_on == "answers":
         return SupervisedObjective()
     a = config.algorithm
-    if recipe == "dpo":
+    if recipe.trains_on == "pairs":
         return PreferenceObjective(beta=a.dpo_beta, label_smoothing=a.dpo_label_smoothing)
     policy = PolicyObjective(
         policy_loss=policy_loss_of(a.policy_loss, a.policy_loss_options),

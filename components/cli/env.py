@@ -7,7 +7,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -38,10 +38,10 @@ def try_environment(
     Example: leeway env try my_env:MyEnv --config quickstart model.path=runs/leeway/quickstart
     """
     settings = load_config(config, [*(overrides or []), f"env.name={name}"])
-    recipe: Any = importlib.import_module("leeway.recipes.try_env")
-    recipe.CHOICE = recipe.Choice(task, times)
+    trial = importlib.import_module("leeway.recipes.try_env")
+    recipe = trial.recipe_of(trial.Choice(task, times))
     folder = Path(tempfile.mkdtemp(prefix="leeway-try-"))
-    stage = Stage(name="try", recipe="try_env", config=_for_one_task(settings), dir=folder)
+    stage = Stage(name="try", recipe=recipe, config=_for_one_task(settings), dir=folder)
     runner = importlib.import_module("leeway.recipes.runner")
     code = runner.run_stages([stage], folder, config, sys.argv, is_scratch=True)
     if code != 1:  # keep the logs of a failure

@@ -18,7 +18,14 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from ..config import RECIPES, ConfigError, config_path, plan_run, this_machine
+from ..config import (
+    ConfigError,
+    bundled_recipe_path,
+    bundled_recipes,
+    config_path,
+    plan_run,
+    this_machine,
+)
 from .complete import complete_bundled, complete_config, complete_key, complete_recipe
 from .env import app as env_app
 from .show import bundled_table, describe, recipe_table
@@ -53,7 +60,10 @@ NameOrFile = Annotated[
     ),
 ]
 BundledName = Annotated[
-    str, typer.Argument(metavar="NAME", help="A bundled config; see `leeway ls`.", autocompletion=complete_bundled)
+    str,
+    typer.Argument(
+        metavar="NAME", help="A bundled config or recipe; see `leeway ls`.", autocompletion=complete_bundled
+    ),
 ]
 
 
@@ -70,7 +80,11 @@ def leeway(
 def run(
     recipe: Annotated[
         str,
-        typer.Argument(metavar="RECIPE", help=f"One of {', '.join(RECIPES)}.", autocompletion=complete_recipe),
+        typer.Argument(
+            metavar="RECIPE",
+            help=f"One of {', '.join(bundled_recipes())}, or your own: ./my_rl.py or my_pkg.my_rl.",
+            autocompletion=complete_recipe,
+        ),
     ],
     config: Annotated[
         str,
@@ -254,8 +268,8 @@ def ls() -> None:
 
 @app.command()
 def cat(name: BundledName) -> None:
-    """Print a bundled config."""
-    print(config_path(name).read_text(encoding="utf-8"), end="")
+    """Print a bundled config or recipe."""
+    print(_bundled_path(name).read_text(encoding="utf-8"), end="")
 
 
 @app.command()
@@ -263,8 +277,11 @@ def cp(
     name: BundledName,
     dest: Annotated[Path, typer.Argument(metavar="DEST", help="A new file, or a folder to put it in.")],
 ) -> None:
-    """Copy a bundled config so that you can change it."""
-    source = config_path(name)
+    """Copy a bundled config or recipe so that you can change it.
+
+    Example: leeway cp async_rl my_rl.py; leeway run ./my_rl.py --config quickstart
+    """
+    source = _bundled_path(name)
     target = dest.expanduser()
     target = target / source.name if target.is_dir() else target
     if target.exists():
@@ -274,7 +291,20 @@ def cp(
         _refuse(f"DEST: got {target}, expected a file in an existing folder; create {target.parent} first")
         raise typer.Exit(2)
     shutil.copyfile(source, target)
-    print(f"{target}\nrun it: leeway run async_rl --config {target}")
+    print(f"{target}\nrun it: {_command(source, target)}")
+
+
+def _bundled_path(name: str) -> Path:
+    """The file of a bundled recipe or config."""
+    return bundled_recipe_path(name) if name in bundled_recipes() else config_path(name)
+
+
+def _command(source: Path, target: Path) -> str:
+    """The command that runs a copy of a bundled file."""
+    if source.suffix != ".py":
+        return f"leeway run async_rl --config {target}"
+    path = str(target) if "/" in str(target) else f"./{target}"
+    return f"leeway run {path} --config quickstart"
 
 
 @app.command()
@@ -283,10 +313,17 @@ def validate(
     overrides: Overrides = None,
     recipe: Annotated[
         str | None,
-        typer.Option("--recipe", metavar="RECIPE", help="Check as a run of this recipe; default: every stage."),
+        typer.Option(
+            "--recipe",
+            metavar="RECIPE",
+            help="Check as a run of this recipe (a name, ./my_rl.py or my_pkg.my_rl); default: every stage.",
+        ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Check only the settings: do not read data, models or your own code.")
+        bool,
+        typer.Option(
+            "--quick", help="Check only the settings: do not read data, models or your own code (a recipe is imported)."
+        ),
     ] = False,
     show: Annotated[bool, typer.Option("--yaml", help="Also print every setting, resolved, as YAML.")] = False,
 ) -> None:

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..config import RECIPES, Config, Hardware, Stage, bundled_configs, derive, run_yaml
-from ..config.names import OFFLINE_RECIPES
+from ..config import Config, Hardware, Stage, bundled_configs, bundled_recipes, derive, run_yaml
 
 
 def bundled_table() -> str:
@@ -18,7 +17,7 @@ def bundled_table() -> str:
 
 def recipe_table() -> str:
     """Each recipe with a description."""
-    return "Recipes\n" + _table(RECIPES.items())
+    return "Recipes\n" + _table(bundled_recipes().items())
 
 
 def describe(
@@ -40,12 +39,12 @@ def describe(
     lines = [f"{name_or_file}: ok", f"this machine: {machine}"]
     lines += [f"  lacks: {problem}" for problem in missing]
     if not missing:
-        command = shlex.join(["leeway", "run", stages[-1].recipe, "--config", name_or_file, *overrides])
+        command = shlex.join(["leeway", "run", stages[-1].recipe.name, "--config", name_or_file, *overrides])
         lines.append(f"  can run it: {command}")
         lines += ["  (data, models and your own code were not checked)"] if quick else []
     lines += [f"note: {note}" for note in stages[-1].notes]
     for stage, estimate in zip(stages, estimates, strict=True):
-        lines += ["", f"{stage.name} (recipe {stage.recipe})", _table([*_rows(stage), *estimate])]
+        lines += ["", f"{stage.name} (recipe {stage.recipe.name})", _table([*_rows(stage), *estimate])]
     lines += ["", run_yaml(stages)] if yaml else ["", "add --yaml to print every setting"]
     return "\n".join(lines)
 
@@ -57,13 +56,13 @@ def _rows(stage: Stage) -> list[tuple[str, str]]:
         ("model", config.model.path or f"new {_init(config)}"),
         ("tasks", _tasks(config)),
     ]
-    if stage.recipe != "evaluate":
+    if stage.recipe.trains:
         rows.append(
             ("length", f"{config.train.steps} steps" if config.train.steps else f"{config.train.epochs} epochs")
         )
-    if stage.recipe in OFFLINE_RECIPES:
+    if stage.recipe.is_offline:
         rows.append(("sequences per step", str(d.sequences_per_step)))
-    if stage.recipe == "async_rl":
+    if stage.recipe.is_online and stage.recipe.study_of is None:
         rows += [
             (
                 "sequences per batch",

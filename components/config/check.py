@@ -9,8 +9,9 @@ from .derived import derive
 from .engines import engine_kind, is_local_path
 from .hardware import Hardware
 from .model_files import damage
-from .names import OFFLINE_RECIPES, find_module
+from .names import find_module
 from .paths import is_file, is_folder
+from .recipe import Needs
 from .schema import Config
 
 _DATA_FILES = {"jsonl": "a .jsonl file", "queue": "a .jsonl file", "sql": "a SQLite file"}
@@ -27,7 +28,7 @@ class Problem:
         return f"{self.key}: {self.text}"
 
 
-def check_run(config: Config, recipe: str, hardware: Hardware) -> list[Problem]:
+def check_run(config: Config, recipe: Needs, hardware: Hardware) -> list[Problem]:
     """Everything that keeps `recipe` from running here, in the order in which a user would fix it."""
     return [
         *_missing_files(config),
@@ -109,14 +110,14 @@ def _missing_data(key: str, kind: str | None, path: str | None) -> list[Problem]
     return [Problem(key=key, text=f"missing file: got {path[:120]} ({what}), expected {expected}; set {key}=FILE")]
 
 
-def _of_the_engine(config: Config, recipe: str) -> list[Problem]:
-    if recipe in OFFLINE_RECIPES:
+def _of_the_engine(config: Config, recipe: Needs) -> list[Problem]:
+    if not recipe.generates:
         return []
     kind = engine_kind(config.rollout.engine_name)
     return [Problem(key=key, text=text) for key, text in kind.problems(config)]
 
 
-def _missing_hardware(config: Config, recipe: str, hardware: Hardware) -> list[Problem]:
+def _missing_hardware(config: Config, recipe: Needs, hardware: Hardware) -> list[Problem]:
     if config.cluster.address is not None:  # the cluster's nodes are elsewhere; Ray's placement reports what is missing
         return []
     need = derive(config, recipe)
@@ -164,10 +165,10 @@ def _missing_hardware(config: Config, recipe: str, hardware: Hardware) -> list[P
     return problems
 
 
-def _missing_packages(config: Config, recipe: str) -> list[Problem]:
+def _missing_packages(config: Config, recipe: Needs) -> list[Problem]:
     needed = {}
     engine = engine_kind(config.rollout.engine_name)
-    if recipe not in OFFLINE_RECIPES and engine.package is not None:
+    if recipe.generates and engine.package is not None:
         needed[engine.package] = ("cluster.device", "cpu" if config.cluster.device == "cpu" else "cuda")
     if config.monitor.wandb != "off":
         needed["wandb"] = ("monitor.wandb", "monitor")

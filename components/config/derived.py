@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .engines import devices_of
-from .names import OFFLINE_RECIPES
 from .presets import NEED_CRITIC, NOT_PROPORTIONAL, POLICY_LOSS_OPTIONS
+from .recipe import ONLINE_RL, Needs
 from .schema import Config
 
 
@@ -52,7 +52,7 @@ class Derived:
         return sum(self.gpus.values())
 
 
-def derive(config: Config, recipe: str = "async_rl") -> Derived:
+def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
     """Compute the derived numbers of `config` as a run of `recipe`."""
     train, rollout, cluster = config.train, config.rollout, config.cluster
     uses, bound = config.replay.max_uses, config.staleness.max_policy_lag
@@ -66,14 +66,14 @@ def derive(config: Config, recipe: str = "async_rl") -> Derived:
     total_groups = None if num_takes is None else num_takes * P
     outstanding = max_outstanding_groups(P, u, window, target)
     processes = {
-        "generator": 0 if recipe in OFFLINE_RECIPES else rollout.num_generators,
-        "trainer": 0 if recipe in ("evaluate", "try_env") else train.num_ranks,
+        "generator": rollout.num_generators if recipe.generates else 0,
+        "trainer": train.num_ranks if recipe.trains else 0,
     }
-    served = 0 if recipe in OFFLINE_RECIPES else sum(own.get("path") is not None for own in config.env.models.values())
+    served = sum(own.get("path") is not None for own in config.env.models.values()) if recipe.generates else 0
     auxiliary = {"auxiliary model": served} if served else {}
     gpus_per_engine = devices_of(rollout.engine_name, rollout.engine_options)
     on_gpu = cluster.device == "cuda"
-    offline = recipe in OFFLINE_RECIPES
+    offline = recipe.is_offline
     return Derived(
         reorder_window=window,
         target_policy_lag=target,

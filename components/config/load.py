@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from .keys import check_known, default_of
 from .names import nearest
 from .overrides import Tree
 from .paths import is_file, user_path
+from .recipe import Named, Recipe
 from .rules import check_rules
 from .run_weights import newest_weights
 from .schema import Config
@@ -85,7 +87,7 @@ def read_tree(file: Path) -> Tree:
     return tree  # pyright: ignore[reportReturnType]
 
 
-def build_config(tree: Tree, *, recipe: str, stage: str = "", stage_tree: Tree | None = None) -> Config:
+def build_config(tree: Tree, *, recipe: Recipe, stage: str = "", stage_tree: Tree | None = None) -> Config:
     """Resolve, validate and check one recipe's tree; errors name `stages.STAGE.key` for what the stage itself sets."""
     tree = {name: value for name, value in tree.items() if name != "stages"}
     check_known(tree)
@@ -111,8 +113,24 @@ def build_config(tree: Tree, *, recipe: str, stage: str = "", stage_tree: Tree |
         config = Config.model_validate(resolved)
     except ValidationError as error:
         raise _first_error(error, named) from None
-    check_rules(config, recipe, named)
+    _check_rules(config, recipe, named)
     return config
+
+
+def _check_rules(config: Config, recipe: Recipe, named: Named) -> None:
+    try:
+        check_rules(config, recipe.rules, named)
+    except ConfigError:
+        raise
+    except Exception as error:  # in a rule of the user's own
+        frames = traceback.extract_tb(error.__traceback__)
+        frame = frames[min(2, len(frames) - 1)]  # this function, check_rules, the rule
+        raise ConfigError(
+            "RECIPE",
+            got=words(f"{recipe.name}, whose rule {frame.name} fails: {type(error).__name__}: {error}"),
+            expected="rules that raise leeway.ConfigError or nothing",
+            fix=f"fix {frame.filename}:{frame.lineno}",
+        ) from error
 
 
 def _take_newest_weights(tree: Any, named: Any) -> None:

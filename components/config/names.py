@@ -15,18 +15,6 @@ from typing import Any
 
 from .errors import ConfigError, words
 
-RECIPES = {
-    "async_rl": "train with RL: engines generate while the trainer learns, within staleness.max_policy_lag",
-    "sft": "train on the tasks' own answers (supervised)",
-    "dpo": "train on preference pairs, a chosen and a rejected answer to each prompt",
-    "frontier": "how much lag a config can bear: async_rl over lag bounds, corrections and seeds",
-    "evaluate": "measure the model on held-out tasks",
-}
-TRAINING_RECIPES = ("async_rl", "sft", "dpo")
-OFFLINE_RECIPES = ("sft", "dpo")
-"""Recipes that train on data rather than on rollouts: no engine, no versions."""
-STUDIES = {"frontier": "async_rl"}
-"""Recipes that run another recipe many times, replacing the last stage that uses that recipe."""
 ENVIRONMENTS = ("single_turn", "multi_turn", "tool_use", "frozen_lake", "torchrl", "gymnasium")
 REWARDS = (
     "exact_match",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from .algorithm_rules import ALGORITHM_RULES
 from .derived import derive, least_target_policy_lag
@@ -20,60 +21,17 @@ from .input_rules import (
     prompt_template_holds_the_prompt,
     task_source_is_complete,
 )
-from .names import OFFLINE_RECIPES, STUDIES, TRAINING_RECIPES
 from .plugins import use_folders
+from .recipe import Rule
 from .replay_rules import REPLAY_RULES
 from .schema import Config
 
 
-def check_rules(config: Config, recipe: str, named: Named = str) -> None:
-    """Raise ConfigError for the first rule that `config` breaks as a run of `recipe`."""
+def check_rules(config: Config, rules: Sequence[Rule] = (), named: Named = str) -> None:
+    """Raise ConfigError for the first rule that `config` breaks: those of every recipe, then a recipe's own `rules`."""
     use_folders(config.plugins)
-    for rule in (
-        model_is_loaded_or_built,
-        model_path_is_a_path_or_a_hub_id,
-        task_source_is_complete,
-        prompt_template_holds_the_prompt,
-        environment_and_reward_exist,
-        environment_options_are_valid,
-        environment_variables_are_the_users,
-        auxiliary_models_are_valid,
-        environments_by_taskset_are_valid,
-        operators_exist,
-        lengths_fit,
-        engines_take_their_settings,
-        evaluation_has_tasks,
-        evaluation_tasksets_are_valid,
-        evaluation_samples_suffice,
-    ):
+    for rule in (*COMMON_RULES, *rules):
         rule(config, named)
-    if recipe == "evaluate" and not has_heldout_tasks(config):
-        raise _no_heldout(config, named("task.holdout_frac"))
-    if recipe in TRAINING_RECIPES:
-        steps_or_epochs_is_set(config, named)
-        only_a_gpu_is_offloaded(config, named)
-        states_on_the_way_mean_one_at_the_end(config, named)
-    if recipe in STUDIES or recipe in OFFLINE_RECIPES:
-        a_queue_feeds_rollouts(config, named)
-    if recipe == "dpo":
-        pairs_fill_batches(config, named)
-    if recipe == "async_rl":
-        for rule in ALGORITHM_RULES:
-            rule(config, named)
-        batches_divide(config, named)
-        for rule in REPLAY_RULES:
-            rule(config, named)
-        staleness_is_possible(config, named)
-        evaluations_meet_published_weights(config, named)
-        a_step_outlasts_its_rollouts(config, named)
-        every_generator_has_a_group(config, named)
-    if recipe == "frontier":
-        from .study import frontier_cells  # it checks each of its runs by these same rules
-
-        if not has_heldout_tasks(config):
-            raise _no_heldout(config, named("task.holdout_frac"))
-        studies_start_anew(config, named)
-        frontier_cells(config)
 
 
 def states_on_the_way_mean_one_at_the_end(config: Config, named: Named) -> None:
@@ -172,6 +130,11 @@ def _no_heldout(config: Config, key: str) -> ConfigError:
     )
 
 
+def something_is_held_out(config: Config, named: Named) -> None:
+    if not has_heldout_tasks(config):
+        raise _no_heldout(config, named("task.holdout_frac"))
+
+
 def a_queue_feeds_rollouts(config: Config, named: Named) -> None:
     if config.task.name == "queue":
         raise ConfigError(
@@ -250,6 +213,12 @@ def studies_start_anew(config: Config, named: Named) -> None:
         )
 
 
+def every_run_of_the_study_is_possible(config: Config, named: Named) -> None:
+    from .study import frontier_cells  # it checks each of its runs by the rules of this module
+
+    frontier_cells(config)
+
+
 def staleness_is_possible(config: Config, named: Named) -> None:
     """The least lag at which admission never deadlocks must fit within the target, and the target within the bound."""
     d = derive(config)
@@ -323,3 +292,48 @@ def a_step_outlasts_its_rollouts(config: Config, named: Named) -> None:
             expected=f"more than {counted} = {longest_s:g}: a step waits for its slowest group",
             fix=f"use {2 * longest_s:g}, or lower rollout.timeout_s",
         )
+
+
+COMMON_RULES: tuple[Rule, ...] = (
+    model_is_loaded_or_built,
+    model_path_is_a_path_or_a_hub_id,
+    task_source_is_complete,
+    prompt_template_holds_the_prompt,
+    environment_and_reward_exist,
+    environment_options_are_valid,
+    environment_variables_are_the_users,
+    auxiliary_models_are_valid,
+    environments_by_taskset_are_valid,
+    operators_exist,
+    lengths_fit,
+    engines_take_their_settings,
+    evaluation_has_tasks,
+    evaluation_tasksets_are_valid,
+    evaluation_samples_suffice,
+)
+"""What every recipe's settings must obey."""
+TRAINING_RULES: tuple[Rule, ...] = (
+    steps_or_epochs_is_set,
+    only_a_gpu_is_offloaded,
+    states_on_the_way_mean_one_at_the_end,
+)
+RL_RULES: tuple[Rule, ...] = (
+    *TRAINING_RULES,
+    *ALGORITHM_RULES,
+    batches_divide,
+    *REPLAY_RULES,
+    staleness_is_possible,
+    evaluations_meet_published_weights,
+    a_step_outlasts_its_rollouts,
+    every_generator_has_a_group,
+)
+"""Training on rollouts within the lag bound."""
+SUPERVISED_RULES: tuple[Rule, ...] = (*TRAINING_RULES, a_queue_feeds_rollouts)
+PREFERENCE_RULES: tuple[Rule, ...] = (*SUPERVISED_RULES, pairs_fill_batches)
+EVALUATION_RULES: tuple[Rule, ...] = (something_is_held_out,)
+STUDY_RULES: tuple[Rule, ...] = (
+    a_queue_feeds_rollouts,
+    something_is_held_out,
+    studies_start_anew,
+    every_run_of_the_study_is_possible,
+)

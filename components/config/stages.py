@@ -7,21 +7,23 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
 from .errors import ConfigError, words
+from .find_recipe import find_recipe
 from .keys import check_known
 from .layers import lay_over, place
 from .learning import AlgorithmConfig, TrainConfig
 from .load import build_config, config_path, read_tree
-from .names import OFFLINE_RECIPES, RECIPES, STUDIES, nearest
+from .names import nearest
 from .overrides import Override, Tree, apply_override, parse_overrides
 from .paths import MAX_NAME_BYTES
-from .presets import PRESETS
+from .recipe import Recipe
 from .schema import Config
-from .vocabulary import RECIPE_OF
+
+DEFAULT = "async_rl"
+"""The recipe of a config without stages, where the user names none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,24 +34,29 @@ class Stage:
     """
 
     name: str
-    recipe: str
+    recipe: Recipe
     config: Config
     dir: Path
     notes: tuple[str, ...] = field(default=(), compare=False)
 
 
 def plan_run(name_or_file: str, recipe: str | None, overrides: Sequence[str] = ()) -> list[Stage]:
-    """What `leeway run RECIPE --config NAME_OR_FILE ...` runs, in order; recipe None: every stage (or async_rl)."""
+    """What `leeway run RECIPE --config NAME_OR_FILE ...` runs, in order; recipe None: every stage (or async_rl).
+
+    `recipe`: a bundled name, a file, or a module (see `find_recipe`).
+    """
     return resolve_stages(read_tree(config_path(name_or_file)), recipe, overrides)
 
 
 def resolve_stages(raw: Tree, recipe: str | None, overrides: Sequence[str] = ()) -> list[Stage]:
-    """The stages of `raw` up to and including the last one whose recipe is `recipe`; if there is none, `recipe` alone.
+    """The stages of `raw` up to and including the last one whose recipe is `recipe`.
+
+    If there is none, `recipe` takes the place of the last stage that needs the same (a study of async_rl, or a changed
+    copy of it, that of async_rl); if there is none of these either, it runs alone, without stages.
 
     An override applies to every stage that does not set its key, and to the last stage that does (see `layers.place`).
     """
-    if recipe is not None:
-        _check_recipe("RECIPE", recipe)
+    asked = None if recipe is None else find_recipe(recipe)
     tree = copy.deepcopy(raw)
     settings = []
     for override in parse_overrides(overrides):
@@ -60,30 +67,29 @@ def resolve_stages(raw: Tree, recipe: str | None, overrides: Sequence[str] = ())
             settings.append(override)
     trees = _stage_trees(tree)
     recipes = {name: _recipe_of(name, stage) for name, stage in trees.items()}
-    studied = [name for name in recipes if recipes[name] == STUDIES.get(recipe or "")]
-    if recipe not in recipes.values() and studied:
-        assert recipe is not None
-        recipes[studied[-1]] = recipe
-    if recipe is not None:
-        last = max((i for i, name in enumerate(recipes) if recipes[name] == recipe), default=-1)
-        selected = list(recipes)[: last + 1]
-    else:
-        selected = list(recipes)
+    selected = list(recipes)
+    if asked is not None:
+        same = [name for name, own in recipes.items() if own.is_same(asked)]
+        like = [name for name, own in recipes.items() if own.is_like(asked)]
+        last = next(iter(same[-1:] or like[-1:]), None)
+        selected = [] if last is None else selected[: selected.index(last) + 1]
+        if last is not None:
+            recipes[last] = asked
     base = {name: value for name, value in tree.items() if name != "stages"}
     check_known(base)
     notes = tuple(place(settings, base, trees, selected))
     check_known(base)
     _stage_trees(tree)
     if not selected:
-        only = recipe or "async_rl"
+        only = asked or find_recipe(DEFAULT)
         _refuse_rollout_batch_size(base, recipe=only, where="")
         config = build_config(base, recipe=only)
         notes += _weights_note(base, config)
-        return [Stage(name=only, recipe=only, config=config, dir=config.run_dir, notes=notes)]
+        return [Stage(name=only.label, recipe=only, config=config, dir=config.run_dir, notes=notes)]
     stages = []
     for name in selected:
         own = {key: value for key, value in trees[name].items() if key != "recipe"}
-        alone = not {*OFFLINE_RECIPES} & {recipes[n] for n in selected}
+        alone = not any(recipes[n].is_offline for n in selected)
         _refuse_rollout_batch_size(own, recipe=recipes[name], where=f"stages.{name}.")
         _refuse_rollout_batch_size(base if alone else {}, recipe=recipes[name], where="")
         laid = lay_over(base, own)
@@ -107,12 +113,12 @@ def _shapes_the_run(key: str) -> bool:
     return head == "stages" and (len(rest) < 2 or rest[1:] == ["recipe"])
 
 
-def _refuse_rollout_batch_size(tree: Tree, *, recipe: str, where: str) -> None:
+def _refuse_rollout_batch_size(tree: Tree, *, recipe: Recipe, where: str) -> None:
     """The size of a rollout batch is not set directly."""
     train, algorithm = tree.get("train"), tree.get("algorithm")
     size = train.get("batch_size") if isinstance(train, dict) else None
     unset = TrainConfig.model_fields["batch_size"].default
-    if recipe not in ("async_rl", "frontier") or type(size) is not int or size in (unset, 0):
+    if not recipe.is_online or type(size) is not int or size in (unset, 0):
         return
     group = algorithm.get("group_size") if isinstance(algorithm, dict) else None
     group = group if type(group) is int and group > 0 else AlgorithmConfig.model_fields["group_size"].default
@@ -120,8 +126,8 @@ def _refuse_rollout_batch_size(tree: Tree, *, recipe: str, where: str) -> None:
     raise ConfigError(
         f"{where}train.batch_size",
         got=size,
-        expected=f"{where}train.groups_per_step: a batch of {recipe} is train.groups_per_step x algorithm.group_size "
-        "completions",
+        expected=f"{where}train.groups_per_step: a batch of {recipe.name} is train.groups_per_step x "
+        "algorithm.group_size completions",
         fix=f"write {where}train.groups_per_step={groups} ({groups} x {group} = {groups * group})",
     )
 
@@ -134,7 +140,7 @@ def run_yaml(stages: Sequence[Stage]) -> str:
         shared = _shared(shared, tree)
     if len(stages) > 1 or stages[0].dir != stages[0].config.run_dir:
         shared["stages"] = {
-            stage.name: {"recipe": stage.recipe, **_difference(tree, shared)}
+            stage.name: {"recipe": stage.recipe.name, **_difference(tree, shared)}
             for stage, tree in zip(stages, trees, strict=True)
         }
     return OmegaConf.to_yaml(OmegaConf.create(shared))
@@ -171,21 +177,8 @@ def _stage_trees(tree: Tree) -> dict[str, Tree]:
     return trees
 
 
-def _recipe_of(name: str, own: Tree) -> str:
-    recipe = own.get("recipe", name)
-    _check_recipe(f"stages.{name}.recipe", recipe)
-    return recipe
-
-
-def _check_recipe(key: str, recipe: Any) -> None:
-    if recipe in RECIPES:
-        return
-    word = str(recipe)[:100].lower().replace("-", "_")
-    guess = RECIPE_OF.get(word) or nearest(word, RECIPES)
-    fix = f"did you mean {guess}?" if guess else "`leeway ls` says what each does"
-    if word in PRESETS:
-        fix = f"{word} is an algorithm: write async_rl, and algorithm.name={word}"
-    raise ConfigError(key, got=recipe, expected=f"one of {', '.join(RECIPES)}", fix=fix)
+def _recipe_of(name: str, own: Tree) -> Recipe:
+    return find_recipe(own.get("recipe", name), key=f"stages.{name}.recipe")
 
 
 def _check_stage_exists(override: Override, tree: Tree) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .derived import least_target_policy_lag
-from .rules import check_rules
+from .rules import RL_RULES, check_rules
 from .schema import Config
 
 WHEN_A_FLOOR_ASKS = 1_000_000_000
@@ -64,7 +64,7 @@ def _cell(config: Config, *, lag: int, least: int, correction: str, seed: int) -
             "monitor": {"console": "off", "wandb": "off", "tensorboard": False, "rollouts_per_step": 0},
         },
     )
-    check_rules(changed, "async_rl", lambda key: "frontier.max_policy_lags" if key.startswith("staleness") else key)
+    check_rules(changed, RL_RULES, lambda key: "frontier.max_policy_lags" if key.startswith("staleness") else key)
     return Cell(
         name=f"lag-{lag}-{correction}-seed-{seed}",
         max_policy_lag=lag,

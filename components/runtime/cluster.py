@@ -13,14 +13,14 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 
-from ..config import Config, derive
+from ..config import Config, Recipe, Stage, derive
 from ..config.names import user_names
 from ..config.plugins import modules_in
 from ..failures import Kind, PartFailed
@@ -41,13 +41,13 @@ START_LOCK = "\0leeway-ray-start"
 NUM_STARTS = 3
 
 
-def connect(config: Config, *, scratch: Path, watch: RunWatch | None = None) -> None:
-    """Start or join Ray; register the started processes with `watch`.
+def connect(stages: Sequence[Stage], *, scratch: Path, watch: RunWatch | None = None) -> None:
+    """Start or join Ray for `stages`, which run one after the other; register the started processes with `watch`.
 
     Raises `ClusterError` when a joined cluster lacks what the run needs, `PartFailed` when no cluster comes up.
     """
-    need = derive(config)
-    user_modules = [str(p) for p in user_module_paths(config)]
+    config = stages[0].config
+    user_modules = list(dict.fromkeys(str(p) for s in stages for p in user_module_paths(s.config, s.recipe)))
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     if user_modules:
         options["runtime_env"] = {"py_modules": user_modules}
@@ -59,7 +59,7 @@ def connect(config: Config, *, scratch: Path, watch: RunWatch | None = None) -> 
             os.environ.update(yielding(os.environ))
         options |= {
             # CPUs are placed by core, not counted by Ray: a small machine may hold more processes than cores.
-            "num_cpus": max(os.cpu_count() or 1, need.cpus_needed),
+            "num_cpus": max(os.cpu_count() or 1, *(derive(stage.config, stage.recipe).cpus_needed for stage in stages)),
             "include_dashboard": False,
             "object_store_memory": store_mb * 2**20 if (store_mb := config.cluster.object_store_mb) else None,
             "_temp_dir": str(scratch / "ray"),
@@ -73,12 +73,22 @@ def connect(config: Config, *, scratch: Path, watch: RunWatch | None = None) -> 
         runtime_env = options.setdefault("runtime_env", {})
         runtime_env["env_vars"] = yielding(os.environ)
     ray.init(address=config.cluster.address, **options)
-    have = ray.cluster_resources()
-    if have.get("GPU", 0) < need.gpus_needed or have.get("CPU", 0) < need.cpus_needed:
+    check_room(stages, ray.cluster_resources())
+
+
+def check_room(stages: Sequence[Stage], have: Mapping[str, float]) -> None:
+    """Raise `ClusterError` for the first stage that needs more GPUs or CPUs than there are."""
+    gpus, cpus = have.get("GPU", 0), have.get("CPU", 0)
+    for stage in stages:
+        need = derive(stage.config, stage.recipe)
+        if gpus >= need.gpus_needed and cpus >= need.cpus_needed:
+            continue
+        roles = {"generator": "rollout.num_generators", "trainer": "train.num_ranks"}
+        keys = " or ".join(key for role, key in roles.items() if need.processes[role])
         raise ClusterError(
             "cluster.address",
-            f"the cluster has {have.get('GPU', 0):g} GPUs and {have.get('CPU', 0):g} CPUs, expected "
-            f"{need.gpus_needed} and {need.cpus_needed}; lower rollout.num_generators or train.num_ranks, or add nodes",
+            f"the cluster has {gpus:g} GPUs and {cpus:g} CPUs, expected {need.gpus_needed} and {need.cpus_needed} "
+            f"for the stage {stage.name}; lower {keys}, or add nodes",
         )
 
 
@@ -141,15 +151,16 @@ def disconnect(pids: Sequence[int], *, grace_s: float = 10.0) -> None:
         process.kill()
 
 
-def user_module_paths(config: Config) -> list[Path]:
+def user_module_paths(config: Config, recipe: Recipe | None = None) -> list[Path]:
     """The user's own files and packages, to send to every worker.
 
-    These are the ones that the config names ("pkg.mod:Name"), what they have so far imported from the same folder, and
-    everything in the folders of `plugins`. Installed packages are expected to be on every node already.
+    These are the recipe, the ones that the config names ("pkg.mod:Name"), what they have so far imported from the same
+    folder, and everything in the folders of `plugins`. Installed packages are expected to be on every node already.
     """
     sections = (config.env, config.task, config.replay, config.algorithm)
     found = user_names([section.model_dump() for section in sections])
     names = {name.split(":")[0].split(".")[0] for name in found}
+    names |= {recipe.module.split(".")[0]} if recipe is not None and recipe.module else set()
     paths = [path for name in sorted(names) if (path := _own_source(name)) is not None]
     folders = {path.parent for path in paths}
     beside = (_own_source(name) for name in sorted(sys.modules) if "." not in name and name not in names)

@@ -19,10 +19,9 @@ from ..auxiliary.actor import AuxiliaryRemote
 from ..collector.actor import CollectorRemote
 from ..collector.engine import EngineSettings
 from ..collector.settings import CollectorSettings
-from ..config import Config, derive
+from ..config import Config, Recipe, derive
 from ..config.auxiliary import AuxiliaryModel
 from ..config.evalsets import evalset_sampling
-from ..config.names import OFFLINE_RECIPES
 from ..param_server.actor import ParameterServerRemote
 from ..replay.actor import ReplayBufferRemote
 from ..trainer.actor import TrainerRank
@@ -79,7 +78,7 @@ def _kill(actors: Sequence[Any]) -> None:
 
 
 def trainer_settings(
-    config: Config, recipe: str, *, total_steps: int, canary: CanaryPrompts, cores: list[int]
+    config: Config, recipe: Recipe, *, total_steps: int, canary: CanaryPrompts, cores: list[int]
 ) -> TrainerSettings:
     assert config.model.path is not None
     o, reference = config.optimizer, config.algorithm.reference_path
@@ -104,8 +103,8 @@ def trainer_settings(
         compute_dtype=config.model.dtype,
         publish_dtype=config.model.dtype,
         attn=config.model.attn,
-        temperature=1.0 if recipe in OFFLINE_RECIPES else config.rollout.temperature,
-        max_policy_lag=None if recipe in OFFLINE_RECIPES else config.staleness.max_policy_lag,
+        temperature=1.0 if recipe.is_offline else config.rollout.temperature,
+        max_policy_lag=None if recipe.is_offline else config.staleness.max_policy_lag,
         max_tokens_per_microbatch=config.train.max_tokens_per_microbatch,
         gradient_checkpointing=config.train.gradient_checkpointing,
         bucket_bytes=config.param_server.bucket_mb * 2**20,
@@ -202,7 +201,7 @@ def collector_settings(config: Config) -> CollectorSettings:
 class Launcher:
     """Starts parts in sequence or concurrently; every start has the deadline `cluster.start_timeout_s`."""
 
-    def __init__(self, config: Config, recipe: str, *, run_dir: Path, supervisor: Supervisor) -> None:
+    def __init__(self, config: Config, recipe: Recipe, *, run_dir: Path, supervisor: Supervisor) -> None:
         self._config = config
         self._recipe = recipe
         self._logs = (run_dir / "logs").absolute()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..config import Config, derive
+from ..config import Config, Needs, derive
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Cores:
     trainers: list[list[int]]
 
 
-def place(config: Config, recipe: str, available: list[int] | None = None) -> Cores:
+def place(config: Config, recipe: Needs, available: list[int] | None = None) -> Cores:
     """Trainers get the last cores and engines the ones before; if there are too few, processes of a role share.
 
     With two cores, one engine and one trainer: engine on the first, trainer on the second.

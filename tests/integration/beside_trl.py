@@ -16,7 +16,7 @@ import torch
 
 from leeway.algorithms.build import objective_of
 from leeway.algorithms.pieces import advantage_of
-from leeway.config import load_config
+from leeway.config import find_recipe, load_config
 
 f64 = torch.float64
 LENGTHS = [4, 1, 6, 3, 5, 2]
@@ -250,7 +250,7 @@ def ours(case: Case, *overrides: str, rewards: list[float] = REWARDS) -> tuple[f
         tokens.behavior_logprobs = case.prox[real]
     tokens.advantages = advantages[:, None].expand(N, WIDTH)[real]
     entropy = case.entropy[real]
-    loss = objective_of(config, "async_rl").loss(
+    loss = objective_of(config, find_recipe("async_rl")).loss(
         logprobs[real], entropy, tokens, policy_version=1, num_sequences=N, num_tokens=int(case.mask.sum())
     )
     loss.total.backward()

@@ -45,7 +45,7 @@ from leeway.algorithms.build import objective_of
 from leeway.algorithms.kl import jsd_estimate, kl_estimate, penalties_to_go
 from leeway.algorithms.pieces import advantage_of
 from leeway.algorithms.preference import PreferenceObjective, dpo_loss
-from leeway.config import load_config
+from leeway.config import find_recipe, load_config
 from leeway.types import batch_trajectories
 
 from ..unit.test_trainer import gradients, in_pairs, make, model_path, random_trajectories, reference_model  # noqa: F401
@@ -379,7 +379,7 @@ def our_dpo(policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, *
     count = len(policy) // 2
     order = torch.arange(2 * count).view(2, count).T.reshape(-1)
     config = load_config("quickstart", ["algorithm.dpo_beta=0.3", "train.steps=1", *overrides], recipe="dpo")
-    objective = objective_of(config, "dpo")
+    objective = objective_of(config, find_recipe("dpo"))
     policy = policy.clone().requires_grad_()
     keep = mask[order]
     tokens: Any = SimpleNamespace(
@@ -567,7 +567,7 @@ def test_a_models_gradient_in_supervised_training_is_theirs(trl: Trl, make, mode
         },
     )
     loss.backward()
-    trainer = make(objective=objective_of(settings(), "sft"), max_policy_lag=None)
+    trainer = make(objective=objective_of(settings(), find_recipe("sft")), max_policy_lag=None)
     count = sum(sum(t.loss_mask) for t in trajectories)
     batch = batch_trajectories(trajectories, [0.0] * 6, num_sequences=6, num_tokens=count)
     assert trainer.forward_backward(batch)["train/loss/sft"] == pytest.approx(loss.item(), rel=1e-5)

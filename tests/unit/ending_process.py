@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from types import ModuleType
 
-from leeway.config import Stage, load_config
+from leeway.config import Recipe, Stage, load_config
 from leeway.failures import PartFailed
 from leeway.recipes import runner
 from leeway.recipes.context import StageContext, StageResult
@@ -66,15 +66,19 @@ async def leave() -> None:
 
 def run(folder: Path) -> int | None:
     watch.LEAVE_S, watch.TICK_S = STOP_S, 0.05
-    stand_in, cluster = ModuleType("leeway.recipes.misbehaves"), ModuleType("leeway.runtime.cluster")
-    stand_in.run = recipe  # type: ignore[attr-defined]
-    cluster.connect = lambda config, **options: None  # type: ignore[attr-defined]
+    cluster = ModuleType("leeway.runtime.cluster")
+    cluster.connect = lambda stages, **options: None  # type: ignore[attr-defined]
     cluster.disconnect = lambda pids: None  # type: ignore[attr-defined]
-    sys.modules[stand_in.__name__], sys.modules[cluster.__name__] = stand_in, cluster
+    sys.modules[cluster.__name__] = cluster
     config = load_config("quickstart", ["model.init=null", "model.path=/none", f"cluster.stop_timeout_s={STOP_S}"])
     (folder / "run").mkdir()
-    stage = Stage(name="only", recipe="misbehaves", config=config, dir=folder / "run/stages/only")
-    record = RunRecord(folder / "run", recipe="misbehaves", argv=["leeway", "run"], goes_on=False)
+    stage = Stage(
+        name="only",
+        recipe=Recipe(run=recipe, generates=False, name="misbehaves"),
+        config=config,
+        dir=folder / "run/stages/only",
+    )
+    record = RunRecord(folder / "run", recipes=[stage.recipe], argv=["leeway", "run"], goes_on=False)
     run = runner._Run([stage], folder / "run", record)
     code = run.run()
     return runner.exit_now(code) if run.must_exit else code

@@ -11,7 +11,7 @@ import torch
 
 from leeway.auxiliary.classifier import Classifier
 from leeway.auxiliary.service import Service
-from leeway.config import derive, load_config
+from leeway.config import derive, find_recipe, load_config
 from leeway.config.auxiliary import AuxiliaryModel
 from leeway.envs.auxiliary import AuxiliaryClient, AuxiliaryError
 from leeway.envs.http import serve
@@ -120,4 +120,4 @@ def test_a_served_model_counts_as_a_process_of_the_run(tmp_path):
     config = load_config("quickstart", [f"env.models={{judge: {{path: {tmp_path}}}, far: {{url: 'http://a/v1'}}}}"])
     assert derive(config).processes["auxiliary model"] == 1
     assert derive(config).cpus_needed == derive(load_config("quickstart")).cpus_needed + 1
-    assert "auxiliary model" not in derive(config, "sft").processes
+    assert "auxiliary model" not in derive(config, find_recipe("sft")).processes

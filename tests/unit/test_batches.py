@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from leeway.recipes import sft
+from leeway.recipes import offline
 from leeway.tasks.batches import Batches
 from leeway.tasks.mixed import MixedTaskSet
 from leeway.tasks.taskset import TaskSet
@@ -55,7 +55,7 @@ def test_a_task_that_cannot_be_trained_on_is_named_in_one_line() -> None:
 
 
 def test_a_checkpoint_has_the_position_of_the_step_that_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sft.ray, "put", lambda share: share)
+    monkeypatch.setattr(offline.ray, "put", lambda share: share)
 
     class Share(list[str]):
         num_tokens = 1
@@ -63,12 +63,12 @@ def test_a_checkpoint_has_the_position_of_the_step_that_was_trained(monkeypatch:
     def shares(**options: Any) -> Any:
         return Batches(tasks(), make=lambda task: task.task_id, size=3, collate=lambda b: [Share(b)], **options)
 
-    feed = sft._Feed(shares(), tasks(), first_step=0)
+    feed = offline.Feed(shares(), tasks(), first_step=0)
     given = [feed.next(step)[0][0] for step in (1, 2, 3)]
     # An interrupt between a batch and its step: the ranks are still at version 2.
     for version in (2, 3):
         position = asyncio.run(feed.position(version))
-        resumed = sft._Feed(shares(start=position["batches"]), tasks(), first_step=version)
+        resumed = offline.Feed(shares(start=position["batches"]), tasks(), first_step=version)
         following = resumed.next(version + 1)[0][0]
         assert (following == given[2]) is (version == 2)
     assert position["stream"]["taskset"]["fingerprint"] == tasks().fingerprint()

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from leeway.config import Config
-from leeway.recipes import cells
+from leeway import driver
+from leeway.config import Config, Recipe, find_recipe
+from leeway.recipes import frontier
 from leeway.recipes.context import StageContext, StageResult
 
 
@@ -30,7 +31,7 @@ def study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, breaks: str = "") 
     parts = Parts()
 
     class Launcher:
-        def __init__(self, config: Config, recipe: str, *, run_dir: Path, supervisor: Any) -> None:
+        def __init__(self, config: Config, recipe: Recipe, *, run_dir: Path, supervisor: Any) -> None:
             parts.said.append(f"launch seed {config.seed}")
             self.parts = parts
 
@@ -44,16 +45,16 @@ def study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, breaks: str = "") 
                 raise RuntimeError("no")
             return StageResult(summary={"of": self.name}, model_path=None)
 
-    monkeypatch.setattr(cells, "Launcher", Launcher)
-    monkeypatch.setattr(cells, "AsyncRL", Run)
-    context = StageContext(name="study", recipe="frontier", config=Config(), dir=tmp_path)
+    monkeypatch.setattr(driver, "Launcher", Launcher)
+    monkeypatch.setattr(frontier, "AsyncRL", Run)
+    context = StageContext(name="study", recipe=find_recipe("frontier"), config=Config(), dir=tmp_path)
     wanted: list[Any] = [SimpleNamespace(name=f"run-{seed}", config=Config(seed=seed)) for seed in (3, 4)]
     heard: list[Any] = []
 
     def finished(cell: Any, result: StageResult, evals: Any, folder: Path) -> None:
         heard.append((cell.name, result.summary["of"], list(evals), folder.relative_to(tmp_path).as_posix()))
 
-    return parts, cells.run_cells(context, wanted, finished), heard
+    return parts, frontier.run_cells(context, wanted, finished), heard
 
 
 def test_each_run_has_its_folder_and_settings_and_speeds_are_measured_once(monkeypatch, tmp_path: Path) -> None:

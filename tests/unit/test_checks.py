@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from leeway.config import Config, Stage
+from leeway.config import Config, Stage, find_recipe
 from leeway.config.inputs import ModelInit
 from leeway.recipes import models
 from leeway.recipes.estimate import estimate_stage, memory_problem
@@ -213,7 +213,7 @@ def stage_of(hidden: int, recipe: str = "async_rl") -> Stage:
             "cluster": {"device": "cpu"},
         }
     )
-    return Stage(name="rl", recipe=recipe, config=config, dir=Path("x"))
+    return Stage(name="rl", recipe=find_recipe(recipe), config=config, dir=Path("x"))
 
 
 def test_memory_holds_what_is_certain() -> None:

@@ -170,7 +170,10 @@ def test_trying_an_environment_leaves_no_folder_but_one_with_the_logs_of_a_failu
         (run_dir / "logs").mkdir()
         return code
 
-    modules = {"runner": {"run_stages": run_stages}, "try_env": {"Choice": lambda *_: None}}
+    modules = {
+        "runner": {"run_stages": run_stages},
+        "try_env": {"Choice": lambda *_: None, "recipe_of": lambda _: None},
+    }
     for name, contents in modules.items():
         module = types.ModuleType(f"leeway.recipes.{name}")
         vars(module).update(contents)

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from leeway.config import (
-    RECIPES,
     Config,
     ConfigError,
     Hardware,
     bundled_configs,
+    bundled_recipes,
     check_run,
     derive,
+    find_recipe,
     load_config,
     plan_run,
     run_yaml,
@@ -215,7 +216,7 @@ def test_refusals_name_key_got_expected_fix(minimal: str, override: str, parts: 
 def test_what_to_go_on_from_must_be_a_checkpoint(minimal: str, tmp_path: Path) -> None:
     def problems(resume: str) -> list[str]:
         config = load_config(minimal, [f"checkpoint.resume={resume}", f"output_dir={tmp_path}"])
-        return [p.text for p in check_run(config, "sft", SMALL_MACHINE) if p.key == "checkpoint.resume"]
+        return [p.text for p in check_run(config, find_recipe("sft"), SMALL_MACHINE) if p.key == "checkpoint.resume"]
 
     (tmp_path / "step-000005/trainer").mkdir(parents=True)
     [text] = problems(str(tmp_path / "step-000005"))
@@ -342,7 +343,7 @@ def test_outstanding_groups_never_exceed_the_run(minimal: str) -> None:
 
 def test_stages_merge_deeply(staged: str) -> None:
     warmup, rl = plan_run(staged, "async_rl")
-    assert [(warmup.name, warmup.recipe), (rl.name, rl.recipe)] == [("warmup", "sft"), ("rl", "async_rl")]
+    assert [(warmup.name, warmup.recipe.name), (rl.name, rl.recipe.name)] == [("warmup", "sft"), ("rl", "async_rl")]
     assert (warmup.config.optimizer.lr, rl.config.optimizer.lr) == (0.25, 0.5)
     assert (warmup.config.train.groups_per_step, rl.config.train.groups_per_step) == (64, 4)
     assert rl.dir == Path("runs/leeway/two/stages/rl")
@@ -456,7 +457,7 @@ def test_the_words_lead_to_keys_that_exist() -> None:
         assert key in all_keys() or key.startswith("rollout.engine."), key
         assert not {*names} & {*all_keys()}
     assert len(KEY_OF) == sum(map(len, KEYS.values()))
-    assert {*RECIPE_OF.values()} <= {*RECIPES}
+    assert {*RECIPE_OF.values()} <= {*bundled_recipes()}
 
 
 @pytest.mark.parametrize(
@@ -535,7 +536,7 @@ def test_gpu_configs_ask_for_what_they_say(name: str, gpus: int, generators: int
     config = load_config(name)
     assert derive(config).gpus_needed == gpus
     assert derive(config).processes == {"generator": generators, "trainer": ranks}
-    keys = [p.key for p in check_run(config, "async_rl", SMALL_MACHINE)]
+    keys = [p.key for p in check_run(config, find_recipe("async_rl"), SMALL_MACHINE)]
     assert "cluster.device" in keys
 
 
@@ -557,25 +558,22 @@ def test_quickstart_runs_on_a_small_machine() -> None:
 def test_missing_files_are_problems_not_errors(minimal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load_config(minimal, ["model.path=./nothing"])
-    found = {p.key: str(p) for p in check_run(config, "sft", BIG_MACHINE)}
+    found = {p.key: str(p) for p in check_run(config, find_recipe("sft"), BIG_MACHINE)}
     assert set(found) == {"model.path", "task.path"}
     assert "missing model path" in found["model.path"]
     (tmp_path / "nothing").mkdir()
     (tmp_path / "nothing/config.json").write_text("{}")
     (tmp_path / "tasks.jsonl").write_text("")
-    assert check_run(config, "sft", BIG_MACHINE) == []
+    assert check_run(config, find_recipe("sft"), BIG_MACHINE) == []
 
 
 def test_few_cores_are_shared_and_absent_cores_are_refused(minimal: str) -> None:
     cpu = ["cluster.device=cpu", "model.path=org/m"]
-    keys = [
-        p.key for p in check_run(load_config(minimal, [*cpu, "rollout.num_generators=2"]), "async_rl", SMALL_MACHINE)
-    ]
-    assert not [key for key in keys if key.startswith("cluster.")]
-    keys = [
-        p.key for p in check_run(load_config(minimal, [*cpu, "cluster.engine_cores=[7]"]), "async_rl", SMALL_MACHINE)
-    ]
-    assert "cluster.engine_cores" in keys
+    recipe = find_recipe("async_rl")
+    shared = load_config(minimal, [*cpu, "rollout.num_generators=2"])
+    assert not [p.key for p in check_run(shared, recipe, SMALL_MACHINE) if p.key.startswith("cluster.")]
+    absent = load_config(minimal, [*cpu, "cluster.engine_cores=[7]"])
+    assert "cluster.engine_cores" in [p.key for p in check_run(absent, recipe, SMALL_MACHINE)]
 
 
 def test_a_folder_that_holds_a_run(minimal: str, tmp_path: Path) -> None:

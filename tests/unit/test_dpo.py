@@ -15,7 +15,7 @@ import torch
 
 from leeway.algorithms.build import objective_of
 from leeway.algorithms.preference import PreferenceObjective, dpo_loss
-from leeway.config import ConfigError, derive, load_config
+from leeway.config import ConfigError, derive, find_recipe, load_config
 from leeway.monitor.curves import build_figure
 from leeway.monitor.series import Series
 from leeway.recipes.dpo import batches_of, held_out_pairs
@@ -227,9 +227,9 @@ def test_a_line_without_a_rejected_answer_is_refused_by_name() -> None:
 
 def test_the_recipe_needs_no_engine_and_whole_pairs(file: str) -> None:
     config = load_config(file, ["algorithm.dpo_beta=0.3"], recipe="dpo")
-    numbers = derive(config, "dpo")
+    numbers = derive(config, find_recipe("dpo"))
     assert (numbers.processes["generator"], numbers.sequences_per_step) == (0, 8)
-    assert objective_of(config, "dpo") == PreferenceObjective(beta=0.3)
+    assert objective_of(config, find_recipe("dpo")) == PreferenceObjective(beta=0.3)
     with pytest.raises(ConfigError, match=r"train.batch_size: got 7.*even.*use 8"):
         load_config(file, ["train.batch_size=7"], recipe="dpo")
 

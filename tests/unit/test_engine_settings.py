@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from leeway.collector.actor import not_loading
-from leeway.config import ConfigError, load_config
+from leeway.config import ConfigError, find_recipe, load_config
 from leeway.config import check as check_module
 from leeway.config.check import check_run
 from leeway.config.engines import ENGINES, engine_kind
@@ -57,7 +57,11 @@ def test_every_engine_of_the_table_is_there_and_only_vllm_needs_a_package(monkey
         config = load_config(
             "quickstart", [f"rollout.engine.name={name}", wide, "model.init.options.num_key_value_heads=8"]
         )
-        found = [p for p in check_run(config, "async_rl", machine) if "vllm" in str(p) and "missing package" in str(p)]
+        found = [
+            p
+            for p in check_run(config, find_recipe("async_rl"), machine)
+            if "vllm" in str(p) and "missing package" in str(p)
+        ]
         assert len(found) == problems
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from leeway.algorithms.pieces import advantage_of
-from leeway.config import Config, ConfigError, derive, load_config
+from leeway.config import Config, ConfigError, derive, find_recipe, load_config
 from leeway.replay.assemble import Assembler, RewardShaping
 from leeway.replay.operators import Pipeline
 from leeway.runtime.launch import collector_settings, critic_settings, trainer_settings
@@ -154,7 +154,7 @@ def test_what_cannot_work_is_refused_in_one_line(minimal: str, overrides: list[s
 
 def settings_of(config: Config, recipe: str = "async_rl") -> TrainerSettings:
     canary = CanaryPrompts(scored=[], cached=[])
-    return trainer_settings(config, recipe, total_steps=12, canary=canary, cores=[])
+    return trainer_settings(config, find_recipe(recipe), total_steps=12, canary=canary, cores=[])
 
 
 def test_the_critics_settings_reach_the_trainer_of_async_rl_only(minimal: str) -> None:

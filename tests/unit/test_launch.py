@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from leeway.config import load_config
+from leeway.config import find_recipe, load_config
 from leeway.runtime import launch
 from leeway.runtime.launch import Launcher, calls_at_once
 from leeway.runtime.supervisor import Supervisor
@@ -50,7 +50,7 @@ def test_waiting_collectors_leave_room_for_what_ends_their_wait(
     monkeypatch.setattr(launch.ray, "get_runtime_context", lambda: here)
 
     async def main() -> None:
-        launcher = Launcher(config, "async_rl", run_dir=tmp_path, supervisor=Supervisor())
+        launcher = Launcher(config, find_recipe("async_rl"), run_dir=tmp_path, supervisor=Supervisor())
         await launcher.param_server()
         await launcher.buffer()
 

@@ -15,7 +15,7 @@ from leeway.algorithms.build import objective_of
 from leeway.algorithms.mix import ExpertWeight, MixedObjective
 from leeway.algorithms.objective import PolicyObjective
 from leeway.algorithms.pieces import advantage_of
-from leeway.config import load_config
+from leeway.config import find_recipe, load_config
 from leeway.replay.assemble import Assembler
 from leeway.tasks.examples import expert_source, expert_tasks
 from leeway.trainer.trainer import StalenessError
@@ -174,7 +174,7 @@ def test_experts_come_from_a_file_and_never_from_what_is_held_out(tmp_path: Path
     again = expert_tasks(config.algorithm.expert_path or "", config.task, config.eval, seed=0)
     resumed = expert_source(again, prompter, count=len(tasks), skip=len(tasks))
     assert [t.text for t in resumed()] == texts[1]
-    objective = objective_of(config, "async_rl")
+    objective = objective_of(config, find_recipe("async_rl"))
     assert isinstance(objective, MixedObjective)
     assert objective.weight == ExpertWeight(start=0.5, end=0.5, decay_steps=100)
     assert objective.needs_reference

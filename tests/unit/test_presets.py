@@ -15,7 +15,7 @@ from leeway.algorithms.corrections import CORRECTIONS
 from leeway.algorithms.kl import KL_ESTIMATORS
 from leeway.algorithms.pieces import GIVEN_TO_ADVANTAGES, GIVEN_TO_LOSSES, POLICY_LOSSES, check_pieces
 from leeway.algorithms.turns import TURN_ADVANTAGES
-from leeway.config import Config, ConfigError, derive, load_config
+from leeway.config import Config, ConfigError, derive, find_recipe, load_config
 from leeway.config.learning import AlgorithmConfig, AlgorithmName
 from leeway.config.load import to_yaml
 from leeway.config.presets import ADVANTAGE_OPTIONS, NEED_NO_GROUP, POLICY_LOSS_OPTIONS, PRESETS
@@ -70,7 +70,7 @@ def test_every_preset_loads_and_makes_an_objective(minimal: str, name: str, tmp_
     for section, values in PRESETS[name].items():
         assert {key: getattr(getattr(config, section), key) for key in values} == values
     check_pieces(config.algorithm)
-    objective = objective_of(config, "async_rl")
+    objective = objective_of(config, find_recipe("async_rl"))
     assert objective.needs_reference is (name in ("on_policy_distill", "jsd"))
     assert not objective.needs_proximal
     # What is written down loads again as the same settings.
@@ -190,7 +190,7 @@ def test_trajectories_without_advantage_are_skipped_only_where_they_move_nothing
 def test_a_take_is_scored_only_where_its_policy_is_asked_for(minimal: str, overrides, scores: bool) -> None:
     config = load_config(minimal, overrides)
     assert derive(config).scores_proximal is scores
-    assert objective_of(config, "async_rl").needs_proximal is scores
+    assert objective_of(config, find_recipe("async_rl")).needs_proximal is scores
 
 
 def test_the_page_explains_every_name() -> None:

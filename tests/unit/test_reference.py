@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.algorithms.objective import KLPenalty, PolicyObjective
-from leeway.config import Stage, load_config
+from leeway.config import Stage, find_recipe, load_config
 from leeway.recipes.checks import examine
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.reference import load_reference
@@ -77,7 +77,7 @@ def test_a_teacher_whose_tokens_mean_something_else_is_refused_before_anything_s
         options = ["model.init=null", f"model.path={tmp_path}/policy", "task.limit=20", *overrides]
         options += [f"{key}={tmp_path}/{teacher}", f"output_dir={tmp_path}/runs"]
         config = load_config("quickstart", options, recipe="async_rl")
-        stage = Stage(name="async_rl", recipe="async_rl", config=config, dir=tmp_path / "runs")
+        stage = Stage(name="async_rl", recipe=find_recipe("async_rl"), config=config, dir=tmp_path / "runs")
         found = examine([stage], tmp_path / "runs/new")
         assert not found.missing
         return found.wrong

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from leeway.config import load_config
+from leeway.config import find_recipe, load_config
 from leeway.failures import PartFailed
 from leeway.replay import actor
 from leeway.replay.actor import ReplayBufferActor
@@ -152,7 +152,9 @@ def test_the_buffer_runs_where_the_driver_has_read_the_tasks(tmp_path: Path, mon
     monkeypatch.setattr(launch, "ReplayBufferRemote", Remote)
     context = SimpleNamespace(get_node_id=lambda: "ab" * 28)
     monkeypatch.setattr(launch.ray, "get_runtime_context", lambda: context)
-    launcher = launch.Launcher(load_config("quickstart"), "async_rl", run_dir=tmp_path, supervisor=Supervisor())
+    launcher = launch.Launcher(
+        load_config("quickstart"), find_recipe("async_rl"), run_dir=tmp_path, supervisor=Supervisor()
+    )
     with pytest.raises(InterruptedError):
         asyncio.run(launcher.buffer())
     strategy = asked["scheduling_strategy"]

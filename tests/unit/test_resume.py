@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from leeway.config import ConfigError, resolve_stages, run_yaml
+from leeway.config import ConfigError, find_recipe, resolve_stages, run_yaml
 from leeway.config.load import read_tree
 from leeway.integrity import sealed
 from leeway.recipes import runner
@@ -53,7 +53,7 @@ def a_run(tmp_path: Path) -> Path:
     source = tmp_path / "config.yaml"
     source.write_text(CONFIG.format(out=tmp_path / "runs"))
     (folder / "config.yaml").write_text(run_yaml(resolve_stages(read_tree(source), "async_rl")))
-    RunRecord(folder, recipe="async_rl", argv=["leeway", "run"], goes_on=False).close("interrupted")
+    RunRecord(folder, recipes=[find_recipe("async_rl")], argv=["leeway", "run"], goes_on=False).close("interrupted")
     return folder
 
 
@@ -134,12 +134,12 @@ def test_a_record_that_somebody_wrote_over_is_refused_in_a_line(tmp_path: Path, 
     (folder / "run.json").write_text(text)
     assert "run.json: its content was not written by leeway" in refused(folder)
     with pytest.raises(BadRecord):
-        RunRecord(folder, recipe="sft", argv=["leeway"], goes_on=True)
+        RunRecord(folder, recipes=[find_recipe("sft")], argv=["leeway"], goes_on=True)
 
 
 def test_a_study_is_not_gone_on_with(tmp_path: Path) -> None:
     folder = a_run(tmp_path)
-    RunRecord(folder, recipe="frontier", argv=["leeway", "run"], goes_on=False)
+    RunRecord(folder, recipes=[find_recipe("frontier")], argv=["leeway", "run"], goes_on=False)
     assert "a run of frontier" in refused(folder)
 
 
@@ -198,7 +198,7 @@ def test_without_locks_the_process_in_the_file_decides(tmp_path: Path, monkeypat
 
 
 def test_seconds_are_of_all_parts_and_a_killed_one_lasted_until_its_last_row(tmp_path: Path) -> None:
-    part = RunRecord(tmp_path, recipe="sft", argv=["x", "run", "sft"], goes_on=False)
+    part = RunRecord(tmp_path, recipes=[find_recipe("sft")], argv=["x", "run", "sft"], goes_on=False)
     with part.stage("sft"):
         pass
     part.close("interrupted")
@@ -212,11 +212,11 @@ def test_seconds_are_of_all_parts_and_a_killed_one_lasted_until_its_last_row(tmp
     (tmp_path / "stages/sft").mkdir(parents=True)
     rows = [{"step": i, "time": began + at} for i, at in enumerate((50.0, 210.0, 230.0))]
     (tmp_path / "stages/sft/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    third = RunRecord(tmp_path, recipe="sft", argv=["x"], goes_on=True)
+    third = RunRecord(tmp_path, recipes=[find_recipe("sft")], argv=["x"], goes_on=True)
     assert third.num_parts == 3
     assert third.stage_s("sft") == 90.0 + 20.0
     assert third.close("completed") == pytest.approx(100.0 + 30.0, abs=0.2)
-    assert RunRecord(tmp_path, recipe="sft", argv=["x"], goes_on=False).num_parts == 1
+    assert RunRecord(tmp_path, recipes=[find_recipe("sft")], argv=["x"], goes_on=False).num_parts == 1
 
 
 def test_a_stage_that_is_to_be_longer_now_is_not_finished(tmp_path: Path) -> None:
@@ -226,7 +226,9 @@ def test_a_stage_that_is_to_be_longer_now_is_not_finished(tmp_path: Path) -> Non
     def context(*overrides: str) -> StageContext:
         tree = read_tree(folder / "config.yaml")
         stage = resolve_stages(tree, "async_rl", ["checkpoint.resume=auto", *overrides])[-1]
-        return StageContext(name=stage.name, recipe="async_rl", config=stage.config, dir=folder / "stages/async_rl")
+        return StageContext(
+            name=stage.name, recipe=find_recipe("async_rl"), config=stage.config, dir=folder / "stages/async_rl"
+        )
 
     mark_finished(context(), StageResult(summary={"steps": 8}, model_path=None))
     assert finished_stage(context()) is not None
@@ -242,7 +244,7 @@ def ends(
     """Exit code, lines and summary of a run of one stage that comes to `outcome`: a result, or an error."""
     folder = a_run(tmp_path) if not (tmp_path / "runs").exists() else tmp_path / "runs/p/r"
     stages = resolve_stages(read_tree(folder / "config.yaml"), "async_rl", ["checkpoint.resume=auto"])
-    record = RunRecord(folder, recipe="async_rl", argv=["leeway", "run"], goes_on=True)
+    record = RunRecord(folder, recipes=[find_recipe("async_rl")], argv=["leeway", "run"], goes_on=True)
     run = runner._Run(stages, folder, record)
 
     async def all_stages() -> None:

@@ -14,7 +14,7 @@ import pytest
 from leeway.config import load_config
 from leeway.monitor.curves import build_figure
 from leeway.monitor.series import read_series
-from leeway.recipes import sft
+from leeway.recipes import offline, sft
 from leeway.runtime.supervisor import Supervisor
 from leeway.tasks import Prompter
 from leeway.tasks.taskset import build_taskset
@@ -59,7 +59,7 @@ class Recorder:
 def train(
     monkeypatch: pytest.MonkeyPatch, *, stop_below: str, first_loss: float, total_steps: int = 50, earlier: Any = ()
 ) -> Any:
-    monkeypatch.setattr(sft.ray, "put", lambda batch: batch)
+    monkeypatch.setattr(offline.ray, "put", lambda batch: batch)
     config = load_config("quickstart", [f"stages.sft.train.stop_below_loss={stop_below}"], recipe="sft")
     example = Trajectory(
         prompt_tokens=[1],
@@ -74,7 +74,7 @@ def train(
     batch = batch_trajectories([example], [0.0], num_sequences=1, num_tokens=TOKENS)
     launcher: Any = SimpleNamespace(parts=SimpleNamespace(trainers=[FakeRank(first_loss)], supervisor=Supervisor()))
     recorder: Any = Recorder()
-    record = sft.Record(config, "sft", recorder, name="sft", loss_name="train/loss/sft", earlier=earlier)
+    record = offline.Record(config, recorder, name="sft", loss_name="train/loss/sft", earlier=earlier)
     first_step = len(earlier)
     feed: Any = SimpleNamespace(next=lambda step: ([batch], TOKENS))
     steps = sft._train(config, launcher, record, recorder, feed, total_steps, first_step=first_step)
@@ -87,8 +87,8 @@ def train(
 def test_without_a_target_all_steps_are_done(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = train(monkeypatch, stop_below="null", first_loss=4.0)
     assert trained.num_steps == 50
-    last = [4.0 - 0.1 * i for i in range(50 - sft.LOSS_WINDOW, 50)]
-    assert trained.loss == pytest.approx(sum(last) / sft.LOSS_WINDOW)
+    last = [4.0 - 0.1 * i for i in range(50 - offline.LOSS_WINDOW, 50)]
+    assert trained.loss == pytest.approx(sum(last) / offline.LOSS_WINDOW)
 
 
 def test_it_ends_with_the_first_step_whose_running_loss_is_below_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_it_ends_with_the_first_step_whose_running_loss_is_below_the_target(monk
 
 def test_a_few_good_steps_at_the_start_do_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = train(monkeypatch, stop_below="1.0", first_loss=0.5)
-    assert trained.num_steps == sft.LOSS_WINDOW, "the mean is taken over a full window"
+    assert trained.num_steps == offline.LOSS_WINDOW, "the mean is taken over a full window"
 
 
 def test_what_an_earlier_part_trained_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,7 @@ def test_what_is_held_out_is_measured_and_never_trained_on(tmp_path: Path) -> No
 def test_the_held_out_loss_is_told_when_the_settings_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sft.ray, "put", lambda batch: batch)
+    monkeypatch.setattr(offline.ray, "put", lambda batch: batch)
     config = settings(tmp_path, "task.holdout_frac=0.4", "eval.every=2", "train.num_ranks=1")
     rank, recorder = FakeRank(4.0), Recorder()
 
@@ -167,12 +167,12 @@ def test_the_held_out_loss_is_told_when_the_settings_say(
     launcher: Any = SimpleNamespace(parts=SimpleNamespace(trainers=[rank], supervisor=Supervisor()))
     measured = sft.held_out_examples(config, PROMPTER)
     context: Any = SimpleNamespace(name="warm-up", config=config)
-    measure = sft._Measure(context, launcher, recorder, measured)  # type: ignore[arg-type]
-    record: Any = sft.Record(config, "sft", recorder, name="sft", loss_name="train/loss/sft")  # type: ignore[arg-type]
+    measure = offline.Measure(context, launcher, recorder, measured)  # type: ignore[arg-type]
+    record: Any = offline.Record(config, recorder, name="sft", loss_name="train/loss/sft")  # type: ignore[arg-type]
     taskset: Any = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
 
     async def run() -> dict[str, Any]:
-        feed = sft._Feed(sft._batches(config, taskset, PROMPTER), taskset, first_step=0)
+        feed = offline.Feed(sft._batches(config, taskset, PROMPTER), taskset, first_step=0)
         await sft._train(config, launcher, record, recorder, feed, 6, measure=measure)  # type: ignore[arg-type]
         return await measure(6)
 
@@ -183,9 +183,9 @@ def test_the_held_out_loss_is_told_when_the_settings_say(
     assert recorder.evaluations == [(2, numbers), (4, numbers), (6, numbers)]
     assert f"warm-up: held out at step 4: loss sft {count:.3f}, entropy mean 2.000" in capsys.readouterr().out
     rows = [{"step": 0, "role": "evaluation", **numbers, "eval/more/loss_sft": 1.5}]
-    resumed = sft.Record(config, "sft", recorder, name="sft", loss_name="train/loss/sft", earlier=rows)  # type: ignore[arg-type]
+    resumed = offline.Record(config, recorder, name="sft", loss_name="train/loss/sft", earlier=rows)  # type: ignore[arg-type]
     assert resumed.first_evaluation() == {**after, "tasksets": {"more": {"loss_sft": 1.5}}}
-    assert sft._changes({"loss_sft": 2.0}, after) == [f"held out: loss sft 2.000 -> {count:.3f}"]
+    assert offline.changes({"loss_sft": 2.0}, after) == [f"held out: loss sft 2.000 -> {count:.3f}"]
 
 
 def test_the_picture_shows_the_held_out_loss() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from leeway.config import Stage, load_config
+from leeway.config import Stage, find_recipe, load_config
 from leeway.failures import PartFailed
 from leeway.integrity import read_sealed, sealed
 from leeway.recipes.checkpoints import (
@@ -326,7 +326,7 @@ def test_other_settings_are_refused_with_the_difference_and_other_machines_are_n
 def test_other_settings_and_other_tasks_are_refused_before_anything_starts(tmp_path):
     def stage(*overrides: str) -> Stage:
         config = config_of(tmp_path, "task.limit=20", "checkpoint.resume=auto", *overrides)
-        return Stage(name="sft", recipe="sft", config=config, dir=tmp_path)
+        return Stage(name="sft", recipe=find_recipe("sft"), config=config, dir=tmp_path)
 
     tasks = TaskSet([Task(task_id="a", prompt="1")], seed=0)
 
@@ -386,7 +386,7 @@ def test_the_last_checkpoint_that_can_be_gone_on_from_is_kept_whatever_came_afte
 def test_a_finished_stage_is_not_run_again(tmp_path):
     def context(*overrides: str) -> StageContext:
         config = config_of(tmp_path, *overrides)
-        return StageContext(name="sft", recipe="sft", config=config, dir=tmp_path)
+        return StageContext(name="sft", recipe=find_recipe("sft"), config=config, dir=tmp_path)
 
     (tmp_path / "hf").mkdir()
     result = StageResult(summary={"steps": 3}, model_path=str(tmp_path / "hf"))
