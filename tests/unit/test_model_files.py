@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from leeway.config import load_config
+from leeway.config import find_recipe, load_config
 from leeway.config.check import check_run
 from leeway.config.hardware import Hardware
 from leeway.config.model_files import damage, head_size
@@ -80,7 +80,10 @@ def test_a_single_file_is_looked_at_too_and_other_formats_are_not(tmp_path: Path
 
 def problems(folder: Path, *overrides: str, recipe: str = "async_rl") -> list[str]:
     options = ["model.init=null", f"model.path={folder}", f"output_dir={folder}/runs", *overrides]
-    return [str(problem) for problem in check_run(load_config("quickstart", options, recipe=recipe), recipe, MACHINE)]
+    return [
+        str(problem)
+        for problem in check_run(load_config("quickstart", options, recipe=recipe), find_recipe(recipe), MACHINE)
+    ]
 
 
 def test_damaged_weights_are_a_problem_of_every_model_before_anything_starts(folder: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from leeway.algorithms.build import objective_of
 from leeway.algorithms.pieces import advantage_of, policy_loss_of
 from leeway.algorithms.turns import TurnAdvantage, Turns, num_turns
-from leeway.config import Config
+from leeway.config import Config, find_recipe
 from leeway.config.presets import ADVANTAGE_OPTIONS, NEED_NO_GROUP, PRESETS
 from leeway.types import NO_VERSION, Group, Trajectory
 
@@ -30,7 +30,9 @@ SAMPLED_ALONE = [name for name in PRESETS if name not in ("mix", "ppo", "remax")
 def objective(preset: str, **changes: Any) -> Any:
     values = PRESETS[preset].get("algorithm", {}) | changes
     config = Config()
-    return objective_of(config.model_copy(update={"algorithm": config.algorithm.model_copy(update=values)}), "async_rl")
+    return objective_of(
+        config.model_copy(update={"algorithm": config.algorithm.model_copy(update=values)}), find_recipe("async_rl")
+    )
 
 
 class Step:

@@ -37,10 +37,16 @@ def probe(path: Path, cwd: Path) -> Path:
     env = {**os.environ, "PYTHONPATH": str(path)}
     done = subprocess.run([sys.executable, "-c", PROBE], cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    listed = subprocess.run(
-        [sys.executable, "-m", "leeway.cli.main", "ls"], cwd=cwd, env=env, capture_output=True, text=True, timeout=60
-    )
-    assert "quickstart" in listed.stdout, listed.stderr
+    command = "from leeway.cli.main import main; import sys; main(sys.argv[1:])"
+    for arguments, says in (
+        (["ls"], "quickstart"),
+        (["cp", "async_rl", "copied_rl.py"], "run it: leeway run ./copied_rl.py --config quickstart"),
+        (["validate", "--quick", "quickstart", "--recipe", "./copied_rl.py"], "async_rl (recipe ./copied_rl.py)"),
+    ):
+        done_too = subprocess.run(
+            [sys.executable, "-c", command, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=60
+        )
+        assert says in done_too.stdout, done_too.stderr
     return Path(done.stdout.strip())
 
 
