@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import ray
 from ..collector.engine import Engine, EngineSettings, start_engine
 from ..config.auxiliary import AuxiliaryModel
 from ..config.engines import split_options
-from ..envs.http import serve
+from ..envs.server import Server, body_room
 from ..failures import PartFailed, Watched, as_text
 from ..monitor.logs import log_to_file, tail
 from ..tasks.prompting import Prompter
@@ -32,10 +31,10 @@ class AuxiliaryActor(Watched):
     @as_text
     async def start(self, model: AuxiliaryModel, *, dtype: str, device: str, kv_cache_gib: float) -> dict[str, Any]:
         assert model.path is not None
-        path, key = os.path.expanduser(model.path), secrets.token_hex(16)
+        path = os.path.expanduser(model.path)
         try:
             if model.kind == "classify":
-                service = Service(key=key, model=model.path, classifier=Classifier(path, device=device, dtype=dtype))
+                service = Service(model=model.path, classifier=Classifier(path, device=device, dtype=dtype))
             else:
                 name, options = split_options(model.engine)
                 self._engine = await start_engine(
@@ -53,7 +52,6 @@ class AuxiliaryActor(Watched):
                     )
                 )
                 service = Service(
-                    key=key,
                     model=model.path,
                     engine=self._engine,
                     prompter=Prompter.load(path),
@@ -61,11 +59,13 @@ class AuxiliaryActor(Watched):
                 )
         except Exception as error:
             raise PartFailed(self.role, f"the model did not start: {error}", tail(self._log_file)) from None
+        # Ray's own address of this machine: loopback, unless the run has joined a cluster.
         host = ray.util.get_node_ip_address()
-        self._server = await serve(service.answer, host)
-        port = self._server.sockets[0].getsockname()[1]
+        self._server = Server()
+        await self._server.start(host)
+        key = self._server.open(service.routes(), max_body_bytes=body_room(model.max_model_len)).key
         return {
-            "url": f"http://:{key}@{host}:{port}/v1",
+            "url": f"http://:{key}@{self._server.address}/v1",
             "pid": os.getpid(),
             "node": host,
             "engine_pids": [] if self._engine is None else self._engine.process_ids(),

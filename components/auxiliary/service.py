@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import hmac
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from ..collector.engine import Generates
-from ..envs.http import Answer, Request, refusal
+from ..envs.openai_requests import ChatRequest, CompletionRequest, model_list, said
+from ..envs.server import Answer, Handler, Refusal
 
 
 class Classifies(Protocol):
@@ -15,8 +18,20 @@ class Classifies(Protocol):
     async def classify(self, text: str) -> list[float]: ...
 
 
+class ClassifyRequest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore")
+    input: str
+
+
+class TopP(BaseModel):
+    """Unlike the policy, a judge may be sampled with a nucleus."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+
+
 class Service:
-    """A handler for `envs.http.serve`. It refuses requests without the run's key.
+    """Its `routes` are served by `envs.server`.
 
     `prompter` and `max_model_len` belong to an `engine`; a service has an
     engine or a `classifier`.
@@ -25,65 +40,78 @@ class Service:
     def __init__(
         self,
         *,
-        key: str,
         model: str,
         engine: Generates | None = None,
         prompter: Any = None,
         max_model_len: int = 0,
         classifier: Classifies | None = None,
     ) -> None:
-        self._key = key
         self._model = model
         self._engine = engine
         self._prompter = prompter
         self._max_model_len = max_model_len
         self._classifier = classifier
 
-    async def answer(self, request: Request) -> Answer:
-        key = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(key.encode(), self._key.encode()):
-            return refusal(401, "expected the run's key", "invalid_api_key")
-        try:
-            return await self._answer(request.method, request.path, request.body)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            return refusal(400, f"{type(error).__name__}: {error}")
+    def routes(self) -> dict[tuple[str, str], Handler]:
+        routes: dict[tuple[str, str], Handler] = {("GET", "/v1/models"): self._models}
+        if self._classifier is not None:
+            routes["POST", "/classify"] = _refusing(self._classify)
+        if self._engine is not None:
+            routes["POST", "/v1/chat/completions"] = _refusing(self._chat)
+            routes["POST", "/v1/completions"] = _refusing(self._complete)
+        return routes
 
-    async def _answer(self, method: str, path: str, body: Any) -> Answer:
-        if (method, path) == ("GET", "/v1/models"):
-            return Answer({"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "leeway"}]})
-        if (method, path) == ("POST", "/classify") and self._classifier is not None:
-            return Answer({"model": self._model, "data": [{"index": 0, "probs": await self._classified(body)}]})
-        if (method, path) == ("POST", "/v1/chat/completions") and self._engine is not None:
-            text, reason, usage = await self._generated(self._prompter.encode(body["messages"]), body)
-            choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
-            return Answer({"object": "chat.completion", "model": self._model, "choices": [choice], "usage": usage})
-        if (method, path) == ("POST", "/v1/completions") and self._engine is not None:
-            text, reason, usage = await self._generated(self._prompter.encode_text(body["prompt"]), body)
-            choice = {"index": 0, "text": text, "finish_reason": reason}
-            return Answer({"object": "text_completion", "model": self._model, "choices": [choice], "usage": usage})
-        return refusal(404, f"{method} {path}: a model of this kind does not serve it")
+    async def _models(self, body: Any) -> Answer:
+        return model_list(self._model)
 
-    async def _classified(self, body: Any) -> list[float]:
+    async def _classify(self, body: Any) -> Answer:
         assert self._classifier is not None
-        if not isinstance(body["input"], str):
-            raise ValueError("input: expected one text")
-        return await self._classifier.classify(body["input"])
+        probs = await self._classifier.classify(ClassifyRequest.model_validate(body).input)
+        return Answer({"model": self._model, "data": [{"index": 0, "probs": probs}]})
 
-    async def _generated(self, prompt: list[int], body: Any) -> tuple[str, str, dict[str, int]]:
+    async def _chat(self, body: Any) -> Answer:
+        asked = ChatRequest.model_validate(body)
+        tokens = self._prompter.encode([{"role": m.role, "content": m.text} for m in asked.messages])
+        text, reason, usage = await self._generated(tokens, asked, body)
+        choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason}
+        return Answer({"object": "chat.completion", "model": self._model, "choices": [choice], "usage": usage})
+
+    async def _complete(self, body: Any) -> Answer:
+        asked = CompletionRequest.model_validate(body)
+        prompt = asked.one_prompt
+        tokens = self._prompter.encode_text(prompt) if isinstance(prompt, str) else prompt
+        text, reason, usage = await self._generated(tokens, asked, body)
+        choice = {"index": 0, "text": text, "finish_reason": reason}
+        return Answer({"object": "text_completion", "model": self._model, "choices": [choice], "usage": usage})
+
+    async def _generated(
+        self, prompt: list[int], asked: ChatRequest | CompletionRequest, body: Any
+    ) -> tuple[str, str, dict[str, int]]:
         """(text, finish reason, usage)."""
         assert self._engine is not None
         room = self._max_model_len - len(prompt)
         if room < 1:
             raise ValueError(f"prompt of {len(prompt)} tokens; max_model_len is {self._max_model_len}")
-        wanted = body.get("max_completion_tokens") or body.get("max_tokens") or room
         (sampled,) = await self._engine.generate(
             prompt,
             n=1,
-            temperature=float(body.get("temperature", 1.0)),
-            top_p=float(body.get("top_p", 1.0)),
-            max_tokens=min(int(wanted), room),
+            temperature=1.0 if asked.temperature is None else asked.temperature,
+            top_p=TopP.model_validate(body).top_p,
+            max_tokens=min(asked.longest or room, room),
             stop_token_ids=self._prompter.stop_token_ids,
         )
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(sampled.tokens)}
         usage["total_tokens"] = sum(usage.values())
         return self._prompter.decode(sampled.tokens), sampled.finish_reason, usage
+
+
+def _refusing(answer: Callable[[Any], Awaitable[Answer]]) -> Handler:
+    """`answer`, which raises ValueError for a request that it cannot read."""
+
+    async def handle(body: Any) -> Answer:
+        try:
+            return await answer(body)
+        except ValueError as error:
+            raise Refusal(400, said(error)) from None
+
+    return handle

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import inspect
 import secrets
 from abc import abstractmethod
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from ..types import Task, Trajectory
 from .base import Environment, Policy, all_or_none
-from .http import Answer, Request, refusal, serve
+from .openai_requests import ChatRequest, CompletionRequest, model_list, said
 from .recorder import NoRoom, Recorder, Turn
+from .server import Answer, Handler, Refusal, Server, body_room, shared_server
 from .tools import describe_schemas
 from .turnstile import Turnstile
 
 MODEL = "policy"
 MAX_THREADS = 512
-_NOT_REPRODUCIBLE = {
-    "top_p": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "logit_bias": {},
-    "stop": None,
-    "n": 1,
-    "best_of": 1,
-    "suffix": None,
-    "echo": False,
-}
-"""Parameters that a trainer could not reproduce token by token (or that are not served), with their neutral values."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +46,6 @@ class AgentEnvironment(Environment):
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
-        self._token = secrets.token_hex(16)
-        self._recorders: dict[str, Recorder] = {}
-        self._server: asyncio.Server | None = None
-        self._starting = asyncio.Lock()
         # A client's work before and after each request takes milliseconds of this loop. With hundreds at once, the loop
         # would be blocked for longer than clients wait for a connection (5 s), and would not serve the engine's tokens.
         self._turnstile = Turnstile()
@@ -72,27 +57,22 @@ class AgentEnvironment(Environment):
         """Do the task; return the reward, or (reward, {name: number}). `async def`, or `def` (run in a thread)."""
 
     async def rollout(self, task: Task, policy: Policy) -> list[Trajectory]:
-        async with self._starting:
-            if self._server is None or not self._server.is_serving():
-                self._server = await serve(self._answer)
-        port = self._server.sockets[0].getsockname()[1]
-        return await all_or_none(
-            self._one(task, policy.conversation(i), f"http://127.0.0.1:{port}/v1") for i in range(policy.group_size)
-        )
+        server = await shared_server()
+        return await all_or_none(self._one(task, policy.conversation(i), server) for i in range(policy.group_size))
 
-    async def _one(self, task: Task, policy: Policy, base_url: str) -> Trajectory:
-        session = secrets.token_hex(8)
-        recorder = self._recorders[session] = Recorder(policy)
+    async def _one(self, task: Task, policy: Policy, server: Server) -> Trajectory:
+        recorder = Recorder(policy)
+        session = server.open(self._routes(recorder), max_body_bytes=body_room(policy.max_model_len))
         try:
             await self._turnstile.through()
-            endpoint = Endpoint(base_url, f"{self._token}.{session}")
+            endpoint = Endpoint(f"http://{server.address}/v1", session.key)
             if inspect.iscoroutinefunction(self.run):
                 result = await self.run(task, endpoint)
             else:
                 result = await asyncio.get_running_loop().run_in_executor(self._threads, self.run, task, endpoint)
         finally:
             # A thread cannot be cancelled, but from here on its requests are refused.
-            del self._recorders[session]
+            server.close(session)
         reward, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
         if isinstance(reward, bool | int | float) and isinstance(metrics, dict):
             numbers = {k: float(v) for k, v in metrics.items()}
@@ -103,35 +83,37 @@ class AgentEnvironment(Environment):
             "expected the reward, or (reward, {name: number})"
         )
 
-    async def _answer(self, request: Request) -> Answer:
-        token, _, session = request.headers.get("authorization", "").removeprefix("Bearer ").partition(".")
-        recorder = self._recorders.get(session)
-        if recorder is None or not hmac.compare_digest(token, self._token):
-            return refusal(401, "expected the key of a running rollout", "invalid_api_key")
-        if (request.method, request.path) == ("GET", "/v1/models"):
-            return Answer({"object": "list", "data": [{"id": MODEL, "object": "model", "owned_by": "leeway"}]})
-        serves = _SERVED.get(request.path) if request.method == "POST" else None
-        if serves is None:
-            expected = f"POST {' or '.join(_SERVED)}, or GET /v1/models"
-            return refusal(404, f"{request.method} {request.path}: expected {expected}")
-        try:
-            answer = await serves(request.body, recorder)
-            await self._turnstile.through()
-            return answer
-        except NoRoom as error:
-            return refusal(400, str(error), "context_length_exceeded")
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            return refusal(400, f"{type(error).__name__}: {error}")
+    def _routes(self, recorder: Recorder) -> dict[tuple[str, str], Handler]:
+        def served(answer: Callable[[Any, Recorder], Awaitable[Answer]]) -> Handler:
+            async def handle(body: Any) -> Answer:
+                try:
+                    answered = await answer(body, recorder)
+                except NoRoom as error:
+                    raise Refusal(400, str(error), "context_length_exceeded") from None
+                except ValueError as error:
+                    raise Refusal(400, said(error)) from None
+                await self._turnstile.through()
+                return answered
+
+            return handle
+
+        return {
+            ("POST", "/v1/chat/completions"): served(_chat),
+            ("POST", "/v1/completions"): served(_complete),
+            ("GET", "/v1/models"): _models,
+        }
+
+
+async def _models(body: Any) -> Answer:
+    return model_list(MODEL)
 
 
 async def _chat(body: Any, recorder: Recorder) -> Answer:
-    if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
-        raise ValueError("expected an object with messages")
-    _refuse_what_changes_sampling(body)
-    tools = [tool["function"] for tool in body.get("tools") or []]
-    max_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
+    chat = ChatRequest.model_validate(body)
+    chat.refuse_what_changes_sampling()
+    tools = [tool["function"] for tool in body.get("tools") or []]  # as they came, with keys that only the model reads
     turn = await recorder.chat(
-        body["messages"], tools_text=describe_schemas(tools) if tools else None, max_tokens=max_tokens
+        body["messages"], tools_text=describe_schemas(tools) if tools else None, max_tokens=chat.longest
     )
     message: dict[str, Any] = {"role": "assistant", "content": turn.text}
     if turn.calls:
@@ -139,33 +121,18 @@ async def _chat(body: Any, recorder: Recorder) -> Answer:
     delta: dict[str, Any] = {"role": "assistant", "content": turn.text}
     if turn.calls:
         delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(turn.calls)]
-    if body.get("stream"):
+    if chat.stream:
         return _stream("chat.completion.chunk", {"delta": delta}, {"delta": {}}, turn)
     return _whole("chat.completion", {"message": message}, turn)
 
 
 async def _complete(body: Any, recorder: Recorder) -> Answer:
-    prompt = body.get("prompt") if isinstance(body, dict) else None
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    if not prompt or not (
-        isinstance(prompt, str) or (isinstance(prompt, list) and all(type(t) is int for t in prompt))
-    ):
-        raise ValueError("expected an object with one prompt: text, or token ids")
-    _refuse_what_changes_sampling(body)
-    turn = await recorder.complete(prompt, max_tokens=body.get("max_tokens"))
-    if body.get("stream"):
+    asked = CompletionRequest.model_validate(body)
+    asked.refuse_what_changes_sampling()
+    turn = await recorder.complete(asked.one_prompt, max_tokens=asked.longest)
+    if asked.stream:
         return _stream("text_completion", {"text": turn.text}, {"text": ""}, turn)
     return _whole("text_completion", {"text": turn.text, "token_ids": turn.completion.tokens}, turn)
-
-
-_SERVED = {"/v1/chat/completions": _chat, "/v1/completions": _complete}
-
-
-def _refuse_what_changes_sampling(body: dict[str, Any]) -> None:
-    for name, neutral in _NOT_REPRODUCIBLE.items():
-        if body.get(name) not in (None, neutral):
-            raise ValueError(f"{name}: got {body[name]!r}; tokens sampled that way cannot be trained on; leave it out")
 
 
 def _whole(kind: str, content: dict[str, Any], turn: Turn) -> Answer:

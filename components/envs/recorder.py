@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -82,15 +83,24 @@ class Recorder:
             found, rest = max(known, key=lambda pair: len(pair[0].transcript.tokens))
             transcript = found.transcript.copy()
             if rest:
-                self._observe(transcript, rest if isinstance(rest, list) else self._policy.prompter.encode_plain(rest))
+                self._observe(transcript, self._known(rest, self._policy.prompter.encode_plain))
         else:
-            tokens = list(prompt) if isinstance(prompt, list) else self._policy.prompter.encode_text(prompt)
+            tokens = self._known(prompt, self._policy.prompter.encode_text)
             found = _Conversation("", Transcript(self._policy.prompter, tokens))
             transcript = found.transcript
         turn = await self._sample(found, transcript, max_tokens, calls=False)
         found.seen = prompt + turn.text if isinstance(prompt, str) else ""
         found.was_cut = turn.completion.finish_reason == "length"
         return turn
+
+    def _known(self, prompt: Prompt, encode: Callable[[str], list[int]]) -> list[int]:
+        """Tokens of the prompt. Raises ValueError for ids that are no tokens, which an engine does not survive."""
+        if isinstance(prompt, str):
+            return encode(prompt)
+        size = self._policy.prompter.vocab_size
+        if min(prompt) < 0 or max(prompt) >= size:
+            raise ValueError(f"prompt: got the token id {max(prompt, key=abs)}, expected ids from 0 to {size - 1}")
+        return list(prompt)
 
     def _rest(self, conversation: _Conversation, prompt: Prompt) -> Prompt | None:
         """What `prompt` adds to a conversation; None if it does not continue it."""

@@ -26,6 +26,7 @@ class Prompter:
     def __init__(self, tokenizer: Any, *, extra_stop_token_ids: Iterable[int] = ()) -> None:
         self.tokenizer = tokenizer
         self._direct = _direct(tokenizer)
+        self.vocab_size = len(tokenizer)
         self.has_template = bool(tokenizer.chat_template)
         self._added = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
         turn_end = self._probe_turn_end() if self.has_template else None

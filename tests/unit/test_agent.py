@@ -342,7 +342,7 @@ def test_agents_that_begin_together_and_answers_that_come_together_leave_the_loo
             log.append("work")
             reader, writer = await asyncio.open_connection("127.0.0.1", int(endpoint.base_url.split(":")[2][:-3]))
             body = json.dumps({"messages": [user(task.prompt)]})
-            head = f"authorization: Bearer {endpoint.api_key}\r\ncontent-length: {len(body)}"
+            head = f"host: x\r\nauthorization: Bearer {endpoint.api_key}\r\ncontent-length: {len(body)}"
             writer.write(f"POST /v1/chat/completions HTTP/1.1\r\n{head}\r\n\r\n{body}".encode())
             await reader.readline()
             log.append("work")

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import RawTestServer
 
 from leeway.config import ConfigError, load_config
 from leeway.config.auxiliary import AuxiliaryModel
 from leeway.envs import build_environment
 from leeway.envs.auxiliary import AuxiliaryClient, AuxiliaryError, build_models
-from leeway.envs.http import Answer, Request, refusal, serve
 from leeway.envs.judges import judge, reward_model, rubric
 from leeway.envs.rewards import resolve_reward
 from leeway.envs.scoring import score
 from leeway.types import Task
 
 TASK = Task(task_id="t", prompt="What is {response}?", answer="4", info={"rubric": {"short": 1, "polite": 3}})
+
+
+@dataclass(frozen=True)
+class Asked:
+    path: str
+    headers: dict[str, str]
+    body: Any
 
 
 @dataclass
@@ -29,33 +38,33 @@ class Server:
     say: Any = "SCORE: 7"
     failures: list[int] = field(default_factory=list)
     slow_s: float = 0.0
-    requests: list[Request] = field(default_factory=list)
+    requests: list[Asked] = field(default_factory=list)
     at_once: int = 0
     most_at_once: int = 0
 
-    async def answer(self, request: Request) -> Answer:
-        self.requests.append(request)
+    async def answer(self, request: web.BaseRequest) -> web.Response:
+        body = json.loads(await request.text() or "null")
+        self.requests.append(Asked(request.path, {name.lower(): text for name, text in request.headers.items()}, body))
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
         await asyncio.sleep(self.slow_s)
         self.at_once -= 1
         if request.path == "/v1/models":
-            return Answer({"data": [{"id": "big"}]})
+            return web.json_response({"data": [{"id": "big"}]})
         if self.failures:
-            return refusal(self.failures.pop(0), "not now")
+            return web.json_response({"error": "not now"}, status=self.failures.pop(0))
         if request.path == "/classify":
-            return Answer({"data": [{"probs": [0.25, 0.75]}]})
-        text = self.say(request.body) if callable(self.say) else self.say
+            return web.json_response({"data": [{"probs": [0.25, 0.75]}]})
+        text = self.say(body) if callable(self.say) else self.say
         if request.path == "/v1/completions":
-            return Answer({"choices": [{"text": text}]})
-        return Answer({"choices": [{"message": {"content": text}}]})
+            return web.json_response({"choices": [{"text": text}]})
+        return web.json_response({"choices": [{"message": {"content": text}}]})
 
 
 def play(server: Server, scenario: Any, **settings: Any) -> Any:
     async def main():
-        listening = await serve(server.answer)
-        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1"
-        async with listening:
+        async with RawTestServer(server.answer) as listening:
+            url = f"http://127.0.0.1:{listening.port}/v1"
             return await scenario(AuxiliaryClient("big", AuxiliaryModel(**{"url": url, "timeout_s": 5, **settings})))
 
     return asyncio.run(main())

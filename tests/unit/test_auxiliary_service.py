@@ -14,7 +14,7 @@ from leeway.auxiliary.service import Service
 from leeway.config import derive, find_recipe, load_config
 from leeway.config.auxiliary import AuxiliaryModel
 from leeway.envs.auxiliary import AuxiliaryClient, AuxiliaryError
-from leeway.envs.http import serve
+from leeway.envs.server import Server
 from leeway.tasks import Prompter
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 
@@ -33,19 +33,23 @@ class Echo:
         return [SimpleNamespace(tokens=prompt_tokens[: sampling["max_tokens"]], finish_reason="stop")]
 
 
-def play(service: Service, scenario: Any, *, key: str = "k", **settings: Any) -> Any:
+def play(service: Service, scenario: Any, *, key: str | None = None, **settings: Any) -> Any:
     async def main():
-        listening = await serve(service.answer)
-        url = f"http://:{key}@127.0.0.1:{listening.sockets[0].getsockname()[1]}/v1"
-        async with listening:
+        server = Server()
+        await server.start()
+        session = server.open(service.routes(), max_body_bytes=2**20)
+        url = f"http://:{key or session.key}@{server.address}/v1"
+        try:
             return await scenario(AuxiliaryClient("m", AuxiliaryModel(url=url, retries=0, **settings)))
+        finally:
+            await server.stop()
 
     return asyncio.run(main())
 
 
 def test_an_engine_behind_an_address_answers_chats_and_completions():
     engine = Echo()
-    service = Service(key="k", model="judge", engine=engine, prompter=PROMPTER, max_model_len=40)
+    service = Service(model="judge", engine=engine, prompter=PROMPTER, max_model_len=40)
 
     begun = TOKENIZER.decode(PROMPTER.encode_text("answer 123")[:2])
 
@@ -64,7 +68,7 @@ def test_an_engine_behind_an_address_answers_chats_and_completions():
 
 
 def test_nobody_without_the_runs_key_is_served():
-    service = Service(key="k", model="judge", engine=Echo(), prompter=PROMPTER, max_model_len=40)
+    service = Service(model="judge", engine=Echo(), prompter=PROMPTER, max_model_len=40)
     with pytest.raises(AuxiliaryError, match="HTTP 401"):
         play(service, lambda client: client.complete("x"), key="other")
 

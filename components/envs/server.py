@@ -1,0 +1,286 @@
+"""A server of JSON on loopback for clients that hold a key: one listening socket, as many keys as there are rollouts.
+
+    connection -> head -> key -> route -> size -> body -> handler -> answer
+
+Whoever can connect may be hostile. So nothing is kept of a request before its key is known to be right, everything is
+bounded in size, time and number, and one key's requests cannot take what another's need. The HTTP is aiohttp's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import resource
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING = 4096
+"""Connections not yet accepted: hundreds of agents begin at the same moment; the usual 100 makes clients time out."""
+IDLE_S = 60.0
+"""How long a connection may send no complete head of a request. Clients close idle connections after 5 to 15 s."""
+BODY_S = 30.0
+"""How long a body may take, waiting for the other bodies of its key included."""
+WRITE_S = 30.0
+"""How long a client may take to read its answer."""
+SMALL = 2**15
+"""Bytes of an answer that the system takes at once, so that nothing waits for the client."""
+LINGER_S = 1.0
+"""How long the rest of a refused body is read and dropped, so that the client sees the refusal, not a reset."""
+MAX_HEAD = {"max_line_size": 4096, "max_field_size": 4096, "max_headers": 64}
+MAX_BODIES, MAX_REQUESTS = 4, 256
+"""Of one key: bodies read at a time, requests at a time."""
+
+
+def body_room(max_model_len: int) -> int:
+    """Bytes that a body may have, for a model of so many tokens: text that fits into it, escaped, and its tools."""
+    return 2**20 + 64 * max_model_len
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`events`: sent as a stream of server-sent events instead of `body`."""
+
+    body: Any
+    status: int = 200
+    events: list[Any] | None = None
+
+
+class Refusal(Exception):
+    """A request that is answered with an error, in the form that OpenAI's clients read."""
+
+    def __init__(self, status: int, message: str, code: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+Handler = Callable[[Any], Awaitable[Answer]]
+"""Answers the body of a request: JSON values, None where there is no body."""
+
+
+@dataclass(eq=False)
+class Session:
+    """What one key opens. `routes`: (method, path) -> handler."""
+
+    key: str
+    routes: Mapping[tuple[str, str], Handler]
+    max_body_bytes: int
+    requests: set[asyncio.Task[Any]] = field(default_factory=set)
+    bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_BODIES))
+
+
+class Server:
+    """One listening socket. `open` gives a key, `close` ends what is being answered to it; other keys are refused.
+
+    A client that disconnects ends its own requests. `stop` ends all.
+    """
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._http: _Connections | None = None
+        self._listening: asyncio.Server | None = None
+        self._starting = asyncio.Lock()
+
+    async def start(self, host: str = "127.0.0.1") -> None:
+        """Listen on a free port of `host`, until `stop` or until the tasks of the event loop are cancelled."""
+        async with self._starting:
+            if self._listening is None:
+                self._http = _Connections(self._answer)
+                loop = asyncio.get_running_loop()
+                self._listening = await loop.create_server(self._http, host, 0, backlog=MAX_WAITING)
+                self._serving = asyncio.create_task(self._until_cancelled(), name="leeway-server")
+
+    @property
+    def address(self) -> str:
+        """host:port."""
+        assert self._listening is not None, "start() was not called"
+        host, port, *_ = self._listening.sockets[0].getsockname()
+        return f"{host}:{port}"
+
+    def open(self, routes: Mapping[tuple[str, str], Handler], *, max_body_bytes: int) -> Session:
+        name = secrets.token_hex(8)
+        session = Session(f"{name}.{secrets.token_hex(24)}", routes, max_body_bytes)
+        self._sessions[name] = session
+        return session
+
+    def close(self, session: Session) -> None:
+        del self._sessions[session.key.partition(".")[0]]
+        for task in session.requests:
+            task.cancel()
+
+    async def stop(self) -> None:
+        """Stop listening and close all connections."""
+        if self._listening is not None:
+            self._serving.cancel()
+            await asyncio.wait([self._serving])
+
+    async def _until_cancelled(self) -> None:
+        assert self._listening is not None
+        assert self._http is not None
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            _OF_LOOP.pop(asyncio.get_running_loop(), None)
+            self._sessions.clear()
+            self._listening.close()
+            await self._http.shutdown(0)
+
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        session = self._session(request.headers.get("authorization", ""))
+        if session is None:
+            return _refused(Refusal(401, "expected the key of a running rollout", "invalid_api_key"))
+        task = asyncio.current_task()
+        assert task is not None
+        if len(session.requests) >= MAX_REQUESTS:
+            return _refused(Refusal(429, f"expected at most {MAX_REQUESTS} requests at a time", "rate_limit_exceeded"))
+        session.requests.add(task)
+        try:
+            handler = _route(request, session)
+            return _written(await handler(await _body(request, session)))
+        except Refusal as refusal:
+            return _refused(refusal)
+        except RecursionError:
+            return _refused(Refusal(400, "the body is nested too deeply"))
+        except Exception as error:
+            logger.warning("%s %s failed", request.method, request.path, exc_info=True)
+            return _refused(Refusal(500, f"{type(error).__name__}: {error}", "server_error"))
+        finally:
+            session.requests.discard(task)
+
+    def _session(self, authorization: str) -> Session | None:
+        key = authorization.removeprefix("Bearer ")
+        session = self._sessions.get(key.partition(".")[0])
+        # The first part only names the session. The secret is compared in a time that tells nothing of it.
+        same = session is not None and hmac.compare_digest(key.encode(errors="replace"), session.key.encode())
+        return session if same else None
+
+
+_OF_LOOP: dict[asyncio.AbstractEventLoop, Server] = {}
+
+
+async def shared_server() -> Server:
+    """The server of this event loop, shared by all environments of a process. It stops with the loop's tasks."""
+    server = _OF_LOOP.setdefault(asyncio.get_running_loop(), Server())
+    await server.start()
+    return server
+
+
+class _Connections(web.Server):
+    """aiohttp's server, with a limit on connections: each takes a file descriptor, and the process needs those too.
+
+    When all are taken, a new connection takes the place of the one that has been idle for longest.
+    """
+
+    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.Response]]) -> None:
+        limits: dict[str, Any] = {**MAX_HEAD, "keepalive_timeout": IDLE_S, "lingering_time": LINGER_S}
+        # Compressed bodies are refused, so they are not expanded either. A client hears what it sent wrong, the log
+        # does not: it would grow by a traceback for each.
+        quiet = logging.getLogger(f"{__name__}.http")
+        quiet.setLevel(logging.CRITICAL)
+        super().__init__(
+            self._answer, handler_cancellation=True, auto_decompress=False, access_log=None, logger=quiet, **limits
+        )
+        self._inner = handler
+        self._idle: dict[RequestHandler, asyncio.Transport] = {}  # the longest idle first
+        self._num_open = 0
+        self._max_open = max(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+
+    def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
+        super().connection_made(handler, transport)
+        self._num_open += 1
+        self._idle[handler] = transport
+        if self._num_open > self._max_open:
+            self._idle.pop(next(iter(self._idle))).abort()
+
+    def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
+        super().connection_lost(handler, exc)
+        self._num_open -= 1
+        self._idle.pop(handler, None)
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        connection, transport = request.protocol, self._idle.pop(request.protocol, None)
+        try:
+            response = await self._inner(request)
+            if transport is None or transport.get_write_buffer_size() or (response.content_length or 0) > SMALL:
+                async with asyncio.timeout(WRITE_S):  # a client that does not read must not keep its answer here
+                    await response.prepare(request)
+                    await response.write_eof()
+            return response
+        finally:
+            if transport is not None and not transport.is_closing():
+                self._idle[connection] = transport
+
+
+def _route(request: web.BaseRequest, session: Session) -> Handler:
+    handler = session.routes.get((request.method, request.path))
+    if handler is None:
+        served = ", ".join(f"{method} {path}" for method, path in session.routes)
+        known = any(path == request.path for _, path in session.routes)
+        raise Refusal(405 if known else 404, f"{request.method} {request.path[:200]}: expected one of {served}")
+    return handler
+
+
+async def _body(request: web.BaseRequest, session: Session) -> Any:
+    """The body as JSON values; None for an empty one. Raises `Refusal`."""
+    if not request.body_exists:
+        return None
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise Refusal(415, "content-encoding: expected a body that is not compressed")
+    limit = session.max_body_bytes
+    if (request.content_length or 0) > limit:
+        raise Refusal(413, f"a body of {request.content_length} bytes; expected at most {limit}")
+    if request.content.is_eof():  # it came with the head: nothing to wait for, and no more than a buffer
+        raw = request.content.read_nowait()
+        return _parsed(raw) if raw else None
+    raw = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S), session.bodies:
+            while chunk := await request.content.readany():
+                raw += chunk
+                if len(raw) > limit:
+                    raise Refusal(413, f"expected a body of at most {limit} bytes")
+            return _parsed(raw) if raw else None
+    except TimeoutError:
+        raise Refusal(408, f"the body did not come within {BODY_S:g} s") from None
+
+
+def _parsed(raw: bytes | bytearray) -> Any:
+    try:
+        body = json.loads(raw.decode(), parse_constant=_no_number)
+        if rb"\ud" in raw or rb"\uD" in raw:  # halves of characters, which no tokenizer takes
+            json.dumps(body, ensure_ascii=False).encode()
+        return body
+    except UnicodeError:
+        raise Refusal(400, "the body is not UTF-8") from None
+    except ValueError as error:
+        raise Refusal(400, f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise Refusal(400, "the body is nested too deeply") from None
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _refused(refusal: Refusal) -> web.Response:
+    error = {"message": str(refusal), "type": refusal.code, "code": refusal.code}
+    return _written(Answer({"error": error}, refusal.status))
+
+
+def _written(answer: Answer) -> web.Response:
+    if answer.events is None:
+        return web.Response(
+            body=json.dumps(answer.body).encode(), status=answer.status, content_type="application/json"
+        )
+    lines = [*(json.dumps(event) for event in answer.events), "[DONE]"]
+    body = "".join(f"data: {line}\n\n" for line in lines).encode()
+    return web.Response(body=body, status=answer.status, content_type="text/event-stream")
