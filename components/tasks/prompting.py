@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..types import Message
+from .chat_templates import ChatTemplate
 
 _PROBE = "leeway probe answer"
 """Placeholder for an answer: rendered in its place, it shows what the template writes around an answer."""
@@ -28,6 +29,7 @@ class Prompter:
         self._direct = _direct(tokenizer)
         self.vocab_size = len(tokenizer)
         self.has_template = bool(tokenizer.chat_template)
+        self._chat_template = _chat_template(tokenizer) if self.has_template else None
         self._added = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
         turn_end = self._probe_turn_end() if self.has_template else None
         self._turn_end = tokenizer.eos_token_id if turn_end is None else turn_end
@@ -134,7 +136,9 @@ class Prompter:
         return self._direct.decode(kept, skip_special_tokens=True)
 
     def _render(self, messages: list[Message], *, prompt_only: bool = True) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt_only)
+        if self._chat_template is None:
+            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt_only)
+        return self._chat_template.render(messages, add_generation_prompt=prompt_only)
 
     def _response(self, messages: list[Message], before: str, answer: str) -> str:
         """What the template writes between the prompt, which it renders as `before`, and the end of the answer's turn.
@@ -179,8 +183,7 @@ class Prompter:
     @property
     def _template(self) -> str:
         """Names the template in messages."""
-        name = getattr(self.tokenizer, "name_or_path", "")
-        return f"chat template of {name}" if name else "chat template"
+        return _template_name(self.tokenizer)
 
     def _tokens(self, text: str, *, special: bool = False) -> list[int]:
         # Not `special`: the template has already written BOS and the rest; the tokenizer would duplicate them.
@@ -196,6 +199,24 @@ class Prompter:
         if not found:
             return None
         return next((token for token in self._tokens(after) if token in self._added), None)
+
+
+def _template_name(tokenizer: Any) -> str:
+    name = getattr(tokenizer, "name_or_path", "")
+    return f"chat template of {name}" if name else "chat template"
+
+
+def _chat_template(tokenizer: Any) -> ChatTemplate | None:
+    """The tokenizer's template; None for a tokenizer whose code, not a template, writes conversations."""
+    from transformers import PreTrainedTokenizerBase as Base
+
+    if type(tokenizer).apply_chat_template is not Base.apply_chat_template:
+        return None
+    return ChatTemplate(
+        tokenizer.get_chat_template(),
+        name=_template_name(tokenizer),
+        special_tokens=tokenizer.special_tokens_map,
+    )
 
 
 def _direct(tokenizer: Any) -> Any:
