@@ -19,7 +19,7 @@ def code_tests(
     cpu_s: int = 5,
     timeout_s: float = 5.0,
     memory_mb: int = 512,
-    threads: int = 4,
+    threads: int = 16,
     disk_mb: int = 16,
 ) -> float:
     """1.0 when the last code block passes all tests of `task.info["tests"]` (with `partial`: the share it passes).

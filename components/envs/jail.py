@@ -21,6 +21,7 @@ from . import jail_wire as wire
 
 _SCRIPT = Path(__file__).with_name("jail_process.py")
 MAX_OUTPUT_BYTES = 2**20
+_ONE = ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX"]
 _MAX_KEYS = 1000  # of a set or dict that are no strings, see jail_wire
 _TRIES = 2  # of a job whose zygote died under it
 
@@ -38,7 +39,7 @@ class Limits:
     timeout_s: float = 5.0
     memory_mb: int = 512
     disk_mb: int = 16
-    threads: int = 4
+    threads: int = 16
 
     @property
     def backstop_s(self) -> float:
@@ -162,12 +163,16 @@ class _Zygote:
 
     def __init__(self, modules: list[str], start_timeout_s: float) -> None:
         self._owner_pid = os.getpid()
-        # One folder for the new root, which only the zygote sees filled.
-        self._folder = tempfile.TemporaryDirectory(prefix="leeway-jail-")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, tempfile.TemporaryFile() as errors:
-            # PYTHONHASHSEED: a set printed twice is printed in the same order. The rest keeps libraries to one thread.
-            variables = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+        # The folder is where the zygote makes its new root, which only it sees; once it has moved in, nobody needs it.
+        with (
+            theirs,
+            tempfile.TemporaryFile() as errors,
+            tempfile.TemporaryDirectory(prefix="leeway-jail-") as folder,
+        ):
+            # PYTHONHASHSEED: a set printed twice is printed in the same order. The rest keeps libraries to one thread,
+            # and threads from reserving 64 MB of address space each.
+            variables = dict.fromkeys(_ONE, "1")
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-s", "-S", "-B", str(_SCRIPT)],
                 stdin=theirs.fileno(),
@@ -179,7 +184,7 @@ class _Zygote:
             self.pid = self._process.pid
             theirs.close()
             try:
-                settings = {"modules": modules, "path": [p for p in sys.path if p], "folder": self._folder.name}
+                settings = {"modules": modules, "path": [p for p in sys.path if p], "folder": folder}
                 self._control.settimeout(start_timeout_s)
                 self._control.send(json.dumps(settings).encode())
                 reply = self._control.recv(2**16).decode()
@@ -206,7 +211,6 @@ class _Zygote:
         if self.is_ours():
             self._process.kill()
             self._process.wait()
-            self._folder.cleanup()
 
 
 class _Job:

@@ -24,8 +24,8 @@ Other = Callable[[Any], Any]
 
 
 def dumps(value: Any, other: Other | None = None) -> bytes:
-    """A value of None, bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict; subclasses as their
-    base. Raises ValueError for other objects (unless `other` names them) and for depth above `MAX_DEPTH`."""
+    """A value of None, bool, int, float, complex, str, bytes, list, tuple, range, set, frozenset, dict; subclasses as
+    their base. Raises ValueError for other objects (unless `other` names them) and for depth above `MAX_DEPTH`."""
     return json.dumps(_write(value, other, 0), separators=(",", ":")).encode()
 
 
@@ -64,6 +64,8 @@ def _write(value: Any, other: Other | None, depth: int) -> Any:
             return {name: [_write(item, other, depth) for item in base.__iter__(value)]}
     if isinstance(value, bytes | bytearray):
         return {"bytes": bytes(value).decode("latin-1")}
+    if kind is range:
+        return {"range": [_write(number, other, depth) for number in (value.start, value.stop, value.step)]}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if kind.__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
@@ -98,6 +100,8 @@ class _Reader:
             return int(_expect(content, str), 16)
         if name == "bytes":
             return _expect(content, str).encode("latin-1")
+        if name == "range":
+            return range(*[self.read(number, depth) for number in _expect(content, list)])
         if name == "complex":
             real, imaginary = _expect(content, list)
             return complex(_expect(real, float), _expect(imaginary, float))

@@ -84,6 +84,7 @@ STATEMENTS: dict[str, tuple[str, list[Any]]] = {
     "whether something matches": ("import re\ndef m(s): return re.match('a+$', s)", ["assert m('aa')", "assert not m('ab')"]),
     "random, seeded": ("import random\ndef pick(v, seed): return random.Random(seed).choice(v)", ["assert pick([1, 2, 3], 0) in [1, 2, 3]"]),
     "threads": ("from concurrent.futures import ThreadPoolExecutor\ndef f(v):\n    with ThreadPoolExecutor(2) as pool: return list(pool.map(abs, v))", ["assert f([-1, 2]) == [1, 2]"]),
+    "many threads": ("from concurrent.futures import ThreadPoolExecutor\ndef f(v):\n    with ThreadPoolExecutor() as pool: return list(pool.map(lambda x: sum(range(x)), v))", ["assert f(range(100)) == [sum(range(x)) for x in range(100)]"]),
     "a file of its own": ("def f(s):\n    with open('a.txt', 'w') as g: g.write(s)\n    return open('a.txt').read()", ["assert f('x') == 'x'"]),
     "a large list": ("def f(v): return sorted(v)", ["v = [(i * 7919) % 100003 for i in range(20000)]\nassert f(v) == sorted(v)"]),
     "a short sleep": ("import time\ndef f():\n    time.sleep(0.05)\n    return 1", ["assert f() == 1"]),
@@ -145,6 +146,7 @@ UNPAID: dict[str, tuple[str, str]] = {
     "a Fraction returned": ("from fractions import Fraction\ndef f(): return Fraction(1, 2)", "assert f() == Fraction(1, 2)"),
     "an exception of the program's own": ("class Bad(Exception): pass\ndef f(): raise Bad", "try:\n    f()\nexcept Bad: pass"),
     "an object of the test": ("def f(p): return p.x", "class P: x = 1\nassert f(P()) == 1"),
+    "an iterator as argument": ("def f(v): return next(v)", "assert f(iter([1, 2])) == 1"),
     "isinstance of a class": ("class A: pass\ndef f(): return A()", "assert isinstance(f(), A)"),
 }  # fmt: skip
 
