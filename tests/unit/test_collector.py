@@ -125,7 +125,8 @@ class Rig:
     def __init__(
         self, environment: Any = None, *, engine: Callable[[], FakeEngine] = FakeEngine, **changes: Any
     ) -> None:
-        self.engine, self.server, self.slots = engine(), ParameterServer(), changes.pop("slots", None) or Slots()
+        self.engine: Any = engine()
+        self.server, self.slots = ParameterServer(), changes.pop("slots", None) or Slots()
         self.clock = ActivityClock()
         self.environment = environment or Answer()
         pull_settings = {
