@@ -51,13 +51,13 @@ def score(info: dict[str, Any], text: str) -> float:
     text, entry = text.strip(), info["entry"]
     if len(text) > MAX_CHARS:
         return 0.0
-    dataset = _inner(info["source_dataset"], entry)
+    dataset = info["source_dataset"]
     right = entry["answer"]
     exact = isinstance(right, str) and text == right.strip()
-    if dataset not in GRAMMARS and compiles_answers(dataset):
+    if dataset not in GRAMMARS and (dataset == "composite" or compiles_answers(dataset)):
         raise ValueError(
-            f"env.reward: reasoning_gym cannot score {dataset} in safety: its scorer compiles answers as Python; use "
-            "another reward, such as exact_match"
+            f"env.reward: reasoning_gym cannot score {dataset} in safety: its scorer compiles answers as "
+            "Python, or hands them on; use another reward, such as exact_match"
         )
     if not exact:
         for check in (GRAMMARS.get(dataset), STRICTER.get(dataset), _names_numbers):
@@ -66,7 +66,7 @@ def score(info: dict[str, Any], text: str) -> float:
     try:
         value = JAIL.run(
             "gym_process:score_entry",
-            info["source_dataset"],
+            dataset,
             info["options"],
             entry,
             bool(info.get("as_tuples")),
@@ -77,11 +77,6 @@ def score(info: dict[str, Any], text: str) -> float:
         logger.warning("reasoning_gym: no score: %s: %s, on %.120r", dataset, error, text)
         return 0.0
     return min(float(value), 1.0) if isinstance(value, float) and 0.0 <= value <= 1.0 + 1e-9 else 0.0
-
-
-def _inner(dataset: str, entry: Entry) -> str:
-    """The dataset that scores: a `composite` hands its answers to others."""
-    return entry["metadata"]["source_dataset"] if dataset == "composite" else dataset
 
 
 # -- grammars: what may be compiled -------------------------------------------------------------------------------
@@ -116,7 +111,7 @@ def is_formula(text: str, entry: Entry) -> bool:
     An exponent is a whole number or fraction of at most MAX_EXPONENT, or (of e alone) linear; the product of nested
     ones is bounded too.
     """
-    if not re.fullmatch(r"[\w\s+\-*/().,]{1,1000}", text, re.ASCII) or "__" in text:
+    if not re.fullmatch(r"[\w\s+\-*/().,]{1,1000}", text, re.ASCII) or re.search(r"__|\d[eE][-+]?\d", text):
         return False
     tree = _tree(" ".join(text.split()))
     return tree is not None and _is_formula(tree, _letters(entry), MAX_EXPONENT)

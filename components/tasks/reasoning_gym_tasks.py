@@ -28,9 +28,14 @@ def generate_rows(dataset: str | None, *, options: dict[str, Any], size: int, se
         raise ValueError(
             f"task.dataset: got {dataset!r}, expected a reasoning-gym dataset such as {near[0]!r} or 'chain_sum'"
         )
+    if dataset == "composite":
+        raise ValueError(
+            "task.dataset: got 'composite', which takes objects, not settings; expected one dataset; for several, "
+            "use task.mix"
+        )
     try:
         source = reasoning_gym.create_dataset(dataset, size=size, seed=seed, **options)
-    except (TypeError, AssertionError, ValueError) as error:
+    except (TypeError, AssertionError, ValueError, AttributeError) as error:
         raise ValueError(
             f"task.options: reasoning-gym's {dataset} refuses {options}: {error}; see its config class"
         ) from None
