@@ -14,6 +14,16 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def printable(text: str) -> str:
+    """The same text for a terminal or a log: what has no shape, but line ends and tabs, is written as an escape.
+
+    Texts of data and models reach error messages; there, an escape sequence would set titles, hide lines, or worse.
+    """
+    if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
 class Kind(IntEnum):
     """The kind of a failure. Among failures close in time, the one with the smallest kind explains the others."""
 
@@ -36,6 +46,7 @@ class PartFailed(RuntimeError):
     exit_code = 1
 
     def __init__(self, part: str, cause: str, details: str = "", kind: Kind = Kind.ERROR) -> None:
+        cause, details = printable(cause), printable(details)
         super().__init__(part, cause, details, kind)
         self.part, self.cause, self.details, self.kind = part, cause, details, kind
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from leeway.config import Config, Recipe
+from leeway.failures import printable
 from leeway.runtime.watch import RunWatch
 
 FINISHED = "finished.json"
@@ -100,4 +101,4 @@ async def timed(name: str, what: str, work: Awaitable[T], *, see: str = "") -> T
 
 def say(text: str) -> None:
     """One line for the terminal."""
-    print(f"leeway: {text}", flush=True)
+    print(f"leeway: {printable(text)}", flush=True)

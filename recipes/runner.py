@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from leeway.config import Stage, run_yaml
-from leeway.failures import InputRefused, PartFailed, Refused
+from leeway.failures import InputRefused, PartFailed, Refused, printable
 from leeway.monitor import weights_sha256, write_summary
 from leeway.monitor.logs import others_to_file
 from leeway.recipes.checks import examine
@@ -49,7 +49,7 @@ def run_stages(
     """
     if found := examine(stages, run_dir):
         for line in (*found.missing, *found.wrong):
-            print(f"leeway: refused: {line}", file=sys.stderr)
+            print(f"leeway: refused: {printable(line)}", file=sys.stderr)
         return 2
     with ExitStack() as held:
         try:
@@ -59,7 +59,7 @@ def run_stages(
             goes_on = stages[0].config.checkpoint.resume == "auto"
             record = RunRecord(run_dir, recipes=[stage.recipe for stage in stages], argv=argv, goes_on=goes_on)
         except (RunIsRunning, BadRecord) as error:
-            print(f"leeway: refused: {error}", file=sys.stderr)
+            print(f"leeway: refused: {printable(str(error))}", file=sys.stderr)
             return 2
         except OSError as error:
             print(f"leeway: refused: output_dir: {run_dir} cannot be written to: {error.strerror}", file=sys.stderr)
@@ -326,7 +326,7 @@ class _Run:
         else:
             last_lines = [*go_on, cause if status == "interrupted" else f"{status}: {cause}"]
         for line in last_lines:
-            print(f"leeway: {line}", file=sys.stderr)
+            print(f"leeway: {printable(line)}", file=sys.stderr)
 
     def _how_to_go_on(self) -> list[str]:
         """What is saved, and the command that resumes from it; [] if starting a new run is as good."""

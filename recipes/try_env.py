@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from leeway.config import Recipe
+from leeway.failures import printable
 from leeway.recipes.context import StageContext, StageResult, say
 from leeway.runtime.launch import Launcher
 from leeway.runtime.supervisor import Supervisor
@@ -52,7 +53,7 @@ async def run(choice: Choice, context: StageContext) -> StageResult:
         )
     finally:
         await launcher.parts.stop()
-    print("\n".join(exchange(task, trajectories, prompter)))
+    print(printable("\n".join(exchange(task, trajectories, prompter))))
     return StageResult(summary={"rewards": [t.reward for t in trajectories]}, model_path=None)
 
 

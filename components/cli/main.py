@@ -26,6 +26,7 @@ from ..config import (
     plan_run,
     this_machine,
 )
+from ..failures import printable
 from .complete import complete_bundled, complete_config, complete_key, complete_recipe
 from .env import app as env_app
 from .show import bundled_table, describe, recipe_table
@@ -392,12 +393,12 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(0)
     except Exception as error:
         traceback.print_exc()
-        print(f"leeway: failed: {type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"leeway: failed: {type(error).__name__}: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         sys.exit(1)
 
 
 def _refuse(text: str) -> None:
-    print(f"leeway: refused: {text}", file=sys.stderr)
+    print(f"leeway: refused: {printable(text)}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-import math
+import ast
+import operator
 import re
 from fractions import Fraction
+from typing import Any
 
 import regex
 
 from ..types import Completion, Task
-from .calculator import calculate, numbers_in
+from .calculator import syntax_tree
 
 MAX_MATCHING_S = 2.0
 THINK_THEN_ANSWER = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
+_OPERATIONS: dict[type, Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_SIGNS = {"×": "*", "·": "*", "÷": "/", "−": "-", "\\times": "*", "\\cdot": "*", "\\div": "/"}
 
 
 def exact_match(task: Task, text: str) -> float:
     """1.0 when the text equals the task's answer, apart from white space at the ends and its amount in between.
+
+    No text equals an empty answer.
 
     If the task's answers follow a mark ("#### 72", `task.answer_after`), the text's answer is what follows that mark,
     provided the text contains it.
@@ -24,19 +35,20 @@ def exact_match(task: Task, text: str) -> float:
     mark = task.info.get("answer_after")
     if mark and mark in text:
         text = text.rpartition(mark)[2]
-    return float(" ".join(text.split()) == " ".join(task.answer.split()))
+    wanted = " ".join(task.answer.split())
+    return float(wanted != "" and " ".join(text.split()) == wanted)
 
 
 def boxed(task: Task, text: str) -> float:
     """1.0 when the last \\boxed{...} holds the task's answer, apart from white space, dollars and commas in numbers."""
     found = last_boxed(text)
-    return float(found is not None and _plain(found) == _plain(task.answer))
+    return float(found is not None and _is_same(found, task.answer))
 
 
 def tagged(task: Task, text: str, *, tag: str = "answer") -> float:
     """1.0 when the last <tag>...</tag> holds the task's answer, compared as `boxed` does."""
     found = last_tagged(text, tag)
-    return float(found is not None and _plain(found) == _plain(task.answer))
+    return float(found is not None and _is_same(found, task.answer))
 
 
 def answer_format(task: Task, text: str, *, pattern: str = THINK_THEN_ANSWER) -> float:
@@ -60,7 +72,7 @@ answer_format.blocking = True  # type: ignore[attr-defined]
 
 def countdown(task: Task, text: str, *, formed: float = 0.1) -> float:
     """1.0 for an expression that makes the target from the numbers, each used as often as it is given; else `formed`
-    for arithmetic of any value, else 0.0.
+    for arithmetic of any value, else 0.0. Arithmetic is whole numbers, + - * / and parentheses, and its value is exact.
 
     The expression is the last <answer>...</answer>, else the last line, without what follows "=". The task's info holds
     "numbers" and "target" (or they stand in its reasoning-gym entry); the target may be the task's answer.
@@ -76,11 +88,10 @@ def countdown(task: Task, text: str, *, formed: float = 0.1) -> float:
     lines = (last_tagged(text, "answer") or text).strip().splitlines()
     expression = lines[-1].split("=")[0].strip() if lines else ""
     try:
-        value, used = calculate(expression), numbers_in(expression)
+        value, used = _arithmetic(expression)
     except ValueError:
         return 0.0
-    exact = math.isfinite(value) and abs(Fraction(value) - wanted) < Fraction(1, 10**6)
-    return 1.0 if exact and sorted(used) == sorted(int(n) for n in numbers) else formed
+    return 1.0 if value == wanted and sorted(used) == sorted(int(n) for n in numbers) else formed
 
 
 countdown.blocking = True  # type: ignore[attr-defined]
@@ -128,6 +139,37 @@ def last_tagged(text: str, tag: str) -> str | None:
     return text[start + len(tag) + 2 : end] if 0 <= start < end else None
 
 
+def _arithmetic(expression: str) -> tuple[Fraction, list[int]]:
+    """The exact value of an expression of whole numbers, + - * / and parentheses, and the numbers in it.
+
+    Raises ValueError for anything else: with functions, powers or remainders, numbers "make" any target.
+    """
+    for sign, plain in _SIGNS.items():
+        expression = expression.replace(sign, plain)
+    used: list[int] = []
+
+    def value(node: ast.expr) -> Fraction:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            used.append(node.value)
+            return Fraction(node.value)
+        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
+            return -value(node.operand) if isinstance(node.op, ast.USub) else value(node.operand)
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+            return _OPERATIONS[type(node.op)](value(node.left), value(node.right))
+        raise ValueError(f"{type(node).__name__} is not arithmetic")
+
+    try:
+        return value(syntax_tree(expression).body), used
+    except ZeroDivisionError:
+        raise ValueError("a division by nought") from None
+
+
+def _is_same(found: str, answer: str) -> bool:
+    return _plain(found) == _plain(answer) if _plain(answer) else found.strip() == answer.strip() != ""
+
+
 def _plain(text: str) -> str:
+    """Without white space (but between digits: "3 4" is not 34), dollars, commas in numbers and a full stop."""
+    text = text.replace("$", "").replace("\\!", "").replace("\\,", "")
     text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
-    return "".join(text.replace("$", "").replace("\\!", "").replace("\\,", "").split()).rstrip(".")
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", " ".join(text.split())).rstrip(".")

@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import random
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,15 @@ from ..config.auxiliary import AuxiliaryModel
 from ..types import Message
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 8.0
+MAX_ANSWER_BYTES = 16 << 20
 _WORTH_ANOTHER_TRY = {408, 409, 425, 429, 500, 502, 503, 504}
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """urllib would send the key to wherever an answer points."""
+
+    def redirect_request(self, *args: Any, **more: Any) -> None:
+        return None
 
 
 class AuxiliaryError(RuntimeError):
@@ -44,7 +53,8 @@ class AuxiliaryClient:
         key = parts.password or (os.environ.get(settings.key_variable) if settings.key_variable else None)
         # A model served by the run or by this machine is local and must not go through a proxy.
         is_near = parts.password is not None or parts.hostname in ("localhost", "127.0.0.1", "::1")
-        self._open = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_near else [])).open
+        no_proxy = [urllib.request.ProxyHandler({})] if is_near else []
+        self._open = urllib.request.build_opener(_NoRedirects(), *no_proxy).open
         self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
         self._threads = ThreadPoolExecutor(settings.max_in_flight, thread_name_prefix=f"leeway-{name}")
         self._room = asyncio.Semaphore(settings.max_in_flight)
@@ -95,15 +105,24 @@ class AuxiliaryClient:
                 reason = f"HTTP {error.code}: {error.read(300).decode(errors='replace')}"
                 if error.code not in _WORTH_ANOTHER_TRY:
                     break
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 reason = f"{type(error).__name__}: {error}"
         raise AuxiliaryError(f"env.models.{self.name} at {url}: {' '.join(reason.split())}")
 
     def _request(self, url: str, body: dict[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(url, data, self._headers)
+        until = time.monotonic() + self._settings.timeout_s  # of the whole answer: a slow one would keep its thread
         with self._open(request, timeout=self._settings.timeout_s) as answer:
-            return json.loads(answer.read())
+            chunks, size = [], 0
+            while chunk := answer.read1(1 << 16):
+                chunks.append(chunk)
+                size += len(chunk)
+                if size > MAX_ANSWER_BYTES:
+                    raise ValueError(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
+                if time.monotonic() > until:
+                    raise TimeoutError
+            return json.loads(b"".join(chunks))
 
     def _read(self, answer: Any, what: Any) -> Any:
         try:

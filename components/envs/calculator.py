@@ -8,7 +8,7 @@ import operator
 import re
 import warnings
 from itertools import accumulate
-from typing import Any, cast
+from typing import Any
 
 MAX_CHARS = 300
 MAX_DEPTH = 40
@@ -48,10 +48,11 @@ def calculate(expression: str) -> int | float:
 
     Costs at most MAX_CHARS operations on numbers of MAX_BITS: the size of each result is known before it is computed.
     """
-    return _value(_tree(expression).body)
+    return _value(syntax_tree(expression).body)
 
 
-def _tree(expression: str) -> ast.Expression:
+def syntax_tree(expression: str) -> ast.Expression:
+    """The tree of an expression that is short, not deep, and of known characters. Raises ValueError for another."""
     text = expression.strip()
     if len(text) > MAX_CHARS:
         raise ValueError(f"{len(text)} characters; at most {MAX_CHARS} are allowed")
@@ -66,12 +67,6 @@ def _tree(expression: str) -> ast.Expression:
             return ast.parse(text, mode="eval")
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError(f"{text[:60]!r} is no expression") from None
-
-
-def numbers_in(expression: str) -> list[int | float]:
-    """The numbers written in an expression. Raises ValueError where it is none."""
-    calculate(expression)
-    return [cast("int | float", n.value) for n in ast.walk(_tree(expression)) if isinstance(n, ast.Constant)]
 
 
 def _value(node: ast.expr) -> int | float:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import sys
 from abc import abstractmethod
 from typing import Any
 
 from ..types import Completion, Task, Trajectory, Turn
 from .base import Environment, Policy, all_or_none
 from .transcript import Observation, Transcript, is_observation
+
+_LARGEST = sys.float_info.max
 
 Step = tuple[Observation | None, float, bool, dict[str, Any]]
 """(observation, reward, done, info)."""
@@ -105,7 +108,7 @@ class StepEnvironment(Environment):
         observation, reward, done, info = result
         try:
             reward, done = float(reward), bool(done)
-        except (TypeError, ValueError, RuntimeError):
+        except (TypeError, ValueError, RuntimeError, OverflowError):
             raise TypeError(
                 f"{self._where('step')} gave reward {reward!r:.40} and done {done!r:.40}; expected a number and a bool"
             ) from None
@@ -123,5 +126,7 @@ class StepEnvironment(Environment):
 
 def _numbers(info: dict[str, Any]) -> dict[str, float]:
     return {
-        name: float(value) for name, value in info.items() if isinstance(value, int | float) and math.isfinite(value)
+        name: float(value)
+        for name, value in info.items()
+        if isinstance(value, int | float) and -_LARGEST <= value <= _LARGEST  # of any size, and not nan
     }

@@ -157,11 +157,15 @@ def parse_calls(text: str) -> list[Call]:
     return calls
 
 
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
 def _parse(text: str) -> Call:
     if len(text) > MAX_CALL_CHARS:
         return Call("", {}, f"a call of {len(text)} characters; at most {MAX_CALL_CHARS} are read")
     try:
-        item = json.loads(text)
+        item = json.loads(text, parse_constant=_no_number)
     except (ValueError, RecursionError):
         return Call("", {}, f"not JSON: {text.strip()[:80]}")
     if not isinstance(item, dict) or not isinstance(item.get("name"), str):

@@ -11,10 +11,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 from .sink import Record, Sink
+
+_NOT_ASCII = re.compile(r"[^\x20-\x7e]")
 
 
 class JsonlSink(Sink):
@@ -78,6 +81,20 @@ def finite_or_null(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite_or_null(item) for item in value]
     return value
+
+
+def as_line(value: Any) -> str:
+    """Strict JSON on one line, readable in any language; characters without a shape are escaped, as in ASCII.
+
+    JSON itself escapes a terminal's ESC, but not its one-character form, and no mark of text direction.
+    """
+    text = json.dumps(finite_or_null(value), allow_nan=False, ensure_ascii=False)
+    return text if text.isprintable() else _NOT_ASCII.sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    c = found[0]
+    return c if c.isprintable() else f"\\u{ord(c):04x}" if c <= "\uffff" else json.dumps(c)[1:-1]
 
 
 def write_text_atomically(path: Path, text: str) -> None:

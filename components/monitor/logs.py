@@ -10,6 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..failures import printable
+
+
+class _Printable(logging.Formatter):
+    """What is logged may quote data and models."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
 
 def log_to_file(path: Path, level: str) -> None:
     """Send this process's output, that of its future children and its logging to `path` (appended)."""
@@ -20,9 +29,9 @@ def log_to_file(path: Path, level: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    logging.basicConfig(
-        level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
     for client in ("httpx", "httpx2"):  # a line for each request of each agent
         logging.getLogger(client).setLevel(logging.WARNING)
 
@@ -39,7 +48,7 @@ def others_to_file(path: Path) -> Iterator[None]:
     os.dup2(file, 2)
     os.close(file)
     own = logging.StreamHandler(sys.stdout)
-    own.setFormatter(logging.Formatter("leeway: %(levelname)s: %(message)s"))
+    own.setFormatter(_Printable("leeway: %(levelname)s: %(message)s"))
     own.setLevel(logging.WARNING)
     ours = logging.getLogger("leeway")
     level = ours.level

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import time
@@ -11,7 +10,7 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-from .jsonl import finite_or_null, write_text_atomically
+from .jsonl import as_line, write_text_atomically
 from .sink import Record, Sink
 
 _RESERVED = frozenset({"step", "time", "role", "nonfinite"})
@@ -57,7 +56,7 @@ class Monitor:
         chosen = _spread(rows, self._rollouts_per_step)
         if not chosen:
             return
-        text = "".join(json.dumps(finite_or_null(row), allow_nan=False, ensure_ascii=False) + "\n" for row in chosen)
+        text = "".join(as_line(row) + "\n" for row in chosen)
         write_text_atomically(self.run_dir / "rollouts" / f"step-{step:06d}.jsonl", text)
 
     def close(self, status: str) -> None:

@@ -150,7 +150,7 @@ def test_the_key_goes_along_and_stays_out_of_messages(monkeypatch):
 
 @pytest.mark.parametrize(
     ("said", "mark"),
-    [("fine\nSCORE: 7", 0.7), ("SCORE: 3\nno: **SCORE: 10**", 1.0), ("Score: 99", 1.0), ("seven", 0.0)],
+    [("fine\nSCORE: 7", 0.7), ("SCORE: 3\nNo.\n**SCORE: 10**", 1.0), ("Score: 99", 0.0), ("seven", 0.0)],
 )
 def test_a_judge_gives_marks(said, mark):
     server = Server(said)
@@ -167,7 +167,7 @@ def test_a_rubric_pays_the_weights_of_what_is_met():
     assert play(server, lambda c: rubric(TASK, "x", models={"big": c}, model="big"), model="m") == 0.75
     bare = Task(task_id="t", prompt="p")
     listed = {"models": {}, "model": "big", "criteria": ["a", "b"]}
-    server = Server(lambda body: "ANSWER: no, no. ANSWER: **yes**" if "criterion: a" in str(body).lower() else "?")
+    server = Server(lambda body: "No, no.\nANSWER: **yes**" if "criterion: a" in str(body).lower() else "?")
     assert play(server, lambda c: rubric(bare, "x", **{**listed, "models": {"big": c}}), model="m") == 0.5
     fault = Task(task_id="t", prompt="p", info={"rubric": {"good": 2, "rude": -1}})
     assert play(Server("ANSWER: yes"), lambda c: rubric(fault, "x", models={"big": c}, model="big"), model="m") == 0.5

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from leeway.envs import build_environment
-from leeway.envs.calculator import calculate, numbers_in
+from leeway.envs.calculator import calculate
 from leeway.envs.corpus import Corpus
 from leeway.envs.frozen_lake import _has_a_way, make_lake
 from leeway.envs.rewards import REWARDS
@@ -210,10 +210,6 @@ def test_calculator_refuses_quickly(expression):
     with pytest.raises(ValueError):
         calculate(expression)
     assert time.monotonic() - started < 0.5
-
-
-def test_numbers_in():
-    assert sorted(numbers_in("(3 + 4) * 3")) == [3, 3, 4]
 
 
 def test_search_ranks_rare_words_and_names_wrong_files(tmp_path):
