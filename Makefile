@@ -44,14 +44,21 @@ quickstart: $(STAMP)  ## train a tiny model on two-digit arithmetic, on CPU, in 
 # A run starts six processes: where no compiled files are kept, each of them compiles all of ours again.
 test test-long test-unit test-gpu: export PYTHONDONTWRITEBYTECODE =
 
-test: $(STAMP)  ## every test this machine can run, but for the comparisons that take minutes
-	@$(BIN)/python -m pytest tests $(ARGS)
+# Quick tests share the cores; slow ones start processes of their own, and real runs need the whole machine.
+QUICK := tests/unit tests/security tests/test_architecture.py -m "not slow" --numprocesses=logical --maxprocesses=4 --dist=worksteal
+SLOW  := tests -m "slow or integration"
+# 5: nothing was selected, as when ARGS asks for tests of the other tier alone.
+PYTEST = $(BIN)/python -m pytest $(1) $(ARGS) || [ $$? -eq 5 ]
 
-test-long: $(STAMP)  ## the same, and those comparisons
-	@LEEWAY_LONG_TESTS=1 $(BIN)/python -m pytest tests $(ARGS)
+test: $(STAMP)  ## every test this machine can run, but for the comparisons that take minutes
+	@$(call PYTEST,$(QUICK))
+	@$(call PYTEST,$(SLOW))
+
+test-long: export LEEWAY_LONG_TESTS = 1
+test-long: test  ## the same, and those comparisons
 
 test-unit: $(STAMP)  ## tests without Ray, vLLM and other processes: under a minute
-	@$(BIN)/python -m pytest tests/unit tests/security tests/test_architecture.py -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest $(QUICK) $(ARGS)
 
 test-gpu: $(STAMP)  ## tests that need a CUDA device; they skip themselves where there is none
 	@$(BIN)/python -m pytest tests -m gpu $(ARGS)

@@ -246,8 +246,13 @@ class AsyncRL:
             of_take |= await self._begin_take(take)
             for i, batches in enumerate(take.batches):
                 publish = (self._version + 1) % n == 0 or self._version + 1 == self._total_steps
+                first = i == 0
                 self._under_way = driver.StepReport(
-                    self._version + 1, of_take if i == 0 else {}, take.metrics, take.rollouts if i == 0 else None
+                    self._version + 1,
+                    of_take if first else {},
+                    take.metrics,
+                    take.rollouts if first else None,
+                    take.suspects if first else (),
                 )
                 metrics = await self._step(batches, publish) | self._under_way.metrics
                 if publish:

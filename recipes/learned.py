@@ -7,6 +7,7 @@ would report it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ CLEAR_AFTER_STEPS = 5
 """Fewer steps are not enough evidence: one batch of hard tasks proves nothing."""
 CUT_OFF_FRAC = 0.5
 FALL_STEPS, FALL_FRAC, FALL_ERRORS = 12, 0.1, 3.0
+_NO_SIGNS = ("reward_hacking/full", "reward_hacking/suspects", "reward_hacking/suspect_frac")
 _LOOK = "read the answers in rollouts/"
 
 
@@ -92,7 +94,7 @@ class LearningWatch:
     def _checks(self) -> Sequence[Callable[[], str | None]]:
         if self._offline:
             return (self._no_rate, self._loss_stands_still, self._empty_gradient)
-        return (self._no_rate, self._equal_rewards, self._cut_off, self._empty_gradient)
+        return (self._no_rate, self._equal_rewards, self._cut_off, self._empty_gradient, self._suspects)
 
     def _no_rate(self) -> str | None:
         if any(s.get("train/lr") != 0 for s in self._steps):
@@ -137,6 +139,22 @@ class LearningWatch:
             return None  # equal rewards already give a warning
         limit = self._config.rollout.max_response_tokens
         return f"{share:.0%} of the answers were cut off; raise rollout.max_response_tokens (now {limit})"
+
+    def _suspects(self) -> str | None:
+        """Full scores that look as if they had been paid without a solution."""
+        full = sum(b.get("reward_hacking/full", 0.0) for b in self._batches)
+        suspects = sum(b.get("reward_hacking/suspects", 0.0) for b in self._batches)
+        share = suspects / full if full else 0.0
+        if share <= self._config.monitor.suspects_warn_frac:
+            return None
+        counts: Counter[str] = Counter()
+        for batch in self._batches:
+            counts.update({name: value for name, value in batch.items() if name.startswith("reward_hacking/")})
+        most = next(name for name, _ in counts.most_common() if name not in _NO_SIGNS)
+        return (
+            f"{share:.1%} of the {full:.0f} full scores look as if they were paid without a solution (mostly "
+            f"{most.partition('/')[2]}); read suspects.jsonl, and mend env.reward if they were"
+        )
 
     def _empty_gradient(self) -> str | None:
         """The case that there were advantages, but none of them reached the weights."""

@@ -30,13 +30,15 @@ REPORTS_AHEAD = 32
 class StepReport:
     """Something to log at a step. `take`: metrics of the take, if this is one of its optimizer steps.
 
-    `rollouts`: the readable ones, at the take's first step. Nothing here keeps a batch alive in the object store.
+    `rollouts`: the readable ones, at the take's first step; `suspects`: the answers to list there. Nothing here keeps
+    a batch alive in the object store.
     """
 
     step: int
     metrics: dict[str, float]
     take: dict[str, float] | None = None
     rollouts: list[dict] | None = None
+    suspects: Sequence[dict] = ()
 
 
 class StepClock:
@@ -140,6 +142,7 @@ class Reporter:
             if report.rollouts is not None:  # a take's metrics are logged once
                 metrics |= take
                 self._monitor.rollouts(report.step, report.rollouts)
+                self._monitor.suspects(report.step, report.suspects)
             self._monitor.log(report.step, metrics, role="trainer")
             for warning in self._learning.step(metrics):
                 self._warn(warning)

@@ -11,12 +11,17 @@ from pathlib import Path
 import hypothesis.internal.observability
 import hypothesis.strategies._internal.random  # noqa: F401
 import pytest
+from hypothesis import settings
 
-from .tiers import LONG
+from .tiers import LONG, sample
 
 # A Ray call outside of a run would start a cluster of its own inside pytest, and end pytest when that cluster goes.
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
+
+# For properties that do not say how many examples they need.
+settings.register_profile("leeway", max_examples=sample(40, 100))
+settings.load_profile("leeway")
 
 # Imports make millions of objects that all stay: searching them for garbage is a third of the time that they take.
 gc.disable()
@@ -33,8 +38,11 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]  # the import system's own sign for "not there"
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m takes items away
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if INTEGRATION in item.path.parents:
+            item.add_marker("integration")
         if not LONG and (mark := item.get_closest_marker("long")):
             item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]}: make test-long"))
 

@@ -22,6 +22,14 @@ class MonitorConfig(Section):
     rollouts_per_step: NonNegativeInt = Field(
         default=16, description="trajectories written to rollouts/ per step; 0: none"
     )
+    suspects: bool = Field(
+        default=True,
+        description="count answers that scored full and look as if they were paid without a solution, and list them in "
+        "suspects.jsonl",
+    )
+    suspects_warn_frac: float = Field(
+        default=0.05, ge=0.0, le=1.0, description="share of such answers among full scores above which the run warns"
+    )
 
 
 class ClusterConfig(Section):

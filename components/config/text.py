@@ -6,6 +6,8 @@ process. So both are counted before anything is built.
 
 from __future__ import annotations
 
+from copy import deepcopy
+from functools import lru_cache
 from typing import Any
 
 import yaml
@@ -29,14 +31,19 @@ def parse_yaml(text: str) -> Any:
     if len(text) > MAX_BYTES:
         raise TextError(f"longer than {MAX_BYTES >> 20} MiB")
     try:
-        _measure(text)
-        return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+        return deepcopy(_parse(text))
     except TextError:
         raise
     except AssertionError:
         raise TextError("one value where a mapping or a list is expected") from None
     except Exception as error:  # from yaml or OmegaConf, or a number or date that Python refuses: the text is at fault
         raise TextError(" ".join(str(error).split())[:300] or type(error).__name__) from None
+
+
+@lru_cache(maxsize=100)  # a command reads the same file and overrides several times, at 10 ms each
+def _parse(text: str) -> Any:
+    _measure(text)
+    return OmegaConf.to_container(OmegaConf.create(text), resolve=False)
 
 
 def _measure(text: str) -> None:

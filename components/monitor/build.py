@@ -68,7 +68,13 @@ def build_monitor(
         sinks.append(
             ConsoleSink(mode=monitor_config.console, total_steps=total_steps, title=title, step=resumed_at or 0)
         )
-    return Monitor(run_dir, config=config_dict, sinks=sinks, rollouts_per_step=monitor_config.rollouts_per_step)
+    return Monitor(
+        run_dir,
+        config=config_dict,
+        sinks=sinks,
+        rollouts_per_step=monitor_config.rollouts_per_step,
+        resumed_at=resumed_at,
+    )
 
 
 def check_sinks(monitor_config: MonitorSettings) -> None:

@@ -15,6 +15,7 @@ from .sink import MonitorError, Record, Sink
 
 PLAIN_EVERY_S = 5.0
 BALANCED_BELOW_FRAC = 0.05
+SUSPECT = "reward_hacking/suspect_frac"
 
 
 class ConsoleSink(Sink):
@@ -118,6 +119,7 @@ def describe(latest: dict[str, float]) -> str:
 
     parts = [
         *show("reward {:.3f}", "train/reward/mean"),
+        *(show("{:.0%} of full scores suspect", SUSPECT) if latest.get(SUSPECT, 0.0) >= 0.005 else []),
         *show("loss {:.4f}", "train/loss/sft"),
         *show("loss {:.4f}, margin {:.3f}", "train/loss/dpo", "train/preference/margin"),
         *show("lag {:.1f} (max {:.0f})", "train/policy_lag/mean", "train/policy_lag/max"),

@@ -34,7 +34,7 @@ class JsonlSink(Sink):
     def __init__(self, path: Path, *, resumed_at: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size > 0:
-            _set_aside(path, resumed_at)
+            set_aside(path, resumed_at)
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, record: Record) -> None:
@@ -111,7 +111,7 @@ def write_text_atomically(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _set_aside(path: Path, resumed_at: int | None) -> None:
+def set_aside(path: Path, resumed_at: int | None) -> None:
     """Move the rows beyond `resumed_at` (None: all) to a separate file; drop a last line truncated by a kill."""
     if resumed_at is None:
         path.rename(_free_name(path))

@@ -12,6 +12,7 @@ from typing import Any
 
 from .jsonl import as_line, write_text_atomically
 from .sink import Record, Sink
+from .suspects import SuspectList
 
 _RESERVED = frozenset({"step", "time", "role", "nonfinite"})
 _logger = logging.getLogger("leeway.monitor")
@@ -27,9 +28,18 @@ class Monitor:
     """
 
     def __init__(
-        self, run_dir: Path, *, config: dict[str, Any], sinks: Sequence[Sink], rollouts_per_step: int | None = None
+        self,
+        run_dir: Path,
+        *,
+        config: dict[str, Any],
+        sinks: Sequence[Sink],
+        rollouts_per_step: int | None = None,
+        resumed_at: int | None = None,
     ) -> None:
-        """`rollouts_per_step`: at most this many rows of a step are written, spread evenly; None writes all, 0 none."""
+        """`rollouts_per_step`: at most this many rows of a step are written, spread evenly; None writes all, 0 none.
+
+        `resumed_at`: as for `JsonlSink`.
+        """
         if rollouts_per_step is not None and rollouts_per_step < 0:
             raise ValueError(f"rollouts_per_step: got {rollouts_per_step}, expected 0 or more (0 writes none)")
         self.run_dir = Path(run_dir)
@@ -37,6 +47,7 @@ class Monitor:
         self.failed_sinks: dict[str, str] = {}
         self._sinks = list(sinks)
         self._rollouts_per_step = rollouts_per_step
+        self._suspects = SuspectList(self.run_dir / "suspects.jsonl", resumed_at=resumed_at)
         self._closed = False
 
     def log(self, step: int, metrics: Mapping[str, float], role: str = "trainer") -> None:
@@ -58,6 +69,10 @@ class Monitor:
             return
         text = "".join(as_line(row) + "\n" for row in chosen)
         write_text_atomically(self.run_dir / "rollouts" / f"step-{step:06d}.jsonl", text)
+
+    def suspects(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+        """Append to suspects.jsonl, see `SuspectList`."""
+        self._suspects.add(step, rows)
 
     def close(self, status: str) -> None:
         """Close every sink, also when one of them fails; `status` "done" means success. Later calls do nothing."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from .position import Position
 from .reuse import ReusePool, priority_of
 from .saved_groups import groups_as_text, groups_from_text
 from .stream import TaskStream
+from .suspects import SuspectWatch
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +40,17 @@ POLL_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class TakeRefs:
-    """A take as the driver sees it: `batches[i][rank]` are references into the object store."""
+    """A take as the driver sees it: `batches[i][rank]` are references into the object store.
+
+    `suspects`: answers to list, see `SuspectWatch`, of the groups that were delivered since the take before.
+    """
 
     index: int
     group_ids: list[int]
     batches: list[list[Any]]
     metrics: dict[str, float]
     rollouts: list[dict]
+    suspects: list[dict] = field(default_factory=list)
 
 
 class ReplayBufferActor(Watched):
@@ -89,6 +94,7 @@ class ReplayBufferActor(Watched):
             draws=position,
             start=stream,
         )
+        self._suspects = SuspectWatch(solved=config.eval.solved) if config.monitor.suspects else None
         self._pipeline = Pipeline(config.replay.operators)
         replay = config.replay
         priority = priority_of(replay.priority) if replay.sampling == "priority" else None
@@ -120,9 +126,14 @@ class ReplayBufferActor(Watched):
             reuse=self._reuse,
             priority=priority,
             # Before operators: the groups that these leave out are the most informative about how hard a task is.
-            delivered=lambda group: self._taskset.record(group.task_id, pass_rate(group)),
+            delivered=self._delivered,
             num_collectors=config.rollout.num_generators,
         )
+
+    def _delivered(self, task: Task, group: Group) -> None:
+        self._taskset.record(group.task_id, pass_rate(group))
+        if self._suspects is not None:
+            self._suspects.delivered(task, group)
 
     def _experts(self, *, skip_steps: int) -> Callable[[], list[Trajectory]] | None:
         path, config = self._config.algorithm.expert_path, self._config
@@ -205,12 +216,14 @@ class ReplayBufferActor(Watched):
 
     def _assembled(self, served: ServedTake) -> TakeRefs:
         take = self._assembler(served.index, served.groups, served.reused)
+        suspicion, suspects = self._suspects.inspect() if self._suspects is not None else ({}, [])
         return TakeRefs(
             index=take.index,
             group_ids=take.group_ids,
             batches=[[ray.put(batch) for batch in step] for step in take.batches],
-            metrics=take.metrics,
+            metrics=take.metrics | suspicion,
             rollouts=take.rollouts,
+            suspects=suspects,
         )
 
     @as_text

@@ -91,7 +91,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     then draws again. `start`: where an earlier run left off; `tasks` continues from there. `num_takes` ends the run
     after this many takes (None: when the tasks end). `reuse`: takes also hold groups that were used before.
     `priority`: among the groups that it may choose, the window prefers the best.
-    `delivered` is called for every delivered group, before operators, and never for one that was issued again.
+    `delivered` is called with every delivered group and its task, before operators, and never for one that was issued
+    again.
     `num_collectors`: the first slots are handed out once this many have asked, or after `GATHER_S`.
 
     A deadline (`timeout_s`) limits a wait without progress: it restarts with every group that is admitted, delivered,
@@ -110,7 +111,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         start: Position | None = None,
         reuse: ReusePool | None = None,
         priority: Priority | None = None,
-        delivered: Callable[[Group], None] | None = None,
+        delivered: Callable[[Task, Group], None] | None = None,
         num_collectors: int = 1,
     ) -> None:
         start = start or Position()
@@ -196,7 +197,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         current = [group for group in groups if not self._superseded(group.group_id, group.attempt)]
         if self._delivered is not None:
             for group in current:
-                self._delivered(group)
+                if (held := self._in_flight.get(group.group_id)) is not None:  # else the ledger refuses it below
+                    self._delivered(held.admission.task, group)
         for group, result in [(group, self._operated(group)) for group in current]:
             self.lengths.generated(group)
             if isinstance(result, str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -9,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import typer
 
 from leeway.cli.main import main
 
+from .loaded_models import remember_loads
 from .other_ranks import OtherRanks
 
 
@@ -20,6 +23,21 @@ def one_thread() -> None:
     """The tensors of a unit test are so small that handing a share to a second thread costs more than the share."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def models_loaded_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        remember_loads(monkeypatch)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def command_line_built_once() -> Iterator[None]:
+    """Typer builds it anew at each call, as if a process gave more than one command."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -96,8 +96,8 @@ def test_last_take_last_use_and_floor(settings, rank, last_take, last_use, floor
 def test_num_admissible_counts_the_ranks_that_may_be_admitted():
     for settings in ALL_SETTINGS:
         r = rule(*settings)
-        for published in range(-1, 8):
-            brute_force = sum(r.may_admit(rank, published=published) for rank in range(200))
+        for published in (-1, 0, 1, 2, 7):
+            brute_force = sum(r.may_admit(rank, published=published) for rank in range(120))
             assert r.num_admissible(published=published) == brute_force, (settings, published)
 
 

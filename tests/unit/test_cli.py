@@ -17,6 +17,7 @@ SRC = Path(__file__).resolve().parents[2] / "src"
 HEAVY = ("torch", "ray", "vllm", "transformers", "torchrl", "tensordict", "matplotlib", "wandb", "tensorboard")
 
 
+@pytest.mark.slow
 def test_light_commands_load_nothing_heavy(tmp_path: Path) -> None:
     """One after the other in one process: what one loads is still there after the next.
 

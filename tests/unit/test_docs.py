@@ -19,7 +19,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 KEY = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`")
 ASSIGNMENT = re.compile(r"(?<![\w./])((?:stages\.\w+\.)?[a-z_]+\.[a-z_.]+)=[^=\s]")
-METRIC = re.compile(r'"((?:train|collector|param_server|replay|step|limit)/[a-z_/]*[a-z])"')
+METRIC = re.compile(r'"((?:train|collector|param_server|replay|step|limit|reward_hacking)/[a-z_/]*[a-z])"')
 HEADING = re.compile(r"### P = (\d+), u = (\d+), n = (\d+), W = (\d+), T = (\d+), L = (\d+)\n(.*?)(?=\n##)", re.DOTALL)
 
 

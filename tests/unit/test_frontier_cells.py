@@ -133,7 +133,7 @@ def test_of_several_such_stages_it_is_the_last_and_the_earlier_ones_train(tmp_pa
 
 
 def test_validate_speaks_of_the_study(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["validate", "quickstart", "--recipe", "frontier", TWO_UPDATES]
+    command = ["validate", "quickstart", "--recipe", "frontier", TWO_UPDATES, "task.size=500"]
     app(command, standalone_mode=False)
     assert "frontier" in capsys.readouterr().out
     with pytest.raises(ConfigError, match=r"^frontier.max_policy_lags: got 0"):
