@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from leeway.config import ConfigError, find_recipe, resolve_stages, run_yaml
+from leeway.config import ConfigError, bundled_recipe_path, find_recipe, resolve_stages, run_yaml
 from leeway.config.load import read_tree
 from leeway.integrity import sealed
 from leeway.recipes import runner
@@ -317,3 +317,21 @@ def test_a_run_with_a_warning_is_done_nevertheless(tmp_path: Path, monkeypatch: 
     assert lines[-2] == "leeway: warning: async_rl: the reward fell"
     assert lines[-1].startswith("leeway: done in ")
     assert lines[-1].endswith(" in 2 parts: " + str(tmp_path / "runs/p/r/summary.json"))
+
+
+def test_a_run_of_a_copied_recipe_resumes_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    Path("copied_and_resumed.py").write_text(bundled_recipe_path("async_rl").read_text())
+    folder = a_run(tmp_path)
+    stages = resolve_stages(read_tree(folder / "config.yaml"), "./copied_and_resumed.py")
+    (folder / "config.yaml").write_text(run_yaml(stages))
+    RunRecord(folder, recipes=[s.recipe for s in stages], argv=["leeway"], goes_on=False).close("interrupted")
+    has_finished(folder, "sft", 4)
+    has_checkpoint(folder, "async_rl", 2)
+    monkeypatch.chdir("/")
+    planned = plan_resume(folder, [])
+    assert planned.stages[-1].recipe.file == tmp_path / "copied_and_resumed.py"
+    assert planned.stages[-1].recipe.is_same(stages[-1].recipe)
+    assert "resumes from step 2" in planned.notes[0]
+    sys.modules.pop("copied_and_resumed", None)
