@@ -189,6 +189,13 @@ def files_of(module: str) -> list[Path]:
     ]
 
 
+def test_the_parameter_server_loads_no_torch() -> None:
+    """Buckets pass it by as references: it would only start later, and be larger."""
+    loaded = loaded_with(COMPONENTS / "param_server/actor.py", set())
+    assert "ray" in loaded, "the way into the actor was not found"
+    assert not {module for module in loaded if module.split(".")[0] in ("torch", "tensordict", "numpy")}
+
+
 def test_the_driver_of_a_run_loads_neither_vllm_nor_what_loads_it() -> None:
     """torchrl's collectors import vLLM: seconds before anything starts, for classes that only actors make."""
     named = (module for _, module, _ in imports(COMPONENTS / "driver/__init__.py") if module.startswith("leeway."))
