@@ -226,3 +226,19 @@ def test_resolve():
             resolve_reward(name)
         assert "env.reward" in str(caught.value)
         assert "\n" not in str(caught.value)
+
+
+def test_rows_are_generated_once_in_a_process_and_each_caller_has_its_own_list(monkeypatch) -> None:
+    from leeway.tasks import reasoning_gym_tasks
+
+    real, made = reasoning_gym_tasks._generate, []
+    monkeypatch.setattr(reasoning_gym_tasks, "_generate", lambda *a, **o: made.append(o) or real(*a, **o))
+    monkeypatch.setattr(reasoning_gym_tasks, "_kept", {})
+    for options in ({"min_terms": 2}, {"min_terms": 2}, {"min_terms": 3}):
+        rows = generate_rows("chain_sum", options=options, size=3, seed=1)
+        assert len(rows) == 3
+        rows.clear()
+    assert [o["options"] for o in made] == [{"min_terms": 2}, {"min_terms": 3}]
+    for seed in range(9):
+        generate_rows("chain_sum", options={}, size=1, seed=seed)
+    assert len(reasoning_gym_tasks._kept) == reasoning_gym_tasks.MOST_KEPT
