@@ -67,7 +67,19 @@ def read_model_config(key: str, path: str) -> dict[str, Any] | None:
         raise ValueError(f"{key}: {file} cannot be read as JSON ({' '.join(str(error).split())[:120]})") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ValueError(f"{key}: {file} names no model_type; expected the config.json of a Hugging Face model")
+    if config.get("auto_map"):
+        _check_known(key, file, config["model_type"])
     return config
+
+
+def _check_known(key: str, file: Path, model_type: str) -> None:
+    """Raise ValueError for a model that only code from its own folder can load."""
+    known: Any = importlib.import_module("transformers.models.auto.configuration_auto")
+    if model_type not in known.CONFIG_MAPPING_NAMES:
+        raise ValueError(
+            f"{key}: {file} names code of its own (auto_map, model_type {model_type[:60]!r}), which Leeway never runs "
+            "(trust_remote_code); expected a model that transformers knows; choose another one"
+        )
 
 
 def check_weights(key: str, path: str) -> None:

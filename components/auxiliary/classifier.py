@@ -16,8 +16,10 @@ class Classifier:
     def __init__(self, model_path: str, *, device: str, dtype: str) -> None:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
-        model: Any = AutoModelForSequenceClassification.from_pretrained(model_path, dtype=getattr(torch, dtype))
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path, trust_remote_code=False)
+        model: Any = AutoModelForSequenceClassification.from_pretrained(
+            model_path, dtype=getattr(torch, dtype), trust_remote_code=False
+        )
         if model.config.pad_token_id is None:  # what is last in a row of a batch is found by it
             model.config.pad_token_id = self._tokenizer.pad_token_id
         self._model = model.to(device).eval()

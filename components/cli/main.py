@@ -26,6 +26,7 @@ from ..config import (
     plan_run,
     this_machine,
 )
+from ..config.user_code import code_that_runs
 from ..failures import printable
 from .complete import complete_bundled, complete_config, complete_key, complete_recipe
 from .env import app as env_app
@@ -106,6 +107,8 @@ def run(
     stages = plan_run(config, recipe, overrides or [])
     for note in stages[-1].notes:
         print(f"leeway: {note}", flush=True)
+    for line in code_that_runs(stages):
+        print(f"leeway: code: {line}", flush=True)
     runner = importlib.import_module("leeway.recipes.runner")
     raise typer.Exit(runner.run_stages(stages, stages[0].config.run_dir, config, sys.argv))
 
@@ -128,6 +131,8 @@ def resume(
     planned = importlib.import_module("leeway.recipes.resume").plan_resume(run.expanduser(), overrides or [])
     for note in planned.notes:
         print(f"leeway: {note}", flush=True)
+    for line in code_that_runs(planned.stages):
+        print(f"leeway: code: {line}", flush=True)
     runner = importlib.import_module("leeway.recipes.runner")
     raise typer.Exit(runner.run_stages(planned.stages, planned.stages[0].config.run_dir, str(run), sys.argv))
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config, Hardware, Stage, bundled_configs, bundled_recipes, derive, run_yaml
+from ..config.user_code import code_that_runs
 
 
 def bundled_table() -> str:
@@ -43,6 +44,9 @@ def describe(
         lines.append(f"  can run it: {command}")
         lines += ["  (data, models and your own code were not checked)"] if quick else []
     lines += [f"note: {note}" for note in stages[-1].notes]
+    code = code_that_runs(stages)
+    if code:
+        lines += ["code that will run besides Leeway's own:", *(f"  {line}" for line in code)]
     for stage, estimate in zip(stages, estimates, strict=True):
         lines += ["", f"{stage.name} (recipe {stage.recipe.name})", _table([*_rows(stage), *estimate])]
     lines += ["", run_yaml(stages)] if yaml else ["", "add --yaml to print every setting"]

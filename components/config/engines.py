@@ -53,6 +53,7 @@ OWNED_BY_LEEWAY = {
     "logprobs_mode": "leave it out: behaviour logprobs always come from the sampled distribution",
     "scheduling_policy": "leave it out: a canary must overtake waiting requests",
     "weight_transfer_config": "leave it out: Leeway moves the weights itself (section param_server)",
+    "trust_remote_code": "leave it out: code from a model's folder is never run",
     "worker_extension_cls": "leave it out: Leeway's own worker loads the weights",
 }
 """Arguments of vLLM that Leeway sets itself, and what to do instead."""

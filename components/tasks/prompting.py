@@ -51,7 +51,7 @@ class Prompter:
         except OSError:  # a model without generation_config.json
             eos = None
         stops = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-        return cls(AutoTokenizer.from_pretrained(str(model_path)), extra_stop_token_ids=stops)
+        return cls(AutoTokenizer.from_pretrained(str(model_path), trust_remote_code=False), extra_stop_token_ids=stops)
 
     def encode(self, prompt: str | Sequence[Message]) -> list[int]:
         """Token ids [T] of a prompt, ready for the assistant to continue. Text counts as one user message."""

@@ -14,10 +14,10 @@ def check_same_tokens(key: str, path: str, policy_path: str) -> None:
     from transformers import AutoTokenizer
 
     try:
-        other = AutoTokenizer.from_pretrained(path)
+        other = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError):
         return
-    different = contradictions(AutoTokenizer.from_pretrained(policy_path), other)
+    different = contradictions(AutoTokenizer.from_pretrained(policy_path, trust_remote_code=False), other)
     if different:
         token_id, own, others = different[0]
         raise ValueError(

@@ -63,6 +63,29 @@ def both_say(leeway: Callable[..., Done], folder: Path, *overrides: str) -> str:
     return line
 
 
+def test_validate_says_what_code_will_run_without_importing_it(folder: Path, leeway: Callable[..., Done]) -> None:
+    (folder / "mine_too.py").write_text("raise SystemExit(3)\ndef pays(task, text): ...\n")
+    done = leeway(
+        "validate", "mine.yaml", "--quick", "env.reward=mine_too:pays", "task.mix={}", "eval.tasksets="
+        "{rows: {name: sql, path: rows.sqlite, query: select 1}}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"  env.reward: mine_too:pays ({folder / 'mine_too.py'}) runs with your rights" in done.stdout
+    assert "  eval.tasksets.rows.query: a SELECT that reads rows.sqlite: select 1" in done.stdout
+    assert "  model.path: the chat template of ./model, under limits; no other code" in done.stdout
+
+
+def test_a_model_that_needs_code_of_its_own_is_refused(folder: Path, leeway: Callable[..., Done]) -> None:
+    own = {**MODEL, "model_type": "mine", "auto_map": {"AutoConfig": "configuration_mine.MineConfig"}}
+    (folder / "model/config.json").write_text(json.dumps(own))
+    (folder / "model/configuration_mine.py").write_text("open('the-attack-was-here', 'w')\n")
+    assert "which Leeway never runs (trust_remote_code)" in both_say(leeway, folder)
+    (folder / "model/config.json").write_text(json.dumps({**own, "model_type": "llama"}))
+    assert leeway("validate", "mine.yaml").returncode == 0
+    assert not (folder / "the-attack-was-here").exists()
+    assert "is never run" in leeway("validate", "mine.yaml", "rollout.engine={trust_remote_code: true}").stderr
+
+
 def test_a_config_that_is_right_has_what_it_takes(folder: Path, leeway: Callable[..., Done]) -> None:
     done = leeway("validate", "mine.yaml")
     assert done.returncode == 0, done.stderr
