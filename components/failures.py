@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable
 from enum import IntEnum
 from typing import Any, ParamSpec, TypeVar
 
+from .redaction import redacted
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -18,7 +20,9 @@ def printable(text: str) -> str:
     """The same text for a terminal or a log: what has no shape, but line ends and tabs, is written as an escape.
 
     Texts of data and models reach error messages; there, an escape sequence would set titles, hide lines, or worse.
+    Secrets that this process knows are left out.
     """
+    text = redacted(text)
     if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
@@ -39,8 +43,8 @@ class Kind(IntEnum):
 class PartFailed(RuntimeError):
     """A part of the run failed. `part` names it, `cause` is one line, `details` is its own traceback.
 
-    It is text only: unpickling vLLM's or torch's exceptions in the driver would import those libraries, which takes
-    seconds.
+    It is text only, without the secrets that this process knows: unpickling vLLM's or torch's exceptions in the driver
+    would import those libraries, which takes seconds.
     """
 
     exit_code = 1

@@ -95,7 +95,7 @@ class AsyncRL:
         self._monitor = build_monitor(
             context.dir,
             self._config.monitor,
-            self._config.model_dump(mode="json"),
+            self._config.written(),
             self._total_steps,
             f"{self._config.name} / {context.name}",
             resumed_at=self._first_step if self._resumed is not None else None,

@@ -16,7 +16,6 @@ later (exported weights at the end of a run) are also moved in by a rename, so a
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import secrets
 import shutil
@@ -299,7 +298,11 @@ def check_same_tasks(folder: Path, taskset: TaskSet | MixedTaskSet | QueueTaskSe
 
 
 def learned_settings(config: Config) -> dict[str, Any]:
-    """Every setting that affects what is learned, by its dotted key, as JSON data."""
+    """Every setting that affects what is learned, by its dotted key, as JSON data.
+
+    What comes from the environment is its reference: a secret may change between two parts of a run. Of our own
+    settings (paths, names) a mark of the value is added, because another value is another run.
+    """
     flat: dict[str, Any] = {}
 
     def walk(tree: dict[str, Any], prefix: str) -> None:
@@ -310,5 +313,5 @@ def learned_settings(config: Config) -> dict[str, Any]:
             elif key not in FREE_KEYS:
                 flat[key] = value
 
-    walk(json.loads(config.model_dump_json(exclude=FREE)), "")
-    return flat
+    walk({name: value for name, value in config.written().items() if name not in FREE}, "")
+    return flat | {key: text for key, text in config.fingerprints().items() if key in flat}

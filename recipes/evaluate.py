@@ -25,9 +25,7 @@ async def run(context: driver.StageContext) -> driver.StageResult:
     assert config.model.path is not None
     folder = config.eval.checkpoints
     models = {0: Path(config.model.path)} if folder is None else driver.saved_models(folder)
-    monitor = build_monitor(
-        context.dir, config.monitor, config.model_dump(mode="json"), 1, f"{config.name} / {context.name}"
-    )
+    monitor = build_monitor(context.dir, config.monitor, config.written(), 1, f"{config.name} / {context.name}")
     status = "failed"
     started = time.monotonic()
     measured: dict[int, dict[str, Any]] = {}

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from leeway.config import Stage, run_yaml
+from leeway.config.secrets import shown_argument
 from leeway.failures import InputRefused, PartFailed, Refused, printable
 from leeway.monitor import weights_sha256, write_summary
 from leeway.monitor.logs import others_to_file
@@ -30,6 +31,7 @@ from leeway.recipes.checks import examine
 from leeway.recipes.context import StageContext, StageResult, finished_stage, mark_finished, say
 from leeway.recipes.models import check_weights
 from leeway.recipes.run_record import LOCK, BadRecord, RunIsRunning, RunRecord, locked
+from leeway.redaction import redacted
 from leeway.runtime.footprint import Footprint
 from leeway.runtime.guardian import Guardian
 from leeway.runtime.watch import Outcome, RunWatch
@@ -55,6 +57,7 @@ def run_stages(
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             held.enter_context(locked(run_dir))
+            argv = [redacted(shown_argument(argument)) for argument in argv]
             (run_dir / "config.yaml").write_text(f"# {' '.join(argv[1:])}\n{run_yaml(stages)}")
             goes_on = stages[0].config.checkpoint.resume == "auto"
             record = RunRecord(run_dir, recipes=[stage.recipe for stage in stages], argv=argv, goes_on=goes_on)

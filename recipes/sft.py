@@ -72,7 +72,7 @@ async def train_offline(
     monitor = build_monitor(
         context.dir,
         config.monitor,
-        config.model_dump(mode="json"),
+        config.written(),
         total_steps,
         f"{config.name} / {context.name}",
         resumed_at=first if resumed is not None else None,

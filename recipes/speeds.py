@@ -73,7 +73,7 @@ def saved_speeds(config: Config, stage_dir: Path) -> Speeds | None:
 
 def _conditions(config: Config) -> dict[str, Any]:
     """Everything that affects speed and may differ between the parts of a run."""
-    dump = config.model_dump(mode="json", include={"rollout", "train", "cluster"})
+    dump = {name: own for name, own in config.written().items() if name in ("rollout", "train", "cluster")}
     for how_long in ("steps", "epochs"):
         del dump["train"][how_long]
     return dump | {"host": platform.node()}

@@ -397,7 +397,7 @@ def main(argv: list[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     except Exception as error:
-        traceback.print_exc()
+        print(printable(traceback.format_exc()), end="", file=sys.stderr)
         print(f"leeway: failed: {type(error).__name__}: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         sys.exit(1)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config, Hardware, Stage, bundled_configs, bundled_recipes, derive, run_yaml
+from ..config.secrets import shown_argument
 from ..config.user_code import code_that_runs
 
 
@@ -40,7 +41,8 @@ def describe(
     lines = [f"{name_or_file}: ok", f"this machine: {machine}"]
     lines += [f"  lacks: {problem}" for problem in missing]
     if not missing:
-        command = shlex.join(["leeway", "run", stages[-1].recipe.name, "--config", name_or_file, *overrides])
+        shown = map(shown_argument, overrides)
+        command = shlex.join(["leeway", "run", stages[-1].recipe.name, "--config", name_or_file, *shown])
         lines.append(f"  can run it: {command}")
         lines += ["  (data, models and your own code were not checked)"] if quick else []
     lines += [f"note: {note}" for note in stages[-1].notes]

@@ -157,5 +157,6 @@ class EnvConfig(Section):
         description="other models that environments and rewards may call, by name (docs/environments)",
     )
     variables: dict[str, str] = Field(
-        default_factory=dict, description="environment variables of the processes that run environments"
+        default_factory=dict,
+        description="environment variables of the processes that run environments; secrets as ${oc.env:NAME}",
     )

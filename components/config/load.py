@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from ..redaction import hide
 from .errors import ConfigError, words
 from .keys import check_known, default_of
 from .names import nearest
@@ -22,6 +23,7 @@ from .recipe import Named, Recipe
 from .rules import check_rules
 from .run_weights import newest_weights
 from .schema import Config
+from .secrets import references_in, secret_values
 from .text import MAX_BYTES, TextError, parse_yaml
 
 # pydantic's phrases, as they read after "expected".
@@ -108,9 +110,11 @@ def build_config(tree: Tree, *, recipe: Recipe, stage: str = "", stage_tree: Tre
     def named(key: str) -> str:
         return f"{prefix}{key}" if stage_tree is not None and _sets(stage_tree, key) else key
 
+    references = references_in(tree, resolved)
+    hide(secret_values(resolved, references))
     _take_newest_weights(resolved, named)
     try:
-        config = Config.model_validate(resolved)
+        config = Config.model_validate(resolved).from_environment(references)
     except ValidationError as error:
         raise _first_error(error, named) from None
     _check_rules(config, recipe, named)
@@ -142,8 +146,8 @@ def _take_newest_weights(tree: Any, named: Any) -> None:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved settings, every default written out, as YAML that loads again."""
-    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+    """The settings, every default written out and secrets as references, as YAML that loads again."""
+    return OmegaConf.to_yaml(OmegaConf.create(config.written(loads_again=True)))
 
 
 def _leaves(node: Any) -> Iterator[Any]:

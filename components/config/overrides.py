@@ -8,8 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, words
 from .keys import all_keys, is_free_form, takes_text, unknown_key
+from .secrets import is_typed_secret, shown_argument, variable_of
 from .text import TextError, parse_yaml
 
 Tree = dict[str, Any]
@@ -87,9 +88,17 @@ def _parse(text: str) -> Override:
     schema_key = _schema_key(key)
     if schema_key is None and not key.startswith("stages."):  # those are checked with their stage
         raise unknown_key(key, value=raw)
-    if schema_key is not None and takes_text(schema_key):
-        return Override(text=text, key=key, value=_text(key, raw))
-    return Override(text=text, key=key, value=_yaml(key, raw))
+    is_text = schema_key is not None and takes_text(schema_key)
+    value = _text(key, raw) if is_text else _yaml(key, raw)
+    for name, leaf in leaves(value, key):
+        if is_typed_secret(name, leaf) and "${" not in leaf:
+            raise ConfigError(
+                name,
+                got=words("a secret on the command line, which other users of the machine can read"),
+                expected="a reference to an environment variable",
+                fix=f"export it, and write '{name}=${{oc.env:{variable_of(name)}}}'",
+            )
+    return Override(text=shown_argument(text), key=key, value=value)
 
 
 def _schema_key(key: str) -> str | None:

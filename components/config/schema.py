@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, NonNegativeInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PrivateAttr, model_validator
 
+from ..redaction import hide
 from .base import Section
 from .critic import CriticConfig
 from .flow import ParamServerConfig, ReplayConfig, RolloutConfig, StalenessConfig
@@ -16,6 +17,7 @@ from .paths import folder_name, user_path
 from .plugins import with_entry_points
 from .presets import with_preset
 from .running import ClusterConfig, LogConfig, MonitorConfig
+from .secrets import fingerprints, secret_values, without_secrets
 
 FolderName = Annotated[str, AfterValidator(folder_name)]
 
@@ -55,6 +57,32 @@ class Config(Section):
     @classmethod
     def _preset_fills_in(cls, tree: Any) -> Any:
         return with_preset(with_entry_points(tree))
+
+    _references: dict[str, str] = PrivateAttr(default_factory=dict)
+    """Dotted key -> text, of the settings that come from the environment; see `secrets`."""
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        """A process that is sent the settings hides their secrets from then on."""
+        super().__setstate__(state)
+        hide(secret_values(self.model_dump(mode="json"), self._references))
+
+    def from_environment(self, references: dict[str, str]) -> Config:
+        """The same settings, of which these come from the environment."""
+        self._references = references
+        return self
+
+    def written(self, *, loads_again: bool = False) -> dict[str, Any]:
+        """All settings as JSON data without secrets: what may be logged, shown and kept.
+
+        `loads_again`: as the run's own config.yaml, which also has the values of ordinary `env.variables`.
+        """
+        return without_secrets(
+            self.model_dump(mode="json", exclude={"stages"}), self._references, loads_again=loads_again
+        )
+
+    def fingerprints(self) -> dict[str, str]:
+        """Dotted key -> reference and mark of the value, of our own settings that come from the environment."""
+        return fingerprints(self.model_dump(mode="json"), self._references)
 
     @property
     def run_dir(self) -> Path:

@@ -133,8 +133,8 @@ def _refuse_rollout_batch_size(tree: Tree, *, recipe: Recipe, where: str) -> Non
 
 
 def run_yaml(stages: Sequence[Stage]) -> str:
-    """The resolved settings of a whole run as YAML that loads again: what stages share, then each one's own."""
-    trees = [stage.config.model_dump(mode="json", exclude={"stages"}) for stage in stages]
+    """The settings of a whole run as YAML that loads again: what stages share, then each one's own. No secrets."""
+    trees = [stage.config.written(loads_again=True) for stage in stages]
     shared = trees[0]
     for tree in trees[1:]:
         shared = _shared(shared, tree)

@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from ..config.auxiliary import AuxiliaryModel
+from ..redaction import MASK, hide, redacted
 from ..types import Message
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 8.0
@@ -51,6 +52,8 @@ class AuxiliaryClient:
         host = parts.netloc.rpartition("@")[2]
         self._url = urlunsplit((parts.scheme, host, parts.path.rstrip("/"), "", ""))
         key = parts.password or (os.environ.get(settings.key_variable) if settings.key_variable else None)
+        if key:
+            hide({key: f"${{oc.env:{settings.key_variable}}}" if settings.key_variable else MASK})
         # A model served by the run or by this machine is local and must not go through a proxy.
         is_near = parts.password is not None or parts.hostname in ("localhost", "127.0.0.1", "::1")
         no_proxy = [urllib.request.ProxyHandler({})] if is_near else []
@@ -107,7 +110,7 @@ class AuxiliaryClient:
                     break
             except (OSError, ValueError, RecursionError) as error:
                 reason = f"{type(error).__name__}: {error}"
-        raise AuxiliaryError(f"env.models.{self.name} at {url}: {' '.join(reason.split())}")
+        raise AuxiliaryError(redacted(f"env.models.{self.name} at {url}: {' '.join(reason.split())}"))
 
     def _request(self, url: str, body: dict[str, Any] | None) -> Any:
         data = None if body is None else json.dumps(body).encode()

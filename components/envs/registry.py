@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from ..config.environments import checked_options
 from ..config.inputs import EnvConfig
+from ..redaction import hide
 from .agent import AgentEnvironment
 from .auxiliary import build_models
 from .base import Environment
@@ -37,6 +38,7 @@ def build_environment(env_config: Any) -> Environment:
 
     Needs no policy and starts nothing, so it also serves as the check before a run. Raises ValueError in one line.
     """
+    hide({value: f"${{oc.env:{name}}}" for name, value in env_config.variables.items()})
     os.environ.update(env_config.variables)
     by_taskset = getattr(env_config, "by_taskset", {})
     if not by_taskset:

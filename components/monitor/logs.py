@@ -13,8 +13,8 @@ from pathlib import Path
 from ..failures import printable
 
 
-class _Printable(logging.Formatter):
-    """What is logged may quote data and models."""
+class Printable(logging.Formatter):
+    """What is logged may quote data, models and secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
@@ -30,7 +30,7 @@ def log_to_file(path: Path, level: str) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Printable("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(Printable("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler], force=True)
     for client in ("httpx", "httpx2"):  # a line for each request of each agent
         logging.getLogger(client).setLevel(logging.WARNING)
@@ -48,7 +48,7 @@ def others_to_file(path: Path) -> Iterator[None]:
     os.dup2(file, 2)
     os.close(file)
     own = logging.StreamHandler(sys.stdout)
-    own.setFormatter(_Printable("leeway: %(levelname)s: %(message)s"))
+    own.setFormatter(Printable("leeway: %(levelname)s: %(message)s"))
     own.setLevel(logging.WARNING)
     ours = logging.getLogger("leeway")
     level = ours.level
