@@ -45,7 +45,7 @@ def test_waiting_collectors_leave_room_for_what_ends_their_wait(
     fakes = {name: FakeActor() for name in ("ReplayBufferRemote", "ParameterServerRemote")}
     for name, fake in fakes.items():
         monkeypatch.setattr(launch, name, fake)
-    monkeypatch.setattr(launch, "keep_on", lambda pid, cores: None)
+    monkeypatch.setattr(launch, "keep_on", lambda pid, cores, **_: None)
     here = SimpleNamespace(get_node_id=lambda: "0" * 56)
     monkeypatch.setattr(launch.ray, "get_runtime_context", lambda: here)
 
