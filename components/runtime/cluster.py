@@ -1,6 +1,8 @@
 """A Ray cluster for one run: started on this machine, or joined by address.
 
-The run's own cluster keeps everything in the run's scratch folder (see `footprint`) and is not visible to others.
+The run's own cluster keeps everything in the run's scratch folder (see `footprint`), which only the user may enter:
+Ray gives its own folders below, user code among them, to everybody. All its sockets are on loopback, and Ray answers
+only those who know a token that is drawn for each driver.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import contextlib
 import importlib.util
 import logging
 import os
+import secrets
 import socket
 import sys
 import time
@@ -19,6 +22,8 @@ from typing import Any
 
 import psutil
 import ray
+from ray._private import ray_constants
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from ..config import Config, Recipe, Stage, derive
 from ..config.names import user_names
@@ -35,6 +40,16 @@ class ClusterError(PartFailed):
 
     exit_code = 2
 
+
+LOOPBACK = "127.0.0.1"
+ON_LOOPBACK = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": LOOPBACK,
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # Ray's processes: this machine's address is loopback's
+}
+"""Where the libraries of a run's own cluster listen; a setting of the user's stands."""
+_TOKEN = secrets.token_hex(32)
 
 START_LOCK = "\0leeway-ray-start"
 """An address, bound while Ray starts: several concurrent starts take longer than Ray waits for one (30 s)."""
@@ -55,6 +70,7 @@ def connect(stages: Sequence[Stage], *, scratch: Path, watch: RunWatch | None = 
         # Ray lowers its workers' priority by default; here they are the job itself.
         os.environ.setdefault("RAY_worker_niceness", "0")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        _keep_to_this_machine()
         if config.cluster.device == "cpu":
             os.environ.update(yielding(os.environ))
         options |= {
@@ -69,6 +85,7 @@ def connect(stages: Sequence[Stage], *, scratch: Path, watch: RunWatch | None = 
             for kind, pid in _own_processes():
                 watch.add("ray", [pid], what=f"{kind} process", kind=Kind.CLUSTER)
         return
+    ray_constants.ENABLE_RAY_CLUSTER = True
     if config.cluster.device == "cpu":
         runtime_env = options.setdefault("runtime_env", {})
         runtime_env["env_vars"] = yielding(os.environ)
@@ -90,6 +107,20 @@ def check_room(stages: Sequence[Stage], have: Mapping[str, float]) -> None:
             f"the cluster has {gpus:g} GPUs and {cpus:g} CPUs, expected {need.gpus_needed} and {need.cpus_needed} "
             f"for the stage {stage.name}; lower {keys}, or add nodes",
         )
+
+
+def _keep_to_this_machine() -> None:
+    """Everything that starts from here on listens on loopback, and Ray wants the token.
+
+    Ray's servers listen on every interface unless the address of their node is loopback's. `_node_ip_address` does not
+    do that: Ray replaces loopback by an address that others can reach.
+    """
+    for name, value in ON_LOOPBACK.items():
+        os.environ.setdefault(name, value)
+    ray_constants.ENABLE_RAY_CLUSTER = False  # read when Ray was imported, before the variable was set
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:  # otherwise Ray takes one from a file in the home folder
+        os.environ.setdefault("RAY_AUTH_TOKEN", _TOKEN)
+        AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _start(options: dict[str, Any], *, timeout_s: float) -> None:

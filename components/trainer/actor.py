@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
@@ -35,10 +36,13 @@ class TrainerActor(Watched):
 
     async def address(self) -> str:
         """The rendezvous address of the ranks; rank 0 provides it."""
+        host = ray.util.get_node_ip_address()
+        if host == "127.0.0.1":  # all ranks are here; torch's TCPStore would listen on every interface
+            return f"file://{tempfile.mkdtemp(prefix='ranks-')}/meeting"
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        return f"tcp://{ray.util.get_node_ip_address()}:{port}"
+        return f"tcp://{host}:{port}"
 
     @as_text
     async def start(self, settings: Any, rank: int, init_method: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -45,10 +46,26 @@ def left_by(command: Any, temporary: Path) -> list[str]:
     return command.left_over(grace_s=15) + files
 
 
+def check_that_only_this_user_on_this_machine_can_connect(command: Any, temporary: Path) -> None:
+    """No socket of a run on one machine is open to others; Ray's token is the run's own; its folders are private."""
+    listening = [
+        (connection.laddr.ip, connection.laddr.port, " ".join(process.cmdline())[:100])
+        for process in command.processes()
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN or connection.type == socket.SOCK_DGRAM
+    ]
+    assert len(listening) > 5, "Ray's own, at least"
+    assert [one for one in listening if one[0].removeprefix("::ffff:") not in ("127.0.0.1", "::1")] == []
+    assert len(part_of(command, "raylet").environ()["RAY_AUTH_TOKEN"]) == 64
+    scratch = [folder for folder in temporary.iterdir() if folder.name.startswith("leeway-")]
+    assert [oct(folder.stat().st_mode & 0o777) for folder in scratch] == ["0o700"] * len(scratch) != []
+
+
 @pytest.mark.timeout(900)
 def test_a_generator_that_dies_ends_the_run_by_name(start: Any, from_warm: list[str], temporary: Path) -> None:
     command = start("async_rl", *from_warm, "eval.at_start=false")
     command.wait_for("steps, lag bound", 400)
+    check_that_only_this_user_on_this_machine_can_connect(command, temporary)
     engine = part_of(command, "EngineCore")
     shared = Footprint(engine.environ()[MARK_ENV], temporary).shared_memory()
     engine.kill()
