@@ -18,7 +18,8 @@ LAYERS = [
     {"tasks", "envs", "algorithms"},
     {"collector", "replay", "param_server", "trainer"},
     {"runtime", "planning", "auxiliary", "engines"},
-    {"driver", "recipes", "cli"},
+    {"driver"},
+    {"recipes", "cli"},
 ]
 MIDDLE = LAYERS[3]
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
@@ -135,7 +136,7 @@ def may_import(file: Path, library: str) -> bool:
     if library == "vllm":
         return part == "engines" and name.startswith("vllm")
     if library == "ray":
-        return name == "actor.py" or part in ("runtime", "recipes")
+        return name == "actor.py" or part in ("runtime", "driver")
     if library in ("omegaconf", "yaml"):
         return part == "config"
     return part == "monitor" and library in name  # wandb, tensorboard, mlflow: their own sink

@@ -38,11 +38,11 @@ def try_environment(
     Example: leeway env try my_env:MyEnv --config quickstart model.path=runs/leeway/quickstart
     """
     settings = load_config(config, [*(overrides or []), f"env.name={name}"])
-    trial = importlib.import_module("leeway.recipes.try_env")
+    trial = importlib.import_module("leeway.driver.try_env")
     recipe = trial.recipe_of(trial.Choice(task, times))
     folder = Path(tempfile.mkdtemp(prefix="leeway-try-"))
     stage = Stage(name="try", recipe=recipe, config=_for_one_task(settings), dir=folder)
-    runner = importlib.import_module("leeway.recipes.runner")
+    runner = importlib.import_module("leeway.driver.runner")
     code = runner.run_stages([stage], folder, config, sys.argv, is_scratch=True)
     if code != 1:  # keep the logs of a failure
         shutil.rmtree(folder)

@@ -109,7 +109,7 @@ def run(
         print(f"leeway: {note}", flush=True)
     for line in code_that_runs(stages):
         print(f"leeway: code: {line}", flush=True)
-    runner = importlib.import_module("leeway.recipes.runner")
+    runner = importlib.import_module("leeway.driver.runner")
     raise typer.Exit(runner.run_stages(stages, stages[0].config.run_dir, config, sys.argv))
 
 
@@ -128,12 +128,12 @@ def resume(
 
     Example: leeway resume runs/leeway/quickstart train.steps=240
     """
-    planned = importlib.import_module("leeway.recipes.resume").plan_resume(run.expanduser(), overrides or [])
+    planned = importlib.import_module("leeway.driver.resume").plan_resume(run.expanduser(), overrides or [])
     for note in planned.notes:
         print(f"leeway: {note}", flush=True)
     for line in code_that_runs(planned.stages):
         print(f"leeway: code: {line}", flush=True)
-    runner = importlib.import_module("leeway.recipes.runner")
+    runner = importlib.import_module("leeway.driver.runner")
     raise typer.Exit(runner.run_stages(planned.stages, planned.stages[0].config.run_dir, str(run), sys.argv))
 
 
@@ -340,14 +340,14 @@ def validate(
     """
     stages = plan_run(config, recipe, overrides or [])
     machine = this_machine()
-    found = importlib.import_module("leeway.recipes.checks").examine(
+    found = importlib.import_module("leeway.driver.checks").examine(
         stages, stages[0].config.run_dir, machine, quick=quick
     )
     for line in found.wrong:
         _refuse(line)
     if found.wrong:
         raise typer.Exit(2)
-    estimate = importlib.import_module("leeway.recipes.estimate").estimate_stage
+    estimate = importlib.import_module("leeway.driver.estimate").estimate_stage
     estimates = [estimate(stage).rows for stage in stages]
     print(describe(config, stages, machine, found.missing, estimates, overrides or [], quick=quick, yaml=show))
 

@@ -11,40 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers
     from ..planning.advice import advice_after as advice_after
-    from ..recipes.canary import canary_prompts as canary_prompts
-    from ..recipes.checkpoints import STATE_DIR as STATE_DIR
-    from ..recipes.checkpoints import Checkpoints as Checkpoints
-    from ..recipes.checkpoints import resume_point as resume_point
-    from ..recipes.checkpoints import saved_position as saved_position
-    from ..recipes.checkpoints import saved_version as saved_version
-    from ..recipes.context import StageContext as StageContext
-    from ..recipes.context import StageResult as StageResult
-    from ..recipes.context import say as say
-    from ..recipes.context import timed as timed
-    from ..recipes.evaluation import evaluate as evaluate
-    from ..recipes.evaluation import evaluated_at_start as evaluated_at_start
-    from ..recipes.evaluation import measured_by as measured_by
-    from ..recipes.evaluation import of_set as of_set
-    from ..recipes.evaluation import told as told
-    from ..recipes.frontier_picture import draw_frontier as draw_frontier
-    from ..recipes.frontier_report import FrontierRun as FrontierRun
-    from ..recipes.frontier_report import conclusions as conclusions
-    from ..recipes.frontier_report import summarise as summarise
-    from ..recipes.frontier_report import write_csv as write_csv
-    from ..recipes.kept import KeptPublications as KeptPublications
-    from ..recipes.models import check_weights as check_weights
-    from ..recipes.offline import Feed as Feed
-    from ..recipes.offline import Measure as Measure
-    from ..recipes.offline import Record as Record
-    from ..recipes.offline import changes as changes
-    from ..recipes.rl_report import Reporter as Reporter
-    from ..recipes.rl_report import StepClock as StepClock
-    from ..recipes.rl_report import StepReport as StepReport
-    from ..recipes.rl_report import in_words as in_words
-    from ..recipes.saved_models import saved_models as saved_models
-    from ..recipes.speeds import measure_speeds as measure_speeds
-    from ..recipes.speeds import save_speeds as save_speeds
-    from ..recipes.speeds import saved_speeds as saved_speeds
     from ..replay.actor import TakeRefs as TakeRefs
     from ..runtime.launch import Launcher as Launcher
     from ..runtime.limit import Speeds as Speeds
@@ -68,43 +34,77 @@ if TYPE_CHECKING:  # for editors and type checkers
     from ..types import batch_trajectories as batch_trajectories
     from ..weights import CanaryPrompts as CanaryPrompts
     from ..weights import Publication as Publication
+    from .canary import canary_prompts as canary_prompts
+    from .checkpoints import STATE_DIR as STATE_DIR
+    from .checkpoints import Checkpoints as Checkpoints
+    from .checkpoints import resume_point as resume_point
+    from .checkpoints import saved_position as saved_position
+    from .checkpoints import saved_version as saved_version
+    from .context import StageContext as StageContext
+    from .context import StageResult as StageResult
+    from .context import say as say
+    from .context import timed as timed
+    from .evaluation import evaluate as evaluate
+    from .evaluation import evaluated_at_start as evaluated_at_start
+    from .evaluation import measured_by as measured_by
+    from .evaluation import of_set as of_set
+    from .evaluation import told as told
+    from .frontier_picture import draw_frontier as draw_frontier
+    from .frontier_report import FrontierRun as FrontierRun
+    from .frontier_report import conclusions as conclusions
+    from .frontier_report import summarise as summarise
+    from .frontier_report import write_csv as write_csv
+    from .kept import KeptPublications as KeptPublications
+    from .models import check_weights as check_weights
+    from .offline import Feed as Feed
+    from .offline import Measure as Measure
+    from .offline import Record as Record
+    from .offline import changes as changes
+    from .rl_report import Reporter as Reporter
+    from .rl_report import StepClock as StepClock
+    from .rl_report import StepReport as StepReport
+    from .rl_report import in_words as in_words
+    from .saved_weights import saved_models as saved_models
+    from .speeds import measure_speeds as measure_speeds
+    from .speeds import save_speeds as save_speeds
+    from .speeds import saved_speeds as saved_speeds
 
 _WHERE = {
     "advice_after": "..planning.advice",
-    "canary_prompts": "..recipes.canary",
-    "Checkpoints": "..recipes.checkpoints",
-    "STATE_DIR": "..recipes.checkpoints",
-    "resume_point": "..recipes.checkpoints",
-    "saved_position": "..recipes.checkpoints",
-    "saved_version": "..recipes.checkpoints",
-    "StageContext": "..recipes.context",
-    "StageResult": "..recipes.context",
-    "say": "..recipes.context",
-    "timed": "..recipes.context",
-    "evaluate": "..recipes.evaluation",
-    "evaluated_at_start": "..recipes.evaluation",
-    "measured_by": "..recipes.evaluation",
-    "of_set": "..recipes.evaluation",
-    "told": "..recipes.evaluation",
-    "draw_frontier": "..recipes.frontier_picture",
-    "FrontierRun": "..recipes.frontier_report",
-    "conclusions": "..recipes.frontier_report",
-    "summarise": "..recipes.frontier_report",
-    "write_csv": "..recipes.frontier_report",
-    "KeptPublications": "..recipes.kept",
-    "check_weights": "..recipes.models",
-    "Feed": "..recipes.offline",
-    "Measure": "..recipes.offline",
-    "Record": "..recipes.offline",
-    "changes": "..recipes.offline",
-    "Reporter": "..recipes.rl_report",
-    "StepClock": "..recipes.rl_report",
-    "StepReport": "..recipes.rl_report",
-    "in_words": "..recipes.rl_report",
-    "saved_models": "..recipes.saved_models",
-    "measure_speeds": "..recipes.speeds",
-    "save_speeds": "..recipes.speeds",
-    "saved_speeds": "..recipes.speeds",
+    "canary_prompts": ".canary",
+    "Checkpoints": ".checkpoints",
+    "STATE_DIR": ".checkpoints",
+    "resume_point": ".checkpoints",
+    "saved_position": ".checkpoints",
+    "saved_version": ".checkpoints",
+    "StageContext": ".context",
+    "StageResult": ".context",
+    "say": ".context",
+    "timed": ".context",
+    "evaluate": ".evaluation",
+    "evaluated_at_start": ".evaluation",
+    "measured_by": ".evaluation",
+    "of_set": ".evaluation",
+    "told": ".evaluation",
+    "draw_frontier": ".frontier_picture",
+    "FrontierRun": ".frontier_report",
+    "conclusions": ".frontier_report",
+    "summarise": ".frontier_report",
+    "write_csv": ".frontier_report",
+    "KeptPublications": ".kept",
+    "check_weights": ".models",
+    "Feed": ".offline",
+    "Measure": ".offline",
+    "Record": ".offline",
+    "changes": ".offline",
+    "Reporter": ".rl_report",
+    "StepClock": ".rl_report",
+    "StepReport": ".rl_report",
+    "in_words": ".rl_report",
+    "saved_models": ".saved_weights",
+    "measure_speeds": ".speeds",
+    "save_speeds": ".speeds",
+    "saved_speeds": ".speeds",
     "TakeRefs": "..replay.actor",
     "Launcher": "..runtime.launch",
     "Speeds": "..runtime.limit",

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from leeway.config.model_files import damage
 from leeway.config.run_weights import newest_weights
+from leeway.driver.checkpoints import check_whole, newest_state
 from leeway.failures import Refused
 from leeway.integrity import DamagedFileError, check_folder, read_sealed, sealed, sums_of
-from leeway.recipes.checkpoints import check_whole, newest_state
 from leeway.replay import saved_groups
 from leeway.trainer.checkpoint import CheckpointError, _tensors, read_about, read_state
 from leeway.trainer.convert import convert

@@ -16,13 +16,13 @@ from leeway import redaction
 from leeway.cli.show import describe
 from leeway.config import ConfigError, Stage, find_recipe, plan_run, run_yaml, this_machine, to_yaml
 from leeway.config.auxiliary import AuxiliaryModel
+from leeway.driver.checkpoints import Checkpoints, check_same_settings
+from leeway.driver.resume import plan_resume
+from leeway.driver.run_record import RunRecord
 from leeway.envs.auxiliary import AuxiliaryClient
 from leeway.failures import PartFailed, as_text
 from leeway.monitor import build_monitor
 from leeway.monitor.logs import Printable
-from leeway.recipes.checkpoints import Checkpoints, check_same_settings
-from leeway.recipes.resume import plan_resume
-from leeway.recipes.run_record import RunRecord
 from leeway.runtime.supervisor import Supervisor
 from leeway.trainer.checkpoint import CheckpointError
 

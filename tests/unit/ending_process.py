@@ -18,10 +18,10 @@ from pathlib import Path
 from types import ModuleType
 
 from leeway.config import Recipe, Stage, load_config
+from leeway.driver import runner
+from leeway.driver.context import StageContext, StageResult
+from leeway.driver.run_record import RunRecord
 from leeway.failures import PartFailed
-from leeway.recipes import runner
-from leeway.recipes.context import StageContext, StageResult
-from leeway.recipes.run_record import RunRecord
 from leeway.runtime import watch
 
 STOP_S = 3.0  # what is written at an ending takes long on a busy machine

@@ -26,8 +26,8 @@ import torch
 from test_checkpoint import free_address, save_model, settings_of, step_batch
 
 from leeway.config import load_config
+from leeway.driver.checkpoints import Checkpoints, newest_state, saved_steps
 from leeway.failures import PartFailed
-from leeway.recipes.checkpoints import Checkpoints, newest_state, saved_steps
 from leeway.runtime.supervisor import Supervisor
 from leeway.trainer.checkpoint import CheckpointError
 from leeway.trainer.trainer import Trainer

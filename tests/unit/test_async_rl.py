@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from leeway.driver.kept import KeptPublications
 from leeway.recipes.async_rl import AsyncRL
-from leeway.recipes.kept import KeptPublications
 from leeway.replay.actor import TakeRefs
 from leeway.runtime.supervisor import Supervisor
 from leeway.trainer.actor import TrainerActor

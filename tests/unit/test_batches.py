@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from leeway.recipes import offline
+from leeway.driver import offline
 from leeway.tasks.batches import Batches
 from leeway.tasks.mixed import MixedTaskSet
 from leeway.tasks.taskset import TaskSet

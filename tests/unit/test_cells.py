@@ -12,8 +12,8 @@ import pytest
 
 from leeway import driver
 from leeway.config import Config, Recipe, find_recipe
+from leeway.driver.context import StageContext, StageResult
 from leeway.recipes import frontier
-from leeway.recipes.context import StageContext, StageResult
 
 
 @dataclass

@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.algorithms.objective import PolicyObjective
 from leeway.config import load_config
+from leeway.driver.checkpoints import Checkpoints
 from leeway.integrity import sealed, sums_of
-from leeway.recipes.checkpoints import Checkpoints
 from leeway.runtime.supervisor import Supervisor
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer import checkpoint, saver, writing

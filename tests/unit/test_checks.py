@@ -12,9 +12,9 @@ import pytest
 
 from leeway.config import Config, Stage, find_recipe
 from leeway.config.inputs import ModelInit
-from leeway.recipes import models
-from leeway.recipes.estimate import estimate_stage, memory_problem
-from leeway.recipes.models import longest_input, shape_of
+from leeway.driver import models
+from leeway.driver.estimate import estimate_stage, memory_problem
+from leeway.driver.models import longest_input, shape_of
 
 from .conftest import Done
 

@@ -130,9 +130,9 @@ def test_run_hands_stages_to_the_runner_and_returns_its_code(monkeypatch: pytest
         seen.update(names=[s.name for s in stages], run_dir=run_dir, config_name=config_name)
         return 1
 
-    runner = types.ModuleType("leeway.recipes.runner")
+    runner = types.ModuleType("leeway.driver.runner")
     runner.run_stages = run_stages  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "leeway.recipes.runner", runner)
+    monkeypatch.setitem(sys.modules, "leeway.driver.runner", runner)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
         cli.main(["run", "async_rl", "--config", "quickstart", "name=x"])
@@ -176,7 +176,7 @@ def test_trying_an_environment_leaves_no_folder_but_one_with_the_logs_of_a_failu
         "try_env": {"Choice": lambda *_: None, "recipe_of": lambda _: None},
     }
     for name, contents in modules.items():
-        module = types.ModuleType(f"leeway.recipes.{name}")
+        module = types.ModuleType(f"leeway.driver.{name}")
         vars(module).update(contents)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -69,7 +69,7 @@ def test_the_checkpoint_of_the_readmes_run_is_the_one_that_the_quickstart_leaves
 def test_every_metric_that_is_logged_is_explained() -> None:
     page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8")
     sources = [*(ROOT / "recipes").glob("*.py")]
-    for part in ("algorithms", "collector", "replay", "runtime", "trainer"):
+    for part in ("algorithms", "collector", "driver", "replay", "runtime", "trainer"):
         sources += (ROOT / "components" / part).glob("*.py")
     logged = {f"replay/{field.name}" for field in dataclasses.fields(BufferStats)}
     for file in sources:

@@ -10,8 +10,8 @@ from leeway.config import check as check_module
 from leeway.config.check import check_run
 from leeway.config.engines import ENGINES, engine_kind
 from leeway.config.hardware import Hardware
+from leeway.driver.plugins import check_plugins
 from leeway.envs.importing import import_user_object
-from leeway.recipes.plugins import check_plugins
 from leeway.runtime.launch import engine_settings
 
 

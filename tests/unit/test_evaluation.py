@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from leeway.config import ConfigError, load_config
 from leeway.config.evalsets import ks
 from leeway.config.inputs import EvalSampling
+from leeway.driver.eval_metrics import at_k, best_at_k, interval, pass_at_k
+from leeway.driver.evaluation import evaluate, measured_by, of_set, summarise, told
+from leeway.driver.saved_weights import saved_models
 from leeway.failures import PartFailed
-from leeway.recipes.eval_metrics import at_k, best_at_k, interval, pass_at_k
-from leeway.recipes.evaluation import evaluate, measured_by, of_set, summarise, told
-from leeway.recipes.saved_models import saved_models
 from leeway.runtime.supervisor import Supervisor
 from leeway.tasks.evalsets import build_evalsets
 from leeway.tasks.taskset import build_taskset

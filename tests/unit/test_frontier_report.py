@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
-from leeway.recipes import frontier_picture
-from leeway.recipes.frontier_picture import draw_frontier
-from leeway.recipes.frontier_report import FrontierRun, Interval, conclusions, summarise, write_csv
+from leeway.driver import frontier_picture
+from leeway.driver.frontier_picture import draw_frontier
+from leeway.driver.frontier_report import FrontierRun, Interval, conclusions, summarise, write_csv
 
 MARGIN = 0.02
 

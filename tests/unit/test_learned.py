@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from leeway.config import load_config
-from leeway.recipes.learned import CLEAR_AFTER_STEPS, LearningWatch
+from leeway.driver.learned import CLEAR_AFTER_STEPS, LearningWatch
 
 
 def watch(*overrides: str, offline_loss: str | None = None, earlier: Any = ()) -> LearningWatch:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from leeway.config import load_config
+from leeway.driver.plugins import check_plugins, dry_run
+from leeway.driver.try_env import exchange
 from leeway.envs.registry import build_environment
-from leeway.recipes.plugins import check_plugins, dry_run
-from leeway.recipes.try_env import exchange
 from leeway.tasks import Prompter
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.types import NO_VERSION, Completion, Task, Trajectory
@@ -75,7 +75,7 @@ def test_a_wrong_return_is_found_by_a_dry_run(mine, source, message):
     "line", ["return None, 1.0, True, {}", "raise OSError('no such host')", "import asyncio; await asyncio.sleep(99)"]
 )
 def test_what_is_right_or_needs_a_run_passes(mine, line, monkeypatch):
-    monkeypatch.setattr("leeway.recipes.plugins.DRY_RUN_S", 0.3)
+    monkeypatch.setattr("leeway.driver.plugins.DRY_RUN_S", 0.3)
     mine(STEP + line)
     started = time.monotonic()
     dry_run(config(), TASK)
@@ -96,7 +96,7 @@ def test_the_examples_pass(name, reward, answer, monkeypatch):
     check_plugins(settings)
     task = replace(TASK, answer=answer)
     played = []
-    monkeypatch.setattr("leeway.recipes.plugins._check_returned", lambda returned, environment: played.extend(returned))
+    monkeypatch.setattr("leeway.driver.plugins._check_returned", lambda returned, environment: played.extend(returned))
     dry_run(settings, task)
     assert [t.reward for t in played] == [reward, reward]
 

@@ -20,8 +20,8 @@ from leeway.config import (
     plan_run,
     run_yaml,
 )
-from leeway.recipes.resume import plan_resume
-from leeway.recipes.run_record import RunRecord
+from leeway.driver.resume import plan_resume
+from leeway.driver.run_record import RunRecord
 from leeway.runtime.cluster import ClusterError, check_room, user_module_paths
 
 from .conftest import Done

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.algorithms.objective import KLPenalty, PolicyObjective
 from leeway.config import Stage, find_recipe, load_config
-from leeway.recipes.checks import examine
+from leeway.driver.checks import examine
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.reference import load_reference
 from leeway.types import TrainBatch

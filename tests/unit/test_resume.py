@@ -14,11 +14,11 @@ import pytest
 
 from leeway.config import ConfigError, bundled_recipe_path, find_recipe, resolve_stages, run_yaml
 from leeway.config.load import read_tree
+from leeway.driver import runner
+from leeway.driver.context import StageContext, StageResult, finished_stage, mark_finished
+from leeway.driver.resume import plan_resume
+from leeway.driver.run_record import BadRecord, RunIsRunning, RunRecord, check_not_running, locked
 from leeway.integrity import sealed
-from leeway.recipes import runner
-from leeway.recipes.context import StageContext, StageResult, finished_stage, mark_finished
-from leeway.recipes.resume import plan_resume
-from leeway.recipes.run_record import BadRecord, RunIsRunning, RunRecord, check_not_running, locked
 from leeway.trainer.checkpoint import CheckpointError
 
 CONFIG = """
@@ -38,7 +38,7 @@ stages:
 @pytest.fixture(autouse=True)
 def states_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint can be gone on from where it has a trainer folder; nothing of it is read."""
-    import leeway.recipes.checkpoints as checkpoints
+    import leeway.driver.checkpoints as checkpoints
 
     def check_whole(folder: Path) -> None:
         if not (folder / "trainer").is_dir():
@@ -148,7 +148,7 @@ def test_a_study_is_not_gone_on_with(tmp_path: Path) -> None:
 
 def test_a_folder_in_which_a_driver_runs_is_refused_and_a_lock_left_behind_is_not(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from leeway.recipes.run_record import locked\n"
+        "import sys, time; from pathlib import Path; from leeway.driver.run_record import locked\n"
         f"with locked(Path({str(tmp_path)!r})): print('held', flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ)

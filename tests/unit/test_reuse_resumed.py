@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from leeway.config import load_config
-from leeway.recipes.checkpoints import Checkpoints, newest_state, saved_position
+from leeway.driver.checkpoints import Checkpoints, newest_state, saved_position
 from leeway.replay import actor as replay_actor
 from leeway.replay.actor import ReplayBufferActor
 from leeway.replay.reuse import ReusePool

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leeway.config import load_config
+from leeway.driver import rl_report
+from leeway.driver.rl_report import WORK, Reporter, StepClock, StepReport, in_words, reduce_stats
 from leeway.failures import PartFailed
 from leeway.monitor import build_monitor, read_metrics
-from leeway.recipes import rl_report
-from leeway.recipes.rl_report import WORK, Reporter, StepClock, StepReport, in_words, reduce_stats
 from leeway.runtime.limit import Speeds
 from leeway.runtime.supervisor import Supervisor
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from leeway.recipes.checkpoints import newest_state
+from leeway.driver.checkpoints import newest_state
 
 from ..tiers import sample
 

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from leeway.config import load_config
+from leeway.driver import offline
 from leeway.monitor.curves import build_figure
 from leeway.monitor.series import read_series
-from leeway.recipes import offline, sft
+from leeway.recipes import sft
 from leeway.runtime.supervisor import Supervisor
 from leeway.tasks import Prompter
 from leeway.tasks.taskset import build_taskset

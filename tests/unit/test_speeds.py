@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from leeway.config import Config, load_config
+from leeway.driver import speeds as module
+from leeway.driver.speeds import PROBE_TOKENS, measure_speeds, save_speeds, saved_speeds
 from leeway.failures import PartFailed
-from leeway.recipes import speeds as module
-from leeway.recipes.speeds import PROBE_TOKENS, measure_speeds, save_speeds, saved_speeds
 from leeway.runtime.supervisor import Supervisor
 from leeway.types import Task, Trajectory
 

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from leeway.config import Stage, find_recipe, load_config
-from leeway.failures import PartFailed
-from leeway.integrity import read_sealed, sealed
-from leeway.recipes.checkpoints import (
+from leeway.driver.checkpoints import (
     Checkpoints,
     check_same_tasks,
     newest_state,
@@ -22,8 +20,10 @@ from leeway.recipes.checkpoints import (
     saved_position,
     saved_steps,
 )
-from leeway.recipes.checks import check_resume
-from leeway.recipes.context import StageContext, StageResult, finished_stage, mark_finished
+from leeway.driver.checks import check_resume
+from leeway.driver.context import StageContext, StageResult, finished_stage, mark_finished
+from leeway.failures import PartFailed
+from leeway.integrity import read_sealed, sealed
 from leeway.runtime.supervisor import Supervisor
 from leeway.tasks.taskset import TaskSet
 from leeway.trainer.checkpoint import CheckpointError

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from leeway.config import Config, Hardware, Recipe, Stage, derive
-from leeway.recipes.models import ModelShape, shape_of_model
+from ..config import Config, Hardware, Recipe, Stage, derive
+from .models import ModelShape, shape_of_model
 
 GIB = 2**30
 MASTER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 4, 4, 8

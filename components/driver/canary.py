@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from leeway.config import Config
-from leeway.tasks.prompting import Prompter
-from leeway.types import Task
-from leeway.weights import CanaryPrompts
+from ..config import Config
+from ..tasks.prompting import Prompter
+from ..types import Task
+from ..weights import CanaryPrompts
 
 
 def canary_prompts(config: Config, prompter: Prompter, tasks: Sequence[Task]) -> CanaryPrompts:

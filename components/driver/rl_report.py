@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from leeway.config import Config, derive
-from leeway.failures import PartFailed
-from leeway.monitor import Monitor, read_metrics, reward_first, reward_last
-from leeway.recipes.learned import LearningWatch, Verdict
-from leeway.runtime.launch import Parts
-from leeway.runtime.limit import LimitMeter, Speeds
-from leeway.runtime.supervisor import together
+from ..config import Config, derive
+from ..failures import PartFailed
+from ..monitor import Monitor, read_metrics, reward_first, reward_last
+from ..runtime.launch import Parts
+from ..runtime.limit import LimitMeter, Speeds
+from ..runtime.supervisor import together
+from .learned import LearningWatch, Verdict
 
 WORK = ("step/forward_backward_s", "step/optim_s", "step/publish_s", "step/proximal_s", "step/critic_s")
 """What a trainer does in a step; it waits for the rest of the step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from leeway.weights import Publication
+from ..weights import Publication
 
 
 class KeptPublications:

@@ -15,14 +15,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from leeway.config import Config, derive
-from leeway.failures import PartFailed
-from leeway.monitor.jsonl import write_text_atomically
-from leeway.planning.model import PROBE_TOKENS
-from leeway.runtime.launch import Parts
-from leeway.runtime.limit import Speeds
-from leeway.runtime.supervisor import together
-from leeway.types import Task, Trajectory
+from ..config import Config, derive
+from ..failures import PartFailed
+from ..monitor.jsonl import write_text_atomically
+from ..planning.model import PROBE_TOKENS
+from ..runtime.launch import Parts
+from ..runtime.limit import Speeds
+from ..runtime.supervisor import together
+from ..types import Task, Trajectory
 
 BUDGET_S = 3.0
 """Each measurement is repeated until this time has passed; a single one may take longer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from leeway.config.paths import user_path
+from ..config.paths import user_path
 
 
 def saved_models(folder: str | Path) -> dict[int, Path]:

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from leeway.config.engines import is_local_path
-from leeway.config.inputs import ModelInit
-from leeway.config.paths import is_file, user_path
-from leeway.failures import Refused
-from leeway.integrity import DamagedFileError, check_folder
+from ..config.engines import is_local_path
+from ..config.inputs import ModelInit
+from ..config.paths import is_file, user_path
+from ..failures import Refused
+from ..integrity import DamagedFileError, check_folder
 
 HUB_TIMEOUT_S = 10.0
 MAX_HEADER_BYTES = 100 << 20

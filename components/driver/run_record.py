@@ -19,9 +19,9 @@ from typing import Any
 
 import psutil
 
-from leeway.config import Recipe
-from leeway.monitor import read_metrics
-from leeway.monitor.jsonl import write_text_atomically
+from ..config import Recipe
+from ..monitor import read_metrics
+from ..monitor.jsonl import write_text_atomically
 
 RECORD, LOCK = "run.json", "run.lock"
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from leeway.config import Config
-from leeway.config.presets import NEED_CRITIC
+from ..config import Config
+from ..config.presets import NEED_CRITIC
 
 CLEAR_AFTER_STEPS = 5
 """Fewer steps are not enough evidence: one batch of hard tasks proves nothing."""

@@ -8,16 +8,16 @@ from typing import Any
 
 import ray
 
-from leeway.config import Config
-from leeway.monitor import Monitor
-from leeway.recipes.context import StageContext, say
-from leeway.recipes.learned import LearningWatch, Verdict
-from leeway.runtime.launch import Launcher
-from leeway.runtime.supervisor import together
-from leeway.tasks.batches import Batches
-from leeway.tasks.mixed import MixedTaskSet
-from leeway.tasks.taskset import TaskSet
-from leeway.types import TrainBatch
+from ..config import Config
+from ..monitor import Monitor
+from ..runtime.launch import Launcher
+from ..runtime.supervisor import together
+from ..tasks.batches import Batches
+from ..tasks.mixed import MixedTaskSet
+from ..tasks.taskset import TaskSet
+from ..types import TrainBatch
+from .context import StageContext, say
+from .learned import LearningWatch, Verdict
 
 LOSS_WINDOW = 20
 

@@ -13,26 +13,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leeway.config import Hardware, Stage, check_run, derive, this_machine
-from leeway.config.auxiliary import AuxiliaryModel
-from leeway.config.check import earlier_run
-from leeway.config.engines import is_local_path
-from leeway.config.names import user_names
-from leeway.recipes.estimate import memory_problem
-from leeway.recipes.models import (
+from ..config import Hardware, Stage, check_run, derive, this_machine
+from ..config.auxiliary import AuxiliaryModel
+from ..config.check import earlier_run
+from ..config.engines import is_local_path
+from ..config.names import user_names
+from .estimate import memory_problem
+from .models import (
     Unreachable,
     check_dataset_exists,
     check_weights,
     longest_input,
     read_model_config,
 )
-from leeway.recipes.plugins import check_plugins, dry_run
-from leeway.recipes.saved_models import saved_models
+from .plugins import check_plugins, dry_run
+from .saved_weights import saved_models
 
 if TYPE_CHECKING:
-    from leeway.config import Config
-    from leeway.tasks.evalsets import EvalSet
-    from leeway.types import Task
+    from ..config import Config
+    from ..tasks.evalsets import EvalSet
+    from ..types import Task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ def _check_pieces(stage: Stage) -> None:
     a = stage.config.algorithm
     own = user_names([a.advantage, a.policy_loss]) or a.advantage_options or a.policy_loss_options
     if stage.recipe.is_online and own:
-        from leeway.algorithms.pieces import check_pieces  # loads torch
+        from ..algorithms.pieces import check_pieces  # loads torch
 
         check_pieces(a)
 
@@ -150,16 +150,16 @@ def _check_vocabularies(stage: Stage) -> None:
         others["critic.path"] = config.critic.path
     for key, path in others.items():
         if path is not None and path != policy:
-            from leeway.tasks.vocabularies import check_same_tokens  # loads transformers
+            from ..tasks.vocabularies import check_same_tokens  # loads transformers
 
             check_same_tokens(key, os.path.expanduser(path), os.path.expanduser(policy))
 
 
 def _check_tasks(stage: Stage, seen: set[str]) -> None:
     """Read the tasks: the user must fix a wrong dataset, option or line. `seen`: what other stages already read."""
-    from leeway.tasks.evalsets import build_evalsets
-    from leeway.tasks.queue_tasks import QueueTaskSet
-    from leeway.tasks.taskset import build_taskset, part_of_mix
+    from ..tasks.evalsets import build_evalsets
+    from ..tasks.queue_tasks import QueueTaskSet
+    from ..tasks.taskset import build_taskset, part_of_mix
 
     config = stage.config
     for task in (config.task, *(part_of_mix(config.task, name)[0] for name in config.task.mix)):
@@ -185,7 +185,7 @@ def _check_tasks(stage: Stage, seen: set[str]) -> None:
         deque(taskset.in_file(), maxlen=0)  # raises for a line that is no task
     dry_run(config, taskset.tasks[0])
     if config.algorithm.expert_path is not None:
-        from leeway.tasks.examples import expert_tasks
+        from ..tasks.examples import expert_tasks
 
         experts = expert_tasks(config.algorithm.expert_path, config.task, config.eval, seed=config.seed)
         _check_examples(config, experts.tasks, [])
@@ -195,12 +195,12 @@ def _check_examples(
     config: Config, tasks: Sequence[Task], evaluated: Sequence[EvalSet], *, pairs: bool = False
 ) -> None:
     """Raise ValueError for the first task that cannot be trained or evaluated on as a prompt with its answer."""
-    from leeway.tasks.examples import check_examples
-    from leeway.tasks.preferences import pairs_among, rejected_key
+    from ..tasks.examples import check_examples
+    from ..tasks.preferences import pairs_among, rejected_key
 
     prompter = None
     if config.model.path is not None:  # else it is still to be built
-        from leeway.tasks.prompting import Prompter
+        from ..tasks.prompting import Prompter
 
         prompter = Prompter.load(config.model.path)
     check_examples(tasks, prompter, rejected_key=config.task.rejected_key if pairs else None)
@@ -214,9 +214,9 @@ def check_resume(stage: Stage) -> None:
     config = stage.config
     if config.checkpoint.resume == "never" or not stage.recipe.trains:
         return
-    from leeway.recipes.checkpoints import check_same_tasks, resume_point  # loads torch
-    from leeway.tasks.taskset import build_taskset
-    from leeway.trainer.checkpoint import CheckpointError
+    from ..tasks.taskset import build_taskset
+    from ..trainer.checkpoint import CheckpointError
+    from .checkpoints import check_same_tasks, resume_point  # loads torch
 
     try:
         folder = resume_point(stage.dir / "checkpoints", config)

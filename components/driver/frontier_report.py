@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from leeway.monitor.jsonl import write_text_atomically
+from ..monitor.jsonl import write_text_atomically
 
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; the normal's beyond.
 _T95 = (

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from leeway.config import ConfigError, Stage, find_recipe, resolve_stages
-from leeway.config.errors import words
-from leeway.config.load import read_tree
-from leeway.recipes.context import finished_length, length_of
-from leeway.recipes.run_record import BadRecord, RunIsRunning, check_not_running, saved_recipe, saved_recipe_files
+from ..config import ConfigError, Stage, find_recipe, resolve_stages
+from ..config.errors import words
+from ..config.load import read_tree
+from .context import finished_length, length_of
+from .run_record import BadRecord, RunIsRunning, check_not_running, saved_recipe, saved_recipe_files
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def _go_on(tree: dict[str, Any], folder: Path) -> None:
 
 def _notes(folder: Path, before: Sequence[Stage], stages: Sequence[Stage]) -> list[str]:
     """Where the first unfinished stage resumes. Raises ConfigError if there is none, or no state to start from."""
-    from leeway.recipes.checkpoints import newest_state, saved_version  # loads torch
+    from .checkpoints import newest_state, saved_version  # loads torch
 
     unfinished = [s for s in stages if finished_length(s.dir) != length_of(s.config)]
     if not unfinished:
@@ -100,7 +100,7 @@ def _notes(folder: Path, before: Sequence[Stage], stages: Sequence[Stage]) -> li
 
 def _rate_note(was: Stage, stage: Stage, step: int) -> list[str]:
     """How additional steps change the learning-rate schedule."""
-    from leeway.trainer.optimizer import OptimizerSettings, learning_rate
+    from ..trainer.optimizer import OptimizerSettings, learning_rate
 
     o, steps = stage.config.optimizer, (was.config.train.steps, stage.config.train.steps)
     if o.schedule == "constant" or length_of(was.config) == length_of(stage.config):

@@ -22,19 +22,19 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from leeway.config import Stage, run_yaml
-from leeway.config.secrets import shown_argument
-from leeway.failures import InputRefused, PartFailed, Refused, printable
-from leeway.monitor import weights_sha256, write_summary
-from leeway.monitor.logs import others_to_file
-from leeway.recipes.checks import examine
-from leeway.recipes.context import StageContext, StageResult, finished_stage, mark_finished, say
-from leeway.recipes.models import check_weights
-from leeway.recipes.run_record import LOCK, BadRecord, RunIsRunning, RunRecord, locked
-from leeway.redaction import redacted
-from leeway.runtime.footprint import Footprint
-from leeway.runtime.guardian import Guardian
-from leeway.runtime.watch import Outcome, RunWatch
+from ..config import Stage, run_yaml
+from ..config.secrets import shown_argument
+from ..failures import InputRefused, PartFailed, Refused, printable
+from ..monitor import weights_sha256, write_summary
+from ..monitor.logs import others_to_file
+from ..redaction import redacted
+from ..runtime.footprint import Footprint
+from ..runtime.guardian import Guardian
+from ..runtime.watch import Outcome, RunWatch
+from .checks import examine
+from .context import StageContext, StageResult, finished_stage, mark_finished, say
+from .models import check_weights
+from .run_record import LOCK, BadRecord, RunIsRunning, RunRecord, locked
 
 CONCLUDE_S = 10.0
 NOT_SAVED = "saving a checkpoint failed"
@@ -192,7 +192,7 @@ class _Run:
 
     async def _all_stages(self) -> None:
         # Imported here: connecting needs ray, and refusing bad input must not.
-        from leeway.runtime.cluster import connect
+        from ..runtime.cluster import connect
 
         if not self._is_scratch:
             say(f"run folder {self._shown_dir}")
@@ -239,8 +239,8 @@ class _Run:
         if config.model.init is None:
             assert config.model.path is not None
             return os.path.expanduser(config.model.path)
-        from leeway.tasks.bootstrap import build_model_dir
-        from leeway.tasks.taskset import build_taskset
+        from ..tasks.bootstrap import build_model_dir
+        from ..tasks.taskset import build_taskset
 
         init, begun = config.model.init, time.monotonic()
 
@@ -262,7 +262,7 @@ class _Run:
         pids = self._watch.process_ids()
         self._watch.forget_all()
         if "leeway.runtime.cluster" in sys.modules and not self._watch.cluster_broken:
-            from leeway.runtime.cluster import disconnect
+            from ..runtime.cluster import disconnect
 
             disconnect(pids)
 
@@ -303,7 +303,7 @@ class _Run:
         """
         files = [(s.name, s.dir / "metrics.jsonl") for s in self._stages if (s.dir / "metrics.jsonl").exists()]
         picture = self._run_dir / "curves.png"
-        from leeway.monitor.curves import draw_curves
+        from ..monitor.curves import draw_curves
 
         config = self._stages[-1].config
         title, bound = f"{config.project} / {config.name}", config.staleness.max_policy_lag
@@ -338,7 +338,7 @@ class _Run:
             return [f"logs: {self._shown_dir}"]
         if stage is None or not (stage.recipe.can_resume and self._stages[-1].recipe.can_resume):
             return []
-        from leeway.recipes.checkpoints import newest_state, step_of
+        from .checkpoints import newest_state, step_of
 
         newest = newest_state(stage.dir / "checkpoints")
         if newest is None and not self._results:

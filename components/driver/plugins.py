@@ -6,9 +6,9 @@ import asyncio
 import traceback
 from typing import Any
 
-from leeway.config import Config
-from leeway.config.names import user_names
-from leeway.types import Completion, Task, Trajectory
+from ..config import Config
+from ..config.names import user_names
+from ..types import Completion, Task, Trajectory
 
 DRY_RUN_S = 20.0
 _PROGRAMMING_ERRORS = (TypeError, NameError, AttributeError, ImportError)
@@ -16,10 +16,10 @@ _PROGRAMMING_ERRORS = (TypeError, NameError, AttributeError, ImportError)
 
 def check_plugins(config: Config) -> None:
     """Import and build everything the settings name. Raises a one-line ValueError: file, line, what was expected."""
-    from leeway.envs.importing import import_user_object
-    from leeway.envs.registry import build_environment
-    from leeway.replay.operators import Pipeline
-    from leeway.replay.reuse import priority_of
+    from ..envs.importing import import_user_object
+    from ..envs.registry import build_environment
+    from ..replay.operators import Pipeline
+    from ..replay.reuse import priority_of
 
     if user_names(engine := config.rollout.engine_name):
         expected = "a class with the verbs of leeway.collector.engine.Engine"
@@ -40,7 +40,7 @@ def dry_run(config: Config, task: Task) -> None:
     """
     if not user_names(config.env.name):
         return
-    from leeway.envs.registry import build_environment
+    from ..envs.registry import build_environment
 
     environment = build_environment(config.env)
     try:
@@ -75,8 +75,8 @@ class _Says:
     max_model_len = 100_000
 
     def __init__(self, task: Task) -> None:
-        from leeway.tasks.prompting import Prompter
-        from leeway.tasks.tiny_tokenizer import build_tokenizer
+        from ..tasks.prompting import Prompter
+        from ..tasks.tiny_tokenizer import build_tokenizer
 
         self._answer = task.answer
         self.prompter = Prompter(build_tokenizer([task.answer]))

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from leeway.config import Config, Recipe
-from leeway.failures import printable
-from leeway.runtime.watch import RunWatch
+from ..config import Config, Recipe
+from ..failures import printable
+from ..runtime.watch import RunWatch
 
 FINISHED = "finished.json"
 STILL_S = 30.0

@@ -11,14 +11,14 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
-from leeway.config import Recipe
-from leeway.failures import printable
-from leeway.recipes.context import StageContext, StageResult, say
-from leeway.runtime.launch import Launcher
-from leeway.runtime.supervisor import Supervisor
-from leeway.tasks.prompting import Prompter
-from leeway.tasks.taskset import build_taskset
-from leeway.types import Task, Trajectory
+from ..config import Recipe
+from ..failures import printable
+from ..runtime.launch import Launcher
+from ..runtime.supervisor import Supervisor
+from ..tasks.prompting import Prompter
+from ..tasks.taskset import build_taskset
+from ..types import Task, Trajectory
+from .context import StageContext, StageResult, say
 
 
 @dataclass(frozen=True)

@@ -24,17 +24,17 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from leeway.config import Config
-from leeway.config.learning import CheckpointConfig
-from leeway.integrity import read_sealed, sealed
-from leeway.recipes.context import say
-from leeway.replay.position import Position
-from leeway.runtime.supervisor import Supervisor, together
-from leeway.tasks.mixed import MixedTaskSet
-from leeway.tasks.queue_tasks import QueueTaskSet
-from leeway.tasks.taskset import TaskSet
-from leeway.trainer.checkpoint import STATE_DIR, STATE_FILE, CheckpointError, read_about, read_state
-from leeway.trainer.durable import sync, write_durably
+from ..config import Config
+from ..config.learning import CheckpointConfig
+from ..integrity import read_sealed, sealed
+from ..replay.position import Position
+from ..runtime.supervisor import Supervisor, together
+from ..tasks.mixed import MixedTaskSet
+from ..tasks.queue_tasks import QueueTaskSet
+from ..tasks.taskset import TaskSet
+from ..trainer.checkpoint import STATE_DIR, STATE_FILE, CheckpointError, read_about, read_state
+from ..trainer.durable import sync, write_durably
+from .context import say
 
 # Settings that may change when a run is resumed: where it runs and what it reports, not what it learns.
 # The weights come from the checkpoint, which knows their shapes itself, so the model's own folder may have moved.

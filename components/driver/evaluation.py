@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from leeway.config import Config
-from leeway.config.evalsets import ks
-from leeway.config.inputs import EvalSampling
-from leeway.failures import PartFailed
-from leeway.recipes.eval_metrics import at_k
-from leeway.runtime.launch import Parts
-from leeway.runtime.supervisor import together
-from leeway.tasks.evalsets import EvalSet
-from leeway.types import Trajectory
+from ..config import Config
+from ..config.evalsets import ks
+from ..config.inputs import EvalSampling
+from ..failures import PartFailed
+from ..runtime.launch import Parts
+from ..runtime.supervisor import together
+from ..tasks.evalsets import EvalSet
+from ..types import Trajectory
+from .eval_metrics import at_k
 
 PROGRESS_S = 10.0
 """How often the driver asks how many tasks have ended."""
