@@ -37,7 +37,7 @@ name: r
 model: {{path: org/m}}
 task: {{name: jsonl, path: "${{oc.env:TASKS}}"}}
 env:
-  name: my_env:Env
+  name: env_with_secrets:Env
   variables: {{JUDGE_KEY: "${{oc.env:SHELL_KEY}}", CACHE: /somewhere/cache}}
   options:
     api_key: {TYPED}
@@ -57,7 +57,7 @@ def shell(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TASKS", str(tmp_path / "tasks.jsonl"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.yaml").write_text(CONFIG)
-    (tmp_path / "my_env.py").write_text("class Env: ...\n")
+    (tmp_path / "env_with_secrets.py").write_text("class Env: ...\n")
 
 
 def stages(*overrides: str, file: str = "config.yaml") -> list[Stage]:
