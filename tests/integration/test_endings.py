@@ -7,6 +7,7 @@ phases is a benchmark, which `make test-long` runs: benchmarks/chaos.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import socket
@@ -48,12 +49,14 @@ def left_by(command: Any, temporary: Path) -> list[str]:
 
 def check_that_only_this_user_on_this_machine_can_connect(command: Any, temporary: Path) -> None:
     """No socket of a run on one machine is open to others; Ray's token is the run's own; its folders are private."""
-    listening = [
-        (connection.laddr.ip, connection.laddr.port, " ".join(process.cmdline())[:100])
-        for process in command.processes()
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN or connection.type == socket.SOCK_DGRAM
-    ]
+    listening = []
+    for process in command.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):  # some of Ray's programs are short-lived
+            name = " ".join(process.cmdline())[:100]
+            for socket_ in process.net_connections("inet"):
+                is_open = socket_.type == socket.SOCK_DGRAM and not socket_.raddr
+                if is_open or socket_.status == psutil.CONN_LISTEN:
+                    listening.append((socket_.laddr.ip, socket_.laddr.port, name))
     assert len(listening) > 5, "Ray's own, at least"
     assert [one for one in listening if one[0].removeprefix("::ffff:") not in ("127.0.0.1", "::1")] == []
     assert len(part_of(command, "raylet").environ()["RAY_AUTH_TOKEN"]) == 64

@@ -48,7 +48,7 @@ def play(service: Service, scenario: Any, *, key: str | None = None, **settings:
 
 
 def test_an_engine_behind_an_address_answers_chats_and_completions():
-    engine = Echo()
+    engine: Any = Echo()
     service = Service(model="judge", engine=engine, prompter=PROMPTER, max_model_len=40)
 
     begun = TOKENIZER.decode(PROMPTER.encode_text("answer 123")[:2])
@@ -68,7 +68,8 @@ def test_an_engine_behind_an_address_answers_chats_and_completions():
 
 
 def test_nobody_without_the_runs_key_is_served():
-    service = Service(model="judge", engine=Echo(), prompter=PROMPTER, max_model_len=40)
+    engine: Any = Echo()
+    service = Service(model="judge", engine=engine, prompter=PROMPTER, max_model_len=40)
     with pytest.raises(AuxiliaryError, match="HTTP 401"):
         play(service, lambda client: client.complete("x"), key="other")
 

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +39,7 @@ class FakeEngine:
         self.in_flight = ""
 
     async def load_weights(
-        self, manifest: Manifest, buckets: AsyncIterator[np.ndarray], *, in_flight: str, paused: Any
+        self, manifest: Manifest, buckets: AsyncIterator[np.ndarray], *, in_flight: str, paused: Any = nullcontext
     ) -> Any:
         if self.load_error is not None:
             raise self.load_error
