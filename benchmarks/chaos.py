@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -31,11 +32,11 @@ HERE = Path(__file__).resolve().parent
 MARK = "LEEWAY_CHAOS_CELL"
 START_S, END_S = 240.0, 180.0
 
-# What a part's process is known by: a word in its command line.
+# What a part's process is known by: a pattern in its command line. vLLM's title for its engine is not always there.
 WORDS = {
     "trainer": "TrainerActor",
     "generator": "CollectorActor",
-    "engine": "EngineCore",
+    "engine": r"EngineCore|multiprocessing\.spawn",
     "replay": "ReplayBufferActor",
     "param_server": "ParameterServerActor",
     "raylet": "/raylet/raylet",
@@ -192,7 +193,7 @@ def wait_for_phase(process: subprocess.Popen[bytes], phase: str, part: str, log:
             raise RuntimeError(f"the run ended by itself:\n{log.read_text(errors='replace')[-3000:]}")
         if phase == "start":
             if "generator(s)" in log.read_text(errors="replace") and (
-                part not in WORDS or any(WORDS[part] in command_line(p) for p in processes(mark))
+                part not in WORDS or any(re.search(WORDS[part], command_line(p)) for p in processes(mark))
             ):
                 return
         elif metrics.exists() and metrics.read_text().count("train/grad_norm") >= 2:
@@ -233,10 +234,10 @@ def command_line(process: psutil.Process) -> str:
         return ""
 
 
-def signal_part(mark: str, word: str, number: signal.Signals) -> None:
-    found = [p for p in processes(mark) if word in command_line(p)]
+def signal_part(mark: str, pattern: str, number: signal.Signals) -> None:
+    found = [p for p in processes(mark) if re.search(pattern, command_line(p))]
     if not found:
-        raise RuntimeError(f"no process has {word} in its command line")
+        raise RuntimeError(f"no process has {pattern} in its command line")
     found[0].send_signal(number)
 
 

@@ -36,7 +36,8 @@ def test_a_reward_asks_a_model_that_the_run_serves_and_nothing_is_left_of_it_whe
     rows = command.wait_for_steps(2, timeout_s=300)
     names = [" ".join(process.cmdline()) for process in command.processes()]
     assert any("AuxiliaryActor" in name for name in names), names
-    assert sum("EngineCore" in name for name in names) == 2, names
+    # An engine has vLLM's title, or the command line of its start if none could be set (see test_endings.py).
+    assert sum("EngineCore" in name or "multiprocessing.spawn" in name for name in names) == 2, names
     # The policy before its first step is the second model: greedily, both say the same.
     assert [r["eval/held_out/rewards/agrees"] for r in rows if "eval/held_out/rewards/agrees" in r] == [1.0]
     assert 0 < next(r["train/rewards/agrees"] for r in rows if "train/rewards/agrees" in r) < 1

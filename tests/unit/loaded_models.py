@@ -29,13 +29,15 @@ class LoadedModels:
         if arguments.get("trust_remote_code"):
             return self._load(path, **arguments)  # its classes may change between two loads
         key = (content_of(Path(path)), *sorted((name, str(value)) for name, value in arguments.items()))
-        if key not in self._loaded:
-            before = _generator_state()
-            self._loaded[key] = self._load(path, **arguments)
-            assert _generator_state() == before, (
-                "a load that draws numbers cannot be left out: what is drawn next differs"
-            )
-        return copy.deepcopy(self._loaded[key])
+        if key in self._loaded:
+            return copy.deepcopy(self._loaded[key])
+        before = _generator_state()
+        loaded = self._load(path, **arguments)
+        if (
+            _generator_state() == before
+        ):  # a load that draws numbers cannot be left out: what is drawn next would differ
+            self._loaded[key] = copy.deepcopy(loaded)
+        return loaded
 
 
 def content_of(folder: Path) -> tuple[Hashable, ...]:
