@@ -57,7 +57,7 @@ test: $(STAMP)  ## every test this machine can run, but for the comparisons that
 test-long: export LEEWAY_LONG_TESTS = 1
 test-long: test  ## the same, and those comparisons
 
-test-unit: $(STAMP)  ## tests without Ray, vLLM and other processes: under a minute
+test-unit: $(STAMP)  ## tests without Ray, vLLM and real runs: some minutes
 	@$(BIN)/python -m pytest $(QUICK) $(ARGS)
 
 test-gpu: $(STAMP)  ## tests that need a CUDA device; they skip themselves where there is none
