@@ -1,4 +1,4 @@
-"""The engine's extension with checks that can be switched off, for `hand_over.py`; runs in the engine's own process."""
+"""The engine's extension with checks that can be switched off, for `weight_sync.py`; runs in the engine's process."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ async def timed(work: Callable[[], Awaitable[int]], engine: VllmEngine, num_requ
 async def rolled(engine: VllmEngine, prompter: Prompter, tasks: list[Task], in_flight: int, delay_s: float) -> int:
     unused: Any = None
     collector = Collector(
-        engine=engine, environment=Slow(delay_s), prompter=prompter, hand_over=unused, clock=ActivityClock(),
+        engine=engine, environment=Slow(delay_s), prompter=prompter, weight_sync=unused, clock=ActivityClock(),
         admit=unused, retried=unused, give_back=unused, fail=unused,
         settings=CollectorSettings(
             group_size=1, temperature=1.0, max_prompt_tokens=64, max_response_tokens=64, max_model_len=128,

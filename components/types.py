@@ -43,14 +43,14 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """The right to start one group, and the oldest policy version that may generate it (`floor`).
+    """The right to start one group, and the oldest policy version that may generate it (`min_policy_version`).
 
     `attempt` counts how often the group was issued before: above 0 after a collector that held it was lost.
     """
 
     group_id: int
     task: Task
-    floor: int
+    min_policy_version: int
     attempt: int = 0
 
 

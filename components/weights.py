@@ -19,15 +19,15 @@ if TYPE_CHECKING:  # the parameter server handles references only: without torch
     import torch
 
 
-class HandOverError(RuntimeError):
-    """A hand-over failed a check (`bytes`, `load`, `compute`, `floor`): the engine must not serve these weights."""
+class WeightSyncError(RuntimeError):
+    """A weight sync failed a check (`bytes`, `load`, `compute`, `version`): the engine must not serve these weights."""
 
     def __init__(self, check: str, policy_version: int, detail: str) -> None:
         super().__init__(check, policy_version, detail)
         self.check, self.policy_version, self.detail = check, policy_version, detail
 
     def __str__(self) -> str:
-        return f"hand-over of policy version {self.policy_version} failed the {self.check} check: {self.detail}"
+        return f"weight sync of policy version {self.policy_version} failed the {self.check} check: {self.detail}"
 
 
 @dataclass(frozen=True)
@@ -101,9 +101,9 @@ class Manifest:
     digest: str
 
     def check(self) -> None:
-        """Raises `HandOverError` if the entries are not those that were published."""
+        """Raises `WeightSyncError` if the entries are not those that were published."""
         if (got := digest_of(self.entries)) != self.digest:
-            raise HandOverError(
+            raise WeightSyncError(
                 "bytes",
                 self.policy_version,
                 f"the manifest's digest is {self.digest[:16]}, its entries give {got[:16]}",
@@ -137,8 +137,8 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
-class Place:
-    """One tensor's place in its bucket. Tied tensors share one place with several names, and cost no extra bytes."""
+class TensorSpan:
+    """One tensor's bytes in its bucket. Tied tensors share one span under several names, and cost no extra bytes."""
 
     names: tuple[str, ...]
     dtype: torch.dtype
@@ -163,7 +163,7 @@ class BucketPlan:
     """What one bucket will hold: made from names, types and shapes alone, so every rank makes the same."""
 
     index: int
-    places: list[Place]
+    spans: list[TensorSpan]
     num_bytes: int
 
     def empty(self, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -171,24 +171,24 @@ class BucketPlan:
         import torch
 
         memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
-        for place, next_place in itertools.pairwise(self.places):
-            memory[place.offset + place.num_bytes : next_place.offset] = 0
+        for span, next_span in itertools.pairwise(self.spans):
+            memory[span.offset + span.num_bytes : next_span.offset] = 0
         return memory
 
     def entries(self, hashes: Iterable[str]) -> list[TensorEntry]:
-        """The manifest's entries for it; `hashes`: the SHA-256 of each place."""
+        """The manifest's entries for it; `hashes`: the SHA-256 of each span."""
         return [
             TensorEntry(
                 name,
-                str(place.dtype).removeprefix("torch."),
-                place.shape,
+                str(span.dtype).removeprefix("torch."),
+                span.shape,
                 self.index,
-                place.offset,
-                place.num_bytes,
+                span.offset,
+                span.num_bytes,
                 sha256,
             )
-            for place, sha256 in zip(self.places, hashes, strict=True)
-            for name in place.names
+            for span, sha256 in zip(self.spans, hashes, strict=True)
+            for name in span.names
         ]
 
 
@@ -199,16 +199,16 @@ def plan_buckets(
 
     A tensor is never split: one that is larger than a bucket gets its own bucket of its own size.
     """
-    buckets: list[list[Place]] = []
+    buckets: list[list[TensorSpan]] = []
     end = 0
     for names, dtype, shape in tensors:
-        place = Place(tuple(names), dtype, tuple(shape), offset=end + -end % ALIGNMENT)
-        if not buckets or place.offset + place.num_bytes > bucket_bytes:
-            place = replace(place, offset=0)
+        span = TensorSpan(tuple(names), dtype, tuple(shape), offset=end + -end % ALIGNMENT)
+        if not buckets or span.offset + span.num_bytes > bucket_bytes:
+            span = replace(span, offset=0)
             buckets.append([])
-        buckets[-1].append(place)
-        end = place.offset + place.num_bytes
-    return [BucketPlan(i, places, places[-1].offset + places[-1].num_bytes) for i, places in enumerate(buckets)]
+        buckets[-1].append(span)
+        end = span.offset + span.num_bytes
+    return [BucketPlan(i, spans, spans[-1].offset + spans[-1].num_bytes) for i, spans in enumerate(buckets)]
 
 
 def read_bucket(
@@ -220,7 +220,7 @@ def read_bucket(
     for entry in entries:
         data = bucket[entry.offset : entry.offset + entry.num_bytes]
         if sha256_of(data) != entry.sha256:
-            raise HandOverError(
+            raise WeightSyncError(
                 "bytes", policy_version, f"tensor {entry.name} does not match its SHA-256 in the manifest"
             )
         yield entry.name, data.view(getattr(torch, entry.dtype)).view(entry.shape)

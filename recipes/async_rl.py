@@ -4,7 +4,7 @@ The driver wires the parts, watches them, and holds the loops. P groups of rollo
 (the number of optimizer steps in the weights), N engines generate, M ranks train.
 
     taskset --> admit() --> Collector[N] --> ReplayBuffer ------------> Trainer[M ranks] ----> ParameterServer
-                  | (group, task, floor)       ^  | take(P groups)        | train_step             |
+                  | (group, task, min version) ^  | take(P groups)        | train_step             |
                   | env + vLLM, per-token v    |  | in admission order    |                        |
                   | put(group)                 |  v                       |                        |
                   |                            +--+-- published(v+1) <----+------------------------+
@@ -164,7 +164,7 @@ class AsyncRL:
         """Hand out version 0, evaluate, measure, train, evaluate, save."""
         if self._resumed is not None:
             self._version = await self._launcher.load_state(self._resumed / driver.STATE_DIR)
-        await self._timed(f"version {self._version} served and proven", self._hand_out_first())
+        await self._timed(f"version {self._version} served and proven", self._publish_first())
         evals = {}
         if self._config.eval.at_start:
             evals["before"] = driver.evaluated_at_start(self._earlier, self._evalsets) or await self._evaluate()
@@ -172,7 +172,7 @@ class AsyncRL:
             self.speeds = driver.saved_speeds(self._config, self._context.dir)
         if self.speeds is None:
             pause_s = (await self._report.collect_stats()).get("collector/pause_s", 0.0)
-            measuring = driver.measure_speeds(self._config, self._parts, self._train_tasks.tasks, hand_over_s=pause_s)
+            measuring = driver.measure_speeds(self._config, self._parts, self._train_tasks.tasks, weight_sync_s=pause_s)
             self.speeds = await self._timed("speeds measured", measuring)
             driver.save_speeds(self.speeds, self._config, self._context.dir)
         begun = time.monotonic()
@@ -182,7 +182,7 @@ class AsyncRL:
         )
         await self._collect_and_train(self.speeds)
         rl_s = time.monotonic() - begun + sum(row.get("step/total_s", 0.0) for row in self._earlier)
-        await self._until_served(self._version)
+        await self._wait_engines_at(self._version)
         if self._config.eval.at_end:
             evals["after"] = await self._evaluate()
         await self._report.collect_stats(self._version)
@@ -228,7 +228,7 @@ class AsyncRL:
             resumed=self._resumed,
         )
         for i, collector in enumerate(self._parts.collectors):
-            self._supervisor.watch(f"generator-{i}", collector.keep_current.remote())
+            self._supervisor.watch(f"generator-{i}", collector.sync_weights_loop.remote())
 
     async def _train_loop(self) -> None:
         """Consumes takes; waits for complete ones; unblocked by collectors' puts; produces policy versions."""
@@ -260,7 +260,7 @@ class AsyncRL:
                         await self._finish_publishing()
                     # Requested before the next step, because that step's publication replaces an unclaimed one.
                     publication = self._parts.trainers[0].publication.remote()
-                    self._publishing = asyncio.create_task(self._hand_out(self._version, publication))
+                    self._publishing = asyncio.create_task(self._publish_to_engines(self._version, publication))
                     self._supervisor.watch("publishing", self._publishing)
                 if i == len(take.batches) - 1:  # between takes: none is ever half trained on resume
                     with clock.waiting("checkpoint"):
@@ -331,16 +331,16 @@ class AsyncRL:
         self._version += 1
         return metrics
 
-    async def _hand_out_first(self) -> None:
+    async def _publish_first(self) -> None:
         await self._publish()
-        await self._until_served(self._version)
+        await self._wait_engines_at(self._version)
 
     async def _publish(self) -> None:
         """Gather the current weights on the trainer and hand them out."""
         await self._wait(driver.together(t.publish.remote() for t in self._parts.trainers), "trainer")
-        await self._hand_out(self._version, self._parts.trainers[0].publication.remote())
+        await self._publish_to_engines(self._version, self._parts.trainers[0].publication.remote())
 
-    async def _hand_out(self, version: int, upload: Awaitable[driver.Publication]) -> None:
+    async def _publish_to_engines(self, version: int, upload: Awaitable[driver.Publication]) -> None:
         """Make rank 0's upload of `version` available, and let more groups start. Runs beside the next step."""
         started = time.monotonic()
         publication = await self._wait(upload, "trainer-0")
@@ -362,7 +362,7 @@ class AsyncRL:
         if not every or self._version % every or self._version == self._total_steps:
             return
         await self._finish_publishing()
-        await self._until_served(self._version)
+        await self._wait_engines_at(self._version)
         await self._evaluate()
 
     async def _evaluate(self) -> dict[str, Any]:
@@ -384,7 +384,7 @@ class AsyncRL:
         self.eval_points.append(EvalPoint(self._version, self._train_s, value, measure))
         return {**first, "tasksets": by_set} if by_set else dict(first)
 
-    async def _until_served(self, version: int) -> None:
+    async def _wait_engines_at(self, version: int) -> None:
         calls = [c.until_verified.remote(version) for c in self._parts.collectors]
         await self._wait(driver.together(calls), "generators")
 

@@ -19,8 +19,8 @@ import torch
 
 from leeway.collector.clock import ActivityClock, RolloutClock
 from leeway.collector.engine import Engine, EngineSettings
-from leeway.collector.hand_over import HandOver
-from leeway.weights import Canary, CanaryPrompts, HandOverError, Manifest, digest_of, plan_buckets, sha256_of
+from leeway.collector.weight_sync import WeightSync
+from leeway.weights import Canary, CanaryPrompts, Manifest, WeightSyncError, digest_of, plan_buckets, sha256_of
 
 TOLERANCE = 1e-4
 VOCABULARY = 96
@@ -73,9 +73,9 @@ class Publisher:
         entries, buckets = [], []
         for plan in plans:
             memory = plan.empty()
-            for place in plan.places:
-                place.tensor(memory).copy_(parameters[place.names[0]])
-            entries += plan.entries(sha256_of(place.data(memory)) for place in plan.places)
+            for span in plan.spans:
+                span.tensor(memory).copy_(parameters[span.names[0]])
+            entries += plan.entries(sha256_of(span.data(memory)) for span in plan.spans)
             buckets.append(memory)
         manifest = Manifest(self.version, entries, len(buckets), 0, self.canary(), digest_of(entries))
         return manifest, [b.numpy() for b in buckets]
@@ -103,7 +103,7 @@ class Publisher:
 
 
 class Served:
-    """An engine with its hand-over, driven from tests that are not coroutines."""
+    """An engine with its weight sync, driven from tests that are not coroutines."""
 
     def __init__(self, folder: Path, start: Callable[[EngineSettings], Engine]) -> None:
         self._runner = asyncio.Runner()
@@ -118,11 +118,11 @@ class Served:
         self.engine.shutdown()
         self._runner.close()  # ends what the engine still has to do in this loop, and then the loop
 
-    def hand_over(self, in_flight: str = "recompute", *, deadline_s: float = 30) -> HandOver:
+    def weight_sync(self, in_flight: str = "recompute", *, deadline_s: float = 30) -> WeightSync:
         async def nothing(newer_than: int, timeout_s: float) -> None:
             await asyncio.sleep(timeout_s)
 
-        return HandOver(
+        return WeightSync(
             self.engine,
             nothing,
             in_flight=in_flight,
@@ -135,16 +135,16 @@ class Served:
         )
 
     def give(self, manifest: Manifest, buckets: list[np.ndarray], in_flight: str = "recompute") -> float:
-        """Hand over one publication with all checks; returns the gap. Raises HandOverError."""
+        """Sync one publication with all checks; returns the gap. Raises WeightSyncError."""
         return self.run(self.give_async(manifest, buckets, in_flight))
 
     async def give_async(self, manifest: Manifest, buckets: list[np.ndarray], in_flight: str = "recompute") -> float:
-        hand_over = self.hand_over(in_flight)
-        await hand_over._take_over(manifest, stream(buckets))
-        return hand_over.drain_reports()[0].served_gap
+        weight_sync = self.weight_sync(in_flight)
+        await weight_sync._load_and_verify(manifest, stream(buckets))
+        return weight_sync.drain_reports()[0].served_gap
 
     def recover(self) -> None:
-        """After a refused hand-over the engine is paused and half loaded: a whole good version repairs it."""
+        """After a refused weight sync the engine is paused and half loaded: a whole good version repairs it."""
         assert self.give(*self.publisher.next()) <= TOLERANCE
 
 
@@ -245,7 +245,7 @@ class EngineContract:
     """A subclass has a fixture `served`, of its module: an engine with 64 places that serves version 0 at least."""
 
     @pytest.mark.parametrize("scale", [1e-4, 0.02])
-    def test_clean_hand_overs_raise_no_alarm(self, served: Served, scale: float) -> None:
+    def test_clean_weight_syncs_raise_no_alarm(self, served: Served, scale: float) -> None:
         gaps = [served.give(*served.publisher.next(scale)) for _ in range(8)]
         assert 0 < max(gaps) <= TOLERANCE
 
@@ -276,9 +276,9 @@ class EngineContract:
         ],
         ids=["byte flipped", "bucket lost", "entry lost", "tensor left out", "tied head left out", "tensors swapped"],
     )
-    def test_a_broken_hand_over_is_refused_by_name(self, served: Served, mutate: Any, check: str, names: str) -> None:
+    def test_a_broken_weight_sync_is_refused_by_name(self, served: Served, mutate: Any, check: str, names: str) -> None:
         manifest, buckets = served.publisher.next()
-        with pytest.raises(HandOverError) as refused:
+        with pytest.raises(WeightSyncError) as refused:
             served.give(*mutate(manifest, buckets))
         assert refused.value.check == check
         assert refused.value.policy_version == manifest.policy_version
@@ -321,21 +321,21 @@ class EngineContract:
         assert max(worked) < 0.9 * wall_s, "the last ones waited for the first ones' places"
 
     def test_an_engine_started_again_with_old_weights_serves_no_newer_group(self, served: Served) -> None:
-        """What it holds is not believed: it starts a group only after a proven load of at least the group's floor."""
-        hand_over = served.hand_over(deadline_s=0.2)  # of a collector that has just started on this engine
+        """What it holds is not believed: it starts a group only after a proven load that is new enough for it."""
+        weight_sync = served.weight_sync(deadline_s=0.2)  # of a collector that has just started on this engine
         with pytest.raises(TimeoutError, match=f"weights of version {served.publisher.version}; .* serves version -1"):
-            served.run(hand_over.until_verified(served.publisher.version))
-        served.run(hand_over._take_over(*streamed(served.publisher.publication())))  # the same old version, proven
-        floor = served.publisher.version + 1
-        with pytest.raises(TimeoutError, match=f"weights of version {floor}; .* serves version {floor - 1}"):
-            served.run(hand_over.until_verified(floor))
+            served.run(weight_sync.until_verified(served.publisher.version))
+        served.run(weight_sync._load_and_verify(*streamed(served.publisher.publication())))  # the same, proven
+        needed = served.publisher.version + 1
+        with pytest.raises(TimeoutError, match=f"weights of version {needed}; .* serves version {needed - 1}"):
+            served.run(weight_sync.until_verified(needed))
 
     def test_where_the_cache_is_kept_a_version_that_failed_can_be_loaded_again(self, served: Served) -> None:
         """What the failed load left in a prefix cache, the canary's contexts among it, is never looked at again."""
         served.give(*served.publisher.next(), in_flight="keep")
         manifest, buckets = served.publisher.next()
         for _ in range(2):
-            with pytest.raises(HandOverError, match="compute check"):
+            with pytest.raises(WeightSyncError, match="compute check"):
                 served.give(*_swap_two(manifest, buckets), in_flight="keep")
             assert served.give(manifest, buckets, in_flight="keep") <= TOLERANCE
         served.recover()

@@ -25,13 +25,13 @@ from ..weights import Manifest
 from .awaited import unless
 from .clock import ActivityClock
 from .engine import Engine, EngineSettings, start_engine
-from .hand_over import HandOver
 from .loop_watch import LoopWatch
 from .settings import CollectorSettings
+from .weight_sync import WeightSync
 
 
 class CollectorActor(Watched):
-    """Runs one engine: `start` brings it up; `keep_current` and `collect` run until admission ends or a part fails."""
+    """Runs one engine. After `start`, `sync_weights_loop` and `collect` run until admission ends or a part fails."""
 
     def __init__(self, *, role: str, log_file: Path, log_level: str) -> None:
         self.role = role
@@ -78,9 +78,9 @@ class CollectorActor(Watched):
     ) -> None:
         """Another run on the same engine, which serves nothing before it has pulled that run's weights.
 
-        The last run's `collect` must have returned; its hand-over loop ends here.
+        The last run's `collect` must have returned; its weight sync ends here.
         """
-        self._hand_over.close()
+        self._weight_sync.close()
         self._begin(config, settings, tolerance, buffer, param_server)
 
     def _begin(
@@ -98,7 +98,7 @@ class CollectorActor(Watched):
             return None if publication is None else (publication.manifest, _fetch(publication.bucket_refs))
 
         clock = ActivityClock()
-        self._hand_over = HandOver(
+        self._weight_sync = WeightSync(
             self._engine,
             pull,
             in_flight=config.staleness.in_flight,
@@ -108,7 +108,7 @@ class CollectorActor(Watched):
             paused=lambda: clock.doing("pause"),
             on_quarantine=lambda error: self._collector.discard(str(error)),
             max_failures=config.param_server.quarantine_pulls,
-            verified=0 if self._own_weights else -1,
+            verified_version=0 if self._own_weights else -1,
             finish_first=oldest,
         )
         self._buffer = buffer
@@ -116,7 +116,7 @@ class CollectorActor(Watched):
             engine=self._engine,
             environment=build_environment(config.env),
             prompter=Prompter.load(self._model_path),
-            hand_over=self._hand_over,
+            weight_sync=self._weight_sync,
             clock=clock,
             admit=lambda limit: buffer.admit.remote(limit, timeout_s=deadline_s, collector=self._name),
             retried=lambda admission: buffer.retried.remote(admission.group_id, admission.attempt),
@@ -126,11 +126,11 @@ class CollectorActor(Watched):
         )
 
     @as_text
-    async def keep_current(self) -> None:
-        """The hand-over loop; ends with the run, or by failing. An engine that hangs is found out here, if not before:
-        while it is asked for anything at all, a load or a canary included.
+    async def sync_weights_loop(self) -> None:
+        """Ends with the run, or by failing. An engine that hangs is found out here, if not before: while it is asked
+        for anything at all, a load or a canary included.
         """
-        await unless(self._collector.watch_engine(), self._hand_over.run())
+        await unless(self._collector.watch_engine(), self._weight_sync.run())
 
     @as_text
     async def collect(self) -> None:
@@ -140,7 +140,7 @@ class CollectorActor(Watched):
 
     @as_text
     async def until_verified(self, policy_version: int) -> None:
-        await self._hand_over.until_verified(policy_version)
+        await self._weight_sync.until_verified(policy_version)
 
     @as_text
     async def evaluate(

@@ -19,8 +19,8 @@ ACTIVITIES: tuple[str, ...] = (
 
 `pause`: weights are loaded, nothing is generated. `evaluate`: held-out tasks. `generate`: the engine has a request.
 `environment`: rollouts are under way and none of them asks the engine for anything. `withheld`: finished groups wait
-for the proof of their version. `wait_for_weights`: groups wait for weights of their floor. `wait_for_slot`: nothing is
-in flight.
+for the proof of their version. `wait_for_weights`: groups wait for weights that are new enough. `wait_for_slot`:
+nothing is in flight.
 """
 
 

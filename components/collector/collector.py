@@ -1,7 +1,7 @@
 """The collector: many environments in flight against one engine, as a torchrl collector that yields trajectory groups.
 
     admit() --> [in flight: environment x engine] --> finished --> withheld until its version is verified --> yield
-                     ^ started only under weights of at least the group's floor
+                     ^ started only under weights of at least the group's min_policy_version
 
 Everything that waits for somebody else is a callable handed in, so that the whole loop runs under asyncio alone.
 """
@@ -23,17 +23,17 @@ from torchrl.collectors import BaseCollector
 from ..config.inputs import EvalSampling
 from ..envs.base import all_or_none
 from ..types import Admission, Group, Task, Trajectory
-from ..weights import HandOverError
+from ..weights import WeightSyncError
 from .awaited import Awaited, unless
 from .checks import TookTooLong, checked, reason_of, until_ended, within
 from .clock import ActivityClock, RolloutClock
 from .engine import Engine, EngineLost
-from .hand_over import HandOver, PullReport
 from .many import RolloutFailed, each
 from .policy import EnginePolicy, derived_seed
 from .progress import EngineHung
 from .room import Room
 from .settings import CollectorSettings
+from .weight_sync import PullReport, WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Collector(BaseCollector):
         engine: Engine,
         environment: RunsTasks,
         prompter: Any,
-        hand_over: HandOver,
+        weight_sync: WeightSync,
         clock: ActivityClock,
         admit: Callable[[int], Awaitable[list[Admission]]],
         retried: Callable[[Admission], Awaitable[None]],
@@ -66,7 +66,7 @@ class Collector(BaseCollector):
         self._engine = engine
         self._environment = environment
         self._prompter = prompter
-        self._hand_over = hand_over
+        self._weight_sync = weight_sync
         self._clock = clock
         self._admit = admit
         self._retried = retried
@@ -142,7 +142,7 @@ class Collector(BaseCollector):
     def iterator(self) -> Iterator[list[Group]]:
         """The same for synchronous callers: the loop runs in a thread of its own, at most two batches ahead.
 
-        Raises what the loop or the hand-over of weights raised. Leaving the iteration early ends the thread.
+        Raises what the loop or the weight sync raised. Leaving the iteration early ends the thread.
         """
         ready: queue.Queue[list[Group] | BaseException | None] = queue.Queue(maxsize=2)
         left = threading.Event()
@@ -161,7 +161,7 @@ class Collector(BaseCollector):
                     return
 
         async def run() -> None:
-            collecting, pulling = asyncio.create_task(collect()), asyncio.create_task(self._hand_over.run())
+            collecting, pulling = asyncio.create_task(collect()), asyncio.create_task(self._weight_sync.run())
             done, _ = await asyncio.wait({collecting, pulling}, return_when=asyncio.FIRST_COMPLETED)
             error = next((task.exception() for task in done), None)
             for task in (collecting, pulling):
@@ -190,12 +190,12 @@ class Collector(BaseCollector):
         For a task that failed for good, the reason. Nothing of it is trained on. What is drawn depends on the weights,
         the run's seed and the task alone.
         """
-        await self._hand_over.until_verified(policy_version)
-        async with self._hand_over.hold():
-            if self._hand_over.verified != policy_version:
+        await self._weight_sync.until_verified(policy_version)
+        async with self._weight_sync.freeze_weights():
+            if self._weight_sync.verified_version != policy_version:
                 raise RuntimeError(
                     f"asked to evaluate version {policy_version}, "
-                    f"but this engine already serves {self._hand_over.verified}"
+                    f"but this engine already serves {self._weight_sync.verified_version}"
                 )
             with self._clock.doing("evaluate"):
                 results = await self._each(
@@ -258,8 +258,8 @@ class Collector(BaseCollector):
             "collector/groups_finished": float(finished),
             "collector/groups_retried": float(retried),
             "collector/in_flight_groups": float(len(self._in_flight)),
-            "collector/quarantines": float(self._hand_over.num_quarantines),
-            **_pull_metrics(self._hand_over.drain_reports()),
+            "collector/quarantines": float(self._weight_sync.num_quarantines),
+            **_pull_metrics(self._weight_sync.drain_reports()),
         }
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
@@ -339,10 +339,10 @@ class Collector(BaseCollector):
     async def _run_group(self, admission: Admission, clock: RolloutClock) -> Group | None:
         """One group through all of its attempts; None when it failed for good (and was reported as such)."""
         with self._clock.doing("wait_for_weights"):
-            await self._hand_over.until_verified(admission.floor)
+            await self._weight_sync.until_verified(admission.min_policy_version)
         s = self._settings
         try:
-            async with self._hand_over.serving(admission.floor):
+            async with self._weight_sync.generating_under(admission.min_policy_version):
                 clock.begin()
                 attempts = functools.partial(self._attempts, admission.task)
                 rollouts = [
@@ -363,22 +363,23 @@ class Collector(BaseCollector):
             environment_s=environment_s,
         )
         oldest, newest = group.policy_versions()
-        if oldest < admission.floor:
-            raise HandOverError(
-                "floor",
+        if oldest < admission.min_policy_version:
+            raise WeightSyncError(
+                "version",
                 oldest,
                 f"the engine sampled group {group.group_id} with weights of version {oldest} after version "
-                f"{self._hand_over.verified} was proven; the group's floor is {admission.floor}",
+                f"{self._weight_sync.verified_version} was proven; its min_policy_version is "
+                f"{admission.min_policy_version}",
             )
         with self._clock.doing("withheld"):
-            await self._hand_over.until_verified(newest)
+            await self._weight_sync.until_verified(newest)
         if greedy:
             group = replace(group, trajectories=trajectories, greedy_reward=greedy[0][0].reward)
         return group
 
     async def _admit_when_serving(self, limit: int) -> list[Admission]:
         """Groups are asked for by engines that could start them: not by one in quarantine."""
-        await self._hand_over.until_verified(0)
+        await self._weight_sync.until_verified(0)
         return await self._admit(limit)
 
     async def _attempts(

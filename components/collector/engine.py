@@ -1,4 +1,4 @@
-"""The door for inference engines: all that a collector and the hand-over of weights ask of one.
+"""The door for inference engines: all that a collector and its weight sync ask of one.
 
     settings -> start -> load_weights (version 0) -> score -> generate ... -> load_weights (version 1) -> score -> ...
 
@@ -101,7 +101,7 @@ class Generates(Protocol):
 
 
 class LoadsWeights(Protocol):
-    """What the hand-over of weights needs."""
+    """What a weight sync needs."""
 
     async def load_weights(
         self,
@@ -115,7 +115,7 @@ class LoadsWeights(Protocol):
 
         Buckets are uint8 arrays in manifest order, fetched one at a time. Requests in flight are kept and go on under
         the new weights: with "recompute" their KV cache is rebuilt first, with "keep" it is not, with "off" they finish
-        before the load. `paused()` is entered while nothing is generated. Raises `HandOverError` naming the check that
+        before the load. `paused()` is entered while nothing is generated. Raises `WeightSyncError` with the check that
         failed: "bytes" (every tensor against its hash, before it is used) or "load" (every weight was published, and is
         what the engine computes with). The engine stays paused then, until a later load succeeds.
         """

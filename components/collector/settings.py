@@ -14,7 +14,7 @@ class CollectorSettings:
 
     `seeded`: every request has its own seed, derived from the group (never with KV recomputed in flight on a CPU, where
     vLLM cannot rewind a request's generator). `greedy_baseline`: each group brings the reward of one more rollout,
-    sampled greedily, under weights that its floor and its verification hold to as well.
+    sampled greedily, under weights as new, and as proven, as the others.
     """
 
     group_size: int

@@ -10,7 +10,7 @@ from .rules import RL_RULES, check_rules
 from .schema import Config
 
 WHEN_A_FLOOR_ASKS = 1_000_000_000
-"""`rollout.pull_every` for runs whose engines pull only what a group's floor requires, so that the lag is the bound."""
+"""`rollout.pull_every` for runs whose engines pull only what a group cannot start without: the lag is the bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ def frontier_cells(config: Config) -> list[Cell]:
     """All runs, seed by seed (so that an interrupted study still allows comparisons), the smallest bound first.
 
     In each run the real lag is forced to the bound: strict order, target at the bound, each group generated entirely by
-    the oldest version that its floor allows. Only lockstep is evaluated during the run: an evaluation serves the newest
+    the oldest version that it allows. Only lockstep is evaluated during the run: an evaluation serves the newest
     weights, and the lag would have to grow again afterwards. Raises ConfigError for the first impossible run.
     """
     study, train = config.frontier, config.train

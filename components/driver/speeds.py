@@ -31,7 +31,7 @@ _DEFAULT_MAX_SEQUENCES = 256
 FILE = "speeds.json"
 
 
-async def measure_speeds(config: Config, parts: Parts, tasks: Sequence[Task], *, hand_over_s: float) -> Speeds:
+async def measure_speeds(config: Config, parts: Parts, tasks: Sequence[Task], *, weight_sync_s: float) -> Speeds:
     """Roll out enough groups to fill the engines; one group alone, and its first tokens; then a training step.
 
     The shortest of several times counts. Nothing is learned: the trainer steps a temporary optimizer with a learning
@@ -52,7 +52,7 @@ async def measure_speeds(config: Config, parts: Parts, tasks: Sequence[Task], *,
         optim_s=times["optim_s"],
         first_token_s=first_token_s,
         serial_s_per_token=serial_s_per_token,
-        hand_over_s=hand_over_s,
+        weight_sync_s=weight_sync_s,
     )
 
 

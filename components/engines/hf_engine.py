@@ -31,7 +31,7 @@ from ..collector.clock import RolloutClock
 from ..collector.engine import EngineLost, EngineSettings, LoadTimes, SampledTokens, largest
 from ..collector.progress import Progress, Sampled
 from ..failures import Refused
-from ..weights import Canary, CanaryGap, HandOverError, Manifest
+from ..weights import Canary, CanaryGap, Manifest, WeightSyncError
 from .hf_decode import Decoder, load_decoder
 from .hf_weights import Load, ModelTensors
 
@@ -181,7 +181,7 @@ class HfEngine:
                     await self._call(functools.partial(load.take, index, bucket))
                 index += 1
             if index != manifest.num_buckets:
-                raise HandOverError(
+                raise WeightSyncError(
                     "bytes", manifest.policy_version, f"got {index} buckets, expected {manifest.num_buckets}"
                 )
             with self.progress.call():

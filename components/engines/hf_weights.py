@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ..trainer.names import PublishedNames
 from ..trainer.tensors import saved_tensors
-from ..weights import HandOverError, Manifest, TensorEntry, read_bucket, sha256_of
+from ..weights import Manifest, TensorEntry, WeightSyncError, read_bucket, sha256_of
 
 
 class ModelTensors:
@@ -28,7 +28,7 @@ class ModelTensors:
 
 
 class Load:
-    """One publication on its way into the model: `take` every bucket, then `finish`. Each raises HandOverError."""
+    """One publication on its way into the model: `take` every bucket, then `finish`. Each raises WeightSyncError."""
 
     def __init__(self, into: ModelTensors, manifest: Manifest) -> None:
         self._into = into
@@ -78,5 +78,5 @@ class Load:
         part = whole if len(self._into.parts[owner]) == 1 else self._into.names.split(owner, whole)[entry.name]
         return sha256_of(part.contiguous().view(-1).view(torch.uint8)) == entry.sha256
 
-    def _error(self, detail: str) -> HandOverError:
-        return HandOverError("load", self._manifest.policy_version, detail)
+    def _error(self, detail: str) -> WeightSyncError:
+        return WeightSyncError("load", self._manifest.policy_version, detail)

@@ -20,7 +20,7 @@ import psutil
 from ..collector.clock import RolloutClock
 from ..collector.engine import EngineLost, EngineSettings, LoadTimes, SampledTokens, largest
 from ..collector.progress import Progress, Sampled
-from ..weights import Canary, CanaryGap, HandOverError, Manifest, TensorEntry
+from ..weights import Canary, CanaryGap, Manifest, TensorEntry, WeightSyncError
 from . import vllm_worker_env as worker_env
 from .shared_memory import SharedFolder
 
@@ -185,10 +185,10 @@ class VllmEngine:
         with paused():
             try:
                 await self._load(manifest, buckets)
-            except HandOverError:
+            except WeightSyncError:
                 raise
             except Exception as error:
-                raise _as_hand_over_error(error, manifest.policy_version) from error
+                raise _as_weight_sync_error(error, manifest.policy_version) from error
             # Kept keys and values are for those who run. vLLM cannot clear a prefix cache that is in use: new requests
             # look for their prefixes under another name. Of the load, not of the version: the same version is loaded
             # again after a load that went wrong, and by another run on this engine.
@@ -209,7 +209,7 @@ class VllmEngine:
             await self._load_bucket(manifest, index, bucket)
             index += 1
         if index != manifest.num_buckets:
-            raise HandOverError(
+            raise WeightSyncError(
                 "bytes", manifest.policy_version, f"got {index} buckets, expected {manifest.num_buckets}"
             )
         with self.progress.call():
@@ -288,11 +288,11 @@ def _entry_dict(entry: TensorEntry) -> dict[str, Any]:
     return asdict(entry)
 
 
-def _as_hand_over_error(error: Exception, policy_version: int) -> HandOverError:
+def _as_weight_sync_error(error: Exception, policy_version: int) -> WeightSyncError:
     """vLLM carries a worker's exception over as text only; find our own message in it again."""
     text = str(error)
     for check in ("bytes", "load"):
         mark = f"failed the {check} check: "
         if mark in text:
-            return HandOverError(check, policy_version, text.split(mark, 1)[1].splitlines()[0].rstrip("'\")"))
-    return HandOverError("load", policy_version, text)
+            return WeightSyncError(check, policy_version, text.split(mark, 1)[1].splitlines()[0].rstrip("'\")"))
+    return WeightSyncError("load", policy_version, text)

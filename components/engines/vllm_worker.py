@@ -31,7 +31,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
-from ..weights import HandOverError, TensorEntry, read_bucket
+from ..weights import TensorEntry, WeightSyncError, read_bucket
 from .vllm_readback import Published, read_back
 from .vllm_worker_env import BACKEND, CORES_ENV, MEMORY_ENV, PARENT_ENV
 
@@ -66,7 +66,7 @@ class WorkerExtension:
     """Becomes part of vLLM's worker; naming this class is also what makes the worker import this module."""
 
     def abandon_weight_update(self: Any) -> None:
-        """End a hand-over that failed half-way, so that the next one can start.
+        """End a weight sync that failed half-way, so that the next one can start.
 
         What is loaded now must not be served.
         """
@@ -129,7 +129,7 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, BucketInfo]):
     def finish_weight_update(self) -> None:
         missing = [*uncovered_parameters(self.model), *uncovered_uncounted(self.model)]
         if missing:
-            raise HandOverError("load", self._policy_version, f"no published tensor reached {', '.join(missing)}")
+            raise WeightSyncError("load", self._policy_version, f"no published tensor reached {', '.join(missing)}")
         finalize_layerwise_reload(self.model, self.model_config)
         if self._reads_back:
             self._read_back()
@@ -138,7 +138,7 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, BucketInfo]):
         result = read_back(self.model, self._published, dtype=self.model_config.dtype, turn=self._policy_version)
         if result.differing:
             where = ", ".join(result.differing)
-            raise HandOverError(
+            raise WeightSyncError(
                 "load", self._policy_version, f"after the load, weights differ from those published in {where}"
             )
         if result.unread != self._unread:

@@ -1,1 +1,1 @@
-"""How a job would behave with other settings or hardware: a simulation of generators, slots, trainer and hand-over."""
+"""How a job would behave with other settings or hardware: simulated generators, slots, trainer and weight sync."""

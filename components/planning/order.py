@@ -33,14 +33,14 @@ class TakeOrder:
         return max(0, self._rule.num_admissible(published=published) - self.num_admitted)
 
     def admit(self) -> tuple[int, int]:
-        """Admit one group; returns (group_id, floor)."""
+        """Admit one group; returns (group_id, min_policy_version)."""
         group_id = self.num_admitted
         self.num_admitted += 1
         if len(self._candidates) < self._reach:
             self._candidates.append(group_id)
             self._next = group_id + 1
             self._num_missing += self._is_due(group_id)
-        return group_id, self._rule.floor(group_id)
+        return group_id, self._rule.min_policy_version(group_id)
 
     def finish(self, group_id: int) -> None:
         self._finished.add(group_id)

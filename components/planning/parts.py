@@ -14,11 +14,20 @@ _BLOCK = 512
 
 
 class Group:
-    __slots__ = ("collector", "environment_s", "floor", "group_id", "newest", "open_chunks", "tokens", "versions")
+    __slots__ = (
+        "collector",
+        "environment_s",
+        "group_id",
+        "min_policy_version",
+        "newest",
+        "open_chunks",
+        "tokens",
+        "versions",
+    )
 
-    def __init__(self, group_id: int, floor: int, collector: Collector) -> None:
+    def __init__(self, group_id: int, min_policy_version: int, collector: Collector) -> None:
         self.group_id = group_id
-        self.floor = floor
+        self.min_policy_version = min_policy_version
         self.collector = collector
         self.tokens = 0.0
         self.newest = 0
@@ -28,7 +37,7 @@ class Group:
 
 
 class Collector:
-    """One engine, with the state of its collector and its hand-over."""
+    """One engine, with the state of its collector and its weight sync."""
 
     __slots__ = (
         "changed_at",
@@ -52,7 +61,7 @@ class Collector:
         self.wanted = 0
         self.pulling: int | None = None  # the version that is being pulled
         self.draining = False  # running sequences finish before the pause
-        self.waiting: list[Group] = []  # for weights of their floor
+        self.waiting: list[Group] = []  # for newer weights
         self.withheld: list[Group] = []
         self.generating_s = 0.0
         self.changed_at = 0.0

@@ -5,7 +5,7 @@
        +------ published <------+-------------------------------- upload <---------- gather <--------------------+
 
 Each function below is one event and mirrors one wait of the system: `recipes/async_rl.py` (trainer, publishing),
-`collector/collector.py` and `hand_over.py` (admission, floors, pulls), `replay/buffer.py` (takes). Only the heap
+`collector/collector.py` and `weight_sync.py` (admission, versions, pulls), `replay/buffer.py` (takes). Only the heap
 advances time. Nothing here is random except the lengths and factors, which are drawn by group and step number, so that
 two plans differ by their settings alone.
 """
@@ -106,13 +106,13 @@ class Simulation:
             held, index = emptiest[0]
             collector = self._collectors[index]
             given[index] = None
-            group_id, floor = self._order.admit()
-            group = self._groups[group_id] = Group(group_id, floor, collector)
-            if collector.verified >= floor:
+            group_id, min_policy_version = self._order.admit()
+            group = self._groups[group_id] = Group(group_id, min_policy_version, collector)
+            if collector.verified >= min_policy_version:
                 self._submit(group)
             else:
                 collector.waiting.append(group)
-                collector.wanted = max(collector.wanted, floor)
+                collector.wanted = max(collector.wanted, min_policy_version)
             collector.in_flight = held + 1
             if collector.in_flight < self._max_in_flight:
                 heapq.heapreplace(emptiest, (collector.in_flight, index))
@@ -349,9 +349,9 @@ class Simulation:
         self._pull(collectors)
 
     def _start_waiting(self, collector: Collector) -> None:
-        ready = [g for g in collector.waiting if g.floor <= collector.verified]
+        ready = [g for g in collector.waiting if g.min_policy_version <= collector.verified]
         if ready:
-            collector.waiting = [g for g in collector.waiting if g.floor > collector.verified]
+            collector.waiting = [g for g in collector.waiting if g.min_policy_version > collector.verified]
             for group in ready:
                 self._submit(group)
             self._reschedule(collector)

@@ -46,7 +46,7 @@ class AdmissionRule:
         """The newest trainer version that may still use a group of this rank."""
         return self.updates_per_take * (self.last_take(rank) + 1) - 1
 
-    def floor(self, rank: int) -> int:
+    def min_policy_version(self, rank: int) -> int:
         """The oldest policy version that may generate a token of this group."""
         return max(0, self.last_use(rank) - self.max_lag)
 

@@ -214,7 +214,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             self._moved()
 
     async def retried(self, group_id: int, *, attempt: int = 0) -> None:
-        """The collector that holds this group retries it: same rank, same floor."""
+        """The collector that holds this group retries it: same rank, same `min_policy_version`."""
         if not self._superseded(group_id, attempt):
             self._ledger.retry(group_id)
             self._moved()
@@ -228,7 +228,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     async def reissue(self, group_ids: Sequence[int], reason: str) -> None:
         """Take these groups in flight from whoever holds them; the next `admit` calls hand them out, before new ones.
 
-        They keep their slot, rank and floor, so the bound and the order hold as if they had only taken longer. Later
+        They keep slot, rank and `min_policy_version`: bound and order hold as if they had only taken longer. Later
         reports from the former holder are ignored. Raises RuntimeError, and changes nothing, if one of them is not in
         flight.
         """
@@ -483,10 +483,10 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         assert task is not None
         self._draw()
         group_id = self._last_draw = next(self._draws)
-        floor = self._window.admit(group_id)
+        min_policy_version = self._window.admit(group_id)
         self._drawn.append(group_id)
         self._ledger.admit(group_id)
-        return Admission(group_id=group_id, task=task, floor=floor)
+        return Admission(group_id=group_id, task=task, min_policy_version=min_policy_version)
 
     @property
     def _tasks_ended(self) -> bool:

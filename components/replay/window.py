@@ -58,7 +58,7 @@ class Window:
         return len(self._groups)
 
     def admit(self, group_id: int) -> int:
-        """Admit a group after all others; returns its floor."""
+        """Admit a group after all others; returns its `min_policy_version`."""
         assert group_id not in self._groups
         rank = self.alive
         group = _Outstanding(group_id, gap=rank - self._last_rank if self._last else rank, before=self._last)
@@ -73,7 +73,7 @@ class Window:
         if self._later is None:
             self._later = group
         self._move_ends()
-        return self._rule.floor(rank)
+        return self._rule.min_policy_version(rank)
 
     def finish(self, group_id: int, *, worth: float = 0.0) -> None:
         group = self._find(group_id)

@@ -164,7 +164,7 @@ def calls_at_once(config: Config) -> int:
 
 
 def versions_kept(config: Config) -> int:
-    """Versions to keep: only the newest, or, if engines pull the oldest, every version that can be a group's floor."""
+    """Versions to keep: the newest, or, if engines pull the oldest, all that a group may still start under."""
     reach = config.staleness.max_policy_lag + config.param_server.publish_every
     return reach + 1 if config.rollout.pull == "oldest" else 1
 

@@ -27,7 +27,7 @@ class Speeds:
     optim_s: float
     first_token_s: float
     serial_s_per_token: float
-    hand_over_s: float
+    weight_sync_s: float
 
 
 class LimitMeter:
@@ -65,7 +65,7 @@ class LimitMeter:
         longest_s = speeds.first_token_s + max(
             speeds.serial_s_per_token * (longest_response_tokens - 1), longest_environment_s
         )
-        serial_s = (longest_s + train_s + speeds.hand_over_s) / (self._max_policy_lag + 1)
+        serial_s = (longest_s + train_s + speeds.weight_sync_s) / (self._max_policy_lag + 1)
         limit_s = max(generate_s, train_s, serial_s)
         self._recent.append((limit_s, step_s))
         return {

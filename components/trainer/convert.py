@@ -124,7 +124,7 @@ def _weights(directory: Path, index: Index) -> Iterator[dict[str, torch.Tensor]]
     """All weights of a checkpoint, `PART_BYTES` of them at a time."""
     weights = [([n], saved.dtype, saved.shape) for n, saved in index.tensors.items() if n.startswith(PREFIX)]
     for plan in plan_buckets(weights, PART_BYTES):
-        tensors = {place.names[0]: torch.empty(place.shape, dtype=place.dtype) for place in plan.places}
+        tensors = {span.names[0]: torch.empty(span.shape, dtype=span.dtype) for span in plan.spans}
         load_rows(directory, index, {name: (0, tensor) for name, tensor in tensors.items()})
         yield {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
         del tensors

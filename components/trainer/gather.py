@@ -52,21 +52,21 @@ class Gatherer:
     def as_published(self, plan: BucketPlan, memory: torch.Tensor) -> tuple[BucketPlan, torch.Tensor]:
         """The same weights under the names of the model's files: a layer's experts apart, which costs another copy."""
         renamed = self.names.renamed
-        if all(name in renamed for place in plan.places for name in place.names):
-            places = [replace(place, names=tuple(renamed[name] for name in place.names)) for place in plan.places]
-            return replace(plan, places=places), memory
+        if all(name in renamed for span in plan.spans for name in span.names):
+            spans = [replace(span, names=tuple(renamed[name] for name in span.names)) for span in plan.spans]
+            return replace(plan, spans=spans), memory
         tensors: list[tuple[tuple[str, ...], torch.Tensor]] = []
-        for place in plan.places:
-            if all(name in renamed for name in place.names):
-                tensors.append((tuple(renamed[name] for name in place.names), place.tensor(memory)))
+        for span in plan.spans:
+            if all(name in renamed for name in span.names):
+                tensors.append((tuple(renamed[name] for name in span.names), span.tensor(memory)))
             else:
-                parts = self.names.split(place.names[0], place.tensor(memory))
+                parts = self.names.split(span.names[0], span.tensor(memory))
                 tensors += [((name,), tensor) for name, tensor in parts.items()]
         (split,) = plan_buckets(((n, t.dtype, t.shape) for n, t in tensors), bucket_bytes=2 * plan.num_bytes + 2**20)
         split = replace(split, index=plan.index)
         copy = split.empty()
-        for place, (_, tensor) in zip(split.places, tensors, strict=True):
-            place.tensor(copy).copy_(tensor)
+        for span, (_, tensor) in zip(split.spans, tensors, strict=True):
+            span.tensor(copy).copy_(tensor)
         return split, copy
 
     def _gather(self, plan: BucketPlan, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
@@ -75,12 +75,12 @@ class Gatherer:
         device = next(self._model.lm.parameters()).device
         memory = plan.empty(device) if self._rank == 0 else None
         messages: list[dist.P2POp] = []
-        for place in plan.places:
-            tensor = tensors[place.names[0]]
+        for span in plan.spans:
+            tensor = tensors[span.names[0]]
             if memory is not None:
-                messages += self._receive(tensor, place.tensor(memory))
+                messages += self._receive(tensor, span.tensor(memory))
             elif isinstance(tensor, DTensor):
-                shard = _bytes(tensor.to_local().to(place.dtype))
+                shard = _bytes(tensor.to_local().to(span.dtype))
                 if len(shard):
                     messages.append(dist.P2POp(dist.isend, shard, 0))
         for work in dist.batch_isend_irecv(messages) if messages else []:

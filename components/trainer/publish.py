@@ -92,7 +92,7 @@ class Publisher:
         try:
             plan, memory = self._gatherer.as_published(plan, memory)
             # Hash what was gathered, not what was put, so that the hash covers the whole transfer.
-            hashes = self._hashing.map(sha256_of, [place.data(memory) for place in plan.places])
+            hashes = self._hashing.map(sha256_of, [span.data(memory) for span in plan.spans])
             ref = self._put(memory.numpy())
             return _Uploaded(plan.entries(hashes), ref, plan.num_bytes)
         finally:

@@ -107,7 +107,7 @@ class Saver:
             if writer is not None and memory is not None and failure is None:
                 try:
                     # A model's own files name tied weights once.
-                    writer.add({place.names[0]: place.tensor(memory) for place in plan.places})
+                    writer.add({span.names[0]: span.tensor(memory) for span in plan.spans})
                 except Exception as error:  # raised later, where all ranks see it: the others are still sending
                     failure = error
             del memory  # before the next is gathered: one of a publication may still be on its way

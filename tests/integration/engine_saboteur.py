@@ -47,7 +47,7 @@ class Saboteur(vllm_worker.WorkerExtension):
         return before
 
     def arm(self: Any, fault: str, module: str, index: int = 0, bit: int = 0) -> None:
-        """Let the next hand-over go wrong, once: "flip" or "half" after its load, "swap" during it."""
+        """Let the next weight sync go wrong, once: "flip" or "half" after its load, "swap" during it."""
         if fault == "swap":
             return self._arm_swap(module)
         old = weight_of(self._layer(module)).clone()

@@ -27,7 +27,7 @@ from leeway.trainer.convert import convert
 from leeway.trainer.optimizer import OptimizerSettings
 from leeway.trainer.trainer import Trainer, TrainerSettings
 from leeway.types import TrainBatch, Trajectory, batch_trajectories
-from leeway.weights import CanaryPrompts, HandOverError
+from leeway.weights import CanaryPrompts, WeightSyncError
 
 from ..engine_contract import TOLERANCE, VOCABULARY, EngineContract, Served, engine_settings
 
@@ -92,7 +92,7 @@ def test_a_load_that_went_wrong_inside_the_engine_is_refused_by_name(
 ) -> None:
     served.rpc("arm", fault, module, index, bit)
     manifest, buckets = served.publisher.next()
-    with pytest.raises(HandOverError) as refused:
+    with pytest.raises(WeightSyncError) as refused:
         served.give(manifest, buckets)
     served.rpc("disarm")
     assert (refused.value.check, refused.value.policy_version) == (check, manifest.policy_version)
@@ -148,7 +148,7 @@ def test_a_prefix_cache_kept_across_versions_is_refused(served: ServedByVllm, mo
     llm = served.engine._llm
     pause = llm.pause_generation
     monkeypatch.setattr(llm, "pause_generation", lambda mode, clear_cache: pause(mode=mode, clear_cache=False))
-    with pytest.raises(HandOverError, match=r"compute check: .* \d\.?\d*e-\d+ nats on scored .* prefix cache"):
+    with pytest.raises(WeightSyncError, match=r"compute check: .* \d\.?\d*e-\d+ nats on scored .* prefix cache"):
         served.give(*served.publisher.next())
     monkeypatch.undo()
     served.recover()

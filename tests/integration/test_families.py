@@ -1,4 +1,4 @@
-"""Every family of models: a real engine agrees with the real trainer after two hand-overs, token by token."""
+"""Every family of models: a real engine agrees with the real trainer after two weight syncs, token by token."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from leeway.collector.clock import ActivityClock
 from leeway.collector.engine import EngineSettings
-from leeway.collector.hand_over import HandOver
+from leeway.collector.weight_sync import WeightSync
 from leeway.engines import vllm_worker_env
 from leeway.engines.vllm_engine import VllmEngine
 from leeway.trainer.tensors import saved_tensors
 from leeway.trainer.trainer import Trainer
 from leeway.types import Trajectory, batch_trajectories
-from leeway.weights import CanaryPrompts, HandOverError
+from leeway.weights import CanaryPrompts, WeightSyncError
 
 from ..unit.test_trainer import OPTIMIZER, batch_of, free_address, random_trajectories, settings_of
 
@@ -114,7 +114,7 @@ def start_engine(folder: Path) -> VllmEngine:
     )
 
 
-async def hand_over(engine: VllmEngine, trainer: Trainer) -> float:
+async def weight_sync(engine: VllmEngine, trainer: Trainer) -> float:
     """Give the trainer's weights to the engine with all checks; returns the gap on the canary."""
 
     async def nothing(*_: Any) -> None:
@@ -126,7 +126,7 @@ async def hand_over(engine: VllmEngine, trainer: Trainer) -> float:
 
     trainer.publish()
     publication = trainer.publication()
-    receiver = HandOver(
+    receiver = WeightSync(
         engine,
         nothing,
         in_flight="recompute",
@@ -137,7 +137,7 @@ async def hand_over(engine: VllmEngine, trainer: Trainer) -> float:
         on_quarantine=nothing,
         max_failures=0,
     )
-    await receiver._take_over(publication.manifest, stream())
+    await receiver._load_and_verify(publication.manifest, stream())
     return receiver.drain_reports()[0].served_gap
 
 
@@ -163,7 +163,7 @@ async def sampled(engine: VllmEngine, version: int) -> list[Trajectory]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_engine_and_trainer_agree_after_hand_overs(
+def test_engine_and_trainer_agree_after_weight_syncs(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_worker_env, "WORKER_EXTENSION", "engine_saboteur.Saboteur")
@@ -180,7 +180,7 @@ def test_engine_and_trainer_agree_after_hand_overs(
             assert trainer.optim_step()["train/lr"] == OPTIMIZER.lr
             # Nobody trains them, but what was resumed may have others than the engine's files.
             assert bool(change_buffers(trainer._model.lm)) == (family in WITH_BUFFERS)
-            gap = runner.run(asyncio.wait_for(hand_over(engine, trainer), 60))
+            gap = runner.run(asyncio.wait_for(weight_sync(engine, trainer), 60))
             assert 0 < gap <= TOLERANCE
             trajectories = runner.run(asyncio.wait_for(sampled(engine, version), 60))
             batch = batch_trajectories(trajectories, [0.0] * len(trajectories), num_sequences=1, num_tokens=1)
@@ -191,9 +191,9 @@ def test_engine_and_trainer_agree_after_hand_overs(
             # The last bit of one weight, which no canary can see: experts are read back too.
             rpc = engine._llm.collective_rpc("arm_expert", args=(f"model.layers.1.{experts}.routed_experts", 2, 100))
             runner.run(asyncio.wait_for(rpc, 60))
-            with pytest.raises(HandOverError, match=r"the load check.*differ.* in model\.layers\.1\.experts\.2$"):
-                runner.run(asyncio.wait_for(hand_over(engine, trainer), 60))
-            assert runner.run(asyncio.wait_for(hand_over(engine, trainer), 60)) <= TOLERANCE
+            with pytest.raises(WeightSyncError, match=r"the load check.*differ.* in model\.layers\.1\.experts\.2$"):
+                runner.run(asyncio.wait_for(weight_sync(engine, trainer), 60))
+            assert runner.run(asyncio.wait_for(weight_sync(engine, trainer), 60)) <= TOLERANCE
     finally:
         engine.shutdown()
         runner.close()  # ends what the engine still has to do in this loop, and then the loop

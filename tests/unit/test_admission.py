@@ -69,7 +69,7 @@ def test_lockstep_is_possible_only_without_a_window_without_reuse_and_with_every
 
 
 @pytest.mark.parametrize(
-    ("settings", "rank", "last_take", "last_use", "floor"),
+    ("settings", "rank", "last_take", "last_use", "oldest"),
     [
         # Strict order: rank r is in take r // P, used at version r // P.
         ({"P": 4, "W": 1, "T": 2}, 0, 0, 0, 0),
@@ -84,13 +84,17 @@ def test_lockstep_is_possible_only_without_a_window_without_reuse_and_with_every
         # Two optimizer steps per take: take d is used at versions 2 d and 2 d + 1.
         ({"P": 4, "u": 2, "W": 1, "T": 3, "L": 4}, 0, 0, 1, 0),
         ({"P": 4, "u": 2, "W": 1, "T": 3, "L": 4}, 15, 3, 7, 3),
-        # The floor follows the bound and not the target.
+        # It follows the bound and not the target.
         ({"P": 1, "W": 1, "T": 1, "L": 5}, 9, 9, 9, 4),
     ],
 )
-def test_last_take_last_use_and_floor(settings, rank, last_take, last_use, floor):
+def test_last_take_last_use_and_min_policy_version(settings, rank, last_take, last_use, oldest):
     r = rule(**settings)
-    assert (r.last_take(rank), r.last_use(rank), r.floor(rank)) == (last_take, last_use, floor)
+    assert (r.last_take(rank), r.last_use(rank), r.min_policy_version(rank)) == (
+        last_take,
+        last_use,
+        oldest,
+    )
 
 
 def test_num_admissible_counts_the_ranks_that_may_be_admitted():
@@ -114,7 +118,7 @@ def test_an_admitted_group_may_be_generated_by_the_newest_published_weights():
         r = rule(*settings)
         for published in range(6):
             for rank in range(r.num_admissible(published=published)):
-                assert r.floor(rank) <= published, (settings, rank)
+                assert r.min_policy_version(rank) <= published, (settings, rank)
 
 
 def test_the_next_take_can_always_be_admitted_before_the_next_publication():
@@ -153,7 +157,7 @@ def filled(number: int, finished=(), **settings) -> Window:
     return window
 
 
-def test_admit_gives_the_floor_of_the_rank():
+def test_admit_gives_the_min_policy_version_of_the_rank():
     window = Window(rule(P=2, W=1, T=1))
     assert [window.admit(i) for i in range(7)] == [0, 0, 0, 0, 1, 1, 2]
     assert window.alive == window.num_outstanding == 7
@@ -206,7 +210,7 @@ def test_dropping_moves_those_behind_up_one_rank():
     window.finish(2)
     assert window.take(last=False) == [0, 2]
     # Rank 3, not 4: what left does not count as alive.
-    assert window.admit(4) == rule(P=2, W=1, T=2).floor(3)
+    assert window.admit(4) == rule(P=2, W=1, T=2).min_policy_version(3)
 
 
 def test_a_drop_can_make_a_group_due_at_once():

@@ -31,7 +31,7 @@ class NoTime:
 
         def buckets() -> list[Any]:
             memory = plan.empty()
-            plan.places[0].tensor(memory).fill_(self.policy_version)
+            plan.spans[0].tensor(memory).fill_(self.policy_version)
             return [(plan, memory)]
 
         gatherer = SimpleNamespace(buckets=buckets, as_published=lambda plan, memory: (plan, memory))

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from leeway.trainer.audit import published_weights
 from leeway.trainer.trainer import Trainer
 from leeway.types import TrainBatch
-from leeway.weights import HandOverError, Manifest
+from leeway.weights import Manifest, WeightSyncError
 
 from .test_trainer import (  # noqa: F401  (fixtures)
     batch_of,
@@ -145,7 +145,7 @@ def test_a_publication_with_a_flipped_byte_is_refused_and_the_own_weights_stay(m
     assert last.bucket == len(scene.buckets) - 1 > 0, "others are in the model by then"
     scene.buckets[last.bucket] = scene.buckets[last.bucket].copy()
     scene.buckets[last.bucket][last.offset + last.num_bytes - 1] ^= 1
-    with pytest.raises(HandOverError, match=last.name) as caught:
+    with pytest.raises(WeightSyncError, match=last.name) as caught:
         scene.audit()
     assert (caught.value.check, caught.value.policy_version) == ("bytes", VERSION)
     assert_same(scene.own(), before)

@@ -1,4 +1,4 @@
-"""The collector's loop against a fake engine and fake environments: floors, withholding, retries, and how it ends."""
+"""The collector's loop against a fake engine and fake environments: versions, withholding, retries, and how it ends."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from torchrl.collectors import BaseCollector
 from leeway.collector.clock import ACTIVITIES, ActivityClock
 from leeway.collector.collector import Collector, CollectorSettings
 from leeway.collector.engine import EngineLost
-from leeway.collector.hand_over import HandOver
 from leeway.collector.progress import Progress
+from leeway.collector.weight_sync import WeightSync
 from leeway.config.inputs import EvalSampling
 from leeway.envs.base import all_or_none
 from leeway.envs.single_turn import SingleTurn
 from leeway.param_server.server import ParameterServer
 from leeway.types import NO_VERSION, Admission, Completion, Group, Task, Trajectory
-from leeway.weights import Canary, CanaryGap, CanaryPrompts, HandOverError, Manifest, Publication, digest_of
+from leeway.weights import Canary, CanaryGap, CanaryPrompts, Manifest, Publication, WeightSyncError, digest_of
 
 CANARY = Canary(CanaryPrompts(scored=[], cached=[]), [], [], [])
 GREEDY = EvalSampling()
@@ -88,9 +88,11 @@ class Slots:
     async def give_back(self, reason: str) -> None:
         self.given_back.append(reason)
 
-    def add(self, *floors: int, first: int = 0) -> None:
-        for i, floor in enumerate(floors, start=first):
-            self.waiting.put_nowait(Admission(group_id=i, task=Task(task_id=f"task-{i}", prompt="2 + 2"), floor=floor))
+    def add(self, *min_policy_versions: int, first: int = 0) -> None:
+        for i, version in enumerate(min_policy_versions, start=first):
+            self.waiting.put_nowait(
+                Admission(group_id=i, task=Task(task_id=f"task-{i}", prompt="2 + 2"), min_policy_version=version)
+            )
 
     def end(self) -> None:
         self.waiting.put_nowait(None)
@@ -136,7 +138,7 @@ class Rig:
             "deadline_s": 5.0,
             "max_failures": 0,
         }
-        self.hand_over = HandOver(
+        self.weight_sync = WeightSync(
             self.engine,
             self._pull,
             paused=lambda: self.clock.doing("pause"),
@@ -160,7 +162,7 @@ class Rig:
             engine=self.engine,
             environment=self.environment,
             prompter=PROMPTER,
-            hand_over=self.hand_over,
+            weight_sync=self.weight_sync,
             clock=self.clock,
             admit=self.slots.admit,
             retried=self.slots.retried,
@@ -205,11 +207,11 @@ def play(
     limit_s: float = 8,
     **changes: Any,
 ) -> Rig:
-    """Run `scenario` beside a collector and its hand-over, version 0 being served."""
+    """Run `scenario` beside a collector and its weight sync, version 0 being served."""
 
     async def main() -> Rig:
         rig = Rig(environment, **changes)
-        pulling = asyncio.create_task(rig.hand_over.run())
+        pulling = asyncio.create_task(rig.weight_sync.run())
         collecting = asyncio.create_task(rig.collect())
         try:
             async with asyncio.timeout(limit_s):
@@ -225,9 +227,9 @@ def play(
         return runner.run(main())
 
 
-def play_to_the_end(environment: Any, *, floors: tuple[int, ...] = (0,), **changes: Any) -> Rig:
+def play_to_the_end(environment: Any, *, min_policy_versions: tuple[int, ...] = (0,), **changes: Any) -> Rig:
     async def scenario(rig, collecting):
-        rig.slots.add(*floors)
+        rig.slots.add(*min_policy_versions)
         rig.slots.end()
         await collecting
 
@@ -238,7 +240,7 @@ def play_to_the_end(environment: Any, *, floors: tuple[int, ...] = (0,), **chang
 
 
 def test_groups_come_out_with_their_ids_tokens_and_versions():
-    rig = play_to_the_end(Answer(), floors=(0, 0, 0))
+    rig = play_to_the_end(Answer(), min_policy_versions=(0, 0, 0))
     assert isinstance(rig.collector, BaseCollector)
     assert sorted(rig.group_ids) == [0, 1, 2]
     [group] = [g for batch in rig.out for g in batch if g.group_id == 1]
@@ -268,7 +270,7 @@ def test_no_more_is_asked_for_than_there_is_room():
             running.remove(task.task_id)
             return await super().rollout(task, policy)
 
-    rig = play_to_the_end(Counting(), floors=(0,) * 10, max_in_flight=3)
+    rig = play_to_the_end(Counting(), min_policy_versions=(0,) * 10, max_in_flight=3)
     assert sorted(rig.group_ids) == list(range(10))
     assert most == 3
     assert max(rig.slots.limits) == 3
@@ -291,7 +293,7 @@ def test_a_group_says_how_long_it_was_outside_the_engine(monkeypatch):
 
     monkeypatch.setattr(FakeEngine, "generate", slow)
     begun = time.monotonic()
-    rig = play_to_the_end(Thinking(), floors=(0,))
+    rig = play_to_the_end(Thinking(), min_policy_versions=(0,))
     wall_s = time.monotonic() - begun
     assert 0.05 <= rig.out[0][0].environment_s <= wall_s - 0.4
     assert 0.4 <= rig.collector.generating_s() <= wall_s - 0.05
@@ -319,7 +321,7 @@ def test_a_fast_group_does_not_wait_for_a_slow_one():
     play(scenario, FirstIsSlow())
 
 
-def test_no_rollout_starts_before_its_floor_is_verified():
+def test_no_rollout_starts_before_its_min_policy_version_is_verified():
     async def scenario(rig, collecting):
         rig.slots.add(0, 2, 1)
         await settle()
@@ -358,7 +360,7 @@ def test_groups_with_unproven_tokens_are_withheld_until_the_canary_passes():
 def test_groups_of_weights_that_failed_their_canary_never_come_out():
     async def main() -> None:
         rig = Rig(deadline_s=0.1)
-        pulling = asyncio.create_task(rig.hand_over.run())
+        pulling = asyncio.create_task(rig.weight_sync.run())
         await rig.publish(0)
         collecting = asyncio.create_task(rig.collect())
         rig.engine.canary_gate, rig.engine.gap = asyncio.Event(), 1.0
@@ -366,7 +368,7 @@ def test_groups_of_weights_that_failed_their_canary_never_come_out():
         rig.slots.add(0)
         await settle()
         rig.engine.canary_gate.set()
-        with pytest.raises(HandOverError, match="compute"):
+        with pytest.raises(WeightSyncError, match="compute"):
             await pulling
         with pytest.raises(TimeoutError, match="version 1; this engine serves version -1"):
             await collecting
@@ -426,10 +428,12 @@ def test_a_group_that_was_issued_again_says_so_and_samples_as_it_would_have():
         rig = Rig()
 
         async def main() -> None:
-            admission = Admission(group_id=3, task=Task(task_id="t", prompt="2 + 2"), floor=0, attempt=attempt)
+            admission = Admission(
+                group_id=3, task=Task(task_id="t", prompt="2 + 2"), min_policy_version=0, attempt=attempt
+            )
             rig.slots.waiting.put_nowait(admission)
             rig.slots.end()
-            pulling = asyncio.create_task(rig.hand_over.run())
+            pulling = asyncio.create_task(rig.weight_sync.run())
             await rig.publish(0)
             await asyncio.wait_for(rig.collect(), 5)
             pulling.cancel()
@@ -443,17 +447,19 @@ def test_a_group_that_was_issued_again_says_so_and_samples_as_it_would_have():
 
 
 def test_an_engine_that_went_back_to_old_weights_delivers_nothing():
-    """Restarted behind our back, say: what it samples is below the floor, whatever was proven before."""
+    """Restarted behind our back, say: what it samples is too old, whatever was proven before."""
 
     async def main() -> None:
         rig = Rig()
-        pulling = asyncio.create_task(rig.hand_over.run())
+        pulling = asyncio.create_task(rig.weight_sync.run())
         for version in (0, 1, 2):
             await rig.publish(version)
         rig.engine.version = 1
         rig.slots.add(2)
         rig.slots.end()
-        with pytest.raises(HandOverError, match=r"version 1 failed the floor check: .*group 0.*the group's floor is 2"):
+        with pytest.raises(
+            WeightSyncError, match=r"version 1 failed the version check: .*group 0.*its min_policy_version is 2"
+        ):
             await asyncio.wait_for(rig.collect(), 5)
         assert rig.out == []
         assert rig.slots.failures == {}
@@ -479,7 +485,7 @@ def test_one_group_that_fails_does_not_stop_the_others():
                 raise KeyError("answer")
             return await super().rollout(task, policy)
 
-    rig = play_to_the_end(ThirdFails(), floors=(0,) * 6, retries=0)
+    rig = play_to_the_end(ThirdFails(), min_policy_versions=(0,) * 6, retries=0)
     assert sorted(rig.group_ids) == [0, 1, 3, 4, 5]
     assert "KeyError" in rig.slots.failures[2]
     assert rig.slots.retried_ids == []
@@ -589,7 +595,7 @@ class EndsItself(Answer):
 @pytest.mark.parametrize("way", EndsItself.REASONS)
 def test_what_is_no_ordinary_exception_fails_its_own_group_only(way):
     """A CancelledError would pass for a group that was called off, a SystemExit would end the loop: both unheard."""
-    rig = play_to_the_end(EndsItself(way), floors=(0,) * 4)
+    rig = play_to_the_end(EndsItself(way), min_policy_versions=(0,) * 4)
     assert sorted(rig.group_ids) == [0, 2, 3]
     assert rig.slots.retried_ids == [1, 1]
     assert EndsItself.REASONS[way] in rig.slots.failures[1]
@@ -621,7 +627,7 @@ def test_a_reward_that_ends_itself_is_named(ended_by):
         await helper
         return 1.0
 
-    rig = play_to_the_end(SingleTurn(reward=scorer), floors=(0, 0))
+    rig = play_to_the_end(SingleTurn(reward=scorer), min_policy_versions=(0, 0))
     assert rig.out == []
     assert all(f"reward scorer failed on task task-{i}: {ended_by}" in rig.slots.failures[i] for i in (0, 1))
 
@@ -825,7 +831,7 @@ def test_a_lost_engine_ends_the_iteration_at_once_and_is_not_retried():
 
 def test_seeds_depend_on_the_group_and_the_attempt_and_repeat():
     def seeds(**changes: Any) -> list[int]:
-        rig = play_to_the_end(Answer(), floors=(0,) * 4, max_in_flight=1, **changes)
+        rig = play_to_the_end(Answer(), min_policy_versions=(0,) * 4, max_in_flight=1, **changes)
         return [r["seed"] for r in rig.engine.requests]
 
     assert seeds() == seeds()
@@ -856,9 +862,9 @@ def test_giving_up_the_iteration_cancels_what_is_in_flight():
 
     async def main() -> None:
         rig = Rig(Hangs())
-        pulling = asyncio.create_task(rig.hand_over.run())
+        pulling = asyncio.create_task(rig.weight_sync.run())
         await rig.publish(0)
-        before = asyncio.all_tasks()  # this one, and those of the hand-over
+        before = asyncio.all_tasks()  # this one, and those of the weight sync
         rig.slots.add(0, 0, 0)
         groups = rig.collector.groups()
         assert [g.group_id for g in await anext(groups)] == [0]
@@ -906,7 +912,7 @@ def test_evaluation_holds_newer_weights_back():
         assert rig.engine.version == 0
         rig.environment.gate.set()
         assert (await evaluating)[0][0].policy_versions == [0, 0]
-        await rig.hand_over.until_verified(1)
+        await rig.weight_sync.until_verified(1)
 
     play(scenario, Gated())
 
@@ -916,7 +922,7 @@ def test_evaluation_of_a_version_that_is_gone_is_refused():
         await rig.publish(3)
         with pytest.raises(RuntimeError, match="evaluate version 2, but this engine already serves 3"):
             await rig.collector.evaluate([], GREEDY, policy_version=2)
-        assert not rig.hand_over.hold().locked()
+        assert not rig.weight_sync.freeze_weights().locked()
 
     play(scenario)
 
@@ -1055,10 +1061,10 @@ def test_a_plain_for_loop_raises_what_went_wrong_and_shuts_the_engine_down(queue
 
 
 @pytest.mark.timeout(20)
-def test_a_plain_for_loop_raises_when_a_hand_over_fails(queues):
+def test_a_plain_for_loop_raises_when_a_weight_sync_fails(queues):
     rig = ready_rig(3, deadline_s=0.5)
     rig.engine.gap = 1.0
-    with pytest.raises(HandOverError, match="compute"):
+    with pytest.raises(WeightSyncError, match="compute"):
         drain(rig)
 
 
@@ -1097,9 +1103,9 @@ def test_quarantine_gives_back_what_is_in_flight_and_none_of_it_comes_out_later(
         gate.set()
         await settle()
         [reason] = rig.slots.given_back
-        assert reason.startswith("hand-over of policy version 1 failed the compute check: ")
+        assert reason.startswith("weight sync of policy version 1 failed the compute check: ")
         assert rig.group_ids == [0]  # the same version passed now, and still nothing of before comes out
-        assert rig.hand_over.verified == 1
+        assert rig.weight_sync.verified_version == 1
         rig.slots.add(0, first=3)
         await settle()
         assert rig.group_ids == [0, 3]

@@ -96,8 +96,12 @@ def test_the_examples_of_the_admission_rule_are_what_it_computes() -> None:
         )
         rows = [list(map(int, re.findall(r"\d+", line))) for line in text.splitlines() if re.match(r"\| \d", line)]
         assert len(rows) >= 5
-        for rank, take, last_use, floor, starts in rows:
-            assert [take, last_use, floor] == [rule.last_take(rank), rule.last_use(rank), rule.floor(rank)]
+        for rank, take, last_use, oldest, starts in rows:
+            assert [take, last_use, oldest] == [
+                rule.last_take(rank),
+                rule.last_use(rank),
+                rule.min_policy_version(rank),
+            ]
             assert rule.may_admit(rank, published=starts)
             assert starts == 0 or not rule.may_admit(rank, published=starts - 1)
 

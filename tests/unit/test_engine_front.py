@@ -16,7 +16,7 @@ from leeway.collector.progress import Progress
 from leeway.engines import vllm_engine as engine_module
 from leeway.engines.shared_memory import PREFIX, SharedFolder
 from leeway.engines.vllm_engine import VllmEngine
-from leeway.weights import Canary, CanaryPrompts, HandOverError, Manifest, digest_of
+from leeway.weights import Canary, CanaryPrompts, Manifest, WeightSyncError, digest_of
 
 
 def folders(parent: Path) -> list[Path]:
@@ -72,7 +72,7 @@ def test_where_the_cache_is_kept_every_load_has_a_name_of_its_own():
     engine: Any = object.__new__(VllmEngine)
     engine._initialised, engine._num_loads, engine._cache_salt, engine._llm = True, 0, None, PausedOnly()
     engine.progress = Progress()
-    outcomes = iter([None, HandOverError("load", 3, "a layer was left out"), None, None])
+    outcomes = iter([None, WeightSyncError("load", 3, "a layer was left out"), None, None])
 
     async def load(manifest: Manifest, buckets: Any) -> None:
         if (error := next(outcomes)) is not None:
@@ -86,7 +86,7 @@ def test_where_the_cache_is_kept_every_load_has_a_name_of_its_own():
         for _ in range(4):
             try:
                 await engine.load_weights(manifest, None, in_flight="keep")
-            except HandOverError:
+            except WeightSyncError:
                 continue
             salts.append(engine._cache_salt)
 

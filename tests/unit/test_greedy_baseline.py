@@ -36,7 +36,7 @@ class Scores(Answer):
 
 
 def test_a_group_brings_the_reward_of_one_greedy_rollout_and_no_token_of_it() -> None:
-    rig = play_to_the_end(Scores(), floors=(0, 0), greedy_baseline=True)
+    rig = play_to_the_end(Scores(), min_policy_versions=(0, 0), greedy_baseline=True)
     groups = [g for batch in rig.out for g in batch]
     assert [g.greedy_reward for g in groups] == [0.25, 0.25]
     assert [[t.reward for t in g.trajectories] for g in groups] == [[1.0, 1.0]] * 2

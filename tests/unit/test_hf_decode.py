@@ -17,7 +17,7 @@ from leeway.engines.hf_engine import HfEngine
 from leeway.engines.hf_weights import Load, ModelTensors
 from leeway.failures import Refused
 from leeway.trainer.families import load_model
-from leeway.weights import Canary, CanaryPrompts, HandOverError, Manifest, digest_of, plan_buckets, sha256_of
+from leeway.weights import Canary, CanaryPrompts, Manifest, WeightSyncError, digest_of, plan_buckets, sha256_of
 
 from ..engine_contract import engine_settings
 from .test_packing import SIZES
@@ -130,9 +130,9 @@ def test_experts_are_joined_from_their_parts_and_each_part_is_needed(tmp_path: P
     parts = [part for name, tensor in before.items() for part in tensors.names.split(name, tensor).items()]
     (plan,) = plan_buckets((([name], t.dtype, t.shape) for name, t in parts), 2**30)
     memory = plan.empty()
-    for place, (_, tensor) in zip(plan.places, parts, strict=True):
-        place.tensor(memory).copy_(tensor)
-    entries = plan.entries(sha256_of(place.data(memory)) for place in plan.places)
+    for span, (_, tensor) in zip(plan.spans, parts, strict=True):
+        span.tensor(memory).copy_(tensor)
+    entries = plan.entries(sha256_of(span.data(memory)) for span in plan.spans)
     for tensor in tensors.tensors.values():
         tensor.zero_()
 
@@ -145,11 +145,11 @@ def test_experts_are_joined_from_their_parts_and_each_part_is_needed(tmp_path: P
     load(entries).finish(read_back=True)
     assert all(torch.equal(before[name], tensor) for name, tensor in tensors.tensors.items())
     expert = next(e.name for e in entries if "experts.2." in e.name)
-    with pytest.raises(HandOverError, match=r"no published tensor reached .*experts"):
+    with pytest.raises(WeightSyncError, match=r"no published tensor reached .*experts"):
         load([e for e in entries if e.name != expert]).finish(read_back=True)
     changed = load(entries)
     tensors.tensors[tensors.owner[expert]].view(-1)[-1] += 1
-    with pytest.raises(HandOverError, match=r"after the load, weights differ from those published in .*experts"):
+    with pytest.raises(WeightSyncError, match=r"after the load, weights differ from those published in .*experts"):
         changed.finish(read_back=True)
 
 

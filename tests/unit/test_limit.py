@@ -15,7 +15,7 @@ SPEEDS = Speeds(
     optim_s=0.5,
     first_token_s=0.01,
     serial_s_per_token=0.01,
-    hand_over_s=1.0,
+    weight_sync_s=1.0,
 )
 
 

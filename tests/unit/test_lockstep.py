@@ -30,7 +30,7 @@ def can_live_through_a_change(rule: AdmissionRule) -> bool:
                     return True
                 published = version
             while rule.may_admit(alive, published=published):
-                if any(rule.floor(alive) <= older < published for older in range(0, published, n)):
+                if any(rule.min_policy_version(alive) <= older < published for older in range(0, published, n)):
                     return True
                 alive += 1
         assert alive >= take_end(rule, u * take), "a possible rule always fills the next take"

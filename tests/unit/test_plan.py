@@ -42,7 +42,7 @@ def step_s(calibration: Calibration, lag: int, **changes: object) -> float:
 # ---- closed forms ----------------------------------------------------------------------------------------------------
 
 
-def test_in_lockstep_a_step_is_generation_and_training_and_the_hand_over() -> None:
+def test_in_lockstep_a_step_is_generation_and_training_and_the_weight_sync() -> None:
     parts = {"pause_s": 0.3, "canary_s": 0.05, "publish_s": 0.1, "upload_s": 0.07, "optim_s": 0.02, "overhead_s": 0.01}
     found = step_s(job(**parts, hand_on_s=0.04), 0)
     # The upload runs beside the overhead between two steps; everything else is one after the other.
@@ -108,7 +108,7 @@ def test_more_generators_and_more_trainers_share_the_work() -> None:
 
 
 def test_tokens_of_new_weights_are_withheld_until_their_canary_has_passed() -> None:
-    """With slack between T and L nobody waits for a floor, so this is all that a slow canary can delay."""
+    """With slack between T and L nobody waits for a version, so this is all that a slow canary can delay."""
     settings = replace(job().settings.with_lag(8), target_policy_lag=1)
     quick, slow = (predict(job(canary_s=seconds), settings).step_s for seconds in (0.0, 3.0))
     assert quick == pytest.approx(1.6, rel=0.02)
@@ -202,8 +202,8 @@ def test_takes_are_those_of_the_systems_own_window(P: int, u: int, n: int, W: in
     published = 0
     for _ in range(300):
         for _ in range(rng.randint(0, order.num_free_slots(published=published))):
-            group, floor = order.admit()
-            assert window.admit(group) == floor
+            group, min_policy_version = order.admit()
+            assert window.admit(group) == min_policy_version
             running.append(group)
         if running and rng.random() < 0.8:
             group = running.pop(rng.randrange(len(running)))

@@ -153,12 +153,24 @@ def test_every_waiting_collector_is_served_and_no_task_twice():
     asyncio.run(scenario())
 
 
-def test_floors_come_from_the_rank():
+def test_min_policy_versions_come_from_the_rank():
     async def scenario():
         buffer = buffer_of(P=2, T=1)
         for version in range(4):
             await buffer.published(version)
-        assert [a.floor for a in await buffer.admit(100, timeout_s=SOON_S)] == [0, 0, 0, 0, 1, 1, 2, 2, 3, 3]
+        admissions = await buffer.admit(100, timeout_s=SOON_S)
+        assert [a.min_policy_version for a in admissions] == [
+            0,
+            0,
+            0,
+            0,
+            1,
+            1,
+            2,
+            2,
+            3,
+            3,
+        ]
 
     asyncio.run(scenario())
 

@@ -1,4 +1,4 @@
-"""Groups of a lost collector are issued again: same slot, rank and floor, once each, and before anything new."""
+"""Groups of a lost collector are issued again: same slot, rank and version, once each, and before anything new."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def finished(admission: Admission) -> Group:
         response_tokens=[2],
         loss_mask=[True],
         behavior_logprobs=[-1.0],
-        policy_versions=[admission.floor],
+        policy_versions=[admission.min_policy_version],
         reward=float(admission.attempt),
         finish_reason="stop",
         text="",
@@ -70,7 +70,9 @@ def test_groups_come_back_first_in_admission_order_and_as_they_were():
         await buffer.reissue([3, 1], "engine lost")
         again = await admit(buffer, 3)
         assert [(a.group_id, a.attempt) for a in again] == [(1, 1), (3, 1), (5, 0)]
-        assert [(a.task, a.floor) for a in again[:2]] == [(before[i].task, before[i].floor) for i in (1, 3)]
+        assert [(a.task, a.min_policy_version) for a in again[:2]] == [
+            (before[i].task, before[i].min_policy_version) for i in (1, 3)
+        ]
 
     asyncio.run(scenario())
 
@@ -161,7 +163,7 @@ def test_a_lost_collector_gives_back_what_it_holds_and_is_given_nothing_more():
         assert await buffer.lost("b", "killed") == [1, 2, 3, 4]  # what came from a dead collector too
         again = await admit(buffer, 100, "a, started again")
         assert [(a.group_id, a.attempt) for a in again] == [(1, 2), (2, 1), (3, 1), (4, 2), (5, 1)]
-        assert [a.floor for a in again[1:3]] == [a.floor for a in theirs]
+        assert [a.min_policy_version for a in again[1:3]] == [a.min_policy_version for a in theirs]
 
     asyncio.run(scenario())
 

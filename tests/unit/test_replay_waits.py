@@ -272,7 +272,7 @@ def test_collectors_that_ask_when_they_have_room_share_every_take():
                 holders.update({g.group_id: name for g in finished})
                 await buffer.put(finished)
 
-        pulling = [asyncio.create_task(rig.hand_over.run()) for rig in rigs]
+        pulling = [asyncio.create_task(rig.weight_sync.run()) for rig in rigs]
         for rig in rigs:
             await rig.publish(0)
         await buffer.published(0)
@@ -289,7 +289,7 @@ def test_collectors_that_ask_when_they_have_room_share_every_take():
             await buffer.published(version)
         await asyncio.gather(*collecting)
         for rig in rigs:
-            rig.hand_over.close()
+            rig.weight_sync.close()
         await asyncio.gather(*pulling)
 
     virtually(scenario())

@@ -95,7 +95,7 @@ class Run:
             if buffer._num_free_slots():
                 self.held += await self.actor.admit(100, 5, "generator")
             admission = self.held.pop(self.rng.randrange(len(self.held)))
-            version = max(admission.floor, self.version - self.rng.randint(0, 1))
+            version = max(admission.min_policy_version, self.version - self.rng.randint(0, 1))
             await self.actor.put([rolled_out(admission, next(rollouts), version, self.rng)])
         return await self.actor.take(5)
 

@@ -181,7 +181,7 @@ SPEEDS = Speeds(
     optim_s=0.0,
     first_token_s=0.0,
     serial_s_per_token=0.0,
-    hand_over_s=0.0,
+    weight_sync_s=0.0,
 )
 
 

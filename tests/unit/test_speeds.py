@@ -83,7 +83,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, config: Config, *, length: int) ->
         supervisor=Supervisor(),
     )
     tasks = [Task(task_id=str(i), prompt=[]) for i in range(50)]
-    return asyncio.run(measure_speeds(config, parts, tasks, hand_over_s=0.75)), collectors, given
+    return asyncio.run(measure_speeds(config, parts, tasks, weight_sync_s=0.75)), collectors, given
 
 
 def settings(**rollout: Any) -> Config:
@@ -112,7 +112,7 @@ def test_long_answers_are_cut_and_no_more_of_them_asked_for_than_fill_the_engine
     assert speeds.generate_s_per_token == pytest.approx(TOKEN_S / 2)
     assert speeds.first_token_s == pytest.approx(8 * PREFILL_S)
     assert speeds.serial_s_per_token == pytest.approx(8 * TOKEN_S)
-    assert (speeds.optim_s, speeds.hand_over_s) == (0.125, 0.75)
+    assert (speeds.optim_s, speeds.weight_sync_s) == (0.125, 0.75)
     assert given["tokens"] <= config.train.max_tokens_per_microbatch
     assert speeds.train_s_per_token == pytest.approx(PASS_S / given["tokens"])
 

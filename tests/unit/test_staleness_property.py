@@ -4,7 +4,7 @@ The real `ReplayBuffer` (with its `AdmissionRule`, `Window` and `Ledger`) and th
 trainer are played. A run has random group, step, publication and pull times, generators that die and others that join,
 publications that the next step waits for or not, groups that fail, are retried or filtered, and tasks that may end. A
 group's tokens are sampled one by one, and the weights may change between them. Generators are lazy: most pull only when
-a floor forces them to. Time is virtual, so a wait that nothing would ever end is seen at once.
+a group forces them to. Time is virtual, so a wait that nothing would ever end is seen at once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOKENS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Generator:
-    """Joins the run, and perhaps dies; `lazy` ones pull only when a floor forces them to."""
+    """Joins the run, and perhaps dies; `lazy` ones pull only when a group forces them to."""
 
     joins_s: float
     lives_s: float | None
@@ -306,7 +306,7 @@ class Run:
     async def _group(self, admission: Admission, weights: SimpleNamespace, generator: Generator) -> None:
         s, rng, group_id = self.schedule, self.rng, admission.group_id
         while True:
-            await self._pull(weights, max(0, admission.floor))
+            await self._pull(weights, max(0, admission.min_policy_version))
             versions = []
             for _ in range(TOKENS):
                 if not generator.lazy and self.server.newest_version >= 0:
@@ -454,9 +454,9 @@ PLAIN = Schedule(
 )
 
 
-def test_a_floor_one_too_low_would_be_seen(monkeypatch):
-    real = AdmissionRule.floor
-    monkeypatch.setattr(AdmissionRule, "floor", lambda self, rank: max(0, real(self, rank) - 1))
+def test_a_min_policy_version_one_too_low_would_be_seen(monkeypatch):
+    real = AdmissionRule.min_policy_version
+    monkeypatch.setattr(AdmissionRule, "min_policy_version", lambda self, rank: max(0, real(self, rank) - 1))
     monkeypatch.setattr(AdmissionRule, "may_admit", lambda self, rank, *, published: True)
     with pytest.raises(AssertionError, match="bound 2"):
         play(PLAIN, 0)

@@ -24,7 +24,7 @@ from leeway.trainer.microbatch import cut
 from leeway.trainer.optimizer import OptimizerSettings, learning_rate
 from leeway.trainer.trainer import StalenessError, Trainer, TrainerSettings
 from leeway.types import NO_VERSION, TrainBatch, Trajectory, batch_trajectories
-from leeway.weights import CanaryPrompts, HandOverError, Manifest, digest_of, read_bucket
+from leeway.weights import CanaryPrompts, Manifest, WeightSyncError, digest_of, read_bucket
 
 VOCAB = 64
 CANARY = CanaryPrompts(
@@ -537,7 +537,7 @@ def test_entries_that_were_changed_after_publishing_are_refused(make):
         [],
     ):
         entries = manifest.entries[:3] + changed + manifest.entries[4:]
-        with pytest.raises(HandOverError, match="bytes check"):
+        with pytest.raises(WeightSyncError, match="bytes check"):
             dataclasses.replace(manifest, entries=entries).check()
 
 
@@ -560,7 +560,7 @@ def test_one_flipped_byte_anywhere_is_found_by_name(make):
         broken = torch.from_numpy(buckets[entry.bucket].copy())
         broken[entry.offset + entry.num_bytes // 2] ^= 1
         sharing = [e.name for e in manifest.entries if (e.bucket, e.offset) == (entry.bucket, entry.offset)]
-        with pytest.raises(HandOverError, match="version 7 failed the bytes check") as caught:
+        with pytest.raises(WeightSyncError, match="version 7 failed the bytes check") as caught:
             list(read_bucket(broken, [e for e in manifest.entries if e.bucket == entry.bucket], policy_version=7))
         assert caught.value.check == "bytes"
         assert any(name in str(caught.value) for name in sharing)
@@ -569,7 +569,7 @@ def test_one_flipped_byte_anywhere_is_found_by_name(make):
 def test_a_truncated_bucket_is_found(make):
     manifest, buckets, _ = published(make())
     cut_short = torch.from_numpy(buckets[0][:-4000].copy())
-    with pytest.raises(HandOverError, match="bytes"):
+    with pytest.raises(WeightSyncError, match="bytes"):
         list(read_bucket(cut_short, manifest.entries, policy_version=0))
 
 

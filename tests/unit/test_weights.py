@@ -14,9 +14,9 @@ from leeway.weights import (
     ALIGNMENT,
     Canary,
     CanaryPrompts,
-    HandOverError,
     Manifest,
     TensorEntry,
+    WeightSyncError,
     digest_of,
     plan_buckets,
     read_bucket,
@@ -35,9 +35,9 @@ def pack(
     entries, buckets = [], []
     for plan in plans:
         memory = plan.empty()
-        for place in plan.places:
-            place.tensor(memory).copy_(tensors[place.names[0]])
-        entries += plan.entries(sha256_of(place.data(memory)) for place in plan.places)
+        for span in plan.spans:
+            span.tensor(memory).copy_(tensors[span.names[0]])
+        entries += plan.entries(sha256_of(span.data(memory)) for span in plan.spans)
         buckets.append(memory)
     return entries, buckets
 
@@ -64,7 +64,9 @@ def test_entries_that_were_not_published_are_refused_with_both_digests(change: d
     whole = manifest()
     first, *rest = whole.entries
     entries = rest if change is None else [dataclasses.replace(first, **change), *rest]
-    with pytest.raises(HandOverError, match=f"version 7 failed the bytes check: .* {whole.digest[:16]}, .* give ") as e:
+    with pytest.raises(
+        WeightSyncError, match=f"version 7 failed the bytes check: .* {whole.digest[:16]}, .* give "
+    ) as e:
         dataclasses.replace(whole, entries=entries).check()
     assert (e.value.check, e.value.policy_version) == ("bytes", 7)
 
@@ -93,22 +95,22 @@ def test_buckets_of_odd_tensors_round_trip() -> None:
 def test_a_plan_holds_every_tensor_once_in_order_within_the_limit(shapes: list[list[int]], limit: int) -> None:
     types = [torch.float32, torch.bfloat16, torch.uint8]
     plans = plan_buckets((([f"t{i}"], types[i % 3], shape) for i, shape in enumerate(shapes)), limit)
-    assert [n for plan in plans for p in plan.places for n in p.names] == [f"t{i}" for i in range(len(shapes))]
+    assert [n for plan in plans for p in plan.spans for n in p.names] == [f"t{i}" for i in range(len(shapes))]
     assert [plan.index for plan in plans] == list(range(len(plans)))
     for plan, follower in itertools.pairwise(plans):
-        first = follower.places[0]
+        first = follower.spans[0]
         assert plan.num_bytes + -plan.num_bytes % ALIGNMENT + first.num_bytes > limit, "it would have had room"
     for plan in plans:
-        assert plan.num_bytes <= limit or len(plan.places) == 1, "only a tensor that is larger alone may be larger"
+        assert plan.num_bytes <= limit or len(plan.spans) == 1, "only a tensor that is larger alone may be larger"
         end = 0
-        for place in plan.places:
-            assert end <= place.offset < end + ALIGNMENT
-            assert place.offset % ALIGNMENT == 0
-            end = place.offset + place.num_bytes
+        for span in plan.spans:
+            assert end <= span.offset < end + ALIGNMENT
+            assert span.offset % ALIGNMENT == 0
+            end = span.offset + span.num_bytes
         assert plan.num_bytes == end
         memory = plan.empty()
-        for place in plan.places:
-            place.tensor(memory).zero_()
+        for span in plan.spans:
+            span.tensor(memory).zero_()
         assert not memory.any(), "no gap holds what was in the memory before"
 
 

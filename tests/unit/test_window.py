@@ -37,7 +37,7 @@ class ListWindow:
     def admit(self, group_id: int) -> int:
         rank = self.num_taken + len(self.groups)
         self.groups.append(Listed(group_id, rank))
-        return self.rule.floor(rank)
+        return self.rule.min_policy_version(rank)
 
     def finish(self, group_id: int, worth: float) -> None:
         group = next(g for g in self.groups if g.group_id == group_id)

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from leeway.collector.clock import ACTIVITIES, ActivityClock, IdleClock
-from leeway.collector.hand_over import HandOver
+from leeway.collector.weight_sync import WeightSync
 from leeway.param_server.server import ParameterServer
-from leeway.weights import Canary, CanaryGap, CanaryPrompts, HandOverError, Manifest, Publication, digest_of
+from leeway.weights import Canary, CanaryGap, CanaryPrompts, Manifest, Publication, WeightSyncError, digest_of
 
 CANARY = Canary(CanaryPrompts(scored=[[1, 2]], cached=[[1, 2]]), [[-0.5]], [3], [-0.1])
 
@@ -58,7 +58,7 @@ class FakeEngine:
 
 
 class Rig:
-    """A hand-over between the real parameter server and a fake engine."""
+    """A weight sync between the real parameter server and a fake engine."""
 
     def __init__(self, **changes: Any) -> None:
         self.engine, self.server = FakeEngine(), ParameterServer()
@@ -72,7 +72,7 @@ class Rig:
             "max_failures": 0,
         }
         self.quarantines: list[str] = []
-        self.hand_over = HandOver(
+        self.weight_sync = WeightSync(
             self.engine, self.pull, paused=self.paused, on_quarantine=self.quarantined, **(settings | changes)
         )
 
@@ -84,7 +84,7 @@ class Rig:
         finally:
             self.pauses.append(False)
 
-    async def quarantined(self, error: HandOverError) -> None:
+    async def quarantined(self, error: WeightSyncError) -> None:
         self.quarantines.append(error.check)
 
     async def pull(self, newer_than: int, timeout_s: float) -> tuple[Manifest, AsyncIterator[np.ndarray]] | None:
@@ -110,11 +110,11 @@ async def settle() -> None:
 
 
 def play(scenario: Callable[[Rig, asyncio.Task[None]], Awaitable[None]], **changes: Any) -> None:
-    """Run `scenario` beside a running hand-over."""
+    """Run `scenario` beside a running weight sync."""
 
     async def main() -> None:
         rig = Rig(**changes)
-        running = asyncio.create_task(rig.hand_over.run())
+        running = asyncio.create_task(rig.weight_sync.run())
         try:
             async with asyncio.timeout(8):
                 await scenario(rig, running)
@@ -126,13 +126,13 @@ def play(scenario: Callable[[Rig, asyncio.Task[None]], Awaitable[None]], **chang
 
 def test_a_published_version_is_loaded_proven_and_then_served():
     async def scenario(rig, running):
-        assert rig.hand_over.verified == -1
-        waiter = asyncio.create_task(rig.hand_over.until_verified(0))
+        assert rig.weight_sync.verified_version == -1
+        waiter = asyncio.create_task(rig.weight_sync.until_verified(0))
         await settle()
         assert not waiter.done()
         await rig.publish(0)
         await asyncio.wait_for(waiter, 1)
-        assert rig.hand_over.verified == 0
+        assert rig.weight_sync.verified_version == 0
         assert rig.engine.scores == [0]
         assert rig.engine.in_flight == "recompute"
         assert rig.pauses == [True, False]
@@ -145,43 +145,43 @@ def test_nothing_is_verified_before_its_canary_has_passed():
         await rig.publish(0)
         rig.engine.gate = asyncio.Event()
         await rig.publish(1)
-        waiter = asyncio.create_task(rig.hand_over.until_verified(1))
+        waiter = asyncio.create_task(rig.weight_sync.until_verified(1))
         await settle()
         assert rig.engine.version == 1
-        assert (rig.hand_over.verified, waiter.done()) == (0, False)
+        assert (rig.weight_sync.verified_version, waiter.done()) == (0, False)
         assert rig.pauses[-1] is False, "the canary is scored after resuming"
         rig.engine.gate.set()
         await asyncio.wait_for(waiter, 1)
-        assert rig.hand_over.verified == 1
+        assert rig.weight_sync.verified_version == 1
 
     play(scenario)
 
 
 @pytest.mark.parametrize("gap", [1.1e-4, 3.0, math.inf, math.nan])
-def test_a_canary_that_differs_fails_the_hand_over_by_number(gap):
+def test_a_canary_that_differs_fails_the_weight_sync_by_number(gap):
     async def scenario(rig, running):
         rig.engine.gap = lambda version: gap if version == 1 else 1e-4  # exactly the tolerance passes
         await rig.publish(0)
-        assert rig.hand_over.verified == 0
+        assert rig.weight_sync.verified_version == 0
         await rig.publish(1)
         with pytest.raises(
-            HandOverError, match=r"version 1 failed the compute check: .* by .* nats.*tolerance is 0.0001"
+            WeightSyncError, match=r"version 1 failed the compute check: .* by .* nats.*tolerance is 0.0001"
         ):
             await asyncio.wait_for(running, 1)
-        assert rig.hand_over.verified == -1
-        assert len(rig.hand_over.drain_reports()) == 1
+        assert rig.weight_sync.verified_version == -1
+        assert len(rig.weight_sync.drain_reports()) == 1
 
     play(scenario)
 
 
-def test_a_load_that_fails_ends_the_hand_over_and_the_pause():
+def test_a_load_that_fails_ends_the_weight_sync_and_the_pause():
     async def scenario(rig, running):
         await rig.publish(0)
-        rig.engine.load_error = HandOverError("load", 1, "no published tensor reached lm_head")
+        rig.engine.load_error = WeightSyncError("load", 1, "no published tensor reached lm_head")
         await rig.publish(1)
-        with pytest.raises(HandOverError, match="load check: no published tensor reached lm_head"):
+        with pytest.raises(WeightSyncError, match="load check: no published tensor reached lm_head"):
             await asyncio.wait_for(running, 1)
-        assert rig.hand_over.verified == -1
+        assert rig.weight_sync.verified_version == -1
         assert rig.pauses in ([True, False], [True, False, True, False])  # it may fail before the engine stands still
 
     play(scenario)
@@ -192,14 +192,14 @@ def test_what_the_weights_are_enough_for_finishes_under_them_if_asked():
         served: list[tuple[int, int, int]] = []
         release = asyncio.Event()
 
-        async def group(floor: int) -> None:
-            async with rig.hand_over.serving(floor):
+        async def group(needed: int) -> None:
+            async with rig.weight_sync.generating_under(needed):
                 started = rig.engine.version
                 await release.wait()
-                served.append((floor, started, rig.engine.version))
+                served.append((needed, started, rig.engine.version))
 
         await rig.publish(0)
-        groups = [asyncio.create_task(group(floor)) for floor in (0, 1, 0, 2)]
+        groups = [asyncio.create_task(group(needed)) for needed in (0, 1, 0, 2)]
         await settle()
         await rig.publish(1)
         await rig.publish(2)
@@ -207,7 +207,7 @@ def test_what_the_weights_are_enough_for_finishes_under_them_if_asked():
         release.set()
         await asyncio.wait_for(asyncio.gather(*groups), 5)
         assert all(started == ended for _, started, ended in served)
-        assert {floor: started for floor, started, _ in served} == {0: 0, 1: 1, 2: 2}
+        assert {needed: started for needed, started, _ in served} == {0: 0, 1: 1, 2: 2}
         assert rig.engine.loads == [0, 1, 2]
 
     play(scenario, finish_first=True)
@@ -219,7 +219,7 @@ def test_a_manifest_that_does_not_match_its_digest_never_reaches_the_engine():
         await rig.server.publish(
             dataclasses.replace(good, manifest=dataclasses.replace(good.manifest, digest="0" * 64))
         )
-        with pytest.raises(HandOverError, match="bytes check"):
+        with pytest.raises(WeightSyncError, match="bytes check"):
             await asyncio.wait_for(running, 1)
         assert rig.engine.loads == []
         assert rig.pauses == []
@@ -235,7 +235,7 @@ def test_versions_that_were_overtaken_are_never_loaded():
         for version in (2, 3, 4):  # while version 1 is being proven
             await rig.publish(version)
         rig.engine.gate.set()
-        await asyncio.wait_for(rig.hand_over.until_verified(4), 1)
+        await asyncio.wait_for(rig.weight_sync.until_verified(4), 1)
         assert rig.engine.loads == [0, 1, 4]
 
     play(scenario)
@@ -251,14 +251,14 @@ def test_pull_every_limits_how_often_generation_pauses(pull_every, loads):
     play(scenario, pull_every=pull_every)
 
 
-def test_a_floor_is_served_although_pull_every_would_wait():
+def test_a_version_that_a_group_needs_is_served_although_pull_every_would_wait():
     async def main() -> None:
         rig = Rig(pull_every=5)
         rig.engine.gate = asyncio.Event()
-        running = asyncio.create_task(rig.hand_over.run())
+        running = asyncio.create_task(rig.weight_sync.run())
         await rig.publish(0)
         # Version 2 is asked for before the next pull is made: that pull is for 2, neither for 1 nor for 5.
-        waiter = asyncio.create_task(rig.hand_over.until_verified(2))
+        waiter = asyncio.create_task(rig.weight_sync.until_verified(2))
         await settle()
         rig.engine.gate.set()
         await settle()
@@ -272,25 +272,25 @@ def test_a_floor_is_served_although_pull_every_would_wait():
     asyncio.run(main())
 
 
-def test_a_floor_that_appears_during_a_pull_is_served_at_once():
+def test_a_version_that_is_needed_during_a_pull_is_served_at_once():
     async def scenario(rig, running):
         await rig.publish(0)
         await rig.publish(1)  # not worth a pause by itself
         assert rig.engine.loads == [0]
-        await asyncio.wait_for(rig.hand_over.until_verified(1), 1)
+        await asyncio.wait_for(rig.weight_sync.until_verified(1), 1)
 
     play(scenario, pull_every=2)
 
 
-def test_where_the_oldest_is_pulled_floors_are_served_one_by_one_and_exactly():
+def test_where_the_oldest_is_pulled_versions_are_served_one_by_one_and_exactly():
     async def scenario(rig, running):
         rig.server = ParameterServer(keep=9)
         pull = rig.server.pull
         rig.server.pull = lambda **asked: pull(**asked, oldest=True)
         for version in range(6):
             await rig.publish(version)
-        assert rig.hand_over.verified == 0
-        waiters = [asyncio.create_task(rig.hand_over.until_verified(v)) for v in (4, 2, 3)]
+        assert rig.weight_sync.verified_version == 0
+        waiters = [asyncio.create_task(rig.weight_sync.until_verified(v)) for v in (4, 2, 3)]
         await asyncio.wait_for(asyncio.gather(*waiters), 1)
         assert rig.engine.loads == [0, 2, 3, 4]  # not 5, which is there, and not 4 before 2
         await settle()
@@ -302,12 +302,12 @@ def test_where_the_oldest_is_pulled_floors_are_served_one_by_one_and_exactly():
 def test_while_it_is_held_the_weights_do_not_change():
     async def scenario(rig, running):
         await rig.publish(0)
-        async with rig.hand_over.hold():
+        async with rig.weight_sync.freeze_weights():
             await rig.publish(1)
             await settle()
             assert rig.engine.loads == [0]
-            assert rig.hand_over.verified == 0
-        await asyncio.wait_for(rig.hand_over.until_verified(1), 1)
+            assert rig.weight_sync.verified_version == 0
+        await asyncio.wait_for(rig.weight_sync.until_verified(1), 1)
 
     play(scenario)
 
@@ -316,7 +316,7 @@ def test_waiting_too_long_names_both_versions():
     async def scenario(rig, running):
         await rig.publish(3)
         with pytest.raises(TimeoutError, match=r"waited 0.05 s for weights of version 7; .* serves version 3"):
-            await rig.hand_over.until_verified(7)
+            await rig.weight_sync.until_verified(7)
 
     play(scenario, deadline_s=0.05)
 
@@ -330,14 +330,14 @@ def test_who_waits_costs_the_others_nothing():
         async def main() -> None:
             nonlocal calls
             rig, loop, release = Rig(), asyncio.get_running_loop(), asyncio.Event()
-            running = asyncio.create_task(rig.hand_over.run())
+            running = asyncio.create_task(rig.weight_sync.run())
             await rig.publish(0)
 
             async def group() -> None:
-                async with rig.hand_over.serving(0):
+                async with rig.weight_sync.generating_under(0):
                     await release.wait()
 
-            waiters = [asyncio.create_task(rig.hand_over.until_verified(1)) for _ in range(num_waiting)]
+            waiters = [asyncio.create_task(rig.weight_sync.until_verified(1)) for _ in range(num_waiting)]
             served = [asyncio.create_task(group()) for _ in range(20)]
             await settle()
             call_soon = loop.call_soon
@@ -348,7 +348,7 @@ def test_who_waits_costs_the_others_nothing():
                 return call_soon(*args, **kwargs)
 
             loop.call_soon = counted  # type: ignore[method-assign]
-            late = [asyncio.create_task(rig.hand_over.until_verified(1)) for _ in range(20)]
+            late = [asyncio.create_task(rig.weight_sync.until_verified(1)) for _ in range(20)]
             release.set()
             await asyncio.gather(*served)
             await settle()
@@ -368,12 +368,12 @@ def test_reports_are_of_the_pulls_since_the_last_one():
         rig.engine.gap = lambda version: version * 1e-5
         for version in (0, 1, 2):
             await rig.publish(version)
-        reports = rig.hand_over.drain_reports()
+        reports = rig.weight_sync.drain_reports()
         assert [r.served_gap for r in reports] == pytest.approx([0.0, 1e-5, 2e-5])
         assert {r.pause_s for r in reports} == {0.25}
         assert {r.num_bytes for r in reports} == {4}
         assert all(r.pull_s >= r.canary_s >= 0 for r in reports)
-        assert rig.hand_over.drain_reports() == []
+        assert rig.weight_sync.drain_reports() == []
 
     play(scenario)
 
@@ -400,7 +400,9 @@ def test_a_canary_says_by_which_route_an_engine_differs():
     async def scenario(rig, running):
         rig.engine.score = lambda canary: answer(CanaryGap(2e-6, 0.5))
         await rig.publish(0)
-        with pytest.raises(HandOverError, match=r"2e-06 nats on scored prompts, 0.5 after prompts in the prefix cache"):
+        with pytest.raises(
+            WeightSyncError, match=r"2e-06 nats on scored prompts, 0.5 after prompts in the prefix cache"
+        ):
             await asyncio.wait_for(running, 1)
 
     async def answer(gap: CanaryGap) -> CanaryGap:
@@ -413,16 +415,16 @@ def test_a_canary_says_by_which_route_an_engine_differs():
 def test_a_failed_check_quarantines_until_a_later_pull_passes_every_check(check):
     async def scenario(rig, running):
         await rig.publish(0)
-        assert rig.hand_over.verified == 0
+        assert rig.weight_sync.verified_version == 0
         if check == "load":
-            rig.engine.load_error = HandOverError("load", 1, "a layer was left out")
+            rig.engine.load_error = WeightSyncError("load", 1, "a layer was left out")
         else:
             rig.engine.gap = lambda version: 0.5 if len(rig.engine.scores) < 3 else 0.0  # wrong once more, then right
         await rig.publish(1)
-        waiter = asyncio.create_task(rig.hand_over.until_verified(0))
+        waiter = asyncio.create_task(rig.weight_sync.until_verified(0))
         if check == "load":
             # It tried as often as it may, and what was verified before counts no more.
-            with pytest.raises(HandOverError, match="version 1 failed the load check: a layer was left out"):
+            with pytest.raises(WeightSyncError, match="version 1 failed the load check: a layer was left out"):
                 await running
             assert not waiter.done()
             assert rig.quarantines == ["load"] * 2
@@ -431,8 +433,8 @@ def test_a_failed_check_quarantines_until_a_later_pull_passes_every_check(check)
             await asyncio.wait_for(waiter, 1)
             assert rig.quarantines == ["compute"]
             assert rig.engine.loads == [0, 1, 1]  # the same version again: nothing newer was there
-            assert rig.hand_over.verified == 1
-            assert rig.hand_over.num_quarantines == 1
+            assert rig.weight_sync.verified_version == 1
+            assert rig.weight_sync.num_quarantines == 1
 
     play(scenario, max_failures=2)
 
@@ -442,9 +444,9 @@ def test_a_quarantined_engine_may_prove_itself_with_the_next_version_and_failure
         rig.engine.gap = lambda version: 0.5 if rig.engine.loads.count(version) < 3 else 0.0
         for version in (0, 1, 2):  # each fails twice, then passes: never three in a row
             await rig.publish(version)
-            await asyncio.wait_for(rig.hand_over.until_verified(version), 1)
+            await asyncio.wait_for(rig.weight_sync.until_verified(version), 1)
         assert rig.engine.loads == [0] * 3 + [1] * 3 + [2] * 3
-        assert rig.hand_over.num_quarantines == 6
+        assert rig.weight_sync.num_quarantines == 6
 
     play(scenario, max_failures=2)
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..weights import HandOverError, Manifest
+from ..weights import Manifest, WeightSyncError
 from .engine import LoadsWeights
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class PullReport:
     num_bytes: int
 
 
-class HandOver:
+class WeightSync:
     """Keeps one engine's weights recent enough. `run` pulls for ever; the others wait for what it brings."""
 
     def __init__(
@@ -59,9 +59,9 @@ class HandOver:
         pull_every: int,
         deadline_s: float,
         paused: Callable[[], AbstractContextManager[None]],
-        on_quarantine: Callable[[HandOverError], Awaitable[Any]],
+        on_quarantine: Callable[[WeightSyncError], Awaitable[Any]],
         max_failures: int,
-        verified: int = -1,
+        verified_version: int = -1,
         finish_first: bool = False,
     ) -> None:
         """`finish_first`: no pull before the groups that the weights are enough for have finished under them."""
@@ -76,14 +76,14 @@ class HandOver:
         self._max_failures = max_failures
         self._num_failures = 0
         self.num_quarantines = 0
-        self._hold = asyncio.Lock()
+        self._frozen = asyncio.Lock()
         # Thousands of groups may wait for a few versions: each is woken once, by what it waits for.
         self._waiting: dict[int, set[asyncio.Future[None]]] = {}
         self._waiting_changed = asyncio.Event()
-        self._served_changed = asyncio.Event()
+        self._generating_changed = asyncio.Event()
         self._finish_first = finish_first
-        self._num_served = 0
-        self.verified = verified
+        self._num_generating = 0
+        self.verified_version = verified_version
         self._pulls: list[PullReport] = []
         self._closed = asyncio.Event()
 
@@ -91,26 +91,26 @@ class HandOver:
         """Consumes publications until closed; waits for the parameter server.
 
         An engine that fails a check is quarantined: it serves nothing, and what it has in flight is given away, until a
-        later pull passes every check. Raises the `HandOverError` of the last of `max_failures` + 1 failures in a row.
+        later pull passes every check. Raises the `WeightSyncError` of the last of `max_failures` + 1 failures in a row.
         """
         while not self._closed.is_set():
-            newer_than = max(self.verified, self._next_version() - 1)
+            newer_than = max(self.verified_version, self._next_version() - 1)
             pulling = asyncio.ensure_future(self._pull(newer_than, POLL_S))
-            wanted = asyncio.ensure_future(self._wanted_below(newer_than))
+            wanted = asyncio.ensure_future(self._older_version_requested(newer_than))
             closed = asyncio.ensure_future(self._closed.wait())
             try:
                 await asyncio.wait({pulling, wanted, closed}, return_when=asyncio.FIRST_COMPLETED)
-                pulled = pulling.result() if pulling.done() else None  # a new floor: ask again, for less
+                pulled = pulling.result() if pulling.done() else None  # an older one is enough now: ask again
             finally:
                 pulling.cancel()
                 wanted.cancel()
                 closed.cancel()
             if pulled is not None:
-                await self._until_nothing_is_served()
-                async with self._hold:
+                await self._drain()
+                async with self._frozen:
                     try:
-                        await self._take_over(*pulled)
-                    except HandOverError as error:
+                        await self._load_and_verify(*pulled)
+                    except WeightSyncError as error:
                         await self._quarantine(error)
                     else:
                         self._num_failures = 0
@@ -119,35 +119,35 @@ class HandOver:
         """No more pulls: `run` returns."""
         self._closed.set()
 
-    def hold(self) -> asyncio.Lock:
+    def freeze_weights(self) -> asyncio.Lock:
         """While this lock is held the weights do not change (evaluation of one version)."""
-        return self._hold
+        return self._frozen
 
     async def until_verified(self, policy_version: int) -> None:
         """Wait until weights of at least this version were proven. Raises TimeoutError naming both versions."""
-        if self.verified >= policy_version:
+        if self.verified_version >= policy_version:
             return
         try:
             async with asyncio.timeout(self._deadline_s):
-                while self.verified < policy_version:  # what was proven may be taken back before the woken one runs
+                while self.verified_version < policy_version:  # a proof may be taken back before this runs again
                     await self._proof_of(policy_version)
         except TimeoutError:
             raise TimeoutError(
                 f"waited {self._deadline_s:g} s for weights of version {policy_version}; "
-                f"this engine serves version {self.verified}"
+                f"this engine serves version {self.verified_version}"
             ) from None
 
     @asynccontextmanager
-    async def serving(self, floor: int) -> AsyncIterator[None]:
-        """Around the work of a group that weights of version `floor` or newer are enough for; waits for those."""
-        await self.until_verified(floor)
-        self._num_served += 1  # in the same turn of the loop in which the wait ended, so that no pull comes between
+    async def generating_under(self, min_policy_version: int) -> AsyncIterator[None]:
+        """Around the generation of a group: waits for weights of version `min_policy_version` or newer."""
+        await self.until_verified(min_policy_version)
+        self._num_generating += 1  # in the same turn of the loop in which the wait ended, so that no pull comes between
         try:
             yield
         finally:
-            self._num_served -= 1
-            if not self._num_served:
-                self._served_changed.set()
+            self._num_generating -= 1
+            if not self._num_generating:
+                self._generating_changed.set()
 
     async def _proof_of(self, policy_version: int) -> None:
         """Wait until a version of at least this one was proven, though perhaps it no longer counts."""
@@ -162,43 +162,43 @@ class HandOver:
             waiting.remove(proven)
             if not waiting:
                 del self._waiting[policy_version]
-                self._served_changed.set()
+                self._generating_changed.set()
 
     def _prove(self, policy_version: int) -> None:
-        self.verified = policy_version
+        self.verified_version = policy_version
         for version, waiting in self._waiting.items():
             if version <= policy_version:
                 for proven in waiting:  # each leaves when it goes on: until then no pull may come between
                     if not proven.done():
                         proven.set_result(None)
 
-    async def _until_nothing_is_served(self) -> None:
+    async def _drain(self) -> None:
         """Groups have time-outs, and those that wait for newer weights have a deadline, so this ends."""
         if not self._finish_first:
             return
-        while self._num_served or any(floor <= self.verified for floor in self._waiting):
-            self._served_changed.clear()
-            await self._served_changed.wait()
+        while self._num_generating or any(version <= self.verified_version for version in self._waiting):
+            self._generating_changed.clear()
+            await self._generating_changed.wait()
 
-    async def _wanted_below(self, newer_than: int) -> None:
+    async def _older_version_requested(self, newer_than: int) -> None:
         """Returns when a group needs a version that a pull for something newer than `newer_than` would pass over."""
-        while not any(self.verified < version <= newer_than for version in self._waiting):
+        while not any(self.verified_version < version <= newer_than for version in self._waiting):
             self._waiting_changed.clear()
             await self._waiting_changed.wait()
 
     def _next_version(self) -> int:
         """Nothing older is worth a pause, unless a group that may not start yet needs it."""
-        patient = self.verified + self._pull_every if self.verified >= 0 else 0
-        return min([patient, *(v for v in self._waiting if v > self.verified)])
+        patient = self.verified_version + self._pull_every if self.verified_version >= 0 else 0
+        return min([patient, *(v for v in self._waiting if v > self.verified_version)])
 
-    async def _take_over(self, manifest: Manifest, buckets: AsyncIterator[np.ndarray]) -> None:
+    async def _load_and_verify(self, manifest: Manifest, buckets: AsyncIterator[np.ndarray]) -> None:
         started = time.monotonic()
         manifest.check()
         times = await self._engine.load_weights(manifest, buckets, in_flight=self._in_flight, paused=self._paused)
         loaded = time.monotonic()
         gap = await self._engine.score(manifest.canary)
         if not gap.within(self._tolerance):
-            raise HandOverError(
+            raise WeightSyncError(
                 "compute",
                 manifest.policy_version,
                 f"engine and trainer differ on the canary by {gap}; "
@@ -216,9 +216,9 @@ class HandOver:
             )
         )
 
-    async def _quarantine(self, error: HandOverError) -> None:
+    async def _quarantine(self, error: WeightSyncError) -> None:
         # Nothing that this engine holds was proven: not what it generated under this version, and not what comes next.
-        self.verified = -1
+        self.verified_version = -1
         self._num_failures += 1
         if self._num_failures > self._max_failures:
             raise error

@@ -1,7 +1,7 @@
-"""What the checks of a hand-over cost: seconds of a pull with and without each of them, beside a training step.
+"""What the checks of a weight sync cost: seconds of a pull with and without each of them, beside a training step.
 
-    python benchmarks/hand_over.py                # the table
-    python benchmarks/hand_over.py --pulls 0 --clean 200    # 200 pulls of randomly moved weights, the largest gap
+    python benchmarks/weight_sync.py                # the table
+    python benchmarks/weight_sync.py --pulls 0 --clean 200    # 200 pulls of randomly moved weights, the largest gap
 
 A real engine with the quickstart's model and 0, 48 or 480 groups of 8 in flight all the time, each variant in turn and
 interleaved. Seconds of CPU time are those of both processes. The step is generation of 48 groups and one forward,
@@ -70,9 +70,9 @@ class Model:
         entries, buckets = [], []
         for plan in plan_buckets((([n, *tied.get(n, [])], p.dtype, p.shape) for n, p in parameters.items()), 1 << 28):
             memory = plan.empty()
-            for place in plan.places:
-                place.tensor(memory).copy_(parameters[place.names[0]])
-            entries += plan.entries(sha256_of(place.data(memory)) for place in plan.places)
+            for span in plan.spans:
+                span.tensor(memory).copy_(parameters[span.names[0]])
+            entries += plan.entries(sha256_of(span.data(memory)) for span in plan.spans)
             buckets.append(memory)
         scored = [
             self._logits(s)[:-1].gather(-1, torch.tensor(s)[1:, None])[:, 0].tolist() for s in self.prompts.scored
