@@ -26,9 +26,9 @@ from quickstart_runs import warmed_up
 
 from leeway.config import Config, Stage, find_recipe, plan_run
 from leeway.config.presets import PRESETS
+from leeway.driver import EvalPoint
 from leeway.driver.context import StageContext, StageResult
 from leeway.driver.frontier_report import Interval
-from leeway.recipes.async_rl import EvalPoint
 from leeway.recipes.frontier import run_cells
 
 TEACHERS: tuple[str, ...] = ("on_policy_distill", "jsd")

@@ -19,7 +19,7 @@ from leeway.config import Cell, Config, Recipe, frontier_cells
 from leeway.config.rules import STUDY_RULES
 from leeway.monitor import read_metrics
 from leeway.recipes.async_rl import RECIPE as ASYNC_RL
-from leeway.recipes.async_rl import AsyncRL, EvalPoint
+from leeway.recipes.async_rl import train
 
 
 async def run(context: driver.StageContext) -> driver.StageResult:
@@ -33,7 +33,7 @@ async def run(context: driver.StageContext) -> driver.StageResult:
     started = time.monotonic()
     runs: list[driver.FrontierRun] = []
 
-    def finished(cell: Cell, result: driver.StageResult, evals: Sequence[EvalPoint], folder: Path) -> None:
+    def finished(cell: Cell, result: driver.StageResult, evals: Sequence[driver.EvalPoint], folder: Path) -> None:
         rows = [r for r in read_metrics(folder / "metrics.jsonl") if "train/policy_lag/mean" in r]
         runs.append(
             driver.FrontierRun(
@@ -94,7 +94,7 @@ Run = TypeVar("Run", bound=NamedRun)
 async def run_cells(
     context: driver.StageContext,
     cells: Sequence[Run],
-    finished: Callable[[Run, driver.StageResult, Sequence[EvalPoint], Path], None],
+    finished: Callable[[Run, driver.StageResult, Sequence[driver.EvalPoint], Path], None],
 ) -> dict[str, Any]:
     """Run all `cells`, each in its own folder under `runs/`; call `finished` after each. Returns the parts' processes.
 
@@ -109,10 +109,12 @@ async def run_cells(
         for cell in cells:
             folder = context.dir / "runs" / cell.name
             folder.mkdir(parents=True, exist_ok=True)
-            job = AsyncRL(replace(context, name=cell.name, config=cell.config, dir=folder), launcher, speeds=speeds)
-            result = await job.run()
-            speeds = job.speeds
-            finished(cell, result, job.eval_points, folder)
+            stage = driver.RLStage(
+                replace(context, name=cell.name, config=cell.config, dir=folder), launcher, speeds=speeds
+            )
+            result = await stage.run(train)
+            speeds = stage.speeds
+            finished(cell, result, stage.eval_points, folder)
     finally:
         await launcher.parts.stop()
     return launcher.parts.processes

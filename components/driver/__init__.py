@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers
     from ..planning.advice import advice_after as advice_after
-    from ..replay.actor import TakeRefs as TakeRefs
     from ..runtime.launch import Launcher as Launcher
     from ..runtime.limit import Speeds as Speeds
     from ..runtime.supervisor import Supervisor as Supervisor
-    from ..runtime.supervisor import awaited as awaited
     from ..runtime.supervisor import together as together
     from ..tasks.batches import Batches as Batches
     from ..tasks.evalsets import EvalSet as EvalSet
@@ -33,8 +31,6 @@ if TYPE_CHECKING:  # for editors and type checkers
     from ..types import TrainBatch as TrainBatch
     from ..types import batch_trajectories as batch_trajectories
     from ..weights import CanaryPrompts as CanaryPrompts
-    from ..weights import Publication as Publication
-    from .canary import canary_prompts as canary_prompts
     from .checkpoints import STATE_DIR as STATE_DIR
     from .checkpoints import Checkpoints as Checkpoints
     from .checkpoints import resume_point as resume_point
@@ -45,33 +41,24 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .context import say as say
     from .context import timed as timed
     from .evaluation import evaluate as evaluate
-    from .evaluation import evaluated_at_start as evaluated_at_start
-    from .evaluation import measured_by as measured_by
     from .evaluation import of_set as of_set
-    from .evaluation import told as told
     from .frontier_picture import draw_frontier as draw_frontier
     from .frontier_report import FrontierRun as FrontierRun
     from .frontier_report import conclusions as conclusions
     from .frontier_report import summarise as summarise
     from .frontier_report import write_csv as write_csv
-    from .kept import KeptPublications as KeptPublications
     from .models import check_weights as check_weights
     from .offline import Feed as Feed
     from .offline import Measure as Measure
     from .offline import Record as Record
     from .offline import changes as changes
-    from .rl_report import Reporter as Reporter
-    from .rl_report import StepClock as StepClock
-    from .rl_report import StepReport as StepReport
-    from .rl_report import in_words as in_words
+    from .rl_run import EvalPoint as EvalPoint
+    from .rl_run import RLRun as RLRun
+    from .rl_stage import RLStage as RLStage
     from .saved_weights import saved_models as saved_models
-    from .speeds import measure_speeds as measure_speeds
-    from .speeds import save_speeds as save_speeds
-    from .speeds import saved_speeds as saved_speeds
 
 _WHERE = {
     "advice_after": "..planning.advice",
-    "canary_prompts": ".canary",
     "Checkpoints": ".checkpoints",
     "STATE_DIR": ".checkpoints",
     "resume_point": ".checkpoints",
@@ -82,34 +69,24 @@ _WHERE = {
     "say": ".context",
     "timed": ".context",
     "evaluate": ".evaluation",
-    "evaluated_at_start": ".evaluation",
-    "measured_by": ".evaluation",
     "of_set": ".evaluation",
-    "told": ".evaluation",
     "draw_frontier": ".frontier_picture",
     "FrontierRun": ".frontier_report",
     "conclusions": ".frontier_report",
     "summarise": ".frontier_report",
     "write_csv": ".frontier_report",
-    "KeptPublications": ".kept",
     "check_weights": ".models",
     "Feed": ".offline",
     "Measure": ".offline",
     "Record": ".offline",
     "changes": ".offline",
-    "Reporter": ".rl_report",
-    "StepClock": ".rl_report",
-    "StepReport": ".rl_report",
-    "in_words": ".rl_report",
+    "EvalPoint": ".rl_run",
+    "RLRun": ".rl_run",
+    "RLStage": ".rl_stage",
     "saved_models": ".saved_weights",
-    "measure_speeds": ".speeds",
-    "save_speeds": ".speeds",
-    "saved_speeds": ".speeds",
-    "TakeRefs": "..replay.actor",
     "Launcher": "..runtime.launch",
     "Speeds": "..runtime.limit",
     "Supervisor": "..runtime.supervisor",
-    "awaited": "..runtime.supervisor",
     "together": "..runtime.supervisor",
     "Batches": "..tasks.batches",
     "EvalSet": "..tasks.evalsets",
@@ -127,7 +104,6 @@ _WHERE = {
     "TrainBatch": "..types",
     "batch_trajectories": "..types",
     "CanaryPrompts": "..weights",
-    "Publication": "..weights",
 }
 
 __all__ = sorted(_WHERE)  # pyright: ignore[reportUnsupportedDunderAll]

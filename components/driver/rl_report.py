@@ -24,6 +24,8 @@ WORK = ("step/forward_backward_s", "step/optim_s", "step/publish_s", "step/proxi
 
 REPORTS_AHEAD = 32
 """How many steps training may be ahead of its log before it waits."""
+LAST_REPORTS_S = 30.0
+"""How long an interrupted run waits for the metrics of its last steps to be written."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,10 @@ class Reporter:
         self._queue: asyncio.Queue[StepReport | None] = asyncio.Queue(maxsize=REPORTS_AHEAD)
         self._last_stats = time.monotonic()
         self._training = False
+        self._running: asyncio.Task[None] | None = None
 
     async def put(self, report: StepReport | None) -> None:
-        """Waits while `REPORTS_AHEAD` reports are still unlogged. `run`, which logs them, never waits for this side."""
+        """Waits while `REPORTS_AHEAD` reports are still unlogged. Logging never waits for this side."""
         try:
             self._queue.put_nowait(report)
         except asyncio.QueueFull:
@@ -104,20 +107,40 @@ class Reporter:
                 self._queue.put(report), what="reports", timeout_s=self._config.cluster.step_timeout_s
             )
 
-    async def end(self, running: asyncio.Future[None]) -> None:
-        """No more reports: wait until `running`, which is `run`, has logged those that it has."""
+    def begin(self, speeds: Speeds) -> None:
+        """Log reports from now on; if that fails, the run ends with the cause."""
+        self._running = asyncio.create_task(self._run(speeds))
+        self._parts.supervisor.watch("driver", self._running)
+
+    async def end(self) -> None:
+        """No more reports: wait until all that there are have been logged."""
+        assert self._running is not None, "begin() first"
+        running, supervisor = self._running, self._parts.supervisor
         await self.put(None)
         timeout_s = self._config.cluster.step_timeout_s
         while not running.done():  # the deadline is for one report
             left = self._queue.qsize()
-            await self._parts.supervisor.wait(
-                asyncio.wait({running}, timeout=timeout_s), what="reports", timeout_s=timeout_s + 60
-            )
+            await supervisor.wait(asyncio.wait({running}, timeout=timeout_s), what="reports", timeout_s=timeout_s + 60)
             if not running.done() and self._queue.qsize() == left:
                 raise PartFailed("reports", f"none of {left} was logged for {timeout_s:g} s")
-        await self._parts.supervisor.wait(running, what="reports", timeout_s=timeout_s)
+        await supervisor.wait(running, what="reports", timeout_s=timeout_s)
 
-    async def run(self, speeds: Speeds) -> None:
+    async def end_interrupted(self, last: StepReport | None) -> bool:
+        """Log what there is, and `last`, for at most `LAST_REPORTS_S`. Returns whether all of it was logged."""
+        if self._running is None or self._running.done():
+            return True
+
+        async def log_the_rest() -> None:
+            if last is not None:
+                await self.put(last)
+            await self.end()
+
+        rest = asyncio.ensure_future(log_the_rest())
+        _, late = await asyncio.wait({rest}, timeout=LAST_REPORTS_S)
+        rest.cancel()
+        return not late and rest.exception() is None
+
+    async def _run(self, speeds: Speeds) -> None:
         """Consumes step reports; waits for steps; asks the collectors for theirs; returns after `end`."""
         limit = LimitMeter(speeds, max_policy_lag=derive(self._config).max_policy_lag)
         updates = self._config.train.updates_per_batch
@@ -162,6 +185,13 @@ class Reporter:
         if step is not None or not self._first_step:
             self._monitor.log(step or 0, stats, role="collector")
         return stats
+
+    def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._monitor.log(step, dict(metrics), role="evaluation")
+
+    @property
+    def failed_sinks(self) -> dict[str, str]:
+        return self._monitor.failed_sinks
 
     def verdict(self) -> Verdict:
         """Whether the run has learned, as far as its metrics can say."""

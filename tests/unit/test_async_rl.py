@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,15 +12,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from leeway.driver.kept import KeptPublications
-from leeway.recipes.async_rl import AsyncRL
+from leeway.config import load_config
+from leeway.driver.rl_report import StepReport
+from leeway.driver.rl_run import RLRun
+from leeway.failures import PartFailed
+from leeway.recipes.async_rl import train
 from leeway.replay.actor import TakeRefs
 from leeway.runtime.supervisor import Supervisor
 from leeway.trainer.actor import TrainerActor
 from leeway.trainer.publish import Publisher
 from leeway.weights import Canary, CanaryPrompts, Publication, plan_buckets
 
+from .test_staleness_property import VirtualClock
+
 STEPS, UPDATES = 200, 4
+STEP_TIMEOUT_S = load_config("quickstart", [], recipe="async_rl").cluster.step_timeout_s
 
 
 class NoTime:
@@ -62,8 +69,13 @@ class Remote:
         return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(getattr(self._actor, name)(*args)))
 
 
-class Driver(SimpleNamespace):
-    """Everything else: answers at once."""
+class Elsewhere:
+    """The buffer, the parameter server, the log and the checkpoints: they answer at once and remember what they got."""
+
+    def __init__(self) -> None:
+        self.published_versions: list[int] = []
+        self.saved: list[str] = []
+        self.reports: list[StepReport] = []
 
     async def take(self, timeout_s: float) -> TakeRefs:
         return TakeRefs(index=0, group_ids=[0], batches=[["batch"]] * UPDATES, metrics={}, rollouts=[])
@@ -72,37 +84,126 @@ class Driver(SimpleNamespace):
         return {}
 
     async def published(self, version: int) -> None:
-        self.versions.append(version)
+        self.published_versions.append(version)
 
     async def publish(self, publication: Publication) -> None:
         held = publication.bucket_refs[0].view(np.int64)[0]
         assert held == publication.manifest.policy_version, "the weights of another version"
 
+    async def put(self, report: StepReport) -> None:
+        self.reports.append(report)
+
+    async def after_step(self, version: int) -> dict[str, float]:
+        self.saved.append(f"after {version}")
+        return {}
+
+    async def at_end(self, *, interrupted: bool = False) -> None:
+        self.saved.append("interrupted" if interrupted else "end")
+
+
+def run_over(trainer: Any, elsewhere: Elsewhere, *, total_steps: int, tmp_path: Path) -> RLRun:
+    actor = TrainerActor(role="trainer-0", log_file=tmp_path / "log", log_level="ERROR", cores=[])
+    actor._trainer = trainer
+    parts: Any = SimpleNamespace(
+        trainers=[Remote(actor)],
+        collectors=[],
+        buffer=Remote(elsewhere),
+        param_server=Remote(elsewhere),
+        supervisor=Supervisor(),
+    )
+    config = load_config(
+        "quickstart",
+        [f"stages.async_rl.train.updates_per_batch={UPDATES}", f"staleness.max_policy_lag={UPDATES}", "eval.every=0"],
+        recipe="async_rl",
+    )
+    there: Any = elsewhere
+    return RLRun(config, parts, name="rl", version=0, total_steps=total_steps, report=there, checkpoints=there)
+
 
 def test_steps_that_take_no_time_are_all_published_each_with_its_own_weights(tmp_path: Path) -> None:
-    async def run() -> list[int]:
-        actor = TrainerActor(role="trainer-0", log_file=tmp_path / "log", log_level="ERROR", cores=[])
-        actor._trainer = NoTime()  # type: ignore[assignment]
-        driver = Driver(versions=[])
+    async def main() -> None:
+        elsewhere = Elsewhere()
+        run = run_over(NoTime(), elsewhere, total_steps=STEPS, tmp_path=tmp_path)
+        await train(run)
+        await run.finish()
+        assert elsewhere.published_versions == list(range(1, STEPS + 1))
+        assert elsewhere.saved == [f"after {v}" for v in range(UPDATES, STEPS + 1, UPDATES)], "only between batches"
+        steps = [r for r in elsewhere.reports if r.take is not None]
+        assert [r.step for r in steps] == list(range(1, STEPS + 1))
+        assert [r.rollouts is not None for r in steps] == [True, False, False, False] * (STEPS // UPDATES)
 
-        async def nothing(*_: Any) -> dict[str, float]:
-            return {}
+    asyncio.run(main())
 
-        job: Any = AsyncRL.__new__(AsyncRL)
-        job._supervisor, job._timeout_s, job._total_steps = Supervisor(), 60.0, STEPS
-        job._version, job._published, job._train_s, job._publishing = 0, -1, 0.0, None
-        job._stepping = job._under_way = None
-        job._config = SimpleNamespace(param_server=SimpleNamespace(publish_every=1))
-        job._parts = SimpleNamespace(
-            trainers=[Remote(actor)],
-            buffer=Remote(driver),
-            param_server=Remote(driver),
-        )
-        job._kept = KeptPublications(every=0, reach=0)
-        job._report = SimpleNamespace(put=nothing)
-        job._checkpoints = SimpleNamespace(after_step=nothing)
-        job._audit = job._begin_take = job._maybe_evaluate = nothing
-        await job._train_loop()
-        return driver.versions
 
-    assert asyncio.run(run()) == list(range(1, STEPS + 1))
+def test_an_interrupted_step_ends_is_saved_and_is_reported_once(tmp_path: Path) -> None:
+    class Slow(NoTime):
+        """Its third step takes until it is told to end."""
+
+        may_end = threading.Event()
+        in_third = threading.Event()
+
+        def forward_backward(self, batch: Any) -> dict[str, float]:
+            if self.policy_version == 2:
+                self.in_third.set()
+                assert self.may_end.wait(20)
+            return {"train/of_step": float(self.policy_version + 1)}
+
+    async def main() -> None:
+        elsewhere, slow = Elsewhere(), Slow()
+        run = run_over(slow, elsewhere, total_steps=STEPS, tmp_path=tmp_path)
+        training = asyncio.create_task(train(run))
+        assert await asyncio.to_thread(slow.in_third.wait, 20)
+        training.cancel()
+        await asyncio.wait({training})
+        ending = asyncio.create_task(run.interrupted())
+        await asyncio.sleep(0.01)
+        assert "interrupted" not in elsewhere.saved, "ranks are still in the step"
+        slow.may_end.set()
+        last = await ending
+        assert elsewhere.saved[-1] == "interrupted"
+        assert last is not None
+        assert (last.step, last.metrics["train/of_step"]) == (3, 3.0)
+        assert [r.step for r in elsewhere.reports if r.take is not None] == [1, 2]
+
+    asyncio.run(main())
+
+
+class Buffer(Elsewhere):
+    """Its batch comes after `batch_s`; it answers a ping after `ping_s`."""
+
+    def __init__(self, *, batch_s: float, ping_s: float) -> None:
+        super().__init__()
+        self._batch_s, self._ping_s = batch_s, ping_s
+
+    async def take(self, timeout_s: float) -> TakeRefs:
+        await asyncio.sleep(self._batch_s)
+        return await super().take(timeout_s)
+
+    async def ping(self) -> None:
+        await asyncio.sleep(self._ping_s)
+
+
+def first_batch(tmp_path: Path, buffer: Buffer) -> tuple[Any, float]:
+    """(the first batch or the failure, after how many seconds)."""
+
+    async def main() -> tuple[Any, float]:
+        run = run_over(NoTime(), buffer, total_steps=STEPS, tmp_path=tmp_path)
+        try:
+            got: Any = await anext(aiter(run.batches()))
+        except PartFailed as failure:
+            got = failure
+        return got, asyncio.get_running_loop().time()
+
+    with asyncio.Runner(loop_factory=VirtualClock) as runner:
+        return runner.run(main())
+
+
+def test_the_driver_waits_for_a_batch_as_long_as_the_buffer_answers(tmp_path: Path) -> None:
+    batch, after_s = first_batch(tmp_path, Buffer(batch_s=5 * STEP_TIMEOUT_S, ping_s=1))
+    assert (batch.group_ids, after_s) == ([0], 5 * STEP_TIMEOUT_S)
+
+
+def test_the_driver_ends_the_run_when_the_buffer_does_not_answer(tmp_path: Path) -> None:
+    failure, after_s = first_batch(tmp_path, Buffer(batch_s=1e9, ping_s=1e9))
+    assert "replay: no answer" in str(failure)
+    assert after_s <= STEP_TIMEOUT_S + 60

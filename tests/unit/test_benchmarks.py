@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from leeway.recipes.async_rl import EvalPoint
+from leeway.driver import EvalPoint
 
 ROOT = Path(__file__).resolve().parents[2]
 

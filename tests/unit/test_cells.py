@@ -35,18 +35,18 @@ def study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, breaks: str = "") 
             parts.said.append(f"launch seed {config.seed}")
             self.parts = parts
 
-    class Run:
+    class Stage:
         def __init__(self, context: StageContext, launcher: Launcher, *, speeds: Any) -> None:
             parts.said.append(f"{context.name} in {context.dir.name}, seed {context.config.seed}, speeds {speeds}")
             self.name, self.speeds, self.eval_points = context.name, "measured", [context.name]
 
-        async def run(self) -> StageResult:
+        async def run(self, loop: Any) -> StageResult:
             if self.name == breaks:
                 raise RuntimeError("no")
             return StageResult(summary={"of": self.name}, model_path=None)
 
     monkeypatch.setattr(driver, "Launcher", Launcher)
-    monkeypatch.setattr(frontier, "AsyncRL", Run)
+    monkeypatch.setattr(driver, "RLStage", Stage)
     context = StageContext(name="study", recipe=find_recipe("frontier"), config=Config(), dir=tmp_path)
     wanted: list[Any] = [SimpleNamespace(name=f"run-{seed}", config=Config(seed=seed)) for seed in (3, 4)]
     heard: list[Any] = []

@@ -8,15 +8,11 @@ from collections import Counter
 from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from leeway.failures import PartFailed
-from leeway.recipes.async_rl import AsyncRL
 from leeway.replay.buffer import GATHER_S, NO_PROGRESS_TAKES, NoProgressError, ReplayBuffer
-from leeway.runtime.supervisor import Supervisor
 from leeway.types import Admission
 
 from . import test_staleness_property as property_test
@@ -130,41 +126,6 @@ def test_whatever_moves_begins_the_deadline_again(progress: str):
         assert not taking.done()
         with pytest.raises(TimeoutError):
             await taking
-
-    virtually(scenario())
-
-
-def driver_of(buffer: Any) -> AsyncRL:
-    driver = object.__new__(AsyncRL)
-    driver._supervisor, driver._timeout_s = Supervisor(), DEADLINE_S
-    driver._parts = SimpleNamespace(buffer=buffer)  # type: ignore[assignment]
-    return driver
-
-
-def test_the_driver_waits_for_a_take_as_long_as_the_buffer_answers():
-    async def scenario():
-        async def take() -> str:
-            await asyncio.sleep(5 * DEADLINE_S)
-            return "a take"
-
-        async def answer() -> None:
-            await asyncio.sleep(1)
-
-        driver = driver_of(SimpleNamespace(ping=SimpleNamespace(remote=answer)))
-        assert await driver._next_take(asyncio.ensure_future(take())) == "a take"  # type: ignore[arg-type]
-
-    virtually(scenario())
-
-
-def test_the_driver_ends_the_run_when_the_buffer_does_not_answer():
-    async def scenario():
-        async def silence() -> None:
-            await asyncio.sleep(1e9)
-
-        driver = driver_of(SimpleNamespace(ping=SimpleNamespace(remote=silence)))
-        with pytest.raises(PartFailed, match="replay: no answer"):
-            await driver._next_take(asyncio.ensure_future(silence()))  # type: ignore[arg-type]
-        assert asyncio.get_running_loop().time() <= DEADLINE_S + 60
 
     virtually(scenario())
 

@@ -201,10 +201,10 @@ def reported(
             parts: Any = SimpleNamespace(collectors=collectors, supervisor=Supervisor())
             monitor = build_monitor(tmp_path, config.monitor, {}, 4, "rl", resumed_at=resumed_at)
             reporter = Reporter(config, parts, monitor, first_step=resumed_at or 0)
-            running = asyncio.create_task(reporter.run(SPEEDS))
+            reporter.begin(SPEEDS)
             for report in reports:
                 await reporter.put(report)
-            await reporter.end(running)
+            await reporter.end()
             return reporter
 
         return asyncio.run(main())
@@ -340,8 +340,9 @@ def test_a_collector_that_fails_ends_the_reports_by_name(tmp_path: Path) -> None
         collector = SimpleNamespace(stats=SimpleNamespace(remote=fail))
         parts: Any = SimpleNamespace(collectors=[collector], supervisor=Supervisor())
         reporter = Reporter(config, parts, build_monitor(tmp_path, config.monitor, {}, 4, "rl"))
+        reporter.begin(SPEEDS)
         with pytest.raises(PartFailed, match="generators: ValueError: lost its numbers"):
-            await reporter.run(SPEEDS)
+            await reporter.end()
 
     asyncio.run(main())
 
@@ -361,7 +362,7 @@ def test_steps_wait_for_reports_that_are_far_behind_and_hear_when_they_fail(tmp_
         supervisor = Supervisor()
         parts: Any = SimpleNamespace(collectors=[collector], supervisor=supervisor)
         reporter = Reporter(config, parts, build_monitor(tmp_path, config.monitor, {}, 4, "rl"))
-        running = supervisor.watch("driver", asyncio.create_task(reporter.run(SPEEDS)))
+        reporter.begin(SPEEDS)
         for step in range(rl_report.REPORTS_AHEAD):
             await reporter.put(StepReport(step, {}))
         late = asyncio.create_task(reporter.put(StepReport(99, {})))
@@ -369,14 +370,14 @@ def test_steps_wait_for_reports_that_are_far_behind_and_hear_when_they_fail(tmp_
         assert not late.done()
         answering.set()
         await late
-        await reporter.end(running)
+        await reporter.end()
         assert [r["step"] for r in read_metrics(tmp_path / "metrics.jsonl") if r["role"] == "driver"][-1] == 99
 
         async def fail() -> dict[str, float]:
             raise ValueError("lost its numbers")
 
         collector.stats.remote = fail
-        supervisor.watch("driver", asyncio.create_task(reporter.run(SPEEDS)))
+        reporter.begin(SPEEDS)
         for step in range(rl_report.REPORTS_AHEAD):
             await reporter.put(StepReport(step, {}))
         with pytest.raises(PartFailed, match="lost its numbers"):

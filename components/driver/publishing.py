@@ -1,0 +1,75 @@
+"""The trainer's weights on their way to the engines: uploaded by rank 0, announced, pulled by each engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from ..config import Config
+from ..runtime.launch import Parts
+from ..runtime.supervisor import together
+from ..weights import Publication
+from .rl_report import StepReport
+
+
+class Publishing:
+    """Publishes one version at a time, beside the training step that follows it.
+
+    `published`: the newest version that engines can pull; -1 before the first. `report` receives how long each took,
+    `keep` each publication, for audits. A publication that fails ends the run by name.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        parts: Parts,
+        *,
+        report: Callable[[StepReport], Awaitable[None]],
+        keep: Callable[[Publication], None],
+    ) -> None:
+        self._parts = parts
+        self._timeout_s = config.cluster.step_timeout_s
+        self._report = report
+        self._keep = keep
+        self._under_way: asyncio.Task[None] | None = None
+        self.published = -1
+
+    async def gather(self, version: int) -> None:
+        """Gather `version`, the weights of now, on the trainer and publish them; returns when they can be pulled."""
+        await self._wait(together(t.publish.remote() for t in self._parts.trainers), "trainer")
+        await self._publish_to_engines(version, self._parts.trainers[0].publication.remote())
+
+    async def begin(self, version: int) -> None:
+        """Publish what the last step gathered; returns when the version before it can be pulled."""
+        await self.finish()
+        # Requested before the next step, because that step's publication replaces an unclaimed one.
+        upload = self._parts.trainers[0].publication.remote()
+        self._under_way = asyncio.create_task(self._publish_to_engines(version, upload))
+        self._parts.supervisor.watch("publishing", self._under_way)
+
+    async def finish(self) -> None:
+        """Wait for the publication that is under way, if there is one."""
+        if self._under_way is not None:
+            await self._under_way
+            self._under_way = None
+
+    async def wait_engines_at(self, version: int) -> None:
+        """Wait until every engine has loaded and proven `version`."""
+        calls = [c.until_verified.remote(version) for c in self._parts.collectors]
+        await self._wait(together(calls), "generators")
+
+    async def _publish_to_engines(self, version: int, upload: Awaitable[Publication]) -> None:
+        """Make rank 0's upload of `version` available, and let more groups start."""
+        started = time.monotonic()
+        publication = await self._wait(upload, "trainer-0")
+        assert publication.manifest.policy_version == version, "the trainer and the driver count steps differently"
+        await self._wait(self._parts.param_server.publish.remote(publication), "param_server")
+        await self._wait(self._parts.buffer.published.remote(version), "replay")
+        self.published = version
+        self._keep(publication)
+        await self._report(StepReport(version, {"param_server/publish_s": time.monotonic() - started}))
+
+    async def _wait(self, call: Any, what: str) -> Any:
+        return await self._parts.supervisor.wait(call, what=what, timeout_s=self._timeout_s)

@@ -1,0 +1,214 @@
+"""The verbs of an RL training loop: next batch, step, publish, evaluate, save, log."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import Config, derive
+from ..replay.actor import TakeRefs
+from ..runtime.launch import Parts
+from ..runtime.supervisor import awaited, together
+from ..tasks.evalsets import EvalSet
+from .audit import Audits
+from .checkpoints import Checkpoints
+from .context import say
+from .evaluation import evaluate, measured_by, of_set, told
+from .publishing import Publishing
+from .rl_report import Reporter, StepClock, StepReport
+
+
+@dataclass(frozen=True)
+class EvalPoint:
+    """How good one version is on held-out tasks, and how many seconds of training it took to get there.
+
+    By `measure`: "accuracy", or "reward" where nothing says which answers are right.
+    """
+
+    policy_version: int
+    train_s: float
+    accuracy: float
+    measure: str = "accuracy"
+
+
+class RLRun:
+    """A run whose parts are up. `version` counts the optimizer steps in the trainer's weights; `total_steps` ends it.
+
+    What a verb measures belongs to the step under way, which `log` ends. Every wait has a deadline
+    (`cluster.step_timeout_s`), and ends with the cause if any part dies.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        parts: Parts,
+        *,
+        name: str,
+        version: int,
+        total_steps: int,
+        report: Reporter,
+        checkpoints: Checkpoints,
+        evalsets: Sequence[EvalSet] = (),
+    ) -> None:
+        self.config = config
+        self.version = version
+        self.total_steps = total_steps
+        self.eval_points: list[EvalPoint] = []
+        self._parts = parts
+        self._name = name
+        self._report = report
+        self._checkpoints = checkpoints
+        self._evalsets = evalsets
+        self._numbers = derive(config)
+        self._timeout_s = config.cluster.step_timeout_s
+        self._audits = Audits(config, parts)
+        self._publishing = Publishing(config, parts, report=report.put, keep=self._audits.keep)
+        self._clock = StepClock()
+        self._train_s = 0.0
+        self._batch: TakeRefs | None = None
+        self._metrics: dict[str, float] = {}
+        self._is_first = False
+        self._stepping: asyncio.Future[list[dict[str, float]]] | None = None
+        self._unlogged: int | None = None
+
+    async def batches(self) -> AsyncIterator[TakeRefs]:
+        """Batches in admission order, until `total_steps` or the end of the tasks. The next one is collected while one
+        is trained on.
+        """
+        upcoming = self._ask_for_batch()
+        self._clock = StepClock()
+        while self.version < self.total_steps:
+            with self._clock.waiting("wait_for_batch"):
+                batch = await self._complete(upcoming)
+            if batch is None:
+                return
+            upcoming = self._ask_for_batch()
+            self._batch, self._metrics, self._is_first = batch, {}, True
+            yield batch
+            replay = await self._wait(self._parts.buffer.trained.remote(batch.group_ids), "replay")
+            await self._report.put(StepReport(self.version, replay))
+
+    async def score(self, batch: TakeRefs) -> None:
+        """What is computed once for a batch, under the weights at its start: audits, and what its steps compare with.
+
+        Without several steps on a batch there is nothing to compare with but the step's own pass.
+        """
+        with self._clock.waiting("audit"):
+            self._metrics |= await self._audits.of(batch, self.version)
+        if len(batch.batches) == 1 or not (self._numbers.scores_proximal or self._numbers.has_critic):
+            return
+        calls = [
+            t.begin_take.remote(*shares)
+            for t, shares in zip(self._parts.trainers, zip(*batch.batches, strict=True), strict=True)
+        ]
+        self._metrics |= (await self._wait(together(calls), "trainer"))[0]
+
+    async def step(self, shares: Sequence[Any], *, publish: bool) -> None:
+        """One optimizer step on all ranks, each with its share; with `publish`, the new weights are gathered too."""
+        self._unlogged = self.version + 1
+        calls = [t.train_step.remote(share, publish) for t, share in zip(self._parts.trainers, shares, strict=True)]
+        self._stepping = together(calls)
+        by_rank = await self._wait(asyncio.shield(self._stepping), "trainer")
+        self._metrics |= by_rank[0]
+        self.version += 1
+
+    async def publish(self) -> None:
+        """Hand the gathered weights out beside the next step; waits for the publication before it."""
+        with self._clock.waiting("wait_for_publish"):
+            await self._publishing.begin(self.version)
+
+    async def checkpoint(self) -> None:
+        """Save if `checkpoint.every` says so; between batches only, so that none is half trained on resume."""
+        with self._clock.waiting("checkpoint"):
+            self._metrics |= await self._checkpoints.after_step(self.version)
+
+    async def evaluate_if_due(self) -> None:
+        """In mid-run, training stands still until the engines serve this version and have evaluated it."""
+        self._train_s += self._clock.so_far()
+        every = self.config.eval.every
+        if not every or self.version % every or self.version == self.total_steps:
+            return
+        with self._clock.waiting("evaluate"):
+            await self._publishing.finish()
+            await self._publishing.wait_engines_at(self.version)
+            await self.evaluate()
+
+    async def log(self) -> None:
+        """End the step under way: everything measured in it goes to the monitors, beside the next step."""
+        await self._report.put(self._ended_step(self._metrics))
+        self._metrics, self._is_first, self._unlogged = {}, False, None
+
+    async def serve(self) -> None:
+        """Publish this version and wait until every engine serves it, proven."""
+        if self._publishing.published < self.version:
+            await self._publishing.gather(self.version)
+        await self._publishing.wait_engines_at(self.version)
+
+    async def finish(self) -> None:
+        """After the loop: whatever was trained is published."""
+        await self._publishing.finish()
+        if self._publishing.published < self.version:  # the tasks ended between two publications
+            await self._publishing.gather(self.version)
+
+    async def evaluate(self) -> dict[str, Any]:
+        """Evaluate the current version on every evaluation taskset; an empty dict if there is none.
+
+        The first taskset's numbers (the held-out tasks) are at the top level; the others' are under "tasksets".
+        """
+        if not self._evalsets:
+            return {}
+        metrics, _ = await evaluate(self.config, self._parts, self._evalsets, policy_version=self.version)
+        self._report.evaluation(self.version, metrics)
+        by_set = {e.name: of_set(metrics, e.name) for e in self._evalsets}
+        for name, numbers in by_set.items():
+            say(f"{self._name}: {name.replace('_', '-')} {told(numbers)} at version {self.version}")
+        first = by_set.pop(self._evalsets[0].name)
+        measure, value = measured_by(first)
+        self.eval_points.append(EvalPoint(self.version, self._train_s, value, measure))
+        return {**first, "tasksets": by_set} if by_set else dict(first)
+
+    async def interrupted(self) -> StepReport | None:
+        """All ranks finish the step that they are in, then save. Returns that step, if it was not logged."""
+        if self._stepping is not None:
+            # Save even if this fails, as long as the ranks are alive.
+            await self._wait(asyncio.wait({self._stepping}), "trainer")
+        await self._checkpoints.at_end(interrupted=True)
+        if self._unlogged is None or self._stepping is None or not self._stepping.done():
+            return None
+        return self._ended_step(self._metrics | self._stepping.result()[0])
+
+    def _ended_step(self, metrics: dict[str, float]) -> StepReport:
+        batch, step = self._batch, self._unlogged
+        assert batch is not None
+        assert step is not None, "no step is under way"
+        return StepReport(
+            step,
+            metrics | self._clock.end(metrics),
+            batch.metrics,
+            batch.rollouts if self._is_first else None,
+            batch.suspects if self._is_first else (),
+        )
+
+    def _ask_for_batch(self) -> asyncio.Future[TakeRefs | None]:
+        upcoming = asyncio.ensure_future(awaited(self._parts.buffer.take.remote(self._timeout_s)))
+        # Whoever awaits it gets its exception; when the run is ending, nobody does.
+        upcoming.add_done_callback(lambda call: None if call.cancelled() else call.exception())
+        return upcoming
+
+    async def _complete(self, upcoming: asyncio.Future[TakeRefs | None]) -> TakeRefs | None:
+        """Waits as long as the buffer's groups make progress: the buffer itself ends a standstill, and names the cause.
+
+        A buffer that does not respond at all is detected here.
+        """
+        wait = self._parts.supervisor.wait
+        while not upcoming.done():
+            half_s = self._timeout_s / 2
+            await wait(asyncio.wait({upcoming}, timeout=half_s), what="replay", timeout_s=half_s + 60)
+            if not upcoming.done():
+                await wait(self._parts.buffer.ping.remote(), what="replay", timeout_s=half_s)
+        return await self._wait(upcoming, "replay")
+
+    async def _wait(self, call: Any, what: str) -> Any:
+        return await self._parts.supervisor.wait(call, what=what, timeout_s=self._timeout_s)

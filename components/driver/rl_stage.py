@@ -1,0 +1,217 @@
+"""A stage of RL, around its training loop: start the parts, serve version 0, evaluate, train, evaluate, save."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from ..config import derive
+from ..monitor import build_monitor, read_metrics
+from ..runtime.launch import Launcher
+from ..runtime.limit import Speeds
+from ..tasks.evalsets import build_evalsets
+from ..tasks.prompting import Prompter
+from ..tasks.queue_tasks import QueueTaskSet
+from ..tasks.taskset import build_taskset
+from .canary import canary_prompts
+from .checkpoints import STATE_DIR, Checkpoints, resume_point, saved_position, saved_version
+from .context import StageContext, StageResult, say, timed
+from .evaluation import evaluated_at_start, told
+from .rl_report import LAST_REPORTS_S, Reporter, in_words
+from .rl_run import EvalPoint, RLRun
+from .speeds import measure_speeds, save_speeds, saved_speeds
+
+T = TypeVar("T")
+TrainingLoop = Callable[[RLRun], Awaitable[None]]
+
+
+class RLStage:
+    """One stage. `launcher` holds the parts: the first stage that gets it starts them, and each later one resets them.
+
+    `speeds`: what each side of the run can do alone, if it has been measured already.
+    """
+
+    def __init__(self, context: StageContext, launcher: Launcher, *, speeds: Speeds | None = None) -> None:
+        config = self._config = context.config
+        assert config.model.path is not None
+        self._context = context
+        self._launcher = launcher
+        self._parts = launcher.parts
+        self._numbers = derive(config)
+        self._prompter = Prompter.load(config.model.path)
+        self._train_tasks = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
+        self._evalsets = build_evalsets(config)
+        self._total_steps = self._num_steps()
+        self._resumed = resume_point(context.dir / "checkpoints", config)
+        self._first_step = saved_version(self._resumed) if self._resumed is not None else 0
+        self._earlier = read_metrics(context.dir / "metrics.jsonl")
+        self.speeds = speeds
+        self.eval_points: Sequence[EvalPoint] = ()
+
+    async def run(self, loop: TrainingLoop) -> StageResult:
+        started, status = time.monotonic(), "failed"
+        monitor = build_monitor(
+            self._context.dir,
+            self._config.monitor,
+            self._config.written(),
+            self._total_steps,
+            f"{self._config.name} / {self._context.name}",
+            resumed_at=self._first_step if self._resumed is not None else None,
+        )
+        try:
+            report = Reporter(
+                self._config,
+                self._parts,
+                monitor,
+                first_step=self._first_step,
+                warn=lambda text: say(f"{self._context.name}: warning: {text}"),
+            )
+            await self._launch()
+            checkpoints = self._checkpoints()
+            version = 0 if self._resumed is None else await self._launcher.load_state(self._resumed / STATE_DIR)
+            run = RLRun(
+                self._config,
+                self._parts,
+                name=self._context.name,
+                version=version,
+                total_steps=self._total_steps,
+                report=report,
+                checkpoints=checkpoints,
+                evalsets=self._evalsets,
+            )
+            try:
+                result = await self._run_launched(run, loop, report, checkpoints, started)
+            except asyncio.CancelledError:
+                status = "interrupted"
+                await asyncio.shield(self._save_interrupted(run, report))
+                raise
+            status = "done"
+            return result
+        finally:
+            monitor.close(status)
+
+    async def _launch(self) -> None:
+        """Start everything concurrently; engines take longest."""
+        config, launcher = self._config, self._launcher
+        canary = canary_prompts(config, self._prompter, self._train_tasks.tasks)
+        if self._parts.buffer is not None:
+            assert self._resumed is None, "a study's runs all begin at the start"
+            await launcher.begin(config, total_steps=self._total_steps, canary=canary)
+        else:
+            say(
+                f"{self._context.name}: starting {config.rollout.num_generators} generator(s), "
+                f"{config.train.num_ranks} trainer rank(s)"
+            )
+            start = saved_position(self._resumed) if self._resumed else None
+            await asyncio.gather(  # begun in this order: collectors are given the handles of the first two
+                launcher.param_server(),
+                launcher.buffer(start=start),
+                self._timed("trainer ready", launcher.trainers(total_steps=self._total_steps, canary=canary)),
+                self._timed("generators ready", launcher.collectors()),
+            )
+        for i, collector in enumerate(self._parts.collectors):
+            self._parts.supervisor.watch(f"generator-{i}", collector.sync_weights_loop.remote())
+
+    def _checkpoints(self) -> Checkpoints:
+        return Checkpoints(
+            self._context.dir / "checkpoints",
+            config=self._config,
+            trainers=self._parts.trainers,
+            supervisor=self._parts.supervisor,
+            position=lambda version: self._wait(self._parts.buffer.position.remote(version), "replay"),
+            resumed=self._resumed,
+        )
+
+    async def _run_launched(
+        self,
+        run: RLRun,
+        loop: TrainingLoop,
+        report: Reporter,
+        checkpoints: Checkpoints,
+        started: float,
+    ) -> StageResult:
+        await self._timed(f"version {run.version} served and proven", run.serve())
+        evals = {}
+        if self._config.eval.at_start:
+            evals["before"] = evaluated_at_start(self._earlier, self._evalsets) or await run.evaluate()
+        speeds = self.speeds = await self._speeds(report)
+        begun = time.monotonic()
+        say(
+            f"{self._context.name}: {self._total_steps} steps, lag bound {self._numbers.max_policy_lag}, "
+            f"up after {begun - started:.0f} s"
+        )
+        collecting = [
+            self._parts.supervisor.watch(f"generator-{i}", c.collect.remote())
+            for i, c in enumerate(self._parts.collectors)
+        ]
+        report.begin(speeds)
+        await loop(run)
+        await run.finish()
+        await report.end()
+        await self._wait(self._parts.buffer.close.remote(), "replay")
+        await self._wait(asyncio.gather(*collecting), "generators finishing")
+        rl_s = time.monotonic() - begun + sum(row.get("step/total_s", 0.0) for row in self._earlier)
+        await run.serve()
+        if self._config.eval.at_end:
+            evals["after"] = await run.evaluate()
+        await report.collect_stats(run.version)
+        folder = await checkpoints.at_end()
+        self.eval_points = run.eval_points
+        summary = report.summary(steps=run.version) | {
+            "wall_s": round(time.monotonic() - started, 1),
+            "rl_s": round(rl_s, 1),
+            "eval": evals,
+            "max_policy_lag": self._numbers.max_policy_lag,
+            "processes": self._parts.processes,
+            "failed_sinks": report.failed_sinks,
+            **asdict(report.verdict()),
+        }
+        return StageResult(summary=summary, model_path=str(folder) if folder else None, goodbye=goodbye(summary))
+
+    async def _speeds(self, report: Reporter) -> Speeds:
+        """What was measured: by this study's earlier run, by this run's earlier part, or now."""
+        if self.speeds is not None:
+            return self.speeds
+        if self._resumed is not None and (saved := saved_speeds(self._config, self._context.dir)) is not None:
+            return saved
+        pause_s = (await report.collect_stats()).get("collector/pause_s", 0.0)
+        measuring = measure_speeds(self._config, self._parts, self._train_tasks.tasks, weight_sync_s=pause_s)
+        speeds = await self._timed("speeds measured", measuring)
+        save_speeds(speeds, self._config, self._context.dir)
+        return speeds
+
+    async def _save_interrupted(self, run: RLRun, report: Reporter) -> None:
+        """Everything that the ranks did is saved and logged."""
+        last = await run.interrupted()
+        if not await report.end_interrupted(last):
+            say(f"{self._context.name}: the last steps' metrics were not written within {LAST_REPORTS_S:g} s")
+
+    def _num_steps(self) -> int:
+        train = self._config.train
+        if train.steps is not None:
+            return train.steps
+        assert train.epochs is not None
+        assert not isinstance(self._train_tasks, QueueTaskSet), "a rule on settings: nobody knows how long it will be"
+        groups = round(train.epochs * len(self._train_tasks))
+        return -(-groups // self._numbers.fresh_groups_per_take) * train.updates_per_batch
+
+    async def _timed(self, what: str, work: Awaitable[T]) -> T:
+        return await timed(self._context.name, what, work, see=f"{self._context.dir / 'logs'}/")
+
+    async def _wait(self, call: Any, what: str) -> Any:
+        return await self._parts.supervisor.wait(call, what=what, timeout_s=self._config.cluster.step_timeout_s)
+
+
+def goodbye(summary: dict[str, Any]) -> list[str]:
+    """What an RL run says of itself at its end, a line each."""
+    first, last, evals = summary["reward_first"], summary["reward_last"], summary["eval"]
+    lines = [f"reward {first:.3f} -> {last:.3f}" if first is not None and last is not None else "no reward was seen"]
+    if "before" in evals and "after" in evals and evals["before"]:
+        lines.append(f"held-out {told(evals['before'], evals['after'])}")
+    lines += in_words(summary["time_shares"])
+    if (efficiency := summary["efficiency_second_half"]) is not None:
+        lines.append(f"{efficiency:.0%} of the speed limit in the second half")
+    return lines
