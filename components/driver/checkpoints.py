@@ -37,10 +37,12 @@ from ..trainer.durable import sync, write_durably
 from .context import say
 
 # Settings that may change when a run is resumed: where it runs and what it reports, not what it learns.
-# The weights come from the checkpoint, which knows their shapes itself, so the model's own folder may have moved.
+# The weights come from the checkpoint, which knows their shapes itself, so the model's own folder may have moved,
+# and nothing is built a second time.
 FREE = {"name", "project", "output_dir", "cluster", "monitor", "log", "checkpoint", "eval", "stages"}
 FREE_KEYS = {"train.steps", "train.epochs", "train.num_ranks", "train.max_tokens_per_microbatch", "train.packing"} | {
     "model.path",
+    "model.init",
     "train.logprob_chunk_tokens",
     "train.gradient_checkpointing",
     "train.compile",
@@ -308,9 +310,11 @@ def learned_settings(config: Config) -> dict[str, Any]:
     def walk(tree: dict[str, Any], prefix: str) -> None:
         for name, value in tree.items():
             key = f"{prefix}{name}"
+            if key in FREE_KEYS:
+                continue
             if isinstance(value, dict):
                 walk(value, f"{key}.")
-            elif key not in FREE_KEYS:
+            else:
                 flat[key] = value
 
     walk({name: value for name, value in config.written().items() if name not in FREE}, "")

@@ -47,7 +47,6 @@ class RLStage:
         self._total_steps = self._num_steps()
         self._resumed = resume_point(context.dir / "checkpoints", config)
         self._first_step = saved_version(self._resumed) if self._resumed is not None else 0
-        self._earlier = read_metrics(context.dir / "metrics.jsonl")
         self.speeds = speeds
         self.eval_points: Sequence[EvalPoint] = ()
 
@@ -134,9 +133,10 @@ class RLStage:
         started: float,
     ) -> StageResult:
         await self._timed(f"version {run.version} served and proven", run.serve())
+        earlier = read_metrics(self._context.dir / "metrics.jsonl")  # of the run's earlier part, if it is resumed
         evals = {}
         if self._config.eval.at_start:
-            evals["before"] = evaluated_at_start(self._earlier, self._evalsets) or await run.evaluate()
+            evals["before"] = evaluated_at_start(earlier, self._evalsets) or await run.evaluate()
         speeds = self.speeds = await self._speeds(report)
         begun = time.monotonic()
         say(
@@ -153,7 +153,7 @@ class RLStage:
         await report.end()
         await self._wait(self._parts.buffer.close.remote(), "replay")
         await self._wait(asyncio.gather(*collecting), "generators finishing")
-        rl_s = time.monotonic() - begun + sum(row.get("step/total_s", 0.0) for row in self._earlier)
+        rl_s = time.monotonic() - begun + sum(row.get("step/total_s", 0.0) for row in earlier)
         await run.serve()
         if self._config.eval.at_end:
             evals["after"] = await run.evaluate()

@@ -14,6 +14,7 @@ import pytest
 from leeway.config import Stage, find_recipe, load_config
 from leeway.driver.checkpoints import (
     Checkpoints,
+    check_same_settings,
     check_same_tasks,
     newest_state,
     resume_point,
@@ -342,6 +343,16 @@ def test_other_settings_and_other_tasks_are_refused_before_anything_starts(tmp_p
     with pytest.raises(ValueError, match=r"checkpoint.resume: got auto, but .* different tasks: train had fingerprint"):
         check_resume(stage())
     check_same_tasks(tmp_path / "checkpoints/step-000001", tasks)
+
+
+def test_a_run_that_built_its_own_model_can_be_resumed(tmp_path):
+    """A stage trains from the folder that was built; what is resumed are the run's settings, which say how to build it."""
+    settings = load_config("quickstart", [f"output_dir={tmp_path}", "checkpoint.every=1"], recipe="sft")
+    assert settings.model.init is not None
+    trained = settings.with_model_path(tmp_path / "model")
+    rank = FakeRank()
+    run(Checkpoints(tmp_path / "saved", config=trained, trainers=[rank], supervisor=Supervisor()), rank, 1)
+    check_same_settings(tmp_path / "saved/step-000001", settings)
 
 
 def test_a_position_of_another_version_is_refused_by_name(tmp_path):
