@@ -346,7 +346,7 @@ def test_other_settings_and_other_tasks_are_refused_before_anything_starts(tmp_p
 
 
 def test_a_run_that_built_its_own_model_can_be_resumed(tmp_path):
-    """A stage trains from the folder that was built; what is resumed are the run's settings, which say how to build it."""
+    """A stage trains from the folder that was built; the settings of a resumed run say how to build it."""
     settings = load_config("quickstart", [f"output_dir={tmp_path}", "checkpoint.every=1"], recipe="sft")
     assert settings.model.init is not None
     trained = settings.with_model_path(tmp_path / "model")
