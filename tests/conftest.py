@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Loaded later than now, and so parsed by pytest's own loader, they meet finalizers that upset CPython 3.11's parser.
 import hypothesis.internal.observability
@@ -57,6 +59,39 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(50_000)
     gc.enable()
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random Qwen2 with a tied head, for tests that read it."""
+    from .trainers import save_model
+
+    return save_model(tmp_path_factory.mktemp("tiny"), tied=True)
+
+
+@pytest.fixture(scope="session")
+def group_of_one_rank() -> Iterator[None]:
+    """The process group of all trainers of one rank: what torch learns of a mesh, it keeps for the next one."""
+    from .trainers import end_group
+
+    yield
+    end_group()
+
+
+@pytest.fixture
+def make(model_path: Path, group_of_one_rank: None) -> Iterator[Callable[..., Any]]:
+    """make(**settings) -> a trainer of one rank."""
+    import torch
+
+    from .trainers import one_rank_trainer
+
+    threads = torch.get_num_threads()
+
+    def build(path: Path = model_path, **changes: Any) -> Any:
+        return one_rank_trainer(path, **changes)
+
+    yield build
+    torch.set_num_threads(threads)
 
 
 def pytest_unconfigure() -> None:

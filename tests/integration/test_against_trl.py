@@ -48,7 +48,7 @@ from leeway.algorithms.preference import PreferenceObjective, dpo_loss
 from leeway.config import find_recipe, load_config
 from leeway.types import batch_trajectories
 
-from ..unit.test_trainer import gradients, in_pairs, make, model_path, random_trajectories, reference_model  # noqa: F401
+from ..trainers import gradients, in_pairs, random_trajectories, reference_model
 from .beside_trl import (
     CLOSE,
     GROUP,
@@ -479,7 +479,7 @@ def same_gradients(trainer: Any, model: Any) -> None:
 
 
 @pytest.mark.parametrize("packing", ["shared", "padded"])
-def test_a_models_gradient_in_grpo_is_theirs(trl: Trl, make, model_path, packing) -> None:  # noqa: F811
+def test_a_models_gradient_in_grpo_is_theirs(trl: Trl, make, model_path, packing) -> None:
     """Their own scoring (fused output head, temperature, left padding) against ours; environments' tokens left out."""
     trajectories = random_trajectories(3, 6)
     assert not all(all(t.loss_mask) for t in trajectories)
@@ -511,7 +511,7 @@ def test_a_models_gradient_in_grpo_is_theirs(trl: Trl, make, model_path, packing
     same_gradients(trainer, model)
 
 
-def test_a_models_gradient_in_dpo_is_theirs(trl: Trl, make, model_path, tmp_path) -> None:  # noqa: F811
+def test_a_models_gradient_in_dpo_is_theirs(trl: Trl, make, model_path, tmp_path) -> None:
     trajectories = [dataclasses.replace(t, loss_mask=[True] * len(t.loss_mask)) for t in random_trajectories(4, 8)]
     trajectories = in_pairs(trajectories)
     model, other = reference_model(model_path), reference_model(model_path)
@@ -550,7 +550,7 @@ def test_a_models_gradient_in_dpo_is_theirs(trl: Trl, make, model_path, tmp_path
     same_gradients(trainer, model)
 
 
-def test_a_models_gradient_in_supervised_training_is_theirs(trl: Trl, make, model_path) -> None:  # noqa: F811
+def test_a_models_gradient_in_supervised_training_is_theirs(trl: Trl, make, model_path) -> None:
     trajectories = random_trajectories(5, 6)
     rows = padded(trajectories)
     model = reference_model(model_path).train()

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from leeway.collector.clock import ActivityClock
 from leeway.collector.engine import EngineSettings
@@ -24,7 +23,7 @@ from leeway.trainer.trainer import Trainer
 from leeway.types import Trajectory, batch_trajectories
 from leeway.weights import CanaryPrompts, WeightSyncError
 
-from ..unit.test_trainer import OPTIMIZER, batch_of, free_address, random_trajectories, settings_of
+from ..trainers import OPTIMIZER, batch_of, end_group, free_address, random_trajectories, settings_of
 
 TOLERANCE = 1e-4
 TEMPERATURE = 0.8
@@ -197,5 +196,5 @@ def test_engine_and_trainer_agree_after_weight_syncs(
     finally:
         engine.shutdown()
         runner.close()  # ends what the engine still has to do in this loop, and then the loop
-        dist.destroy_process_group()
+        end_group()
         torch.set_num_threads(threads)

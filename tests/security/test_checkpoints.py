@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from leeway.config.model_files import damage
@@ -39,13 +38,10 @@ NUM_FLIPS = 240
 
 
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def trainer(tmp_path_factory: pytest.TempPathFactory, group_of_one_rank: None) -> Iterator[Trainer]:
     model = save_model(tmp_path_factory.mktemp("tiny") / "model")
     threads = torch.get_num_threads()
     yield Trainer(settings_of(model), rank=0, init_method=free_address())
-    dist.destroy_process_group()
     torch.set_num_threads(threads)
 
 

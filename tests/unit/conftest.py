@@ -81,5 +81,9 @@ def ranks_of_this_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture
 def other_ranks(ranks_of_this_session: OtherRanks) -> Iterator[OtherRanks]:
     """The ranks beside the one in this process; those that a failed test left at work are ended."""
+    from ..trainers import end_group
+
+    end_group()  # this process is about to meet them in another
     yield ranks_of_this_session
     ranks_of_this_session.end_busy()
+    end_group()

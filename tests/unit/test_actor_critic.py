@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
@@ -23,14 +22,13 @@ from leeway.trainer.critic import CriticSettings
 from leeway.trainer.trainer import StalenessError, Trainer
 from leeway.types import TrainBatch
 
-from .test_trainer import (  # noqa: F401  (fixtures)
+from ..trainers import (
     OPTIMIZER,
     batch_of,
+    end_group,
     free_address,
     in_pairs,
-    model_path,
     random_trajectories,
-    save_model,
     settings_of,
 )
 
@@ -53,22 +51,16 @@ def critic_settings_of(path: Path, *, critic: dict[str, Any] | None = None, **ch
 
 
 @pytest.fixture
-def make(model_path: Path) -> Iterator[Callable[..., ActorCriticTrainer]]:  # noqa: F811
-    """make(critic={...}, **settings) -> a trainer whose critic's head is not zero; the one before it is closed."""
+def make(model_path: Path, group_of_one_rank: None) -> Iterator[Callable[..., ActorCriticTrainer]]:
+    """make(critic={...}, **settings) -> a trainer whose critic's head is not zero."""
     threads = torch.get_num_threads()
 
-    def close() -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
     def build(path: Path = model_path, **changes: Any) -> ActorCriticTrainer:
-        close()
         trainer = ActorCriticTrainer(critic_settings_of(path, **changes), rank=0, init_method=free_address())
         fill_head(trainer)
         return trainer
 
     yield build
-    close()
     torch.set_num_threads(threads)
 
 
@@ -129,7 +121,7 @@ def step(trainer: Trainer, seed: int) -> dict[str, float]:
 
 @pytest.mark.parametrize("packing", ["shared", "packed", "padded"])
 @pytest.mark.parametrize("max_tokens", [10_000, 30])
-def test_values_are_those_of_the_state_before_each_token(make, model_path, packing, max_tokens):  # noqa: F811
+def test_values_are_those_of_the_state_before_each_token(make, model_path, packing, max_tokens):
     trajectories = in_pairs(random_trajectories(4, 8))
     trainer = make(packing=packing, max_tokens_per_microbatch=max_tokens)
     _, expected = plain_values(trainer, model_path, trajectories)
@@ -137,7 +129,7 @@ def test_values_are_those_of_the_state_before_each_token(make, model_path, packi
     torch.testing.assert_close(estimates.values, expected.detach(), rtol=1e-4, atol=1e-5)
 
 
-def test_the_critics_gradient_is_that_of_the_formula_and_does_not_depend_on_microbatches(make, model_path):  # noqa: F811
+def test_the_critics_gradient_is_that_of_the_formula_and_does_not_depend_on_microbatches(make, model_path):
     trajectories = in_pairs(random_trajectories(5, 10))
     batch = batch_of(trajectories)
     where = {
@@ -165,7 +157,7 @@ def test_the_critics_gradient_is_that_of_the_formula_and_does_not_depend_on_micr
         assert said[1][name] == pytest.approx(said[0][name], rel=1e-4, abs=1e-6), name
 
 
-def test_the_policy_learns_from_whitened_estimates(make, model_path):  # noqa: F811
+def test_the_policy_learns_from_whitened_estimates(make, model_path):
     batch = batch_of(in_pairs(random_trajectories(6, 8)))
     trainer = make()
     (estimates,) = trainer.estimate([batch])
@@ -176,7 +168,6 @@ def test_the_policy_learns_from_whitened_estimates(make, model_path):  # noqa: F
     trainer.forward_backward(batch)
     assert torch.equal(batch.advantages, rewards_before), "a batch is read, not changed"
     got = {name: full(p.grad) for name, p in trainer._model.named_parameters()}
-    dist.destroy_process_group()
     plain = Trainer(settings_of(model_path, objective=OBJECTIVE), rank=0, init_method=free_address())
     batch.advantages = estimates.advantages
     plain.forward_backward(batch)
@@ -185,16 +176,13 @@ def test_the_policy_learns_from_whitened_estimates(make, model_path):  # noqa: F
         torch.testing.assert_close(got[name], full(parameter.grad), msg=name)
 
 
-def test_the_head_begins_at_zero_and_advantages_at_the_rewards(model_path):  # noqa: F811
+def test_the_head_begins_at_zero_and_advantages_at_the_rewards(model_path, group_of_one_rank):
     settings = critic_settings_of(model_path, critic={"whiten": False, "gamma": 1.0, "gae_lambda": 1.0})
     trainer = ActorCriticTrainer(settings, rank=0, init_method=free_address())
-    try:
-        batch = batch_of(random_trajectories(1, 4))
-        (estimates,) = trainer.estimate([batch])
-        assert (estimates.values == 0).all()
-        torch.testing.assert_close(estimates.advantages, torch.where(batch.loss_mask, batch.advantages, 0.0))
-    finally:
-        dist.destroy_process_group()
+    batch = batch_of(random_trajectories(1, 4))
+    (estimates,) = trainer.estimate([batch])
+    assert (estimates.values == 0).all()
+    torch.testing.assert_close(estimates.advantages, torch.where(batch.loss_mask, batch.advantages, 0.0))
 
 
 @pytest.mark.slow
@@ -241,7 +229,7 @@ def test_a_take_of_two_steps_is_estimated_and_whitened_once_under_the_weights_th
     assert of_take(trainer, batches, needs_proximal=False)[0].keys() == {"estimates"}
 
 
-def test_the_actor_hands_each_step_what_was_said_of_it_when_the_take_began(make, model_path):  # noqa: F811
+def test_the_actor_hands_each_step_what_was_said_of_it_when_the_take_began(make, model_path):
     """Without Ray: the class behind the actor, through two takes' calls and a run of another kind."""
     batches = [batch_of(in_pairs(random_trajectories(seed, 6)), seed=seed) for seed in (1, 2)]
     alone = make(critic={"value_clip": 0.01})
@@ -249,7 +237,7 @@ def test_the_actor_hands_each_step_what_was_said_of_it_when_the_take_began(make,
     expected = [
         alone.forward_backward(batch, **known) | alone.optim_step() for batch, known in zip(batches, told, strict=True)
     ]
-    dist.destroy_process_group()
+    end_group()
 
     async def through_the_actor(tmp: Path) -> tuple[list[dict[str, float]], dict[str, float]]:
         actor = TrainerActor(role="trainer-0", log_file=tmp, log_level="INFO", cores=[])
@@ -270,7 +258,7 @@ def test_the_actor_hands_each_step_what_was_said_of_it_when_the_take_began(make,
     assert "train/loss/value" not in plain
 
 
-def test_another_run_on_the_same_ranks_may_have_a_critic_or_none(make, model_path):  # noqa: F811
+def test_another_run_on_the_same_ranks_may_have_a_critic_or_none(make, model_path):
     first = make()
     expected = step(first, 1)
     place = {"rank": 0, "init_method": "unused"}
@@ -317,27 +305,23 @@ def test_a_run_that_goes_on_has_the_same_critic(make, tmp_path):
         assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
 
 
-def test_a_checkpoint_with_a_critic_is_not_one_without(make, model_path, tmp_path):  # noqa: F811
+def test_a_checkpoint_with_a_critic_is_not_one_without(make, model_path, tmp_path):
     trainer = make()
     trainer.save_state(str(tmp_path / "state"))
-    dist.destroy_process_group()
     plain = Trainer(settings_of(model_path, objective=OBJECTIVE), rank=0, init_method=free_address())
     with pytest.raises(CheckpointError, match=r"another model: .*critic\."):
         plain.load_state(str(tmp_path / "state"))
 
 
-def test_a_critic_of_another_vocabulary_is_refused(model_path, tmp_path):  # noqa: F811
+def test_a_critic_of_another_vocabulary_is_refused(model_path, group_of_one_rank, tmp_path):
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_path)
     config.vocab_size = 32
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    try:
-        settings = critic_settings_of(model_path, critic={"path": str(tmp_path)})
-        with pytest.raises(ValueError, match=r"critic\.path: .* knows 32 tokens, expected the policy's 64"):
-            ActorCriticTrainer(settings, rank=0, init_method=free_address())
-    finally:
-        dist.destroy_process_group()
+    settings = critic_settings_of(model_path, critic={"path": str(tmp_path)})
+    with pytest.raises(ValueError, match=r"critic\.path: .* knows 32 tokens, expected the policy's 64"):
+        ActorCriticTrainer(settings, rank=0, init_method=free_address())
 
 
 def poison(trainer: ActorCriticTrainer) -> None:
@@ -395,7 +379,7 @@ trainer.close()
 @pytest.mark.timeout(120)
 def test_two_ranks_take_the_same_steps_as_one_and_one_goes_on_from_their_state(
     make,
-    model_path,  # noqa: F811
+    model_path,
     tmp_path,
     other_ranks,
 ):
@@ -421,7 +405,7 @@ def test_two_ranks_take_the_same_steps_as_one_and_one_goes_on_from_their_state(
     alone = make(**changes)
     expected = run(alone, takes(lambda _: slice(None)))
     both = weights(alone._model), weights(alone._critic.model)
-    dist.destroy_process_group()
+    end_group()
     together = ActorCriticTrainer(settings, rank=0, init_method=address)
     fill_head(together)
     got = run(together, takes(lambda split: slice(0, split)))
@@ -430,7 +414,7 @@ def test_two_ranks_take_the_same_steps_as_one_and_one_goes_on_from_their_state(
             if not name.endswith(("_s", "_gib")):
                 assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
     together.save_state(str(tmp_path / "state"))
-    dist.destroy_process_group()
+    end_group()
     other_ranks.results()
     back = make(**changes)
     assert back.load_state(str(tmp_path / "state")) == 4

@@ -15,16 +15,7 @@ from leeway.trainer.trainer import Trainer
 from leeway.types import TrainBatch
 from leeway.weights import Manifest, WeightSyncError
 
-from .test_trainer import (  # noqa: F401  (fixtures)
-    batch_of,
-    free_address,
-    make,
-    model_path,
-    published,
-    random_trajectories,
-    save_model,
-    settings_of,
-)
+from ..trainers import batch_of, end_group, free_address, published, random_trajectories, save_model, settings_of
 
 VERSION = 1  # what is audited: neither the weights that the trainer began with nor those it ends with
 
@@ -69,7 +60,7 @@ def assert_same(now: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_weights_of_an_older_version_give_exactly_its_logprobs(make, tmp_path, tied):  # noqa: F811
+def test_the_weights_of_an_older_version_give_exactly_its_logprobs(make, tmp_path, tied):
     scene = scene_of(make(save_model(tmp_path, tied=tied), bucket_bytes=4096, max_policy_lag=3))
     before = scene.own()
     gap = (scene.trainer.token_logprobs(scene.batch) - scene.batch.behavior_logprobs)[scene.batch.loss_mask]
@@ -80,7 +71,7 @@ def test_the_weights_of_an_older_version_give_exactly_its_logprobs(make, tmp_pat
 
 
 @pytest.mark.parametrize("after_publishing", [False, True])
-def test_training_goes_on_as_if_there_had_been_no_audit(make, after_publishing):  # noqa: F811
+def test_training_goes_on_as_if_there_had_been_no_audit(make, after_publishing):
     """Whether or not a forward pass came before it, of which FSDP may still hold gathered weights."""
     results = []
     for audits in (0, 2):
@@ -96,7 +87,7 @@ def test_training_goes_on_as_if_there_had_been_no_audit(make, after_publishing):
     assert results[0] == results[1]
 
 
-def test_a_wrong_logprob_is_that_gap(make):  # noqa: F811
+def test_a_wrong_logprob_is_that_gap(make):
     scene = scene_of(make())
     first, last = scene.batch.loss_mask.nonzero()[[0, -1], 0].tolist()
     scene.batch.behavior_logprobs[first] -= 0.5
@@ -106,7 +97,7 @@ def test_a_wrong_logprob_is_that_gap(make):  # noqa: F811
     assert got["sum"] == pytest.approx(0.625, abs=1e-5)
 
 
-def test_only_sampled_tokens_of_that_version_count(make):  # noqa: F811
+def test_only_sampled_tokens_of_that_version_count(make):
     scene = scene_of(make())
     batch = scene.batch
     sampled = batch.loss_mask.nonzero()[:, 0].tolist()
@@ -122,7 +113,7 @@ def test_only_sampled_tokens_of_that_version_count(make):  # noqa: F811
     assert scene.audit() == {"sum": 0.0, "max": 0.0, "tokens": 0.0}
 
 
-def test_the_own_weights_come_back_when_the_body_fails(make):  # noqa: F811
+def test_the_own_weights_come_back_when_the_body_fails(make):
     scene = scene_of(make())
     before = scene.own()
     seen = []
@@ -138,7 +129,7 @@ def test_the_own_weights_come_back_when_the_body_fails(make):  # noqa: F811
     assert_same(scene.own(), before)
 
 
-def test_a_publication_with_a_flipped_byte_is_refused_and_the_own_weights_stay(make):  # noqa: F811
+def test_a_publication_with_a_flipped_byte_is_refused_and_the_own_weights_stay(make):
     scene = scene_of(make(bucket_bytes=4096))
     before = scene.own()
     last = scene.manifest.entries[-1]
@@ -172,7 +163,7 @@ trainer.close()
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-def test_two_ranks_audit_their_shares_together(make, model_path, other_ranks):  # noqa: F811
+def test_two_ranks_audit_their_shares_together(make, model_path, other_ranks):
     settings, address = settings_of(model_path, num_ranks=2, bucket_bytes=4096), free_address()
     trained, audited = random_trajectories(7, 8), random_trajectories(0, 6, version=VERSION)
     audited = [t for t in audited if all(t.loss_mask)]
@@ -190,5 +181,5 @@ def test_two_ranks_audit_their_shares_together(make, model_path, other_ranks):  
     assert got["sum"] == pytest.approx(0.5, abs=1e-5)
     assert got["tokens"] == sum(len(t.response_tokens) for t in audited)
     assert published(trainer)[0].digest == digest
-    dist.destroy_process_group()
+    end_group()
     assert other_ranks.results() == [got]

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -103,20 +102,14 @@ def free_address() -> str:
 
 
 @pytest.fixture
-def make(model_path: Path) -> Iterator[Callable[..., Trainer]]:
-    """make(settings) -> a new trainer; the one before it is gone."""
+def make(model_path: Path, group_of_one_rank: None) -> Iterator[Callable[..., Trainer]]:
+    """make(path) -> a new trainer."""
     threads = torch.get_num_threads()
 
-    def close() -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
     def build(path: Path = model_path) -> Trainer:
-        close()
         return Trainer(settings_of(path), rank=0, init_method=free_address())
 
     yield build
-    close()
     torch.set_num_threads(threads)
 
 

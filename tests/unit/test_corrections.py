@@ -23,7 +23,7 @@ from leeway.algorithms.corrections import (
 )
 from leeway.algorithms.objective import PolicyObjective
 
-from .test_trainer import batch_of, make, model_path, random_trajectories  # noqa: F401  (fixtures)
+from ..trainers import batch_of, random_trajectories
 
 f64 = torch.float64
 KINDS = ("none", "decoupled", "tis", "icepop", "mis")
@@ -192,7 +192,7 @@ def test_m2po_drops_only_what_is_pushed_further() -> None:
     assert got.tolist() == pytest.approx([math.exp(x) * k for x, k in zip(log_ratios, kept, strict=True)])
 
 
-def test_m2po_cuts_over_the_whole_step_however_it_was_cut_into_microbatches(make) -> None:  # noqa: F811
+def test_m2po_cuts_over_the_whole_step_however_it_was_cut_into_microbatches(make) -> None:
     objective = PolicyObjective(
         clip_low=0.2, clip_high=0.28, aggregation="token_mean", correction=Correction(kind="m2po", second_moment=2.0)
     )
@@ -261,7 +261,7 @@ def gradients(trainer) -> torch.Tensor:
     return torch.cat([p.grad.full_tensor().flatten() for p in trainer._model.parameters() if p.grad is not None])
 
 
-def test_scored_logprobs_come_back_in_the_batchs_order_however_it_was_cut(make, model_path: Path) -> None:  # noqa: F811
+def test_scored_logprobs_come_back_in_the_batchs_order_however_it_was_cut(make, model_path: Path) -> None:
     batch = batch_of(random_trajectories(3, 9))
     whole = make().token_logprobs(batch)
     assert len(whole) == len(batch.response_tokens)
@@ -270,7 +270,7 @@ def test_scored_logprobs_come_back_in_the_batchs_order_however_it_was_cut(make, 
     torch.testing.assert_close(make(temperature=2.0).token_logprobs(batch) < 0, whole < 0)
 
 
-def test_the_first_step_of_a_take_needs_no_scoring_and_later_ones_keep_the_takes_policy(make) -> None:  # noqa: F811
+def test_the_first_step_of_a_take_needs_no_scoring_and_later_ones_keep_the_takes_policy(make) -> None:
     """Scored now or not: the same gradient. One step later, only the kept scores give the take's ratio."""
     objective = PolicyObjective(
         clip_low=0.2, clip_high=0.28, aggregation="token_mean", correction=Correction(kind="decoupled")

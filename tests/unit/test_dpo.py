@@ -25,7 +25,7 @@ from leeway.tasks.taskset import build_taskset
 from leeway.trainer.microbatch import Packing, cut
 from leeway.types import Task, batch_trajectories
 
-from .test_trainer import OPTIMIZER, gradients, in_pairs, make, model_path, random_trajectories  # noqa: F401  (fixtures)
+from ..trainers import OPTIMIZER, gradients, in_pairs, random_trajectories
 
 f64 = torch.float64
 
@@ -106,7 +106,7 @@ def test_pairs_stay_together_in_their_order(packing: Packing) -> None:
         assert sorted(found) == sorted(expected)
 
 
-def test_training_raises_the_margin_from_log_2(make) -> None:  # noqa: F811
+def test_training_raises_the_margin_from_log_2(make) -> None:
     trajectories = in_pairs(random_trajectories(1, 8))
     batch = batch_trajectories(trajectories, [0.0] * 8, num_sequences=8, num_tokens=40)
     results = []
@@ -132,7 +132,7 @@ def test_training_raises_the_margin_from_log_2(make) -> None:  # noqa: F811
         assert [m["train/preference/margin"] for m in other] == pytest.approx(margins, rel=1e-3, abs=1e-6)
 
 
-def test_what_is_held_out_is_measured_and_not_learned(make) -> None:  # noqa: F811
+def test_what_is_held_out_is_measured_and_not_learned(make) -> None:
     trajectories = in_pairs(random_trajectories(2, 8))
     batch = batch_trajectories(trajectories, [0.0] * 8, num_sequences=8, num_tokens=40)
     trainer = make(

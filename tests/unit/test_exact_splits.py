@@ -6,7 +6,6 @@ For every aggregation of the losses, in float32, within 1e-5 of the gradient's n
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,7 @@ from leeway.trainer.microbatch import cut
 from leeway.trainer.trainer import Trainer
 
 from ..tiers import sample
-from .test_trainer import (  # noqa: F401  (fixtures)
-    batch_of,
-    free_address,
-    gradients,
-    in_pairs,
-    make,
-    model_path,
-    random_trajectories,
-    settings_of,
-)
+from ..trainers import batch_of, end_group, free_address, gradients, in_pairs, random_trajectories, settings_of
 
 OBJECTIVES: dict[str, Objective] = {
     how: PolicyObjective(clip_low=0.2, clip_high=0.28, aggregation=how, aggregation_length=20) for how in AGGREGATIONS
@@ -84,16 +74,14 @@ class OneRank:
 
 
 @pytest.fixture(scope="module")
-def one_rank(model_path: Path) -> Iterator[OneRank]:  # noqa: F811
-    yield OneRank(model_path)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def gradients_of_one_rank(model_path: Path, group_of_one_rank: None) -> OneRank:
+    return OneRank(model_path)
 
 
 @pytest.mark.parametrize("how", OBJECTIVES)
-def test_one_rank_cuts_as_it_likes(one_rank: OneRank, how: str) -> None:
+def test_one_rank_cuts_as_it_likes(gradients_of_one_rank: OneRank, how: str) -> None:
     def gradient(**changes: Any) -> dict[str, torch.Tensor]:
-        return one_rank.gradient(OBJECTIVES[how], changes)
+        return gradients_of_one_rank.gradient(OBJECTIVES[how], changes)
 
     expected = gradient(packing="padded")
     cuts = [
@@ -126,7 +114,7 @@ trainer.close()
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_two_ranks_add_up_to_one(make, model_path, other_ranks):  # noqa: F811
+def test_two_ranks_add_up_to_one(make, model_path, other_ranks):
     split, address = 5, free_address()  # unequal shares, a group cut in two, several passes against one
     limits = {"max_tokens_per_microbatch": 60}
     settings = [settings_of(model_path, num_ranks=2, objective=o, **limits) for o in OBJECTIVES.values()]
@@ -136,11 +124,11 @@ def test_two_ranks_add_up_to_one(make, model_path, other_ranks):  # noqa: F811
         alone = make(objective=objective, **WHOLE)
         alone.forward_backward(batch_of(TRAJECTORIES))
         expected.append(gradients(alone))
-    dist.destroy_process_group()
+    end_group()
     together = Trainer(settings[0], rank=0, init_method=address)
     for each, gradient in zip(settings, expected, strict=True):
         together.begin(each)
         together.forward_backward(batch_of(TRAJECTORIES, share=slice(0, split)))
         check_same(gradients(together), gradient)
-    dist.destroy_process_group()
+    end_group()
     other_ranks.results()

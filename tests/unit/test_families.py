@@ -23,9 +23,9 @@ from leeway.trainer.families import ModelRefusedError, load_model, logit_transfo
 from leeway.trainer.logprobs import LogitTransform
 from leeway.trainer.sharding import checkpoint_activations, decoder_layers
 
+from ..trainers import batch_of as trainer_batch_of
+from ..trainers import in_pairs, random_trajectories
 from .test_packing import SIZES, batch_of, groups, score
-from .test_trainer import batch_of as trainer_batch_of
-from .test_trainer import in_pairs, make, model_path, random_trajectories  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +236,7 @@ def test_checkpointed_layers_give_the_same_gradient_without_noise(save):
     assert all(torch.equal(got[1][name], expected[1][name]) for name in expected[1])
 
 
-def test_preference_training_starts_at_ln_2_and_evaluation_repeats_itself(save, make):  # noqa: F811
+def test_preference_training_starts_at_ln_2_and_evaluation_repeats_itself(save, make):
     folder = Path(save("seed_oss", attention_dropout=0.2, residual_dropout=0.2))
     batch = trainer_batch_of(in_pairs(random_trajectories(0, 4)))
     trainer = make(folder, objective=PreferenceObjective(beta=0.1), max_policy_lag=None)

@@ -21,7 +21,7 @@ from leeway.tasks.examples import expert_source, expert_tasks
 from leeway.trainer.trainer import StalenessError
 from leeway.types import NO_VERSION, Group, Trajectory, batch_trajectories
 
-from .test_trainer import make, model_path, random_trajectories  # noqa: F401  (fixtures)
+from ..trainers import random_trajectories
 
 f64 = torch.float64
 POLICY = PolicyObjective(clip_low=0.2, clip_high=0.28, aggregation="seq_mean_token_mean")
@@ -134,7 +134,7 @@ def test_every_optimizer_step_gets_its_experts_and_the_counts_stay_those_of_the_
         assert found * share == pytest.approx(1.0)
 
 
-def test_the_trainer_takes_expert_tokens_only_where_the_objective_does(make) -> None:  # noqa: F811
+def test_the_trainer_takes_expert_tokens_only_where_the_objective_does(make) -> None:
     trajectories = [*random_trajectories(0, 3), expert(4)]
     batch = batch_trajectories(trajectories, [0.5, -0.5, 0.1, 1 / 3], num_sequences=3, num_tokens=20)
     trainer = make(objective=mixed(0.5))

@@ -12,21 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.trainer.export import HFWriter
 from leeway.trainer.trainer import Trainer
 from leeway.weights import BucketPlan, digest_of
 
-from .test_trainer import (  # noqa: F401  (fixtures)
-    free_address,
-    model_path,
-    published,
-    reference_model,
-    save_model,
-    settings_of,
-)
+from ..trainers import free_address, published, reference_model, save_model, settings_of
 
 SMALL = 4096
 
@@ -61,19 +53,13 @@ class Store:
 
 
 @pytest.fixture
-def trainer_with(model_path):  # noqa: F811
-    """trainer_with(put) -> a trainer; the one before it is closed."""
-
-    def close() -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+def trainer_with(model_path, group_of_one_rank):
+    """trainer_with(put) -> a trainer."""
 
     def build(put: Any) -> Trainer:
-        close()
         return Trainer(settings_of(model_path, bucket_bytes=SMALL), rank=0, init_method=free_address(), put=put)
 
-    yield build
-    close()
+    return build
 
 
 @pytest.mark.slow
@@ -195,7 +181,7 @@ def parts_of(state: dict[str, torch.Tensor], number: int) -> list[dict[str, torc
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-def test_a_folder_written_in_parts_is_one_model(model_path, tmp_path, parts):  # noqa: F811
+def test_a_folder_written_in_parts_is_one_model(model_path, tmp_path, parts):
     state = dict(reference_model(model_path).named_parameters())
     writer = HFWriter(str(model_path), tmp_path / "hf", dtype=torch.float32)
     for part in parts_of(state, parts):
@@ -216,7 +202,7 @@ def test_a_folder_written_in_parts_is_one_model(model_path, tmp_path, parts):  #
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
 
 
-def test_an_export_that_ends_half_way_leaves_the_one_before(model_path, tmp_path):  # noqa: F811
+def test_an_export_that_ends_half_way_leaves_the_one_before(model_path, tmp_path):
     state = {name: p.detach() for name, p in reference_model(model_path).named_parameters()}
     whole = HFWriter(str(model_path), tmp_path / "hf", dtype=torch.float32)
     whole.add(state)
@@ -229,7 +215,7 @@ def test_an_export_that_ends_half_way_leaves_the_one_before(model_path, tmp_path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
 
 
-def test_experts_are_written_as_the_models_own_files_have_them(model_path, tmp_path):  # noqa: F811
+def test_experts_are_written_as_the_models_own_files_have_them(model_path, tmp_path):
     """In memory all experts of a layer are one tensor; in the files each has its own."""
     config = AutoConfig.for_model(
         "qwen3_moe",

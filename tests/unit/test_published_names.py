@@ -22,7 +22,7 @@ from leeway.trainer.names import PublishedNames
 from leeway.trainer.tensors import saved_tensors
 from leeway.trainer.trainer import Trainer
 
-from .test_trainer import CANARY, VOCAB, batch_of, make, model_path, published, random_trajectories  # noqa: F401
+from ..trainers import CANARY, VOCAB, batch_of, published, random_trajectories
 
 GEMMA3: dict[str, Any] = {"head_dim": 8, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -80,7 +80,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 
 
 @pytest.mark.parametrize("family", EACH)
-def test_what_is_published_has_the_names_and_values_of_the_files(make, tmp_path, family):  # noqa: F811
+def test_what_is_published_has_the_names_and_values_of_the_files(make, tmp_path, family):
     trainer = make(save(tmp_path, family))
     manifest, _, tensors = published(trainer)
     expected = in_files(tmp_path)
@@ -90,7 +90,7 @@ def test_what_is_published_has_the_names_and_values_of_the_files(make, tmp_path,
     assert manifest.canary.prompts == CANARY
 
 
-def test_a_family_that_only_renames_is_published_under_the_files_names_without_a_copy(make, tmp_path):  # noqa: F811
+def test_a_family_that_only_renames_is_published_under_the_files_names_without_a_copy(make, tmp_path):
     text = AutoConfig.for_model(
         "gemma3_text",
         **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
@@ -130,7 +130,7 @@ def test_a_family_whose_files_keep_several_tensors_as_one_is_refused():
 
 
 @pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
-def test_experts_of_an_older_version_come_back(make, tmp_path, bucket_bytes):  # noqa: F811
+def test_experts_of_an_older_version_come_back(make, tmp_path, bucket_bytes):
     trainer = make(save(tmp_path, "mixtral"), bucket_bytes=bucket_bytes, max_policy_lag=9)
     batch = batch_of(random_trajectories(1, 8))
     before = trainer.token_logprobs(batch)
@@ -148,7 +148,7 @@ def test_experts_of_an_older_version_come_back(make, tmp_path, bucket_bytes):  #
 
 
 @pytest.mark.parametrize("family", WITH_BUFFERS)
-def test_buffers_are_saved_and_converted_as_they_are_in_any_type(make, tmp_path, family):  # noqa: F811
+def test_buffers_are_saved_and_converted_as_they_are_in_any_type(make, tmp_path, family):
     """In bfloat16 too: a router's correction of its scores stays float32."""
     base = save(tmp_path / "base", family)
     expected = in_files(base)
@@ -169,7 +169,7 @@ def test_buffers_are_saved_and_converted_as_they_are_in_any_type(make, tmp_path,
     assert sum(t.dtype is torch.float32 for t in converted.values()) == len(buffers)
 
 
-def test_a_checkpoint_brings_its_buffers_and_one_without_them_is_refused(make, tmp_path, monkeypatch):  # noqa: F811
+def test_a_checkpoint_brings_its_buffers_and_one_without_them_is_refused(make, tmp_path, monkeypatch):
     base = save(tmp_path / "base", "glm4_moe")
     trainer = make(base)
     expected = whole_tensors(trainer)
@@ -188,7 +188,7 @@ def test_a_checkpoint_brings_its_buffers_and_one_without_them_is_refused(make, t
     assert [p.name for p in step.iterdir()] == ["trainer"]
 
 
-def test_an_audit_scores_with_the_buffers_that_were_published(make, tmp_path):  # noqa: F811
+def test_an_audit_scores_with_the_buffers_that_were_published(make, tmp_path):
     trainer = make(save(tmp_path, "gemma4_text"))
     batch = batch_of(random_trajectories(1, 4))
     before = trainer.token_logprobs(batch)

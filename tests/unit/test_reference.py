@@ -17,15 +17,7 @@ from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.reference import load_reference
 from leeway.types import TrainBatch
 
-from .test_trainer import (  # noqa: F401  (fixtures)
-    batch_of,
-    in_pairs,
-    make,
-    model_path,
-    random_trajectories,
-    save_model,
-    settings_of,
-)
+from ..trainers import batch_of, in_pairs, random_trajectories, save_model, settings_of
 
 
 def objective_of(**changes) -> PolicyObjective:
@@ -36,7 +28,7 @@ def gradients(trainer) -> torch.Tensor:
     return torch.cat([p.grad.full_tensor().flatten() for p in trainer._model.parameters() if p.grad is not None])
 
 
-def test_the_reference_stays_where_training_started(make) -> None:  # noqa: F811
+def test_the_reference_stays_where_training_started(make) -> None:
     trainer = make(objective=objective_of(kl=KLPenalty(coefficient=0.1, estimator="k1", target=0.001)))
     batch = batch_of(random_trajectories(1, 6))
     start = trainer.token_logprobs(batch)
@@ -51,7 +43,7 @@ def test_the_reference_stays_where_training_started(make) -> None:  # noqa: F811
     assert metrics["train/reference_kl/coefficient"] == pytest.approx(0.098)
 
 
-def test_a_teacher_that_knows_fewer_tokens_is_refused_at_load(make, tmp_path) -> None:  # noqa: F811
+def test_a_teacher_that_knows_fewer_tokens_is_refused_at_load(make, tmp_path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     small = AutoConfig.for_model("qwen2", vocab_size=48, **sizes, **heads)
@@ -90,11 +82,11 @@ def test_a_teacher_whose_tokens_mean_something_else_is_refused_before_anything_s
     assert line.startswith("critic.path: got ")
 
 
-def test_no_reference_is_loaded_where_nobody_asks(make) -> None:  # noqa: F811
+def test_no_reference_is_loaded_where_nobody_asks(make) -> None:
     assert make(objective=objective_of())._reference is None
 
 
-def test_the_reference_may_be_another_model(make, model_path: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_reference_may_be_another_model(make, model_path: Path, tmp_path: Path) -> None:
     save_model(tmp_path, tied=False)
     objective = objective_of(kl=KLPenalty(coefficient=0.1, estimator="k1"))
     batch = batch_of(random_trajectories(1, 6))
@@ -105,7 +97,7 @@ def test_the_reference_may_be_another_model(make, model_path: Path, tmp_path: Pa
     assert trainer.forward_backward(batch)["train/reference_kl/mean"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_reference_that_cannot_be_packed_is_scored_padded(make, monkeypatch) -> None:  # noqa: F811
+def test_a_reference_that_cannot_be_packed_is_scored_padded(make, monkeypatch) -> None:
     def padded(*args, **options):
         return load_reference(*args, **options | {"packing": "padded"})
 
@@ -115,7 +107,7 @@ def test_a_reference_that_cannot_be_packed_is_scored_padded(make, monkeypatch) -
     assert metrics["train/reference_kl/mean"] == pytest.approx(0.0, abs=1e-6)
 
 
-def test_another_run_has_its_own_reference_and_coefficient(make, model_path: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_another_run_has_its_own_reference_and_coefficient(make, model_path: Path, tmp_path: Path) -> None:
     trainer = make(objective=objective_of(kl=KLPenalty(coefficient=0.1, estimator="k1", target=0.001)))
     batch = batch_of(random_trajectories(1, 6))
     trainer.forward_backward(batch)
@@ -128,7 +120,7 @@ def test_another_run_has_its_own_reference_and_coefficient(make, model_path: Pat
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_keeps_the_coefficient_and_the_first_reference(make, tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_that_goes_on_keeps_the_coefficient_and_the_first_reference(make, tmp_path: Path) -> None:
     objective = objective_of(kl=KLPenalty(coefficient=0.1, estimator="k1", target=0.001))
     batch = batch_of(random_trajectories(1, 6))
 
@@ -148,7 +140,7 @@ def test_a_run_that_goes_on_keeps_the_coefficient_and_the_first_reference(make, 
     assert abs(expected[1]) > 1e-3
 
 
-def test_measuring_speed_leaves_the_coefficient_alone(make) -> None:  # noqa: F811
+def test_measuring_speed_leaves_the_coefficient_alone(make) -> None:
     trainer = make(objective=objective_of(kl=KLPenalty(coefficient=0.1, target=0.5)))
     trainer.measure(batch_of(random_trajectories(2, 3)))
     assert trainer._objective.kl.coefficient == 0.1
@@ -159,7 +151,7 @@ def without_advantages(batch: TrainBatch) -> TrainBatch:
     return batch
 
 
-def test_the_entropy_bonus_reaches_the_weights(make, model_path: Path) -> None:  # noqa: F811
+def test_the_entropy_bonus_reaches_the_weights(make, model_path: Path) -> None:
     trajectories = random_trajectories(3, 4)
     trainer = make(objective=objective_of(entropy_coefficient=0.3), logprob_chunk_tokens=3)
     assert sum(len(t.response_tokens) for t in trajectories) > 3  # else nothing is ever computed in chunks

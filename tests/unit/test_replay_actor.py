@@ -17,13 +17,12 @@ from leeway.replay.actor import ReplayBufferActor
 from leeway.replay.assemble import Assembler
 
 from .test_replay_buffer import group
-from .test_trainer import model_path  # noqa: F401  (a fixture)
 
 SOON_S = 5.0
 
 
 @pytest.fixture
-def actor(tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ReplayBufferActor]:  # noqa: F811
+def actor(tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ReplayBufferActor]:
     """actor(overrides); what would go into the object store stays as it is."""
     monkeypatch.setattr(replay_actor.ray, "put", lambda value: value)
     rows = [{"question": f"{i} + 1 =", "answer": str(i + 1)} for i in range(10, 60)]

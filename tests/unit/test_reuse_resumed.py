@@ -24,13 +24,12 @@ from leeway.types import Admission, Group, Turn
 
 from .test_reuse import group, steady
 from .test_stage_checkpoints import FakeRank
-from .test_trainer import model_path  # noqa: F401  (a fixture)
 
 P, L = 6, 9
 
 
 @pytest.fixture
-def config(tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: F811
+def config(tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """config(**reuse settings); what would go into the object store stays as it is."""
     monkeypatch.setattr(replay_actor.ray, "put", lambda value: value)
     (tmp_path / "t.jsonl").write_text(

@@ -13,15 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
-from .test_trainer import (  # noqa: F401  (fixtures)
-    OPTIMIZER,
-    batch_of,
-    gradients,
-    make,
-    model_path,
-    published,
-    random_trajectories,
-)
+from ..trainers import OPTIMIZER, batch_of, gradients, published, random_trajectories
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
@@ -36,7 +28,7 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
         ("hidden_matrices", {"bias", "norm", "embed_tokens", "lm_head"}),  # the head is tied to the embedding
     ],
 )
-def test_weight_decay_acts_on_what_it_is_told(make, decay, spared):  # noqa: F811
+def test_weight_decay_acts_on_what_it_is_told(make, decay, spared):
     trainer = make(optimizer=dataclasses.replace(OPTIMIZER, decay=decay))
     before = published(trainer)[2]
     batch = batch_of(random_trajectories(0, 4))
@@ -57,7 +49,7 @@ def broken_batch() -> Any:
     return batch
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_leaves_no_trace(make):  # noqa: F811
+def test_a_step_that_is_not_finite_is_skipped_and_leaves_no_trace(make):
     good, digests = batch_of(random_trajectories(1, 6)), []
     for broken_first in (False, True):
         trainer = make(optimizer=dataclasses.replace(OPTIMIZER, max_skipped_steps=1))
@@ -75,7 +67,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_leaves_no_trace(make):  # noqa
     assert digests[0] == digests[1], "not even AdamW's moments remember it"
 
 
-def test_too_many_in_a_row_end_the_run(make):  # noqa: F811
+def test_too_many_in_a_row_end_the_run(make):
     trainer = make(optimizer=dataclasses.replace(OPTIMIZER, max_skipped_steps=2), max_policy_lag=9)
     for batch in (broken_batch(), broken_batch(), batch_of(random_trajectories(1, 6)), broken_batch(), broken_batch()):
         trainer.forward_backward(batch)
@@ -88,7 +80,7 @@ def test_too_many_in_a_row_end_the_run(make):  # noqa: F811
 # ---------------------------------------------------------------------------------------------------- where and how
 
 
-def test_bfloat16_computes_and_float32_remembers(make):  # noqa: F811
+def test_bfloat16_computes_and_float32_remembers(make):
     # Steps of 1e-5: far below what bfloat16 can tell apart at weights of 0.3.
     trainer = make(
         compute_dtype="bfloat16", optimizer=dataclasses.replace(OPTIMIZER, lr=1e-5, eps=1e-12, weight_decay=0.0)
@@ -109,7 +101,7 @@ def test_bfloat16_computes_and_float32_remembers(make):  # noqa: F811
         assert (moved > 0).float().mean() > 0.5 or "embed" in name, name
 
 
-def two_steps(make: Any, **changes: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:  # noqa: F811
+def two_steps(make: Any, **changes: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Gradients of the first step, weights after the second."""
     trainer = make(max_tokens_per_microbatch=40, **changes)
     trainer.forward_backward(batch_of(random_trajectories(1, 8)))
@@ -129,7 +121,7 @@ def check_close(got: tuple[dict, dict], expected: tuple[dict, dict]) -> None:
 
 @pytest.mark.long("compiling takes a minute")
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_compiled_layers_take_the_same_steps(make, gradient_checkpointing):  # noqa: F811
+def test_compiled_layers_take_the_same_steps(make, gradient_checkpointing):
     expected = two_steps(make)
     torch.compiler.reset()
     counters.clear()
@@ -137,12 +129,12 @@ def test_compiled_layers_take_the_same_steps(make, gradient_checkpointing):  # n
     assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
 
 
-def test_offloaded_weights_take_the_same_steps(make):  # noqa: F811
+def test_offloaded_weights_take_the_same_steps(make):
     check_close(two_steps(make, cpu_offload=True), two_steps(make))
 
 
 @pytest.mark.slow
-def test_the_peak_of_memory_is_reported(make):  # noqa: F811
+def test_the_peak_of_memory_is_reported(make):
     trainer = make()
     trainer.forward_backward(batch_of(random_trajectories(1, 8)))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

@@ -5,215 +5,35 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
-import socket
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.algorithms.corrections import Correction
-from leeway.algorithms.objective import KLPenalty, Loss, Objective, PolicyObjective, SupervisedObjective
-from leeway.tasks.tiny_tokenizer import build_tokenizer
+from leeway.algorithms.objective import KLPenalty, PolicyObjective, SupervisedObjective
 from leeway.trainer.microbatch import cut
-from leeway.trainer.optimizer import OptimizerSettings, learning_rate
-from leeway.trainer.trainer import StalenessError, Trainer, TrainerSettings
-from leeway.types import NO_VERSION, TrainBatch, Trajectory, batch_trajectories
-from leeway.weights import CanaryPrompts, Manifest, WeightSyncError, digest_of, read_bucket
+from leeway.trainer.optimizer import learning_rate
+from leeway.trainer.trainer import StalenessError, Trainer
+from leeway.types import NO_VERSION, Trajectory, batch_trajectories
+from leeway.weights import Manifest, WeightSyncError, digest_of, read_bucket
 
-VOCAB = 64
-CANARY = CanaryPrompts(
-    scored=[[5, 9, 33, 2, 60, 7, 7, 1], [1, 2, 3], [63, 0, 63, 0, 11, 12, 13, 50, 4, 4, 4]],
-    cached=[[i * 7 % VOCAB for i in range(25)], [i * 5 % VOCAB for i in range(40)]],
+from ..trainers import (
+    CANARY,
+    OPTIMIZER,
+    Recorder,
+    batch_of,
+    end_group,
+    free_address,
+    gradients,
+    in_pairs,
+    published,
+    random_trajectories,
+    reference_logprobs,
+    reference_model,
+    save_model,
+    settings_of,
 )
-# A large eps makes Adam's step nearly proportional to the gradient, so that weights tell small differences of it apart.
-OPTIMIZER = OptimizerSettings(
-    lr=0.5,
-    betas=(0.9, 0.95),
-    eps=1.0,
-    weight_decay=0.1,
-    schedule="constant",
-    warmup_steps=0,
-    min_lr_frac=0.0,
-    max_grad_norm=1e9,
-    total_steps=100,
-)
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("tiny"), tied=True)
-
-
-def save_model(folder: Path, *, tied: bool) -> Path:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "qwen2",
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        initializer_range=0.3,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.3)  # zeros would hide a bias that is not published
-    model.save_pretrained(folder)
-    build_tokenizer(["12 + 34 = 46"]).save_pretrained(folder)
-    return folder
-
-
-def settings_of(path: Path, **changes: Any) -> TrainerSettings:
-    defaults: dict[str, Any] = {
-        "model_path": str(path),
-        "objective": PolicyObjective(clip_low=0.2, clip_high=0.28, aggregation="seq_mean_token_mean"),
-        "optimizer": OPTIMIZER,
-        "num_ranks": 1,
-        "device": "cpu",
-        "compute_dtype": "float32",
-        "publish_dtype": "float32",
-        "attn": "sdpa",
-        "temperature": 1.0,
-        "max_policy_lag": 2,
-        "max_tokens_per_microbatch": 10_000,
-        "gradient_checkpointing": False,
-        "bucket_bytes": 1 << 20,
-        "canary": CANARY,
-        "num_threads": 1,
-        "seed": 0,
-        "timeout_s": 40.0,
-        "logprob_chunk_tokens": 7,  # so that every test has several chunks
-    }
-    return TrainerSettings(**(defaults | changes))
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-
-
-@pytest.fixture
-def make(model_path: Path) -> Iterator[Callable[..., Trainer]]:
-    """make(**settings) -> a trainer; the one before it is closed."""
-    threads = torch.get_num_threads()
-
-    def close() -> None:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-    def build(path: Path = model_path, **changes: Any) -> Trainer:
-        close()
-        return Trainer(settings_of(path, **changes), rank=0, init_method=free_address())
-
-    yield build
-    close()
-    torch.set_num_threads(threads)
-
-
-def random_trajectories(seed: int, number: int, *, version: int = 0) -> list[Trajectory]:
-    rng = random.Random(seed)
-    out = []
-    for _ in range(number):
-        prompt, response = rng.randint(1, 9), rng.randint(1, 14)
-        masked = rng.randint(0, response - 1) if rng.random() < 0.3 else 0
-        out.append(
-            Trajectory(
-                prompt_tokens=[rng.randrange(VOCAB) for _ in range(prompt)],
-                response_tokens=[rng.randrange(VOCAB) for _ in range(response)],
-                loss_mask=[False] * masked + [True] * (response - masked),
-                behavior_logprobs=[0.0] * masked + [rng.uniform(-5, -3) for _ in range(response - masked)],
-                policy_versions=[NO_VERSION] * masked + [version] * (response - masked),
-                reward=0.0,
-                finish_reason="stop",
-                text="",
-            )
-        )
-    return out
-
-
-def in_pairs(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Every second trajectory answers the prompt of the one before it."""
-    return [
-        dataclasses.replace(t, prompt_tokens=trajectories[i - i % 2].prompt_tokens) for i, t in enumerate(trajectories)
-    ]
-
-
-def batch_of(trajectories: Sequence[Trajectory], *, share: slice = slice(None), seed: int = 1) -> TrainBatch:
-    """One rank's share of a step made of all `trajectories`."""
-    rng = random.Random(seed)
-    advantages = [rng.uniform(-2, 2) for _ in trajectories]
-    return batch_trajectories(
-        trajectories[share],
-        advantages[share],
-        num_sequences=len(trajectories),
-        num_tokens=sum(sum(t.loss_mask) for t in trajectories),
-    )
-
-
-@dataclasses.dataclass
-class Recorder(Objective):
-    """An objective that writes down what it is given."""
-
-    num_sums: int = 1
-    num_maxima: int = 0
-    seen: dict[int, float] = dataclasses.field(default_factory=dict)  # by place in the batch
-    entropies: dict[int, float] = dataclasses.field(default_factory=dict)
-
-    def loss(self, logprobs, entropy, tokens: Any, *, policy_version, num_sequences, num_tokens) -> Loss:
-        places = tokens.places.tolist()
-        assert not self.seen.keys() & set(places), "a token was trained on twice"
-        self.seen |= dict(zip(places, logprobs.tolist(), strict=True))
-        self.entropies |= dict(zip(places, entropy.tolist(), strict=True))
-        return Loss(logprobs.sum() * 0.0, torch.zeros(1, dtype=torch.float64), torch.zeros(0, dtype=torch.float64))
-
-    def metrics(self, sums, maxima) -> dict[str, float]:
-        return {}
-
-    def of(self, trajectories: Sequence[Trajectory], index: int, which: str = "seen") -> list[float]:
-        start = sum(len(t.response_tokens) for t in trajectories[:index])
-        return [getattr(self, which)[start + i] for i in range(len(trajectories[index].response_tokens))]
-
-
-def reference_model(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-@torch.no_grad()
-def reference_logprobs(model: Any, sequence: list[int], temperature: float = 1.0) -> torch.Tensor:
-    """Log-softmax [T, V] of one sequence alone, unpadded, in float64 from the logits on."""
-    return torch.log_softmax(model(torch.tensor([sequence])).logits[0].double() / temperature, dim=-1)
-
-
-def gradients(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {
-        name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).clone()
-        for name, p in trainer._model.named_parameters()
-        if p.grad is not None
-    }
-
-
-def published(trainer: Trainer) -> tuple[Manifest, list[np.ndarray], dict[str, torch.Tensor]]:
-    """What an engine would load."""
-    trainer.publish()
-    publication = trainer.publication()
-    manifest, buckets = publication.manifest, publication.bucket_refs
-    tensors = {}
-    for index, bucket in enumerate(buckets):
-        entries = [e for e in manifest.entries if e.bucket == index]
-        tensors |= dict(read_bucket(torch.from_numpy(bucket), entries, policy_version=manifest.policy_version))
-    return manifest, buckets, tensors
-
 
 # ------------------------------------------------------------------------------------------------------- scoring
 
@@ -624,7 +444,7 @@ def test_two_ranks_take_the_same_steps_as_one(make, model_path, tmp_path, other_
         metrics = alone.forward_backward(batch_of(trajectories)) | alone.optim_step()
         expected.append((metrics, *published(alone)))
         assert i + 1 == alone.policy_version
-    dist.destroy_process_group()
+    end_group()
     together = Trainer(settings, rank=0, init_method=address)
     for (trajectories, split), (metrics, manifest, _, tensors) in zip(steps, expected, strict=True):
         got = together.forward_backward(batch_of(trajectories, share=slice(0, split))) | together.optim_step()
@@ -641,5 +461,5 @@ def test_two_ranks_take_the_same_steps_as_one(make, model_path, tmp_path, other_
     together.save(str(tmp_path / "hf"))
     for name, tensor in reference_model(tmp_path / "hf").state_dict().items():
         assert torch.equal(got_tensors[name], tensor), name
-    dist.destroy_process_group()
+    end_group()
     other_ranks.results()

@@ -11,16 +11,7 @@ from torch.distributed.tensor import DTensor
 from leeway.algorithms.objective import PolicyObjective
 from leeway.trainer.trainer import StalenessError, Trainer
 
-from .test_trainer import (  # noqa: F401  (fixtures)
-    OPTIMIZER,
-    batch_of,
-    make,
-    model_path,
-    published,
-    random_trajectories,
-    save_model,
-    settings_of,
-)
+from ..trainers import OPTIMIZER, batch_of, published, random_trajectories, save_model, settings_of
 
 # The first step's learning rate differs from the second's, and AdamW's moments matter.
 WARMED = dataclasses.replace(OPTIMIZER, lr=0.1, eps=1e-8, warmup_steps=2)
@@ -41,7 +32,7 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_trainer_that_begins_again_is_a_new_trainer_bit_for_bit(make, model_path, tmp_path, tied):  # noqa: F811
+def test_a_trainer_that_begins_again_is_a_new_trainer_bit_for_bit(make, model_path, tmp_path, tied):
     other = {
         "path": save_model(tmp_path, tied=tied),
         "objective": PolicyObjective(clip_low=0.1, clip_high=0.1, aggregation="token_mean"),
@@ -63,7 +54,7 @@ def test_a_trainer_that_begins_again_is_a_new_trainer_bit_for_bit(make, model_pa
     assert after == two_steps(new)
 
 
-def test_the_settings_of_the_new_run_are_the_ones_that_hold(make, model_path):  # noqa: F811
+def test_the_settings_of_the_new_run_are_the_ones_that_hold(make, model_path):
     trainer = make(max_policy_lag=2)
     two_steps(trainer)
     trainer.begin(settings_of(model_path, max_policy_lag=0))
