@@ -5,7 +5,8 @@
 
 For each dataset a few tasks are made. Its own answer must be paid what its own `score_answer` says; each attack is an
 answer that solves nothing, or code that would create a file. "WRONG" in a row is a defect of ours; the last line counts
-them, and the exit code is 1 if there are any. Processor time is that of the jail's processes.
+them, and the exit code is 1 if there are any. Processor time
+is that of all processes.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from leeway.tasks.reasoning_gym_tasks import generate_rows
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "reasoning_gym.md"
 NUM_TASKS = 2
+NUM_TIMED = 20
 SOLUTIONS = {"graph_color": "possible_answer", "rubiks_cube": "example_correct_answer"}
 """Where the entry of a dataset without one answer holds an example of one."""
 
@@ -99,7 +101,6 @@ def measure(dataset: str, marker: Path) -> Row:
     rows = generate_rows(dataset, options={}, size=NUM_TASKS, seed=5)
     library = reasoning_gym.create_dataset(dataset, size=NUM_TASKS, seed=5)
     infos = [json.loads(json.dumps(row.info)) for row in rows]
-    begun, count = jail_seconds(), 0
     paid, expected, worst, most = [], [], "", 0.0
     for info, index in zip(infos, range(NUM_TASKS), strict=True):
         entry = library[index]
@@ -107,30 +108,31 @@ def measure(dataset: str, marker: Path) -> Row:
         if right is not None:
             expected.append(round(float(library.score_answer(entry["answer"] if entry["answer"] else right, entry)), 3))
             paid.append(round(gym_answers.score(info, right), 3))
-            count += 1
         for attack in attacks(marker):
             if right is not None and attack.strip().lower() == right.strip().lower():
                 continue
             value = gym_answers.score(info, attack)
-            count += 1
             if value > most:
                 worst, most = attack, value
+    answer = own_answer(dataset, library[0])
+    reaching = "x" if answer is None else answer
+    begun = processor_s(dataset)
+    for _ in range(NUM_TIMED):
+        gym_answers.score(infos[0], reaching)
+    cpu_ms = 1e3 * (processor_s(dataset) - begun) / NUM_TIMED
+    gym_answers.close_jails()
     wrong = paid != expected or most >= 1.0 or marker.exists()
     marker.unlink(missing_ok=True)
     scored = "grammar, then jail" if dataset in gym_answers.GRAMMARS else "jail"
     scored += ", stricter" if dataset in NOTES else ""
     shown = ", ".join(f"{value:g}" for value in dict.fromkeys(paid)) or "has none"
-    return Row(dataset, scored, shown, most, worst, 1e3 * (jail_seconds() - begun) / count, wrong)
+    return Row(dataset, scored, shown, most, worst, cpu_ms, wrong)
 
 
-def jail_seconds() -> float:
-    """Processor time of the jail's processes so far, ended ones included."""
-    zygote = gym_answers.JAIL._zygote
-    if zygote is None:
-        return 0.0
-    root = psutil.Process(zygote._process.pid)
-    times = [process.cpu_times() for process in [root, *root.children(recursive=True)]]
-    return sum(t.user + t.system + t.children_user + t.children_system for t in times)
+def processor_s(dataset: str) -> float:
+    """Of this process, of the dataset's jail, and of the jobs that it has seen end."""
+    own, jail = psutil.Process().cpu_times(), psutil.Process(gym_answers.jail_of(dataset).pid()).cpu_times()
+    return own.user + own.system + jail.user + jail.system + jail.children_user + jail.children_system
 
 
 INTRODUCTION = """# Answers to reasoning-gym's datasets
@@ -143,7 +145,9 @@ jail. {compiling} of them compile text on the way to a verdict: an answer reache
 *Right* is what the dataset's own answer is paid, which is what the library's function says outside of the jail.
 *Attacks* is the most that any of {attacks} answers that solve nothing is paid (code, `nan`, empty lists, towers of
 powers): what is above 0 there is the library's mark for the form, or for text that is part of the answer. *CPU* is the
-processor time of a verdict in ms, attacks included. *Stricter* than the library: see the last column.
+processor time of a verdict in ms, of all processes together, for the dataset's own answer; two cores give 2000 / CPU
+verdicts a second. *Stricter* than the library: see the last column. With `task.options`, these datasets are made anew
+for each verdict, because it may depend on them: {settings}.
 
 | dataset | scored | right | attacks | CPU | |
 |---|---|---|---|---|---|"""
@@ -153,7 +157,11 @@ def page(rows: list[Row]) -> str:
     compiling = sum("grammar" in row.scored for row in rows)
     lines = [
         INTRODUCTION.format(
-            rows=len(rows), version=version("reasoning-gym"), compiling=compiling, attacks=len(attacks(Path()))
+            rows=len(rows),
+            version=version("reasoning-gym"),
+            compiling=compiling,
+            attacks=len(attacks(Path())),
+            settings=", ".join(f"`{row.dataset}`" for row in rows if gym_answers.reads_settings(row.dataset)),
         )
     ]
     for row in rows:
@@ -170,14 +178,10 @@ def main() -> None:
     logging.getLogger("leeway").setLevel(logging.ERROR)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        gym_answers.score(
-            generate_rows("chain_sum", options={}, size=1, seed=0)[0].info, "1"
-        )  # starts the jail, which no row pays for
         for dataset in names or sorted(DATASETS):
             begun = time.monotonic()
             rows.append(measure(dataset, Path(folder) / "marker"))
             print(rows[-1], f"{time.monotonic() - begun:.1f} s", flush=True)
-    gym_answers.JAIL.close()
     if not names:
         OUT.write_text(page(rows), encoding="utf-8")
     wrong = sum(row.wrong for row in rows)

@@ -19,7 +19,7 @@ import inspect
 import logging
 import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 MAX_CHARS = 8000
 LIMITS = Limits(cpu_s=5, timeout_s=5.0, memory_mb=512, disk_mb=1, threads=2)
-JAIL = Jail(["reasoning_gym", Path(__file__).with_name("gym_process.py")], start_timeout_s=300.0)
+_SCRIPT = Path(__file__).with_name("gym_process.py")
 
 Entry = dict[str, Any]
 _FUNCTIONS = words(
@@ -64,19 +64,30 @@ def score(info: dict[str, Any], text: str) -> float:
             if check is not None and not check(text, entry):
                 return 0.0
     try:
-        value = JAIL.run(
-            "gym_process:score_entry",
-            dataset,
-            info["options"],
-            entry,
-            bool(info.get("as_tuples")),
-            text,
-            limits=LIMITS,
-        )
+        options = info["options"] if reads_settings(dataset) else {}
+        arguments = (dataset, options, entry, bool(info.get("as_tuples")), text)
+        value = jail_of(dataset).run("gym_process:score_entry", *arguments, limits=LIMITS)
     except JailError as error:
         logger.warning("reasoning_gym: no score: %s: %s, on %.120r", dataset, error, text)
         return 0.0
     return min(float(value), 1.0) if isinstance(value, float) and 0.0 <= value <= 1.0 + 1e-9 else 0.0
+
+
+_jails: dict[str, Jail] = {}
+
+
+def jail_of(dataset: str) -> Jail:
+    """The jail of a dataset's answers: an interpreter in which that dataset alone is imported and made."""
+    if dataset not in _jails:
+        prepare = ("gym_process:prepare", dataset, _class_of(dataset).__module__)
+        _jails.setdefault(dataset, Jail([_SCRIPT], prepare=prepare, start_timeout_s=300.0))
+    return _jails[dataset]
+
+
+def close_jails() -> None:
+    """End their interpreters; a later verdict starts one."""
+    for jail in _jails.values():
+        jail.close()
 
 
 # -- grammars: what may be compiled -------------------------------------------------------------------------------
@@ -248,18 +259,39 @@ _LIBRARY = "reasoning_gym"
 
 @lru_cache(maxsize=256)
 def compiles_answers(dataset: str) -> bool:
-    """Whether a dataset's `score_answer`, or what it may call of the library, compiles text or starts something.
+    """Whether a dataset's `score_answer`, or what it may call of the library, compiles text or starts something."""
+    return any(
+        name in _COMPILING and not (isinstance(node, ast.Attribute) and _is_regex(module, node))
+        for node, name, module in _names_on_the_way(dataset)
+    )
 
-    Read from the source, never run: names are followed through methods, functions and imports of the library.
-    """
+
+@lru_cache(maxsize=256)
+def reads_settings(dataset: str) -> bool:
+    """Whether verdicts may depend on the dataset's options: `score_answer` reads what `__init__` has set."""
+    cls = _class_of(dataset)
+    return any(
+        isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id in ("self", "cls", cls.__name__)
+        and not callable(getattr(cls, name, None))
+        for node, name, _ in _names_on_the_way(dataset)
+    )
+
+
+def _class_of(dataset: str) -> type:
     from reasoning_gym.factory import DATASETS
 
-    return bool(compiling_calls(DATASETS[dataset][0]))
+    return DATASETS[dataset][0]
 
 
-def compiling_calls(cls: type) -> set[str]:
-    """The names in `_COMPILING` that are called on the way from `cls.score_answer`, as "module:name"."""
-    found: set[str] = set()
+def _names_on_the_way(dataset: str) -> Iterator[tuple[ast.Name | ast.Attribute, str, Any]]:
+    """The names that stand in `score_answer` and in what it may call of the library: (node, name, module it is in).
+
+    Read from the source, never run: names are followed through methods, functions and imports of the library, and those
+    that lead on are left out.
+    """
+    cls = _class_of(dataset)
     seen: set[object] = set()
     ahead: list[Any] = [getattr(cls, "score_answer")]  # noqa: B009
     while ahead:
@@ -273,19 +305,21 @@ def compiling_calls(cls: type) -> set[str]:
             continue
         module = importlib.import_module(thing.__module__)
         for node in ast.walk(tree):
-            name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else None
-            if name is None:
-                continue
-            target = getattr(module, name, None) if isinstance(node, ast.Name) else None
-            if target is None and isinstance(node, ast.Attribute):
+            target = None
+            if isinstance(node, ast.Name):
+                name = node.id
+                target = getattr(module, name, None)
+            elif isinstance(node, ast.Attribute):
+                name = node.attr
                 target = getattr(cls, name, None)
                 if isinstance(node.value, ast.Name) and inspect.ismodule(owner := getattr(module, node.value.id, None)):
                     target = getattr(owner, name, None)
+            else:
+                continue
             if _is_ours(target):
                 ahead.append(target)
-            elif name in _COMPILING and not (isinstance(node, ast.Attribute) and _is_regex(module, node)):
-                found.add(f"{thing.__module__}:{name}")
-    return found
+            else:
+                yield node, name, module
 
 
 def _is_ours(target: Any) -> bool:

@@ -76,12 +76,20 @@ class NoJailError(RuntimeError):
 class Jail:
     """A warm interpreter with `modules` imported, from which every job is forked. Works from any thread.
 
-    A module is a name, or the path of a file that is loaded under its stem. They are trusted: imported before anything
-    is locked. The first job starts the interpreter; one that has died is started again.
+    A module is a name, or the path of a file that is loaded under its stem. `prepare`, if given, is called then:
+    ("module:function", arguments ...), for whatever no job should pay for. All that is trusted: it comes before
+    anything is locked. The first job starts the interpreter; one that has died is started again.
     """
 
-    def __init__(self, modules: Sequence[str | Path] = (), *, start_timeout_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        modules: Sequence[str | Path] = (),
+        *,
+        prepare: Sequence[str] = (),
+        start_timeout_s: float = 60.0,
+    ) -> None:
         self._modules = [str(module) for module in modules]
+        self._prepare = list(prepare)
         self._start_timeout_s = start_timeout_s
         self._lock = threading.Lock()
         self._zygote: _Zygote | None = None
@@ -148,7 +156,7 @@ class Jail:
     def _living(self) -> _Zygote:
         with self._lock:
             if self._zygote is None or not self._zygote.is_ours():
-                self._zygote = _Zygote(self._modules, self._start_timeout_s)
+                self._zygote = _Zygote(self._modules, self._prepare, self._start_timeout_s)
             return self._zygote
 
     def _forget(self, zygote: _Zygote) -> None:
@@ -161,7 +169,7 @@ class Jail:
 class _Zygote:
     """The process of a jail, as seen from outside: a control socket. It ends when the socket is closed."""
 
-    def __init__(self, modules: list[str], start_timeout_s: float) -> None:
+    def __init__(self, modules: list[str], prepare: list[str], start_timeout_s: float) -> None:
         self._owner_pid = os.getpid()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # The folder is where the zygote makes its new root, which only it sees; once it has moved in, nobody needs it.
@@ -184,7 +192,8 @@ class _Zygote:
             self.pid = self._process.pid
             theirs.close()
             try:
-                settings = {"modules": modules, "path": [p for p in sys.path if p], "folder": folder}
+                path = [p for p in sys.path if p]
+                settings = {"modules": modules, "prepare": prepare, "path": path, "folder": folder}
                 self._control.settimeout(start_timeout_s)
                 self._control.send(json.dumps(settings).encode())
                 reply = self._control.recv(2**16).decode()

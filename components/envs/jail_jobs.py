@@ -23,13 +23,18 @@ MAX_INPUT_BYTES = 2**28
 def call(data: int, link: int) -> int:
     """Call a function of an imported module: [name, arguments] -> ["value", value] or ["raised", what]."""
     name, arguments = wire.loads(wire.receive(data, MAX_INPUT_BYTES))
-    module, _, attribute = name.partition(":")
     try:
-        answer = wire.dumps(["value", getattr(importlib.import_module(module), attribute)(*arguments)])
+        answer = wire.dumps(["value", find(name)(*arguments)])
     except Exception as error:
         answer = wire.dumps(["raised", jail_judge.describe(error)])
     wire.send(data, answer)
     return 0
+
+
+def find(name: str) -> Callable[..., object]:
+    """The function of "module:function"."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def program(data: int, link: int) -> int:

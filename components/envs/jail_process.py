@@ -84,7 +84,7 @@ def main() -> None:
     settings = json.loads(control.recv(2**20))
     try:
         uid = lock_in()
-        import_all(settings["modules"], settings["path"])
+        import_all(settings["modules"], settings["prepare"], settings["path"])
         proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         see_libraries_only(settings["folder"], settings["path"] if settings["modules"] else [])
         zygote = Zygote(control, uid, proc)
@@ -308,8 +308,8 @@ def mapper_of_root() -> Callable[[], None]:
     return map_users
 
 
-def import_all(names: list[str], path: list[str]) -> None:
-    """Import what jobs will use: a module's name, or the path of a file."""
+def import_all(names: list[str], prepare: list[str], path: list[str]) -> None:
+    """Import what jobs will use: a module's name, or the path of a file. Then call what is to prepare them."""
     for name in WARM:
         importlib.import_module(name)
     sys.path += [place for place in path if place not in sys.path] if names else []
@@ -318,6 +318,12 @@ def import_all(names: list[str], path: list[str]) -> None:
             load(Path(name)) if name.endswith(".py") else importlib.import_module(name)
         except Exception as error:
             raise NoJail(f"{name} cannot be imported: {type(error).__name__}: {error}") from None
+    if prepare:
+        function, *arguments = prepare
+        try:
+            jobs.find(function)(*arguments)
+        except Exception as error:
+            raise NoJail(f"{function}({', '.join(arguments)}) raised {type(error).__name__}: {error}") from None
     if len(os.listdir("/proc/self/task")) > 1:
         raise NoJail(f"{', '.join(names)}: importing them starts threads, which a fork would lose")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from reasoning_gym.factory import DATASETS
 
 from leeway.envs import gym_answers
+from leeway.envs.jail import Jail
 from leeway.envs.rewards import reasoning_gym
 from leeway.envs.scoring import score
 from leeway.tasks.reasoning_gym_tasks import generate_rows
@@ -29,6 +32,20 @@ COMPILING = {
     "simple_integration",
     "spiral_matrix",
     "string_insertion",
+}
+READING_SETTINGS = {
+    "arc_agi",
+    "calendar_arithmetic",
+    "composite",
+    "decimal_arithmetic",
+    "polynomial_equations",
+    "propositional_logic",
+    "puzzle24",
+    "rearc",
+    "rush_hour",
+    "sokoban",
+    "time_intervals",
+    "word_ladder",
 }
 CODE = {
     "system": "__import__('os').system('touch {0}')",
@@ -81,7 +98,7 @@ def jail() -> Iterator[None]:
     if why := reasoning_gym.why_not():  # type: ignore[attr-defined]
         pytest.skip(why)
     yield
-    gym_answers.JAIL.close()
+    gym_answers.close_jails()
 
 
 def make(dataset: str) -> Task:
@@ -157,7 +174,7 @@ def test_a_verdict_outside_of_its_range_pays_nothing(monkeypatch: pytest.MonkeyP
         assert gym_answers.score(info, wrong) == 0.0
     assert gym_answers.score(info, "-1") == 1.0
     for value in (1.5, -1.0, float("nan"), float("inf"), True, "1.0", None):
-        monkeypatch.setattr(gym_answers.JAIL, "run", lambda *_, value=value, **__: value)
+        monkeypatch.setattr(Jail, "run", lambda *_, value=value, **__: value)
         assert gym_answers.score(task.info, "x") == 0.0
 
 
@@ -183,6 +200,41 @@ def test_the_datasets_own_answer_pays(dataset: str, tasks: dict[str, Task]) -> N
 )
 def test_another_writing_pays(dataset: str, form: str, tasks: dict[str, Task]) -> None:
     assert reasoning_gym(tasks[dataset], form.format(tasks[dataset].answer)) == 1.0
+
+
+def test_settings_count_where_verdicts_depend_on_them(tasks: dict[str, Task]) -> None:
+    """Only then is the dataset made for a verdict; otherwise it was made, with its files, before the jail forked."""
+    assert {name for name in DATASETS if gym_answers.reads_settings(name)} == READING_SETTINGS
+    (row,) = generate_rows("word_ladder", options={"min_word_length": 3, "max_word_length": 3}, size=1, seed=3)
+    info: dict[str, Any] = json.loads(json.dumps(row.info))
+    assert gym_answers.score(info, row.answer) == 1.0
+    longer = json.loads(json.dumps(make("word_ladder").info))
+    info["options"] = {"min_word_length": 5, "max_word_length": 5}
+    assert gym_answers.score(info, row.answer) == 0.0  # its words have three letters
+    assert gym_answers.score(longer, longer["entry"]["answer"]) == 1.0
+
+
+@pytest.mark.slow
+def test_each_dataset_can_be_imported_alone() -> None:
+    """The library's imports go round in a circle; where a new version goes round otherwise, the jail refuses it."""
+    code = """
+import os, sys
+folder, *datasets = sys.stdin.read().splitlines()
+sys.path.append(folder)
+import gym_process
+gym_process.TRY_S = 0.0
+for line in datasets:
+    if os.fork() == 0:
+        gym_process.prepare(*line.split())
+        os._exit(0)
+    if os.wait()[1]:
+        print("failed:", line)
+"""
+    datasets = [f"{name} {cls.__module__}" for name, (cls, _) in DATASETS.items() if name != "composite"]
+    lines = "\n".join([str(Path(gym_answers.__file__).parent), *datasets])
+    done = subprocess.run([sys.executable, "-c", code], input=lines, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "failed" not in done.stdout, (done.stdout, done.stderr[-2000:])
 
 
 def test_a_loop_goes_on_meanwhile(tasks: dict[str, Task]) -> None:

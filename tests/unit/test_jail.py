@@ -132,6 +132,18 @@ def test_a_jail_that_was_killed_starts_again(jail: Jail) -> None:
 def test_what_cannot_be_imported_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(NoJailError, match=r"no_such_module cannot be imported: ModuleNotFoundError"):
         Jail(["no_such_module"]).run("no_such_module:f")
+    with pytest.raises(NoJailError, match=r"math:sqrt\(x\) raised TypeError"):
+        Jail(["math"], prepare=("math:sqrt", "x")).run("math:sqrt", 2)
+
+
+@needs_jail
+def test_what_is_prepared_is_there_in_each_job(tmp_path: Path) -> None:
+    file = tmp_path / "prepared_by_a_test.py"
+    file.write_text("READ = []\ndef prepare(path): READ.append(open(path).read())\ndef read(): return READ")
+    (tmp_path / "a file").write_text("its text")
+    jail = Jail([file], prepare=("prepared_by_a_test:prepare", str(tmp_path / "a file")))
+    assert [jail.run("prepared_by_a_test:read") for _ in range(2)] == [["its text"]] * 2
+    jail.close()
 
 
 def test_a_system_without_namespaces_is_refused_with_the_reason(
