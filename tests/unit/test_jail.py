@@ -43,7 +43,7 @@ def sleep(): time.sleep(600)
 def rest(seconds):
     time.sleep(seconds)
     return seconds
-def hoard(): return len([bytearray(10**6) for _ in range(10**4)])
+def hoard(): return len([bytes(10**7) for _ in range(10**4)])  # zeros that are not touched: no processor time
 class Int(int):
     def __eq__(self, other): return True
     __hash__ = int.__hash__
