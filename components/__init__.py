@@ -10,6 +10,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+if __name__ != "leeway":  # a second copy of every class, of which none is the other's
+    raise ImportError(f"{__name__}: got an import of the folder, expected the package: import leeway")
+
 if TYPE_CHECKING:  # for editors and type checkers; at run time names are loaded when they are first used
     from .config import Config as Config
     from .config import ConfigError as ConfigError

@@ -68,7 +68,7 @@ def test_a_wheel_works_outside_the_clone(users_folder: Path, tmp_path: Path) -> 
     )
     clone = tmp_path / "clone"  # a copy, because building leaves files behind
     clone.mkdir()
-    for name in ("pyproject.toml", "LICENSE", "README.md"):
+    for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, clone / name)
     for name in ("components", "recipes", "configs", "src"):
@@ -92,6 +92,24 @@ def test_a_wheel_works_outside_the_clone(users_folder: Path, tmp_path: Path) -> 
     packed = {str(p.relative_to(site / "leeway")) for p in (site / "leeway").rglob("*") if p.is_file()}
     assert ours <= packed, f"missing from the wheel: {sorted(ours - packed)}"
     assert probe(site, users_folder) == site / "leeway/__init__.py"
+
+
+def test_a_checkout_without_links_is_refused_before_it_is_installed(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/leeway").write_text("../components")
+    build = "from setuptools import build_meta; build_meta.get_requires_for_build_wheel()"
+    done = subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "leeway: src/leeway: got a text file, expected a link to a folder" in done.stderr
+
+
+@pytest.mark.parametrize("folder", ["components", "recipes"])
+def test_a_folder_of_ours_is_not_imported_as_a_second_copy(folder: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert f"ImportError: {folder}: got an import of the folder, expected the package: import leeway" in done.stderr
 
 
 def test_the_public_names_exist() -> None:
