@@ -13,6 +13,7 @@ from typing import Any
 from ..config import Config, derive
 from ..failures import PartFailed
 from ..monitor import Monitor, read_metrics, reward_first, reward_last
+from ..monitor.metrics import reduced
 from ..runtime.launch import Parts
 from ..runtime.limit import LimitMeter, Speeds
 from ..runtime.supervisor import together
@@ -175,7 +176,7 @@ class Reporter:
     async def collect_stats(self, step: int | None = None) -> dict[str, float]:
         """Log what the collectors did since the last call; without a `step`: before the first step."""
         calls = together(c.stats.remote() for c in self._parts.collectors)
-        stats = reduce_stats(
+        stats = reduced(
             await self._parts.supervisor.wait(calls, what="generators", timeout_s=self._config.cluster.step_timeout_s)
         )
         now = time.monotonic()
@@ -258,17 +259,3 @@ def in_words(shares: dict[str, dict[str, float]]) -> list[str]:
         return ", ".join(f"{cause.replace('_', ' ')} {share:.0%}" for cause, share in causes.items() if share >= 0.005)
 
     return [f"{role}: {line(causes)}" for role, causes in shares.items()]
-
-
-def reduce_stats(stats: list[dict[str, float]]) -> dict[str, float]:
-    """One set of numbers for all collectors: rates and counts add up, shares of time are averaged, maxima are kept."""
-    reduced: dict[str, float] = {}
-    for name in {name for s in stats for name in s}:
-        values = [s[name] for s in stats if name in s]
-        if name.endswith(("/max", "_gap", "_s")) and not name.endswith("tokens_per_s"):
-            reduced[name] = max(values)
-        elif name.endswith(("_frac", "/bytes")):
-            reduced[name] = sum(values) / len(values)
-        else:
-            reduced[name] = sum(values)
-    return reduced

@@ -28,10 +28,14 @@ def page(request: pytest.FixtureRequest) -> Path:
     return request.param
 
 
-def test_the_configuration_page_is_what_the_schema_says() -> None:
-    generated = runpy.run_path(str(ROOT / "docs/generate_config_reference.py"))["page"]()
-    fix = "PYTHONPATH=src python docs/generate_config_reference.py > docs/configuration.md"
-    assert (ROOT / "docs/configuration.md").read_text(encoding="utf-8") == generated, fix
+@pytest.mark.parametrize(
+    ("page", "generator"),
+    [("configuration.md", "generate_config_reference.py"), ("metrics.md", "generate_metrics_page.py")],
+)
+def test_a_generated_page_is_what_the_program_reads(page: str, generator: str) -> None:
+    generated = runpy.run_path(str(ROOT / "docs" / generator))["page"]()
+    fix = f"PYTHONPATH=src python docs/{generator} > docs/{page}"
+    assert (ROOT / "docs" / page).read_text(encoding="utf-8") == generated, fix
 
 
 def test_the_configuration_page_has_every_key() -> None:

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from leeway.config import load_config
 from leeway.driver import rl_report
-from leeway.driver.rl_report import WORK, Reporter, StepClock, StepReport, in_words, reduce_stats
+from leeway.driver.rl_report import WORK, Reporter, StepClock, StepReport, in_words
 from leeway.failures import PartFailed
 from leeway.monitor import build_monitor, read_metrics
+from leeway.monitor.metrics import reduced
 from leeway.runtime.limit import Speeds
 from leeway.runtime.supervisor import Supervisor
 
@@ -87,7 +88,7 @@ def test_no_part_is_negative_when_work_overlaps_a_wait_and_a_wait_that_fails_cou
 
 
 def test_rates_and_counts_add_up_shares_are_averaged_and_maxima_kept() -> None:
-    got = reduce_stats(
+    got = reduced(
         [
             {
                 "collector/tokens_per_s": 100.0,
@@ -119,7 +120,9 @@ def test_rates_and_counts_add_up_shares_are_averaged_and_maxima_kept() -> None:
         "param_server/bytes": 80.0,
         "param_server/served_gap/max": 0.3,
     }
-    assert reduce_stats([]) == {}
+    assert reduced([]) == {}
+    with pytest.raises(KeyError, match="collector/x_ratio: no `reduce`"):
+        reduced([{"collector/x_ratio": 1.0}])
 
 
 # The reporter
