@@ -138,7 +138,7 @@ def may_import(file: Path, library: str) -> bool:
     if library == "ray":
         return name == "actor.py" or part in ("runtime", "driver")
     if library in ("omegaconf", "yaml"):
-        return part == "config" or (library, part, name) == ("yaml", "monitor", "metrics")  # the table of metrics
+        return part == "config" or (library, part, name) == ("yaml", "monitor", "metrics.py")  # the table of metrics
     return part == "monitor" and library in name  # wandb, tensorboard, mlflow: their own sink
 
 
