@@ -6,7 +6,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,14 +71,12 @@ def test_a_wrong_return_is_found_by_a_dry_run(mine, source, message):
 
 
 @pytest.mark.parametrize(
-    "line", ["return None, 1.0, True, {}", "raise OSError('no such host')", "import asyncio; await asyncio.sleep(99)"]
+    "line", ["return None, 1.0, True, {}", "raise OSError('no such host')", "import asyncio; await asyncio.sleep(9999)"]
 )
 def test_what_is_right_or_needs_a_run_passes(mine, line, monkeypatch):
     monkeypatch.setattr("leeway.driver.plugins.DRY_RUN_S", 0.3)
     mine(STEP + line)
-    started = time.monotonic()
     dry_run(config(), TASK)
-    assert time.monotonic() - started < 30
 
 
 @pytest.mark.parametrize(
