@@ -7,10 +7,19 @@ runs what is marked `long`, and gives sampled properties their full number.
 from __future__ import annotations
 
 import os
-from typing import TypeVar
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import pytest
 
 T = TypeVar("T")
 LONG = bool(os.environ.get("LEEWAY_LONG_TESTS"))
+
+
+def slow_but_for(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:
+    """Parameters of a test, of which `quick` are in `make test-unit` and all in `make test`."""
+    quick = list(quick)
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def sample(quick: T, whole: T) -> T:

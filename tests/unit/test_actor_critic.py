@@ -22,6 +22,7 @@ from leeway.trainer.critic import CriticSettings
 from leeway.trainer.trainer import StalenessError, Trainer
 from leeway.types import TrainBatch
 
+from ..tiers import slow_but_for
 from ..trainers import (
     OPTIMIZER,
     batch_of,
@@ -120,7 +121,7 @@ def step(trainer: Trainer, seed: int) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("packing", ["shared", "packed", "padded"])
-@pytest.mark.parametrize("max_tokens", [10_000, 30])
+@pytest.mark.parametrize("max_tokens", slow_but_for([30], [10_000, 30]))
 def test_values_are_those_of_the_state_before_each_token(make, model_path, packing, max_tokens):
     trajectories = in_pairs(random_trajectories(4, 8))
     trainer = make(packing=packing, max_tokens_per_microbatch=max_tokens)
@@ -196,6 +197,7 @@ def test_a_critic_learns_what_answers_are_worth(make):
     assert said[-1]["train/value/explained_variance"] > 0.9 > 0.5 > said[0]["train/value/explained_variance"]
 
 
+@pytest.mark.slow
 def test_in_its_warm_up_only_the_critic_learns(make):
     trainer = make(critic={"warmup_steps": 2})
     start, value_start = weights(trainer._model), weights(trainer._critic.model)
@@ -229,6 +231,7 @@ def test_a_take_of_two_steps_is_estimated_and_whitened_once_under_the_weights_th
     assert of_take(trainer, batches, needs_proximal=False)[0].keys() == {"estimates"}
 
 
+@pytest.mark.slow
 def test_the_actor_hands_each_step_what_was_said_of_it_when_the_take_began(make, model_path):
     """Without Ray: the class behind the actor, through two takes' calls and a run of another kind."""
     batches = [batch_of(in_pairs(random_trajectories(seed, 6)), seed=seed) for seed in (1, 2)]
@@ -258,6 +261,7 @@ def test_the_actor_hands_each_step_what_was_said_of_it_when_the_take_began(make,
     assert "train/loss/value" not in plain
 
 
+@pytest.mark.slow
 def test_another_run_on_the_same_ranks_may_have_a_critic_or_none(make, model_path):
     first = make()
     expected = step(first, 1)
@@ -275,6 +279,7 @@ def test_another_run_on_the_same_ranks_may_have_a_critic_or_none(make, model_pat
     assert step(again, 1) == expected
 
 
+@pytest.mark.slow
 def test_measuring_leaves_no_trace_and_measures_both(make):
     batch = batch_of(random_trajectories(2, 4))
     measured = make(critic={"warmup_steps": 1})

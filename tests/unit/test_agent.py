@@ -67,6 +67,7 @@ def sampled(trajectory):
     return [t for t, mask in zip(trajectory.response_tokens, trajectory.loss_mask, strict=True) if mask]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     turns=st.lists(
@@ -262,6 +263,7 @@ class Completes(AgentEnvironment):
         return float(text == "7"), {}
 
 
+@pytest.mark.slow
 def test_the_official_client_with_bare_completions():
     pytest.importorskip("openai")
     policy = FakePolicy("46", "7")

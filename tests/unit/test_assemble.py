@@ -139,6 +139,7 @@ def test_a_step_in_which_nothing_moves_is_an_empty_batch_with_its_counts():
     assert take.metrics["train/tokens_in_pass"] == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_ranks_share_every_trajectory_once_and_evenly(ranks):
     for seed in range(20):

@@ -59,6 +59,7 @@ def assert_same(now: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -
     assert [name for name in before if not torch.equal(now[name], before[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_weights_of_an_older_version_give_exactly_its_logprobs(make, tmp_path, tied):
     scene = scene_of(make(save_model(tmp_path, tied=tied), bucket_bytes=4096, max_policy_lag=3))
@@ -70,6 +71,7 @@ def test_the_weights_of_an_older_version_give_exactly_its_logprobs(make, tmp_pat
     assert scene.trainer.policy_version == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after_publishing", [False, True])
 def test_training_goes_on_as_if_there_had_been_no_audit(make, after_publishing):
     """Whether or not a forward pass came before it, of which FSDP may still hold gathered weights."""

@@ -90,6 +90,7 @@ def classifier(request, tmp_path_factory):
     return Classifier(str(folder), device="cpu", dtype="float32"), request.param
 
 
+@pytest.mark.slow
 def test_texts_that_come_together_get_the_scores_they_get_alone(classifier):
     model, num_labels = classifier
     texts = [f"a question {i} " + "and " * (i % 5) for i in range(40)]

@@ -299,6 +299,7 @@ def test_shards_are_what_safetensors_itself_would_write(tmp_path):
     assert sums == sums_of(tmp_path / "ours")
 
 
+@pytest.mark.slow
 def test_another_models_checkpoint_is_refused_by_name(make, saved, tmp_path):
     refused(
         make(save_model(tmp_path / "wider", hidden_size=24)),
@@ -308,6 +309,7 @@ def test_another_models_checkpoint_is_refused_by_name(make, saved, tmp_path):
     refused(make(save_model(tmp_path / "deeper", num_hidden_layers=3)), saved, r"layers\.2.*absent in the checkpoint")
 
 
+@pytest.mark.slow
 def test_what_is_saved_is_the_state_at_that_moment_however_far_training_has_come_when_it_is_written(
     make, tmp_path, monkeypatch
 ):
@@ -380,6 +382,7 @@ def test_every_generator_goes_on_where_it_was(make, tmp_path):
 # ------------------------------------------------------------------------------------------------------- convert
 
 
+@pytest.mark.slow
 def test_a_run_with_three_steps_is_converted_once_and_any_part_of_it_may_be_named(make, model_path, tmp_path):
     trainer, folder, expected = make(), tmp_path / "run/checkpoints", {}
     for step in (1, 2, 3):

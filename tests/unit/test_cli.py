@@ -87,6 +87,7 @@ def test_validate_prints_derived_numbers_and_what_is_missing(leeway: Callable[..
     assert "lacks: task.path: missing file" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "word"),
     [

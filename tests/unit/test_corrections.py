@@ -192,6 +192,7 @@ def test_m2po_drops_only_what_is_pushed_further() -> None:
     assert got.tolist() == pytest.approx([math.exp(x) * k for x, k in zip(log_ratios, kept, strict=True)])
 
 
+@pytest.mark.slow
 def test_m2po_cuts_over_the_whole_step_however_it_was_cut_into_microbatches(make) -> None:
     objective = PolicyObjective(
         clip_low=0.2, clip_high=0.28, aggregation="token_mean", correction=Correction(kind="m2po", second_moment=2.0)

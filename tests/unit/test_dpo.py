@@ -87,6 +87,7 @@ def test_the_objective_compares_whole_answers_with_the_reference() -> None:
     objective.loss(none, none, empty, policy_version=0, num_sequences=6, num_tokens=9).total.backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["shared", "packed", "padded"])
 def test_pairs_stay_together_in_their_order(packing: Packing) -> None:
     for seed in range(20):
@@ -132,6 +133,7 @@ def test_training_raises_the_margin_from_log_2(make) -> None:
         assert [m["train/preference/margin"] for m in other] == pytest.approx(margins, rel=1e-3, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_what_is_held_out_is_measured_and_not_learned(make) -> None:
     trajectories = in_pairs(random_trajectories(2, 8))
     batch = batch_trajectories(trajectories, [0.0] * 8, num_sequences=8, num_tokens=40)

@@ -157,6 +157,7 @@ class Thinks(Answer):
 # ------------------------------------------------------------------------------------------------------ the queue
 
 
+@pytest.mark.slow
 def test_groups_in_flight_follow_the_places_of_the_engine():
     """80 groups of 8 may start, 32 places: as many as fill them start, and some more; no answer waits for long."""
     rig = to_the_end(groups=80)
@@ -166,6 +167,7 @@ def test_groups_in_flight_follow_the_places_of_the_engine():
     assert rig.engine.use(before=-ANSWER_S) > 0.98
 
 
+@pytest.mark.slow
 def test_long_answers_do_not_leave_places_empty():
     """One completion in eight takes ten times as long: its group holds one place, not eight."""
     rig = to_the_end(groups=40, answer_s=lambda index: 10 * ANSWER_S if index == 0 else ANSWER_S, timeout_s=1e4)
@@ -219,6 +221,7 @@ def test_a_request_that_the_engine_forgot_ends_by_the_time_limit():
     played(scenario, timeout_s=100.0)
 
 
+@pytest.mark.slow
 def test_an_evaluation_takes_all_places():
     """Greedy answers to 100 tasks, of which training has 2 groups in flight: in 4 rounds, not in 50."""
 

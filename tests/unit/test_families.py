@@ -108,6 +108,7 @@ def test_packing_that_is_not_exact_falls_back_or_is_refused_by_name(save, caplog
     assert message.endswith("set train.packing=auto, model.attn=auto")
 
 
+@pytest.mark.slow
 def test_an_attention_that_drops_something_is_refused_where_it_is_asked_for(save):
     folder = save("gemma2", query_pre_attn_scalar=8, attn_logit_softcapping=0.5)
     assert load_model(folder).is_packed
@@ -184,6 +185,7 @@ def longrope(save: Callable[..., str]) -> str:
     return save("phi3", rope_parameters=rope, original_max_position_embeddings=16)
 
 
+@pytest.mark.slow
 def test_frequencies_are_those_of_the_runs_longest_sequence_at_any_split(save):
     folder, trajectories = longrope(save), groups(3)
     assert max(len(t.prompt_tokens) + len(t.response_tokens) for t in trajectories) > 16
@@ -236,6 +238,7 @@ def test_checkpointed_layers_give_the_same_gradient_without_noise(save):
     assert all(torch.equal(got[1][name], expected[1][name]) for name in expected[1])
 
 
+@pytest.mark.slow
 def test_preference_training_starts_at_ln_2_and_evaluation_repeats_itself(save, make):
     folder = Path(save("seed_oss", attention_dropout=0.2, residual_dropout=0.2))
     batch = trainer_batch_of(in_pairs(random_trajectories(0, 4)))

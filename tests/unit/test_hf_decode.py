@@ -79,6 +79,7 @@ def test_a_cache_that_holds_no_whole_sequence_is_refused(tmp_path: Path) -> None
         HfEngine(settings_of(folder, kv_cache_gib=1e-6))
 
 
+@pytest.mark.slow
 def test_sequences_wait_for_memory_and_all_are_answered(tmp_path: Path) -> None:
     """Room for two sequences of the longest kind, asked for ten."""
     folder = save(tmp_path / "model", "qwen2")

@@ -131,6 +131,7 @@ def test_any_text_is_yaml_or_refused(text: str) -> None:
         parse_yaml(text)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(
     st.sampled_from([*all_keys(), "stages.sft", "stages.sft.task", "stages.sft.train.steps", "task.mix.a", "x.y"]),
@@ -143,6 +144,7 @@ def test_any_override_is_applied_or_refused(key: str, more: str, value: str) -> 
         resolve_stages(tree, "sft", [f"{key}{more}={value}"])
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(st.sampled_from([k for k in all_keys() if k.count(".") < 2]), JSON)
 def test_any_value_in_a_file_is_taken_or_refused(key: str, value: Any) -> None:
@@ -209,6 +211,7 @@ MESSAGES = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(
     st.sampled_from(FORMS),

@@ -121,6 +121,7 @@ def test_calls_from_many_threads(jail: Jail) -> None:
     assert sorted(found) == list(range(20))
 
 
+@pytest.mark.slow
 @needs_jail
 def test_a_jail_that_was_killed_starts_again(jail: Jail) -> None:
     assert jail.run("functions_of_a_test:same", 1) == 1
@@ -160,6 +161,7 @@ def test_a_system_without_namespaces_is_refused_with_the_reason(
         Jail().run_script("1")
 
 
+@pytest.mark.slow
 @needs_jail
 def test_a_script_has_streams_a_folder_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_OF_MINE", "x")

@@ -8,7 +8,7 @@ import weakref
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leeway.driver.kept import KeptPublications
+from leeway.driver.audit import KeptPublications
 from leeway.weights import Canary, CanaryPrompts, Manifest, Publication
 
 NO_CANARY = Canary(CanaryPrompts(scored=[], cached=[]), [], [], [])

@@ -311,6 +311,7 @@ def test_who_waits_names_the_side_that_waits_more() -> None:
 # tensorboard, wandb
 
 
+@pytest.mark.slow
 def test_tensorboard_events_hold_the_same_numbers(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -357,6 +358,7 @@ def test_wandb_offline_leaves_a_run_without_network(tmp_path: Path, monkeypatch:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_the_same_run_to_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     asked: list[tuple[str | None, str | None]] = []
@@ -392,6 +394,7 @@ def test_a_missing_package_is_refused_before_any_file(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_importing_and_running_the_monitor_loads_nothing_heavy(tmp_path: Path) -> None:
     code = f"""
 import sys, types

@@ -117,6 +117,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce_with_the_same_advantages(pr
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=sample(10, 30), deadline=None)
 @given(seed=st.integers(0, 10_000))
 @pytest.mark.parametrize("correction", ["decoupled", "tis", "icepop", "mis"])

@@ -200,6 +200,7 @@ def test_a_prompt_is_in_the_row_once_and_every_response_follows_it():
             assert piece.input_ids[0, i] == before[place]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["shared", "packed"])
 def test_microbatches_keep_to_the_limit_and_hold_every_token_once(packing):
     for seed in range(20):

@@ -128,6 +128,7 @@ def test_a_publication_without_all_of_its_buckets_is_refused_whole():
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_an_older_version_lives_as_long_as_somebody_pulls_it_and_no_longer():
     async def scenario():
         server = ParameterServer()

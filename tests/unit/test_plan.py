@@ -161,6 +161,7 @@ def test_a_larger_bound_is_never_slower() -> None:
     assert times[0] > 2 * times[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("lag", "room"), [(0, 1.05), (1, 1.15), (3, 1.3)])
 def test_long_tails_gain_what_the_limit_says(lag: int, room: float) -> None:
     """Where only the longest response decides, L + 1 steps share it: (Lmax + Tt + Ts) / (L + 1).
@@ -183,6 +184,7 @@ def test_a_wider_window_uses_finished_groups_while_they_are_fresh() -> None:
     assert wide.step_s < 1.02 * strict.step_s
 
 
+@pytest.mark.slow
 @hypothesis_settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 6),
@@ -287,6 +289,7 @@ def test_4096_devices_are_simulated_in_few_events() -> None:
     assert found.step_s >= 0.9 * found.limit_s
 
 
+@pytest.mark.slow
 def test_the_even_split_gives_both_sides_as_much_to_do() -> None:
     calibration = job(pass_s=0.0, token_s=3e-3, train_token_s=1e-3)
     settings = replace(calibration.settings, groups_per_step=64).with_lag(8)
@@ -299,6 +302,7 @@ def test_the_even_split_gives_both_sides_as_much_to_do() -> None:
         splits_of(calibration, settings, 1)
 
 
+@pytest.mark.slow
 def test_the_least_off_policy_of_equally_fast_settings_is_recommended() -> None:
     calibration = job(train_token_s=4e-3)  # the trainer decides: nothing beyond L = 1 is gained
     asked = variants(calibration.settings, lags=[0, 1, 2, 8], windows=[1, 4], splits=[(1, 1)])
@@ -317,6 +321,7 @@ def test_advice_names_the_change_that_helps_or_that_none_does() -> None:
     assert "at 95% of its limit, and no other" in advise(content, events=2_000)
 
 
+@pytest.mark.slow
 def test_advice_moves_devices_to_the_side_that_needs_them() -> None:
     settings = replace(job().settings, generators=2, trainers=6, groups_per_step=32).with_lag(4)
     assert advise(job(settings=settings), events=2_000).startswith("rollout.num_generators=")

@@ -96,6 +96,7 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_speeds_of_a_run_are_found_again(run: Path) -> None:
     found = calibrate(open_run(run))
     assert found.pass_s == pytest.approx(PASS_S, rel=0.02)
@@ -228,6 +229,7 @@ def test_plan_of_numbers_tries_splits_of_the_devices(plan: Callable[..., Done], 
     assert (tmp_path / "plans/plan.png").exists()
 
 
+@pytest.mark.slow
 def test_plan_of_a_bundled_config_takes_its_settings(plan: Callable[..., Done]) -> None:
     done = plan("--config", "gsm8k_qwen2_5_1_5b", *NUMBERS, "-L", "19", "--json")
     assert done.returncode == 0, done.stderr

@@ -54,6 +54,7 @@ def installed(tmp_path, monkeypatch):
     return place
 
 
+@pytest.mark.slow
 def test_names_of_an_installed_package_stand_for_its_classes_and_functions(installed):
     config = load_config(
         "quickstart",

@@ -90,6 +90,7 @@ def test_what_is_published_has_the_names_and_values_of_the_files(make, tmp_path,
     assert manifest.canary.prompts == CANARY
 
 
+@pytest.mark.slow
 def test_a_family_that_only_renames_is_published_under_the_files_names_without_a_copy(make, tmp_path):
     text = AutoConfig.for_model(
         "gemma3_text",
@@ -129,6 +130,7 @@ def test_a_family_whose_files_keep_several_tensors_as_one_is_refused():
         PublishedNames(lm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket_bytes", [4096, 1 << 20])
 def test_experts_of_an_older_version_come_back(make, tmp_path, bucket_bytes):
     trainer = make(save(tmp_path, "mixtral"), bucket_bytes=bucket_bytes, max_policy_lag=9)
@@ -169,6 +171,7 @@ def test_buffers_are_saved_and_converted_as_they_are_in_any_type(make, tmp_path,
     assert sum(t.dtype is torch.float32 for t in converted.values()) == len(buffers)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_brings_its_buffers_and_one_without_them_is_refused(make, tmp_path, monkeypatch):
     base = save(tmp_path / "base", "glm4_moe")
     trainer = make(base)
@@ -188,6 +191,7 @@ def test_a_checkpoint_brings_its_buffers_and_one_without_them_is_refused(make, t
     assert [p.name for p in step.iterdir()] == ["trainer"]
 
 
+@pytest.mark.slow
 def test_an_audit_scores_with_the_buffers_that_were_published(make, tmp_path):
     trainer = make(save(tmp_path, "gemma4_text"))
     batch = batch_of(random_trajectories(1, 4))

@@ -54,6 +54,7 @@ def test_a_teacher_that_knows_fewer_tokens_is_refused_at_load(make, tmp_path) ->
         make(objective=objective_of(kl=KLPenalty(coefficient=0.1)), reference_path=str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_teacher_whose_tokens_mean_something_else_is_refused_before_anything_starts(tmp_path) -> None:
     """With as many tokens it would load, and score other texts than those that were sampled."""
     for name, words in {"policy": "a b c", "teacher": "c b a", "family": "a b c"}.items():
@@ -86,6 +87,7 @@ def test_no_reference_is_loaded_where_nobody_asks(make) -> None:
     assert make(objective=objective_of())._reference is None
 
 
+@pytest.mark.slow
 def test_the_reference_may_be_another_model(make, model_path: Path, tmp_path: Path) -> None:
     save_model(tmp_path, tied=False)
     objective = objective_of(kl=KLPenalty(coefficient=0.1, estimator="k1"))
@@ -107,6 +109,7 @@ def test_a_reference_that_cannot_be_packed_is_scored_padded(make, monkeypatch) -
     assert metrics["train/reference_kl/mean"] == pytest.approx(0.0, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_another_run_has_its_own_reference_and_coefficient(make, model_path: Path, tmp_path: Path) -> None:
     trainer = make(objective=objective_of(kl=KLPenalty(coefficient=0.1, estimator="k1", target=0.001)))
     batch = batch_of(random_trajectories(1, 6))
@@ -140,6 +143,7 @@ def test_a_run_that_goes_on_keeps_the_coefficient_and_the_first_reference(make, 
     assert abs(expected[1]) > 1e-3
 
 
+@pytest.mark.slow
 def test_measuring_speed_leaves_the_coefficient_alone(make) -> None:
     trainer = make(objective=objective_of(kl=KLPenalty(coefficient=0.1, target=0.5)))
     trainer.measure(batch_of(random_trajectories(2, 3)))
@@ -151,6 +155,7 @@ def without_advantages(batch: TrainBatch) -> TrainBatch:
     return batch
 
 
+@pytest.mark.slow
 def test_the_entropy_bonus_reaches_the_weights(make, model_path: Path) -> None:
     trajectories = random_trajectories(3, 4)
     trainer = make(objective=objective_of(entropy_coefficient=0.3), logprob_chunk_tokens=3)

@@ -596,6 +596,7 @@ def test_in_lockstep_a_resumed_buffer_admits_what_the_first_one_would_have() -> 
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_after_overtaking_nothing_is_trained_twice_and_nothing_is_lost() -> None:
     for seed in range(40):
         asyncio.run(_kill_and_resume(random.Random(seed)))

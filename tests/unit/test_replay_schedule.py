@@ -42,6 +42,7 @@ def test_lag_zero_is_lockstep() -> None:
         assert run.most_in_use <= 3
 
 
+@pytest.mark.slow
 def test_a_window_lets_short_groups_pass_a_long_one() -> None:
     orders = [
         [g for take in played(replace(PLAIN, W=4, num_takes=12, group_s=3.0, step_s=0.1), seed).takes for g in take]

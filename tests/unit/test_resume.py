@@ -146,6 +146,7 @@ def test_a_study_is_not_gone_on_with(tmp_path: Path) -> None:
 # Who runs in a folder
 
 
+@pytest.mark.slow
 def test_a_folder_in_which_a_driver_runs_is_refused_and_a_lock_left_behind_is_not(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from leeway.driver.run_record import locked\n"
@@ -263,6 +264,7 @@ def ends(
     return code, (printed.out + printed.err).splitlines(), json.loads((folder / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_an_interrupt_says_what_is_saved_and_how_to_go_on(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     import signal
 
@@ -280,6 +282,7 @@ def test_an_interrupt_says_what_is_saved_and_how_to_go_on(tmp_path: Path, monkey
     ]
 
 
+@pytest.mark.slow
 def test_a_failure_says_so_too_and_its_cause_last(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     has_checkpoint(a_run(tmp_path), "async_rl", 6)
     code, lines, _ = ends(tmp_path, monkeypatch, capsys, RuntimeError("no luck"))
@@ -290,6 +293,7 @@ def test_a_failure_says_so_too_and_its_cause_last(tmp_path: Path, monkeypatch: A
     ]
 
 
+@pytest.mark.slow
 def test_a_run_that_learned_nothing_ends_with_1_and_says_why_last(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
@@ -310,6 +314,7 @@ def test_a_run_that_learned_nothing_ends_with_1_and_says_why_last(
     assert summary["warnings"] == ["async_rl: every reward was 0", "async_rl: answers cut off"]
 
 
+@pytest.mark.slow
 def test_a_run_with_a_warning_is_done_nevertheless(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     result = StageResult(summary={"learned": True, "warnings": ["the reward fell"]}, model_path=None)
     code, lines, summary = ends(tmp_path, monkeypatch, capsys, result)
@@ -319,6 +324,7 @@ def test_a_run_with_a_warning_is_done_nevertheless(tmp_path: Path, monkeypatch: 
     assert lines[-1].endswith(" in 2 parts: " + str(tmp_path / "runs/p/r/summary.json"))
 
 
+@pytest.mark.slow
 def test_a_run_of_a_copied_recipe_resumes_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.chdir(tmp_path)

@@ -22,6 +22,7 @@ from leeway.replay.saved_groups import groups_as_text, groups_from_text
 from leeway.runtime.supervisor import Supervisor
 from leeway.types import Admission, Group, Turn
 
+from ..tiers import slow_but_for
 from .test_reuse import group, steady
 from .test_stage_checkpoints import FakeRank
 
@@ -126,12 +127,13 @@ def rolled_out(admission: Admission, rollout: int, version: int, rng: random.Ran
 
 
 @pytest.mark.parametrize(
-    ("max_uses", "cooldown", "window"), [(2, 0, 1), (3, 0, 2), (2, 1, 3), (3, 1, 1), (6, 0, 1), (2, 2, 2)]
+    "reuse", slow_but_for([(3, 0, 2), (2, 2, 2)], [(2, 0, 1), (3, 0, 2), (2, 1, 3), (3, 1, 1), (6, 0, 1), (2, 2, 2)])
 )
 @pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_group_is_used_so_often_and_no_more_whatever_is_killed_in_between(
-    config, tmp_path: Path, max_uses: int, cooldown: int, window: int, killed: bool
+    config, tmp_path: Path, reuse: tuple[int, int, int], killed: bool
 ) -> None:
+    max_uses, cooldown, window = reuse
     settings = config(
         f"replay.max_uses={max_uses}", f"replay.cooldown={cooldown}", f"staleness.reorder_window={window}"
     )

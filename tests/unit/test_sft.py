@@ -189,6 +189,7 @@ def test_the_held_out_loss_is_told_when_the_settings_say(
     assert offline.changes({"loss_sft": 2.0}, after) == [f"held out: loss sft 2.000 -> {count:.3f}"]
 
 
+@pytest.mark.slow
 def test_the_picture_shows_the_held_out_loss() -> None:
     rows = [{"step": i, "train/loss/sft": 3.0 - 0.1 * i} for i in range(1, 9)]
     rows += [{"step": i, "eval/held_out/loss_sft": 3.0 - 0.1 * i} for i in (0, 8)]

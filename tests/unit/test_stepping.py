@@ -20,6 +20,7 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("decay", "spared"),
     [
@@ -129,6 +130,7 @@ def test_compiled_layers_take_the_same_steps(make, gradient_checkpointing):
     assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
 
 
+@pytest.mark.slow
 def test_offloaded_weights_take_the_same_steps(make):
     check_close(two_steps(make, cpu_offload=True), two_steps(make))
 

@@ -56,6 +56,7 @@ def test_parquet_file_and_folder(tmp_path):
         build(name="parquet", path=str(tmp_path / "none"))
 
 
+@pytest.mark.slow
 def test_hugging_face_dataset_on_disk(tmp_path):
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list(questions(4))
@@ -168,6 +169,7 @@ def test_a_pass_rate_runs():
     assert taskset.state_dict()["pass_rates"] == {"0": 0.25}
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     order=st.sampled_from(["shuffle", "sequential", "easy_to_hard", "adaptive"]),

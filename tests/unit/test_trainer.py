@@ -18,6 +18,7 @@ from leeway.trainer.trainer import StalenessError, Trainer
 from leeway.types import NO_VERSION, Trajectory, batch_trajectories
 from leeway.weights import Manifest, WeightSyncError, digest_of, read_bucket
 
+from ..tiers import slow_but_for
 from ..trainers import (
     CANARY,
     OPTIMIZER,
@@ -39,7 +40,7 @@ from ..trainers import (
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("max_tokens", [10_000, 40, 1])
+@pytest.mark.parametrize("max_tokens", slow_but_for([40], [10_000, 40, 1]))
 def test_logprobs_and_entropy_are_those_of_transformers_on_each_sequence_alone(
     make, model_path, temperature, max_tokens
 ):

@@ -31,6 +31,7 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for n, p in parameters}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_trainer_that_begins_again_is_a_new_trainer_bit_for_bit(make, model_path, tmp_path, tied):
     other = {

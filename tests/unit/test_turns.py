@@ -151,6 +151,7 @@ def test_turns_that_nobody_named_are_the_runs_of_sampled_tokens() -> None:
     assert turns_of(Trajectory(**{**vars(masked), "loss_mask": [False] * 2})) == []
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=8), min_size=1, max_size=5))
 def test_both_sides_count_the_same_turns(masks: list[list[bool]]) -> None:
