@@ -146,8 +146,9 @@ jail. {compiling} of them compile text on the way to a verdict: an answer reache
 *Attacks* is the most that any of {attacks} answers that solve nothing is paid (code, `nan`, empty lists, towers of
 powers): what is above 0 there is the library's mark for the form, or for text that is part of the answer. *CPU* is the
 processor time of a verdict in ms, of all processes together, for the dataset's own answer; two cores give 2000 / CPU
-verdicts a second. *Stricter* than the library: see the last column. With `task.options`, these datasets are made anew
-for each verdict, because it may depend on them: {settings}.
+verdicts a second. *Stricter* than the library: see the last column.
+
+With `task.options`, these datasets are made anew for each verdict, which may depend on them: {settings}.
 
 | dataset | scored | right | attacks | CPU | |
 |---|---|---|---|---|---|"""

@@ -68,7 +68,7 @@ async def judge(
         _user(
             _filled(
                 prompt,
-                question=_question(task),
+                question=question_of(task),
                 reference=reference,
                 response=_marked(text),
                 max_score=f"{max_score:g}",
@@ -105,7 +105,7 @@ async def rubric(
         raise ValueError(f"rubric: task {task.task_id} has the weights {found}; expected numbers, some above 0")
     if not text.strip():
         return 0.0
-    question = _question(task)
+    question = question_of(task)
     answers = await all_or_none(
         models[model].chat(_user(_filled(prompt, question=question, response=_marked(text), criterion=criterion)))
         for criterion in weights
@@ -127,11 +127,11 @@ async def reward_model(
     template: str = "{question}\n{response}",
 ) -> float:
     """What a sequence classifier says of question and response: the number of class `label` (the last one)."""
-    scores = await models[model].classify(_filled(template, question=_question(task), response=_inert(text)))
+    scores = await models[model].classify(_filled(template, question=question_of(task), response=_inert(text)))
     return scores[label]
 
 
-def _question(task: Task) -> str:
+def question_of(task: Task) -> str:
     if isinstance(task.prompt, str):
         return task.prompt
     return "\n".join(f"{m['role']}: {m['content']}" for m in task.prompt)

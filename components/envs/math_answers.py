@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 
 MAX_ANSWER_CHARS = 600
 MAX_PARTS = 60
@@ -503,6 +504,8 @@ _NO_PRODUCT = words(
     lcm max min det but yes cm mm
     """
 )
+_TAKES_BRACES = re.compile(r"\\sqrt *(?:\[[^\]]{0,40}\])? *"), re.compile(r"\^ *")
+_ARGUMENT = re.compile(r"-?\d+|-?[A-Za-z]")
 _TOKEN = re.compile(r"\\[A-Za-z]+|[A-Za-z]|\d+|[-+*/^_!|(){}\[\].:' ]")
 
 
@@ -514,13 +517,7 @@ def to_latex(text: str) -> str | None:
     """
     if len(text) > 400 or re.search(r"\d\s+[\d.]|\d_", text):
         return None
-    text = text.replace("**", "^").replace("\\left", "").replace("\\right", "")
-    text = re.sub(r"(?<![A-Za-z\\])([A-Za-z]{2,})", _named, text)
-    text = re.sub(r"\\(?:times|cdot)(?![A-Za-z])", "*", text)
-    braced = _braced(text)
-    if braced is None:
-        return None
-    text = re.sub(r"(?<![\d.])(\d*)\.(\d+)", _as_fraction, braced)
+    text = _spelled(text)
     depth = powers = at = 0
     while at < len(text):
         found = _TOKEN.match(text, at)
@@ -538,6 +535,31 @@ def to_latex(text: str) -> str | None:
     return text if depth == 0 and powers <= 40 and not nested and "!!!" not in text else None
 
 
+@lru_cache(maxsize=1024)
+def written(text: str) -> str:
+    """A formula, or any text, with its formulas written in one way: fractions with a stroke, no signs that say nothing.
+
+    It says how something is written, not what it is worth.
+    """
+    text = re.sub(r"\\div(?![A-Za-z])", "/", _spelled(plain(text)))
+    text = text.replace(" ", "")
+    for _ in range(4):  # innermost first
+        text = re.sub(r"\^\{(\w+)\}", r"^\1", text)
+        text = re.sub(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"(\1)/(\2)", text)
+        text = re.sub(r"(?<![\w)}])\((\\?\w+)\)(?![\w(])", r"\1", text)
+    text = re.sub(r"\{(\w+)\}", r"\1", text)
+    return re.sub(r"(?<!\d)\*|\*(?!\d)", "", text).lstrip("+")
+
+
+def _spelled(text: str) -> str:
+    """Names as commands, one sign for each operation, roots and powers with braces, decimals as fractions."""
+    text = text.replace("**", "^").replace("\\left", "").replace("\\right", "")
+    text = re.sub(r"(?<![A-Za-z\\])([A-Za-z]{2,})", _named, text)
+    text = re.sub(r"\\(?:times|cdot)(?![A-Za-z])", "*", text)
+    text = re.sub(r"\\frac *(\d) *(\d)", r"\\frac{\1}{\2}", text)
+    return re.sub(r"(?<![\d.])(\d*)\.(\d+)", _as_fraction, _braced(text))
+
+
 def _named(found: re.Match[str]) -> str:
     """A word of letters: a function, a constant, or a product of letters."""
     word = found.group(1)
@@ -552,46 +574,30 @@ def _named(found: re.Match[str]) -> str:
     return word if len(word) <= 3 and lower not in _NO_PRODUCT else " ? "  # no token: an English word is no formula
 
 
-def _braced(text: str) -> str | None:
+def _braced(text: str) -> str:
     """sqrt(2) as \\sqrt{2}, x^10 as x^{10}, x^(n+1) as x^{n+1}."""
-    for command in ("\\sqrt", "^"):
+    for command in _TAKES_BRACES:
+        opened: list[int] = []
+        closing: dict[int, int] = {}
+        for bracket in re.finditer(r"[()]", text):
+            if bracket.group() == "(":
+                opened.append(bracket.start())
+            elif opened:
+                closing[opened.pop()] = bracket.start()
         out, at = [], 0
-        while True:
-            found = text.find(command, at)
-            if found < 0:
-                out.append(text[at:])
-                break
-            end = found + len(command)
-            out.append(text[at:end])
-            while end < len(text) and text[end] == " ":
-                end += 1
-            if command == "\\sqrt" and text[end : end + 1] == "[":
-                close = text.find("]", end)
-                if close < 0:
-                    return None
-                out.append(text[end : close + 1])
-                end = close + 1
-            if text[end : end + 1] == "(":
-                close = _closing_round(text, end)
-                if close is None:
-                    return None
-                out.append("{" + text[end + 1 : close] + "}")
-                end = close + 1
-            elif plain_power := re.compile(r"-?\d+|-?[A-Za-z]").match(text, end):
-                out.append("{" + plain_power.group() + "}")
-                end = plain_power.end()
-            at = end
-        text = "".join(out)
+        for found in command.finditer(text):
+            if found.start() < at:
+                continue
+            out.append(text[at : found.start()] + found.group().replace(" ", ""))
+            at = found.end()
+            if at in closing:
+                out.append("{" + text[at + 1 : closing[at]] + "}")
+                at = closing[at] + 1
+            elif argument := _ARGUMENT.match(text, at):
+                out.append("{" + argument.group() + "}")
+                at = argument.end()
+        text = "".join(out) + text[at:]
     return text
-
-
-def _closing_round(text: str, begin: int) -> int | None:
-    depth = 0
-    for i in range(begin, len(text)):
-        depth += 1 if text[i] == "(" else -1 if text[i] == ")" else 0
-        if depth == 0:
-            return i
-    return None
 
 
 def _as_fraction(found: re.Match[str]) -> str:

@@ -4,6 +4,9 @@ What is equal: numbers by value (a decimal with six digits or more may stand for
 formulas by their values at fixed points; lists, sets and unions in any order; tuples and intervals with the same
 brackets, in order; equations and inequalities that differ by a factor; "x = 5" and 5; "5 cm" and 5, not 5 m;
 50% and 50 and 0.5; words apart from case. Everything else is equal only if it is written the same, apart from spaces.
+
+An answer must also be finished. It is evaluated as far as the gold is: 12*7+3 and 174/2 are not 87, and 2x < 6 is not
+x < 3. And it says more than the question: (x-1)(x+1) is not x^2-1 where that is what was to be expanded.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import cast
 
-from .math_answers import FLIPPED, Leaf, Many, Node, Relation, Values, boxes, delivered, plain, read, to_latex
+from .math_answers import FLIPPED, Leaf, Many, Node, Relation, Values, boxes, delivered, plain, read, to_latex, written
 
 _CONTEXT = Context(prec=60, Emax=10**12, Emin=-(10**12))
 _TOLERANCE = Decimal("1e-40")
@@ -27,7 +30,16 @@ Point = str | Fraction | tuple[Decimal, Decimal]
 """A formula's value at one of the points: exact, as (real, imaginary), or the name of an infinity."""
 
 
-def is_right(gold: str, completion: str, values: Values) -> bool:
+_POWER = r"\^(?:\d+|\{[-+]?\d+\})"
+_BASE = r"(?:\d+|\([-+]?\d+(?:/\d+)?\))"
+_EVALUATED = re.compile(rf"[-+]?(?:{_BASE}(?:{_POWER})?|{_BASE}\*?10{_POWER}|\d+!!?|\\binom\d+)")
+"""As `written`: what may stand for a number besides its digits. One power, a power of ten times a number, a factorial,
+a binomial coefficient."""
+_OF_POWERS = re.compile(rf"[-+]?\(?\d+(?:{_POWER})?\)?/\(?\d+(?:{_POWER})?\)?")
+MAX_QUESTION_CHARS = 20_000
+
+
+def is_right(gold: str, completion: str, values: Values, question: str = "") -> bool:
     """Whether `completion` gives the answer `gold`. `values` is called at most twice, for formulas only."""
     gold = gold_text(gold)
     if not gold:
@@ -43,7 +55,9 @@ def is_right(gold: str, completion: str, values: Values) -> bool:
     first, second = read(gold), read(answer)
     if first is None or second is None:
         return False
-    return _Comparison(first, second, values).same(first, second)
+    if isinstance(first, Relation) and isinstance(second, Relation) and _repeats(answer, gold, question):
+        return False
+    return _Comparison(first, second, values, question).same(first, second)
 
 
 @lru_cache(maxsize=4096)
@@ -63,7 +77,8 @@ def _squeezed(text: str) -> str:
 class _Comparison:
     """Of two answers; the values of all formulas in them are computed once, before."""
 
-    def __init__(self, first: Node, second: Node, values: Values) -> None:
+    def __init__(self, first: Node, second: Node, values: Values, question: str) -> None:
+        self._question = question
         self._values: dict[str, list[Point] | None] = {}
         gold, answer = (list(dict.fromkeys(_formulas(node))) for node in (first, second))
         if not gold and not answer:
@@ -78,7 +93,7 @@ class _Comparison:
         if isinstance(gold, Many) and isinstance(answer, Many):
             return self._same_many(gold, answer)
         if isinstance(gold, Leaf) and isinstance(answer, Leaf):
-            return self._same_leaf(gold, answer)
+            return self._same_leaf(gold, answer) and self._is_finished(gold, answer)
         return False
 
     # -- many values
@@ -123,10 +138,9 @@ class _Comparison:
         gold, answer = self._shortened(gold), self._shortened(answer)
         if isinstance(gold, Relation) and isinstance(answer, Relation):
             return self._same_relations(gold, answer)
-        if isinstance(gold, Relation) and isinstance(answer, Many):
-            return self._is_interval(gold, answer)
-        if isinstance(answer, Relation) and isinstance(gold, Many):
-            return self._is_interval(answer, gold)
+        if isinstance(gold, Many) or isinstance(answer, Many):
+            first, second = (_as_interval(node) if isinstance(node, Relation) else node for node in (gold, answer))
+            return isinstance(first, Many) and isinstance(second, Many) and self._same_many(first, second)
         relation, other = (gold, answer) if isinstance(gold, Relation) else (answer, gold)
         if not isinstance(relation, Relation):
             return self.same(relation, other)
@@ -139,13 +153,14 @@ class _Comparison:
         """A chain of equalities as its two ends; one without a name, if it is true, as its value."""
         if not isinstance(node, Relation) or set(node.signs) != {"="}:
             return node
-        if _name_of(node) is None and all(self.same(node.sides[-1], side) for side in node.sides[:-1]):
-            return node.sides[-1]
-        if len(node.sides) > 2 and _is_name(node.sides[0]):
-            values = node.sides[1:]
-            if all(self.same(values[-1], value) for value in values[:-1]):
-                return Relation((node.sides[0], values[-1]), ("=",))
-        return node
+        name = node.sides[0] if len(node.sides) > 2 and _is_name(node.sides[0]) else None
+        if name is None and _name_of(node) is not None:
+            return node
+        values = [side for side in node.sides if side is not name]
+        if not all(isinstance(value, Leaf) and self._same_leaf(cast(Leaf, values[-1]), value) for value in values):
+            return node
+        result = next((value for value in reversed(values) if cast(Leaf, value).exact is not None), values[-1])
+        return result if name is None else Relation((name, result), ("=",))
 
     def _same_relations(self, gold: Relation, answer: Relation) -> bool:
         flipped = tuple(FLIPPED[sign] for sign in reversed(gold.signs))
@@ -153,7 +168,7 @@ class _Comparison:
             return True
         if flipped == answer.signs and self._in_order(gold.sides[::-1], answer.sides):
             return True
-        if len(gold.signs) != 1 or len(answer.signs) != 1:
+        if len(gold.signs) != 1 or len(answer.signs) != 1 or _is_solved(gold):
             return False
         factor = self._factor(gold, answer)
         if factor is None:
@@ -173,24 +188,6 @@ class _Comparison:
                 return None
             ratios.append(_CONTEXT.divide(a[0], b[0]))
         return ratios[0] if all(_close(ratio, ratios[0]) for ratio in ratios) else None
-
-    def _is_interval(self, relation: Relation, many: Many) -> bool:
-        """Whether "2 < x <= 5" is (2, 5], or "x > 3" is (3, infinity)."""
-        sides, signs = relation.sides, relation.signs
-        if signs[0] in (">", "\\ge"):
-            sides, signs = sides[::-1], tuple(FLIPPED[sign] for sign in reversed(signs))
-        if many.kind != "tuple" or len(many.parts) != 2 or any(sign not in ("<", "\\le") for sign in signs):
-            return False
-        if len(signs) == 2 and _is_name(sides[1]):
-            ends, open_or_closed = (sides[0], sides[2]), signs
-        elif len(signs) == 1 and _is_name(sides[0]):
-            ends, open_or_closed = (Leaf("formula", "-\\infty"), sides[1]), ("<", signs[0])
-        elif len(signs) == 1 and _is_name(sides[1]):
-            ends, open_or_closed = (sides[0], Leaf("formula", "\\infty")), (signs[0], "<")
-        else:
-            return False
-        brackets = ("(" if open_or_closed[0] == "<" else "[") + (")" if open_or_closed[1] == "<" else "]")
-        return brackets == many.brackets and self._in_order(ends, many.parts)
 
     # -- one value
 
@@ -222,10 +219,75 @@ class _Comparison:
             first, second = first * len(second), second * len(first)
         return all(map(_same_point, first, second))
 
+    def _is_finished(self, gold: Leaf, answer: Leaf) -> bool:
+        """Of an answer with the gold's value: whether it is evaluated as far, and does not repeat the question."""
+        if gold.kind in ("word", "broken"):
+            return True
+        first, second = ((self._at_points(leaf) or [""])[0] for leaf in (gold, answer))
+        if (
+            isinstance(first, Fraction)
+            and _same_point(first, second)  # neither rounds the other
+            and _is_evaluated(gold, first)
+            and not _is_evaluated(answer, first)
+        ):
+            return False
+        in_digits = all(leaf.kind == "number" and not _is_quotient(leaf) for leaf in (gold, answer))
+        if in_digits and gold.percent == answer.percent:
+            return True
+        return not _repeats(answer.text + "%" * answer.percent, gold.text + "%" * gold.percent, self._question)
+
     def _at_points(self, leaf: Leaf) -> list[Point] | None:
         if leaf.exact is None:
             return self._values.get(leaf.text)
         return [leaf.exact]
+
+
+def _as_interval(relation: Relation) -> Many | None:
+    """(2, 5] of "2 < x <= 5", (3, infinity) of "x > 3"."""
+    sides, signs = relation.sides, relation.signs
+    if signs[0] in (">", "\\ge"):
+        sides, signs = sides[::-1], tuple(FLIPPED[sign] for sign in reversed(signs))
+    if any(sign not in ("<", "\\le") for sign in signs):
+        return None
+    if len(signs) == 2 and _is_name(sides[1]):
+        ends = (sides[0], sides[2])
+    elif len(signs) == 1 and _is_name(sides[0]):
+        ends, signs = (Leaf("formula", "-\\infty"), sides[1]), ("<", *signs)
+    elif len(signs) == 1 and _is_name(sides[1]):
+        ends, signs = (sides[0], Leaf("formula", "\\infty")), (*signs, "<")
+    else:
+        return None
+    return Many("tuple", ends, ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]"))
+
+
+def _is_evaluated(leaf: Leaf, value: Fraction) -> bool:
+    """Whether a leaf of this value is the number itself, or what may stand for it."""
+    if leaf.exact is not None:
+        return leaf.exact.denominator != 1 or not _is_quotient(leaf)
+    text = written(leaf.text)
+    return bool(_EVALUATED.fullmatch(text) or (value.denominator != 1 and _OF_POWERS.fullmatch(text)))
+
+
+def _is_quotient(leaf: Leaf) -> bool:
+    return "/" in leaf.text or "frac" in leaf.text
+
+
+def _repeats(answer: str, gold: str, question: str) -> bool:
+    """Whether an answer stands in the question, where the gold is written in another way."""
+    text = written(answer)
+    if not question or text == written(gold) or not re.search(r"[^\w ?]", text):
+        return False
+    return (
+        re.search(rf"(?<![\w.]){re.escape(text)}(?![\w^!]|\.\d)", written(question[-MAX_QUESTION_CHARS:])) is not None
+    )
+
+
+def _is_solved(relation: Relation) -> bool:
+    """Whether it says what a name is, or is not, without another letter."""
+    for name, value in (relation.sides, relation.sides[::-1]):
+        if _is_name(name) and isinstance(value, Leaf) and not re.search(r"(?<![\\A-Za-z])[A-Za-z]", value.text):
+            return True
+    return False
 
 
 def _formulas(node: Node) -> list[str]:

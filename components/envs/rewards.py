@@ -16,7 +16,7 @@ from .code_tests import code_tests
 from .guarded import ScorerPool
 from .importing import import_user_object, is_user_name
 from .jail import why_not
-from .judges import judge, reward_model, rubric
+from .judges import judge, question_of, reward_model, rubric
 from .math_compare import is_right
 
 Reward = Callable[[Task, str], float]
@@ -44,9 +44,10 @@ def reasoning_gym(task: Task, text: str) -> float:
 def math_verify(task: Task, text: str) -> float:
     """1.0 when the completion's answer ("\\boxed{...}", else what it ends with) equals the task's, or 0.0.
 
+    An answer that leaves work to do which the task's has done (12*7+3 for 87), or repeats the question, earns 0.0.
     See `math_answers` and `math_compare`. Formulas are computed in a process of their own, with 2 s of processor time.
     """
-    return float(is_right(task.answer, text[-MAX_CHECKED_CHARS:], _math_pool.values))
+    return float(is_right(task.answer, text[-MAX_CHECKED_CHARS:], _math_pool.values, question_of(task)))
 
 
 # `blocking` tells SingleTurn to call the function in a thread, because it may wait for another process.
