@@ -40,7 +40,7 @@ def buffer_of(P: int, *, T: int) -> ReplayBuffer:
 
 def group_of(group_id: int, *, num_trajectories: int = 2, tokens: int = 2) -> Group:
     rng = random.Random(group_id)
-    return Group(
+    return Group.of(
         group_id=group_id,
         task_id=str(group_id),
         trajectories=[

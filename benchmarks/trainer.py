@@ -69,6 +69,8 @@ class Batch:
     advantages: torch.Tensor
     num_sequences: torch.Tensor
     num_tokens: torch.Tensor
+    prompt_tensors: None = None
+    token_tensors: None = None
 
 
 def make_batch(data: str, vocab_size: int, *, num_groups: int, group_size: int, median: int, seed: int = 0) -> Batch:

@@ -14,7 +14,7 @@ import torch
 from .advantages import grpo_advantage, mean_advantage, per_group
 
 if TYPE_CHECKING:
-    from ..types import Group, Trajectory, Turn
+    from ..types import Trajectory, Turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,13 +28,13 @@ class Turns:
     rewards: torch.Tensor  # float32 [M], what the environment paid for the turn
 
     @classmethod
-    def of(cls, groups: Sequence[Group]) -> Turns:
-        """Those of a take, in its order."""
+    def of(cls, groups: Sequence[Sequence[Trajectory]]) -> Turns:
+        """Those of the trajectories of each group of a take, in its order."""
         owners, states, rewards = [], [], []
         numbers: dict[tuple[int, object], int] = {}
         index = 0
         for g, group in enumerate(groups):
-            for trajectory in group.trajectories:
+            for trajectory in group:
                 for turn in turns_of(trajectory):
                     owners.append(index)
                     states.append(numbers.setdefault((g, turn.state), len(numbers)))
@@ -98,9 +98,11 @@ def discounted_returns(rewards: torch.Tensor, trajectories: torch.Tensor, *, gam
     return returns
 
 
-def num_turns(trajectory: Trajectory) -> int:
-    """Runs of tokens that the policy sampled."""
-    return sum(m and not before for m, before in zip(trajectory.loss_mask, [False, *trajectory.loss_mask]))  # noqa: B905
+def num_turns(loss_mask: torch.Tensor, lengths: torch.Tensor) -> int:
+    """Runs of tokens that the policy sampled, of all conversations: mask [S] and response lengths [C] of samples."""
+    before = torch.cat([loss_mask.new_zeros(1), loss_mask])[:-1]
+    before[(torch.cumsum(lengths, 0) - lengths)[lengths > 0]] = False  # a conversation does not go on from another
+    return int((loss_mask & ~before).sum())
 
 
 def turns_of(trajectory: Trajectory) -> list[Turn]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import math
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import ContextVar
+from numbers import Real
 from typing import Any, TypeVar
 
+import torch
+
 from ..envs.base import ended_by_own_code
+from ..samples import Samples, laid
 from ..types import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -137,8 +139,8 @@ def reason_of(error: BaseException) -> str:
     return f"{said} ({frames[-1].filename}:{frames[-1].lineno})" if frames else said
 
 
-def checked(trajectories: Any, *, group_size: int, max_model_len: int, versions: set[int]) -> list[Trajectory]:
-    """What an environment returned, if it is what it must be; raises TypeError or ValueError that says what is wrong.
+def checked(trajectories: Any, *, group_size: int, max_model_len: int, versions: set[int]) -> Samples:
+    """What an environment returned, as tensors; raises TypeError or ValueError that says what is wrong with it.
 
     Sampled tokens must have a finite logprob and one of the `versions` that this rollout's own requests came back with:
     any other would break the lag bound, or be waited for.
@@ -149,27 +151,45 @@ def checked(trajectories: Any, *, group_size: int, max_model_len: int, versions:
         raise ValueError(
             f"rollout() returned {len(trajectories)} trajectories; expected policy.group_size = {group_size}"
         )
+    for t in trajectories:
+        if wrong := [name for name, value in t.metrics.items() if not isinstance(value, Real)]:
+            raise TypeError(
+                f"rollout() returned the metric {wrong[0]} = {t.metrics[wrong[0]]!r:.40}; expected a number"
+            )
+        if not isinstance(t.text, str) or not isinstance(t.finish_reason, str):
+            raise TypeError("rollout() returned a trajectory whose text or finish_reason is not text")
     for t in (conversation for trajectory in trajectories for conversation in trajectory.conversations()):
         length = len(t.prompt_tokens) + len(t.response_tokens)
         if length > max_model_len:
             raise ValueError(
                 f"rollout() returned a trajectory of {length} tokens; rollout.max_model_len is {max_model_len}"
             )
-        # Whole lists at a time: this runs on the event loop, for every token.
-        tokens = [*t.prompt_tokens, *t.response_tokens]
-        if set(map(type, tokens)) != {int} or min(tokens) < 0:
-            raise TypeError("rollout() returned tokens that are no whole numbers from 0; expected token ids (int)")
-        if not math.isfinite(sum(itertools.compress(t.behavior_logprobs, t.loss_mask))):
-            worst = next(p for p in t.behavior_logprobs if not math.isfinite(p))
-            raise ValueError(f"rollout() returned a token with logprob {worst}; expected what generate() gave")
-        unknown = set(itertools.compress(t.policy_versions, t.loss_mask)) - versions
-        if unknown:
-            raise ValueError(
-                f"rollout() returned a sampled token of version {min(unknown)}; expected what generate() gave in this "
-                f"rollout: {sorted(versions)}"
-            )
-    if not any(any(t.loss_mask) for t in trajectories):
+    try:
+        samples = laid(trajectories)
+    except (OverflowError, TypeError) as error:
+        raise TypeError(f"{_NO_TOKENS} ({error})") from None
+    if any((samples[name] < 0).any() for name in ("prompt_tokens", "response_tokens")):
+        raise TypeError(_NO_TOKENS)
+    sampled = samples["loss_mask"]
+    logprobs = samples["behavior_logprobs"][sampled]
+    if not bool(logprobs.isfinite().all()):
+        worst = logprobs[~logprobs.isfinite()][0].item()
+        raise ValueError(f"rollout() returned a token with logprob {worst}; expected what generate() gave")
+    own = samples["policy_versions"][sampled]
+    unknown = own[~torch.isin(own, torch.tensor(sorted(versions), dtype=own.dtype))]
+    if len(unknown):
+        raise ValueError(
+            f"rollout() returned a sampled token of version {int(unknown.min())}; expected what generate() gave in "
+            f"this rollout: {sorted(versions)}"
+        )
+    if not len(logprobs):
         raise ValueError(
             "rollout() returned trajectories of which no token was sampled by the policy; nothing to train on"
         )
-    return trajectories
+    return samples
+
+
+_NO_TOKENS = (
+    "rollout() returned tokens that are no whole numbers from 0, or one without a logprob, version or mask; "
+    "expected token ids (int), and what generate() gave for each"
+)

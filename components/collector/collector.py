@@ -15,14 +15,15 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 from torchrl.collectors import BaseCollector
 
 from ..config.inputs import EvalSampling
 from ..envs.base import all_or_none
-from ..types import Admission, Group, Task, Trajectory
+from ..group import Group
+from ..samples import Samples, sampled_versions
+from ..types import Admission, Task, Trajectory
 from ..weights import WeightSyncError
 from .awaited import Awaited, unless
 from .checks import TookTooLong, checked, reason_of, until_ended, within
@@ -225,14 +226,15 @@ class Collector(BaseCollector):
         the last one's reason where all of them fail and not `all_may_fail`.
         """
 
-        def attempts(task: Task, clock: RolloutClock) -> Awaitable[list[Trajectory]]:
-            return self._attempts(
+        async def attempts(task: Task, clock: RolloutClock) -> list[Trajectory]:
+            trajectories, _ = await self._attempts(
                 task,
                 clock=clock,
                 group_size=group_size,
                 temperature=temperature,
                 max_response_tokens=max_response_tokens,
             )
+            return trajectories
 
         groups = await self._each(tasks, attempts, num_sequences=group_size, at_most=self._settings.max_in_flight)
         failures = [group for group in groups if isinstance(group, RolloutFailed)]
@@ -330,9 +332,10 @@ class Collector(BaseCollector):
             )
 
         try:
-            return await self._attempts(
+            trajectories, _ = await self._attempts(
                 task, clock=clock, group_size=sampling.samples, temperature=sampling.temperature, policy_of=policy
             )
+            return trajectories
         finally:
             self._num_evaluated += 1
 
@@ -350,19 +353,22 @@ class Collector(BaseCollector):
                 ]
                 if s.greedy_baseline:
                     rollouts.append(attempts(clock=self._rollout_clock(), group_size=1, temperature=0.0))
-                trajectories, *greedy = await all_or_none(rollouts)
+                (trajectories, samples), *greedy = await all_or_none(rollouts)
                 environment_s = clock.idle_s
         except RolloutFailed as failure:
             await self._fail(admission, str(failure))
             return None
-        group = Group(
+        group = Group.of(
+            trajectories,
+            samples=samples,
             group_id=admission.group_id,
             task_id=admission.task.task_id,
-            trajectories=[*trajectories, *(t for ts in greedy for t in ts)],
             attempt=admission.attempt,
+            greedy_reward=greedy[0][0][0].reward if greedy else None,
             environment_s=environment_s,
         )
-        oldest, newest = group.policy_versions()
+        versions = [group.policy_versions(), *(sampled_versions(alone) for _, alone in greedy)]
+        oldest, newest = min(old for old, _ in versions), max(new for _, new in versions)
         if oldest < admission.min_policy_version:
             raise WeightSyncError(
                 "version",
@@ -373,8 +379,6 @@ class Collector(BaseCollector):
             )
         with self._clock.doing("withheld"):
             await self._weight_sync.until_verified(newest)
-        if greedy:
-            group = replace(group, trajectories=trajectories, greedy_reward=greedy[0][0].reward)
         return group
 
     async def _admit_when_serving(self, limit: int) -> list[Admission]:
@@ -392,8 +396,8 @@ class Collector(BaseCollector):
         admission: Admission | None = None,
         max_response_tokens: int | None = None,
         policy_of: Callable[[int], EnginePolicy] | None = None,
-    ) -> list[Trajectory]:
-        """The trajectories of one task, tried again `retries` times; raises `RolloutFailed` after the last.
+    ) -> tuple[list[Trajectory], Samples]:
+        """The trajectories of one task, also as tensors, tried again `retries` times; then raises `RolloutFailed`.
 
         `admission`: of an admitted group, whose retries are counted and whose samples may be seeded. `policy_of`: what
         each attempt samples from, where that is not the policy as it is trained. `clock` hears of
@@ -422,9 +426,10 @@ class Collector(BaseCollector):
                     trajectories = await within(
                         s.timeout_s, rollout, counted_s=lambda: clock.counted_s, going_on=self._going_on
                     )
-                return checked(
+                samples = checked(
                     trajectories, group_size=group_size, max_model_len=s.max_model_len, versions=policy.versions
                 )
+                return trajectories, samples
             except EngineLost as error:
                 raise EngineLost(str(error)) from None
             except Exception as error:

@@ -15,13 +15,14 @@ import ray
 from ..algorithms.pieces import advantage_of
 from ..config import Config, derive
 from ..failures import Watched, as_text
+from ..group import Group
 from ..monitor.logs import log_to_file
 from ..tasks.examples import expert_source, expert_tasks
 from ..tasks.prompting import Prompter
 from ..tasks.queue_tasks import QueueTaskSet
 from ..tasks.taskset import build_taskset
 from ..tasks.truncate import truncated
-from ..types import Admission, Group, Task, Trajectory
+from ..types import Admission, Task, Trajectory
 from .admission import AdmissionRule
 from .assemble import Assembler, RewardShaping, pass_rate
 from .buffer import ReplayBuffer, ServedTake
@@ -267,7 +268,7 @@ class ReplayBufferActor(Watched):
     async def sample_batch(self, trajectories: list[Trajectory], group_size: int) -> tuple[list[Any], dict[str, float]]:
         """Rank shares of a take made from these trajectories, to measure the trainer's speed; nothing is stored."""
         groups = [
-            Group(group_id=i, task_id="", trajectories=trajectories[i : i + group_size])
+            Group.of(trajectories[i : i + group_size], group_id=i, task_id="")
             for i in range(0, len(trajectories), group_size)
         ]
         # All in one step, including trajectories without an advantage: speed is measured per token.

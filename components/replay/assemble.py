@@ -10,10 +10,37 @@ import torch
 from ..algorithms.advantages import AdvantageFunction
 from ..algorithms.shaping import overlong_penalty, rank_penalty
 from ..algorithms.turns import TurnAdvantage, Turns, by_token, num_turns
-from ..types import Group, TrainBatch, Trajectory, batch_trajectories
+from ..group import Group
+from ..samples import Samples, end_to_end, joined, laid, picked, prompt_keys, token_index
+from ..train_batch import TrainBatch, batch_samples
+from ..types import Trajectory
 
-Advantage = float | list[float]
-"""Of a trajectory: one for all of its tokens, or one per token."""
+
+@dataclass(frozen=True)
+class Advantages:
+    """Those of a group. `readable` [G]: of each trajectory, one for all of its tokens, or one for each."""
+
+    by_token: torch.Tensor  # float32 [S]
+    is_not_zero: torch.Tensor  # bool [C]
+    readable: list[float] | list[list[float]]
+
+    @classmethod
+    def of_trajectories(cls, group: Group, values: torch.Tensor) -> Advantages:
+        """`values` [G]: of all tokens of a trajectory."""
+        each = values[group.samples["trajectory"]]
+        by_token = torch.repeat_interleave(each.float(), group.samples["response_lengths"])
+        return cls(by_token, each != 0, values.tolist())
+
+    @classmethod
+    def of_tokens(cls, group: Group, trajectories: Sequence[Trajectory], values: list[list[float]]) -> Advantages:
+        """`values` [G]: of each token of a main conversation. Others get one number, its mean over sampled tokens."""
+        by_token, is_not_zero = [], []
+        for t, own in zip(trajectories, values, strict=True):
+            sampled = [a for a, trained in zip(own, t.loss_mask, strict=True) if trained]
+            mean = sum(sampled) / max(1, len(sampled))
+            by_token += [own, *([mean] * len(other.response_tokens) for other in t.others)]
+            is_not_zero += [any(own), *[mean != 0.0] * len(t.others)]
+        return cls(end_to_end(by_token, torch.float32), torch.tensor(is_not_zero), values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +59,7 @@ class Take:
 
 
 def rewards_of(group: Group) -> torch.Tensor:
-    return torch.tensor([t.reward for t in group.trajectories], dtype=torch.float32)
+    return torch.tensor(group.rewards, dtype=torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +76,10 @@ class RewardShaping:
     def __call__(self, group: Group) -> torch.Tensor:
         rewards = rewards_of(group)
         if self.rank_penalty:
-            logprobs = torch.tensor([sum(t.behavior_logprobs) for t in group.trajectories])
+            logprobs = torch.tensor(group.logprob_sums())
             rewards = rank_penalty(rewards, logprobs, strength=self.rank_penalty)
         if self.overlong_buffer_tokens:
-            lengths = torch.tensor([len(t.response_tokens) for t in group.trajectories], dtype=torch.float32)
+            lengths = group.lengths.float()
             rewards = rewards + overlong_penalty(
                 lengths, max_tokens=self.max_response_tokens, buffer_tokens=self.overlong_buffer_tokens
             )
@@ -82,150 +109,145 @@ class Assembler:
     def __call__(self, index: int, groups: Sequence[Group], reused: Sequence[Group] = ()) -> Take:
         """The take of these groups and of reused ones; metrics and rollouts cover only the new ones."""
         every = [*groups, *reused]
-        advantages = self._advantages(every)
+        parts = dict(zip((g.group_id for g in every), self._advantages(every), strict=True))
         steps = [every[i :: self.updates_per_take] for i in range(self.updates_per_take)]
-        batches = [self._step(step, advantages) for step in steps]
-        in_pass = sum(_num_pass_tokens(b) for step in batches for b in step)
+        batches = [self._step(step, [parts[g.group_id] for g in step]) for step in steps]
+        in_pass = sum(num_pass_tokens(b) for step in batches for b in step)
+        own = [parts[g.group_id] for g in groups]
         return Take(
             index=index,
             group_ids=[g.group_id for g in every],
             batches=batches,
-            metrics=_take_metrics(groups, advantages)
+            metrics=_take_metrics(groups, own)
             | {"train/tokens_in_pass": float(in_pass), "train/reused_groups": float(len(reused))},
-            rollouts=_readable(groups, advantages, self.rollouts_per_take),
+            rollouts=_readable(groups, own, self.rollouts_per_take),
         )
 
-    def _advantages(self, groups: Sequence[Group]) -> dict[int, list[Advantage]]:
+    def _advantages(self, groups: Sequence[Group]) -> list[Advantages]:
         shaped = [self.shaping(g) for g in groups]
-        sizes = [len(g.trajectories) for g in groups]
+        sizes = [len(g) for g in groups]
         indices = torch.repeat_interleave(torch.arange(len(groups)), torch.tensor(sizes))
         if isinstance(self.advantage, TurnAdvantage):
-            turns = Turns.of(groups)
+            lists = [g.trajectories() for g in groups]
+            turns = Turns.of(lists)
             of_turns = self.advantage(torch.cat(shaped), indices, turns)
             num_turns_each = torch.bincount(turns.trajectories, minlength=sum(sizes)).tolist()
             parts = iter(torch.split(of_turns, num_turns_each))
-            return {g.group_id: [by_token(t, next(parts).tolist()) for t in g.trajectories] for g in groups}
+            return [
+                Advantages.of_tokens(g, own, [by_token(t, next(parts).tolist()) for t in own])
+                for g, own in zip(groups, lists, strict=True)
+            ]
         advantages = torch.split(self.advantage(torch.cat(shaped), indices), sizes)
-        return {g.group_id: a.tolist() for g, a in zip(groups, advantages, strict=True)}
+        return [Advantages.of_trajectories(g, a) for g, a in zip(groups, advantages, strict=True)]
 
-    def _step(self, groups: Sequence[Group], advantages: dict[int, list[Advantage]]) -> list[TrainBatch]:
-        pairs = [
-            pair
-            for g in groups
-            for t, a in zip(g.trajectories, advantages[g.group_id], strict=True)
-            for pair in [(t, a), *((other, _of_whole(t, a)) for other in t.others)]
-        ]
-        num_tokens = sum(sum(t.loss_mask) for t, _ in pairs)
-        num_sequences = sum(num_turns(t) for t, _ in pairs) if self.count_turns else len(pairs)
-        if self.skip_zero_advantage:
+    def _step(self, groups: Sequence[Group], parts: Sequence[Advantages]) -> list[TrainBatch]:
+        samples = joined([g.samples for g in groups]) if groups else laid([])
+        by_token = torch.cat([p.by_token for p in parts]) if parts else torch.empty(0)
+        num_tokens = int(samples["loss_mask"].sum())
+        num_sequences = len(samples["response_lengths"])
+        if self.count_turns:
+            num_sequences = num_turns(samples["loss_mask"], samples["response_lengths"])
+        if self.skip_zero_advantage and groups:
             # Their gradient is exactly zero; the counts above keep everyone else's weight as it was.
-            pairs = [(t, a) for t, a in pairs if not _is_zero(a)]
+            kept = torch.cat([p.is_not_zero for p in parts]).nonzero().flatten().tolist()
+            by_token = by_token[token_index(samples, kept)]
+            samples = picked(samples, kept)
         if self.experts is not None and groups:
-            experts = self.experts()
-            share_of_token = 1 / sum(sum(t.loss_mask) for t in experts)
-            pairs += [(t, share_of_token) for t in experts]
+            experts = laid(self.experts())
+            share_of_token = 1 / int(experts["loss_mask"].sum())
+            by_token = torch.cat([by_token, torch.full((len(experts["loss_mask"]),), share_of_token)])
+            samples = joined([samples, experts])
         return [
-            batch_trajectories(
-                [t for t, _ in share], [a for _, a in share], num_sequences=num_sequences, num_tokens=num_tokens
+            batch_samples(
+                picked(samples, share),
+                by_token[token_index(samples, share)],
+                num_sequences=num_sequences,
+                num_tokens=num_tokens,
             )
-            for share in split_evenly(pairs, self.num_ranks)
+            for share in split_evenly(samples, self.num_ranks)
         ]
 
 
-def _is_zero(advantage: Advantage) -> bool:
-    return not any(advantage) if isinstance(advantage, list) else advantage == 0.0
+def split_evenly(samples: Samples, num_shares: int) -> list[list[int]]:
+    """Split conversations into shares of nearly equal work: largest first, each to the lightest share so far.
 
-
-def split_evenly(
-    pairs: Sequence[tuple[Trajectory, Advantage]], num_shares: int
-) -> list[list[tuple[Trajectory, Advantage]]]:
-    """Split into shares of nearly equal work: largest first, each to the lightest share so far. Deterministic.
-
-    Trajectories of one prompt stay together, because a rank computes their shared prompt once. If that would give a
-    share a twentieth more work than the mean, they are split into smaller pieces.
+    Deterministic. Those of one prompt stay together, because a rank computes their shared prompt once. If that would
+    give a share a twentieth more work than the mean, they are split into smaller pieces.
     """
     if num_shares == 1:
-        return [list(pairs)]
-    clusters: dict[tuple[int, ...], list[tuple[Trajectory, Advantage]]] = {}
-    for pair in pairs:
-        clusters.setdefault(tuple(pair[0].prompt_tokens), []).append(pair)
+        return [list(range(len(samples["prompt_lengths"])))]
+    prompt_lengths, response_lengths = samples["prompt_lengths"].tolist(), samples["response_lengths"].tolist()
+    clusters: dict[bytes, list[int]] = {}
+    for conversation, key in enumerate(prompt_keys(samples)):
+        clusters.setdefault(key, []).append(conversation)
+
+    def work(piece: list[int]) -> int:
+        return prompt_lengths[piece[0]] + sum(response_lengths[c] for c in piece)
+
     size = max((len(c) for c in clusters.values()), default=1)
     while True:
         pieces = [c[i : i + size] for c in clusters.values() for i in range(0, len(c), size)]
-        shares: list[list[tuple[Trajectory, Advantage]]] = [[] for _ in range(num_shares)]
+        shares: list[list[int]] = [[] for _ in range(num_shares)]
         loads = [0] * num_shares
-        for piece in sorted(pieces, key=lambda piece: -num_pass_tokens(piece)):
+        for piece in sorted(pieces, key=lambda piece: -work(piece)):
             lightest = loads.index(min(loads))
             shares[lightest] += piece
-            loads[lightest] += num_pass_tokens(piece)
+            loads[lightest] += work(piece)
         if size == 1 or max(loads) * num_shares <= 1.05 * sum(loads):
             return shares
         size = -(-size // 2)
 
 
-def num_pass_tokens(pairs: Sequence[tuple[Trajectory, Advantage]]) -> int:
-    """Tokens that go through the model for trajectories of one prompt."""
-    return len(pairs[0][0].prompt_tokens) + sum(len(t.response_tokens) for t, _ in pairs)
-
-
-def _of_whole(trajectory: Trajectory, advantage: Advantage) -> float:
-    """One number for a trajectory with per-token advantages: their mean over the sampled tokens."""
-    if not isinstance(advantage, list):
-        return advantage
-    sampled = [a for a, trained in zip(advantage, trajectory.loss_mask, strict=True) if trained]
-    return sum(sampled) / max(1, len(sampled))
-
-
-def _num_pass_tokens(batch: TrainBatch) -> int:
+def num_pass_tokens(batch: TrainBatch) -> int:
     """Tokens of a share that go through the model: a prompt that several trajectories share counts once."""
-    prompts = {p.numpy().tobytes(): len(p) for p in torch.split(batch.prompt_tokens, batch.prompt_lengths.tolist())}
+    prompts = dict(zip(prompt_keys(batch), batch.prompt_lengths.tolist(), strict=True))
     return sum(prompts.values()) + len(batch.response_tokens)
 
 
 def pass_rate(group: Group) -> float:
     """Share of right answers: the mean of "exact_match", or of the rewards between 0 and 1 if there is none."""
-    values = [t.metrics.get("exact_match", min(max(t.reward, 0.0), 1.0)) for t in group.trajectories]
+    each = zip(group.metrics, group.rewards, strict=True)
+    values = [metrics.get("exact_match", min(max(reward, 0.0), 1.0)) for metrics, reward in each]
     return sum(values) / len(values)
 
 
-def _take_metrics(groups: Sequence[Group], advantages: dict[int, list[Advantage]]) -> dict[str, float]:
-    trajectories = [t for g in groups for t in g.trajectories]
-    rewards = torch.tensor([t.reward for t in trajectories])
-    lengths = torch.tensor([len(t.response_tokens) for t in trajectories], dtype=torch.float32)
-    zero = sum(all(_is_zero(a) for a in advantages[g.group_id]) for g in groups)
+def _take_metrics(groups: Sequence[Group], advantages: Sequence[Advantages]) -> dict[str, float]:
+    rewards = torch.tensor([r for g in groups for r in g.rewards])
+    lengths = torch.cat([g.lengths for g in groups]).float()
+    zero = sum(not a.is_not_zero[g.mains].any() for g, a in zip(groups, advantages, strict=True))
     metrics = {
         "train/reward/mean": rewards.mean().item(),
         "train/reward/std": rewards.std(correction=0).item(),
-        "train/sequences": float(len(trajectories)),
+        "train/sequences": float(len(rewards)),
         "train/response_tokens/mean": lengths.mean().item(),
         "train/response_tokens/max": lengths.max().item(),
         "train/response_tokens/total": lengths.sum().item(),
         "train/zero_advantage_frac": zero / len(groups),
-        "train/truncated_frac": sum(t.finish_reason == "length" for t in trajectories) / len(trajectories),
+        "train/truncated_frac": sum(r == "length" for g in groups for r in g.finish_reasons) / len(rewards),
     }
     outside = [g.environment_s for g in groups]
     metrics |= {"train/environment_s/mean": sum(outside) / len(groups), "train/environment_s/max": max(outside)}
     greedy = [g.greedy_reward for g in groups if g.greedy_reward is not None]
     if greedy:
         metrics["train/reward/greedy"] = sum(greedy) / len(greedy)
-    names = sorted({name for t in trajectories for name in t.metrics})
-    for name in names:
-        values = [t.metrics[name] for t in trajectories if name in t.metrics]
+    every = [m for g in groups for m in g.metrics]
+    for name in sorted({name for own in every for name in own}):
+        values = [own[name] for own in every if name in own]
         # A name with a path ("rewards/format", "env/turns") keeps it; a bare name is a measure of the answer.
         metrics[f"train/{name}" if "/" in name else f"train/accuracy/{name}"] = sum(values) / len(values)
     return metrics
 
 
-def _readable(groups: Sequence[Group], advantages: dict[int, list[Advantage]], limit: int) -> list[dict]:
+def _readable(groups: Sequence[Group], advantages: Sequence[Advantages], limit: int) -> list[dict]:
     """At most `limit` trajectories, spread evenly over the take."""
-    every = [(g, i) for g in groups for i in range(len(g.trajectories))]
+    every = [(g, a, i) for g, a in zip(groups, advantages, strict=True) for i in range(len(g))]
     count = min(limit, len(every))
     chosen = [every[k * len(every) // count] for k in range(count)]
-    return [_row(g, i, advantages[g.group_id][i]) for g, i in chosen]
+    return [_row(g, i, a.readable[i]) for g, a, i in chosen]
 
 
-def _row(group: Group, index: int, advantage: Advantage) -> dict:
-    t = group.trajectories[index]
+def _row(group: Group, index: int, advantage: float | list[float]) -> dict:
+    (t,) = group.selected([index]).trajectories()
     return {
         "group_id": group.group_id,
         "task_id": group.task_id,

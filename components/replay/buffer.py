@@ -23,8 +23,9 @@ from typing import Any, TypeVar
 
 import torchrl.data
 
+from ..group import Group
 from ..tasks.queue_tasks import NoTaskYet
-from ..types import Admission, Group, Task
+from ..types import Admission, Task
 from .admission import AdmissionRule
 from .ledger import GroupState, Ledger
 from .lengths import LengthMeter
@@ -206,7 +207,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
                 continue
             self._ledger.move(group.group_id, GroupState.GENERATED)
             self._let_go(group.group_id)
-            self._place[group.group_id] = self.add(result)
+            self._place[group.group_id] = self.add(result.packed().clone())  # not to hold a part of the object store
             self._window.finish(group.group_id, worth=self._priority(result) if self._priority else 0.0)
             self._lost_in_a_row = 0
             self._last_reasons.clear()
@@ -527,7 +528,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     def _consume(self, group_ids: list[int]) -> list[Group]:
         places = [self._place.pop(g) for g in group_ids]
         self._chosen_sampler.chosen = places
-        groups: list[Group] = self.sample(len(places))
+        groups = [Group.unpacked(tensors) for tensors in self.sample(len(places)).unbind(0)]
         self._slot_writer.release(places)
         self.lengths.trained(groups)
         for group_id in group_ids:

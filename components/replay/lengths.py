@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from ..types import Group
+from ..group import Group
 
 
 class LengthMeter:
@@ -20,11 +20,11 @@ class LengthMeter:
         self._trained: Counter[int] = Counter()
 
     def generated(self, group: Group) -> None:
-        self._generated.update(_lengths(group))
+        self._generated.update(group.lengths.tolist())
 
     def trained(self, groups: Iterable[Group]) -> None:
         for group in groups:
-            self._trained.update(_lengths(group))
+            self._trained.update(group.lengths.tolist())
 
     def metrics(self) -> dict[str, float]:
         """Mean trained minus mean generated in tokens, and the largest difference of the two distributions' shares.
@@ -42,10 +42,6 @@ class LengthMeter:
             "replay/length_bias/mean_tokens": _mean(self._trained) - _mean(self._generated),
             "replay/length_bias/distance": distance,
         }
-
-
-def _lengths(group: Group) -> list[int]:
-    return [len(t.response_tokens) for t in group.trajectories]
 
 
 def _mean(lengths: Counter[int]) -> float:

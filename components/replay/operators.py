@@ -14,19 +14,19 @@ from dataclasses import replace
 from typing import Any
 
 from ..envs.importing import import_user_object, is_user_name
-from ..types import NO_VERSION, Group, Trajectory
+from ..group import Group
 
 Operator = Callable[[Group], Group | str | None]
 
 
 def filter_zero_variance(group: Group) -> str | None:
     """Leave out groups whose rewards are all equal: they teach nothing if rewards are compared within a group."""
-    return "equal rewards" if len({t.reward for t in group.trajectories}) == 1 else None
+    return "equal rewards" if len(set(group.rewards)) == 1 else None
 
 
 def filter_reward(group: Group, *, min: float = float("-inf"), max: float = float("inf")) -> str | None:
     """Leave out groups whose mean reward is outside of `min` .. `max` (both included): too hard, or too easy."""
-    mean = sum(t.reward for t in group.trajectories) / len(group.trajectories)
+    mean = sum(group.rewards) / len(group)
     return None if min <= mean <= max else "mean reward out of range"
 
 
@@ -35,13 +35,10 @@ def mask_truncated(group: Group, *, reasons: Sequence[str] = ("length",)) -> Gro
 
     DAPO's overlong filtering (Yu et al. 2025, section 3.4). A group with only such trajectories is left out.
     """
-    cut = [t.finish_reason in reasons for t in group.trajectories]
+    cut = [reason in reasons for reason in group.finish_reasons]
     if all(cut):
         return "all truncated"
-    if not any(cut):
-        return None
-    trajectories = [masked(t) if is_cut else t for t, is_cut in zip(group.trajectories, cut, strict=True)]
-    return replace(group, trajectories=trajectories)
+    return group.masked(cut) if any(cut) else None
 
 
 def shape_reward(
@@ -57,9 +54,8 @@ def shape_reward(
     def shaped(reward: float) -> float:
         return _between(scale * reward + offset, min, max)
 
-    trajectories = [replace(t, reward=shaped(t.reward)) for t in group.trajectories]
     greedy = None if group.greedy_reward is None else shaped(group.greedy_reward)
-    return replace(group, trajectories=trajectories, greedy_reward=greedy)
+    return replace(group, rewards=[shaped(r) for r in group.rewards], greedy_reward=greedy)
 
 
 def prefer_short(group: Group, *, weight: float = 0.1, right: float = 1.0) -> Group | None:
@@ -68,27 +64,26 @@ def prefer_short(group: Group, *, weight: float = 0.1, right: float = 1.0) -> Gr
 
     The length reward of Kimi k1.5 (arXiv 2501.12599, section 2.3.3). Tokens are those that the policy sampled.
     """
-    lengths = [sum(t.loss_mask) for t in group.trajectories]
-    fewest, most = sorted(lengths)[0], sorted(lengths)[-1]
+    lengths = sorted(group.sampled_counts())
+    fewest, most = lengths[0], lengths[-1]
     if fewest == most:
         return None
-    trajectories = []
-    for t, tokens in zip(group.trajectories, lengths, strict=True):
+    rewards = []
+    for reward, tokens in zip(group.rewards, group.sampled_counts(), strict=True):
         bonus = 0.5 - (tokens - fewest) / (most - fewest)
-        bonus = bonus if t.reward >= right or bonus < 0 else 0.0
-        trajectories.append(replace(t, reward=t.reward + weight * bonus))
-    return replace(group, trajectories=trajectories)
+        bonus = bonus if reward >= right or bonus < 0 else 0.0
+        rewards.append(reward + weight * bonus)
+    return replace(group, rewards=rewards)
 
 
 def dedupe(group: Group) -> Group | str | None:
     """Keep one trajectory of those with the same tokens; leave out a group with a single distinct answer."""
-    first: dict[tuple[int, ...], Trajectory] = {}
-    for t in group.trajectories:
-        first.setdefault(tuple(t.response_tokens), t)
-    unique = list(first.values())
-    if len(unique) == 1:
+    first: dict[bytes, int] = {}
+    for index, key in enumerate(group.response_keys()):
+        first.setdefault(key, index)
+    if len(first) == 1:
         return "one answer only"
-    return replace(group, trajectories=unique) if len(unique) < len(group.trajectories) else None
+    return group.selected(list(first.values())) if len(first) < len(group) else None
 
 
 OPERATORS: dict[str, Callable[..., Group | str | None]] = {
@@ -119,7 +114,7 @@ class Pipeline:
             if isinstance(result, str):
                 self._filtered[_short(name)] += 1
                 return result
-            self._changed[_short(name)] += result != group
+            self._changed[_short(name)] += result is not group and result != group
             group = result
         return group
 
@@ -129,13 +124,6 @@ class Pipeline:
             **{f"replay/filtered_by/{name}": float(count) for name, count in self._filtered.items()},
             **{f"replay/changed_by/{name}": float(count) for name, count in self._changed.items()},
         }
-
-
-def masked(trajectory: Trajectory) -> Trajectory:
-    """The same trajectory with all tokens masked, in all of its conversations."""
-    num = len(trajectory.response_tokens)
-    nothing = {"loss_mask": [False] * num, "behavior_logprobs": [0.0] * num, "policy_versions": [NO_VERSION] * num}
-    return replace(trajectory, **nothing, others=[])
 
 
 def _resolve(name: str, options: dict[str, Any]) -> Operator:
@@ -163,7 +151,7 @@ def _checked(result: Any, group: Group, name: str) -> Group | str:
         raise TypeError(
             f"operator {name} returned {result!r:.80}; expected the group, None, or a text (why it is left out)"
         )
-    if not any(any(t.loss_mask) for t in result.trajectories):
+    if not result.samples["loss_mask"].any():
         return "nothing left to train on"
     return result
 

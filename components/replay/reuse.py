@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..envs.importing import import_user_object, is_user_name
-from ..types import Group
+from ..group import Group
 
 Priority = Callable[[Group], float]
 """How valuable a group is to train on; larger values come first."""
@@ -21,11 +21,11 @@ Priority = Callable[[Group], float]
 
 def spread(group: Group) -> float:
     """The standard deviation of its rewards: groups that are all right or all wrong teach nothing."""
-    return statistics.pstdev(t.reward for t in group.trajectories)
+    return statistics.pstdev(group.rewards)
 
 
 def mean_reward(group: Group) -> float:
-    return statistics.fmean(t.reward for t in group.trajectories)
+    return statistics.fmean(group.rewards)
 
 
 def newest(group: Group) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torchrl.data import ListStorage
+from torchrl.data import LazyStackStorage
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.writers import Writer
 
@@ -80,6 +80,6 @@ class ChosenSampler(Sampler):
         pass
 
 
-def make_storage(capacity: int) -> ListStorage:
-    """A list: torchrl's tensor storages reject ragged trajectories."""
-    return ListStorage(max_size=capacity)
+def make_storage(capacity: int) -> LazyStackStorage:
+    """A list of TensorDicts: torchrl's other storages of tensors reject ragged ones."""
+    return LazyStackStorage(max_size=capacity)

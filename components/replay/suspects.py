@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..envs.signs import IN_TEXT, signs_in
-from ..types import Group, Task
+from ..group import Group
+from ..types import Task
 
 SIGNS = (*IN_TEXT, "too_short", "same_answer", "collapse")
 MAX_ROWS = 32
@@ -72,12 +73,15 @@ class SuspectWatch:
 
     def delivered(self, task: Task, group: Group) -> None:
         """Remembers what scored full. Microseconds: this runs on an event loop."""
+        each = zip(
+            group.texts, group.rewards, group.metrics, group.sampled_counts(), group.lengths.tolist(), strict=True
+        )
         full = [
-            _Answer(task, group.group_id, index, t.text, t.reward, t.loss_mask.count(True), False not in t.loss_mask)
-            for index, t in enumerate(group.trajectories)
-            if t.metrics.get("exact_match", float(t.reward >= self._solved)) >= 1.0
+            _Answer(task, group.group_id, index, text, reward, num_sampled, num_sampled == length)
+            for index, (text, reward, metrics, num_sampled, length) in enumerate(each)
+            if metrics.get("exact_match", float(reward >= self._solved)) >= 1.0
         ]
-        self._new.append(([t.reward for t in group.trajectories], full))
+        self._new.append((group.rewards, full))
 
     def inspect(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """(metrics, at most `MAX_ROWS` rows to list), of the groups since the last call."""

@@ -393,6 +393,8 @@ class _Probe:
             behavior_logprobs=none,
             policy_versions=none.long(),
             advantages=none,
+            prompt_tensors=None,
+            token_tensors=None,
         )
 
 

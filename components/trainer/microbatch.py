@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ..samples import further, prompt_keys, ranges, starts
 from .layout import Layout, Segment, make_layout
 
 if TYPE_CHECKING:  # the benchmark runs where tensordict is not installed
@@ -16,6 +16,14 @@ if TYPE_CHECKING:  # the benchmark runs where tensordict is not installed
 
 Packing = Literal["shared", "packed", "padded"]
 """Sequences back to back in one row, those of one prompt sharing it; back to back only; or each in a padded row."""
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """The rows of one prompt tensor, of the prompts of a microbatch in the order in which these stand in it."""
+
+    values: torch.Tensor  # [rows of all of them, ...]
+    lengths: torch.Tensor  # int64 [prompts]
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,8 @@ class Microbatch:
     proximal_logprobs: torch.Tensor  # float32 [S]; the behaviour ones where no objective asks for them
     reference_logprobs: torch.Tensor  # float32 [S]; the behaviour ones where no objective asks for them
     places: torch.Tensor  # int64 [S], where each token is in the batch
+    token_tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # [S, ...]
+    prompt_tensors: dict[str, PromptRows] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> Microbatch:
         moved = {
@@ -48,7 +58,16 @@ class Microbatch:
             for name, value in vars(self).items()
             if isinstance(value, torch.Tensor)
         }
-        return replace(self, **moved, layout=None if self.layout is None else self.layout.to(device))
+        return replace(
+            self,
+            **moved,
+            layout=None if self.layout is None else self.layout.to(device),
+            token_tensors={name: t.to(device, non_blocking=True) for name, t in self.token_tensors.items()},
+            prompt_tensors={
+                name: PromptRows(rows.values.to(device, non_blocking=True), rows.lengths.to(device))
+                for name, rows in self.prompt_tensors.items()
+            },
+        )
 
 
 def cut(
@@ -107,62 +126,60 @@ class _Sequences:
     def __init__(self, batch: TrainBatch, scored: dict[str, torch.Tensor]) -> None:
         self.batch = batch
         self.scored = scored
-        self.tokens = torch.cat([batch.prompt_tokens, batch.response_tokens])
+        self.tokens = torch.cat([batch.prompt_tokens, batch.response_tokens]).long()
         self.prompt_lengths: list[int] = batch.prompt_lengths.tolist()
         self.response_lengths: list[int] = batch.response_lengths.tolist()
         self.lengths = [p + r for p, r in zip(self.prompt_lengths, self.response_lengths, strict=True)]
-        self.prompt_starts = _starts(self.prompt_lengths)
-        self.response_starts = _starts(self.response_lengths)
+        self.prompt_starts = starts(self.prompt_lengths)
+        self.response_starts = starts(self.response_lengths)
         self.first_response = self.prompt_starts[-1]
+        self.prompt_keys = prompt_keys(batch)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def prompt(self, i: int) -> torch.Tensor:
-        return self.batch.prompt_tokens[self.prompt_starts[i] : self.prompt_starts[i + 1]]
-
     def by_prompt(self) -> list[list[int]]:
         """Sequences with the same prompt together, in the order in which the prompts first appear."""
         clusters: dict[bytes, list[int]] = {}
-        data, item = self.batch.prompt_tokens.numpy().tobytes(), self.batch.prompt_tokens.element_size()
-        for i, (start, stop) in enumerate(itertools.pairwise(self.prompt_starts)):
-            clusters.setdefault(data[start * item : stop * item], []).append(i)
+        for i, key in enumerate(self.prompt_keys):
+            clusters.setdefault(key, []).append(i)
         return list(clusters.values())
 
     def runs(self, indices: Sequence[int], *, shared: bool) -> list[list[int]]:
         """These sequences in order, with neighbours grouped if they have the same prompt and it is `shared`."""
         clusters: list[list[int]] = []
         for i in indices:
-            if shared and clusters and torch.equal(self.prompt(i), self.prompt(clusters[-1][0])):
+            if shared and clusters and self.prompt_keys[i] == self.prompt_keys[clusters[-1][0]]:
                 clusters[-1].append(i)
             else:
                 clusters.append([i])
         return clusters
 
-    def fields(self, chunk: Sequence[int]) -> dict[str, torch.Tensor]:
+    def fields(self, chunk: Sequence[int]) -> dict[str, Any]:
         """The per-token fields of a microbatch of these sequences, in this order."""
         lengths = [self.response_lengths[i] for i in chunk]
-        places = _ranges([self.response_starts[i] for i in chunk], lengths)
+        places = ranges([self.response_starts[i] for i in chunk], lengths)
         return {
-            "targets": self.batch.response_tokens[places],
+            "targets": self.batch.response_tokens[places].long(),
             "segments": torch.repeat_interleave(torch.arange(len(chunk)), torch.tensor(lengths)),
             "mask": self.batch.loss_mask[places],
             "behavior_logprobs": self.batch.behavior_logprobs[places],
-            "policy_versions": self.batch.policy_versions[places],
+            "policy_versions": self.batch.policy_versions[places].long(),
             "advantages": self.batch.advantages[places],
             "places": places,
             **{name: logprobs[places] for name, logprobs in self.scored.items()},
+            "token_tensors": {name: tensor[places] for name, tensor in further(self.batch, "token_tensors").items()},
         }
 
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    return list(itertools.accumulate(lengths, initial=0))
-
-
-def _ranges(starts: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-    """start, start + 1, ... of each length, end to end; one call, because there may be thousands of short ones."""
-    offsets = torch.tensor(starts, dtype=torch.int64) - torch.tensor(_starts(lengths)[:-1], dtype=torch.int64)
-    return torch.repeat_interleave(offsets, torch.tensor(lengths, dtype=torch.int64)) + torch.arange(sum(lengths))
+    def prompt_tensors(self, prompts: Sequence[int]) -> dict[str, PromptRows]:
+        """Those of the prompts of these sequences, in this order."""
+        chosen = {}
+        for name, tensor in further(self.batch, "prompt_tensors").items():
+            lengths: list[int] = tensor["lengths"].tolist()
+            first = starts(lengths)
+            rows = ranges([first[i] for i in prompts], [lengths[i] for i in prompts])
+            chosen[name] = PromptRows(tensor["values"][rows], tensor["lengths"][torch.tensor(prompts)])
+        return chosen
 
 
 # ------------------------------------------------------------------------------------------------------- packed
@@ -234,21 +251,22 @@ def _pack(sequences: _Sequences, clusters: list[list[int]]) -> Microbatch:
             end += own
     order = [i for cluster in clusters for i in cluster]
     return Microbatch(
-        input_ids=sequences.tokens[_ranges(sources, lengths)][None],
-        position_ids=_ranges(positions, lengths)[None],
+        input_ids=sequences.tokens[ranges(sources, lengths)][None],
+        position_ids=ranges(positions, lengths)[None],
         layout=make_layout(segments),
         attention_mask=None,
         rows=_rows(firsts, others, [sequences.response_lengths[i] for i in order]),
         **sequences.fields(order),
+        prompt_tensors=sequences.prompt_tensors([cluster[0] for cluster in clusters]),
     )
 
 
 def _rows(firsts: list[int], others: list[int], response_lengths: list[int]) -> torch.Tensor:
     """Where each response token is predicted from: the first at `firsts`, the next ones from `others` on."""
-    rows = _ranges([start - 1 for start in others], response_lengths)
+    rows = ranges([start - 1 for start in others], response_lengths)
     real = [k for k, length in enumerate(response_lengths) if length]
-    starts = _starts(response_lengths)
-    rows[[starts[k] for k in real]] = torch.tensor([firsts[k] for k in real], dtype=torch.int64)
+    begins = starts(response_lengths)
+    rows[[begins[k] for k in real]] = torch.tensor([firsts[k] for k in real], dtype=torch.int64)
     return rows
 
 
@@ -278,7 +296,7 @@ def _pad(sequences: _Sequences, chunk: list[int]) -> Microbatch:
         input_ids[b, :prompt] = sequences.tokens[sequences.prompt_starts[i] :][:prompt]
         input_ids[b, prompt : prompt + response] = sequences.tokens[source : source + response]
         firsts.append(b * width + prompt - 1)
-    rows = _ranges(firsts, [sequences.response_lengths[i] for i in chunk])
+    rows = ranges(firsts, [sequences.response_lengths[i] for i in chunk])
     lengths = torch.tensor([sequences.lengths[i] for i in chunk])
     mask = (torch.arange(width) < lengths[:, None]).long()
     return Microbatch(
@@ -288,4 +306,5 @@ def _pad(sequences: _Sequences, chunk: list[int]) -> Microbatch:
         attention_mask=mask,
         rows=rows,
         **sequences.fields(chunk),
+        prompt_tensors=sequences.prompt_tensors(chunk),
     )

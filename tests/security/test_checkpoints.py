@@ -11,12 +11,12 @@ import random
 import re
 import shutil
 import sys
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -24,12 +24,15 @@ from leeway.config.model_files import damage
 from leeway.config.run_weights import newest_weights
 from leeway.driver.checkpoints import check_whole, newest_state
 from leeway.failures import Refused
+from leeway.group import Group
 from leeway.integrity import DamagedFileError, check_folder, read_sealed, sealed, sums_of
 from leeway.replay import saved_groups
+from leeway.samples import by_path, json_tensor
 from leeway.trainer.checkpoint import CheckpointError, _tensors, read_about, read_state
 from leeway.trainer.convert import convert
 from leeway.trainer.rng import rng_state
 from leeway.trainer.trainer import Trainer
+from leeway.types import Trajectory
 
 from ..unit.test_checkpoint import free_address, save_model, settings_of, step_batch
 
@@ -360,21 +363,61 @@ def test_states_of_generators_that_would_be_read_beyond_are_refused(trainer, fol
         trainer.load_state(str(path))
 
 
+def as_text(tensors: dict[str, torch.Tensor]) -> str:
+    return base64.b64encode(safetensors.torch.save(tensors)).decode()
+
+
+def crafted(**changed: torch.Tensor) -> dict[str, torch.Tensor]:
+    """One used group of two answers, with something wrong in it."""
+    attempt = Trajectory(
+        prompt_tokens=[1],
+        response_tokens=[2],
+        loss_mask=[True],
+        behavior_logprobs=[-1.0],
+        policy_versions=[0],
+        reward=1.0,
+        finish_reason="stop",
+        text="",
+    )
+    tensors = by_path(Group.of([attempt, attempt], group_id=0, task_id="t").packed()) | changed
+    return {"used": json_tensor([[0.0, 0, 1, 0]]), **{f"0/{name}": tensor for name, tensor in tensors.items()}}
+
+
+@pytest.mark.honest
+def test_an_honest_group_comes_back():
+    (used,) = saved_groups.groups_from_text(as_text(crafted()))
+    assert used.group.rewards == [1.0, 1.0]
+
+
 @pytest.mark.attack
 @pytest.mark.parametrize(
     "text",
     [
-        base64.b64encode(zlib.compress(b"[" + b" " * (1 << 22) + b"]")).decode(),
-        base64.b64encode(zlib.compress(b"[{}]")).decode(),
-        base64.b64encode(zlib.compress(b"[" * 100_000)).decode(),
-        base64.b64encode(zlib.compress(b'[{"group": "x"}]')).decode(),
-        base64.b64encode(b"no zip").decode(),
+        base64.b64encode((10 << 30).to_bytes(8, "little") + b"{}").decode(),
+        as_text({"used": json_tensor([[0.0, 0, 1, 0]])}),
+        as_text({"used": torch.frombuffer(bytearray(b"[" * 100_000), dtype=torch.uint8)}),
+        as_text({"used": json_tensor([[0.0, 0, 1, 0]]), "0/beside": json_tensor("x")}),
+        as_text(crafted(response_lengths=torch.tensor([3, -1]))),
+        as_text(crafted(response_lengths=torch.tensor([1 << 40, 1]))),
+        as_text(crafted(prompt_tokens=torch.tensor([0.5, 0.5]))),
+        as_text(crafted(trajectory=torch.tensor([0, 7]))),
+        base64.b64encode(pickle.dumps([])).decode(),
         "no base64 \u00e9",
     ],
-    ids=["a zip bomb", "no group", "lists without an end", "a group that is text", "no zip", "no base64"],
+    ids=[
+        "a header of ten gigabytes",
+        "no group",
+        "lists without an end",
+        "a group that is text",
+        "a length below 0",
+        "a length beyond the tokens",
+        "tokens that are no whole numbers",
+        "an owner that is none",
+        "a pickle",
+        "no base64",
+    ],
 )
-def test_groups_that_are_none_are_refused(monkeypatch, text):
-    monkeypatch.setattr(saved_groups, "MAX_BYTES", 1 << 20)
+def test_groups_that_are_none_are_refused(text):
     with pytest.raises(Refused, match="used_groups of the checkpoint: no groups"):
         saved_groups.groups_from_text(text)
 

@@ -12,6 +12,7 @@ import torch
 from leeway.algorithms.advantages import grpo_advantage
 from leeway.algorithms.pieces import advantage_of
 from leeway.replay.assemble import Assembler, Take, split_evenly
+from leeway.samples import laid
 from leeway.types import NO_VERSION, Group, TrainBatch, Trajectory, batch_trajectories
 
 
@@ -36,7 +37,7 @@ def random_groups(rng: random.Random, number: int, size: int) -> list[Group]:
     for group_id in range(number):
         kind = rng.choice(("mixed", "mixed", "equal"))
         groups.append(
-            Group(
+            Group.of(
                 group_id=group_id,
                 task_id=f"task-{group_id}",
                 trajectories=[
@@ -87,8 +88,8 @@ def test_trajectories_come_out_token_by_token_as_they_went_in():
     found = {row["prompt_tokens"][0]: row for batch in take.batches[0] for row in rows(batch)}
     assert len(found) == 12
     for group in groups:
-        rewards = torch.tensor([t.reward for t in group.trajectories])
-        for t, advantage in zip(group.trajectories, grpo_advantage(rewards).tolist(), strict=True):
+        rewards = torch.tensor([t.reward for t in group.trajectories()])
+        for t, advantage in zip(group.trajectories(), grpo_advantage(rewards).tolist(), strict=True):
             row = found[t.prompt_tokens[0]]
             assert row["prompt_tokens"] == t.prompt_tokens
             assert row["response_tokens"] == t.response_tokens
@@ -100,8 +101,8 @@ def test_trajectories_come_out_token_by_token_as_they_went_in():
 
 def test_advantages_compare_rewards_within_a_group_only():
     groups = [
-        Group(group_id=0, task_id="a", trajectories=[trajectory(1, reward=0.0), trajectory(2, reward=1.0)]),
-        Group(group_id=1, task_id="b", trajectories=[trajectory(3, reward=10.0), trajectory(4, reward=30.0)]),
+        Group.of(group_id=0, task_id="a", trajectories=[trajectory(1, reward=0.0), trajectory(2, reward=1.0)]),
+        Group.of(group_id=1, task_id="b", trajectories=[trajectory(3, reward=10.0), trajectory(4, reward=30.0)]),
     ]
     found = {
         row["prompt_tokens"][0]: row["advantages"][0] for batch in assemble(groups).batches[0] for row in rows(batch)
@@ -112,8 +113,10 @@ def test_advantages_compare_rewards_within_a_group_only():
 
 def test_skipping_zero_advantages_leaves_the_counts_of_the_whole_step():
     groups = [
-        Group(group_id=0, task_id="a", trajectories=[trajectory(1, reward=1.0, masked=1), trajectory(2, reward=1.0)]),
-        Group(group_id=1, task_id="b", trajectories=[trajectory(3, reward=0.0), trajectory(4, reward=1.0)]),
+        Group.of(
+            group_id=0, task_id="a", trajectories=[trajectory(1, reward=1.0, masked=1), trajectory(2, reward=1.0)]
+        ),
+        Group.of(group_id=1, task_id="b", trajectories=[trajectory(3, reward=0.0), trajectory(4, reward=1.0)]),
     ]
     skipped, kept = assemble(groups, skip=True).batches[0][0], assemble(groups, skip=False).batches[0][0]
     assert names(skipped) == [3, 4]
@@ -126,12 +129,12 @@ def test_only_exact_zeros_are_skipped():
     trajectories = [
         trajectory(i, reward=r) for i, r in enumerate((0.0, 0.5, 1.0), start=1)
     ]  # the middle one is the mean
-    take = assemble([Group(group_id=0, task_id="a", trajectories=trajectories)])
+    take = assemble([Group.of(group_id=0, task_id="a", trajectories=trajectories)])
     assert names(take.batches[0][0]) == [1, 3]
 
 
 def test_a_step_in_which_nothing_moves_is_an_empty_batch_with_its_counts():
-    groups = [Group(group_id=0, task_id="a", trajectories=[trajectory(1, reward=1.0), trajectory(2, reward=1.0)])]
+    groups = [Group.of(group_id=0, task_id="a", trajectories=[trajectory(1, reward=1.0), trajectory(2, reward=1.0)])]
     take = assemble(groups, ranks=2)
     for batch in take.batches[0]:
         assert (len(batch.prompt_lengths), len(batch.response_tokens), int(batch.num_sequences)) == (0, 0, 2)
@@ -148,49 +151,53 @@ def test_ranks_share_every_trajectory_once_and_evenly(ranks):
         [batches] = assemble(groups, ranks=ranks, skip=False).batches
         assert len(batches) == ranks
         assert Counter(n for b in batches for n in names(b)) == Counter(
-            t.prompt_tokens[0] for g in groups for t in g.trajectories
+            t.prompt_tokens[0] for g in groups for t in g.trajectories()
         )
         loads = [int(b.prompt_lengths.sum() + b.response_lengths.sum()) for b in batches]
-        longest = max(len(t.prompt_tokens + t.response_tokens) for g in groups for t in g.trajectories)
+        longest = max(len(t.prompt_tokens + t.response_tokens) for g in groups for t in g.trajectories())
         assert max(loads) - min(loads) <= longest
         assert len({(int(b.num_sequences), int(b.num_tokens)) for b in batches}) == 1
 
 
 def test_longest_first_keeps_two_long_ones_apart():
-    pairs = [(trajectory(i, reward=0.0, response=n), 1.0) for i, n in enumerate((5, 5, 50, 50, 5, 5), start=1)]
-    loads = [sum(len(t.prompt_tokens + t.response_tokens) for t, _ in share) for share in split_evenly(pairs, 2)]
+    lengths = (5, 5, 50, 50, 5, 5)
+    samples = laid([trajectory(i, reward=0.0, response=n) for i, n in enumerate(lengths, start=1)])
+    loads = [sum(lengths[c] for c in share) for share in split_evenly(samples, 2)]
     assert loads[0] == loads[1]
 
 
-def group_pairs(number: int, lengths: list[int]) -> list[tuple[Trajectory, float]]:
-    """Groups of trajectories with one prompt each and responses of these lengths."""
+def of_prompts(number: int, lengths: list[int]) -> list[Trajectory]:
+    """Trajectories of so many prompts, with responses of these lengths each."""
     return [
-        (dataclasses.replace(trajectory(i, reward=0.0, response=n), prompt_tokens=[i, 0, 0]), 1.0)
+        dataclasses.replace(trajectory(i, reward=0.0, response=n), prompt_tokens=[i, 0, 0])
         for i in range(number)
         for n in lengths
     ]
 
 
 def test_trajectories_of_one_prompt_stay_together_where_the_balance_allows_it():
-    shares = split_evenly(group_pairs(6, [4, 9, 2]), 2)
-    prompts = [{tuple(t.prompt_tokens) for t, _ in share} for share in shares]
+    trajectories = of_prompts(6, [4, 9, 2])
+    shares = split_evenly(laid(trajectories), 2)
+    prompts = [{tuple(trajectories[c].prompt_tokens) for c in share} for share in shares]
     assert not prompts[0] & prompts[1]
     assert [len(share) for share in shares] == [9, 9]
     # One group for two ranks: half of it each.
-    assert [len(share) for share in split_evenly(group_pairs(1, [5, 5, 5, 5]), 2)] == [2, 2]
+    assert [len(share) for share in split_evenly(laid(of_prompts(1, [5, 5, 5, 5])), 2)] == [2, 2]
 
 
 def test_a_shared_prompt_is_counted_once():
-    pairs = group_pairs(2, [4, 5])
+    made = of_prompts(2, [4, 5])
     groups = [
-        Group(group_id=i, task_id="t", trajectories=[dataclasses.replace(t, reward=float(r)) for r, t in enumerate(g)])
-        for i, g in enumerate([[pairs[0][0], pairs[1][0]], [pairs[2][0], pairs[3][0]]])
+        Group.of(
+            group_id=i, task_id="t", trajectories=[dataclasses.replace(t, reward=float(r)) for r, t in enumerate(g)]
+        )
+        for i, g in enumerate([made[:2], made[2:]])
     ]
     assert assemble(groups).metrics["train/tokens_in_pass"] == 2 * (3 + 4 + 5)
 
 
 def test_there_may_be_more_ranks_than_trajectories():
-    groups = [Group(group_id=0, task_id="a", trajectories=[trajectory(1, reward=0.0), trajectory(2, reward=1.0)])]
+    groups = [Group.of(group_id=0, task_id="a", trajectories=[trajectory(1, reward=0.0), trajectory(2, reward=1.0)])]
     [batches] = assemble(groups, ranks=3).batches
     assert sorted(len(b.prompt_lengths) for b in batches) == [0, 1, 1]
 
@@ -201,8 +208,8 @@ def test_updates_of_a_take_use_each_trajectory_once(u):
     take = assemble(groups, u=u, ranks=2, skip=False)
     assert len(take.batches) == u
     seen = Counter(n for step in take.batches for b in step for n in names(b))
-    assert seen == Counter(t.prompt_tokens[0] for g in groups for t in g.trajectories)
-    by_name = {t.prompt_tokens[0]: (g.group_id, t) for g in groups for t in g.trajectories}
+    assert seen == Counter(t.prompt_tokens[0] for g in groups for t in g.trajectories())
+    by_name = {t.prompt_tokens[0]: (g.group_id, t) for g in groups for t in g.trajectories()}
     for step in take.batches:
         used = [by_name[n] for b in step for n in names(b)]
         assert len({g for g, _ in used}) == 6 // u, "a group was torn apart"
@@ -219,7 +226,7 @@ def test_a_short_last_take_still_has_all_its_updates():
 
 def test_metrics_describe_the_whole_take_skipped_trajectories_too():
     groups = [
-        Group(
+        Group.of(
             group_id=0,
             task_id="a",
             trajectories=[
@@ -227,7 +234,7 @@ def test_metrics_describe_the_whole_take_skipped_trajectories_too():
                 trajectory(2, reward=1.0, response=4, metrics={"exact_match": 1.0}),
             ],
         ),
-        Group(
+        Group.of(
             group_id=1,
             task_id="b",
             trajectories=[
@@ -258,7 +265,7 @@ def test_metrics_describe_the_whole_take_skipped_trajectories_too():
 
 def test_oldest_version_ignores_tokens_of_the_environment():
     groups = [
-        Group(
+        Group.of(
             group_id=0,
             task_id="a",
             trajectories=[
@@ -276,7 +283,7 @@ def test_rollouts_are_a_readable_sample_of_the_take():
     assert len(assemble(groups, rollouts=100).rollouts) == 12
     rollouts = assemble(groups, rollouts=6).rollouts
     assert [(r["group_id"], r["sequence_id"]) for r in rollouts] == [(0, 0), (0, 2), (1, 0), (1, 2), (2, 0), (2, 2)]
-    first = groups[0].trajectories[0]
+    first = groups[0].trajectories()[0]
     assert rollouts[0]["text"] == first.text
     assert rollouts[0]["behavior_logprobs"] == first.behavior_logprobs
     assert rollouts[0]["policy_versions"] == first.policy_versions
@@ -292,7 +299,7 @@ def test_the_same_groups_are_always_cut_the_same_way():
 
 def test_all_conversations_of_an_attempt_are_trained_on_with_its_advantage():
     groups = [
-        Group(
+        Group.of(
             group_id=0,
             task_id="t",
             trajectories=[
@@ -322,7 +329,7 @@ def test_further_conversations_get_the_mean_of_advantages_that_differ_by_turn():
         return dataclasses.replace(masked, loss_mask=mask, policy_versions=versions, behavior_logprobs=logprobs)
 
     first = dataclasses.replace(attempt(100, 1.0), others=[trajectory(101, reward=1.0)])
-    group = Group(group_id=0, task_id="t", trajectories=[first, attempt(102, 0.0)])
+    group = Group.of(group_id=0, task_id="t", trajectories=[first, attempt(102, 0.0)])
     take = Assembler(
         advantage=advantage_of("gigpo", {"gamma": 0.5}, eps=1e-6),
         updates_per_take=1,

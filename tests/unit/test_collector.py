@@ -245,8 +245,8 @@ def test_groups_come_out_with_their_ids_tokens_and_versions():
     assert sorted(rig.group_ids) == [0, 1, 2]
     [group] = [g for batch in rig.out for g in batch if g.group_id == 1]
     assert group.task_id == "task-1"
-    assert len(group.trajectories) == 2
-    t = group.trajectories[0]
+    assert len(group.trajectories()) == 2
+    t = group.trajectories()[0]
     assert (t.prompt_tokens, t.response_tokens, t.policy_versions, t.text) == ([1] * 5, [7, 0], [0, 0], "70")
     request = rig.engine.requests[0]
     assert {k: request[k] for k in ("n", "temperature", "max_tokens", "stop_token_ids")} == {

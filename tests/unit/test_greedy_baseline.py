@@ -39,7 +39,7 @@ def test_a_group_brings_the_reward_of_one_greedy_rollout_and_no_token_of_it() ->
     rig = play_to_the_end(Scores(), min_policy_versions=(0, 0), greedy_baseline=True)
     groups = [g for batch in rig.out for g in batch]
     assert [g.greedy_reward for g in groups] == [0.25, 0.25]
-    assert [[t.reward for t in g.trajectories] for g in groups] == [[1.0, 1.0]] * 2
+    assert [[t.reward for t in g.trajectories()] for g in groups] == [[1.0, 1.0]] * 2
     asked = sorted((r["temperature"], r["n"]) for r in rig.engine.requests)
     assert asked == [(0.0, 1), (0.0, 1), (0.7, 2), (0.7, 2)]
     seeds = {r["temperature"]: r["seed"] for r in rig.engine.requests}
@@ -89,7 +89,7 @@ def test_a_greedy_rollout_that_fails_fails_its_group() -> None:
 
 def test_its_reward_is_taken_off_and_a_group_of_one_has_an_advantage() -> None:
     (group,) = random_groups(random.Random(1), 1, 1)
-    group = replace(group, trajectories=[replace(group.trajectories[0], reward=1.0)], greedy_reward=0.25)
+    group = replace(group, rewards=[1.0], greedy_reward=0.25)
     take = Assembler(
         advantage=advantage_of("reward"),
         updates_per_take=1,
@@ -105,7 +105,7 @@ def test_its_reward_is_taken_off_and_a_group_of_one_has_an_advantage() -> None:
 
 def test_rewards_without_a_greedy_completion_stay_as_they_are() -> None:
     (group,) = random_groups(random.Random(2), 1, 4)
-    assert torch.equal(PLAIN(group), torch.tensor([t.reward for t in group.trajectories]))
+    assert torch.equal(PLAIN(group), torch.tensor(group.rewards))
 
 
 def test_reshaped_rewards_are_compared_with_a_reshaped_baseline() -> None:

@@ -29,7 +29,7 @@ def group_of(group_id: int, lengths: list[int]) -> Group:
         )
         for i, n in enumerate(lengths)
     ]
-    return Group(group_id=group_id, task_id=f"task-{group_id}", trajectories=trajectories)
+    return Group.of(group_id=group_id, task_id=f"task-{group_id}", trajectories=trajectories)
 
 
 def distance_by_definition(trained: list[int], generated: list[int]) -> Fraction:
@@ -107,7 +107,7 @@ def test_a_buffer_that_loses_nothing_ends_without_bias() -> None:
 
 def test_a_filter_that_selects_by_length_is_seen() -> None:
     def too_long(group: Group) -> str | None:
-        return "too long" if max(len(t.response_tokens) for t in group.trajectories) > 6 else None
+        return "too long" if max(len(t.response_tokens) for t in group.trajectories()) > 6 else None
 
     _, end = run_to_the_end([too_long])
     generated = [n for lengths in LENGTHS for n in lengths]

@@ -116,14 +116,14 @@ def test_every_optimizer_step_gets_its_experts_and_the_counts_stay_those_of_the_
     for i in range(4):
         trajectories = random_trajectories(i, 2)
         trajectories[1] = Trajectory(**{**vars(trajectories[1]), "reward": 1.0})
-        groups.append(Group(group_id=i, task_id="t", trajectories=trajectories))
+        groups.append(Group.of(group_id=i, task_id="t", trajectories=trajectories))
     stream = iter([[expert(3), expert(4)], [expert(5)]])
     take = Assembler(
         advantage=advantage_of("grpo"), updates_per_take=2, num_ranks=2, skip_zero_advantage=True, rollouts_per_take=0,
         experts=lambda: next(stream),
     )(0, groups)  # fmt: skip
     for step, group_ids, share in ((take.batches[0], (0, 2), 1 / 5), (take.batches[1], (1, 3), 1 / 4)):
-        rollouts = [t for i in group_ids for t in groups[i].trajectories]
+        rollouts = [t for i in group_ids for t in groups[i].trajectories()]
         found = 0
         for batch in step:
             assert int(batch.num_sequences) == 4

@@ -168,14 +168,16 @@ def test_groups_of_one_and_of_equal_rewards_are_finite_and_compare_nothing(name:
         )  # fmt: skip
 
     groups = [
-        Group(group_id=i, task_id="", trajectories=[trajectory(r) for r in rewards])
+        Group.of(group_id=i, task_id="", trajectories=[trajectory(r) for r in rewards])
         for i, rewards in enumerate([[0.1], [0.1, 0.1, 0.1]])
     ]
-    rewards = torch.tensor([t.reward for g in groups for t in g.trajectories])
+    rewards = torch.tensor([t.reward for g in groups for t in g.trajectories()])
     indices, advantage = torch.tensor([0, 1, 1, 1]), advantage_of(name)
     if isinstance(advantage, TurnAdvantage):
-        turns = Turns.of(groups)
-        assert len(turns.rewards) == sum(num_turns(t) for g in groups for t in g.trajectories)
+        turns = Turns.of([g.trajectories() for g in groups])
+        assert len(turns.rewards) == sum(
+            num_turns(g.samples["loss_mask"], g.samples["response_lengths"]) for g in groups
+        )
         got = advantage(rewards, indices, turns)
     else:
         got = advantage(rewards, indices)

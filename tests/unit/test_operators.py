@@ -24,12 +24,12 @@ def trajectory(reward=0.0, tokens=(5, 6), finish_reason="stop"):
 
 
 def group(*trajectories):
-    return Group(group_id=1, task_id="t", trajectories=list(trajectories))
+    return Group.of(group_id=1, task_id="t", trajectories=list(trajectories))
 
 
 def rewards(result):
     assert isinstance(result, Group), result
-    return [round(t.reward, 6) for t in result.trajectories]
+    return [round(t.reward, 6) for t in result.trajectories()]
 
 
 def test_filters():
@@ -47,7 +47,7 @@ def test_truncated_trajectories_are_masked_and_stay_in_the_baseline():
     result = Pipeline(["mask_truncated"])(group(long, trajectory(1)))
     assert isinstance(result, Group)
     assert rewards(result) == [0, 1]
-    cut = result.trajectories[0]
+    cut = result.trajectories()[0]
     assert (cut.loss_mask, cut.policy_versions, cut.behavior_logprobs) == ([False] * 3, [NO_VERSION] * 3, [0.0] * 3)
     assert cut.response_tokens == [5, 6, 7]
     assert result.policy_versions() == (3, 3)
@@ -55,7 +55,7 @@ def test_truncated_trajectories_are_masked_and_stay_in_the_baseline():
     step = {"mask_truncated": {"reasons": ["max_turns"]}}
     other = Pipeline([step])(group(trajectory(0, finish_reason="max_turns"), long))
     assert isinstance(other, Group)
-    assert other.trajectories[1] == long
+    assert other.trajectories()[1] == long
 
 
 def test_shaping():
@@ -96,7 +96,7 @@ def mine(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     sys.modules.pop("operators_of_mine", None)
     (tmp_path / "operators_of_mine.py").write_text(
-        "def few(group, *, least=2):\n    return 'too few' if len(group.trajectories) < least else None\n"
+        "def few(group, *, least=2):\n    return 'too few' if len(group.trajectories()) < least else None\n"
         "def wrong(group):\n    return 3\n"
     )
 

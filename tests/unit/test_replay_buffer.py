@@ -37,7 +37,7 @@ def trajectory(reward: float = 0.0, version: int = 0) -> Trajectory:
 
 
 def group(group_id: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> Group:
-    return Group(group_id=group_id, task_id=f"task-{group_id}", trajectories=[trajectory(r) for r in rewards])
+    return Group.of(group_id=group_id, task_id=f"task-{group_id}", trajectories=[trajectory(r) for r in rewards])
 
 
 def tasks_from(position: Position, stream: Iterator[Task]) -> Iterator[Task]:
@@ -255,7 +255,7 @@ def test_unread_groups_are_never_overwritten_even_over_many_rounds():
             await buffer.put([group(g, (float(g), 0.5)) for g in reversed(new)])
             taken = await take(buffer)
             assert taken.group_ids == [next_group, next_group + 1]
-            assert [g.trajectories[0].reward for g in taken.groups] == [float(next_group), float(next_group + 1)]
+            assert [g.trajectories()[0].reward for g in taken.groups] == [float(next_group), float(next_group + 1)]
             next_group += 2
 
     asyncio.run(scenario())

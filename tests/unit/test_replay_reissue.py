@@ -38,7 +38,7 @@ def finished(admission: Admission) -> Group:
         finish_reason="stop",
         text="",
     )
-    return Group(
+    return Group.of(
         group_id=admission.group_id,
         task_id=admission.task.task_id,
         trajectories=[trajectory],

@@ -32,7 +32,7 @@ def group(number: int, *, version: int = 0, rewards: tuple[float, ...] = (0.0, 1
         )
         for reward in rewards
     ]
-    return Group(group_id=number, task_id=str(number), trajectories=trajectories)
+    return Group.of(group_id=number, task_id=str(number), trajectories=trajectories)
 
 
 def served(pool: ReusePool, takes: list[list[Group]]) -> list[list[int]]:

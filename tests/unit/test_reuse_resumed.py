@@ -112,7 +112,7 @@ class Run:
 
 def rolled_out(admission: Admission, rollout: int, version: int, rng: random.Random) -> Group:
     """Two answers of four tokens; the second token says which rollout they are of."""
-    first = group(admission.group_id, version=version).trajectories
+    first = group(admission.group_id, version=version).trajectories()
     trajectories = [
         dataclasses.replace(
             t,
@@ -123,7 +123,7 @@ def rolled_out(admission: Admission, rollout: int, version: int, rng: random.Ran
         )
         for t in first
     ]
-    return Group(group_id=admission.group_id, task_id=admission.task.task_id, trajectories=trajectories)
+    return Group.of(group_id=admission.group_id, task_id=admission.task.task_id, trajectories=trajectories)
 
 
 @pytest.mark.parametrize(
@@ -216,11 +216,13 @@ def test_a_checkpoint_holds_what_was_there_when_its_last_take_was_served() -> No
 def test_groups_come_back_from_text_as_they_were() -> None:
     pool = ReusePool(max_uses=2, room=2, updates_per_take=1, max_lag=9, priority=lambda g: 0.1 + g.group_id)
     plain, rich = group(0, version=3), group(7, rewards=(0.1, 1 / 3))
-    other = rich.trajectories[1]
+    attempts = rich.trajectories()
+    other = attempts[1]
     turns = [Turn(start=0, stop=1, state="a", reward=0.5)]
-    rich.trajectories[0] = dataclasses.replace(
-        rich.trajectories[0], others=[other], turns=turns, metrics={"exact_match": 0.1}, text="é\n"
+    attempts[0] = dataclasses.replace(
+        attempts[0], others=[other], turns=turns, metrics={"exact_match": 0.1}, text="é\n"
     )
+    rich = Group.of(attempts, group_id=7, task_id="7")
     pool.serve(0, [plain, dataclasses.replace(rich, greedy_reward=0.7, attempt=2)])
     text = groups_as_text(pool.after(1))
     assert text.isascii()

@@ -231,7 +231,7 @@ class Run:
                         await publishing
             await self.buffer.trained([g.group_id for g in groups])
             self.takes.append([g.group_id for g in take.groups])
-            self.trained.update(t.text for g in groups for t in g.trajectories)
+            self.trained.update(t.text for g in groups for t in g.trajectories())
         if publishing is not None:
             await publishing
         await self.buffer.close()
@@ -321,7 +321,7 @@ class Run:
             await self.buffer.retried(group_id, attempt=admission.attempt)
         equal = rng.random() < s.filtered
         trajectories = [sample(f"{group_id}.{admission.attempt}.{i}", versions, 0.0 if equal else i) for i in (0, 1)]
-        group = Group(
+        group = Group.of(
             group_id=group_id, task_id=admission.task.task_id, trajectories=trajectories, attempt=admission.attempt
         )
         await self.buffer.put([group])

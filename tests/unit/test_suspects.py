@@ -47,7 +47,7 @@ def group(of: Task, texts: list[str], *, rewards: list[float] | None = None, tok
 
     rewards, tokens = rewards or [1.0] * len(texts), tokens or [50] * len(texts)
     trajectories = [trajectory(*each) for each in zip(texts, rewards, tokens, strict=True)]
-    return Group(group_id=int(of.task_id[1:]), task_id=of.task_id, trajectories=trajectories)
+    return Group.of(group_id=int(of.task_id[1:]), task_id=of.task_id, trajectories=trajectories)
 
 
 def inspected(*groups: tuple[Task, Group], by: SuspectWatch | None = None) -> tuple[dict[str, float], list[dict]]:
@@ -81,8 +81,7 @@ def test_only_full_scores_are_counted_and_suspects_are_listed() -> None:
 def test_where_accuracy_is_known_it_says_what_is_full_and_not_the_reward() -> None:
     of = task(3)
     answers = group(of, ["", ""], rewards=[0.7, 1.2])
-    right = [replace(t, metrics={"exact_match": m}) for t, m in zip(answers.trajectories, (1.0, 0.0), strict=True)]
-    metrics, rows = inspected((of, replace(answers, trajectories=right)))
+    metrics, rows = inspected((of, replace(answers, metrics=[{"exact_match": 1.0}, {"exact_match": 0.0}])))
     assert (metrics["full"], metrics["no_attempt"]) == (1, 1)
     assert rows[0]["reward"] == 0.7
 
@@ -130,8 +129,8 @@ def test_tasks_without_an_answer_are_compared_by_longer_texts() -> None:
 def test_what_the_environment_wrote_is_no_missing_attempt() -> None:
     of = task(3)
     answers = group(of, ["..."])
-    masked = replace(answers.trajectories[0], loss_mask=[True] * 49 + [False])
-    metrics, _ = inspected((of, replace(answers, trajectories=[masked])))
+    masked = replace(answers.trajectories()[0], loss_mask=[True] * 49 + [False])
+    metrics, _ = inspected((of, Group.of([masked], group_id=answers.group_id, task_id=answers.task_id)))
     assert metrics["suspects"] == 0
 
 
@@ -212,8 +211,8 @@ def test_the_replay_actor_gives_them_with_the_take_and_none_when_switched_off(ac
         held = await buffer.admit(2, 5.0, "generator-0")
         for admission in held:
             plain = stored_group(admission.group_id)
-            paid = [replace(t, reward=1.0, text="") for t in plain.trajectories]
-            await buffer.put([replace(plain, task_id=admission.task.task_id, trajectories=paid)])
+            paid = {"rewards": [1.0] * len(plain), "texts": [""] * len(plain)}
+            await buffer.put([replace(plain, task_id=admission.task.task_id, **paid)])
         return await buffer.take(5.0)
 
     take = asyncio.run(scenario())

@@ -77,7 +77,7 @@ class Run:
                     await self.buffer.fail(group_id, "by chance")
                     continue
                 self.taskset.record(task_id, solved(task_id))
-                await self.buffer.put([Group(group_id=group_id, task_id=task_id, trajectories=[TRAJECTORY])])
+                await self.buffer.put([Group.of(group_id=group_id, task_id=task_id, trajectories=[TRAJECTORY])])
         take = await self.buffer.take(timeout_s=5)
         assert take is not None
         self.version += 1

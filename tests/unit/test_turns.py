@@ -58,18 +58,16 @@ def episode(turns: Episode, *, reward: float | None = None, tokens: int = 2, sai
 
 
 def groups_of(episodes: list[list[Episode]]) -> list[Group]:
-    return [
-        Group(group_id=g, task_id=str(g), trajectories=[episode(e) for e in group]) for g, group in enumerate(episodes)
-    ]
+    return [Group.of([episode(e) for e in group], group_id=g, task_id=str(g)) for g, group in enumerate(episodes)]
 
 
 def ours(episodes: list[list[Episode]], **options: Any) -> list[float]:
     groups = groups_of(episodes)
-    rewards = torch.tensor([t.reward for g in groups for t in g.trajectories], dtype=f64)
-    indices = torch.tensor([g.group_id for g in groups for _ in g.trajectories])
+    rewards = torch.tensor([t.reward for g in groups for t in g.trajectories()], dtype=f64)
+    indices = torch.tensor([g.group_id for g in groups for _ in g.trajectories()])
     advantage = advantage_of("gigpo", options, eps=EPS)
     assert isinstance(advantage, TurnAdvantage)
-    return advantage(rewards, indices, Turns.of(groups)).tolist()
+    return advantage(rewards, indices, Turns.of([g.trajectories() for g in groups])).tolist()
 
 
 def formula(episodes: list[list[Episode]], *, omega: float, gamma: float, std: bool) -> list[float]:
@@ -172,7 +170,11 @@ def test_both_sides_count_the_same_turns(masks: list[list[bool]]) -> None:
     mask = torch.tensor([x for m in masks for x in m])
     segments = torch.tensor([i for i, m in enumerate(masks) for _ in m])
     numbers = turn_segments(mask, segments)[mask].unique()
-    assert len(numbers) == sum(num_turns(t) for t in trajectories) == sum(len(turns_of(t)) for t in trajectories)
+    assert (
+        len(numbers)
+        == num_turns(mask, torch.tensor(list(map(len, masks))))
+        == sum(len(turns_of(t)) for t in trajectories)
+    )
     if len(numbers):
         ones = torch.ones(len(mask), dtype=f64)
         how = {"how": "turn_mean_token_mean", "num_sequences": len(numbers), "num_tokens": 1}
@@ -216,8 +218,8 @@ def test_each_token_gets_the_advantage_of_its_turn() -> None:
 
 def test_step_grpo_broadcasts_the_outcome_and_every_turn_weighs_the_same() -> None:
     """The gradient of `-A logp` with each turn as a sample of its own: what splitting episodes into steps gives."""
-    groups = groups_of([[[("a", 0.0), ("b", 0.0), ("c", 1.0)], [("a", 0.0)]]])
-    groups[0].trajectories[1] = episode([("a", 0.0)], tokens=5)
+    attempts = [episode([("a", 0.0), ("b", 0.0), ("c", 1.0)]), episode([("a", 0.0)], tokens=5)]
+    groups = [Group.of(attempts, group_id=0, task_id="0")]
     (batch,) = assembled(groups, "grpo").batches[0]
     logprobs = torch.zeros(len(batch.response_tokens), dtype=f64, requires_grad=True)
     segments = torch.repeat_interleave(torch.arange(2), batch.response_lengths)
