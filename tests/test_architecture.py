@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMPONENTS = ROOT / "components"
 
 LAYERS = [
-    {"types", "train_batch", "versions", "weights", "failures", "integrity", "redaction"},
+    {"types", "samples", "group", "train_batch", "versions", "weights", "failures", "integrity", "redaction"},
     {"config", "monitor"},
     {"tasks", "envs", "algorithms"},
     {"collector", "replay", "param_server", "trainer"},
