@@ -24,8 +24,8 @@ from pathlib import Path
 
 from quickstart_runs import warmed_up
 
+from leeway.algorithms.presets import PRESETS
 from leeway.config import Config, Stage, find_recipe, plan_run
-from leeway.config.presets import PRESETS
 from leeway.driver import EvalPoint
 from leeway.driver.context import StageContext, StageResult
 from leeway.driver.frontier_report import Interval
@@ -149,7 +149,7 @@ def main() -> int:
     overrides = ["model.init=null", f"model.path={model}", *options.overrides]
     needs = (
         dict.fromkeys(TEACHERS, f"algorithm.reference_path={options.teacher}")
-        | dict.fromkeys(EXPERTS, f"algorithm.expert_path={options.experts}")
+        | dict.fromkeys(EXPERTS, f"algorithm.expert.path={options.experts}")
         | ON_POLICY
     )
     cells = cells_of(presets, seeds=options.seeds, steps=options.steps, overrides=overrides, needs=needs)

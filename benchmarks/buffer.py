@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 import torch
 
-from leeway.algorithms.pieces import advantage_of
+from leeway.algorithms.presets import ADVANTAGES
 from leeway.replay.admission import AdmissionRule
 from leeway.replay.assemble import Assembler
 from leeway.replay.buffer import ReplayBuffer
@@ -107,7 +107,7 @@ def assembling(num_groups: int, group_size: int, tokens: int) -> tuple[float, fl
     """(seconds per token, the longest pause of a loop beside it in seconds)."""
     groups = [group_of(i, num_trajectories=group_size, tokens=tokens) for i in range(num_groups)]
     assembler = Assembler(
-        advantage=advantage_of("grpo"),
+        advantage=ADVANTAGES["grpo"](),
         updates_per_take=1,
         num_ranks=2,
         skip_zero_advantage=False,

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 from ray import cloudpickle
 
-from leeway.algorithms.pieces import advantage_of
+from leeway.algorithms.presets import ADVANTAGES
 from leeway.collector.checks import checked
 from leeway.replay.admission import AdmissionRule
 from leeway.replay.assemble import Assembler
@@ -108,7 +108,7 @@ STORED_S: list[float] = []
 def measure(count: int, tokens: int, repeats: int) -> dict[str, Any]:
     trajectories = trajectories_of(count, tokens)
     assembler = Assembler(
-        advantage=advantage_of("grpo"), updates_per_take=1, num_ranks=1, skip_zero_advantage=True, rollouts_per_take=1
+        advantage=ADVANTAGES["grpo"](), updates_per_take=1, num_ranks=1, skip_zero_advantage=True, rollouts_per_take=1
     )
     times: dict[str, list[float]] = {}
 

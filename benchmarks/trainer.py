@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import PolicyObjective
 from leeway.trainer.families import load_model
 from leeway.trainer.memory import peak_memory_gib
@@ -105,7 +106,7 @@ def make_batch(data: str, vocab_size: int, *, num_groups: int, group_size: int, 
 def settings_of(args: argparse.Namespace, path: str, packing: str) -> TrainerSettings:
     return TrainerSettings(
         model_path=path,
-        objective=PolicyObjective(clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
+        objective=PolicyObjective(policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation="token_mean"),
         optimizer=OptimizerSettings(
             lr=1e-6,
             betas=(0.9, 0.95),

@@ -2,6 +2,7 @@
 
 from leeway import Environment, Policy, Task, Trajectory      # write an environment
 from leeway import StepEnvironment, Completion                # or one in steps: reset, step
+from leeway import PolicyLoss, GroupAdvantage, RatioCorrection # write a part of an algorithm
 from leeway import Config, load_config                        # read settings
 """
 
@@ -14,6 +15,15 @@ if __name__ != "leeway":  # a second copy of every class, of which none is the o
     raise ImportError(f"{__name__}: got an import of the folder, expected the package: import leeway")
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time names are loaded when they are first used
+    from .algorithms.advantages import Advantage as Advantage
+    from .algorithms.advantages import GroupAdvantage as GroupAdvantage
+    from .algorithms.advantages import TurnAdvantage as TurnAdvantage
+    from .algorithms.corrections import Correction as Correction
+    from .algorithms.corrections import CorrectionInputs as CorrectionInputs
+    from .algorithms.corrections import RatioCorrection as RatioCorrection
+    from .algorithms.kl import KLEstimator as KLEstimator
+    from .algorithms.losses import LossInputs as LossInputs
+    from .algorithms.losses import PolicyLoss as PolicyLoss
     from .config import Config as Config
     from .config import ConfigError as ConfigError
     from .config import Recipe as Recipe
@@ -34,6 +44,15 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time names are loaded
 __version__ = "0.1.0"
 
 _WHERE = {
+    "Advantage": ".algorithms.advantages",
+    "GroupAdvantage": ".algorithms.advantages",
+    "TurnAdvantage": ".algorithms.advantages",
+    "Correction": ".algorithms.corrections",
+    "CorrectionInputs": ".algorithms.corrections",
+    "RatioCorrection": ".algorithms.corrections",
+    "KLEstimator": ".algorithms.kl",
+    "LossInputs": ".algorithms.losses",
+    "PolicyLoss": ".algorithms.losses",
     "Environment": ".envs",
     "AgentEnvironment": ".envs",
     "Endpoint": ".envs",

@@ -9,9 +9,13 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from pydantic_core import PydanticUndefined
+
+from leeway.algorithms.piece import Piece
 from leeway.config import Config
 from leeway.config.engines import ENGINES, NOT_REPRODUCIBLE, OWNED_BY_LEEWAY
 from leeway.config.keys import default_of
+from leeway.section import Section
 
 Schema = dict[str, Any]
 """A JSON schema, or a part of one."""
@@ -38,6 +42,8 @@ A config is one YAML file that says only what differs from the defaults below. `
 - **Overrides and stages**: `stages.NAME.key=value` is for that stage. `key=value` reaches every stage that does not set
   the key itself, and of the stages that do the last one: on the quickstart `train.steps=20` means the RL stage. A line
   says which stage it was.
+- **Choices**: where a section has a `name` (`algorithm.loss`, `rollout.engine`, ...), it says which other keys there
+  are. Another name in a higher layer takes the options of the old one with it.
 - **Settings that exclude each other** (`train.steps` and `train.epochs`, `model.path` and `model.init`, `eval.path` and
   `task.holdout_frac`): an override, or a stage, that sets one replaces the other. A new `task.name` takes `task.path`,
   `dataset`, `query`, `options` and `mix` of the old one with it. A line says what was replaced.
@@ -78,10 +84,29 @@ def _sections(schema: Schema, fields: Schema, *, prefix: str) -> Iterator[tuple[
     """(dotted name, definition) of every section in `fields`, each followed by those inside it."""
     for name, field in fields.items():
         section = _section_of(field)
-        if section is not None:
+        if "oneOf" in field:
+            yield f"{prefix}{name}", _choice(schema, field)
+        elif section is not None:
             definition = schema["$defs"][section]
             yield f"{prefix}{name}", definition
             yield from _sections(schema, definition["properties"], prefix=f"{prefix}{name}.")
+
+
+def _choice(schema: Schema, field: Schema) -> Schema:
+    """A section whose `name` chooses which options there are, as one definition: each option once for each choice."""
+    classes = [schema["$defs"][_section_of(option)] for option in field["oneOf"]]
+    built_in = [c for c in classes if not c.get("additionalProperties")]
+    names = {c["properties"]["name"]["const"]: c for c in built_in}
+    own = {"name": {"type": "string", "description": f"one of {_names(names)}, or your own class as `pkg.mod:Name`"}}
+    takers: dict[tuple[str, str], list[str]] = {}  # an option with all that is said of it -> the names that take it
+    for name, definition in names.items():
+        for option, inner in definition["properties"].items():
+            if option != "name":
+                takers.setdefault((option, json.dumps(inner)), []).append(name)
+    for (option, inner), of in takers.items():
+        field = json.loads(inner)
+        own[f"{option} {of[0]}"] = field | {"description": f"{_names(of)}: {field['description']}"}
+    return {"description": "Options belong to the `name` beside them.", "properties": own}
 
 
 def _section_of(field: Schema) -> str | None:
@@ -92,7 +117,8 @@ def _section_of(field: Schema) -> str | None:
 
 def _table(title: str, what: str, fields: Schema, *, prefix: str) -> str:
     rows = [
-        f"| `{prefix}{name}` | {_type(field)} | {_default(prefix + name)} | {_cell(field['description'])} |"
+        f"| `{prefix}{name.split()[0]}` | {_type(field)} | {_default(prefix + name, field)} | "
+        f"{_cell(field['description'])} |"
         for name, field in fields.items()
     ]
     return "\n".join([f"## {title}", "", what, "", "| key | type | default | |", "|---|---|---|---|", *rows, ""])
@@ -101,7 +127,7 @@ def _table(title: str, what: str, fields: Schema, *, prefix: str) -> str:
 def _type(field: Schema) -> str:
     if "anyOf" in field:
         return " or ".join(_type(option) for option in field["anyOf"])
-    if "$ref" in field:
+    if "$ref" in field or "oneOf" in field:
         return "section"
     if "const" in field:
         return f"`{_yaml(field['const'])}`"
@@ -123,8 +149,12 @@ def _range(field: Schema) -> str:
     return " " + ", ".join(bounds) if bounds else ""
 
 
-def _default(key: str) -> str:
-    default = default_of(key)
+def _default(key: str, field: Schema) -> str:
+    default = field.get("default") if " " in key else default_of(key)
+    if default is PydanticUndefined:
+        return "required"
+    if isinstance(default, Section):
+        return f"`{default.name}`" if isinstance(default, Piece) else ""
     return f"`{_yaml(default)}`"
 
 

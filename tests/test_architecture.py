@@ -13,15 +13,17 @@ ROOT = Path(__file__).resolve().parents[1]
 COMPONENTS = ROOT / "components"
 
 LAYERS = [
-    {"types", "samples", "group", "train_batch", "versions", "weights", "failures", "integrity", "redaction"},
+    {"types", "samples", "group", "train_batch", "versions", "weights"}
+    | {"failures", "integrity", "redaction", "section", "importing", "lazy"},
+    {"algorithms"},
     {"config", "monitor"},
-    {"tasks", "envs", "algorithms"},
+    {"tasks", "envs"},
     {"collector", "replay", "param_server", "trainer"},
     {"runtime", "planning", "auxiliary", "engines"},
     {"driver"},
     {"recipes", "cli"},
 ]
-MIDDLE = LAYERS[3]
+MIDDLE = LAYERS[4]
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import Loss, Objective, PolicyObjective
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.optimizer import OptimizerSettings
@@ -70,7 +71,9 @@ def save_model(folder: Path, *, tied: bool) -> Path:
 def settings_of(path: Path, **changes: Any) -> TrainerSettings:
     defaults: dict[str, Any] = {
         "model_path": str(path),
-        "objective": PolicyObjective(clip_low=0.2, clip_high=0.28, aggregation="seq_mean_token_mean"),
+        "objective": PolicyObjective(
+            policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation="seq_mean_token_mean"
+        ),
         "optimizer": OPTIMIZER,
         "num_ranks": 1,
         "device": "cpu",

@@ -5,8 +5,7 @@ Shapes: S response tokens of N sequences laid end to end. `segments` [S] holds e
 
 from __future__ import annotations
 
-import torch
-
+from ..lazy import torch
 from .sequences import sequence_sums
 
 AGGREGATIONS = ("seq_mean_token_mean", "token_mean", "seq_mean_token_sum", "fixed_length", "turn_mean_token_mean")

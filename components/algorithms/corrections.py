@@ -3,87 +3,216 @@
 Three policies meet at a token: the behaviour policy `mu` (the engine, at the token's own version), the proximal policy
 `prox` (the trainer's weights when the batch was taken) and the policy `pi` that is being trained. Every correction but
 `none` clips `pi / prox` and weights the token according to `prox / mu`. The weights carry no gradient.
+
+Shapes: S response tokens of N sequences laid end to end.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
-import torch
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from .policy_loss import MAX_LOG_RATIO
+from ..lazy import torch
+from .losses import MAX_LOG_RATIO
+from .piece import Piece
 from .sequences import sequence_means, sequence_sums
 
-CORRECTIONS = ("none", "decoupled", "tis", "icepop", "mis", "m2po")
+
+class Scored(Protocol):
+    """Tokens with the logprobs [S] of the policies that have scored them."""
+
+    @property
+    def behavior_logprobs(self) -> torch.Tensor: ...
+    @property
+    def proximal_logprobs(self) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True, kw_only=True)
-class Correction:
-    """Which weight, and its limits; `kind` as in `algorithm.correction`.
+class CorrectionInputs(NamedTuple):
+    """All [S]. `mask`: tokens that count; `segments`: each token's sequence. `limit`: of `limit_of_step`."""
 
-    - `none`: the loss clips `pi / mu` itself; every weight is 1 and no proximal policy is needed.
-    - `decoupled`: `w = prox / mu`. Source: Hilton et al., arXiv 2110.00641, eq. 5; AReaL, arXiv 2505.24298, eq. 5.
-    - `tis`: `w = min(prox / mu, cap)`: truncated importance sampling (Ionides 2008, "Truncated Importance Sampling").
-    - `icepop`: `w = prox / mu` inside `[low, high]`, 0 outside. Source: Ring-1T, arXiv 2510.18855, section 3.2.
-    - `mis`: `w = 1` inside `[low, high]`, 0 outside.
-    - `m2po`: `w = prox / mu`, but 0 for the tokens with the largest `(log prox / mu)^2` among those that the ratio
-      pushes further (ratio > 1 with A > 0, < 1 with A < 0), as many as bring the mean of the rest of them, over the
-      whole step, down to `second_moment`. Source: M2PO, arXiv 2510.01161.
+    proximal_logprobs: torch.Tensor
+    behavior_logprobs: torch.Tensor
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    segments: torch.Tensor
+    limit: float = math.inf
 
-    `level`: the ratio of each `token`, or of its whole `sequence` (the product over its tokens in the mask).
-    `interpolate`: see `interpolated_proximal`. `mask_divergence`: see `sequence_mask`; it goes with every kind.
-    `second_moment_limit`: m2po's cut for this step, from `second_moment_limit()`.
-    """
+    @property
+    def log_ratio(self) -> torch.Tensor:
+        return self.proximal_logprobs - self.behavior_logprobs
 
-    kind: str = "none"
-    cap: float = 2.0
-    low: float = 0.5
-    high: float = 2.0
-    level: str = "token"
-    interpolate: bool = False
-    second_moment: float = 0.04
-    second_moment_limit: float = math.inf
-    mask_divergence: float | None = None
+    @property
+    def pushed_further(self) -> torch.Tensor:
+        """Where the loss moves a ratio away from 1: above it with A > 0, below it with A < 0."""
+        ratio, advantages = self.log_ratio, self.advantages
+        return ((ratio > 0) & (advantages > 0)) | ((ratio < 0) & (advantages < 0))
+
+
+class Correction(Piece):
+    """Derive from this for weights that are no function of one ratio: define `weights`."""
+
+    kind: ClassVar[str] = "correction"
+    key: ClassVar[str] = "algorithm.correction"
+    corrects: ClassVar[bool] = True
+    """It makes samples of older policies right for a loss that has no ratio of its own."""
+    needs_step_values: ClassVar[bool] = False
+    """It looks at the tokens of the whole step first: see `step_values`."""
+
+    mask_divergence: PositiveFloat | None = Field(
+        default=None,
+        description="leave out sequences with negative advantage whose mean log(behaviour / current) is above this; "
+        "null: keep all",
+    )
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the trainer must score a take under the weights that take it."""
-        return self.kind != "none" and not self.interpolate
+        """Whether the trainer must score a batch under the weights that take it."""
+        return True
 
-    def weights(
-        self,
-        proximal_logprobs: torch.Tensor,
-        behavior_logprobs: torch.Tensor,
-        *,
-        mask: torch.Tensor,
-        segments: torch.Tensor,
-        advantages: torch.Tensor,
-    ) -> torch.Tensor:
-        """Weights [S] without gradient. `segments` [S]: each token's sequence; `mask` [S]: tokens that count."""
-        with torch.no_grad():
-            log_ratio = proximal_logprobs - behavior_logprobs
-            if self.level == "sequence":
-                log_ratio = sequence_sums(torch.where(mask, log_ratio, 0.0), segments)[segments]
-            ratio = torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-            inside = (ratio >= self.low) & (ratio <= self.high)
-            if self.kind == "decoupled":
-                return ratio
-            if self.kind == "tis":
-                return ratio.clamp(max=self.cap)
-            if self.kind == "icepop":
-                return torch.where(inside, ratio, 0.0)
-            if self.kind == "mis":
-                return inside.to(ratio.dtype)
-            if self.kind == "m2po":
-                outlier = _pushed_further(log_ratio, advantages) & (log_ratio.square() >= self.second_moment_limit)
-                return torch.where(outlier, 0.0, ratio)
-            if self.kind == "none":
-                return torch.ones_like(ratio)
-        raise ValueError(f"correction: got {self.kind!r}; expected one of {', '.join(CORRECTIONS)}")
+    def old_logprobs(self, logprobs: torch.Tensor, tokens: Scored, policy_lags: torch.Tensor) -> torch.Tensor:
+        """Those of the policy that the loss's ratio is taken to, [S]."""
+        return tokens.proximal_logprobs
+
+    def weights(self, x: CorrectionInputs) -> torch.Tensor:
+        """Weights [S]; called without gradient."""
+        raise NotImplementedError("define weights(x)")
+
+    def step_values(self, x: CorrectionInputs) -> torch.Tensor:
+        """Numbers [K] of one rank's share of a step."""
+        raise NotImplementedError("define step_values(x)")
+
+    def limit_of_step(self, values: torch.Tensor) -> float:
+        """From the `step_values` of all ranks to the number that `weights` gets as `x.limit`."""
+        raise NotImplementedError("define limit_of_step(values)")
 
 
-NO_CORRECTION = Correction()
+class NoCorrection(Correction):
+    """1 for every token: the loss clips `pi / mu` itself, and no proximal policy is needed."""
+
+    name: Literal["none"] = "none"
+    corrects: ClassVar[bool] = False
+
+    @property
+    def needs_proximal(self) -> bool:
+        return False
+
+    def old_logprobs(self, logprobs: torch.Tensor, tokens: Scored, policy_lags: torch.Tensor) -> torch.Tensor:
+        return tokens.behavior_logprobs
+
+    def weights(self, x: CorrectionInputs) -> torch.Tensor:
+        return torch.ones_like(x.proximal_logprobs)
+
+
+class RatioCorrection(Correction):
+    """Derive from this for a function of the ratio `prox / mu`: define `of_ratio`."""
+
+    level: Literal["token", "sequence"] = Field(
+        default="token", description="ratio of each token, or of its whole sequence: the product over its tokens"
+    )
+    proximal: Literal["recompute", "interpolate"] = Field(
+        default="recompute",
+        description="proximal policy: scored when a batch is taken, or interpolated by lag between the behaviour and "
+        "the current policy",
+    )
+
+    @property
+    def needs_proximal(self) -> bool:
+        return self.proximal == "recompute"
+
+    def old_logprobs(self, logprobs: torch.Tensor, tokens: Scored, policy_lags: torch.Tensor) -> torch.Tensor:
+        if self.proximal == "interpolate":
+            return interpolated_proximal(logprobs, tokens.behavior_logprobs, policy_lags)
+        return tokens.proximal_logprobs
+
+    def weights(self, x: CorrectionInputs) -> torch.Tensor:
+        log_ratio = x.log_ratio
+        if self.level == "sequence":
+            log_ratio = sequence_sums(torch.where(x.mask, log_ratio, 0.0), x.segments)[x.segments]
+        return self.of_ratio(torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)))
+
+    def of_ratio(self, ratio: torch.Tensor) -> torch.Tensor:
+        """`prox / mu` [S] -> weights [S]."""
+        raise NotImplementedError("define of_ratio(ratio)")
+
+
+class Decoupled(RatioCorrection):
+    """`w = prox / mu`. Source: Hilton et al., arXiv 2110.00641, eq. 5; AReaL, arXiv 2505.24298, eq. 5."""
+
+    name: Literal["decoupled"] = "decoupled"
+
+    def of_ratio(self, ratio: torch.Tensor) -> torch.Tensor:
+        return ratio
+
+
+class TIS(RatioCorrection):
+    """`w = min(prox / mu, cap)`. Source: Ionides 2008, "Truncated Importance Sampling"."""
+
+    name: Literal["tis"] = "tis"
+    cap: PositiveFloat = Field(default=2.0, description="largest weight")
+
+    def of_ratio(self, ratio: torch.Tensor) -> torch.Tensor:
+        return ratio.clamp(max=self.cap)
+
+
+class _Range(RatioCorrection):
+    low: NonNegativeFloat = Field(default=0.5, description="smallest ratio kept")
+    high: PositiveFloat = Field(default=2.0, description="largest ratio kept")
+
+    def inside(self, ratio: torch.Tensor) -> torch.Tensor:
+        return (ratio >= self.low) & (ratio <= self.high)
+
+
+class IcePop(_Range):
+    """`w = prox / mu` inside `[low, high]`, 0 outside. Source: Ring-1T, arXiv 2510.18855, section 3.2."""
+
+    name: Literal["icepop"] = "icepop"
+
+    def of_ratio(self, ratio: torch.Tensor) -> torch.Tensor:
+        return torch.where(self.inside(ratio), ratio, 0.0)
+
+
+class MIS(_Range):
+    """`w = 1` inside `[low, high]`, 0 outside: masked importance sampling."""
+
+    name: Literal["mis"] = "mis"
+
+    def of_ratio(self, ratio: torch.Tensor) -> torch.Tensor:
+        return self.inside(ratio).to(ratio.dtype)
+
+
+class M2PO(Correction):
+    """`w = prox / mu`, but 0 for the tokens with the largest `(log prox / mu)^2` among those that the loss pushes
+    further, as many as bring the mean of the rest of them, over the whole step, down to `second_moment`.
+
+    Source: M2PO, arXiv 2510.01161.
+    """
+
+    name: Literal["m2po"] = "m2po"
+    second_moment: PositiveFloat = Field(
+        default=0.04, description="largest mean of (log ratio)^2 of the kept tokens that are pushed further"
+    )
+    needs_step_values: ClassVar[bool] = True
+
+    def weights(self, x: CorrectionInputs) -> torch.Tensor:
+        log_ratio = x.log_ratio
+        outlier = x.pushed_further & (log_ratio.square() >= x.limit)
+        return torch.where(outlier, 0.0, torch.exp(log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)))
+
+    def step_values(self, x: CorrectionInputs) -> torch.Tensor:
+        """`(log prox / mu)^2` of the tokens that may be dropped: [S] -> [K]."""
+        return x.log_ratio[x.mask & x.pushed_further].square()
+
+    def limit_of_step(self, values: torch.Tensor) -> float:
+        """The value from which squares [K] are dropped, so that the mean of the rest is in bounds (inf: none).
+
+        Equal values stay or go together, so the order of the tokens changes nothing.
+        """
+        squares = torch.sort(values.double()).values
+        means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
+        kept = int((means <= self.second_moment).sum())
+        return squares[kept].item() if kept < len(squares) else math.inf
 
 
 def interpolated_proximal(
@@ -115,26 +244,3 @@ def sequence_mask(
     with torch.no_grad():
         divergence = sequence_means(behavior_logprobs - logprobs, mask, segments)[segments]
         return 1.0 - ((divergence > bound) & (advantages < 0)).to(logprobs.dtype)
-
-
-def squares_in_question(
-    proximal_logprobs: torch.Tensor, behavior_logprobs: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
-    """`(log prox / mu)^2` of the tokens that m2po may drop, for `second_moment_limit`; all [S] -> [K]."""
-    log_ratio = proximal_logprobs - behavior_logprobs
-    return log_ratio[mask & _pushed_further(log_ratio, advantages)].square()
-
-
-def second_moment_limit(squares: torch.Tensor, *, bound: float) -> float:
-    """The value from which `squares` [K] are dropped so that the mean of the rest is at most `bound` (inf: none).
-
-    Equal values stay or go together, so the order of the tokens changes nothing.
-    """
-    values = torch.sort(squares.double()).values
-    means = values.cumsum(0) / torch.arange(1, len(values) + 1, device=values.device)
-    kept = int((means <= bound).sum())
-    return values[kept].item() if kept < len(values) else math.inf
-
-
-def _pushed_further(log_ratio: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
-    return ((log_ratio > 0) & (advantages > 0)) | ((log_ratio < 0) & (advantages < 0))

@@ -10,8 +10,7 @@ turn is the one before the first token of the next turn, including what the envi
 
 from __future__ import annotations
 
-import torch
-
+from ..lazy import torch
 from .sequences import sequence_sums
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-import torch
+from ..lazy import torch
 
 COUNTS = (
     "tokens", "ratio", "clipped_low", "clipped_high", "off_ratio", "off_ratio_squared", "weight", "masked",
@@ -41,8 +41,7 @@ def token_sums(
     lags: torch.Tensor,
     advantages: torch.Tensor,
     mask: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
+    clip_range: tuple[float, float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(sums [len(SUMS)], maxima [len(MAXIMA)]) over the tokens in `mask`; all inputs [S], no gradient.
 
@@ -60,7 +59,7 @@ def token_sums(
     lag = lags[mask].double()
     adv = advantages[mask]
     fresh = d[lag == 0].abs()
-    below, above = ratio < 1 - clip_low, ratio > 1 + clip_high
+    below, above = ratio < 1 - clip_range[0], ratio > 1 + clip_range[1]
     if clips == "gradient":
         below, above = below & (adv < 0), above & (adv > 0)
     elif not clips:

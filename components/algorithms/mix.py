@@ -5,22 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
-import torch
+from pydantic import Field, PositiveInt
 
+from ..lazy import torch
+from ..section import Section
 from ..versions import NO_VERSION
 from .objective import Loss, Objective, PolicyObjective, ScoredTokens, Tokens
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertWeight:
-    """`mu` of the mixture at a policy version: from `start` to `end` in a straight line over `decay_steps` steps."""
+class ExpertData(Section):
+    """Expert answers that are mixed into every step: `(1 - mu) L_policy + mu L_expert`."""
 
-    start: float
-    end: float
-    decay_steps: int
+    path: str = Field(description="jsonl of expert answers, with the keys of task")
+    batch_size: PositiveInt = Field(default=64, description="number of expert answers in each optimizer step")
+    weight: float = Field(default=0.1, ge=0.0, le=1.0, description="share mu of expert data in the loss")
+    weight_end: float | None = Field(default=None, ge=0.0, le=1.0, description="mu after decay_steps; null: constant")
+    decay_steps: PositiveInt = Field(default=100, description="optimizer steps over which mu decays, linearly")
+    token_weights: bool = Field(
+        default=False,
+        description="weight each expert token by p (1 - p), which is small for what the policy knows "
+        "already and for what it finds absurd",
+    )
 
-    def at(self, policy_version: int) -> float:
-        return self.start + (self.end - self.start) * min(1.0, policy_version / max(self.decay_steps, 1))
+    def weight_at(self, policy_version: int) -> float:
+        """`mu` at a policy version: from `weight` to `weight_end` in a straight line over `decay_steps` steps."""
+        end = self.weight if self.weight_end is None else self.weight_end
+        return self.weight + (end - self.weight) * min(1.0, policy_version / max(self.decay_steps, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +39,12 @@ class MixedObjective(Objective):
 
     Expert tokens are those in the mask that no policy sampled (version NO_VERSION). Their `advantages` hold 1 / (their
     number in the whole step), so that parts add up; the step's counts are those of the rollouts alone. `w` is 1, or
-    with `token_weights` `sg(p (1 - p))`: tokens that the policy is sure of, or finds absurd, teach little. Source:
-    CHORD, arXiv 2508.11408 (its phi is w).
+    with `experts.token_weights` `sg(p (1 - p))`: tokens that the policy is sure of, or finds absurd, teach little.
+    Source: CHORD, arXiv 2508.11408 (its phi is w).
     """
 
     policy: PolicyObjective
-    weight: ExpertWeight
-    token_weights: bool = False
+    experts: ExpertData
     takes_expert_tokens: bool = True
 
     @property
@@ -87,7 +96,7 @@ class MixedObjective(Objective):
         num_sequences: int,
         num_tokens: int,
     ) -> Loss:
-        mu = self.weight.at(policy_version)
+        mu = self.experts.weight_at(policy_version)
         sampled = tokens.policy_versions != NO_VERSION
         expert = tokens.mask & ~sampled
         same = {name: getattr(tokens, name) for name in _TOKEN_FIELDS}
@@ -100,7 +109,7 @@ class MixedObjective(Objective):
             num_sequences=num_sequences,
             num_tokens=num_tokens,
         )
-        losses = -tokens.advantages * expert_token_weights(logprobs, on=self.token_weights) * logprobs
+        losses = -tokens.advantages * expert_token_weights(logprobs, on=self.experts.token_weights) * logprobs
         supervised = torch.where(expert, losses, 0.0).sum()
         with torch.no_grad():
             count = expert.sum().double()

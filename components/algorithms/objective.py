@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
-import torch
-
+from ..lazy import torch
 from ..versions import NO_VERSION
 from .aggregation import aggregate
-from .corrections import (
-    NO_CORRECTION,
-    Correction,
-    interpolated_proximal,
-    second_moment_limit,
-    sequence_mask,
-    squares_in_question,
-)
+from .corrections import Correction, CorrectionInputs, NoCorrection, sequence_mask
 from .diagnostics import MAXIMA, SUMS, step_metrics, token_sums
-from .kl import adapted_coefficient, kl_estimate, penalties_to_go
-from .pieces import CLIP, PolicyLoss
-from .policy_loss import ratio_of, sequence_ratio_of
+from .grpo import PPOClip
+from .kl import KLEstimator, KLPenalty, adapted_coefficient, penalties_to_go
+from .losses import LossInputs, PolicyLoss
 
 
 class Tokens(Protocol):
@@ -46,6 +38,8 @@ class Tokens(Protocol):
 class ScoredTokens(Protocol):
     """Response tokens of a rank's whole share of a step; see `types.TrainBatch`."""
 
+    @property
+    def response_lengths(self) -> torch.Tensor: ...
     @property
     def loss_mask(self) -> torch.Tensor: ...
     @property
@@ -124,42 +118,20 @@ class Objective:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KLPenalty:
-    """`coefficient` times the KL estimate from the reference policy (see `kl`), at `where`:
-
-    - `loss`: added to the loss and differentiated.
-    - `reward`: each token's penalty is subtracted from the return of that token and of earlier ones, without gradient,
-      after advantages were computed.
-    - `token`: subtracted from that token's advantage alone. With k1 and no other reward this is on-policy
-      distillation: the advantage is `log p_teacher - log p_student`. Source: arXiv 2306.13649. `jsd` (with `jsd_beta`)
-      is allowed only here.
-
-    `target`: the mean KL per token towards which the coefficient moves from step to step; None leaves it.
-    """
-
-    coefficient: float = 0.0
-    estimator: str = "k3"
-    where: str = "loss"
-    target: float | None = None
-    jsd_beta: float = 0.5
-
-
-@dataclass(frozen=True, kw_only=True)
 class PolicyObjective(Objective):
     """A policy loss, weighted by a correction and aggregated, plus a KL penalty and an entropy bonus.
 
-    `aggregation_length` is the length that `fixed_length` divides by.
+    `aggregation_length` is the length that `fixed_length` divides by. `limit`: what the correction found in the whole
+    step's tokens, where it looks at them.
     """
 
-    clip_low: float
-    clip_high: float
     aggregation: str
-    policy_loss: PolicyLoss = CLIP
-    dual_clip: float | None = None
+    policy_loss: PolicyLoss = field(default_factory=PPOClip)
     aggregation_length: int | None = None
-    correction: Correction = NO_CORRECTION
-    kl: KLPenalty = KLPenalty()
-    entropy_coefficient: float = 0.0
+    correction: Correction = field(default_factory=NoCorrection)
+    kl: KLPenalty = field(default_factory=KLPenalty)
+    entropy_coef: float = 0.0
+    limit: float = math.inf
     num_sums: int = len(SUMS) + 2
     num_maxima: int = len(MAXIMA)
 
@@ -169,23 +141,26 @@ class PolicyObjective(Objective):
 
     @property
     def needs_reference(self) -> bool:
-        return self.kl.coefficient > 0
+        return self.kl.coef > 0
 
     @property
     def needs_entropy_gradient(self) -> bool:
-        return self.entropy_coefficient != 0
+        return self.entropy_coef != 0
 
     @property
     def needs_step_values(self) -> bool:
-        return self.correction.kind == "m2po"
+        return self.correction.needs_step_values
 
     def step_values(self, batch: ScoredTokens, proximal_logprobs: torch.Tensor) -> torch.Tensor:
         sampled = batch.loss_mask & (batch.policy_versions != NO_VERSION)
-        return squares_in_question(proximal_logprobs, batch.behavior_logprobs, batch.advantages, sampled)
+        lengths = batch.response_lengths
+        segments = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+        return self.correction.step_values(
+            CorrectionInputs(proximal_logprobs, batch.behavior_logprobs, batch.advantages, sampled, segments)
+        )
 
     def for_step(self, values: torch.Tensor) -> Self:
-        limit = second_moment_limit(values, bound=self.correction.second_moment)
-        return replace(self, correction=replace(self.correction, second_moment_limit=limit))
+        return replace(self, limit=self.correction.limit_of_step(values))
 
     def loss(
         self,
@@ -198,19 +173,11 @@ class PolicyObjective(Objective):
         num_tokens: int,
     ) -> Loss:
         lags = policy_version - tokens.policy_versions
-        old = self._old_logprobs(logprobs, tokens, lags)
+        old = self.correction.old_logprobs(logprobs, tokens, lags)
         advantages, kl = self._penalised(logprobs, tokens)
         weights = self._weights(logprobs, old, advantages, tokens)
-        per_token = weights * self.policy_loss(
-            logprobs,
-            old,
-            advantages,
-            mask=tokens.mask,
-            segments=tokens.segments,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-        )
+        x = LossInputs(logprobs, old, advantages, tokens.mask, tokens.segments)
+        per_token = weights * self.policy_loss.checked(self.policy_loss(x), like=logprobs)
 
         def step_share(values: torch.Tensor) -> torch.Tensor:
             return aggregate(
@@ -224,14 +191,14 @@ class PolicyObjective(Objective):
             )
 
         policy = total = step_share(per_token)
-        if self.kl.coefficient and self.kl.where == "loss":
-            total = total + self.kl.coefficient * step_share(kl)
+        if self.kl.coef and self.kl.where == "loss":
+            total = total + self.kl.coef * step_share(kl)
         if self.needs_entropy_gradient:
-            total = total - self.entropy_coefficient * step_share(entropy)
+            total = total - self.entropy_coef * step_share(entropy)
         with torch.no_grad():
             sums, maxima = token_sums(
                 logprobs=logprobs,
-                clipped_ratio=self._clipped_ratio(logprobs, old, tokens),
+                clipped_ratio=self.policy_loss.ratio(x),
                 clips=self.policy_loss.clips,
                 behavior_logprobs=tokens.behavior_logprobs,
                 weights=weights,
@@ -239,8 +206,7 @@ class PolicyObjective(Objective):
                 lags=lags,
                 advantages=advantages,
                 mask=tokens.mask,
-                clip_low=self.clip_low,
-                clip_high=self.clip_high,
+                clip_range=self.policy_loss.clip_range,
             )
             own = torch.stack([policy.detach().double(), kl.detach()[tokens.mask].double().sum()])
         return Loss(total, torch.cat([own, sums]), maxima)
@@ -252,7 +218,7 @@ class PolicyObjective(Objective):
         if self.needs_reference and num_tokens:
             metrics |= {
                 "train/reference_kl/mean": kl / num_tokens,
-                "train/reference_kl/coefficient": self.kl.coefficient,
+                "train/reference_kl/coefficient": self.kl.coef,
             }
         return metrics
 
@@ -260,48 +226,43 @@ class PolicyObjective(Objective):
         kl = metrics.get("train/reference_kl/mean")
         if self.kl.target is None or kl is None or not math.isfinite(kl):
             return self
-        coefficient = adapted_coefficient(self.kl.coefficient, kl, target=self.kl.target)
-        return replace(self, kl=replace(self.kl, coefficient=coefficient))
+        return self._with_coef(adapted_coefficient(self.kl.coef, kl, target=self.kl.target))
 
     def state_dict(self) -> dict[str, float]:
-        return {} if self.kl.target is None else {"kl_coefficient": self.kl.coefficient}
+        return {} if self.kl.target is None else {"kl_coefficient": self.kl.coef}
 
     def with_state(self, state: dict[str, float]) -> Self:
-        return replace(self, kl=replace(self.kl, coefficient=state.get("kl_coefficient", self.kl.coefficient)))
+        return self._with_coef(state.get("kl_coefficient", self.kl.coef))
 
-    def _old_logprobs(self, logprobs: torch.Tensor, tokens: Tokens, lags: torch.Tensor) -> torch.Tensor:
-        if self.correction.kind == "none":
-            return tokens.behavior_logprobs
-        if self.correction.interpolate:
-            return interpolated_proximal(logprobs, tokens.behavior_logprobs, lags)
-        return tokens.proximal_logprobs
+    def _with_coef(self, coef: float) -> Self:
+        return replace(self, kl=self.kl.model_copy(update={"coef": coef}))
 
     def _penalised(self, logprobs: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
         """(advantages, KL estimates [S]): a penalty in the reward is already subtracted from the advantages."""
         if not self.needs_reference:
             return tokens.advantages, torch.zeros_like(logprobs)
         behavior, reference = tokens.behavior_logprobs, tokens.reference_logprobs
-        if self.kl.where == "loss":
-            return tokens.advantages, kl_estimate(self.kl.estimator, logprobs, reference, behavior)
         # A reward is a property of the sample: it compares the policy that sampled it with the reference.
-        kl = kl_estimate(self.kl.estimator, behavior, reference, behavior, jsd_beta=self.kl.jsd_beta)
+        compared = logprobs if self.kl.where == "loss" else behavior
+        estimator = self.kl.estimator
+        assert isinstance(estimator, KLEstimator), "a user's own is imported when the objective is made"
+        kl = estimator.checked(estimator(compared, reference, behavior), like=logprobs)
+        if self.kl.where == "loss":
+            return tokens.advantages, kl
         penalty = penalties_to_go(kl, tokens.mask, tokens.segments) if self.kl.where == "reward" else kl
-        return tokens.advantages - self.kl.coefficient * penalty, kl
+        return tokens.advantages - self.kl.coef * penalty, kl
 
     def _weights(
         self, logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor, tokens: Tokens
     ) -> torch.Tensor:
-        where = {"mask": tokens.mask, "segments": tokens.segments}
-        behavior = tokens.behavior_logprobs
-        weights = self.correction.weights(old, behavior, advantages=advantages, **where)
+        behavior, mask, segments = tokens.behavior_logprobs, tokens.mask, tokens.segments
+        with torch.no_grad():
+            found = self.correction.weights(CorrectionInputs(old, behavior, advantages, mask, segments, self.limit))
+            weights = self.correction.checked(found, like=logprobs)
         if (bound := self.correction.mask_divergence) is not None:
-            weights = weights * sequence_mask(logprobs, behavior, advantages, bound=bound, **where)
+            kept = sequence_mask(logprobs, behavior, advantages, mask=mask, segments=segments, bound=bound)
+            weights = weights * kept
         return weights
-
-    def _clipped_ratio(self, logprobs: torch.Tensor, old: torch.Tensor, tokens: Tokens) -> torch.Tensor:
-        if self.policy_loss.name == "gspo":
-            return sequence_ratio_of(logprobs, old, tokens.mask, tokens.segments)
-        return ratio_of(logprobs, old)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
-import torch.nn.functional as F
+from pydantic import Field, PositiveFloat
 
+from ..lazy import torch
+from ..section import Section
 from .objective import Loss, Objective, Tokens
 from .sequences import sequence_sums
 
 
-def dpo_loss(margins: torch.Tensor, *, beta: float, label_smoothing: float = 0.0) -> torch.Tensor:
-    """`-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)`, margins [P] of pairs -> [P]; e `label_smoothing`.
+class DPO(Section):
+    """The loss of the recipe dpo.
 
-    `m = (log pi(chosen) - log ref(chosen)) - (log pi(rejected) - log ref(rejected))`, logprobs of whole answers. e is
-    the share of pairs whose labels are thought to be swapped. Source: DPO, arXiv 2305.18290, eq. 7; e: Mitchell,
-    "A note on DPO with noisy preferences".
+    `-(1 - e) log sigmoid(beta m) - e log sigmoid(-beta m)`, margins [P] of pairs -> [P]; e is `label_smoothing`.
+    `m = (log pi(chosen) - log ref(chosen)) - (log pi(rejected) - log ref(rejected))`, logprobs of whole answers.
+    Source: DPO, arXiv 2305.18290, eq. 7; e: Mitchell, "A note on DPO with noisy preferences".
     """
-    return -(1 - label_smoothing) * F.logsigmoid(beta * margins) - label_smoothing * F.logsigmoid(-beta * margins)
+
+    beta: PositiveFloat = Field(default=0.1, description="how far the margin may move the policy")
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5, description="assumed share of mislabelled pairs")
+
+    def __call__(self, margins: torch.Tensor) -> torch.Tensor:
+        log_sigmoid, e = torch.nn.functional.logsigmoid, self.label_smoothing
+        return -(1 - e) * log_sigmoid(self.beta * margins) - e * log_sigmoid(-self.beta * margins)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceObjective(Objective):
     """The mean DPO loss of a step's pairs. Sequences come in pairs: the chosen answer, then the rejected one."""
 
-    beta: float
-    label_smoothing: float = 0.0
+    dpo: DPO = field(default_factory=DPO)
     num_sums: int = 5
     num_maxima: int = 0
     needs_reference: bool = True
@@ -47,10 +53,10 @@ class PreferenceObjective(Objective):
             torch.where(tokens.mask, logprobs - tokens.reference_logprobs, 0.0), tokens.segments
         ).reshape(-1, 2)
         margins = gains[:, 0] - gains[:, 1]
-        total = dpo_loss(margins, beta=self.beta, label_smoothing=self.label_smoothing).sum() / num_pairs
+        total = self.dpo(margins).sum() / num_pairs
         with torch.no_grad():
             count = torch.tensor(float(len(margins)), dtype=torch.float64, device=logprobs.device)
-            chosen, rejected = (self.beta * gains.double()).sum(0)
+            chosen, rejected = (self.dpo.beta * gains.double()).sum(0)
             sums = torch.stack([total.double(), chosen, rejected, (margins > 0).double().sum(), count])
         return Loss(total, sums, torch.zeros(0, dtype=torch.float64, device=logprobs.device))
 

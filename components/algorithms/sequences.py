@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from ..lazy import torch
 
 
 def sequence_sums(values: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:

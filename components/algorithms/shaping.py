@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import torch
+from ..lazy import torch
 
 
 def overlong_penalty(lengths: torch.Tensor, *, max_tokens: int, buffer_tokens: float) -> torch.Tensor:

@@ -1,17 +1,15 @@
-"""Advantages of an agent's turns: the value of each turn when an episode earns its reward only after several turns.
+"""The turns of an agent's episodes, for advantages that value each one.
 
 Shapes: N trajectories of a take, M turns of all of them laid end to end, in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from .advantages import grpo_advantage, mean_advantage, per_group
+from ..lazy import torch
 
 if TYPE_CHECKING:
     from ..types import Trajectory, Turn
@@ -46,56 +44,13 @@ class Turns:
             rewards=torch.tensor(rewards, dtype=torch.float32),
         )
 
-
-@dataclass(frozen=True)
-class TurnAdvantage:
-    """An advantage function that receives the turns of a take and returns the advantage of each *turn*."""
-
-    function: Callable[..., torch.Tensor]
-
-    def __call__(self, rewards: torch.Tensor, groups: torch.Tensor, turns: Turns) -> torch.Tensor:
-        """Rewards [N] and group indices [N] of a take, and its M turns -> advantages [M]."""
-        return self.function(rewards, groups, turns=turns)
-
-
-def gigpo_advantage(
-    rewards: torch.Tensor,
-    groups: torch.Tensor,
-    *,
-    turns: Turns,
-    omega: float = 1.0,
-    gamma: float = 0.95,
-    std: bool = True,
-    eps: float = 1e-6,
-) -> torch.Tensor:
-    """`A_episode + omega A_step`, [N], [N] -> [M]: a turn against others of its group that began in the same state.
-
-    `A_episode`: the group's advantage of the trajectory's reward. `A_step`: the same of the turns' discounted returns
-    `sum_k gamma^k r_(t + k)`, among the turns of one state; 0 where nobody else met it. `std` divides both by their
-    deviation (plus `eps`). Source: GiGPO, arXiv 2505.10978, eq. 3, 6 to 8.
-    """
-
-    def relative(values: torch.Tensor) -> torch.Tensor:
-        return grpo_advantage(values, eps=eps) if std else mean_advantage(values)
-
-    episodes = per_group(relative)(rewards, groups)[turns.trajectories]
-    returns = discounted_returns(turns.rewards.to(rewards.dtype), turns.trajectories, gamma=gamma)
-    order = torch.argsort(turns.states, stable=True)
-    steps = torch.empty_like(returns)
-    steps[order] = per_group(relative)(returns[order], turns.states[order])
-    return episodes + omega * steps
-
-
-TURN_ADVANTAGES: dict[str, Callable[..., torch.Tensor]] = {"gigpo": gigpo_advantage}
-
-
-def discounted_returns(rewards: torch.Tensor, trajectories: torch.Tensor, *, gamma: float) -> torch.Tensor:
-    """`sum_k gamma^k r_(t + k)` over the rest of each trajectory: rewards [M], trajectories [M] -> [M]."""
-    returns = rewards.clone()
-    for t in range(len(returns) - 2, -1, -1):
-        if trajectories[t] == trajectories[t + 1]:
-            returns[t] += gamma * returns[t + 1]
-    return returns
+    def discounted_returns(self, dtype: torch.dtype, *, gamma: float) -> torch.Tensor:
+        """`sum_k gamma^k r_(t + k)` over the rest of each trajectory: [M]."""
+        returns, owners = self.rewards.to(dtype, copy=True), self.trajectories
+        for t in range(len(returns) - 2, -1, -1):
+            if owners[t] == owners[t + 1]:
+                returns[t] += gamma * returns[t + 1]
+        return returns
 
 
 def num_turns(loss_mask: torch.Tensor, lengths: torch.Tensor) -> int:

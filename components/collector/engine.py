@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..config.engines import engine_kind
-from ..envs.importing import import_user_object
+from ..importing import import_user_object
 from ..weights import Canary, CanaryGap, Manifest
 from .clock import RolloutClock
 from .progress import Progress

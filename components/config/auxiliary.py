@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from .base import Section, Temperature
+from ..section import Section
+from .engines import Temperature
 
 
 class AuxiliaryModel(Section):

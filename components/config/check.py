@@ -87,7 +87,8 @@ def _missing_files(config: Config) -> list[Problem]:
             )
         )
     paths = [("task.path", config.task.name, config.task.path), ("eval.path", "jsonl", config.eval.path)]
-    paths += [("algorithm.expert_path", "jsonl", config.algorithm.expert_path)]
+    expert = config.algorithm.expert
+    paths += [("algorithm.expert.path", "jsonl", None if expert is None else expert.path)]
     paths += [(f"task.mix.{n}.path", p.get("name", "jsonl"), p.get("path")) for n, p in config.task.mix.items()]
     paths += [(f"eval.tasksets.{n}.path", p.get("name"), p.get("path")) for n, p in config.eval.tasksets.items()]
     problems += [problem for path in paths for problem in _missing_data(*path)]

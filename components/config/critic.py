@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field, NonNegativeInt, PositiveFloat
 
-from .base import Section
+from ..section import Section
 
 
 class CriticConfig(Section):
-    """A value function with its own weights, for algorithm.advantage=gae. Other settings come from `optimizer`."""
+    """A value function with its own weights, for algorithm.advantage.name=gae. Other settings come from `optimizer`."""
 
     path: str | None = Field(
         default=None,

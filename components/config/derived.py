@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .engines import devices_of
-from .presets import NEED_CRITIC, NOT_PROPORTIONAL, POLICY_LOSS_OPTIONS
 from .recipe import ONLINE_RL, Needs
 from .schema import Config
 
@@ -101,23 +100,11 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
         # window reaches into a part of the next take; a bound above the target would let it start under weights older
         # than those, and meet them in flight.
         lockstep=first_use == target == least_target_policy_lag(P, u, n, window) and (window - 1) % P == 0,
-        skip_zero_advantage=train.skip_zero_advantage and _zero_advantage_moves_nothing(config),
-        scores_proximal=config.algorithm.correction != "none" and config.algorithm.correction_proximal == "recompute",
-        has_critic=config.algorithm.advantage in NEED_CRITIC and not offline,
+        skip_zero_advantage=train.skip_zero_advantage and not config.algorithm.trains_without_advantage,
+        scores_proximal=config.algorithm.needs_proximal,
+        has_critic=config.algorithm.needs_critic and not offline,
         served_tolerance=config.param_server.served_tolerance or (1e-4 if config.model.dtype == "float32" else 0.1),
     )
-
-
-def _zero_advantage_moves_nothing(config: Config) -> bool:
-    """Whether a trajectory without advantage has no gradient. A KL penalty or an entropy bonus would give it one.
-
-    A user's own loss may do anything, and a critic learns from a reward of 0 too.
-    """
-    a = config.algorithm
-    if a.advantage in NEED_CRITIC:
-        return False
-    proportional = a.policy_loss in POLICY_LOSS_OPTIONS and a.policy_loss not in NOT_PROPORTIONAL
-    return proportional and not a.kl_coef and not a.entropy_coef
 
 
 def least_target_policy_lag(groups_per_step: int, updates_per_batch: int, publish_every: int, window: int) -> int:

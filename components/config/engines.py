@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import AfterValidator, NonNegativeFloat
 
 from .errors import ConfigError
 from .model_files import head_size, model_config
@@ -112,6 +114,23 @@ ENGINES = {
     ),
 }
 DEFAULT = "vllm"
+
+LEAST_TEMPERATURE = 0.01
+"""vLLM raises a temperature between 0 and this value to this value, and so samples from a different distribution."""
+HIGHEST_TEMPERATURE = 2.0
+"""vLLM refuses a request above it."""
+
+
+def _is_sampled_as_it_says(value: float) -> float:
+    if 0 < value < LEAST_TEMPERATURE:
+        raise ValueError(f"0 (greedy) or at least {LEAST_TEMPERATURE}, which is vLLM's lowest")
+    if value > HIGHEST_TEMPERATURE:
+        raise ValueError(f"at most {HIGHEST_TEMPERATURE:g}, which is vLLM's highest")
+    return value
+
+
+Temperature = Annotated[NonNegativeFloat, AfterValidator(_is_sampled_as_it_says)]
+"""A sampling temperature that may be 0: greedy."""
 
 
 def engine_kind(name: str) -> EngineKind:

@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
-from .base import Section
+from ..section import Section
 from .errors import ConfigError, words
 
 M = TypeVar("M", bound=BaseModel)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from ..redaction import redacted
+from ..section import Refused
 from .secrets import is_variable, names_a_secret
 
 
-class ConfigError(ValueError):
+class ConfigError(Refused):
     """Refused settings, described in one line: the dotted key, its value, what was expected, how to fix it."""
 
     def __init__(self, key: str, *, got: object, expected: str, fix: str) -> None:
-        self.key = key
         if not isinstance(got, _Words) and got is not None and (names_a_secret(key) or is_variable(key)):
             got = words("a value that is not shown")
         got_text = got if isinstance(got, _Words) else _short(got)
-        super().__init__(redacted(" ".join(f"{key}: got {got_text}, expected {expected}; {fix}".split())))
+        super().__init__(key, got=got, expected=expected, fix=fix)
+        self.args = (redacted(" ".join(f"{key}: got {got_text}, expected {expected}; {fix}".split())),)
 
 
 class _Words(str):

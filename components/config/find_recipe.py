@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..algorithms.presets import PRESETS
 from .errors import ConfigError, words
 from .names import find_module, nearest
 from .paths import is_file, user_path
-from .presets import PRESETS
 from .recipe import Recipe
 from .vocabulary import RECIPE_OF
 

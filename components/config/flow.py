@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from .base import HIGHEST_TEMPERATURE, LEAST_TEMPERATURE, Section
-from .engines import split_options
+from ..section import Section
+from .engines import HIGHEST_TEMPERATURE, LEAST_TEMPERATURE, split_options
 from .names import PRIORITIES
 
 

@@ -6,11 +6,9 @@ import difflib
 from collections.abc import Iterator
 from functools import cache
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel
-
-from .base import leaf_types
+from ..section import Section, leaf_types, sections_in
 from .errors import ConfigError, words
 from .schema import Config
 from .vocabulary import KEY_OF
@@ -24,19 +22,24 @@ def all_keys() -> dict[str, Any]:
 
 def default_of(key: str) -> Any:
     """The default of a dotted key (of a section: all of it), or None where the key is below a free-form one."""
-    model: type[BaseModel] = Config
+    models: list[type[Section]] = [Config]
     *sections, last = key.split(".")
     for name in sections:
-        section = _section_of(model.model_fields[name].annotation) if name in model.model_fields else None
-        if section is None:
-            return None
-        model = section
-    return model.model_fields[last].get_default(call_default_factory=True) if last in model.model_fields else None
+        held = [model.model_fields[name].annotation for model in models if name in model.model_fields]
+        models = [section for annotation in held for section in sections_in(annotation)]
+    fields = [model.model_fields[last] for model in models if last in model.model_fields]
+    return fields[0].get_default(call_default_factory=True) if fields else None
 
 
 def is_free_form(key: str) -> bool:
-    """Whether everything below `key` is the user's own (env.options, rollout.engine, stages, ...)."""
-    return dict in leaf_types(all_keys()[key])
+    """Whether what is below `key` may be the user's own (env.options, rollout.engine, stages, algorithm.loss, ...)."""
+    annotation = all_keys()[key]
+    return dict in leaf_types(annotation) or is_choice(annotation)
+
+
+def is_choice(annotation: Any) -> bool:
+    """Whether a `name` chooses which options there are."""
+    return any(section.model_config.get("extra") == "allow" for section in sections_in(annotation))
 
 
 def takes_text(key: str) -> bool:
@@ -51,7 +54,7 @@ def check_known(tree: dict[str, Any], *, prefix: str = "", where: str = "") -> N
         key = f"{prefix}{name}"
         if key not in all_keys():
             raise unknown_key(key, where=where)
-        if isinstance(value, dict) and not is_free_form(key) and _section_of(all_keys()[key]) is not None:
+        if isinstance(value, dict) and not is_free_form(key) and sections_in(all_keys()[key]):
             check_known(value, prefix=f"{key}.", where=where)
 
 
@@ -73,13 +76,13 @@ def nearest_key(key: str) -> str:
     same_section = [k for k in known if k.rpartition(".")[0] == section]
     ordered = sorted(known, key=lambda k: k.split(".")[0] in ("eval", "critic", "frontier"))
     by_last = {k.rpartition(".")[2]: k for k in reversed(ordered)}  # prefer the section that all runs have
-    # Another trainer's term is translated; a mistyped last word stays in its section; a forgotten or mistyped section
-    # keeps its last word.
+    # Another trainer's term is translated; a forgotten or mistyped section keeps its last word; a mistyped last word
+    # stays in its section.
     return next(
         iter(
             ([KEY_OF[word]] if word in KEY_OF else [])
-            or difflib.get_close_matches(key, same_section, n=1, cutoff=0.75)
             or ([by_last[word]] if word in by_last else [])
+            or difflib.get_close_matches(key, same_section, n=1, cutoff=0.75)
             or (difflib.get_close_matches(key, known, n=1, cutoff=0.7) if section else [])
             or [by_last[w] for w in difflib.get_close_matches(word, by_last, n=1, cutoff=0.75)]
             or [KEY_OF[w] for w in difflib.get_close_matches(word, KEY_OF, n=1, cutoff=0.8)]
@@ -92,22 +95,11 @@ def nearest_key(key: str) -> str:
 
 def is_section(key: str) -> bool:
     """Whether `key` holds further keys of ours."""
-    return key in all_keys() and _section_of(all_keys()[key]) is not None
+    return key in all_keys() and bool(sections_in(all_keys()[key]))
 
 
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, Any]]:
+def _walk(model: type[Section], prefix: str) -> Iterator[tuple[str, Any]]:
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}", field.annotation
-        section = _section_of(field.annotation)
-        if section is not None:
+        for section in sections_in(field.annotation):
             yield from _walk(section, f"{prefix}{name}.")
-
-
-def _section_of(annotation: Any) -> type[BaseModel] | None:
-    """The section class inside an annotation such as `ModelInit | None`."""
-    if get_origin(annotation) is Literal:
-        return None
-    for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
-    return None

@@ -16,8 +16,15 @@ from .overrides import Override, Tree, apply_override, leaves, merge
 RIVALS = (("train.steps", "train.epochs"), ("model.path", "model.init"), ("eval.path", "task.holdout_frac"))
 """At most one setting of each group is set."""
 OF_A_SOURCE = ("path", "query", "dataset", "options", "mix")
-"""Settings whose meaning depends on `task.name`; that of all others in `rollout.engine` depends on its `name`."""
-CHOICES = {"task.name": "jsonl", "rollout.engine.name": DEFAULT}
+"""Settings whose meaning depends on `task.name`; that of all others beside a `name` depends on it."""
+CHOICES = {
+    "task.name": "jsonl",
+    "rollout.engine.name": DEFAULT,
+    "algorithm.advantage.name": "grpo",
+    "algorithm.loss.name": "ppo_clip",
+    "algorithm.correction.name": "none",
+    "algorithm.kl.estimator.name": "k3",
+}
 """Keys that say what others mean, and what they are where they are left out."""
 
 

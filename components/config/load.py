@@ -14,6 +14,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ..redaction import hide
+from ..section import Refused, Section
+from .algorithm import CHOICES
 from .errors import ConfigError, words
 from .keys import check_known, default_of
 from .names import nearest
@@ -171,12 +173,37 @@ def _first_error(error: ValidationError, named: Any) -> ConfigError:
     """One line for the first error, with the number of further errors."""
     details = error.errors(include_url=False)
     first: ErrorDetails = details[0]
-    key = ".".join(str(part) for part in first["loc"]) or "config"
+    more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
+    refused = first.get("ctx", {}).get("error")
+    if isinstance(refused, Refused):
+        fix = refused.fix + more
+        return ConfigError(named(refused.key), got=refused.got, expected=refused.expected, fix=fix)
+    key, piece = _key_of(first["loc"])
+    if first["type"] == "extra_forbidden" and piece is not None:
+        options = [name for name in piece.model_fields if name != "name"]
+        guess = nearest(key.rpartition(".")[2], options)
+        return ConfigError(
+            named(key),
+            got=first["input"],
+            expected=f"an option of {piece.model_fields['name'].default} ({', '.join(options) or 'it has none'})",
+            fix=f"did you mean {guess}?" if guess else "leave it out",
+        )
     expected = first["msg"].split(", unable to")[0].split(", got a number")[0]
     for theirs, ours in _WORDING.items():
         expected = expected.replace(theirs, ours)
     default = default_of(key)
     plain = isinstance(default, bool | int | float | str | list | tuple)
     fix = f"leave it out for the default {default}" if plain else f"change or leave out {named(key)}"
-    more = f" (and {len(details) - 1} more)" if len(details) > 1 else ""
-    return ConfigError(named(key), got=first["input"], expected=expected, fix=fix + more)
+    got = None if first["type"] == "missing" else first["input"]
+    return ConfigError(named(key), got=got, expected=expected, fix=fix + more)
+
+
+def _key_of(place: tuple[int | str, ...]) -> tuple[str, type[Section] | None]:
+    """The dotted key of pydantic's path, and the class whose options are there, where a name chose it."""
+    key, piece = "", None
+    for part in place:
+        if key in CHOICES and piece is None:  # the path names the choice too
+            piece = CHOICES[key].get(str(part))
+        else:
+            key = f"{key}.{part}" if key else str(part)
+    return key or "config", piece

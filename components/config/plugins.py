@@ -54,8 +54,8 @@ def with_entry_points(tree: Any) -> Any:
     return out
 
 
-def use_folders(folders: list[str]) -> None:
-    """Allow modules in `folders` to be named as "module:Name". Raises ConfigError if one is not a folder.
+def use_folders(folders: list[str]) -> list[str]:
+    """Return `folders`, whose modules may be named as "module:Name" from then on. Raises ConfigError if one is none.
 
     The folders come last on sys.path, so a user's module never hides an installed one.
     """
@@ -66,6 +66,7 @@ def use_folders(folders: list[str]) -> None:
         absolute = str(path.resolve())
         if absolute not in sys.path:
             sys.path.append(absolute)
+    return folders
 
 
 def modules_in(folder: str | Path) -> list[Path]:

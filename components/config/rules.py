@@ -21,7 +21,6 @@ from .input_rules import (
     prompt_template_holds_the_prompt,
     task_source_is_complete,
 )
-from .plugins import use_folders
 from .recipe import Rule
 from .replay_rules import REPLAY_RULES
 from .schema import Config
@@ -29,7 +28,6 @@ from .schema import Config
 
 def check_rules(config: Config, rules: Sequence[Rule] = (), named: Named = str) -> None:
     """Raise ConfigError for the first rule that `config` breaks: those of every recipe, then a recipe's own `rules`."""
-    use_folders(config.plugins)
     for rule in (*COMMON_RULES, *rules):
         rule(config, named)
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from .base import Section
+from ..section import Section
 
 
 class MonitorConfig(Section):

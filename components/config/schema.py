@@ -8,14 +8,14 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, NonNegativeInt, PrivateAttr, model_validator
 
 from ..redaction import hide
-from .base import Section
+from ..section import Section
+from .algorithm import AlgorithmConfig, with_preset
 from .critic import CriticConfig
 from .flow import ParamServerConfig, ReplayConfig, RolloutConfig, StalenessConfig
 from .inputs import EnvConfig, EvalConfig, ModelConfig, TaskConfig
-from .learning import AlgorithmConfig, CheckpointConfig, FrontierConfig, OptimizerConfig, TrainConfig
+from .learning import CheckpointConfig, FrontierConfig, OptimizerConfig, TrainConfig
 from .paths import folder_name, user_path
-from .plugins import with_entry_points
-from .presets import with_preset
+from .plugins import use_folders, with_entry_points
 from .running import ClusterConfig, LogConfig, MonitorConfig
 from .secrets import fingerprints, secret_values, without_secrets
 
@@ -29,7 +29,7 @@ class Config(Section):
     name: FolderName = Field(default="run", description="folder of this run")
     seed: NonNegativeInt = Field(default=0, description="seed for tasks, sampling and initial weights")
     output_dir: str = Field(default="runs", min_length=1, description="where runs are kept")
-    plugins: list[str] = Field(
+    plugins: Annotated[list[str], AfterValidator(use_folders)] = Field(
         default_factory=list, description="folders whose modules may be named in settings; sent to every machine"
     )
     model: ModelConfig = Field(default_factory=ModelConfig, description="the policy")

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from .algorithm import AlgorithmConfig
 from .errors import ConfigError, words
 from .find_recipe import find_recipe
 from .keys import check_known
 from .layers import lay_over, place
-from .learning import AlgorithmConfig, TrainConfig
+from .learning import TrainConfig
 from .load import build_config, config_path, read_tree
 from .names import nearest
 from .overrides import Override, Tree, apply_override, parse_overrides

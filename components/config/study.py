@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..algorithms.presets import CORRECTIONS
 from .derived import least_target_policy_lag
 from .rules import RL_RULES, check_rules
 from .schema import Config
@@ -57,7 +58,7 @@ def _cell(config: Config, *, lag: int, least: int, correction: str, seed: int) -
                 "reorder_window": 1,
                 "in_flight": "off",
             },
-            "algorithm": {"correction": correction},
+            "algorithm": {"correction": CORRECTIONS[correction]()},
             "rollout": {"pull_every": WHEN_A_FLOOR_ASKS, "pull": "oldest"},
             "eval": {"at_start": True, "at_end": True, "every": _eval_every(config) if lockstep else 0},
             "checkpoint": {"save_hf": "never", "save_state": "never", "every": 0},

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import Hardware, Stage, check_run, derive, this_machine
+from ..config.algorithm_rules import ALGORITHM_RULES
 from ..config.auxiliary import AuxiliaryModel
 from ..config.check import earlier_run
 from ..config.engines import is_local_path
@@ -130,13 +131,15 @@ def _models_of(config: Config) -> Iterator[tuple[str, str, str, int]]:
 
 
 def _check_pieces(stage: Stage) -> None:
-    """Try advantage and policy loss on an example, unless they are plain built-in names."""
-    a = stage.config.algorithm
-    own = user_names([a.advantage, a.policy_loss]) or a.advantage_options or a.policy_loss_options
-    if stage.recipe.is_online and own:
-        from ..algorithms.pieces import check_pieces  # loads torch
+    """Import the user's own parts of the algorithm, check what they need, and try all parts on a small example."""
+    config = stage.config
+    if stage.recipe.is_online and user_names(config.algorithm.model_dump()):
+        from ..algorithms.trial import try_pieces  # loads torch
 
-        check_pieces(a)
+        made = config.algorithm.made()
+        for rule in ALGORITHM_RULES:
+            rule(config.model_copy(update={"algorithm": made.settings}), str)
+        try_pieces(made.advantage, made.loss, made.correction, made.estimator)
 
 
 def _check_vocabularies(stage: Stage) -> None:
@@ -184,10 +187,10 @@ def _check_tasks(stage: Stage, seen: set[str]) -> None:
     if isinstance(taskset, QueueTaskSet):
         deque(taskset.in_file(), maxlen=0)  # raises for a line that is no task
     dry_run(config, taskset.tasks[0])
-    if config.algorithm.expert_path is not None:
+    if config.algorithm.expert is not None:
         from ..tasks.examples import expert_tasks
 
-        experts = expert_tasks(config.algorithm.expert_path, config.task, config.eval, seed=config.seed)
+        experts = expert_tasks(config.algorithm.expert.path, config.task, config.eval, seed=config.seed)
         _check_examples(config, experts.tasks, [])
 
 

@@ -61,7 +61,7 @@ def _memory(config: Config, recipe: Recipe, shape: ModelShape) -> tuple[list[tup
         parts = {"weights": MASTER_BYTES, "gradients": GRADIENT_BYTES, "optimizer": OPTIMIZER_BYTES}
         if need.has_critic:
             parts["critic"] = sum(parts.values())
-        if (config.algorithm.kl_coef and not recipe.is_offline) or recipe.trains_on == "pairs":
+        if (config.algorithm.kl.coef and not recipe.is_offline) or recipe.trains_on == "pairs":
             parts["reference"] = MASTER_BYTES
         if config.checkpoint.every and config.checkpoint.in_background:
             parts["copy while saving"] = MASTER_BYTES + OPTIMIZER_BYTES

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..algorithms.advantages import Advantage
 from ..config import Config
-from ..config.presets import NEED_CRITIC
 
 CLEAR_AFTER_STEPS = 5
 """Fewer steps are not enough evidence: one batch of hard tasks proves nothing."""
@@ -50,9 +50,8 @@ class LearningWatch:
         self._loss_name = offline_loss or "train/loss/policy"
         a = config.algorithm
         # Terms that train without an advantage (a critic makes its own): a step is idle only if these are absent too.
-        has_critic = a.advantage in NEED_CRITIC
-        self._has_other_terms = bool(a.kl_coef or a.entropy_coef or a.expert_path is not None or has_critic)
-        self._wants_no_advantage = a.advantage == "zero"
+        self._has_other_terms = bool(a.kl.coef or a.entropy_coef or a.expert is not None or a.needs_critic)
+        self._wants_no_advantage = isinstance(a.advantage, Advantage) and a.advantage.needs_teacher
         self._steps: list[Mapping[str, float]] = []
         self._batches: list[Mapping[str, float]] = []
         self._num_idle = 0

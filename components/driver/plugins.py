@@ -16,8 +16,8 @@ _PROGRAMMING_ERRORS = (TypeError, NameError, AttributeError, ImportError)
 
 def check_plugins(config: Config) -> None:
     """Import and build everything the settings name. Raises a one-line ValueError: file, line, what was expected."""
-    from ..envs.importing import import_user_object
     from ..envs.registry import build_environment
+    from ..importing import import_user_object
     from ..replay.operators import Pipeline
     from ..replay.reuse import priority_of
 

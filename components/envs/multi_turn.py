@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ..config.environments import MultiTurnOptions
 from ..config.names import user_names
+from ..importing import import_user_object
 from ..types import Completion, Task
-from .importing import import_user_object
 from .rewards import AnyReward, exact_match
 from .scoring import WeightedSum, score
 from .step import Observation, Step, StepEnvironment

@@ -12,12 +12,12 @@ from pydantic import BaseModel
 
 from ..config.environments import checked_options
 from ..config.inputs import EnvConfig
+from ..importing import import_user_object, is_user_name
 from ..redaction import hide
 from .agent import AgentEnvironment
 from .auxiliary import build_models
 from .base import Environment
 from .by_taskset import ByTaskSet
-from .importing import import_user_object, is_user_name
 from .scoring import build_reward
 from .step import StepEnvironment
 

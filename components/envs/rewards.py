@@ -9,12 +9,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from difflib import get_close_matches
 from typing import Any, cast
 
+from ..importing import import_user_object, is_user_name
 from ..types import Task
 from . import gym_answers
 from .answers import answer_format, boxed, countdown, exact_match, length, overlong, tagged
 from .code_tests import code_tests
 from .guarded import ScorerPool
-from .importing import import_user_object, is_user_name
 from .jail import why_not
 from .judges import judge, question_of, reward_model, rubric
 from .math_compare import is_right

@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from ..importing import import_user_object
 from .calculator import calculate
 from .corpus import Corpus
-from .importing import import_user_object
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 MAX_CALLS = 32

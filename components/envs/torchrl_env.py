@@ -6,8 +6,8 @@ import asyncio
 from typing import Any
 
 from ..config.environments import TorchRLOptions
+from ..importing import import_user_object
 from ..types import Completion, Message, Task
-from .importing import import_user_object
 from .step import Observation, Step, StepEnvironment
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import ray
 
-from ..algorithms.pieces import advantage_of
 from ..config import Config, derive
 from ..failures import Watched, as_text
 from ..group import Group
@@ -72,7 +71,7 @@ class ReplayBufferActor(Watched):
         assert config.model.path is not None
         self._prompter = Prompter.load(config.model.path)
         self._assembler = Assembler(
-            advantage=advantage_of(algorithm.advantage, algorithm.advantage_options, eps=algorithm.advantage_eps),
+            advantage=algorithm.made().advantage,
             shaping=RewardShaping(
                 rank_penalty=algorithm.rank_penalty,
                 overlong_buffer_tokens=algorithm.overlong_buffer_frac * config.rollout.max_response_tokens,
@@ -137,12 +136,11 @@ class ReplayBufferActor(Watched):
             self._suspects.delivered(task, group)
 
     def _experts(self, *, skip_steps: int) -> Callable[[], list[Trajectory]] | None:
-        path, config = self._config.algorithm.expert_path, self._config
-        if path is None:
+        expert, config = self._config.algorithm.expert, self._config
+        if expert is None:
             return None
-        tasks = expert_tasks(path, config.task, config.eval, seed=config.seed)
-        count = config.algorithm.expert_batch_size
-        return expert_source(tasks, self._prompter, count=count, skip=skip_steps * count)
+        tasks = expert_tasks(expert.path, config.task, config.eval, seed=config.seed)
+        return expert_source(tasks, self._prompter, count=expert.batch_size, skip=skip_steps * expert.batch_size)
 
     def _num_tokens(self, task: Task) -> int:
         return len(self._prompter.encode(task.prompt))

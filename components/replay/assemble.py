@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..algorithms.advantages import AdvantageFunction
+from ..algorithms.advantages import Advantage, TurnAdvantage
 from ..algorithms.shaping import overlong_penalty, rank_penalty
-from ..algorithms.turns import TurnAdvantage, Turns, by_token, num_turns
+from ..algorithms.turns import Turns, by_token, num_turns
 from ..group import Group
 from ..samples import Samples, end_to_end, joined, laid, picked, prompt_keys, token_index
 from ..train_batch import TrainBatch, batch_samples
@@ -97,7 +97,7 @@ class Assembler:
     see `algorithms.mix`.
     """
 
-    advantage: AdvantageFunction | TurnAdvantage
+    advantage: Advantage
     updates_per_take: int
     num_ranks: int
     skip_zero_advantage: bool
@@ -130,7 +130,7 @@ class Assembler:
         if isinstance(self.advantage, TurnAdvantage):
             lists = [g.trajectories() for g in groups]
             turns = Turns.of(lists)
-            of_turns = self.advantage(torch.cat(shaped), indices, turns)
+            of_turns = self.advantage.of_each_turn(torch.cat(shaped), indices, turns)
             num_turns_each = torch.bincount(turns.trajectories, minlength=sum(sizes)).tolist()
             parts = iter(torch.split(of_turns, num_turns_each))
             return [

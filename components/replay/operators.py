@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..envs.importing import import_user_object, is_user_name
 from ..group import Group
+from ..importing import import_user_object, is_user_name
 
 Operator = Callable[[Group], Group | str | None]
 

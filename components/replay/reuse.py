@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ..envs.importing import import_user_object, is_user_name
 from ..group import Group
+from ..importing import import_user_object, is_user_name
 
 Priority = Callable[[Group], float]
 """How valuable a group is to train on; larger values come first."""

@@ -14,7 +14,6 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ..algorithms.build import objective_of
 from ..auxiliary.actor import AuxiliaryRemote
 from ..collector.actor import CollectorRemote
 from ..collector.engine import EngineSettings
@@ -22,6 +21,7 @@ from ..collector.settings import CollectorSettings
 from ..config import Config, Recipe, derive
 from ..config.auxiliary import AuxiliaryModel
 from ..config.evalsets import evalset_sampling
+from ..config.objective import objective_of
 from ..param_server.actor import ParameterServerRemote
 from ..replay.actor import ReplayBufferRemote
 from ..trainer.actor import TrainerRank

@@ -14,9 +14,8 @@ from unittest import mock
 import pytest
 import torch
 
-from leeway.algorithms.build import objective_of
-from leeway.algorithms.pieces import advantage_of
 from leeway.config import find_recipe, load_config
+from leeway.config.objective import objective_of
 
 f64 = torch.float64
 LENGTHS = [4, 1, 6, 3, 5, 2]
@@ -214,7 +213,7 @@ def load_trl() -> Trl:
 def settings(*overrides: str) -> Any:
     """The quickstart's settings with these of `algorithm`."""
     on_policy = ["staleness.max_policy_lag=0"] if "name=rloo" in overrides else []
-    several = [] if not any(o.startswith("correction=") for o in overrides) else ["train.updates_per_batch=2"]
+    several = [] if not any(o.startswith("correction.name=") for o in overrides) else ["train.updates_per_batch=2"]
     return load_config(
         "quickstart",
         [f"rollout.max_response_tokens={MAX_LENGTH}", *several, *on_policy, *(f"algorithm.{o}" for o in overrides)],
@@ -241,12 +240,12 @@ def ours(case: Case, *overrides: str, rewards: list[float] = REWARDS) -> tuple[f
     """Value and gradient of our objective with these settings, everything through the names that a user writes."""
     config = settings(*overrides)
     algorithm = config.algorithm
-    advantage: Any = advantage_of(algorithm.advantage, algorithm.advantage_options, eps=algorithm.advantage_eps)
+    advantage: Any = algorithm.advantage
     groups = torch.arange(N) // GROUP
     advantages = advantage(torch.tensor(rewards, dtype=torch.float32), groups).double()
     logprobs = case.logprobs.clone().requires_grad_()
     real, tokens = packed(case)
-    if algorithm.correction == "none":  # the policy that both sides clip around
+    if algorithm.correction.name == "none":  # the policy that both sides clip around
         tokens.behavior_logprobs = case.prox[real]
     tokens.advantages = advantages[:, None].expand(N, WIDTH)[real]
     entropy = case.entropy[real]

@@ -12,8 +12,10 @@ from torch import nn
 from torchrl.objectives.llm.grpo import CISPOLoss, GRPOLoss
 
 from leeway.algorithms.aggregation import aggregate
-from leeway.algorithms.kl import kl_estimate
-from leeway.algorithms.pieces import policy_loss_of
+from leeway.algorithms.grpo import GRPO
+from leeway.algorithms.kl import K3
+from leeway.algorithms.losses import LossInputs
+from leeway.algorithms.presets import POLICY_LOSSES
 
 f64 = torch.float64
 LOW, HIGH = 0.2, 0.28
@@ -68,8 +70,8 @@ class Case:
         padded = self.logprobs.clone().requires_grad_()
         real = self.real
         segments = torch.arange(3)[:, None].expand(3, WIDTH)[real]
-        given = {"mask": self.mask[real], "segments": segments, "clip_low": LOW, "clip_high": HIGH, "dual_clip": None}
-        losses = policy_loss_of(name)(padded[real], self.old[real], self.advantages[real], **given)
+        tensors = (padded[real], self.old[real], self.advantages[real], self.mask[real], segments)
+        losses = POLICY_LOSSES[name](clip_low=LOW, clip_high=HIGH)(LossInputs(*tensors))
         total = aggregate(losses, self.mask[real], segments, how=how, num_sequences=3, num_tokens=int(self.mask.sum()))
         total.backward()
         assert padded.grad is not None
@@ -79,7 +81,7 @@ class Case:
 @pytest.mark.parametrize(("how", "theirs"), [("token_mean", "token_mean"), ("seq_mean_token_mean", "prompt_mean")])
 def test_the_clipped_objective_is_theirs_in_value_and_gradient(how: str, theirs: str) -> None:
     case = Case()
-    value, gradient = case.ours("clip", how)
+    value, gradient = case.ours("ppo_clip", how)
     their_value, their_gradient, _ = case.theirs(GRPOLoss, aggregation=theirs)
     assert value == pytest.approx(their_value, abs=1e-6)  # they keep the clip range in float32
     torch.testing.assert_close(gradient, their_gradient, rtol=0, atol=1e-6)
@@ -111,7 +113,7 @@ def test_their_kl_is_averaged_over_padding_too() -> None:
     """
     case = Case()
     _, _, out = case.theirs(GRPOLoss, kl_to_ref_coeff=1.0)
-    k3 = kl_estimate("k3", case.logprobs[case.mask], case.old[case.mask], case.old[case.mask])
+    k3 = K3()(case.logprobs[case.mask], case.old[case.mask], case.old[case.mask])
     assert out.kl_to_ref.item() == pytest.approx(k3.sum().item() / case.mask.numel(), abs=1e-9)
     assert out.kl_to_ref.item() < k3.mean().item()
 
@@ -131,8 +133,7 @@ def test_their_clipped_share_counts_padding_and_clips_that_do_not_act() -> None:
 
 def test_a_group_of_equal_rewards_is_exactly_nothing_for_us() -> None:
     """torchrl divides by `max(std, 1e-6)`, the paper and we by `std + eps`: the same unless the deviation is tiny."""
-    from leeway.algorithms.advantages import grpo_advantage
-
+    grpo_advantage = GRPO().of_group
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.5], dtype=f64)
     theirs = (rewards - rewards.mean()) / rewards.std().clamp_min(1e-6)
     torch.testing.assert_close(grpo_advantage(rewards), theirs, rtol=1e-5, atol=0)

@@ -41,11 +41,11 @@ import pytest
 import torch
 
 from leeway.algorithms.aggregation import aggregate
-from leeway.algorithms.build import objective_of
-from leeway.algorithms.kl import jsd_estimate, kl_estimate, penalties_to_go
-from leeway.algorithms.pieces import advantage_of
-from leeway.algorithms.preference import PreferenceObjective, dpo_loss
+from leeway.algorithms.kl import JSD, K1, K3, penalties_to_go
+from leeway.algorithms.preference import DPO, PreferenceObjective
+from leeway.algorithms.presets import ADVANTAGES
 from leeway.config import find_recipe, load_config
+from leeway.config.objective import objective_of
 from leeway.types import batch_trajectories
 
 from ..trainers import gradients, in_pairs, random_trajectories, reference_model
@@ -67,7 +67,7 @@ from .beside_trl import (
     settings,
 )
 
-EPS = "advantage_eps=1e-4"  # theirs, a constant of TRL's; the default here is 1e-6
+EPS = "advantage.eps=1e-4"  # theirs, a constant of TRL's; the default here is 1e-6
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def trl() -> Trl:
         ({"loss_type": "bnpo"}, ["name=grpo", "aggregation=token_mean"]),
         ({"loss_type": "dr_grpo", "scale_rewards": "none"}, ["name=dr_grpo"]),
         ({"loss_type": "cispo", "epsilon_high": 5.0}, ["name=cispo"]),
-        ({"loss_type": "cispo", "epsilon_high": 1.2}, ["name=cispo", "clip_high=0.2"]),
+        ({"loss_type": "cispo", "epsilon_high": 1.2}, ["name=cispo", "loss.clip_high=0.2"]),
         ({"loss_type": "sapo"}, ["name=sapo"]),
         (
             {"importance_sampling_level": "sequence", "epsilon_low": 3e-4, "epsilon_high": 4e-4},
@@ -96,42 +96,43 @@ def trl() -> Trl:
         ),
         (
             {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-            ["name=gspo", "aggregation=seq_mean_token_sum", "clip_low=0.2", "clip_high=0.28"],
+            ["name=gspo", "aggregation=seq_mean_token_sum", "loss.clip_low=0.2", "loss.clip_high=0.28"],
         ),
-        ({"args_delta": 3.0}, ["name=grpo", "dual_clip=3.0"]),
-        ({"beta": 0.04}, ["name=grpo", "kl_coef=0.04"]),
-        ({"beta": 0.3, "loss_type": "dapo"}, ["name=grpo", "aggregation=token_mean", "kl_coef=0.3"]),
+        ({"args_delta": 3.0}, ["name=grpo", "loss.dual_clip=3.0"]),
+        ({"beta": 0.04}, ["name=grpo", "kl.coef=0.04"]),
+        ({"beta": 0.3, "loss_type": "dapo"}, ["name=grpo", "aggregation=token_mean", "kl.coef=0.3"]),
         (
             {"beta": 0.3, "args_use_bias_correction_kl": True},
-            ["name=grpo", "kl_coef=0.3", "kl_estimator=corrected_k3"],
+            ["name=grpo", "kl.coef=0.3", "kl.estimator.name=corrected_k3"],
         ),
-        ({"scale_rewards": "batch"}, ["name=grpo", "advantage=batch_std"]),
-        ({"scale_rewards": "none"}, ["name=grpo", "advantage=mean"]),
-        ({"off_policy_mask_threshold": 0.1}, ["name=grpo", "correction_mask_divergence=0.1"]),
+        ({"scale_rewards": "batch"}, ["name=grpo", "advantage.name=batch_std"]),
+        ({"scale_rewards": "none"}, ["name=grpo", "advantage.name=mean"]),
+        ({"off_policy_mask_threshold": 0.1}, ["name=grpo", "correction.mask_divergence=0.1"]),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None,
 )
 def test_value_and_gradient_are_theirs(trl: Trl, theirs: dict[str, Any], mine: list[str]) -> None:
     case = Case()
-    equal(ours(case, *mine, EPS), trl.loss(case, **theirs))
+    eps = [EPS] if theirs.get("scale_rewards") != "none" else []  # without a deviation there is nothing to add it to
+    equal(ours(case, *mine, *eps), trl.loss(case, **theirs))
 
 
 @pytest.mark.parametrize(
     ("theirs", "mine"),
     [
-        ({"mode": "token_truncate", "clip_max": 1.1}, ["correction=tis", "correction_cap=1.1"]),
-        ({"mode": "token_truncate", "clip_max": math.inf}, ["correction=decoupled"]),
+        ({"mode": "token_truncate", "clip_max": 1.1}, ["correction.name=tis", "correction.cap=1.1"]),
+        ({"mode": "token_truncate", "clip_max": math.inf}, ["correction.name=decoupled"]),
         (
             {"mode": "token_mask", "clip_min": 0.9, "clip_max": 1.1},
-            ["correction=icepop", "correction_low=0.9", "correction_high=1.1"],
+            ["correction.name=icepop", "correction.low=0.9", "correction.high=1.1"],
         ),
         (
             {"mode": "sequence_truncate", "clip_max": 1.5},
-            ["correction=tis", "correction_cap=1.5", "correction_level=sequence"],
+            ["correction.name=tis", "correction.cap=1.5", "correction.level=sequence"],
         ),
         (
             {"mode": "sequence_mask", "clip_min": 0.5, "clip_max": 1.5},
-            ["correction=icepop", "correction_low=0.5", "correction_high=1.5", "correction_level=sequence"],
+            ["correction.name=icepop", "correction.low=0.5", "correction.high=1.5", "correction.level=sequence"],
         ),
     ],
     ids=lambda value: value["mode"] if isinstance(value, dict) else None,
@@ -145,7 +146,7 @@ def test_their_corrections_for_the_engine_are_ours(
     """Both clip around the weights that took the batch, and weigh by those over what the engine sampled from."""
     case = Case()
     options = {f"vllm_importance_sampling_{name}": value for name, value in theirs.items()}
-    own = ["kl_coef=0.3", "correction_mask_divergence=0.1"] if beside else []
+    own = ["kl.coef=0.3", "correction.mask_divergence=0.1"] if beside else []
     expected = trl.loss(case, use_vllm=True, **options, **beside)
     equal(ours(case, "name=grpo", EPS, *mine, *own), expected)
     plain = trl.loss(case)
@@ -168,8 +169,8 @@ def test_a_two_sided_clip_is_a_dual_clip_unless_it_cuts_into_the_range(trl: Trl)
     delta and does not stop bad ones there; ours, as the paper has it, never touches good ones.
     """
     case = Case()
-    equal(ours(case, "name=grpo", "dual_clip=1.3", EPS), trl.loss(case, args_delta=1.3))
-    _, mine = ours(case, "name=grpo", "dual_clip=1.06", EPS)
+    equal(ours(case, "name=grpo", "loss.dual_clip=1.3", EPS), trl.loss(case, args_delta=1.3))
+    _, mine = ours(case, "name=grpo", "loss.dual_clip=1.06", EPS)
     _, theirs = trl.loss(case, args_delta=1.06)
     ratio = (case.logprobs - case.prox).exp()
     good = torch.tensor([REWARDS[i] > sum(REWARDS[i // 3 * 3 : i // 3 * 3 + 3]) / 3 for i in range(N)])[:, None]
@@ -206,11 +207,11 @@ def test_a_corrected_kl_has_the_tokens_ratio_for_us_and_the_losss_for_them(trl: 
     case = Case()
     theirs = {"importance_sampling_level": "sequence", "beta": 0.3, "args_use_bias_correction_kl": True}
     value = trl.loss(case, **theirs)[0] - trl.loss(case, importance_sampling_level="sequence")[0]
-    mine = ["name=gspo", "clip_low=0.2", "clip_high=0.28", EPS]
-    own = ours(case, *mine, "kl_coef=0.3", "kl_estimator=corrected_k3")[0] - ours(case, *mine)[0]
+    mine = ["name=gspo", "loss.clip_low=0.2", "loss.clip_high=0.28", EPS]
+    own = ours(case, *mine, "kl.coef=0.3", "kl.estimator.name=corrected_k3")[0] - ours(case, *mine)[0]
     real, tokens = packed(case)
     counts: dict[str, Any] = {"num_sequences": N, "num_tokens": 0, "how": "seq_mean_token_mean"}
-    k3 = kl_estimate("k3", case.logprobs, case.reference, case.prox)
+    k3 = K3()(case.logprobs, case.reference, case.prox)
     log_ratio = case.logprobs - case.prox
     sequence = (log_ratio * case.mask).sum(1, keepdim=True) / case.mask.sum(1, keepdim=True)
     for got, ratio in ((own, log_ratio.exp()), (value, sequence.exp())):
@@ -258,7 +259,7 @@ def test_without_a_correction_theirs_does_not_know_what_the_engine_sampled_from(
     """
     case = Case()
     _, theirs = trl.loss(case, use_vllm=True, vllm_importance_sampling_correction=False, num_iterations=1)
-    advantage: Any = advantage_of("grpo", eps=1e-4)
+    advantage: Any = ADVANTAGES["grpo"](eps=1e-4)
     advantages = advantage(torch.tensor(REWARDS), torch.arange(N) // GROUP)
     share = case.mask / (N * case.mask.sum(1, keepdim=True))
     torch.testing.assert_close(theirs, -share * advantages[:, None].double(), **CLOSE)
@@ -278,7 +279,7 @@ def test_equal_rewards_are_rounding_divided_by_a_small_number_for_them_and_nothi
     rewards = [0.7] * 8 + [1.0, 0.0] * 4
     _, inputs = trl.batch(Case(), rewards=rewards, num_generations=8)
     assert (inputs["advantages"] > 1e-4).all()  # of the first six
-    advantage: Any = advantage_of("grpo", eps=1e-4)
+    advantage: Any = ADVANTAGES["grpo"](eps=1e-4)
     mine = advantage(torch.tensor(rewards), torch.arange(16) // 8)
     assert mine[:8].tolist() == [0.0] * 8
     assert mine[8:].abs().min() > 0.5
@@ -292,7 +293,7 @@ def test_rloo_is_theirs_on_policy_and_a_product_of_ratios_off_it(trl: Trl) -> No
     case = Case()
     case.mask = case.real.clone()  # their RLOO has no mask for what an environment wrote
     _, inputs = trl.batch(case, trl.rloo)
-    advantage: Any = advantage_of("rloo")
+    advantage: Any = ADVANTAGES["rloo"]()
     advantages = advantage(torch.tensor(REWARDS), torch.arange(N) // GROUP)
     torch.testing.assert_close(inputs["advantages"], advantages)
     _, off_policy = trl.loss(case, trainer=trl.rloo)
@@ -315,14 +316,14 @@ def test_a_penalty_in_rloos_reward_goes_through_the_baseline_for_them(trl: Trl) 
     case.mask = case.real.clone()
     beta = 0.3
     _, inputs = trl.batch(case, trl.rloo, beta=beta)
-    k1 = kl_estimate("k1", case.prox, case.reference, case.prox) * case.mask
-    advantage: Any = advantage_of("rloo")
+    k1 = K1()(case.prox, case.reference, case.prox) * case.mask
+    advantage: Any = ADVANTAGES["rloo"]()
     groups = torch.arange(N) // GROUP
     theirs = advantage(torch.tensor(REWARDS) - beta * k1.sum(1), groups)
     torch.testing.assert_close(inputs["advantages"].double(), theirs.double(), **CLOSE)
     on_policy = Case()
     on_policy.mask, on_policy.logprobs = case.mask, case.prox
-    value, mine = ours(on_policy, "name=rloo", f"kl_coef={beta}", "kl_estimator=k1", "kl_where=reward")
+    value, mine = ours(on_policy, "name=rloo", f"kl.coef={beta}", "kl.estimator.name=k1", "kl.where=reward")
     real, tokens = packed(case)
     plain = advantage(torch.tensor(REWARDS), groups)
     to_go = torch.zeros(N, WIDTH, dtype=f64)
@@ -378,7 +379,7 @@ def our_dpo(policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, *
     """The same of ours, which wants each pair's two answers next to each other."""
     count = len(policy) // 2
     order = torch.arange(2 * count).view(2, count).T.reshape(-1)
-    config = load_config("quickstart", ["algorithm.dpo_beta=0.3", "train.steps=1", *overrides], recipe="dpo")
+    config = load_config("quickstart", ["algorithm.dpo.beta=0.3", "train.steps=1", *overrides], recipe="dpo")
     objective = objective_of(config, find_recipe("dpo"))
     policy = policy.clone().requires_grad_()
     keep = mask[order]
@@ -414,13 +415,13 @@ def test_label_smoothing_is_the_conservative_loss_and_robust_has_no_best_margin(
     unbiased under swapped labels: `L(m) - e / (1 - 2 e) beta m`, which falls for ever: no margin is too large. Ours is
     `L(m) + e beta m`, whose least is where the policy says what the labels do: `sigmoid(beta m) = 1 - e`.
     """
-    smoothing = "algorithm.dpo_label_smoothing=0.1"
+    smoothing = "algorithm.dpo.label_smoothing=0.1"
     case = pairs(1)
     equal(our_dpo(*case, smoothing)[:2], dpo_of(trl, "aot", *case, label_smoothing=0.1)[:2], **SAME)
     margins = torch.linspace(-30, 30, 13, dtype=f64)
     policy = torch.stack([margins, torch.zeros_like(margins)], 0).view(-1, 1)
     zeros, mask = torch.zeros_like(policy), torch.ones_like(policy, dtype=torch.bool)
-    plain = dpo_loss(margins, beta=0.3).mean().item()
+    plain = DPO(beta=0.3)(margins).mean().item()
     robust = dpo_of(trl, "robust", policy, zeros, mask, label_smoothing=0.1)
     assert robust[0] == pytest.approx(plain - 0.1 / 0.8 * 0.3 * margins.mean().item(), abs=1e-9)
     mine = our_dpo(policy, zeros, mask, smoothing)
@@ -440,7 +441,7 @@ def test_their_divergence_is_the_mean_of_our_sampled_one(trl: Trl) -> None:
         trl.gkd.generalized_jsd_loss(logits[None], teacher[None], beta=beta, reduction="sum").backward()  # type: ignore[attr-defined]
         own = student.clone().requires_grad_()
         logp = own.log_softmax(-1)
-        penalty = jsd_estimate(logp, teacher.log_softmax(-1), beta=beta).detach()
+        penalty = JSD(beta=beta)(logp, teacher.log_softmax(-1), logp).detach()
         (logp.exp().detach() * penalty * logp).sum().backward()
         torch.testing.assert_close(own.grad, logits.grad, **SAME)
 
@@ -542,7 +543,7 @@ def test_a_models_gradient_in_dpo_is_theirs(trl: Trl, make, model_path, tmp_path
     )
     loss = self_._compute_loss(model, inputs, False)
     loss.backward()
-    trainer = make(objective=PreferenceObjective(beta=0.3), reference_path=str(tmp_path), max_policy_lag=None)
+    trainer = make(objective=PreferenceObjective(dpo=DPO(beta=0.3)), reference_path=str(tmp_path), max_policy_lag=None)
     batch = batch_trajectories(trajectories, [0.0] * 8, num_sequences=8, num_tokens=1)
     metrics = trainer.forward_backward(batch)
     assert metrics["train/loss/dpo"] == pytest.approx(loss.item(), rel=1e-5)

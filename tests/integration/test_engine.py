@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import PolicyObjective
 from leeway.collector.progress import EngineHung
 from leeway.engines import vllm_worker_env
@@ -204,7 +205,7 @@ os._exit(0)
 def _settings(path: Path, prompts: CanaryPrompts) -> TrainerSettings:
     return TrainerSettings(
         model_path=str(path),
-        objective=PolicyObjective(clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
+        objective=PolicyObjective(policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation="token_mean"),
         optimizer=OptimizerSettings(
             lr=0.01,
             betas=(0.9, 0.95),

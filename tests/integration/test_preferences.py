@@ -60,7 +60,7 @@ def test_dpo_widens_the_margin_of_pairs_that_it_never_saw(start: Any, warm: Path
         sides = (task.answer, rejected_answer(task, key="rejected"))
         gains = [answer_logprob(after, prompter, task.prompt, a) for a in sides]
         gains = [g - answer_logprob(before, prompter, task.prompt, a) for g, a in zip(gains, sides, strict=True)]
-        own.append(config.algorithm.dpo_beta * (gains[0] - gains[1]))
+        own.append(config.algorithm.dpo.beta * (gains[0] - gains[1]))
     told = run.summary["eval"]["after"]
     assert told["preference_margin"] == pytest.approx(sum(own) / len(own), abs=1e-4)
     assert told["preference_accuracy"] == pytest.approx(sum(m > 0 for m in own) / len(own), abs=1e-9)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from leeway.algorithms.critic import gae, outcome_rewards, value_loss
+from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import PolicyObjective
 from leeway.trainer.actor import TrainerActor
 from leeway.trainer.actor_critic import ActorCriticSettings, ActorCriticTrainer, begin_again, of_take
@@ -42,7 +43,7 @@ CRITIC = {
     "whiten": True,
     "warmup_steps": 0,
 }
-OBJECTIVE = PolicyObjective(clip_low=0.2, clip_high=0.2, aggregation="token_mean", dual_clip=3.0)
+OBJECTIVE = PolicyObjective(policy_loss=PPOClip(clip_low=0.2, clip_high=0.2, dual_clip=3.0), aggregation="token_mean")
 
 
 def critic_settings_of(path: Path, *, critic: dict[str, Any] | None = None, **changes: Any) -> ActorCriticSettings:

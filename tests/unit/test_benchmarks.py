@@ -1,4 +1,4 @@
-"""The benchmarks run, and on a machine with torch and transformers only."""
+"""The benchmarks run, and on a machine with torch, transformers and pydantic only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import runpy, sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("ray", "vllm", "torchrl", "tensordict", "omegaconf", "pydantic"):
+        if name.split(".")[0] in ("ray", "vllm", "torchrl", "tensordict", "omegaconf"):
             raise ModuleNotFoundError(name)
 
 sys.meta_path.insert(0, Absent())
@@ -61,7 +61,7 @@ def rows_of(benchmark: str, *args: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_trainers_benchmark_needs_torch_and_transformers_only():
+def test_the_trainers_benchmark_needs_torch_transformers_and_pydantic_only():
     options = ["--groups=2", "--group-size=2", "--steps=1", "--bare", "--packing", "shared", "padded"]
     rows = rows_of("trainer.py", *options)
     assert [(r["packing"], r["loop"]) for r in rows] == [
@@ -74,7 +74,7 @@ def test_the_trainers_benchmark_needs_torch_and_transformers_only():
 def test_the_study_of_presets_has_one_run_each_and_says_which_did_not_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     script = runpy.run_path(str(ROOT / "benchmarks/algorithms.py"), run_name="algorithms")
-    needs = {"jsd": "algorithm.reference_path=/teacher", "mix": "algorithm.expert_path=/experts.jsonl"}
+    needs = {"jsd": "algorithm.reference_path=/teacher", "mix": "algorithm.expert.path=/experts.jsonl"}
     start = ["model.init=null", "model.path=/warm"]
     cells = script["cells_of"](["grpo", "jsd", "mix"], seeds=2, steps=40, overrides=start, needs=needs)
     assert [c.name for c in cells] == [f"{p}-seed-{s}" for s in (0, 1) for p in ("grpo", "jsd", "mix")]

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import PolicyObjective
 from leeway.config import load_config
 from leeway.driver.checkpoints import Checkpoints
@@ -66,7 +67,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings_of(path: Path, num_ranks: int = 1) -> TrainerSettings:
     return TrainerSettings(
         model_path=str(path),
-        objective=PolicyObjective(clip_low=0.2, clip_high=0.28, aggregation="token_mean"),
+        objective=PolicyObjective(policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation="token_mean"),
         optimizer=OptimizerSettings(
             lr=0.05,
             betas=(0.9, 0.95),

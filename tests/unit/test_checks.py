@@ -42,7 +42,8 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "parquet.jsonl").write_bytes(b"PAR1\x15\x04")
     (tmp_path / "nested.jsonl").write_text("[" * 50_000)
     (tmp_path / "checked_loss.py").write_text(
-        "def loss(logprobs, old_logprobs, advantages, *, scale=1.0):\n    return -logprobs * advantages * scale\n"
+        "from leeway import PolicyLoss\n\n\nclass Loss(PolicyLoss):\n    scale: float = 1.0\n\n"
+        "    def __call__(self, x):\n        return -x.logprobs * x.advantages * self.scale\n"
     )
     return tmp_path
 
@@ -123,8 +124,8 @@ def test_a_config_that_is_right_has_what_it_takes(folder: Path, leeway: Callable
         (["output_dir=" + "d" * 300], ["output_dir: got", "File name too long"]),
         (["env.reward_options={exact_match: {no_such_option: 1}}"], ["no_such_option"]),
         (
-            ["algorithm.policy_loss=checked_loss:loss", "algorithm.policy_loss_options={scael: 2}"],
-            ["algorithm.policy_loss_options.scael", "it takes scale"],
+            ["algorithm.loss.name=checked_loss:Loss", "algorithm.loss.scael=2"],
+            ["algorithm.loss.scael", "checked_loss:Loss takes scale"],
         ),
     ],
     ids=lambda value: value[0][:40] if isinstance(value, list) else "",

@@ -22,8 +22,8 @@ from leeway.runtime.threads import yielding
     [
         "env.name=theirs:Thing",
         "env.reward=theirs:thing",
-        "algorithm.policy_loss=theirs:thing",
-        "algorithm.advantage=theirs:thing",
+        "algorithm.loss.name=theirs:thing",
+        "algorithm.advantage.name=theirs:thing",
         "replay.operators=[theirs:thing]",
     ],
 )

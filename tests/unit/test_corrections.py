@@ -14,14 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leeway.algorithms.corrections import (
-    NO_CORRECTION,
-    Correction,
+    M2PO,
+    CorrectionInputs,
+    Decoupled,
+    NoCorrection,
     interpolated_proximal,
-    second_moment_limit,
     sequence_mask,
-    squares_in_question,
 )
+from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import PolicyObjective
+from leeway.algorithms.presets import CORRECTIONS
 
 from ..trainers import batch_of, random_trajectories
 
@@ -58,12 +60,15 @@ def test_weights_are_the_formula(
     proximal = [rng.uniform(-3, 0) for _ in segments]
     behavior = [rng.uniform(-3, 0) for _ in segments]
     mask = [rng.random() < 0.7 for _ in segments]
-    got = Correction(kind=kind, cap=cap, low=low, high=high, level=level).weights(
-        torch.tensor(proximal, dtype=f64),
-        torch.tensor(behavior, dtype=f64),
-        mask=torch.tensor(mask),
-        segments=torch.tensor(segments),
-        advantages=torch.zeros(len(segments)),
+    cls, options = CORRECTIONS[kind], {"cap": cap, "low": low, "high": high, "level": level}
+    got = cls(**{name: value for name, value in options.items() if name in cls.model_fields}).weights(
+        CorrectionInputs(
+            torch.tensor(proximal, dtype=f64),
+            torch.tensor(behavior, dtype=f64),
+            torch.zeros(len(segments)),
+            torch.tensor(mask),
+            torch.tensor(segments),
+        )
     )
     for s, weight in enumerate(got.tolist()):
         others = [t for t in range(len(segments)) if segments[t] == segments[s] and mask[t]]
@@ -74,12 +79,9 @@ def test_weights_are_the_formula(
 
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_a_huge_ratio_stays_finite(kind: str) -> None:
-    weights = Correction(kind=kind).weights(
-        torch.tensor([0.0, -500.0]),
-        torch.tensor([-500.0, 0.0]),
-        mask=torch.tensor([True, True]),
-        segments=torch.tensor([0, 1]),
-        advantages=torch.ones(2),
+    ends = torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0])
+    weights = CORRECTIONS[kind]().weights(
+        CorrectionInputs(*ends, torch.ones(2), torch.tensor([True, True]), torch.tensor([0, 1]))
     )
     assert torch.isfinite(weights).all()
 
@@ -98,7 +100,9 @@ def tokens_of(*, behavior: torch.Tensor, proximal: torch.Tensor, advantages: tor
 
 def objective_of(kind: str, **limits: Any) -> PolicyObjective:
     return PolicyObjective(
-        clip_low=0.2, clip_high=0.28, aggregation="token_mean", correction=Correction(kind=kind, **limits)
+        policy_loss=PPOClip(clip_low=0.2, clip_high=0.28),
+        aggregation="token_mean",
+        correction=CORRECTIONS[kind](**limits),
     )
 
 
@@ -157,8 +161,8 @@ def test_masked_tokens_get_no_gradient_and_are_counted() -> None:
 
 
 def test_none_needs_no_proximal_policy() -> None:
-    assert not NO_CORRECTION.needs_proximal
-    assert all(Correction(kind=kind).needs_proximal for kind in KINDS[1:])
+    assert not NoCorrection().needs_proximal
+    assert all(CORRECTIONS[kind]().needs_proximal for kind in KINDS[1:])
 
 
 # -------------------------------------------------------------------------------------- m2po, interpolation, masking
@@ -175,7 +179,7 @@ def second_moment_formula(squares: list[float], bound: float) -> list[bool]:
 @settings(max_examples=60, deadline=None)
 @given(squares=st.lists(st.floats(0, 1), max_size=12, unique=True), bound=st.floats(0.001, 0.5))
 def test_m2pos_cut_leaves_the_second_moment_below_its_bound(squares: list[float], bound: float) -> None:
-    limit = second_moment_limit(torch.tensor(squares, dtype=f64), bound=bound)
+    limit = M2PO(second_moment=bound).limit_of_step(torch.tensor(squares, dtype=f64))
     assert [s < limit for s in squares] == second_moment_formula(squares, bound)
 
 
@@ -184,10 +188,11 @@ def test_m2po_drops_only_what_is_pushed_further() -> None:
     behavior = torch.full((6,), -2.0, dtype=f64)
     proximal, adv = behavior + torch.tensor(log_ratios, dtype=f64), torch.tensor(advantages, dtype=f64)
     mask = torch.tensor([True] * 6)
-    squares = squares_in_question(proximal, behavior, adv, mask)
+    correction = M2PO(second_moment=0.04)
+    x = CorrectionInputs(proximal, behavior, adv, mask, torch.arange(6))
+    squares = correction.step_values(x)
     assert squares.tolist() == pytest.approx([0.01, 1.0, 1.0])
-    correction = Correction(kind="m2po", second_moment_limit=second_moment_limit(squares, bound=0.04))
-    got = correction.weights(proximal, behavior, mask=mask, segments=torch.arange(6), advantages=adv)
+    got = correction.weights(x._replace(limit=correction.limit_of_step(squares)))
     kept = [True, False, True, False, True, True]
     assert got.tolist() == pytest.approx([math.exp(x) * k for x, k in zip(log_ratios, kept, strict=True)])
 
@@ -195,7 +200,7 @@ def test_m2po_drops_only_what_is_pushed_further() -> None:
 @pytest.mark.slow
 def test_m2po_cuts_over_the_whole_step_however_it_was_cut_into_microbatches(make) -> None:
     objective = PolicyObjective(
-        clip_low=0.2, clip_high=0.28, aggregation="token_mean", correction=Correction(kind="m2po", second_moment=2.0)
+        policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation="token_mean", correction=M2PO(second_moment=2.0)
     )
     batch = batch_of(random_trajectories(6, 8))
     found = []
@@ -215,13 +220,15 @@ def test_the_interpolated_policy_lies_between_mu_and_pi_by_lag() -> None:
 
 
 def test_interpolated_decoupled_is_plain_ppo_up_to_lag_1_and_needs_no_scoring() -> None:
-    correction = Correction(kind="decoupled", interpolate=True)
+    correction = Decoupled(proximal="interpolate")
     assert not correction.needs_proximal
     behavior, advantages = torch.rand(20, dtype=f64) - 1.5, torch.randn(20, dtype=f64)
     tokens = tokens_of(behavior=behavior, proximal=behavior + 99.0, advantages=advantages)  # never read
     results = []
-    for c, version in ((NO_CORRECTION, 1), (correction, 1), (correction, 3)):
-        objective = PolicyObjective(clip_low=0.2, clip_high=0.28, aggregation="token_mean", correction=c)
+    for c, version in ((NoCorrection(), 1), (correction, 1), (correction, 3)):
+        objective = PolicyObjective(
+            policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation="token_mean", correction=c
+        )
         logp = (behavior + 0.5).requires_grad_()
         objective.loss(
             logp, -logp.detach(), tokens, policy_version=version, num_sequences=10, num_tokens=20
@@ -244,7 +251,9 @@ def test_sequences_that_the_policy_has_left_behind_are_masked() -> None:
     # Means of log(mu / pi): 0.75, 0.75 but a good answer, and 0.2 over the one token that counts.
     assert sequence_mask(logp, behavior, advantages, **arguments).tolist() == [0.0, 0.0, 1.0, 1.0, 1.0, 1.0]
     objective = PolicyObjective(
-        clip_low=0.2, clip_high=0.28, aggregation="token_mean", correction=Correction(mask_divergence=0.5)
+        policy_loss=PPOClip(clip_low=0.2, clip_high=0.28),
+        aggregation="token_mean",
+        correction=NoCorrection(mask_divergence=0.5),
     )
     assert not objective.needs_proximal
     x = logp.clone().requires_grad_()
@@ -274,7 +283,7 @@ def test_scored_logprobs_come_back_in_the_batchs_order_however_it_was_cut(make, 
 def test_the_first_step_of_a_take_needs_no_scoring_and_later_ones_keep_the_takes_policy(make) -> None:
     """Scored now or not: the same gradient. One step later, only the kept scores give the take's ratio."""
     objective = PolicyObjective(
-        clip_low=0.2, clip_high=0.28, aggregation="token_mean", correction=Correction(kind="decoupled")
+        policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation="token_mean", correction=Decoupled()
     )
     trainer = make(objective=objective)
     first, second = batch_of(random_trajectories(4, 6)), batch_of(random_trajectories(5, 6))

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from leeway.algorithms.build import objective_of
-from leeway.algorithms.preference import PreferenceObjective, dpo_loss
+from leeway.algorithms.preference import DPO, PreferenceObjective
 from leeway.config import ConfigError, derive, find_recipe, load_config
+from leeway.config.objective import objective_of
 from leeway.monitor.curves import build_figure
 from leeway.monitor.series import Series
 from leeway.recipes.dpo import batches_of, held_out_pairs
@@ -41,10 +41,10 @@ def formula(margin: float, beta: float, smoothing: float) -> float:
 def test_the_loss_is_the_formula(smoothing: float) -> None:
     margins = [-900.0, -3.0, -0.1, 0.0, 0.5, 7.0, 900.0]
     x = torch.tensor(margins, dtype=f64, requires_grad=True)
-    got = dpo_loss(x, beta=0.3, label_smoothing=smoothing)
+    got = DPO(beta=0.3, label_smoothing=smoothing)(x)
     assert got.tolist() == pytest.approx([formula(m, 0.3, smoothing) for m in margins], abs=1e-12)
-    assert torch.autograd.gradcheck(lambda x: dpo_loss(x, beta=0.3, label_smoothing=smoothing), (x,))
-    assert dpo_loss(torch.zeros(1), beta=0.1).item() == pytest.approx(math.log(2))
+    assert torch.autograd.gradcheck(lambda x: DPO(beta=0.3, label_smoothing=smoothing)(x), (x,))
+    assert DPO(beta=0.1)(torch.zeros(1)).item() == pytest.approx(math.log(2))
 
 
 def tokens_of(rng: random.Random, lengths: list[int]) -> Any:
@@ -58,7 +58,7 @@ def tokens_of(rng: random.Random, lengths: list[int]) -> Any:
 
 def test_the_objective_compares_whole_answers_with_the_reference() -> None:
     rng = random.Random(0)
-    objective = PreferenceObjective(beta=0.5)
+    objective = PreferenceObjective(dpo=DPO(beta=0.5))
     tokens = tokens_of(rng, [3, 5, 1, 2])
     logprobs = torch.tensor([rng.uniform(-3, 0) for _ in tokens.segments], dtype=f64, requires_grad=True)
 
@@ -113,7 +113,7 @@ def test_training_raises_the_margin_from_log_2(make) -> None:
     results = []
     for limit, packing in ((10_000, "auto"), (40, "auto"), (40, "padded")):
         trainer = make(
-            objective=PreferenceObjective(beta=0.1),
+            objective=PreferenceObjective(dpo=DPO(beta=0.1)),
             optimizer=OPTIMIZER,
             max_policy_lag=None,
             max_tokens_per_microbatch=limit,
@@ -138,7 +138,10 @@ def test_what_is_held_out_is_measured_and_not_learned(make) -> None:
     trajectories = in_pairs(random_trajectories(2, 8))
     batch = batch_trajectories(trajectories, [0.0] * 8, num_sequences=8, num_tokens=40)
     trainer = make(
-        objective=PreferenceObjective(beta=0.1), optimizer=OPTIMIZER, max_policy_lag=None, max_tokens_per_microbatch=40
+        objective=PreferenceObjective(dpo=DPO(beta=0.1)),
+        optimizer=OPTIMIZER,
+        max_policy_lag=None,
+        max_tokens_per_microbatch=40,
     )
     trainer.forward_backward(batch)
     trainer.optim_step()
@@ -228,10 +231,10 @@ def test_a_line_without_a_rejected_answer_is_refused_by_name() -> None:
 
 
 def test_the_recipe_needs_no_engine_and_whole_pairs(file: str) -> None:
-    config = load_config(file, ["algorithm.dpo_beta=0.3"], recipe="dpo")
+    config = load_config(file, ["algorithm.dpo.beta=0.3"], recipe="dpo")
     numbers = derive(config, find_recipe("dpo"))
     assert (numbers.processes["generator"], numbers.sequences_per_step) == (0, 8)
-    assert objective_of(config, find_recipe("dpo")) == PreferenceObjective(beta=0.3)
+    assert objective_of(config, find_recipe("dpo")) == PreferenceObjective(dpo=DPO(beta=0.3))
     with pytest.raises(ConfigError, match=r"train.batch_size: got 7.*even.*use 8"):
         load_config(file, ["train.batch_size=7"], recipe="dpo")
 

@@ -11,7 +11,7 @@ from leeway.config.check import check_run
 from leeway.config.engines import ENGINES, engine_kind
 from leeway.config.hardware import Hardware
 from leeway.driver.plugins import check_plugins
-from leeway.envs.importing import import_user_object
+from leeway.importing import import_user_object
 from leeway.runtime.launch import engine_settings
 
 

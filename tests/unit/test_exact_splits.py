@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from leeway.algorithms.aggregation import AGGREGATIONS
+from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import Objective, PolicyObjective, SupervisedObjective
 from leeway.trainer.microbatch import cut
 from leeway.trainer.trainer import Trainer
@@ -22,7 +23,8 @@ from ..tiers import sample, slow_but_for
 from ..trainers import batch_of, end_group, free_address, gradients, in_pairs, random_trajectories, settings_of
 
 OBJECTIVES: dict[str, Objective] = {
-    how: PolicyObjective(clip_low=0.2, clip_high=0.28, aggregation=how, aggregation_length=20) for how in AGGREGATIONS
+    how: PolicyObjective(policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation=how, aggregation_length=20)
+    for how in AGGREGATIONS
 }
 OBJECTIVES["supervised"] = SupervisedObjective()
 TRAJECTORIES = in_pairs(random_trajectories(1, 16))

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.algorithms.objective import SupervisedObjective
-from leeway.algorithms.preference import PreferenceObjective
+from leeway.algorithms.preference import DPO, PreferenceObjective
 from leeway.failures import InputRefused, as_text
 from leeway.trainer.attention import NoLayoutError, packed_attention
 from leeway.trainer.families import ModelRefusedError, load_model, logit_transform
@@ -242,7 +242,7 @@ def test_checkpointed_layers_give_the_same_gradient_without_noise(save):
 def test_preference_training_starts_at_ln_2_and_evaluation_repeats_itself(save, make):
     folder = Path(save("seed_oss", attention_dropout=0.2, residual_dropout=0.2))
     batch = trainer_batch_of(in_pairs(random_trajectories(0, 4)))
-    trainer = make(folder, objective=PreferenceObjective(beta=0.1), max_policy_lag=None)
+    trainer = make(folder, objective=PreferenceObjective(dpo=DPO(beta=0.1)), max_policy_lag=None)
     metrics = trainer.evaluate(batch)
     assert metrics["train/loss/dpo"] == pytest.approx(math.log(2), abs=1e-6)
     assert trainer.evaluate(batch) == metrics

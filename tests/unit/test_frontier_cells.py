@@ -41,7 +41,7 @@ def test_each_runs_settings_are_what_its_name_says_and_pass_the_rules_of_the_rec
     for cell in cells_of("frontier.seeds=2", *of_the_run):
         config, numbers = cell.config, derive(cell.config)
         check_rules(config, RL_RULES)
-        assert (config.seed, config.algorithm.correction) == (cell.seed, cell.correction)
+        assert (config.seed, config.algorithm.correction.name) == (cell.seed, cell.correction)
         assert (numbers.max_policy_lag, numbers.target_policy_lag, numbers.reorder_window) == (
             cell.max_policy_lag,
         ) * 2 + (1,)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from leeway.algorithms.pieces import advantage_of
+from leeway.algorithms.presets import ADVANTAGES
 from leeway.config import Config, ConfigError, derive, find_recipe, load_config
 from leeway.replay.assemble import Assembler, RewardShaping
 from leeway.replay.operators import Pipeline
@@ -91,7 +91,7 @@ def test_its_reward_is_taken_off_and_a_group_of_one_has_an_advantage() -> None:
     (group,) = random_groups(random.Random(1), 1, 1)
     group = replace(group, rewards=[1.0], greedy_reward=0.25)
     take = Assembler(
-        advantage=advantage_of("reward"),
+        advantage=ADVANTAGES["reward"](),
         updates_per_take=1,
         num_ranks=1,
         skip_zero_advantage=True,
@@ -133,15 +133,15 @@ def minimal(tmp_path: Path) -> str:
     [
         (["critic.lr=1e-3"], ["critic.lr: got 0.001", "algorithm.advantage is grpo", "algorithm.name=ppo"]),
         (
-            ["algorithm.name=remax", "algorithm.correction=tis", "critic.warmup_steps=2"],
+            ["algorithm.name=remax", "algorithm.correction.name=tis", "critic.warmup_steps=2"],
             ["critic.warmup_steps: got 2", "uses no critic"],
         ),
         (["algorithm.name=ppo", "critic.warmup_steps=12"], ["critic.warmup_steps: got 12", "less than train.steps 12"]),
-        (["algorithm.name=ppo", "algorithm.expert_path=e.jsonl"], ["algorithm.expert_path", "no reward"]),
+        (["algorithm.name=ppo", "algorithm.expert.path=e.jsonl"], ["algorithm.expert.path", "no reward"]),
         (["algorithm.name=ppo", "critic.gamma=0"], ["critic.gamma: got 0"]),
         (["algorithm.name=ppo", "critic.gae_lambda=1.1"], ["critic.gae_lambda: got 1.1"]),
         (["algorithm.name=ppo", "algorithm.greedy_baseline=true"], ["a critic is already a baseline"]),
-        (["algorithm.greedy_baseline=true"], ["algorithm.advantage: got 'grpo'", "it cancels"]),
+        (["algorithm.greedy_baseline=true"], ["algorithm.advantage.name: got 'grpo'", "it cancels"]),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(minimal: str, overrides: list[str], parts: list[str]) -> None:

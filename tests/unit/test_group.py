@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from leeway.algorithms.pieces import advantage_of
+from leeway.algorithms.presets import ADVANTAGES
 from leeway.group import Group
 from leeway.replay.assemble import Assembler, split_evenly
 from leeway.samples import further, joined, laid, picked, prompt_keys
@@ -151,7 +151,7 @@ def test_rows_for_some_tokens_only_are_refused() -> None:
 
 def assembled(groups: list[Group], *, ranks: int = 1) -> list[TrainBatch]:
     assembler = Assembler(
-        advantage=advantage_of("reward"),
+        advantage=ADVANTAGES["reward"](),
         updates_per_take=1,
         num_ranks=ranks,
         skip_zero_advantage=False,

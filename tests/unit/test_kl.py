@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from leeway.algorithms.kl import KL_ESTIMATORS, adapted_coefficient, kl_estimate, penalties_to_go
-from leeway.algorithms.objective import KLPenalty, PolicyObjective
-from leeway.algorithms.pieces import policy_loss_of
+from leeway.algorithms.grpo import PPOClip
+from leeway.algorithms.kl import JSD, K1, KL_ESTIMATORS, KLPenalty, adapted_coefficient, penalties_to_go
+from leeway.algorithms.losses import Reinforce
+from leeway.algorithms.objective import PolicyObjective
 
 f64 = torch.float64
 COUNTS: dict[str, Any] = {"policy_version": 0, "num_sequences": 2, "num_tokens": 4}
@@ -32,17 +33,17 @@ def test_estimates_are_the_formula_and_their_gradient_too(how: str) -> None:
     logp, reference, behavior = ([rng.uniform(-4, 0) for _ in range(20)] for _ in range(3))
     x = torch.tensor(logp, dtype=f64, requires_grad=True)
     others = [torch.tensor(v, dtype=f64) for v in (reference, behavior)]
-    got = kl_estimate(how, x, *others)
+    got = KL_ESTIMATORS[how]()(x, *others)
     expected = [formula(how, *v) for v in zip(logp, reference, behavior, strict=True)]
     assert got.tolist() == pytest.approx(expected, abs=1e-12)
-    assert torch.autograd.gradcheck(lambda x: kl_estimate(how, x, *others), (x,))
+    assert torch.autograd.gradcheck(lambda x: KL_ESTIMATORS[how]()(x, *others), (x,))
 
 
 @pytest.mark.parametrize("how", KL_ESTIMATORS)
 @pytest.mark.parametrize("d", [-500.0, 500.0])
 def test_policies_far_apart_stay_finite(how: str, d: float) -> None:
     x = torch.tensor([-1.0], requires_grad=True)
-    got = kl_estimate(how, x, torch.tensor([-1.0 - d]), torch.tensor([-1.0]))
+    got = KL_ESTIMATORS[how]()(x, torch.tensor([-1.0 - d]), torch.tensor([-1.0]))
     got.sum().backward()
     assert torch.isfinite(got).all()
     assert x.grad is not None
@@ -63,7 +64,7 @@ def kl_and_gradient(loss_of_logprobs: Any) -> tuple[float, list[float]]:
 
 
 def sampled(how: str, by: torch.Tensor) -> tuple[float, list[float]]:
-    return kl_and_gradient(lambda logp: (by * kl_estimate(how, logp, REF.log(), by.log())).sum())
+    return kl_and_gradient(lambda logp: (by * KL_ESTIMATORS[how]()(logp, REF.log(), by.log())).sum())
 
 
 def test_the_means_and_mean_gradients_are_what_the_docs_say() -> None:
@@ -119,7 +120,7 @@ LOGPROBS = [-1.1, -1.7, -0.3, -0.6, -2.5]
 
 
 def objective_of(**changes: Any) -> PolicyObjective:
-    return PolicyObjective(clip_low=0.2, clip_high=0.28, aggregation="token_mean", **changes)
+    return PolicyObjective(**{"policy_loss": PPOClip(), "aggregation": "token_mean"} | changes)
 
 
 def minimise(objective: PolicyObjective, entropy: torch.Tensor | None = None) -> tuple[float, list[float], Any]:
@@ -133,7 +134,10 @@ def minimise(objective: PolicyObjective, entropy: torch.Tensor | None = None) ->
 
 @pytest.mark.parametrize("how", KL_ESTIMATORS)
 def test_a_penalty_in_the_loss_is_added_and_differentiated(how: str) -> None:
-    plain, with_kl = objective_of(), objective_of(kl=KLPenalty(coefficient=0.3, estimator=how))
+    plain, with_kl = (
+        objective_of(),
+        objective_of(kl=KLPenalty.model_construct(coef=0.3, estimator=KL_ESTIMATORS[how]())),
+    )
     assert not plain.needs_reference
     assert with_kl.needs_reference
     t = tokens()
@@ -158,9 +162,7 @@ def test_a_penalty_in_the_loss_is_added_and_differentiated(how: str) -> None:
 
 
 def test_a_penalty_in_the_reward_is_taken_off_what_each_token_still_earns() -> None:
-    objective = objective_of(
-        policy_loss=policy_loss_of("reinforce"), kl=KLPenalty(coefficient=0.5, estimator="k1", where="reward")
-    )
+    objective = objective_of(policy_loss=Reinforce(), kl=KLPenalty(coef=0.5, estimator=K1(), where="reward"))
     value, gradient, metrics = minimise(objective)
     # k1 of the sampling policy: 0.5, -1 in the first sequence, 0, -1 in the second; what is masked has none.
     advantages = [1 - 0.5 * (0.5 - 1.0), 1 - 0.5 * -1.0, 0.0, -2 - 0.5 * -1.0, -2 - 0.5 * -1.0]
@@ -170,9 +172,7 @@ def test_a_penalty_in_the_reward_is_taken_off_what_each_token_still_earns() -> N
 
 
 def test_on_policy_distillation_teaches_each_token_the_teachers_preference() -> None:
-    objective = objective_of(
-        policy_loss=policy_loss_of("reinforce"), kl=KLPenalty(coefficient=1.0, estimator="k1", where="token")
-    )
+    objective = objective_of(policy_loss=Reinforce(), kl=KLPenalty(coef=1.0, estimator=K1(), where="token"))
     logprobs = torch.tensor(LOGPROBS, dtype=f64, requires_grad=True)
     t = tokens()
     t.advantages = torch.zeros(5, dtype=f64)
@@ -195,7 +195,7 @@ def test_the_sampled_token_alone_teaches_the_whole_jensen_shannon_divergence(bet
         p = logp.exp()
         return ((1 - beta) * (p * (logp - (beta * REF + (1 - beta) * p).log())).sum()).item()
 
-    penalty = kl_estimate("jsd", PI.log(), REF.log(), PI.log(), jsd_beta=beta)
+    penalty = JSD(beta=beta)(PI.log(), REF.log(), PI.log())
     advantages = -penalty
     _, gradient = kl_and_gradient(lambda logp: -(PI * advantages * logp).sum())
     assert gradient == pytest.approx(kl_and_gradient(divergence)[1], abs=1e-12)
@@ -203,8 +203,8 @@ def test_the_sampled_token_alone_teaches_the_whole_jensen_shannon_divergence(bet
 
 
 def test_jsd_in_the_objective_is_the_tokens_advantage_with_its_own_beta() -> None:
-    kl = KLPenalty(coefficient=2.0, estimator="jsd", where="token", jsd_beta=0.2)
-    objective = objective_of(policy_loss=policy_loss_of("reinforce"), kl=kl)
+    kl = KLPenalty(coef=2.0, estimator=JSD(beta=0.2), where="token")
+    objective = objective_of(policy_loss=Reinforce(), kl=kl)
     t = tokens()
     ratios = (t.reference_logprobs - t.behavior_logprobs).exp()
     advantages = t.advantages + 2.0 * 0.8 * (0.2 * ratios + 0.8).log()
@@ -213,16 +213,16 @@ def test_jsd_in_the_objective_is_the_tokens_advantage_with_its_own_beta() -> Non
 
 
 def test_the_next_steps_objective_has_the_adapted_coefficient() -> None:
-    fixed = objective_of(kl=KLPenalty(coefficient=0.3))
+    fixed = objective_of(kl=KLPenalty(coef=0.3))
     assert fixed.after_step({"train/reference_kl/mean": 9.0}) is fixed
-    moving = objective_of(kl=KLPenalty(coefficient=0.3, target=0.01))
-    assert moving.after_step({"train/reference_kl/mean": 9.0}).kl.coefficient == pytest.approx(0.306)
+    moving = objective_of(kl=KLPenalty(coef=0.3, target=0.01))
+    assert moving.after_step({"train/reference_kl/mean": 9.0}).kl.coef == pytest.approx(0.306)
     assert moving.after_step({}) is moving  # a step in which nothing was trained says nothing
 
 
 def test_the_entropy_bonus_is_subtracted_with_its_gradient() -> None:
     entropy = torch.tensor([1.0, 2.0, 50.0, 3.0, 4.0], dtype=f64, requires_grad=True)
-    with_bonus = objective_of(entropy_coefficient=0.1)
+    with_bonus = objective_of(entropy_coef=0.1)
     assert with_bonus.needs_entropy_gradient
     assert not objective_of().needs_entropy_gradient
     value, _, metrics = minimise(with_bonus, entropy)

@@ -85,7 +85,7 @@ def test_later_steps_of_a_batch_have_no_more_advantages_than_its_first() -> None
 
 
 def test_other_terms_of_the_loss_train_without_an_advantage_but_not_unremarked() -> None:
-    watching = watch("algorithm.kl_coef=0.1")
+    watching = watch("algorithm.kl.coef=0.1")
     for _ in range(6):
         watching.step(equal(0.0) | {"train/grad_norm": 0.3})
     verdict = watching.verdict()

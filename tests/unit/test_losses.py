@@ -10,15 +10,24 @@ from typing import Any
 import pytest
 import torch
 
-from leeway.algorithms.advantages import grpo_advantage
 from leeway.algorithms.aggregation import aggregate
 from leeway.algorithms.diagnostics import MAXIMA, SUMS, step_metrics, token_sums
+from leeway.algorithms.grpo import GRPO, PPOClip
+from leeway.algorithms.losses import LossInputs
 from leeway.algorithms.objective import PolicyObjective, SupervisedObjective
-from leeway.algorithms.policy_loss import clipped_ratio_loss
 
 LOW, HIGH = 0.2, 0.28
 CLIPS = {"clip_low": LOW, "clip_high": HIGH}
 f64 = torch.float64
+
+
+def grpo_advantage(rewards: torch.Tensor, *, eps: float) -> torch.Tensor:
+    return GRPO.model_construct(eps=eps).of_group(rewards)
+
+
+def clipped_ratio_loss(logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    everywhere = torch.ones(len(logprobs), dtype=torch.bool), torch.zeros(len(logprobs), dtype=torch.int64)
+    return PPOClip(**CLIPS)(LossInputs(logprobs, old, advantages, *everywhere))
 
 
 def loss_formula(logp: float, old: float, advantage: float) -> float:
@@ -86,9 +95,9 @@ def test_clipped_ratio_loss_is_the_formula():
     logp = [rng.uniform(-4, 0) for _ in range(500)]
     old = [x + rng.choice((0.0, rng.uniform(-1, 1))) for x in logp]
     adv = [rng.choice((0.0, 1.0, -1.0, rng.uniform(-3, 3))) for _ in range(500)]
-    got = clipped_ratio_loss(*(torch.tensor(x, dtype=f64) for x in (logp, old, adv)), **CLIPS)
+    got = clipped_ratio_loss(*(torch.tensor(x, dtype=f64) for x in (logp, old, adv)))
     assert got.tolist() == pytest.approx([loss_formula(*x) for x in zip(logp, old, adv, strict=True)], abs=1e-12)
-    single = clipped_ratio_loss(*(torch.tensor(x) for x in (logp, old, adv)), **CLIPS)
+    single = clipped_ratio_loss(*(torch.tensor(x) for x in (logp, old, adv)))
     torch.testing.assert_close(single.double(), got, rtol=1e-5, atol=1e-5)
 
 
@@ -108,7 +117,7 @@ def test_clipped_ratio_loss_is_the_formula():
 )
 def test_each_side_of_the_clip(ratio, advantage, loss, gradient):
     logp = torch.tensor([math.log(ratio) - 1.0], dtype=f64, requires_grad=True)
-    got = clipped_ratio_loss(logp, torch.tensor([-1.0], dtype=f64), torch.tensor([advantage], dtype=f64), **CLIPS)
+    got = clipped_ratio_loss(logp, torch.tensor([-1.0], dtype=f64), torch.tensor([advantage], dtype=f64))
     got.sum().backward()
     assert logp.grad is not None
     assert (got.item(), logp.grad.item()) == pytest.approx((loss, gradient), abs=1e-9)
@@ -119,13 +128,13 @@ def test_each_side_of_the_clip(ratio, advantage, loss, gradient):
 def test_at_the_edge_of_the_clip_the_loss_is_continuous(edge, advantage):
     old = torch.zeros(3, dtype=f64)
     logp = torch.tensor([edge - 1e-9, edge, edge + 1e-9], dtype=f64).log()
-    losses = clipped_ratio_loss(logp, old, torch.full((3,), advantage, dtype=f64), **CLIPS)
+    losses = clipped_ratio_loss(logp, old, torch.full((3,), advantage, dtype=f64))
     torch.testing.assert_close(losses, torch.full((3,), -edge * advantage, dtype=f64), rtol=0, atol=1e-8)
 
 
 def test_no_gradient_reaches_the_behaviour_logprobs_by_mistake():
     logp = torch.tensor([-1.0, -2.0], requires_grad=True)
-    loss = clipped_ratio_loss(logp, logp.detach(), torch.tensor([1.0, -0.5]), **CLIPS)
+    loss = clipped_ratio_loss(logp, logp.detach(), torch.tensor([1.0, -0.5]))
     loss.sum().backward()
     # On policy the ratio is 1 and the gradient is that of -A logp.
     assert logp.grad is not None
@@ -143,7 +152,7 @@ def test_gradient_against_finite_differences():
     for how in ("token_mean", "seq_mean_token_mean"):
 
         def total(x: torch.Tensor, how: str = how) -> torch.Tensor:
-            losses = clipped_ratio_loss(x, old, adv, **CLIPS)
+            losses = clipped_ratio_loss(x, old, adv)
             return aggregate(losses, mask, segments, how=how, num_sequences=5, num_tokens=11)
 
         assert torch.autograd.gradcheck(total, (logp,))
@@ -153,7 +162,7 @@ def test_gradient_against_finite_differences():
 @pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
 def test_large_log_ratios_stay_finite(log_ratio, advantage):
     logp = torch.tensor([-1.0], requires_grad=True)
-    loss = clipped_ratio_loss(logp, torch.tensor([-1.0 - log_ratio]), torch.tensor([advantage]), **CLIPS)
+    loss = clipped_ratio_loss(logp, torch.tensor([-1.0 - log_ratio]), torch.tensor([advantage]))
     loss.sum().backward()
     assert torch.isfinite(loss).all()
     assert logp.grad is not None
@@ -260,7 +269,7 @@ def sums_of(logp, old, *, adv=None, mask=None, lags=None, entropy=None):
         lags=torch.tensor([1] * n if lags is None else lags, dtype=torch.int64),
         advantages=torch.tensor([1.0] * n if adv is None else adv),
         mask=torch.tensor([True] * n if mask is None else mask, dtype=torch.bool),
-        **CLIPS,
+        clip_range=(LOW, HIGH),
     )
 
 
@@ -396,7 +405,7 @@ def tokens_of(seed: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
 def test_policy_objective_is_loss_and_aggregate_put_together(how):
     logp, entropy, tokens = tokens_of(0)
     counts = {"num_sequences": 6, "num_tokens": int(tokens.mask.sum())}
-    objective = PolicyObjective(aggregation=how, clip_low=LOW, clip_high=HIGH)
+    objective = PolicyObjective(policy_loss=PPOClip(clip_low=LOW, clip_high=HIGH), aggregation=how)
     loss = objective.loss(logp, entropy, tokens, policy_version=6, **counts)
     per_token = [
         loss_formula(*x)

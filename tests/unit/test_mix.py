@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from leeway.algorithms.build import objective_of
-from leeway.algorithms.mix import ExpertWeight, MixedObjective
+from leeway.algorithms.grpo import PPOClip
+from leeway.algorithms.mix import ExpertData, MixedObjective
 from leeway.algorithms.objective import PolicyObjective
-from leeway.algorithms.pieces import advantage_of
+from leeway.algorithms.presets import ADVANTAGES
 from leeway.config import find_recipe, load_config
+from leeway.config.objective import objective_of
 from leeway.replay.assemble import Assembler
 from leeway.tasks.examples import expert_source, expert_tasks
 from leeway.trainer.trainer import StalenessError
@@ -24,11 +25,11 @@ from leeway.types import NO_VERSION, Group, Trajectory, batch_trajectories
 from ..trainers import random_trajectories
 
 f64 = torch.float64
-POLICY = PolicyObjective(clip_low=0.2, clip_high=0.28, aggregation="seq_mean_token_mean")
+POLICY = PolicyObjective(policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation="seq_mean_token_mean")
 
 
 def mixed(mu: float, **changes: Any) -> MixedObjective:
-    return MixedObjective(policy=POLICY, weight=ExpertWeight(start=mu, end=mu, decay_steps=1), **changes)
+    return MixedObjective(policy=POLICY, experts=ExpertData(path="e.jsonl", weight=mu, **changes))
 
 
 def tokens_of(seed: int) -> tuple[Any, torch.Tensor, list[bool]]:
@@ -99,8 +100,8 @@ def test_without_weight_it_is_the_policy_loss_and_with_all_of_it_supervised_trai
 
 
 def test_the_weight_falls_in_a_straight_line_and_then_stays() -> None:
-    weight = ExpertWeight(start=0.9, end=0.1, decay_steps=4)
-    assert [weight.at(v) for v in (0, 1, 2, 4, 99)] == pytest.approx([0.9, 0.7, 0.5, 0.1, 0.1])
+    experts = ExpertData(path="e.jsonl", weight=0.9, weight_end=0.1, decay_steps=4)
+    assert [experts.weight_at(v) for v in (0, 1, 2, 4, 99)] == pytest.approx([0.9, 0.7, 0.5, 0.1, 0.1])
 
 
 def expert(length: int) -> Trajectory:
@@ -119,7 +120,7 @@ def test_every_optimizer_step_gets_its_experts_and_the_counts_stay_those_of_the_
         groups.append(Group.of(group_id=i, task_id="t", trajectories=trajectories))
     stream = iter([[expert(3), expert(4)], [expert(5)]])
     take = Assembler(
-        advantage=advantage_of("grpo"), updates_per_take=2, num_ranks=2, skip_zero_advantage=True, rollouts_per_take=0,
+        advantage=ADVANTAGES["grpo"](), updates_per_take=2, num_ranks=2, skip_zero_advantage=True, rollouts_per_take=0,
         experts=lambda: next(stream),
     )(0, groups)  # fmt: skip
     for step, group_ids, share in ((take.batches[0], (0, 2), 1 / 5), (take.batches[1], (1, 3), 1 / 4)):
@@ -160,10 +161,11 @@ def test_experts_come_from_a_file_and_never_from_what_is_held_out(tmp_path: Path
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "c.yaml").write_text(
         f"model: {{path: org/model}}\ntask: {{path: {tmp_path}/t.jsonl, holdout_frac: 0.5}}\ntrain: {{steps: 12}}\n"
-        f"algorithm: {{name: mix, expert_path: {tmp_path}/t.jsonl, expert_weight_end: null, kl_coef: 0.1}}\n"
+        f"algorithm: {{name: mix, expert: {{path: {tmp_path}/t.jsonl, weight_end: null}}, kl: {{coef: 0.1}}}}\n"
     )
     config = load_config(str(tmp_path / "c.yaml"))
-    tasks = expert_tasks(config.algorithm.expert_path or "", config.task, config.eval, seed=0)
+    assert config.algorithm.expert is not None
+    tasks = expert_tasks(config.algorithm.expert.path, config.task, config.eval, seed=0)
     assert 0 < len(tasks) < 40
     prompter: Any = Characters()
     source = expert_source(tasks, prompter, count=len(tasks))
@@ -171,10 +173,10 @@ def test_experts_come_from_a_file_and_never_from_what_is_held_out(tmp_path: Path
     texts = [[t.text for t in batch] for batch in (first, second)]
     assert sorted(texts[0]) == sorted(texts[1]) == sorted(task.answer for task in tasks.tasks)
     assert texts[0] != texts[1]
-    again = expert_tasks(config.algorithm.expert_path or "", config.task, config.eval, seed=0)
+    again = expert_tasks(config.algorithm.expert.path, config.task, config.eval, seed=0)
     resumed = expert_source(again, prompter, count=len(tasks), skip=len(tasks))
     assert [t.text for t in resumed()] == texts[1]
     objective = objective_of(config, find_recipe("async_rl"))
     assert isinstance(objective, MixedObjective)
-    assert objective.weight == ExpertWeight(start=0.5, end=0.5, decay_steps=100)
+    assert [objective.experts.weight_at(version) for version in (0, 99)] == [0.5, 0.5]
     assert objective.needs_reference

@@ -92,7 +92,7 @@ def test_damaged_weights_are_a_problem_of_every_model_before_anything_starts(fol
     (found,) = problems(folder)
     assert found.startswith(f"model.path: damaged weights: got {folder}/{SHARD} (")
     assert "expected whole files" in found
-    other = ["algorithm.kl_coef=0.1", f"algorithm.reference_path={folder}"]
+    other = ["algorithm.kl.coef=0.1", f"algorithm.reference_path={folder}"]
     assert [f.partition(":")[0] for f in problems(folder, *other)] == ["model.path", "algorithm.reference_path"]
 
 

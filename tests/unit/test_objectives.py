@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leeway.algorithms.build import objective_of
-from leeway.algorithms.pieces import advantage_of, policy_loss_of
-from leeway.algorithms.turns import TurnAdvantage, Turns, num_turns
+from leeway.algorithms.advantages import TurnAdvantage
+from leeway.algorithms.losses import LossInputs
+from leeway.algorithms.presets import ADVANTAGES, POLICY_LOSSES, PRESETS
+from leeway.algorithms.turns import Turns, num_turns
 from leeway.config import Config, find_recipe
-from leeway.config.presets import ADVANTAGE_OPTIONS, NEED_NO_GROUP, PRESETS
+from leeway.config.objective import objective_of
 from leeway.types import NO_VERSION, Group, Trajectory
 
 from ..tiers import sample
@@ -28,11 +29,8 @@ SAMPLED_ALONE = [name for name in PRESETS if name not in ("mix", "ppo", "remax")
 
 
 def objective(preset: str, **changes: Any) -> Any:
-    values = PRESETS[preset].get("algorithm", {}) | changes
-    config = Config()
-    return objective_of(
-        config.model_copy(update={"algorithm": config.algorithm.model_copy(update=values)}), find_recipe("async_rl")
-    )
+    own = {"name": preset, "reference_path": "org/teacher", **changes}
+    return objective_of(Config.model_validate({"algorithm": own}), find_recipe("async_rl"))
 
 
 class Step:
@@ -113,7 +111,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce_with_the_same_advantages(pr
     sequences = [list(range(len(step.lengths)))]
     close(
         step.gradient(objective(preset), sequences),
-        step.gradient(objective(preset, policy_loss="reinforce", policy_loss_options={}), sequences),
+        step.gradient(objective(preset, loss={"name": "reinforce"}), sequences),
     )
 
 
@@ -126,7 +124,7 @@ def test_where_the_sampling_policy_took_the_batch_a_correction_is_plain_ppo(corr
     step = Step(seed)
     sequences = [list(range(len(step.lengths)))]
     close(
-        step.gradient(objective("grpo", correction=correction), sequences),
+        step.gradient(objective("grpo", correction={"name": correction}), sequences),
         step.gradient(objective("grpo"), sequences),
     )
 
@@ -137,15 +135,16 @@ def test_where_the_sampling_policy_took_the_batch_a_correction_is_plain_ppo(corr
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 @pytest.mark.parametrize(
     ("name", "edge"),
-    [("clip", 1 - LOW), ("clip", 1 + HIGH), ("gspo", 1 - LOW), ("gspo", 1 + HIGH), ("cispo", 1 - LOW),
+    [("ppo_clip", 1 - LOW), ("ppo_clip", 1 + HIGH), ("gspo", 1 - LOW), ("gspo", 1 + HIGH), ("cispo", 1 - LOW),
      ("cispo", 1 + HIGH), ("rec", 1 - LOW), ("rec", 1 + HIGH), ("sppo", 1.3), ("sppo", 1 / 1.3)],
 )  # fmt: skip
 def test_exactly_at_the_clip_a_gradient_is_one_of_the_two_beside_it(name: str, edge: float, advantage: float) -> None:
     def gradient(ratio: float) -> float:
         x = torch.tensor([math.log(ratio)], dtype=f64, requires_grad=True)
-        given_ = {"mask": torch.ones(1).bool(), "segments": torch.zeros(1).long(), "clip_low": LOW, "clip_high": HIGH}
         zero, a = torch.zeros(1, dtype=f64), torch.tensor([advantage], dtype=f64)
-        policy_loss_of(name)(x, zero, a, **given_, dual_clip=None).sum().backward()
+        cls = POLICY_LOSSES[name]
+        clips = {"clip_low": LOW, "clip_high": HIGH} if "clip_low" in cls.model_fields else {}
+        cls(**clips)(LossInputs(x, zero, a, torch.ones(1).bool(), torch.zeros(1).long())).sum().backward()
         assert x.grad is not None
         return x.grad.item()
 
@@ -159,7 +158,7 @@ def test_exactly_at_the_clip_a_gradient_is_one_of_the_two_beside_it(name: str, e
     assert below != 0.0 or above != 0.0
 
 
-@pytest.mark.parametrize("name", ADVANTAGE_OPTIONS)
+@pytest.mark.parametrize("name", ADVANTAGES)
 def test_groups_of_one_and_of_equal_rewards_are_finite_and_compare_nothing(name: str) -> None:
     def trajectory(reward: float) -> Trajectory:
         return Trajectory(
@@ -172,17 +171,17 @@ def test_groups_of_one_and_of_equal_rewards_are_finite_and_compare_nothing(name:
         for i, rewards in enumerate([[0.1], [0.1, 0.1, 0.1]])
     ]
     rewards = torch.tensor([t.reward for g in groups for t in g.trajectories()])
-    indices, advantage = torch.tensor([0, 1, 1, 1]), advantage_of(name)
+    indices, advantage = torch.tensor([0, 1, 1, 1]), ADVANTAGES[name]()
     if isinstance(advantage, TurnAdvantage):
         turns = Turns.of([g.trajectories() for g in groups])
         assert len(turns.rewards) == sum(
             num_turns(g.samples["loss_mask"], g.samples["response_lengths"]) for g in groups
         )
-        got = advantage(rewards, indices, turns)
+        got = advantage.of_each_turn(rewards, indices, turns)
     else:
         got = advantage(rewards, indices)
     assert torch.isfinite(got).all()
-    if name not in (*NEED_NO_GROUP, "asymre", "best"):
+    if advantage.needs_group and name not in ("asymre", "best"):
         assert got.tolist() == [0.0] * 4
 
 

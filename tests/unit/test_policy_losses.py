@@ -17,12 +17,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leeway.algorithms.aggregation import AGGREGATIONS, aggregate
-from leeway.algorithms.pieces import POLICY_LOSSES, policy_loss_of
-from leeway.algorithms.reinforce import REC_CLIPS
+from leeway.algorithms.losses import LossInputs
+from leeway.algorithms.presets import POLICY_LOSSES
 
 f64 = torch.float64
 LOW, HIGH = 0.2, 0.28
 Lists = list[Any]
+
+
+REC_CLIPS = ("none", "one_side", "two_side", "ring")
+
+
+def loss_of(name: str, options: dict[str, Any] | None = None) -> Callable[..., torch.Tensor]:
+    """A loss with our clip range, where it has one."""
+    cls = POLICY_LOSSES[name]
+    clips = {"clip_low": LOW, "clip_high": HIGH} if "clip_low" in cls.model_fields else {}
+    piece = cls(**clips | (options or {}))
+    return lambda *tensors: piece(LossInputs(*tensors))
 
 
 class Case:
@@ -43,15 +54,12 @@ class Case:
         return [i for i, s in enumerate(self.segments) if s == segment and self.mask[i]]
 
     def ours(self, name: str, logprobs: torch.Tensor, **options: Any) -> torch.Tensor:
-        return policy_loss_of(name, options)(
+        return loss_of(name, options)(
             logprobs,
             torch.tensor(self.old, dtype=f64),
             torch.tensor(self.advantages, dtype=f64),
-            mask=torch.tensor(self.mask),
-            segments=torch.tensor(self.segments),
-            clip_low=LOW,
-            clip_high=HIGH,
-            dual_clip=None,
+            torch.tensor(self.mask),
+            torch.tensor(self.segments),
         )
 
 
@@ -126,7 +134,7 @@ def cispo(logp: float, frozen: float, old: float, a: float) -> float:
 
 
 FORMULAS: dict[str, tuple[str, dict[str, Any], Callable[[Case, Lists, Lists], Lists]]] = {
-    "clip": ("clip", {}, per_token(lambda x, _, old, a: ppo(x, old, a))),
+    "ppo_clip": ("ppo_clip", {}, per_token(lambda x, _, old, a: ppo(x, old, a))),
     "gspo": ("gspo", {}, gspo),
     "cispo": ("cispo", {}, per_token(cispo)),
     "sapo": ("sapo", {}, per_token(sapo)),
@@ -174,7 +182,7 @@ def test_value_and_gradient_are_the_formulas(which: str) -> None:
         assert logprobs.grad.tolist() == pytest.approx(numeric, abs=1e-6), f"seed {seed}"
 
 
-@pytest.mark.parametrize("name", ["clip", "gspo", "sapo", "opmd_kimi", "reinforce", "opmd", "sppo"])
+@pytest.mark.parametrize("name", ["ppo_clip", "gspo", "sapo", "opmd_kimi", "reinforce", "opmd", "sppo"])
 def test_losses_without_a_stopped_gradient_pass_gradcheck(name: str) -> None:
     case = Case(3, lengths=[1, 4, 2])
     mask = torch.tensor(case.mask)
@@ -188,15 +196,12 @@ def test_losses_without_a_stopped_gradient_pass_gradcheck(name: str) -> None:
 def test_huge_log_ratios_stay_finite(which: str, log_ratio: float, advantage: float) -> None:
     name, options, _ = FORMULAS[which]
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    losses = policy_loss_of(name, options)(
+    losses = loss_of(name, options)(
         logprobs,
         logprobs.detach() - log_ratio,
         torch.full((2,), advantage),
-        mask=torch.tensor([True, True]),
-        segments=torch.tensor([0, 0]),
-        clip_low=LOW,
-        clip_high=HIGH,
-        dual_clip=None,
+        torch.tensor([True, True]),
+        torch.tensor([0, 0]),
     )
     losses.sum().backward()
     assert torch.isfinite(losses).all()
@@ -214,10 +219,7 @@ def test_nothing_to_train_on_and_one_token(which: str) -> None:
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [0.0] * 3
     none = torch.zeros(0, dtype=f64, requires_grad=True)
-    nothing = policy_loss_of(name, options)(
-        none, none.detach(), none.detach(), mask=torch.zeros(0).bool(), segments=torch.zeros(0).long(),
-        clip_low=LOW, clip_high=HIGH, dual_clip=None,
-    )  # fmt: skip
+    nothing = loss_of(name, options)(none, none.detach(), none.detach(), torch.zeros(0).bool(), torch.zeros(0).long())
     nothing.sum().backward()  # a rank that has run out of work takes part all the same
     one = Case(2, lengths=[1])
     one.mask = [True]
@@ -255,7 +257,7 @@ def test_the_order_of_sequences_and_what_stands_at_masked_tokens_change_nothing(
 # ------------------------------------------------------------------------------------- relations between objectives
 
 
-@pytest.mark.parametrize("name", ["clip", "cispo", "sapo", "topr", "sppo", "rec"])
+@pytest.mark.parametrize("name", ["ppo_clip", "cispo", "sapo", "topr", "sppo", "rec"])
 def test_on_policy_the_gradient_is_that_of_reinforce(name: str) -> None:
     case = Case(5, lengths=[3, 2, 4])
     case.old = list(case.logprobs)
@@ -285,7 +287,7 @@ def test_gspo_on_policy_under_the_sequence_mean_is_reinforce_under_it() -> None:
 def test_rec_with_one_side_and_importance_weights_has_the_gradient_of_the_clip() -> None:
     case = Case(7, lengths=[6, 6])
     gradients = []
-    for name, options in (("clip", {}), ("rec", {"clip": "one_side", "importance_weight": True})):
+    for name, options in (("ppo_clip", {}), ("rec", {"clip": "one_side", "importance_weight": True})):
         logprobs = torch.tensor(case.logprobs, dtype=f64, requires_grad=True)
         case.ours(name, logprobs, **options).sum().backward()
         gradients.append(logprobs.grad)
@@ -295,10 +297,9 @@ def test_rec_with_one_side_and_importance_weights_has_the_gradient_of_the_clip()
 def test_clipped_tokens_keep_their_gradient_in_cispo_and_lose_it_in_the_clip() -> None:
     logprobs = torch.tensor([math.log(2.0)], dtype=f64, requires_grad=True)
     arguments = (torch.zeros(1, dtype=f64), torch.ones(1, dtype=f64))
-    given_ = {"mask": torch.ones(1).bool(), "segments": torch.zeros(1).long(), "clip_low": LOW, "clip_high": HIGH}
-    for name, expected in (("clip", 0.0), ("cispo", -(1 + HIGH))):
+    for name, expected in (("ppo_clip", 0.0), ("cispo", -(1 + HIGH))):
         logprobs.grad = None
-        policy_loss_of(name)(logprobs, *arguments, **given_, dual_clip=None).sum().backward()
+        loss_of(name)(logprobs, *arguments, torch.ones(1).bool(), torch.zeros(1).long()).sum().backward()
         assert logprobs.grad is not None
         assert logprobs.grad.item() == pytest.approx(expected)
 
@@ -307,7 +308,7 @@ def test_clipped_tokens_keep_their_gradient_in_cispo_and_lose_it_in_the_clip() -
 def test_sapos_gradient_weight_is_the_derivative_of_its_gate(ratio: float) -> None:
     """4 s (1 - s) r, not the gate itself: the mistake that trains quietly."""
     logprobs = torch.tensor([math.log(ratio)], dtype=f64, requires_grad=True)
-    policy_loss_of("sapo")(logprobs, torch.zeros(1, dtype=f64), torch.ones(1, dtype=f64)).sum().backward()
+    loss_of("sapo")(logprobs, torch.zeros(1, dtype=f64), torch.ones(1, dtype=f64), None, None).sum().backward()
     gate = 1 / (1 + math.exp(-(ratio - 1)))
     assert logprobs.grad is not None
     assert logprobs.grad.item() == pytest.approx(-4 * gate * (1 - gate) * ratio, abs=1e-12)
@@ -319,10 +320,9 @@ def test_sapos_gradient_weight_is_the_derivative_of_its_gate(ratio: float) -> No
 )
 def test_dual_clip_limits_what_a_bad_token_can_cost(ratio, advantage, loss, gradient) -> None:
     logprobs = torch.tensor([math.log(ratio)], dtype=f64, requires_grad=True)
-    got = policy_loss_of("clip")(
-        logprobs, torch.zeros(1, dtype=f64), torch.tensor([advantage], dtype=f64), clip_low=LOW, clip_high=HIGH,
-        dual_clip=3.0,
-    )  # fmt: skip
+    got = loss_of("ppo_clip", {"dual_clip": 3.0})(
+        logprobs, torch.zeros(1, dtype=f64), torch.tensor([advantage], dtype=f64), None, None
+    )
     got.sum().backward()
     assert logprobs.grad is not None
     assert (got.item(), logprobs.grad.item()) == pytest.approx((loss, gradient), abs=1e-9)

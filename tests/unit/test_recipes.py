@@ -184,7 +184,7 @@ def test_a_recipe_and_what_is_beside_it_reach_every_worker(here: Path) -> None:
 
 
 def test_a_recipe_may_have_an_objective_of_its_own(here: Path) -> None:
-    from leeway.algorithms.build import objective_of
+    from leeway.config.objective import objective_of
 
     config = load_config("quickstart")
     made = Recipe(

@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from leeway.algorithms.objective import KLPenalty, PolicyObjective
+from leeway.algorithms.grpo import PPOClip
+from leeway.algorithms.kl import K1, Abs, KLPenalty
+from leeway.algorithms.objective import PolicyObjective
 from leeway.config import Stage, find_recipe, load_config
 from leeway.driver.checks import examine
 from leeway.tasks.tiny_tokenizer import build_tokenizer
@@ -21,7 +23,7 @@ from ..trainers import batch_of, in_pairs, random_trajectories, save_model, sett
 
 
 def objective_of(**changes) -> PolicyObjective:
-    return PolicyObjective(clip_low=0.2, clip_high=0.28, aggregation="token_mean", **changes)
+    return PolicyObjective(policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation="token_mean", **changes)
 
 
 def gradients(trainer) -> torch.Tensor:
@@ -29,7 +31,7 @@ def gradients(trainer) -> torch.Tensor:
 
 
 def test_the_reference_stays_where_training_started(make) -> None:
-    trainer = make(objective=objective_of(kl=KLPenalty(coefficient=0.1, estimator="k1", target=0.001)))
+    trainer = make(objective=objective_of(kl=KLPenalty(coef=0.1, estimator=K1(), target=0.001)))
     batch = batch_of(random_trajectories(1, 6))
     start = trainer.token_logprobs(batch)
     assert trainer.forward_backward(batch)["train/reference_kl/mean"] == pytest.approx(0.0, abs=1e-6)
@@ -51,7 +53,7 @@ def test_a_teacher_that_knows_fewer_tokens_is_refused_at_load(make, tmp_path) ->
     with pytest.raises(
         ValueError, match=r"algorithm\.reference_path: got .* knows 48 tokens, expected the policy's 64"
     ):
-        make(objective=objective_of(kl=KLPenalty(coefficient=0.1)), reference_path=str(tmp_path))
+        make(objective=objective_of(kl=KLPenalty(coef=0.1)), reference_path=str(tmp_path))
 
 
 @pytest.mark.slow
@@ -75,7 +77,7 @@ def test_a_teacher_whose_tokens_mean_something_else_is_refused_before_anything_s
         assert not found.missing
         return found.wrong
 
-    kl, ppo = ["algorithm.kl_coef=0.1"], ["algorithm.name=ppo"]
+    kl, ppo = ["algorithm.kl.coef=0.1"], ["algorithm.name=ppo"]
     assert found("algorithm.reference_path", "family", *kl) == ()
     (line,) = found("algorithm.reference_path", "teacher", *kl)
     assert re.match(r"algorithm\.reference_path: got .*/teacher, for which token \d+ is '[ac]', expected", line)
@@ -90,7 +92,7 @@ def test_no_reference_is_loaded_where_nobody_asks(make) -> None:
 @pytest.mark.slow
 def test_the_reference_may_be_another_model(make, model_path: Path, tmp_path: Path) -> None:
     save_model(tmp_path, tied=False)
-    objective = objective_of(kl=KLPenalty(coefficient=0.1, estimator="k1"))
+    objective = objective_of(kl=KLPenalty(coef=0.1, estimator=K1()))
     batch = batch_of(random_trajectories(1, 6))
     teacher = make(path=tmp_path).token_logprobs(batch)
     trainer = make(objective=objective, reference_path=str(tmp_path))
@@ -104,19 +106,19 @@ def test_a_reference_that_cannot_be_packed_is_scored_padded(make, monkeypatch) -
         return load_reference(*args, **options | {"packing": "padded"})
 
     monkeypatch.setattr("leeway.trainer.trainer.load_reference", padded)
-    trainer = make(objective=objective_of(kl=KLPenalty(coefficient=0.1, estimator="abs")))
+    trainer = make(objective=objective_of(kl=KLPenalty(coef=0.1, estimator=Abs())))
     metrics = trainer.forward_backward(batch_of(in_pairs(random_trajectories(1, 6))))
     assert metrics["train/reference_kl/mean"] == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.slow
 def test_another_run_has_its_own_reference_and_coefficient(make, model_path: Path, tmp_path: Path) -> None:
-    trainer = make(objective=objective_of(kl=KLPenalty(coefficient=0.1, estimator="k1", target=0.001)))
+    trainer = make(objective=objective_of(kl=KLPenalty(coef=0.1, estimator=K1(), target=0.001)))
     batch = batch_of(random_trajectories(1, 6))
     trainer.forward_backward(batch)
-    assert trainer._objective.kl.coefficient < 0.1
+    assert trainer._objective.kl.coef < 0.1
     trainer.begin(trainer._settings)
-    assert trainer._objective.kl.coefficient == 0.1
+    assert trainer._objective.kl.coef == 0.1
     save_model(tmp_path, tied=False)
     trainer.begin(settings_of(model_path, objective=trainer._objective, reference_path=str(tmp_path)))
     assert abs(trainer.forward_backward(batch)["train/reference_kl/mean"]) > 1e-3
@@ -124,7 +126,7 @@ def test_another_run_has_its_own_reference_and_coefficient(make, model_path: Pat
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_keeps_the_coefficient_and_the_first_reference(make, tmp_path: Path) -> None:
-    objective = objective_of(kl=KLPenalty(coefficient=0.1, estimator="k1", target=0.001))
+    objective = objective_of(kl=KLPenalty(coef=0.1, estimator=K1(), target=0.001))
     batch = batch_of(random_trajectories(1, 6))
 
     def step(trainer) -> float:
@@ -135,19 +137,19 @@ def test_a_run_that_goes_on_keeps_the_coefficient_and_the_first_reference(make, 
     first = make(objective=objective)
     step(first)
     first.save_state(str(tmp_path / "state"))
-    expected = first._objective.kl.coefficient, step(first)
+    expected = first._objective.kl.coef, step(first)
     second = make(objective=objective)
     second.load_state(str(tmp_path / "state"))
-    assert (second._objective.kl.coefficient, step(second)) == expected
+    assert (second._objective.kl.coef, step(second)) == expected
     assert expected[0] != 0.1
     assert abs(expected[1]) > 1e-3
 
 
 @pytest.mark.slow
 def test_measuring_speed_leaves_the_coefficient_alone(make) -> None:
-    trainer = make(objective=objective_of(kl=KLPenalty(coefficient=0.1, target=0.5)))
+    trainer = make(objective=objective_of(kl=KLPenalty(coef=0.1, target=0.5)))
     trainer.measure(batch_of(random_trajectories(2, 3)))
-    assert trainer._objective.kl.coefficient == 0.1
+    assert trainer._objective.kl.coef == 0.1
 
 
 def without_advantages(batch: TrainBatch) -> TrainBatch:
@@ -158,7 +160,7 @@ def without_advantages(batch: TrainBatch) -> TrainBatch:
 @pytest.mark.slow
 def test_the_entropy_bonus_reaches_the_weights(make, model_path: Path) -> None:
     trajectories = random_trajectories(3, 4)
-    trainer = make(objective=objective_of(entropy_coefficient=0.3), logprob_chunk_tokens=3)
+    trainer = make(objective=objective_of(entropy_coef=0.3), logprob_chunk_tokens=3)
     assert sum(len(t.response_tokens) for t in trajectories) > 3  # else nothing is ever computed in chunks
     trainer.forward_backward(without_advantages(batch_of(trajectories)))
     got = gradients(trainer)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from leeway.algorithms.pieces import advantage_of
+from leeway.algorithms.presets import ADVANTAGES
 from leeway.config import ConfigError, derive, load_config
 from leeway.config.names import PRIORITIES as NAMES
 from leeway.replay.admission import AdmissionRule
@@ -121,7 +121,7 @@ def test_a_priority_of_ones_own_is_checked(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_take_trains_on_both_and_describes_the_new_ones() -> None:
     assembler = Assembler(
-        advantage=advantage_of("grpo"), updates_per_take=2, num_ranks=1, skip_zero_advantage=False, rollouts_per_take=9
+        advantage=ADVANTAGES["grpo"](), updates_per_take=2, num_ranks=1, skip_zero_advantage=False, rollouts_per_take=9
     )
     take = assembler(5, [group(6, version=5), group(7, version=5)], [group(4, version=3, rewards=(0.0, 0.0, 9.0))])
     assert take.group_ids == [6, 7, 4]

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from leeway.algorithms.corrections import Correction
-from leeway.algorithms.objective import KLPenalty, PolicyObjective, SupervisedObjective
+from leeway.algorithms.corrections import M2PO
+from leeway.algorithms.grpo import PPOClip
+from leeway.algorithms.kl import KLPenalty
+from leeway.algorithms.objective import PolicyObjective, SupervisedObjective
 from leeway.trainer.microbatch import cut
 from leeway.trainer.optimizer import learning_rate
 from leeway.trainer.trainer import StalenessError, Trainer
@@ -81,7 +83,7 @@ def test_padded_microbatches_keep_to_the_limit_and_hold_everything_once():
 
 @pytest.mark.parametrize("aggregation", ["seq_mean_token_mean", "token_mean"])
 def test_the_gradient_does_not_depend_on_the_number_of_microbatches(make, aggregation):
-    objective = PolicyObjective(clip_low=0.2, clip_high=0.28, aggregation=aggregation)
+    objective = PolicyObjective(policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation=aggregation)
     batch = batch_of(random_trajectories(1, 12))
     results = []
     for max_tokens in (10_000, 60, 1):
@@ -428,12 +430,10 @@ def test_two_ranks_take_the_same_steps_as_one(make, model_path, tmp_path, other_
     steps = [(in_pairs(random_trajectories(seed, 9)), split) for seed, split in ((0, 6), (1, 1), (2, 9))]
     # Everything that ranks must agree on: a cut over the whole step, a reference, a coefficient that adapts.
     objective = PolicyObjective(
-        clip_low=0.2,
-        clip_high=0.28,
         aggregation="token_mean",
-        correction=Correction(kind="m2po", second_moment=2.0),
-        kl=KLPenalty(coefficient=0.1, target=0.01),
-        entropy_coefficient=0.01,
+        correction=M2PO(second_moment=2.0),
+        kl=KLPenalty(coef=0.1, target=0.01),
+        entropy_coef=0.01,
     )
     settings = settings_of(model_path, num_ranks=2, max_tokens_per_microbatch=60, objective=objective)
     address = free_address()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import PolicyObjective
 from leeway.trainer.trainer import StalenessError, Trainer
 
@@ -36,7 +37,7 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 def test_a_trainer_that_begins_again_is_a_new_trainer_bit_for_bit(make, model_path, tmp_path, tied):
     other = {
         "path": save_model(tmp_path, tied=tied),
-        "objective": PolicyObjective(clip_low=0.1, clip_high=0.1, aggregation="token_mean"),
+        "objective": PolicyObjective(policy_loss=PPOClip(clip_low=0.1, clip_high=0.1), aggregation="token_mean"),
         "optimizer": WARMED,
         "temperature": 0.7,
         "seed": 5,

@@ -14,9 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from leeway.algorithms.advantages import TurnAdvantage
 from leeway.algorithms.aggregation import aggregate, turn_segments
-from leeway.algorithms.pieces import advantage_of, check_pieces
-from leeway.algorithms.turns import TurnAdvantage, Turns, num_turns, turns_of
+from leeway.algorithms.presets import ADVANTAGES
+from leeway.algorithms.trial import try_pieces
+from leeway.algorithms.turns import Turns, num_turns, turns_of
 from leeway.config import load_config
 from leeway.config.environments import FrozenLakeOptions
 from leeway.envs.frozen_lake import FrozenLake
@@ -65,9 +67,9 @@ def ours(episodes: list[list[Episode]], **options: Any) -> list[float]:
     groups = groups_of(episodes)
     rewards = torch.tensor([t.reward for g in groups for t in g.trajectories()], dtype=f64)
     indices = torch.tensor([g.group_id for g in groups for _ in g.trajectories()])
-    advantage = advantage_of("gigpo", options, eps=EPS)
+    advantage = ADVANTAGES["gigpo"](**options, eps=EPS)
     assert isinstance(advantage, TurnAdvantage)
-    return advantage(rewards, indices, Turns.of([g.trajectories() for g in groups])).tolist()
+    return advantage.of_each_turn(rewards, indices, Turns.of([g.trajectories() for g in groups])).tolist()
 
 
 def formula(episodes: list[list[Episode]], *, omega: float, gamma: float, std: bool) -> list[float]:
@@ -195,7 +197,7 @@ def test_spans_outside_the_response_are_refused() -> None:
 
 def assembled(groups: list[Group], name: str) -> Any:
     return Assembler(
-        advantage=advantage_of(name, eps=EPS),
+        advantage=ADVANTAGES[name](eps=EPS),
         updates_per_take=1,
         num_ranks=1,
         skip_zero_advantage=True,
@@ -246,23 +248,30 @@ def test_trajectories_whose_turns_are_all_worth_nothing_are_skipped() -> None:
 # ------------------------------------------------------------------------------------------------- one's own
 
 
-def halves(rewards: torch.Tensor, groups: torch.Tensor, *, turns: Turns, share: float = 0.5) -> torch.Tensor:
-    return share * rewards[turns.trajectories]
+class Halves(TurnAdvantage):
+    share: float = 0.5
+
+    def of_turns(self, rewards: torch.Tensor, groups: torch.Tensor, turns: Turns) -> torch.Tensor:
+        return self.share * rewards[turns.trajectories]
 
 
-def short(rewards: torch.Tensor, groups: torch.Tensor, *, turns: Turns) -> torch.Tensor:
-    return rewards
+class Short(TurnAdvantage):
+    def of_turns(self, rewards: torch.Tensor, groups: torch.Tensor, turns: Turns) -> torch.Tensor:
+        return rewards
 
 
 def test_an_advantage_of_ones_own_may_ask_for_turns(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(__file__.rpartition("/")[0]))
     file = tmp_path / "c.yaml"
     file.write_text("model: {path: org/model}\ntask: {path: t.jsonl}\ntrain: {steps: 12}\n")
-    config = load_config(str(file), ["algorithm.advantage=test_turns:halves", "algorithm.advantage_options.share=2.0"])
-    check_pieces(config.algorithm)
-    config = load_config(str(file), ["algorithm.advantage=test_turns:short"])
-    with pytest.raises(ValueError, match=r"advantage test_turns:short returned shape \[6\]; .* \[8\]"):
-        check_pieces(config.algorithm)
+
+    def tried(*overrides: str) -> None:
+        a = load_config(str(file), overrides).algorithm.made()
+        try_pieces(a.advantage, a.loss, a.correction, a.estimator)
+
+    tried("algorithm.advantage.name=test_turns:Halves", "algorithm.advantage.share=2.0")
+    with pytest.raises(ValueError, match=r"advantage test_turns:Short returned shape \[6\]; .* \[8\]"):
+        tried("algorithm.advantage.name=test_turns:Short")
 
 
 # ---------------------------------------------------------------------------------------------------- environments
