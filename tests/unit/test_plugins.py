@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -123,24 +121,19 @@ def test_examples_are_short(example):
     assert len(example.read_text().splitlines()) < 40
 
 
-def leeway(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", "from leeway.cli.main import main; main()", *args]
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
-
-
-@pytest.mark.slow
-def test_validate_and_try_refuse_a_broken_module_before_anything_starts(tmp_path):
-    (tmp_path / "env_of_mine.py").write_text("from leeway import StepEnvironment\n\nclass Env(StepEnvironment): pass\n")
+def test_validate_and_try_refuse_a_broken_module_before_anything_starts(leeway, tmp_path):
+    (tmp_path / "env_that_is_broken.py").write_text(
+        "from leeway import StepEnvironment\n\nclass Env(StepEnvironment): pass\n"
+    )
     for command in (
-        ["validate", "quickstart", "env.name=env_of_mine:Env"],
-        ["env", "try", "env_of_mine:Env", "-c", "quickstart"],
+        ["validate", "quickstart", "env.name=env_that_is_broken:Env"],
+        ["env", "try", "env_that_is_broken:Env", "-c", "quickstart"],
     ):
-        done = leeway(*command, cwd=tmp_path)
+        done = leeway(*command)
         assert done.returncode == 2, done.stderr
         (line,) = [text for text in done.stderr.splitlines() if "refused" in text]
-        assert "env_of_mine.py:3: abstract methods are missing: step" in line
-    assert sorted(p.name for p in tmp_path.iterdir() if p.name != "__pycache__") == ["env_of_mine.py"]
+        assert "env_that_is_broken.py:3: abstract methods are missing: step" in line
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name != "__pycache__") == ["env_that_is_broken.py"]
 
 
 def test_the_exchange_shows_who_wrote_what():
