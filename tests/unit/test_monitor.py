@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas
 import pytest
 from rich.console import Console
 
@@ -94,6 +93,16 @@ def test_nonfinite_numbers_stay_json_and_keep_their_kind(tmp_path: Path) -> None
     assert (first["a"], first["b"], first["c"]) == (None, None, 1.0)
     assert first["nonfinite"] == {"a": "nan", "b": "-inf"}
     assert "nonfinite" not in second
+
+
+@pytest.mark.slow
+def test_pandas_reads_them_as_numbers(tmp_path: Path) -> None:
+    import pandas
+
+    monitor = build_monitor(tmp_path, Settings(), {}, None, "rl")
+    monitor.log(1, {"a": math.nan})
+    monitor.log(2, {"a": 3.0})
+    monitor.close("done")
     frame = pandas.read_json(tmp_path / "metrics.jsonl", lines=True)
     assert str(frame.dtypes["a"]) == "float64"
     assert np.nanmean(frame["a"].to_numpy()) == 3.0
