@@ -78,7 +78,7 @@ async def train_offline(
         resumed_at=first if resumed is not None else None,
     )
     earlier = read_metrics(context.dir / "metrics.jsonl")
-    record = driver.Record(config, monitor, name=context.name, loss_name=loss_name, earlier=earlier)
+    record = driver.OfflineReport(config, monitor, name=context.name, loss_name=loss_name, earlier=earlier)
     status = "failed"
     started = time.monotonic()
     try:
@@ -155,7 +155,7 @@ def num_steps(config: Config, num_sequences: int) -> int:
 async def _train(
     config: Config,
     launcher: driver.Launcher,
-    record: driver.Record,
+    record: driver.OfflineReport,
     checkpoints: driver.Checkpoints,
     feed: driver.Feed,
     total_steps: int,

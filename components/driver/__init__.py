@@ -50,7 +50,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .models import check_weights as check_weights
     from .offline import Feed as Feed
     from .offline import Measure as Measure
-    from .offline import Record as Record
+    from .offline import OfflineReport as OfflineReport
     from .offline import changes as changes
     from .rl_run import EvalPoint as EvalPoint
     from .rl_run import RLRun as RLRun
@@ -78,7 +78,7 @@ _WHERE = {
     "check_weights": ".models",
     "Feed": ".offline",
     "Measure": ".offline",
-    "Record": ".offline",
+    "OfflineReport": ".offline",
     "changes": ".offline",
     "EvalPoint": ".rl_run",
     "RLRun": ".rl_run",

@@ -87,7 +87,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [f"held out: {', '.join(changes)}"] if changes else []
 
 
-class Record:
+class OfflineReport:
     """The metrics of a stage over its whole life. `earlier`: the rows up to the step that it resumes from."""
 
     def __init__(

@@ -14,10 +14,9 @@ from typing import Any
 from ..types import Task, Trajectory
 from .base import Environment, Policy, all_or_none
 from .openai_requests import ChatRequest, CompletionRequest, model_list, said
-from .recorder import NoRoom, Recorder, Turn
+from .recorder import ChatTurn, NoRoom, Recorder
 from .server import Answer, Handler, Refusal, Server, body_room, shared_server
 from .tools import describe_schemas
-from .turnstile import Turnstile
 
 MODEL = "policy"
 MAX_THREADS = 512
@@ -48,7 +47,7 @@ class AgentEnvironment(Environment):
         super().__init__(options)
         # A client's work before and after each request takes milliseconds of this loop. With hundreds at once, the loop
         # would be blocked for longer than clients wait for a connection (5 s), and would not serve the engine's tokens.
-        self._turnstile = Turnstile()
+        self._yield = FairYield()
         # Agents wait most of the time, and asyncio's own pool has only a few threads per core.
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="leeway-agent")
 
@@ -64,7 +63,7 @@ class AgentEnvironment(Environment):
         recorder = Recorder(policy)
         session = server.open(self._routes(recorder), max_body_bytes=body_room(policy.max_model_len))
         try:
-            await self._turnstile.through()
+            await self._yield.wait_turn()
             endpoint = Endpoint(f"http://{server.address}/v1", session.key)
             if inspect.iscoroutinefunction(self.run):
                 result = await self.run(task, endpoint)
@@ -92,7 +91,7 @@ class AgentEnvironment(Environment):
                     raise Refusal(400, str(error), "context_length_exceeded") from None
                 except ValueError as error:
                     raise Refusal(400, said(error)) from None
-                await self._turnstile.through()
+                await self._yield.wait_turn()
                 return answered
 
             return handle
@@ -135,12 +134,12 @@ async def _complete(body: Any, recorder: Recorder) -> Answer:
     return _whole("text_completion", {"text": turn.text, "token_ids": turn.completion.tokens}, turn)
 
 
-def _whole(kind: str, content: dict[str, Any], turn: Turn) -> Answer:
+def _whole(kind: str, content: dict[str, Any], turn: ChatTurn) -> Answer:
     choice = {"index": 0, **content, "finish_reason": _finish_reason(turn), "logprobs": None}
     return Answer({**_head(kind), "choices": [choice], "usage": _usage(turn)})
 
 
-def _stream(kind: str, content: dict[str, Any], nothing: dict[str, Any], turn: Turn) -> Answer:
+def _stream(kind: str, content: dict[str, Any], nothing: dict[str, Any], turn: ChatTurn) -> Answer:
     """One event with the whole turn, one with its end: tokens are recorded per request, not per event."""
     head = _head(kind)
     events = [
@@ -155,11 +154,26 @@ def _head(kind: str) -> dict[str, Any]:
     return {"id": f"{prefix}-{secrets.token_hex(8)}", "object": kind, "created": 0, "model": MODEL}
 
 
-def _finish_reason(turn: Turn) -> str:
+def _finish_reason(turn: ChatTurn) -> str:
     return "tool_calls" if turn.calls else "length" if turn.completion.finish_reason == "length" else "stop"
 
 
-def _usage(turn: Turn) -> dict[str, int]:
+def _usage(turn: ChatTurn) -> dict[str, int]:
     sampled = len(turn.completion.tokens)
     total = turn.num_prompt_tokens + sampled
     return {"prompt_tokens": turn.num_prompt_tokens, "completion_tokens": sampled, "total_tokens": total}
+
+
+class FairYield:
+    """Releases coroutines one at a time: when hundreds become ready together, other work runs in between.
+
+    `await wait_turn()`: in the order of asking, one for each turn of the event loop. Whoever has its turn runs until it
+    first waits. So a loop whose work comes in bursts stays as responsive as the longest single piece of work.
+    """
+
+    def __init__(self) -> None:
+        self._next = asyncio.Lock()  # fair: first come, first served
+
+    async def wait_turn(self) -> None:
+        async with self._next:
+            await asyncio.sleep(0)

@@ -34,7 +34,7 @@ class _Conversation:
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChatTurn:
     """A sampled turn as it is answered: `calls` are tool calls in OpenAI's form, `text` is what stands before them."""
 
     text: str
@@ -56,7 +56,7 @@ class Recorder:
         self._conversations: list[_Conversation] = []
         self.num_requests = 0
 
-    async def chat(self, messages: list[dict[str, Any]], *, tools_text: str | None, max_tokens: int | None) -> Turn:
+    async def chat(self, messages: list[dict[str, Any]], *, tools_text: str | None, max_tokens: int | None) -> ChatTurn:
         """One turn. Raises ValueError for messages that cannot be rendered, `NoRoom` for ones that are too long."""
         seen = [_seen(m) for m in messages]
         known = [c for c in self._conversations if isinstance(c.seen, list) and _continues(c.seen, seen)]
@@ -73,7 +73,7 @@ class Recorder:
         found.seen = [*seen, _seen({"role": "assistant", "content": turn.text, "tool_calls": turn.calls})]
         return turn
 
-    async def complete(self, prompt: Prompt, *, max_tokens: int | None) -> Turn:
+    async def complete(self, prompt: Prompt, *, max_tokens: int | None) -> ChatTurn:
         """One bare completion of text or token ids; a prompt that extends an earlier one's text or tokens continues it.
 
         The same text again continues only an answer that was cut off; a finished answer has no continuation.
@@ -118,7 +118,7 @@ class Recorder:
 
     async def _sample(
         self, found: _Conversation, transcript: Transcript, max_tokens: int | None, *, calls: bool = True
-    ) -> Turn:
+    ) -> ChatTurn:
         self.num_requests += 1
         number, prompt = self.num_requests, transcript.tokens
         if len(prompt) >= self._policy.max_model_len:
@@ -129,7 +129,7 @@ class Recorder:
             self._conversations.append(found)
         found.transcript, found.num_sampled = transcript, found.num_sampled + len(completion.tokens)
         if not calls:
-            return Turn(completion.text, [], completion, len(prompt))
+            return ChatTurn(completion.text, [], completion, len(prompt))
         return _turn(completion, len(prompt), number=number)
 
     def trajectory(self, *, reward: float, metrics: dict[str, float], longest_only: bool = False) -> Trajectory:
@@ -202,10 +202,10 @@ def _with_tools(messages: list[Message], tools_text: str | None) -> list[Message
     return [{"role": "system", "content": tools_text}, *messages]
 
 
-def _turn(completion: Completion, num_prompt_tokens: int, *, number: int) -> Turn:
+def _turn(completion: Completion, num_prompt_tokens: int, *, number: int) -> ChatTurn:
     found = [call for call in parse_calls(completion.text) if call.error is None]
     if not found:
-        return Turn(completion.text, [], completion, num_prompt_tokens)
+        return ChatTurn(completion.text, [], completion, num_prompt_tokens)
     calls = [
         {
             "id": f"call_{number}_{i}",
@@ -214,4 +214,4 @@ def _turn(completion: Completion, num_prompt_tokens: int, *, number: int) -> Tur
         }
         for i, call in enumerate(found)
     ]
-    return Turn(completion.text.partition("<tool_call>")[0], calls, completion, num_prompt_tokens)
+    return ChatTurn(completion.text.partition("<tool_call>")[0], calls, completion, num_prompt_tokens)

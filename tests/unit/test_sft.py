@@ -75,7 +75,7 @@ def train(
     batch = batch_trajectories([example], [0.0], num_sequences=1, num_tokens=TOKENS)
     launcher: Any = SimpleNamespace(parts=SimpleNamespace(trainers=[FakeRank(first_loss)], supervisor=Supervisor()))
     recorder: Any = Recorder()
-    record = offline.Record(config, recorder, name="sft", loss_name="train/loss/sft", earlier=earlier)
+    record = offline.OfflineReport(config, recorder, name="sft", loss_name="train/loss/sft", earlier=earlier)
     first_step = len(earlier)
     feed: Any = SimpleNamespace(next=lambda step: ([batch], TOKENS))
     steps = sft._train(config, launcher, record, recorder, feed, total_steps, first_step=first_step)
@@ -169,7 +169,7 @@ def test_the_held_out_loss_is_told_when_the_settings_say(
     measured = sft.held_out_examples(config, PROMPTER)
     context: Any = SimpleNamespace(name="warm-up", config=config)
     measure = offline.Measure(context, launcher, recorder, measured)  # type: ignore[arg-type]
-    record: Any = offline.Record(config, recorder, name="sft", loss_name="train/loss/sft")  # type: ignore[arg-type]
+    record: Any = offline.OfflineReport(config, recorder, name="sft", loss_name="train/loss/sft")  # type: ignore[arg-type]
     taskset: Any = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
 
     async def run() -> dict[str, Any]:
@@ -184,7 +184,7 @@ def test_the_held_out_loss_is_told_when_the_settings_say(
     assert recorder.evaluations == [(2, numbers), (4, numbers), (6, numbers)]
     assert f"warm-up: held out at step 4: loss sft {count:.3f}, entropy mean 2.000" in capsys.readouterr().out
     rows = [{"step": 0, "role": "evaluation", **numbers, "eval/more/loss_sft": 1.5}]
-    resumed = offline.Record(config, recorder, name="sft", loss_name="train/loss/sft", earlier=rows)  # type: ignore[arg-type]
+    resumed = offline.OfflineReport(config, recorder, name="sft", loss_name="train/loss/sft", earlier=rows)  # type: ignore[arg-type]
     assert resumed.first_evaluation() == {**after, "tasksets": {"more": {"loss_sft": 1.5}}}
     assert offline.changes({"loss_sft": 2.0}, after) == [f"held out: loss sft 2.000 -> {count:.3f}"]
 
