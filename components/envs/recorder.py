@@ -155,7 +155,7 @@ def _seen(message: dict[str, Any]) -> Seen:
     calls = [
         (c["function"]["name"], _canonical(c["function"].get("arguments", ""))) for c in message.get("tool_calls") or []
     ]
-    return str(message["role"]), _content(message), json.dumps(calls)
+    return str(message["role"]), _content(message), json.dumps(calls) if calls else ""
 
 
 def _canonical(arguments: str) -> Any:

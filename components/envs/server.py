@@ -45,6 +45,9 @@ def body_room(max_model_len: int) -> int:
     return 2**20 + 64 * max_model_len
 
 
+_JSON, _EVENTS = ({"Content-Type": f"{kind}; charset=utf-8"} for kind in ("application/json", "text/event-stream"))
+
+
 @dataclass(frozen=True)
 class Answer:
     """`events`: sent as a stream of server-sent events instead of `body`."""
@@ -255,7 +258,7 @@ async def _body(request: web.BaseRequest, session: Session) -> Any:
 
 def _parsed(raw: bytes | bytearray) -> Any:
     try:
-        body = json.loads(raw.decode(), parse_constant=_no_number)
+        body = _DECODER.decode(raw.decode())
         if rb"\ud" in raw or rb"\uD" in raw:  # halves of characters, which no tokenizer takes
             json.dumps(body, ensure_ascii=False).encode()
         return body
@@ -271,6 +274,9 @@ def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no number of JSON")
 
 
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
+
+
 def _refused(refusal: Refusal) -> web.Response:
     error = {"message": str(refusal), "type": refusal.code, "code": refusal.code}
     return _written(Answer({"error": error}, refusal.status))
@@ -278,9 +284,7 @@ def _refused(refusal: Refusal) -> web.Response:
 
 def _written(answer: Answer) -> web.Response:
     if answer.events is None:
-        return web.Response(
-            body=json.dumps(answer.body).encode(), status=answer.status, content_type="application/json"
-        )
+        return web.Response(body=json.dumps(answer.body).encode(), status=answer.status, headers=_JSON)
     lines = [*(json.dumps(event) for event in answer.events), "[DONE]"]
     body = "".join(f"data: {line}\n\n" for line in lines).encode()
-    return web.Response(body=body, status=answer.status, content_type="text/event-stream")
+    return web.Response(body=body, status=answer.status, headers=_EVENTS)
