@@ -459,7 +459,7 @@ def _literal(text: str) -> tuple[Fraction, int | None] | None:
         if found := pattern.fullmatch(text):
             sign, *groups = found.groups()
             numbers = [int(group) for group in groups if group is not None]
-            if numbers[-1] == 0:
+            if numbers[-1] == 0 or (len(numbers) == 3 and numbers[0] == 0):
                 return None
             value = Fraction(numbers[-2], numbers[-1]) + (numbers[0] if len(numbers) == 3 else 0)
             return (-value if sign == "-" else value), None
@@ -541,7 +541,8 @@ def written(text: str) -> str:
 
     It says how something is written, not what it is worth.
     """
-    text = re.sub(r"\\div(?![A-Za-z])", "/", _spelled(plain(text)))
+    text = re.sub(r"(?<![\d.])0+(?=\d)", "", plain(text))
+    text = re.sub(r"\\div(?![A-Za-z])", "/", _spelled(text))
     text = text.replace(" ", "")
     for _ in range(4):  # innermost first
         text = re.sub(r"\^\{(\w+)\}", r"^\1", text)
@@ -556,7 +557,8 @@ def _spelled(text: str) -> str:
     text = text.replace("**", "^").replace("\\left", "").replace("\\right", "")
     text = re.sub(r"(?<![A-Za-z\\])([A-Za-z]{2,})", _named, text)
     text = re.sub(r"\\(?:times|cdot)(?![A-Za-z])", "*", text)
-    text = re.sub(r"\\frac *(\d) *(\d)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\frac *(\d) *(?=[\d{])", r"\\frac{\1}", text)
+    text = re.sub(r"(\\frac\{[^{}]*\}) *(\d)", r"\1{\2}", text)
     return re.sub(r"(?<![\d.])(\d*)\.(\d+)", _as_fraction, _braced(text))
 
 
@@ -601,5 +603,7 @@ def _braced(text: str) -> str:
 
 
 def _as_fraction(found: re.Match[str]) -> str:
-    whole, decimals = found.groups()
+    whole, decimals = found[1], found[2].rstrip("0")
+    if whole and not decimals:
+        return whole
     return f"(\\frac{{{int(whole + decimals)}}}{{{10 ** len(decimals)}}})" if len(whole + decimals) <= 40 else "?"

@@ -30,7 +30,7 @@ Point = str | Fraction | tuple[Decimal, Decimal]
 """A formula's value at one of the points: exact, as (real, imaginary), or the name of an infinity."""
 
 
-_POWER = r"\^(?:\d+|\{[-+]?\d+\})"
+_POWER = r"\^(?:\d+|\{-\d+\})"
 _BASE = r"(?:\d+|\([-+]?\d+(?:/\d+)?\))"
 _EVALUATED = re.compile(rf"[-+]?(?:{_BASE}(?:{_POWER})?|{_BASE}\*?10{_POWER}|\d+!!?|\\binom\d+)")
 """As `written`: what may stand for a number besides its digits. One power, a power of ten times a number, a factorial,
@@ -143,7 +143,7 @@ class _Comparison:
             return isinstance(first, Many) and isinstance(second, Many) and self._same_many(first, second)
         relation, other = (gold, answer) if isinstance(gold, Relation) else (answer, gold)
         if not isinstance(relation, Relation):
-            return self.same(relation, other)
+            return self.same(gold, answer)
         if _name_of(relation) is None:
             return False
         value = _unnamed(relation)
@@ -274,12 +274,12 @@ def _is_quotient(leaf: Leaf) -> bool:
 
 def _repeats(answer: str, gold: str, question: str) -> bool:
     """Whether an answer stands in the question, where the gold is written in another way."""
-    text = written(answer)
-    if not question or text == written(gold) or not re.search(r"[^\w ?]", text):
+    text, asked = written(answer), written(question[-MAX_QUESTION_CHARS:])
+    if text == written(gold) or not re.search(r"[^\w ?]", text):
         return False
-    return (
-        re.search(rf"(?<![\w.]){re.escape(text)}(?![\w^!]|\.\d)", written(question[-MAX_QUESTION_CHARS:])) is not None
-    )
+    if not re.search("[a-z]", text):  # (-2)^10 is 2^10, and -6/-36 is 6/36
+        text, asked = (re.sub(r"[-+(){}]", "", each) for each in (text, asked))
+    return re.search(rf"(?<![\w.]){re.escape(text)}(?![\w^!]|\.\d)", asked) is not None
 
 
 def _is_solved(relation: Relation) -> bool:
