@@ -177,10 +177,12 @@ class Group:
         return [replace(main, others=others) for main, *others in by_owner]
 
     def packed(self) -> TensorDict:
-        """All of it as one TensorDict, for stores and files; what is beside the samples as JSON in bytes."""
-        beside = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "samples"}
+        """All of it as one TensorDict, for stores and files: `rewards` float64 [G], and the rest as JSON in bytes."""
+        beside = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("samples", *_TENSORS)}
         beside["turns"] = [[[t.start, t.stop, t.state, t.reward] for t in own] for own in self.turns]
         tensors = self.samples.clone(recurse=False)
+        tensors["group_id"] = torch.tensor(self.group_id)
+        tensors["rewards"] = torch.tensor(self.rewards, dtype=torch.float64)
         tensors["beside"] = json_tensor(beside)
         return tensors
 
@@ -192,7 +194,12 @@ class Group:
             [Turn(start=a, stop=b, state=state, reward=reward) for a, b, state, reward in own]
             for own in beside["turns"]
         ]
-        return cls(samples=tensors.exclude("beside"), **beside)
+        return cls(
+            samples=tensors.exclude("beside", *_TENSORS),
+            group_id=int(tensors["group_id"]),
+            rewards=tensors["rewards"].tolist(),
+            **beside,
+        )
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -207,6 +214,7 @@ class Group:
         return sums(self.samples[name], self.samples["response_lengths"])[self.mains].tolist()
 
 
+_TENSORS = ("group_id", "rewards")
 _TOKENS = ("response_tokens", "loss_mask", "behavior_logprobs", "policy_versions")
 
 

@@ -15,13 +15,20 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import json
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
+import safetensors.torch
+import torch
 import torchrl.data
+from tensordict import TensorDictBase
+from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.data.replay_buffers.storages import Storage
 
 from ..group import Group
 from ..tasks.queue_tasks import NoTaskYet
@@ -32,8 +39,9 @@ from .lengths import LengthMeter
 from .operators import Operator
 from .position import Position
 from .reuse import Priority, ReusePool
+from .saved_groups import groups_as_text, groups_from_text
 from .stats import BufferStats
-from .storage import ChosenSampler, FreeSlotWriter, make_storage
+from .storage import FreeSlotWriter, SafetensorsCheckpointer, WindowSampler, stacked
 from .window import Window
 
 logger = logging.getLogger(__name__)
@@ -42,6 +50,9 @@ T = TypeVar("T")
 
 NO_PROGRESS_TAKES = 20
 REASONS_KEPT = 100
+_PARTS = ("storage", "sampler", "writer")
+_PLAIN = ("published", "last_draw", "drawn", "to_reissue", "awaited_task", "num_trained", "lost_in_a_row", "closed")
+"""What a copy of a buffer takes over as it is."""
 GATHER_S = 5.0
 """How long the first slots are held back for every collector to ask."""
 
@@ -96,6 +107,11 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     again.
     `num_collectors`: the first slots are handed out once this many have asked, or after `GATHER_S`.
 
+    `storage`, `writer`, `sampler`, `transform` and `collate_fn` are torchrl's and do here what they do there: a group
+    is stored as one flat TensorDict (`Group.packed`), and a batch is sampled as a lazy stack of these. A sampler
+    chooses among the groups that the window leaves to choose. `dumps` and `loads` (and `state_dict`) also hold what is
+    in flight, which is then issued again: a copy goes on exactly, with `tasks` from the next draw on.
+
     A deadline (`timeout_s`) limits a wait without progress: it restarts with every group that is admitted, delivered,
     retried, lost or issued again, every take, and every publication. It does not run while the trainer works on a take,
     which has its own deadlines. So no part ends a run in which the others are making progress.
@@ -114,15 +130,23 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         priority: Priority | None = None,
         delivered: Callable[[Task, Group], None] | None = None,
         num_collectors: int = 1,
+        storage: Storage | None = None,
+        writer: FreeSlotWriter | None = None,
+        sampler: Sampler | None = None,
+        transform: Any = None,
+        collate_fn: Callable[[Any], TensorDictBase] = stacked,
     ) -> None:
         start = start or Position()
-        self._slot_writer = FreeSlotWriter(capacity)
-        self._chosen_sampler = ChosenSampler()
+        self._slot_writer = FreeSlotWriter(capacity) if writer is None else writer
+        self._window_sampler = WindowSampler(sampler)
         super().__init__(
-            storage=make_storage(capacity),
+            # A list of TensorDicts: torchrl's other storages of tensors reject ragged ones.
+            storage=torchrl.data.LazyStackStorage(capacity) if storage is None else storage,
+            checkpointer=SafetensorsCheckpointer(),
             writer=self._slot_writer,
-            sampler=self._chosen_sampler,
-            collate_fn=lambda groups: groups,
+            sampler=self._window_sampler,
+            transform=transform,
+            collate_fn=collate_fn,
         )
         self._tasks = tasks
         self._next_task: Task | None = None
@@ -207,8 +231,13 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
                 continue
             self._ledger.move(group.group_id, GroupState.GENERATED)
             self._let_go(group.group_id)
-            self._place[group.group_id] = self.add(result.packed().clone())  # not to hold a part of the object store
-            self._window.finish(group.group_id, worth=self._priority(result) if self._priority else 0.0)
+            # A copy: what came through Ray is a view of its object store, and would hold a part of that.
+            place = self._place[group.group_id] = self.add(result.packed().clone())
+            priority = self._priority(result) if self._priority else None
+            self._window.finish(group.group_id, priority=priority or 0.0)
+            if self._window_sampler.is_prioritized:
+                priority = self._window_sampler.default_priority if priority is None else priority
+                self.update_priority(place, torch.tensor(float(priority)))
             self._lost_in_a_row = 0
             self._last_reasons.clear()
         if current:
@@ -280,8 +309,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             self._call_taker()
             return None
         index = self._window.num_takes
-        group_ids = self._window.take(last=self._tasks_ended)
-        groups = self._consume(group_ids)
+        groups = self._consume()
+        group_ids = [g.group_id for g in groups]
         reused = self._reuse.serve(index, groups) if self._reuse is not None else []
         self._served.append(group_ids)
         self._used_again.append([g.group_id for g in reused])
@@ -525,13 +554,24 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             logger.info("group %d: late attempt %d ignored, attempt %d was issued", group_id, attempt, newest)
         return attempt < newest
 
-    def _consume(self, group_ids: list[int]) -> list[Group]:
-        places = [self._place.pop(g) for g in group_ids]
-        self._chosen_sampler.chosen = places
-        groups = [Group.unpacked(tensors) for tensors in self.sample(len(places)).unbind(0)]
+    def _consume(self) -> list[Group]:
+        """The groups of the next take, in admission order: what the sampler chooses from what the window allows."""
+        last = self._tasks_ended
+        choice = self._window.choice(last=last)
+        allowed = {self._place[group_id]: group_id for group_id in [*choice.must, *choice.may]}
+        self._window_sampler.allow([self._place[g] for g in choice.must], [self._place[g] for g in choice.may])
+        tensors, info = self.sample(choice.size, return_info=True)
+        places = info["index"].tolist()
+        group_ids = self._window.take(last=last, chosen=[allowed[place] for place in places])
+        groups = sorted((Group.unpacked(own) for own in tensors.unbind(0)), key=lambda g: g.group_id)
+        if [g.group_id for g in groups] != group_ids:
+            raise RuntimeError(f"a transform of the buffer made other groups; expected groups {group_ids}")
         self._slot_writer.release(places)
+        if self._window_sampler.is_prioritized:
+            self.update_priority(info["index"], torch.zeros(len(places)))
         self.lengths.trained(groups)
         for group_id in group_ids:
+            del self._place[group_id]
             self._ledger.move(group_id, GroupState.TAKEN)
         return groups
 
@@ -617,6 +657,80 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         ]
         said.append(f"{len(self._askers)} wait for a slot")
         return ", ".join([*said[:10], f"published version {self._published}"])
+
+    # ------------------------------------------------------------------------------------------------------ saving
+
+    def state_dict(self) -> dict[str, Any]:
+        """torchrl's own, and under "run" the life of every group, as JSON-able data."""
+        return {**super().state_dict(), "run": self._run_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of a buffer with the same rule, before anybody asks it for anything. What was in flight is issued again."""
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "run"})
+        self._load_run_state(state_dict["run"])
+
+    def dumps(self, path: str | Path) -> None:
+        """Into a folder, tensors as safetensors. Not torchrl's own, which writes and reads a pickle."""
+        path = Path(path)
+        for name in _PARTS:
+            getattr(self, name).dumps(path / name)
+        safetensors.torch.save_file(dict(self.transform.state_dict()), path / "transform.safetensors")
+        (path / "run.json").write_text(json.dumps(self._run_state()))
+
+    def loads(self, path: str | Path) -> None:
+        path = Path(path)
+        for name in _PARTS:
+            getattr(self, name).loads(path / name)
+        self.transform.load_state_dict(safetensors.torch.load_file(path / "transform.safetensors"))
+        self._load_run_state(json.loads((path / "run.json").read_text()))
+
+    def _run_state(self) -> dict[str, Any]:
+        reusable = self._reuse.state_dict() if self._reuse is not None else {}
+        return {
+            **{name: getattr(self, f"_{name}") for name in _PLAIN},
+            "window": self._window.state_dict(),
+            "ledger": self._ledger.state_dict(),
+            "lengths": self.lengths.state_dict(),
+            "start": asdict(self._start),
+            "next_task": None if self._next_task is None else asdict(self._next_task),
+            "served": [list(ids) for ids in self._served],
+            "used_again": [list(ids) for ids in self._used_again],
+            "reusable": [[num_takes, groups_as_text(used)] for num_takes, used in reusable.items()],
+            "trained": sorted(self._trained),
+            "num_trained_takes": self.num_trained_takes,
+            "places": list(self._place.items()),
+            "attempts": list(self._attempts.items()),
+            "in_flight": [asdict(held.admission) for held in self._in_flight.values()],
+        }
+
+    def _load_run_state(self, state: dict[str, Any]) -> None:
+        if self._drawn or self._askers:
+            raise RuntimeError("a ReplayBuffer can be loaded only before it has admitted a group")
+        if (self._reuse is None) is bool(state["reusable"]):
+            raise ValueError("the saved ReplayBuffer reuses groups and this one does not, or the other way round")
+        for name in _PLAIN:
+            setattr(self, f"_{name}", state[name])
+        self._window.load_state_dict(state["window"])
+        self._ledger.load_state_dict(state["ledger"])
+        self.lengths.load_state_dict(state["lengths"])
+        self._start = Position(**state["start"])
+        later = [d for d in self._start.open_draws if d > self._last_draw]
+        self._draws = Position(open_draws=later, next_draw=max(self._start.next_draw, self._last_draw + 1)).draws()
+        if self._next_task is not None:  # drawn when this buffer was made: it comes after the saved one
+            self._tasks = itertools.chain([self._next_task], self._tasks)
+        self._next_task = None if state["next_task"] is None else Task(**state["next_task"])
+        self._served, self._used_again = deque(state["served"]), deque(state["used_again"])
+        if self._reuse is not None:
+            self._reuse.load_state_dict({n: groups_from_text(used) for n, used in state["reusable"]})
+        self._trained = set(state["trained"])
+        self.num_trained_takes = state["num_trained_takes"]
+        self._place, self._attempts = dict(state["places"]), dict(state["attempts"])
+        self._in_flight = {
+            row["group_id"]: _Held(Admission(**{**row, "task": Task(**row["task"])}), None)
+            for row in state["in_flight"]
+        }
+        unissued = set(self._to_reissue)
+        self._reissue([group_id for group_id in self._in_flight if group_id not in unissued], "the buffer was loaded")
 
     def __reduce__(self) -> Any:
         raise TypeError("a ReplayBuffer lives in one process; hand out its actor instead")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 
 class GroupState(StrEnum):
@@ -62,6 +63,22 @@ class Ledger:
         if not _NEXT[state]:
             self._ended[state] += 1
             del self._alive[group_id]
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it as JSON-able data."""
+        return {
+            "alive": [[group_id, entry.state, entry.retries] for group_id, entry in self._alive.items()],
+            "ended": dict(self._ended),
+            "last_admitted": self._last_admitted,
+            "num_admitted": self.num_admitted,
+            "num_retries": self.num_retries,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._alive = {group_id: _Entry(GroupState(name), retries) for group_id, name, retries in state["alive"]}
+        self._ended = Counter({GroupState(name): count for name, count in state["ended"].items()})
+        self._last_admitted, self.num_admitted = state["last_admitted"], state["num_admitted"]
+        self.num_retries = state["num_retries"]
 
     def retry(self, group_id: int) -> int:
         """Count one more attempt of a group in flight; returns the number of retries so far."""

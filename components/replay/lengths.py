@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 from ..group import Group
 
@@ -25,6 +26,13 @@ class LengthMeter:
     def trained(self, groups: Iterable[Group]) -> None:
         for group in groups:
             self._trained.update(group.lengths.tolist())
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it as JSON-able data."""
+        return {"generated": list(self._generated.items()), "trained": list(self._trained.items())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._generated, self._trained = Counter(dict(state["generated"])), Counter(dict(state["trained"]))
 
     def metrics(self) -> dict[str, float]:
         """Mean trained minus mean generated in tokens, and the largest difference of the two distributions' shares.

@@ -130,6 +130,14 @@ class ReusePool:
         """This many takes have been trained on: no checkpoint will need an earlier state."""
         self._after = {n: used for n, used in self._after.items() if n >= num_takes}
 
+    def state_dict(self) -> dict[int, list[Used]]:
+        """What `after` may be asked for, by number of takes served."""
+        return {num_takes: self.after(num_takes) for num_takes in self._after}
+
+    def load_state_dict(self, state: dict[int, list[Used]]) -> None:
+        self._after = {n: {u.group.group_id: u for u in used} for n, used in state.items()}
+        self._used = self._after[max(self._after)]
+
     def metrics(self) -> dict[str, float]:
         """{"replay/..."} so far: the number of repeated uses, the most uses of one group, groups kept."""
         return {

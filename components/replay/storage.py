@@ -1,13 +1,49 @@
-"""torchrl's storage, writer and sampler, made to hold groups that are written once, read once and never overwritten."""
+"""torchrl's storage, writer and sampler, for groups that are written once, read once and never overwritten.
+
+Each can be exchanged: any torchrl storage that takes ragged TensorDicts, any torchrl sampler. What a batch must hold
+and what it may hold is the window's to say; a sampler prefers among the latter.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
-from torchrl.data import LazyStackStorage
+from tensordict import TensorDict, lazy_stack
+from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.writers import Writer
+
+from ..samples import by_path, nested
+
+ROUNDS = 16
+"""How often a sampler is asked for a batch. What it has not proposed then, the window's order fills."""
+
+
+class SafetensorsCheckpointer(StorageCheckpointerBase):
+    """All groups of a storage in one file, bit for bit; torchrl has none for ragged TensorDicts."""
+
+    def dumps(self, storage: Any, path: str | Path) -> None:
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            f"{place}/{name}": tensor.contiguous()
+            for place in range(len(storage))
+            for name, tensor in by_path(storage.get(place)).items()
+        }
+        safetensors.torch.save_file(tensors, path / "groups.safetensors", {"places": str(len(storage))})
+
+    def loads(self, storage: Any, path: str | Path) -> None:
+        with safetensors.safe_open(path := Path(path) / "groups.safetensors", "pt") as file:
+            count = int((file.metadata() or {})["places"])
+        tensors = nested(safetensors.torch.load_file(path))
+        storage._empty()
+        for place in range(count):
+            storage.set(place, tensors.get(str(place), _nothing()))
 
 
 class FreeSlotWriter(Writer):
@@ -32,10 +68,10 @@ class FreeSlotWriter(Writer):
     def extend(self, data: Any) -> torch.Tensor:
         return torch.tensor([self.add(item) for item in data], dtype=torch.long)
 
-    def release(self, indices: list[int]) -> None:
+    def release(self, indices: Sequence[int]) -> None:
         """The groups at these places were read: drop them and free the places."""
         for index in indices:
-            self._storage.set(index, None)
+            self._storage.set(index, _nothing())
             self._free.append(index)
 
     def _empty(self, empty_write_count: bool = True) -> None:
@@ -47,39 +83,94 @@ class FreeSlotWriter(Writer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._free, self._num_used = list(state_dict["free"]), state_dict["num_used"]
 
-    def dumps(self, path: Any) -> None:
-        raise NotImplementedError("groups in memory are not written to files; the ledger says what to generate again")
+    def dumps(self, path: str | Path) -> None:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        (Path(path) / "writer.json").write_text(json.dumps(self.state_dict()))
 
-    def loads(self, path: Any) -> None:
-        raise NotImplementedError("groups in memory are not written to files; the ledger says what to generate again")
+    def loads(self, path: str | Path) -> None:
+        self.load_state_dict(json.loads((Path(path) / "writer.json").read_text()))
 
 
-class ChosenSampler(Sampler):
-    """Samples exactly the places that the admission window chose, in that order."""
+class WindowSampler(Sampler):
+    """The places of the groups that a batch must hold, and those that `inner` prefers of the ones that it may hold.
 
-    def __init__(self) -> None:
-        self.chosen: list[int] = []
+    `inner`: any torchrl sampler. What it proposes is passed over where the window does not allow it, and where it
+    proposes too little, the window's own order fills the batch. None: that order, always.
+    """
+
+    def __init__(self, inner: Sampler | None = None) -> None:
+        self.inner = inner
+        self._must: list[int] = []
+        self._may: list[int] = []
+
+    def allow(self, must: Sequence[int], may: Sequence[int]) -> None:
+        """What the next batch must hold, and what else it may, best first."""
+        self._must, self._may = list(must), list(may)
 
     def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict]:
-        assert len(self.chosen) == batch_size, f"{len(self.chosen)} places chosen for a take of {batch_size}"
-        return torch.tensor(self.chosen, dtype=torch.long), {}
+        count = batch_size - len(self._must)
+        assert 0 <= count <= len(self._may), f"{len(self._must)} + {len(self._may)} places for a batch of {batch_size}"
+        chosen = dict.fromkeys(self._must)
+        rest = dict.fromkeys(self._may)
+        for _ in range(ROUNDS if self.inner is not None and 0 < count < len(rest) else 0):
+            assert self.inner is not None
+            proposed, _ = self.inner.sample(storage, batch_size)
+            for place in proposed.tolist():
+                if place in rest and len(chosen) < batch_size:
+                    chosen[place] = None
+        for place in rest:
+            if len(chosen) < batch_size:
+                chosen[place] = None
+        return torch.tensor(list(chosen), dtype=torch.long), {}
+
+    @property
+    def is_prioritized(self) -> bool:
+        return self.inner is not None and type(self.inner).update_priority is not Sampler.update_priority
+
+    @property
+    def default_priority(self) -> float:
+        return 1.0 if self.inner is None else float(self.inner.default_priority)
+
+    def update_priority(self, index: Any, priority: Any, *, storage: Any = None) -> None:
+        if self.inner is not None and self.is_prioritized:
+            self.inner.update_priority(index, priority, storage=storage)
+
+    def add(self, index: Any) -> None:
+        if self.inner is not None:
+            self.inner.add(index)
+
+    def extend(self, index: Any) -> None:
+        if self.inner is not None:
+            self.inner.extend(index)
 
     def _empty(self) -> None:
-        self.chosen = []
+        self.allow([], [])
+        if self.inner is not None:
+            self.inner._empty()
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {} if self.inner is None else self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
+        if self.inner is not None:
+            self.inner.load_state_dict(state_dict)
 
-    def dumps(self, path: Any) -> None:
-        pass
+    def dumps(self, path: str | Path) -> None:
+        if self.inner is not None:
+            self.inner.dumps(path)
 
-    def loads(self, path: Any) -> None:
-        pass
+    def loads(self, path: str | Path) -> None:
+        if self.inner is not None:
+            self.inner.loads(path)
 
 
-def make_storage(capacity: int) -> LazyStackStorage:
-    """A list of TensorDicts: torchrl's other storages of tensors reject ragged ones."""
-    return LazyStackStorage(max_size=capacity)
+def stacked(groups: Any) -> Any:
+    """The groups of a batch as one lazy stack. Shallow copies: a transform may set what it likes."""
+    return lazy_stack(
+        [group.clone(recurse=False) for group in (groups if isinstance(groups, list) else groups.unbind(0))]
+    )
+
+
+def _nothing() -> TensorDict:
+    """What is at a place that is free."""
+    return TensorDict({}, batch_size=[])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .admission import AdmissionRule
 
@@ -17,9 +18,22 @@ class _Outstanding:
     before: _Outstanding | None = None
     after: _Outstanding | None = None
     finished: bool = False
-    worth: float = 0.0
+    priority: float = 0.0
     must: bool = False  # the next take must hold it
     candidate: bool = False  # the next take may hold it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A take holds all groups of `must`, and of `may`, best first, as many as make `size`."""
+
+    must: list[int]
+    may: list[int]
+    size: int
+
+    def allows(self, chosen: Sequence[int]) -> bool:
+        own = set(chosen)
+        return len(own) == len(chosen) == self.size and own.issuperset(self.must) and own.issubset(self.must + self.may)
 
 
 class Window:
@@ -27,8 +41,8 @@ class Window:
 
     `alive` = groups taken so far + groups outstanding, which is the rank of the next group to be admitted. When a group
     leaves without being taken, those behind it move up one rank: they can only be taken earlier than promised, so their
-    floors stay valid. Among the finished groups that a take need not hold, it takes those with the largest `worth`, and
-    the oldest among equals.
+    bounds stay valid. Among the finished groups that a take need not hold, it takes those with the largest `priority`,
+    and the oldest among equals.
 
     Admitting, finishing or removing a group costs the same, however many are outstanding: ranks are kept as
     differences, so a removal changes one number. Ranks increase in admission order, so the groups that a take must
@@ -59,8 +73,13 @@ class Window:
 
     def admit(self, group_id: int) -> int:
         """Admit a group after all others; returns its `min_policy_version`."""
-        assert group_id not in self._groups
         rank = self.alive
+        self._append(group_id, rank)
+        self._move_ends()
+        return self._rule.min_policy_version(rank)
+
+    def _append(self, group_id: int, rank: int) -> None:
+        assert group_id not in self._groups
         group = _Outstanding(group_id, gap=rank - self._last_rank if self._last else rank, before=self._last)
         if self._last is None:
             self._first = group
@@ -72,13 +91,11 @@ class Window:
             self._optional, self._optional_rank = group, rank
         if self._later is None:
             self._later = group
-        self._move_ends()
-        return self._rule.min_policy_version(rank)
 
-    def finish(self, group_id: int, *, worth: float = 0.0) -> None:
+    def finish(self, group_id: int, *, priority: float = 0.0) -> None:
         group = self._find(group_id)
         assert not group.finished
-        group.finished, group.worth = True, worth
+        group.finished, group.priority = True, priority
         self.num_finished += 1
         self._num_finished_candidates += group.candidate
         self._num_must_unfinished -= group.must
@@ -107,21 +124,49 @@ class Window:
         """The unfinished groups that the next take must hold."""
         return [g.group_id for g in self._candidates() if g.must and not g.finished]
 
-    def take(self, *, last: bool) -> list[int]:
-        """The group ids of the next take, in admission order; they are no longer outstanding."""
+    def choice(self, *, last: bool) -> Choice:
+        """What the next take is chosen from; it must be ready."""
         missing = self.missing_for_take(last=last)
         assert missing is None, f"take {self.num_takes} is not complete: it waits for {missing}"
         candidates = list(self._candidates())
-        must = [g for g in candidates if g.must]
-        rest = [g for g in candidates if g.finished and not g.must]
-        rest.sort(key=lambda g: -g.worth)  # stable
-        chosen = must + rest[: self._size(last) - len(must)]
-        for group in chosen:
-            self._remove(group, moves_up=0)
+        may = sorted((g for g in candidates if g.finished and not g.must), key=lambda g: -g.priority)  # stable
+        return Choice(
+            must=[g.group_id for g in candidates if g.must], may=[g.group_id for g in may], size=self._size(last)
+        )
+
+    def take(self, *, last: bool, chosen: Sequence[int] | None = None) -> list[int]:
+        """The group ids of the next take, in admission order; they are no longer outstanding.
+
+        `chosen`: by somebody else, from `choice`; None: the best. Raises RuntimeError for a choice that is not allowed.
+        """
+        choice = self.choice(last=last)
+        if chosen is None:
+            chosen = [*choice.must, *choice.may][: choice.size]
+        if not choice.allows(chosen):
+            raise RuntimeError(f"take {self.num_takes}: groups {sorted(chosen)} were chosen; expected {choice}")
+        for group_id in chosen:
+            self._remove(self._groups[group_id], moves_up=0)
         self.num_takes += 1
         self.num_taken += len(chosen)
         self._move_ends()
-        return sorted(g.group_id for g in chosen)
+        return sorted(chosen)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of it as JSON-able data."""
+        groups, group = [], self._first
+        while group is not None:
+            groups.append([group.group_id, group.gap, group.finished, group.priority])
+            group = group.after
+        return {"num_takes": self.num_takes, "num_taken": self.num_taken, "groups": groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        Window.__init__(self, self._rule, num_takes=state["num_takes"], num_taken=state["num_taken"])
+        for group_id, gap, _, _ in state["groups"]:
+            self._append(group_id, self._last_rank + gap)
+        self._move_ends()
+        for group_id, _, finished, priority in state["groups"]:
+            if finished:
+                self.finish(group_id, priority=priority)
 
     def _find(self, group_id: int) -> _Outstanding:
         if group_id not in self._groups:

@@ -25,7 +25,7 @@ class Listed:
     group_id: int
     rank: int
     finished: bool = False
-    worth: float = 0.0
+    priority: float = 0.0
 
 
 class ListWindow:
@@ -39,9 +39,9 @@ class ListWindow:
         self.groups.append(Listed(group_id, rank))
         return self.rule.min_policy_version(rank)
 
-    def finish(self, group_id: int, worth: float) -> None:
+    def finish(self, group_id: int, priority: float) -> None:
         group = next(g for g in self.groups if g.group_id == group_id)
-        group.finished, group.worth = True, worth
+        group.finished, group.priority = True, priority
 
     def drop(self, group_id: int) -> None:
         index = next(i for i, g in enumerate(self.groups) if g.group_id == group_id)
@@ -54,7 +54,7 @@ class ListWindow:
         candidates = self.groups[: self.rule.groups_per_take + self.rule.reorder_window - 1]
         must = [g for g in candidates if self.rule.last_take(g.rank) <= self.num_takes]
         rest = [g for g in candidates if g.finished and g not in must]
-        rest.sort(key=lambda g: -g.worth)
+        rest.sort(key=lambda g: -g.priority)
         chosen = must + rest[: size - len(must)]
         if not all(g.finished for g in must) or len(chosen) < size:
             return None
@@ -83,9 +83,9 @@ def test_it_is_what_a_list_of_ranks_says_whatever_happens_to_the_groups():
                 next_id += rng.choice((1, 1, 3))  # ids have gaps in a run that goes on from another
                 assert window.admit(next_id) == expected.admit(next_id)
             elif act < 0.7 and in_flight:
-                group_id, worth = rng.choice(in_flight), rng.choice((0.0, 0.0, 1.0, 2.0))
-                window.finish(group_id, worth=worth)
-                expected.finish(group_id, worth)
+                group_id, priority = rng.choice(in_flight), rng.choice((0.0, 0.0, 1.0, 2.0))
+                window.finish(group_id, priority=priority)
+                expected.finish(group_id, priority)
             elif act < 0.85 and in_flight:
                 group_id = rng.choice(in_flight)
                 window.drop(group_id)
