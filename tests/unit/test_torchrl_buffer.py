@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 from torchrl.data import LazyStackStorage, PrioritizedSampler, RandomSampler, SamplerWithoutReplacement
 from torchrl.envs.transforms import RewardScaling, Transform
 
-from leeway.algorithms.pieces import advantage_of
+from leeway.algorithms.presets import ADVANTAGES
 from leeway.replay.admission import AdmissionRule
 from leeway.replay.assemble import Assembler
 from leeway.replay.buffer import ReplayBuffer, ServedTake
@@ -249,7 +249,7 @@ def test_torchrls_prioritized_sampler_and_a_transform_train(make: Any, monkeypat
     trainer = make()
     before = {name: p.detach().clone() for name, p in trainer._model.named_parameters()}
     assembler = Assembler(
-        advantage=advantage_of("grpo"), updates_per_take=1, num_ranks=1, skip_zero_advantage=True, rollouts_per_take=0
+        advantage=ADVANTAGES["grpo"](), updates_per_take=1, num_ranks=1, skip_zero_advantage=True, rollouts_per_take=0
     )
 
     async def scenario() -> None:
