@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,8 @@ from .samples import (
     starts,
     sums,
     token_index,
+    with_copies,
+    without,
 )
 from .types import Trajectory, Turn
 from .versions import NO_VERSION
@@ -97,16 +100,19 @@ class Group:
         """G."""
         return len(self.rewards)
 
-    @property
-    def lengths(self) -> torch.Tensor:
-        """int64 [G]: response tokens of each trajectory's main conversation."""
-        return self.samples["response_lengths"][self.mains]
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Response tokens of each trajectory's main conversation [G]."""
+        lengths: list[int] = self.samples["response_lengths"].tolist()
+        return [lengths[main] for main in self.mains]
 
-    @property
+    @cached_property
     def mains(self) -> list[int]:
         """The main conversation of each trajectory [G]."""
-        owners = self.samples["trajectory"]
-        return (torch.cat([owners.new_full((1,), -1), owners]).diff() != 0).nonzero().flatten().tolist()
+        first: dict[int, int] = {}
+        for conversation, owner in enumerate(self.samples["trajectory"].tolist()):
+            first.setdefault(owner, conversation)
+        return list(first.values())
 
     def response_keys(self) -> list[bytes]:
         """Equal for two trajectories whose main conversations have the same response tokens [G]."""
@@ -177,14 +183,15 @@ class Group:
         return [replace(main, others=others) for main, *others in by_owner]
 
     def packed(self) -> TensorDict:
-        """All of it as one TensorDict, for stores and files: `rewards` float64 [G], and the rest as JSON in bytes."""
-        beside = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("samples", *_TENSORS)}
+        """All of it, copied, as one TensorDict: `rewards` float64 [G], and the rest as JSON in bytes."""
+        beside = {name: getattr(self, name) for name in _BESIDE}
         beside["turns"] = [[[t.start, t.stop, t.state, t.reward] for t in own] for own in self.turns]
-        tensors = self.samples.clone(recurse=False)
-        tensors["group_id"] = torch.tensor(self.group_id)
-        tensors["rewards"] = torch.tensor(self.rewards, dtype=torch.float64)
-        tensors["beside"] = json_tensor(beside)
-        return tensors
+        return with_copies(
+            self.samples,
+            group_id=torch.tensor(self.group_id),
+            rewards=torch.tensor(self.rewards, dtype=torch.float64),
+            beside=json_tensor(beside),
+        )
 
     @classmethod
     def unpacked(cls, tensors: TensorDict) -> Group:
@@ -195,7 +202,7 @@ class Group:
             for own in beside["turns"]
         ]
         return cls(
-            samples=tensors.exclude("beside", *_TENSORS),
+            samples=without(tensors, "beside", *_TENSORS),
             group_id=int(tensors["group_id"]),
             rewards=tensors["rewards"].tolist(),
             **beside,
@@ -220,6 +227,9 @@ _TOKENS = ("response_tokens", "loss_mask", "behavior_logprobs", "policy_versions
 
 def _restored(beside: dict[str, Any], arrays: dict[str, Any]) -> Group:
     return Group(**beside, samples=from_arrays(arrays))
+
+
+_BESIDE = [f.name for f in fields(Group) if f.name not in ("samples", *_TENSORS)]
 
 
 def _named(group: Group) -> tuple[Any, ...]:

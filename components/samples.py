@@ -241,6 +241,15 @@ def _fits(rows: Any, count: int) -> bool:
     return len(lengths) == count and bool((lengths >= 0).all()) and int(lengths.sum()) == len(rows["values"])
 
 
+def with_copies(samples: Samples, **more: torch.Tensor) -> TensorDict:
+    """The same tensors in memory of their own, and others beside them."""
+    return _tensordict({name: tensor.clone() for name, tensor in samples.items()} | more)
+
+
+def without(tensors: TensorDict, *names: str) -> TensorDict:
+    return _tensordict({name: tensor for name, tensor in tensors.items() if name not in names})
+
+
 def json_tensor(value: Any) -> torch.Tensor:
     """uint8 [n]: text and numbers for people, in a form that every store of tensors keeps."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

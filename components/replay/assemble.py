@@ -79,7 +79,7 @@ class RewardShaping:
             logprobs = torch.tensor(group.logprob_sums())
             rewards = rank_penalty(rewards, logprobs, strength=self.rank_penalty)
         if self.overlong_buffer_tokens:
-            lengths = group.lengths.float()
+            lengths = torch.tensor(group.lengths, dtype=torch.float32)
             rewards = rewards + overlong_penalty(
                 lengths, max_tokens=self.max_response_tokens, buffer_tokens=self.overlong_buffer_tokens
             )
@@ -213,7 +213,7 @@ def pass_rate(group: Group) -> float:
 
 def _take_metrics(groups: Sequence[Group], advantages: Sequence[Advantages]) -> dict[str, float]:
     rewards = torch.tensor([r for g in groups for r in g.rewards])
-    lengths = torch.cat([g.lengths for g in groups]).float()
+    lengths = torch.tensor([n for g in groups for n in g.lengths], dtype=torch.float32)
     zero = sum(not a.is_not_zero[g.mains].any() for g, a in zip(groups, advantages, strict=True))
     metrics = {
         "train/reward/mean": rewards.mean().item(),

@@ -232,7 +232,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             self._ledger.move(group.group_id, GroupState.GENERATED)
             self._let_go(group.group_id)
             # A copy: what came through Ray is a view of its object store, and would hold a part of that.
-            place = self._place[group.group_id] = self.add(result.packed().clone())
+            place = self._place[group.group_id] = self.add(result.packed())
             priority = self._priority(result) if self._priority else None
             self._window.finish(group.group_id, priority=priority or 0.0)
             if self._window_sampler.is_prioritized:

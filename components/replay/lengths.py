@@ -21,11 +21,11 @@ class LengthMeter:
         self._trained: Counter[int] = Counter()
 
     def generated(self, group: Group) -> None:
-        self._generated.update(group.lengths.tolist())
+        self._generated.update(group.lengths)
 
     def trained(self, groups: Iterable[Group]) -> None:
         for group in groups:
-            self._trained.update(group.lengths.tolist())
+            self._trained.update(group.lengths)
 
     def state_dict(self) -> dict[str, Any]:
         """All of it as JSON-able data."""

@@ -165,10 +165,8 @@ class WindowSampler(Sampler):
 
 
 def stacked(groups: Any) -> Any:
-    """The groups of a batch as one lazy stack. Shallow copies: a transform may set what it likes."""
-    return lazy_stack(
-        [group.clone(recurse=False) for group in (groups if isinstance(groups, list) else groups.unbind(0))]
-    )
+    """The groups of a batch as one lazy stack, also from a storage that gives a list."""
+    return lazy_stack(groups) if isinstance(groups, list) else groups
 
 
 def _nothing() -> TensorDict:

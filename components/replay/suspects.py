@@ -73,9 +73,7 @@ class SuspectWatch:
 
     def delivered(self, task: Task, group: Group) -> None:
         """Remembers what scored full. Microseconds: this runs on an event loop."""
-        each = zip(
-            group.texts, group.rewards, group.metrics, group.sampled_counts(), group.lengths.tolist(), strict=True
-        )
+        each = zip(group.texts, group.rewards, group.metrics, group.sampled_counts(), group.lengths, strict=True)
         full = [
             _Answer(task, group.group_id, index, text, reward, num_sampled, num_sampled == length)
             for index, (text, reward, metrics, num_sampled, length) in enumerate(each)
