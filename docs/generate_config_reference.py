@@ -51,7 +51,7 @@ A config is one YAML file that says only what differs from the defaults below. `
   data, models and your own code included (`--quick`: the settings only), and prints the numbers that follow from the
   settings: the window, the most groups outstanding, processes, GPUs, memory.
 
-Two settings have one possible value so far: `param_server.transport` (object_store) and `replay.store` (memory).
+`param_server.transport` has one possible value so far, object_store.
 """
 
 ENGINE = """\

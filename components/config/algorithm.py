@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
@@ -25,6 +25,7 @@ from ..algorithms.presets import (
     AnyLoss,
 )
 from ..section import Refused, Section
+from .effect import PAIRS, REFERENCE
 from .names import check_name, nearest
 
 CHOICES = {
@@ -76,12 +77,12 @@ class AlgorithmConfig(Section):
         "outside a range left out, the others weighted (icepop) or not (mis), or weighted without outliers (m2po)",
     )
     kl: KLPenalty = Field(default=KLPenalty(), description="penalty on the distance from a reference policy")
-    reference_path: str | None = Field(
+    reference_path: Annotated[str | None, REFERENCE] = Field(
         default=None, description="model of the reference policy, or teacher; null: the weights training starts from"
     )
     entropy_coef: float = Field(default=0.0, description="weight of the entropy bonus in the loss")
     expert: ExpertData | None = Field(default=None, description="expert answers mixed into every step; null: none")
-    dpo: DPO = Field(default=DPO(), description="the objective of the recipe dpo")
+    dpo: Annotated[DPO, PAIRS] = Field(default=DPO(), description="the objective of the recipe dpo")
 
     @field_validator("name")
     @classmethod

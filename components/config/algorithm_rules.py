@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from .critic import CriticConfig
 from .errors import ConfigError, words
 from .recipe import Named, Rule
 from .schema import Config
@@ -41,21 +40,6 @@ def a_reference_is_used(config: Config, named: Named) -> None:
         )
 
 
-def a_critic_is_used(config: Config, named: Named) -> None:
-    if config.algorithm.needs_critic:
-        return
-    defaults = CriticConfig()
-    for name in CriticConfig.model_fields:
-        if (value := getattr(config.critic, name)) != getattr(defaults, name):
-            raise ConfigError(
-                named(f"critic.{name}"),
-                got=value,
-                expected=f"nothing where algorithm.advantage is {config.algorithm.advantage.name}, which uses no "
-                "critic",
-                fix="set algorithm.name=ppo (or algorithm.advantage.name=gae), or leave the critic section out",
-            )
-
-
 def a_critic_leaves_the_policy_time(config: Config, named: Named) -> None:
     steps, warmup = config.train.steps, config.critic.warmup_steps
     if steps is not None and warmup >= steps:
@@ -71,6 +55,5 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     a_loss_without_a_ratio_is_on_policy,
     filters_leave_something,
     a_reference_is_used,
-    a_critic_is_used,
     a_critic_leaves_the_policy_time,
 )

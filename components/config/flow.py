@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ..section import Section
+from .effect import ANY, OnlyWith
 from .engines import HIGHEST_TEMPERATURE, LEAST_TEMPERATURE, split_options
 from .names import PRIORITIES
+
+REUSED = OnlyWith(lambda c: c.replay.max_uses > 1, "replay.max_uses is above 1")
+RANKED = OnlyWith(lambda c: c.replay.sampling == "priority", "replay.sampling is priority")
 
 
 class RolloutConfig(Section):
@@ -28,7 +32,9 @@ class RolloutConfig(Section):
         "are counted), or the run ends",
     )
     max_response_tokens: PositiveInt = Field(default=1024, description="longest response; longer ones are cut")
-    max_model_len: PositiveInt = Field(default=2048, description="maximum length of prompt plus response")
+    max_model_len: Annotated[PositiveInt, ANY] = Field(
+        default=2048, description="maximum length of prompt plus response"
+    )
     timeout_s: PositiveFloat = Field(
         default=600.0,
         description="seconds a group may take before it is retried; waiting in the engine's queue does not count",
@@ -84,24 +90,25 @@ class StalenessConfig(Section):
 class ReplayConfig(Section):
     """The buffer between generators and trainer."""
 
-    store: Literal["memory"] = Field(default="memory", description="where groups wait; only memory so far")
     max_uses: PositiveInt = Field(
         default=1,
         description="how many batches may use a group, each within the lag bound; a batch has groups_per_step / "
         "max_uses new groups",
     )
-    cooldown: NonNegativeInt = Field(default=0, description="number of batches between two uses of a group")
+    cooldown: Annotated[NonNegativeInt, REUSED] = Field(
+        default=0, description="number of batches between two uses of a group"
+    )
     sampling: Literal["admission", "priority"] = Field(
         default="admission",
         description="which groups are trained on first, within the reorder window and among those that "
         "may be reused: the "
         "oldest (admission), or those with the highest priority",
     )
-    priority: str = Field(
+    priority: Annotated[str, RANKED] = Field(
         default="spread",
         description=f"sampling=priority: how groups are ranked: {', '.join(PRIORITIES)}, or pkg.mod:function",
     )
-    priority_decay: NonNegativeFloat = Field(
+    priority_decay: Annotated[NonNegativeFloat, RANKED] = Field(
         default=0.1, description="subtracted from a group's priority each time it is used"
     )
     operators: list[str | dict[str, dict[str, Any]]] = Field(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from ..section import Section
+from .effect import EVALUATION, GENERATION, PAIRS, TRAINING, OnlyWith, for_source
 from .engines import Temperature
+
+BY_DIFFICULTY = OnlyWith(lambda c: c.task.order == "easy_to_hard", "task.order is easy_to_hard")
 
 
 class ModelInit(Section):
@@ -48,13 +51,17 @@ class TaskConfig(Section):
         description="jsonl, queue: the file; parquet: file or folder; hf: folder or hub id; sql: a SQLite file; "
         'python: "pkg.mod:function"',
     )
-    query: str | None = Field(default=None, description="sql: the SELECT whose rows are tasks")
-    split: str = Field(default="train", description="hf: which split of the dataset")
+    query: Annotated[str | None, for_source("sql")] = Field(
+        default=None, description="sql: the SELECT whose rows are tasks"
+    )
+    split: Annotated[str, for_source("hf")] = Field(default="train", description="hf: which split of the dataset")
     dataset: str | None = Field(default=None, description="reasoning_gym: name of the dataset, e.g. chain_sum")
-    options: dict[str, Any] = Field(
+    options: Annotated[dict[str, Any], for_source("reasoning_gym", "python")] = Field(
         default_factory=dict, description="arguments of the reasoning_gym dataset, or of the python function"
     )
-    size: PositiveInt = Field(default=20000, description="reasoning_gym, python: number of problems to draw")
+    size: Annotated[PositiveInt, for_source("reasoning_gym", "python")] = Field(
+        default=20000, description="reasoning_gym, python: number of problems to draw"
+    )
     mix: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
         description="mix: tasksets by name, each with a weight (default 1) and the settings that differ",
@@ -74,7 +81,9 @@ class TaskConfig(Section):
     tools_key: str | None = Field(
         default=None, description="key of the tools (names or schemas) that a row may use, for env.name=tool_use"
     )
-    rejected_key: str = Field(default="rejected", description="recipe dpo: key of the rejected answer")
+    rejected_key: Annotated[str, PAIRS] = Field(
+        default="rejected", description="recipe dpo: key of the rejected answer"
+    )
     answer_after: str | None = Field(
         default=None, description='keep only the text after the last occurrence of this mark, e.g. "" "####"'
     )
@@ -89,7 +98,9 @@ class TaskConfig(Section):
         default="shuffle",
         description="order within an epoch: seeded random, as they come, by difficulty_key, or by pass rate",
     )
-    difficulty_key: str | None = Field(default=None, description="easy_to_hard: key of a number in every row")
+    difficulty_key: Annotated[str | None, BY_DIFFICULTY] = Field(
+        default=None, description="easy_to_hard: key of a number in every row"
+    )
     limit: PositiveInt | None = Field(default=None, description="use only the first N tasks")
 
     @model_validator(mode="before")
@@ -104,18 +115,20 @@ class EvalSampling(Section):
     """How held-out tasks are answered. Each of `eval.tasksets` may set these for itself."""
 
     num_tasks: PositiveInt = Field(default=256, description="held-out tasks per evaluation, at most")
-    samples: PositiveInt = Field(default=1, description="completions per task")
-    k: list[PositiveInt] | None = Field(
+    samples: Annotated[PositiveInt, GENERATION] = Field(default=1, description="completions per task")
+    k: Annotated[list[PositiveInt] | None, GENERATION] = Field(
         default=None, description="pass@k and best@k for these k, at most samples; null: 1, 2, 4, ... up to samples"
     )
-    temperature: Temperature = Field(default=0.0, description="sampling temperature; 0 is greedy, else at least 0.01")
-    top_p: float = Field(
+    temperature: Annotated[Temperature, GENERATION] = Field(
+        default=0.0, description="sampling temperature; 0 is greedy, else at least 0.01"
+    )
+    top_p: Annotated[float, GENERATION] = Field(
         default=1.0, gt=0.0, le=1.0, description="sample from the likeliest tokens that hold this much probability"
     )
-    max_tokens: PositiveInt | None = Field(
+    max_tokens: Annotated[PositiveInt | None, GENERATION] = Field(
         default=None, description="longest response; null: rollout.max_response_tokens"
     )
-    solved: float = Field(
+    solved: Annotated[float, GENERATION] = Field(
         default=1.0, description="without an exact_match, an answer counts as right if its reward is at least this"
     )
 
@@ -123,16 +136,18 @@ class EvalSampling(Section):
 class EvalConfig(EvalSampling):
     """How the policy is evaluated on held-out tasks: before, during and after training."""
 
-    at_start: bool = Field(default=True, description="evaluate before the first step")
-    at_end: bool = Field(default=True, description="evaluate after the last step")
-    every: NonNegativeInt = Field(default=0, description="optimizer steps between evaluations; 0: start and end only")
+    at_start: Annotated[bool, TRAINING] = Field(default=True, description="evaluate before the first step")
+    at_end: Annotated[bool, TRAINING] = Field(default=True, description="evaluate after the last step")
+    every: Annotated[NonNegativeInt, TRAINING] = Field(
+        default=0, description="optimizer steps between evaluations; 0: start and end only"
+    )
     path: str | None = Field(default=None, description="jsonl file of held-out tasks, instead of task.holdout_frac")
     tasksets: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
         description="more tasksets to evaluate, by name, each with the task and eval settings that "
         "differ; never trained on",
     )
-    checkpoints: str | None = Field(
+    checkpoints: Annotated[str | None, EVALUATION] = Field(
         default=None,
         description="recipe evaluate: the folder of a run; all of its saved weights are evaluated, in order",
     )

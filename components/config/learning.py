@@ -8,6 +8,10 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, Po
 
 from ..algorithms.presets import CORRECTIONS
 from ..section import Section
+from .effect import BATCHES, DATA, ROLLOUTS, OnlyWith
+
+DECAYING = OnlyWith(lambda c: c.optimizer.schedule != "constant", "optimizer.schedule is linear or cosine")
+DECAYED = OnlyWith(lambda c: c.optimizer.weight_decay > 0, "optimizer.weight_decay is above 0")
 
 
 class OptimizerConfig(Section):
@@ -17,7 +21,10 @@ class OptimizerConfig(Section):
     betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's decay rates")
     eps: PositiveFloat = Field(default=1e-8, description="AdamW's epsilon")
     weight_decay: NonNegativeFloat = Field(default=0.0, description="decoupled weight decay")
-    decay: Literal["all", "matrices", "hidden_matrices"] = Field(
+    decay: Annotated[
+        Literal["all", "matrices", "hidden_matrices"],
+        DECAYED,
+    ] = Field(
         default="matrices",
         description="what weight_decay acts on. all: every weight; matrices: not biases and norms; hidden_matrices: "
         "not embeddings, a tied output head or the critic's head either",
@@ -26,7 +33,9 @@ class OptimizerConfig(Section):
         default="constant", description="learning-rate schedule after warm-up"
     )
     warmup_steps: NonNegativeInt = Field(default=0, description="optimizer steps of linear warm-up")
-    min_lr_frac: float = Field(default=0.0, ge=0.0, le=1.0, description="final learning rate as a share of lr")
+    min_lr_frac: Annotated[float, DECAYING] = Field(
+        default=0.0, ge=0.0, le=1.0, description="final learning rate as a share of lr"
+    )
     max_grad_norm: PositiveFloat = Field(default=1.0, description="clip gradients to this norm")
     max_skipped_steps: NonNegativeInt = Field(
         default=3,
@@ -40,12 +49,14 @@ class TrainConfig(Section):
 
     steps: PositiveInt | None = Field(default=None, description="optimizer steps")
     epochs: PositiveFloat | None = Field(default=None, description="passes over the tasks")
-    groups_per_step: PositiveInt = Field(default=64, description="groups (tasks) per batch")
-    updates_per_batch: PositiveInt = Field(default=1, description="optimizer steps per batch; divides groups_per_step")
-    batch_size: PositiveInt = Field(
+    groups_per_step: Annotated[PositiveInt, ROLLOUTS] = Field(default=64, description="groups (tasks) per batch")
+    updates_per_batch: Annotated[PositiveInt, ROLLOUTS] = Field(
+        default=1, description="optimizer steps per batch; divides groups_per_step"
+    )
+    batch_size: Annotated[PositiveInt, BATCHES] = Field(
         default=128, description="sequences per optimizer step (recipes sft and dpo; two for each pair)"
     )
-    stop_below_loss: PositiveFloat | None = Field(
+    stop_below_loss: Annotated[PositiveFloat | None, DATA] = Field(
         default=None,
         description="stop early once the mean loss of the last 20 steps is below this (recipes sft and dpo)",
     )
@@ -53,7 +64,7 @@ class TrainConfig(Section):
     max_tokens_per_microbatch: PositiveInt = Field(
         default=16384, description="most tokens in one forward and backward pass"
     )
-    audit_every: NonNegativeInt = Field(
+    audit_every: Annotated[NonNegativeInt, ROLLOUTS] = Field(
         default=0,
         description="optimizer steps between audits, which score older tokens again under the exact "
         "weights that sampled "
@@ -69,7 +80,7 @@ class TrainConfig(Section):
         description="logits are computed for this many tokens at a time, which takes about 8 bytes x this x "
         "vocabulary; null: as many as fit in 128 MiB (on a GPU, 256 MiB in bfloat16)",
     )
-    skip_zero_advantage: bool = Field(
+    skip_zero_advantage: Annotated[bool, ROLLOUTS] = Field(
         default=True, description="skip trajectories whose advantage is zero, where they have no gradient"
     )
     gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")

@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 from ..redaction import hide
 from ..section import Refused, Section
 from .algorithm import CHOICES
+from .effect import settings_have_an_effect
 from .errors import ConfigError, words
 from .keys import check_known, default_of
 from .names import nearest
@@ -119,6 +120,7 @@ def build_config(tree: Tree, *, recipe: Recipe, stage: str = "", stage_tree: Tre
         config = Config.model_validate(resolved).from_environment(references)
     except ValidationError as error:
         raise _first_error(error, named) from None
+    settings_have_an_effect(config, recipe, named)
     _check_rules(config, recipe, named)
     return config
 

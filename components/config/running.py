@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ..section import Section
+from .effect import GENERATION, ROLLOUTS, TRAINING, OnlyWith
+
+WATCHED = OnlyWith(lambda c: c.monitor.suspects, "monitor.suspects is true")
+ON_CPU = OnlyWith(lambda c: c.cluster.device == "cpu", "cluster.device is cpu")
 
 
 class MonitorConfig(Section):
@@ -19,15 +23,15 @@ class MonitorConfig(Section):
     )
     wandb: Literal["off", "offline", "online"] = Field(default="off", description="also log to Weights & Biases")
     tensorboard: bool = Field(default=False, description="also log to TensorBoard files")
-    rollouts_per_step: NonNegativeInt = Field(
+    rollouts_per_step: Annotated[NonNegativeInt, ROLLOUTS] = Field(
         default=16, description="trajectories written to rollouts/ per step; 0: none"
     )
-    suspects: bool = Field(
+    suspects: Annotated[bool, ROLLOUTS] = Field(
         default=True,
         description="count answers that scored full and look as if they were paid without a solution, and list them in "
         "suspects.jsonl",
     )
-    suspects_warn_frac: float = Field(
+    suspects_warn_frac: Annotated[float, WATCHED] = Field(
         default=0.05, ge=0.0, le=1.0, description="share of such answers among full scores above which the run warns"
     )
 
@@ -37,20 +41,22 @@ class ClusterConfig(Section):
 
     address: str | None = Field(default=None, description="Ray cluster to join; null: start one on this machine")
     device: Literal["cuda", "cpu"] = Field(default="cuda", description="what engines and trainers run on")
-    cpus_per_generator: PositiveInt = Field(default=1, description="cores per engine")
-    cpus_per_trainer: PositiveInt = Field(default=1, description="cores per trainer rank")
-    pin_cores: bool = Field(
+    cpus_per_generator: Annotated[PositiveInt, GENERATION] = Field(default=1, description="cores per engine")
+    cpus_per_trainer: Annotated[PositiveInt, TRAINING] = Field(default=1, description="cores per trainer rank")
+    pin_cores: Annotated[bool, ON_CPU] = Field(
         default=True,
         description="pin engines and trainers to separate cores, and keep collectors, buffer and parameter server off "
         "the engines' cores (device cpu)",
     )
-    engine_cores: list[NonNegativeInt] | None = Field(
+    engine_cores: Annotated[list[NonNegativeInt] | None, GENERATION] = Field(
         default=None, description="cores for engines; null: those before the trainers'"
     )
-    trainer_cores: list[NonNegativeInt] | None = Field(
+    trainer_cores: Annotated[list[NonNegativeInt] | None, TRAINING] = Field(
         default=None, description="cores for trainers; null: the last ones"
     )
-    kv_cache_gib: PositiveFloat = Field(default=1.0, description="KV cache per engine in GiB (device cpu)")
+    kv_cache_gib: Annotated[PositiveFloat, ON_CPU] = Field(
+        default=1.0, description="KV cache per engine in GiB (device cpu)"
+    )
     object_store_mb: int | None = Field(
         default=None, ge=80, description="Ray object store in MB; null: what Ray takes (a third of memory)"
     )

@@ -11,6 +11,7 @@ from ..redaction import hide
 from ..section import Section
 from .algorithm import AlgorithmConfig, with_preset
 from .critic import CriticConfig
+from .effect import GENERATION, ROLLOUTS, STUDY, TRAINING, OnlyWith
 from .flow import ParamServerConfig, ReplayConfig, RolloutConfig, StalenessConfig
 from .inputs import EnvConfig, EvalConfig, ModelConfig, TaskConfig
 from .learning import CheckpointConfig, FrontierConfig, OptimizerConfig, TrainConfig
@@ -19,6 +20,7 @@ from .plugins import use_folders, with_entry_points
 from .running import ClusterConfig, LogConfig, MonitorConfig
 from .secrets import fingerprints, secret_values, without_secrets
 
+CRITIC = OnlyWith(lambda c: c.algorithm.needs_critic, "the advantage is a critic's (algorithm.name=ppo)")
 FolderName = Annotated[str, AfterValidator(folder_name)]
 
 
@@ -35,17 +37,27 @@ class Config(Section):
     model: ModelConfig = Field(default_factory=ModelConfig, description="the policy")
     task: TaskConfig = Field(default_factory=TaskConfig, description="where prompts come from")
     eval: EvalConfig = Field(default_factory=EvalConfig, description="held-out evaluation")
-    env: EnvConfig = Field(default_factory=EnvConfig, description="environment and reward")
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="generation")
-    staleness: StalenessConfig = Field(default_factory=StalenessConfig, description="how far off-policy")
-    replay: ReplayConfig = Field(default_factory=ReplayConfig, description="the buffer")
-    param_server: ParamServerConfig = Field(default_factory=ParamServerConfig, description="weight transfer")
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="objective")
-    critic: CriticConfig = Field(default_factory=CriticConfig, description="value function, with algorithm.name=ppo")
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW")
-    train: TrainConfig = Field(default_factory=TrainConfig, description="steps and batches")
-    frontier: FrontierConfig = Field(default_factory=FrontierConfig, description="what the recipe frontier compares")
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="saved weights")
+    env: Annotated[EnvConfig, GENERATION] = Field(default_factory=EnvConfig, description="environment and reward")
+    rollout: Annotated[RolloutConfig, GENERATION] = Field(default_factory=RolloutConfig, description="generation")
+    staleness: Annotated[StalenessConfig, ROLLOUTS] = Field(
+        default_factory=StalenessConfig, description="how far off-policy"
+    )
+    replay: Annotated[ReplayConfig, ROLLOUTS] = Field(default_factory=ReplayConfig, description="the buffer")
+    param_server: Annotated[ParamServerConfig, ROLLOUTS] = Field(
+        default_factory=ParamServerConfig, description="weight transfer"
+    )
+    algorithm: Annotated[AlgorithmConfig, ROLLOUTS] = Field(default_factory=AlgorithmConfig, description="objective")
+    critic: Annotated[CriticConfig, ROLLOUTS, CRITIC] = Field(
+        default_factory=CriticConfig, description="value function, with algorithm.name=ppo"
+    )
+    optimizer: Annotated[OptimizerConfig, TRAINING] = Field(default_factory=OptimizerConfig, description="AdamW")
+    train: Annotated[TrainConfig, TRAINING] = Field(default_factory=TrainConfig, description="steps and batches")
+    frontier: Annotated[FrontierConfig, STUDY] = Field(
+        default_factory=FrontierConfig, description="what the recipe frontier compares"
+    )
+    checkpoint: Annotated[CheckpointConfig, TRAINING] = Field(
+        default_factory=CheckpointConfig, description="saved weights"
+    )
     monitor: MonitorConfig = Field(default_factory=MonitorConfig, description="progress and loggers")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="processes and hardware")
     log: LogConfig = Field(default_factory=LogConfig, description="logs")

@@ -10,15 +10,14 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from .algorithm import AlgorithmConfig
+from .effect import recipe_reads
 from .errors import ConfigError, words
 from .find_recipe import find_recipe
 from .keys import check_known
 from .layers import lay_over, place
-from .learning import TrainConfig
 from .load import build_config, config_path, read_tree
 from .names import nearest
-from .overrides import Override, Tree, apply_override, parse_overrides
+from .overrides import Override, Tree, apply_override, leaves, parse_overrides
 from .paths import MAX_NAME_BYTES
 from .recipe import Recipe
 from .schema import Config
@@ -49,13 +48,16 @@ def plan_run(name_or_file: str, recipe: str | None, overrides: Sequence[str] = (
     return resolve_stages(read_tree(config_path(name_or_file)), recipe, overrides)
 
 
-def resolve_stages(raw: Tree, recipe: str | None, overrides: Sequence[str] = ()) -> list[Stage]:
+def resolve_stages(
+    raw: Tree, recipe: str | None, overrides: Sequence[str] = (), *, of_a_run: bool = False
+) -> list[Stage]:
     """The stages of `raw` up to and including the last one whose recipe is `recipe`.
 
     If there is none, `recipe` takes the place of the last stage that needs the same (a study of async_rl, or a changed
     copy of it, that of async_rl); if there is none of these either, it runs alone, without stages.
 
     An override applies to every stage that does not set its key, and to the last stage that does (see `layers.place`).
+    `of_a_run`: `raw` is what a run wrote down, where each stage holds all of its settings.
     """
     asked = None if recipe is None else find_recipe(recipe)
     tree = copy.deepcopy(raw)
@@ -79,26 +81,40 @@ def resolve_stages(raw: Tree, recipe: str | None, overrides: Sequence[str] = ())
     base = {name: value for name, value in tree.items() if name != "stages"}
     check_known(base)
     notes = tuple(place(settings, base, trees, selected))
+    typed = {leaf for override in settings for leaf in override.leaves()}
     check_known(base)
     _stage_trees(tree)
     if not selected:
         only = asked or find_recipe(DEFAULT)
-        _refuse_rollout_batch_size(base, recipe=only, where="")
         config = build_config(base, recipe=only)
+        recipe_reads(config, only, typed, str, in_files=True)
         notes += _weights_note(base, config)
         return [Stage(name=only.label, recipe=only, config=config, dir=config.run_dir, notes=notes)]
     stages = []
     for name in selected:
         own = {key: value for key, value in trees[name].items() if key != "recipe"}
-        alone = not any(recipes[n].is_offline for n in selected)
-        _refuse_rollout_batch_size(own, recipe=recipes[name], where=f"stages.{name}.")
-        _refuse_rollout_batch_size(base if alone else {}, recipe=recipes[name], where="")
         laid = lay_over(base, own)
         config = build_config(laid, recipe=recipes[name], stage=name, stage_tree=own)
         notes += _weights_note(laid, config) if name == selected[0] else ()
         stage_dir = config.run_dir / "stages" / name
+        if not of_a_run:
+            recipe_reads(config, recipes[name], {key for key, _ in leaves(own, "")}, f"stages.{name}.{{}}".format)
         stages.append(Stage(name=name, recipe=recipes[name], config=config, dir=stage_dir, notes=notes))
+    for keys in [{key} for key in typed] or [set[str]()]:
+        _refuse_what_nobody_reads(keys, stages)
     return stages
+
+
+def _refuse_what_nobody_reads(keys: set[str], stages: Sequence[Stage]) -> None:
+    """Refuse what was set for all stages, and has an effect in none. `keys`: set on the command line."""
+    refused: list[ConfigError] = []
+    for stage in stages:
+        try:
+            recipe_reads(stage.config, stage.recipe, keys, str, in_files=True)
+        except ConfigError as error:
+            refused.append(error)
+    if refused and len(refused) == len(stages):
+        raise refused[-1]
 
 
 def _weights_note(tree: Tree, config: Config) -> tuple[str, ...]:
@@ -112,25 +128,6 @@ def _shapes_the_run(key: str) -> bool:
     """Whether an override decides which stages exist, and their recipes, rather than a setting inside a stage."""
     head, *rest = key.split(".")
     return head == "stages" and (len(rest) < 2 or rest[1:] == ["recipe"])
-
-
-def _refuse_rollout_batch_size(tree: Tree, *, recipe: Recipe, where: str) -> None:
-    """The size of a rollout batch is not set directly."""
-    train, algorithm = tree.get("train"), tree.get("algorithm")
-    size = train.get("batch_size") if isinstance(train, dict) else None
-    unset = TrainConfig.model_fields["batch_size"].default
-    if not recipe.is_online or type(size) is not int or size in (unset, 0):
-        return
-    group = algorithm.get("group_size") if isinstance(algorithm, dict) else None
-    group = group if type(group) is int and group > 0 else AlgorithmConfig.model_fields["group_size"].default
-    groups = max(1, size // group)
-    raise ConfigError(
-        f"{where}train.batch_size",
-        got=size,
-        expected=f"{where}train.groups_per_step: a batch of {recipe.name} is train.groups_per_step x "
-        "algorithm.group_size completions",
-        fix=f"write {where}train.groups_per_step={groups} ({groups} x {group} = {groups * group})",
-    )
 
 
 def run_yaml(stages: Sequence[Stage]) -> str:

@@ -49,7 +49,7 @@ def plan_resume(folder: Path, overrides: Sequence[str]) -> Continuation:
     if not find_recipe(recipe, key="RUN").can_resume:
         raise _refused(f"a run of {recipe}", "one that trains a single policy", "start it anew under another name")
     _go_on(tree, folder)
-    before, stages = resolve_stages(tree, recipe), resolve_stages(tree, recipe, overrides)
+    before, stages = resolve_stages(tree, recipe, of_a_run=True), resolve_stages(tree, recipe, overrides, of_a_run=True)
     return Continuation(stages, [*stages[-1].notes, *_notes(folder, before, stages)])
 
 

@@ -57,7 +57,7 @@ def open_run(folder: Path, overrides: Sequence[str] = ()) -> Run:
     tree = read_tree(file)
     for part in (tree, *tree.get("stages", {}).values()):
         part.pop("env", None)  # a plan does not need the user's environment, whose module may not be importable here
-    stage: Stage = resolve_stages(tree, "async_rl", overrides)[-1]
+    stage: Stage = resolve_stages(tree, "async_rl", overrides, of_a_run=True)[-1]
     for candidate in (folder / "stages" / stage.name, folder):
         if (candidate / "metrics.jsonl").is_file():
             return Run(stage.config, candidate)

@@ -277,9 +277,45 @@ def test_a_users_module_is_found_but_not_imported(
 
 
 def test_rl_rules_do_not_bind_supervised_training(minimal: str) -> None:
-    overrides = ["train.updates_per_batch=8", "staleness.max_policy_lag=0", "train.steps=3"]
-    assert load_config(minimal, overrides, recipe="sft").train.steps == 3
-    refused(minimal, *overrides)
+    text = Path(minimal).read_text().replace("train: {", "train: {updates_per_batch: 8, ")
+    Path(minimal).write_text(text + "staleness: {max_policy_lag: 0}\n")
+    assert load_config(minimal, recipe="sft").train.updates_per_batch == 8
+    refused(minimal)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "where"),
+    [
+        ("sft", "staleness.max_policy_lag=3", "recipes that train on rollouts, not in sft"),
+        ("sft", "eval.top_p=0.5", "recipes that generate, not in sft"),
+        ("sft", "algorithm.kl.coef=0.1", "recipes that train on rollouts, not in sft"),
+        ("sft", "algorithm.dpo.beta=0.3", "the recipe dpo, not in sft"),
+        ("dpo", "env.reward=boxed", "recipes that generate, not in dpo"),
+        ("async_rl", "frontier.seeds=3", "studies (frontier), not in async_rl"),
+        ("async_rl", "eval.checkpoints=runs/a", "the recipe evaluate, not in async_rl"),
+        ("evaluate", "optimizer.lr=0.1", "recipes that train, not in evaluate"),
+        ("async_rl", "task.split=test", "task.name is hf"),
+        ("async_rl", "task.size=3", "task.name is reasoning_gym or python"),
+        ("async_rl", "optimizer.min_lr_frac=0.1", "optimizer.schedule is linear or cosine"),
+        ("async_rl", "replay.priority=reward", "replay.sampling is priority"),
+        ("async_rl", "replay.cooldown=1", "replay.max_uses is above 1"),
+        ("async_rl", "cluster.kv_cache_gib=2", "cluster.device is cpu"),
+    ],
+)
+def test_a_setting_without_an_effect_is_refused(minimal: str, recipe: str, override: str, where: str) -> None:
+    key = override.partition("=")[0]
+    with pytest.raises(ConfigError) as error:
+        load_config(minimal, [override, "eval.path=t.jsonl"], recipe=recipe)
+    assert str(error.value).startswith(f"{key}: got ")
+    assert where in str(error.value)
+
+
+def test_a_stages_own_setting_without_an_effect_is_refused_and_what_stages_share_is_not(tmp_path: Path) -> None:
+    text = "model: {path: org/model}\ntask: {path: t.jsonl}\ntrain: {steps: 12}\nalgorithm: {group_size: 4}\n"
+    file = write(tmp_path, text + "stages: {sft: {}, async_rl: {}}\n")
+    assert plan_run(file, None, ["staleness.max_policy_lag=4"])[0].config.algorithm.group_size == 4
+    file = write(tmp_path, text + "stages: {sft: {staleness: {max_policy_lag: 4}}, async_rl: {}}\n")
+    assert "stages.sft.staleness.max_policy_lag: got 4" in refused(file)
 
 
 # Staleness
@@ -374,8 +410,8 @@ def test_an_override_means_the_last_stage_that_sets_its_key(staged: str, overrid
 
 
 def test_only_stages_that_run_are_meant(staged: str) -> None:
-    [warmup] = plan_run(staged, "sft", ["train.groups_per_step=32", "optimizer.lr=0.1"])
-    assert (warmup.config.train.groups_per_step, warmup.config.optimizer.lr) == (32, 0.1)
+    [warmup] = plan_run(staged, "sft", ["train.num_ranks=2", "optimizer.lr=0.1"])
+    assert (warmup.config.train.num_ranks, warmup.config.optimizer.lr) == (2, 0.1)
     warmup, rl = plan_run(staged, "async_rl", ["train.groups_per_step=32"])
     assert (warmup.config.train.groups_per_step, rl.config.train.groups_per_step) == (32, 32)
     assert rl.notes == ("train.groups_per_step=32 goes to the stage rl, and to the stages that do not set it",)
@@ -475,7 +511,9 @@ def test_an_algorithm_is_no_recipe(minimal: str, recipe: str, fix: str) -> None:
 
 def test_a_batch_of_rollouts_has_no_size_of_its_own(minimal: str) -> None:
     text = refused(minimal, "train.batch_size=32")
-    assert "write train.groups_per_step=4 (4 x 8 = 32)" in text
+    assert "set train.groups_per_step: a batch of rollouts is train.groups_per_step x algorithm.group_size" in text
+    Path(minimal).write_text(Path(minimal).read_text().replace("train: {", "train: {batch_size: 32, "))
+    assert "train.batch_size: got 32" in refused(minimal)
     assert load_config(minimal, ["train.batch_size=32"], recipe="sft").train.batch_size == 32
     assert plan_run("quickstart", "async_rl", ["train.batch_size=32"])[0].config.train.batch_size == 32
     text = refused("quickstart", "stages.async_rl.train.batch_size=32")

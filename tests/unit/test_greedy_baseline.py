@@ -131,10 +131,10 @@ def minimal(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["critic.lr=1e-3"], ["critic.lr: got 0.001", "algorithm.advantage is grpo", "algorithm.name=ppo"]),
+        (["critic.lr=1e-3"], ["critic.lr: got 0.001", "advantage is a critic's", "algorithm.name=ppo"]),
         (
             ["algorithm.name=remax", "algorithm.correction.name=tis", "critic.warmup_steps=2"],
-            ["critic.warmup_steps: got 2", "uses no critic"],
+            ["critic.warmup_steps: got 2", "algorithm.name=ppo"],
         ),
         (["algorithm.name=ppo", "critic.warmup_steps=12"], ["critic.warmup_steps: got 12", "less than train.steps 12"]),
         (["algorithm.name=ppo", "algorithm.expert.path=e.jsonl"], ["algorithm.expert.path", "no reward"]),

@@ -1,0 +1,107 @@
+"""Where a setting has an effect, said beside the setting. One that has none is refused, by this module alone.
+
+    split: Annotated[str, for_source("hf")] = Field(...)
+
+Two kinds. What depends on other settings (a source, a schedule) is refused wherever it is set. What depends on the
+recipe is refused where it was set for that recipe: on the command line, or in its stage. The rest of a file may serve
+several recipes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..section import Section, sections_in
+from .errors import ConfigError
+from .recipe import Named, Recipe
+
+if TYPE_CHECKING:
+    from .schema import Config
+
+
+@dataclass(frozen=True)
+class OnlyWith:
+    """It is read only where `holds` of the other settings; `where` says that in words."""
+
+    holds: Callable[[Config], bool]
+    where: str
+
+
+@dataclass(frozen=True)
+class OnlyIn:
+    """It is read only by recipes of which `holds`; `where` says that in words.
+
+    `in_files`: likely to be set by mistake, so that it is refused in a file too, where no stage reads it.
+    """
+
+    holds: Callable[[Recipe], bool]
+    where: str
+    fix: str = "leave it out"
+    in_files: bool = False
+
+
+ANY = OnlyIn(lambda recipe: True, "all recipes")
+TRAINING = OnlyIn(lambda recipe: recipe.trains, "recipes that train")
+ROLLOUTS = OnlyIn(lambda recipe: recipe.is_online, "recipes that train on rollouts")
+DATA = OnlyIn(lambda recipe: recipe.is_offline, "recipes that train on data (sft, dpo)")
+BATCHES = OnlyIn(
+    lambda recipe: not recipe.is_online,
+    "recipes that train on data (sft, dpo)",
+    fix="set train.groups_per_step: a batch of rollouts is train.groups_per_step x algorithm.group_size completions",
+    in_files=True,
+)
+PAIRS = OnlyIn(lambda recipe: recipe.trains_on == "pairs", "the recipe dpo")
+REFERENCE = OnlyIn(lambda recipe: recipe.trains_on in ("pairs", "rollouts"), "recipes with a reference policy")
+GENERATION = OnlyIn(lambda recipe: recipe.generates, "recipes that generate")
+STUDY = OnlyIn(lambda recipe: recipe.study_of is not None, "studies (frontier)")
+EVALUATION = OnlyIn(lambda recipe: not recipe.trains, "the recipe evaluate")
+
+
+def for_source(*names: str) -> OnlyWith:
+    """Of `task`: read by these sources, and handed on by a mix."""
+    return OnlyWith(lambda c: c.task.name in (*names, "mix"), f"task.name is {' or '.join(names)}")
+
+
+def settings_have_an_effect(config: Config, recipe: Recipe, named: Named) -> None:
+    """Refuse a setting that `recipe` reads, other than its default, and that the others leave without any effect."""
+    for key, value, markers in _set(config):
+        if not all(marker.holds(recipe) for marker in markers if isinstance(marker, OnlyIn)):
+            continue
+        for marker in markers:
+            if isinstance(marker, OnlyWith) and not marker.holds(config):
+                raise _refused(named(key), value, f"where {marker.where}")
+
+
+def recipe_reads(
+    config: Config, recipe: Recipe, keys: Collection[str], named: Named, *, in_files: bool = False
+) -> None:
+    """Refuse one of `keys`, set for `recipe` to anything but its default, that the recipe never looks at.
+
+    `in_files`: also refuse the settings of which `OnlyIn` says so.
+    """
+    for key, value, markers in _set(config):
+        is_own = any(key == own or key.startswith(f"{own}.") for own in keys)
+        for marker in markers:
+            if isinstance(marker, OnlyIn) and (is_own or (in_files and marker.in_files)) and not marker.holds(recipe):
+                raise _refused(named(key), value, f"in {marker.where}, not in {recipe.name}", marker.fix)
+
+
+def _refused(key: str, value: Any, where: str, fix: str = "leave it out") -> ConfigError:
+    return ConfigError(key, got=value, expected=f"nothing: it has an effect only {where}", fix=fix)
+
+
+def _set(
+    section: Section, prefix: str = "", inherited: tuple[Any, ...] = ()
+) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+    """(key, value, markers) of every setting that differs from its default. A field's own markers of a kind replace
+    those of its section.
+    """
+    for name, field in type(section).model_fields.items():
+        value, own = getattr(section, name), tuple(m for m in field.metadata if isinstance(m, OnlyWith | OnlyIn))
+        markers = own + tuple(m for m in inherited if not any(type(m) is type(o) for o in own))
+        if isinstance(value, Section) and sections_in(field.annotation):
+            yield from _set(value, f"{prefix}{name}.", markers)
+        elif value != field.get_default(call_default_factory=True):
+            yield f"{prefix}{name}", value, markers
