@@ -41,11 +41,11 @@ def main() -> None:
         config = AutoConfig.for_model("qwen2", max_position_embeddings=1024, **SHAPES[args.shape])
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(base)
         settings = settings_of(args, base, "shared")
-        trainer = Trainer(settings, rank=0, init_method=f"file://{base}/meet")
         for in_background in (True, False):
-            trainer.begin(replace(settings, save_in_background=in_background))
+            chosen = replace(settings, save_in_background=in_background)
+            trainer = Trainer(chosen, rank=0, init_method=f"file://{base}/meet-{in_background}")
             print(json.dumps({"in_background": in_background, **measure(trainer, batch, args)}), flush=True)
-        trainer.close()
+            trainer.close()
 
 
 def measure(trainer: Trainer, batch: object, args: argparse.Namespace) -> dict[str, float]:

@@ -108,8 +108,7 @@ def _rate_note(was: Stage, stage: Stage, step: int) -> list[str]:
     said = f"{stage.name}: the {o.schedule} learning-rate schedule now runs over {_length(stage)}"
     if None in steps:
         return [said]
-    fields = {name: getattr(o, name) for name in OptimizerSettings.__dataclass_fields__ if hasattr(o, name)}
-    settings = [OptimizerSettings(**fields, total_steps=n or 0) for n in steps]
+    settings = [OptimizerSettings(**o.model_dump(), total_steps=n or 0) for n in steps]
     old, new = learning_rate(settings[0], step - 1), learning_rate(settings[1], step)
     return [f"{said}: {new:.3g} at step {step + 1}, after {old:.3g} at step {step}"]
 

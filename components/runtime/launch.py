@@ -81,23 +81,11 @@ def trainer_settings(
     config: Config, recipe: Recipe, *, total_steps: int, canary: CanaryPrompts, cores: list[int]
 ) -> TrainerSettings:
     assert config.model.path is not None
-    o, reference = config.optimizer, config.algorithm.reference_path
+    reference = config.algorithm.reference_path
     settings = TrainerSettings(
         model_path=config.model.path,
         objective=objective_of(config, recipe),
-        optimizer=OptimizerSettings(
-            lr=o.lr,
-            betas=o.betas,
-            eps=o.eps,
-            weight_decay=o.weight_decay,
-            schedule=o.schedule,
-            warmup_steps=o.warmup_steps,
-            min_lr_frac=o.min_lr_frac,
-            max_grad_norm=o.max_grad_norm,
-            total_steps=total_steps,
-            decay=o.decay,
-            max_skipped_steps=o.max_skipped_steps,
-        ),
+        optimizer=OptimizerSettings(**config.optimizer.model_dump(), total_steps=total_steps),
         num_ranks=config.train.num_ranks,
         device=config.cluster.device,
         compute_dtype=config.model.dtype,
@@ -129,14 +117,9 @@ def trainer_settings(
 def critic_settings(config: Config, settings: TrainerSettings) -> CriticSettings:
     c, o = config.critic, settings.optimizer
     return CriticSettings(
+        **c.model_dump(exclude={"path", "lr"}),
         path=settings.model_path if c.path is None else os.path.expanduser(c.path),
         optimizer=replace(o, lr=o.lr if c.lr is None else c.lr),
-        gamma=c.gamma,
-        gae_lambda=c.gae_lambda,
-        value_lambda=c.value_lambda,
-        value_clip=c.value_clip,
-        whiten=c.whiten,
-        warmup_steps=c.warmup_steps,
     )
 
 

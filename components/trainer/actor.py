@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import tempfile
@@ -58,11 +59,16 @@ class TrainerActor(Watched):
     @as_text
     async def begin(self, settings: Any) -> None:
         """Reset for another run with the same ranks."""
-        from .actor_critic import begin_again
+        from .actor_critic import make_trainer
+
+        def another() -> Any:
+            del self._trainer  # before the next one is made: both would not fit
+            gc.collect()
+            return make_trainer(settings, **self._place)
 
         self._of_take.clear()
         self._settings = settings
-        self._trainer = await self._in_order(lambda: begin_again(self._trainer, settings, **self._place))
+        self._trainer = await self._in_order(another)
 
     @as_text
     async def begin_take(self, *batches: TrainBatch) -> dict[str, float]:

@@ -32,14 +32,13 @@ class ActorCriticSettings(TrainerSettings):
 
 
 class ActorCriticTrainer(Trainer):
-    """`batch.advantages` holds the reward of each token's trajectory; see `advantages.outcome`.
+    """`batch.advantages` holds the reward of each token's trajectory; see `advantages.GAE`.
 
     Versions keep counting while the critic warms up, and the learning rates follow them: they count the run's steps.
     """
 
-    def begin(self, settings: TrainerSettings) -> None:
-        assert isinstance(settings, ActorCriticSettings)
-        super().begin(settings)
+    def __init__(self, settings: ActorCriticSettings, **place: Any) -> None:
+        super().__init__(settings, **place)
         self._critic_settings = settings.critic
         self._warmup_steps = settings.critic.warmup_steps
         self._critic = Critic(
@@ -143,17 +142,10 @@ class ActorCriticTrainer(Trainer):
 
 
 def make_trainer(settings: TrainerSettings, **place: Any) -> Trainer:
-    """The trainer for these settings; `place` as for `Trainer`."""
-    kind = ActorCriticTrainer if isinstance(settings, ActorCriticSettings) else Trainer
-    return kind(settings, **place)
-
-
-def begin_again(trainer: Trainer, settings: TrainerSettings, **place: Any) -> Trainer:
-    """The trainer of another run on the same ranks; a new object if only one of the two runs has a critic."""
-    if isinstance(trainer, ActorCriticTrainer) is not isinstance(settings, ActorCriticSettings):
-        return make_trainer(settings, **place)
-    trainer.begin(settings)
-    return trainer
+    """The trainer for these settings; `place` as for `Trainer`. On the ranks of an earlier one, which must be gone."""
+    if isinstance(settings, ActorCriticSettings):
+        return ActorCriticTrainer(settings, **place)
+    return Trainer(settings, **place)
 
 
 def of_take(trainer: Trainer, batches: Sequence[TrainBatch], *, needs_proximal: bool) -> list[dict[str, Any]]:

@@ -102,13 +102,8 @@ class Trainer:
                 world_size=settings.num_ranks,
                 timeout=timedelta(seconds=settings.timeout_s),
             )
+        assert dist.get_world_size() == settings.num_ranks
         self._saver = Saver(rank=rank, device=self._device, timeout_s=settings.timeout_s)
-        self.begin(settings)
-
-    def begin(self, settings: TrainerSettings) -> None:
-        """Start over at version 0 from `settings.model_path`; the ranks and their device stay the same."""
-        assert (settings.num_ranks, settings.device) == (self._settings.num_ranks, self._settings.device)
-        self._settings = settings
         torch.manual_seed(settings.seed)
         model = load_model(
             settings.model_path,

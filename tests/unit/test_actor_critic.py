@@ -17,7 +17,7 @@ from leeway.algorithms.critic import gae, outcome_rewards, value_loss
 from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import PolicyObjective
 from leeway.trainer.actor import TrainerActor
-from leeway.trainer.actor_critic import ActorCriticSettings, ActorCriticTrainer, begin_again, of_take
+from leeway.trainer.actor_critic import ActorCriticSettings, ActorCriticTrainer, make_trainer, of_take
 from leeway.trainer.checkpoint import CheckpointError
 from leeway.trainer.critic import CriticSettings
 from leeway.trainer.trainer import StalenessError, Trainer
@@ -267,17 +267,17 @@ def test_another_run_on_the_same_ranks_may_have_a_critic_or_none(make, model_pat
     first = make()
     expected = step(first, 1)
     place = {"rank": 0, "init_method": "unused"}
-    plain = begin_again(first, settings_of(model_path, objective=OBJECTIVE), **place)
+    plain = make_trainer(settings_of(model_path, objective=OBJECTIVE), **place)
     assert type(plain) is Trainer
     assert "train/loss/value" not in step(plain, 1)
-    again = begin_again(plain, critic_settings_of(model_path), **place)
+    again = make_trainer(critic_settings_of(model_path), **place)
     assert isinstance(again, ActorCriticTrainer)
     fill_head(again)
     assert step(again, 1) == expected
-    same = begin_again(again, critic_settings_of(model_path), **place)
-    assert same is again
-    fill_head(again)
-    assert step(again, 1) == expected
+    same = make_trainer(critic_settings_of(model_path), **place)
+    assert isinstance(same, ActorCriticTrainer)
+    fill_head(same)
+    assert step(same, 1) == expected
 
 
 @pytest.mark.slow

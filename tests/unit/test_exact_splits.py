@@ -104,9 +104,8 @@ def test_one_rank_cuts_as_it_likes(gradients_of_one_rank: OneRank, how: str) -> 
 RANK_1 = """
 from leeway.trainer.trainer import Trainer
 all_settings, address, share = work
-trainer = Trainer(all_settings[0], rank=1, init_method=address)
 for settings in all_settings:
-    trainer.begin(settings)
+    trainer = Trainer(settings, rank=1, init_method=address)
     trainer.forward_backward(share)
     for parameter in trainer._model.parameters():
         parameter.grad.full_tensor()
@@ -127,9 +126,8 @@ def test_two_ranks_add_up_to_one(make, model_path, other_ranks):
         alone.forward_backward(batch_of(TRAJECTORIES))
         expected.append(gradients(alone))
     end_group()
-    together = Trainer(settings[0], rank=0, init_method=address)
     for each, gradient in zip(settings, expected, strict=True):
-        together.begin(each)
+        together = Trainer(each, rank=0, init_method=address)
         together.forward_backward(batch_of(TRAJECTORIES, share=slice(0, split)))
         check_same(gradients(together), gradient)
     end_group()

@@ -19,7 +19,7 @@ from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.reference import load_reference
 from leeway.types import TrainBatch
 
-from ..trainers import batch_of, in_pairs, random_trajectories, save_model, settings_of
+from ..trainers import batch_of, in_pairs, random_trajectories, save_model
 
 
 def objective_of(**changes) -> PolicyObjective:
@@ -117,10 +117,10 @@ def test_another_run_has_its_own_reference_and_coefficient(make, model_path: Pat
     batch = batch_of(random_trajectories(1, 6))
     trainer.forward_backward(batch)
     assert trainer._objective.kl.coef < 0.1
-    trainer.begin(trainer._settings)
+    trainer = make(objective=trainer._settings.objective)
     assert trainer._objective.kl.coef == 0.1
     save_model(tmp_path, tied=False)
-    trainer.begin(settings_of(model_path, objective=trainer._objective, reference_path=str(tmp_path)))
+    trainer = make(objective=trainer._objective, reference_path=str(tmp_path))
     assert abs(trainer.forward_backward(batch)["train/reference_kl/mean"]) > 1e-3
 
 

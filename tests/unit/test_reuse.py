@@ -175,7 +175,10 @@ def test_new_groups_and_their_bound_follow_from_the_uses(minimal: str) -> None:
             ["replay.sampling=priority", "staleness.reorder_window=1"],
             ["replay.sampling", "nothing to choose from"],
         ),
-        (["replay.priority=spred"], ["replay.priority: got 'spred'", "did you mean spread?"]),
+        (
+            ["replay.sampling=priority", "replay.priority=spred"],
+            ["replay.priority: got 'spred'", "did you mean spread?"],
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(minimal: str, overrides: list[str], parts: list[str]) -> None:

@@ -12,7 +12,7 @@ from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import PolicyObjective
 from leeway.trainer.trainer import StalenessError, Trainer
 
-from ..trainers import OPTIMIZER, batch_of, published, random_trajectories, save_model, settings_of
+from ..trainers import OPTIMIZER, batch_of, published, random_trajectories, save_model
 
 # The first step's learning rate differs from the second's, and AdamW's moments matter.
 WARMED = dataclasses.replace(OPTIMIZER, lr=0.1, eps=1e-8, warmup_steps=2)
@@ -34,7 +34,7 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_trainer_that_begins_again_is_a_new_trainer_bit_for_bit(make, model_path, tmp_path, tied):
+def test_a_trainer_after_another_on_the_same_ranks_is_that_of_a_new_process_bit_for_bit(make, tmp_path, tied):
     other = {
         "path": save_model(tmp_path, tied=tied),
         "objective": PolicyObjective(policy_loss=PPOClip(clip_low=0.1, clip_high=0.1), aggregation="token_mean"),
@@ -46,23 +46,24 @@ def test_a_trainer_that_begins_again_is_a_new_trainer_bit_for_bit(make, model_pa
     two_steps(used)
     used.forward_backward(batch_of(random_trajectories(3, 8)))  # its gradient is not the next run's
     used.publish()
-    used.begin(settings_of(**other))
-    assert used.policy_version == 0
-    begun = weights(used)
-    after = two_steps(used)
+    del used
+    again = make(**other)
+    assert again.policy_version == 0
+    begun = weights(again)
+    after = two_steps(again)
+    del again
     new = make(**other)
     assert begun.keys() == weights(new).keys()
     assert [name for name, tensor in weights(new).items() if not torch.equal(tensor, begun[name])] == []
     assert after == two_steps(new)
 
 
-def test_the_settings_of_the_new_run_are_the_ones_that_hold(make, model_path):
-    trainer = make(max_policy_lag=2)
-    two_steps(trainer)
-    trainer.begin(settings_of(model_path, max_policy_lag=0))
+def test_the_settings_of_the_new_run_are_the_ones_that_hold(make):
+    two_steps(make(max_policy_lag=2))
+    trainer = make(max_policy_lag=0)
     trainer.forward_backward(batch_of(random_trajectories(1, 4)))
     trainer.optim_step()
     with pytest.raises(StalenessError, match="max_policy_lag is 0"):
         trainer.forward_backward(batch_of(random_trajectories(1, 4)))
     with pytest.raises(AssertionError):
-        trainer.begin(settings_of(model_path, num_ranks=2))
+        make(num_ranks=2)
