@@ -51,7 +51,7 @@ class TaskConfig(Section):
         description="jsonl, queue: the file; parquet: file or folder; hf: folder or hub id; sql: a SQLite file; "
         'python: "pkg.mod:function"',
     )
-    query: Annotated[str | None, for_source("sql")] = Field(
+    query: str | None = Field(
         default=None, description="sql: the SELECT whose rows are tasks"
     )
     split: Annotated[str, for_source("hf")] = Field(default="train", description="hf: which split of the dataset")
