@@ -51,9 +51,7 @@ class TaskConfig(Section):
         description="jsonl, queue: the file; parquet: file or folder; hf: folder or hub id; sql: a SQLite file; "
         'python: "pkg.mod:function"',
     )
-    query: str | None = Field(
-        default=None, description="sql: the SELECT whose rows are tasks"
-    )
+    query: str | None = Field(default=None, description="sql: the SELECT whose rows are tasks")
     split: Annotated[str, for_source("hf")] = Field(default="train", description="hf: which split of the dataset")
     dataset: str | None = Field(default=None, description="reasoning_gym: name of the dataset, e.g. chain_sum")
     options: Annotated[dict[str, Any], for_source("reasoning_gym", "python")] = Field(

@@ -249,3 +249,10 @@ def test_the_picture_of_a_dpo_stage_shows_loss_and_margin() -> None:
     legend = axes.get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["loss", "margin"]
+
+
+def test_the_example_says_what_it_should() -> None:
+    config = load_config(
+        str(Path(__file__).resolve().parents[2] / "examples/dpo.yaml"), ["model.path=org/model"], recipe="dpo"
+    )
+    assert (config.algorithm.dpo.beta, config.train.batch_size) == (0.5, 128)
