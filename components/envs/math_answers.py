@@ -34,7 +34,6 @@ Values = Callable[[Sequence[str]], list[list[str] | None]]
 """For each formula its values at the fixed points, as text that `_number` reads; None where it has none."""
 
 _SPACES = re.compile(r"\s+")
-_CLOSING = {"(": ")", "[": "]", "{": "}"}
 _SIGNS = str.maketrans("−–×·⋅÷’\xa0\u202f", "--***/'  ") | str.maketrans(
     {
         "∪": "\\cup ",
@@ -325,13 +324,13 @@ def _node(text: str, depth: int) -> Node:
     pieces = _split(text, _SEPARATOR)
     if len(pieces) > 1:
         return _many("list", pieces, depth)
-    found = _split_relation(text)
-    if found is not None:
-        sides, signs = found
-        if signs == ["\\in"]:
-            return _node(sides[1], depth + 1)
-        if "\\in" in signs:
-            raise _Unreadable
+    sides, signs = _cut(text, _RELATION)
+    signs = [_SPELLED.get(sign, sign) for sign in signs]
+    if signs == ["\\in"]:
+        return _node(sides[1], depth + 1)
+    if "\\in" in signs:
+        raise _Unreadable
+    if 1 <= len(signs) <= 4:
         return Relation(tuple(_node(side, depth + 1) for side in sides), tuple(signs))
     inner = _inside(text)
     if inner is not None:
@@ -365,8 +364,12 @@ def _matrix(rows: Sequence[Sequence[str]], depth: int) -> Many:
 
 
 def _split(text: str, separator: re.Pattern[str]) -> list[str]:
-    """Cut at the separators that stand in no brackets."""
-    depth, begin, at, pieces = 0, 0, 0, []
+    return _cut(text, separator)[0]
+
+
+def _cut(text: str, separator: re.Pattern[str]) -> tuple[list[str], list[str]]:
+    """The pieces between the separators that stand in no brackets, and these."""
+    depth, begin, at, pieces, separators = 0, 0, 0, [], []
     while at < len(text):
         if text[at] in "([{":
             depth += 1
@@ -374,25 +377,11 @@ def _split(text: str, separator: re.Pattern[str]) -> list[str]:
             depth -= 1
         elif depth == 0 and (found := separator.match(text, at)) and found.end() > at:
             pieces.append(text[begin:at])
+            separators.append(found.group())
             begin = at = found.end()
             continue
         at += 1
-    return [*pieces, text[begin:]]
-
-
-def _split_relation(text: str) -> tuple[list[str], list[str]] | None:
-    signs: list[str] = []
-
-    class Noting:
-        @staticmethod
-        def match(text: str, at: int) -> re.Match[str] | None:
-            found = _RELATION.match(text, at)
-            if found:
-                signs.append(_SPELLED.get(found.group(), found.group()))
-            return found
-
-    sides = _split(text, Noting)  # type: ignore[arg-type]
-    return (sides, signs) if signs and len(signs) <= 4 else None
+    return [*pieces, text[begin:]], separators
 
 
 def _inside(text: str) -> tuple[str, str] | None:

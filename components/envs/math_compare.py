@@ -24,7 +24,6 @@ _CONTEXT = Context(prec=60, Emax=10**12, Emin=-(10**12))
 _TOLERANCE = Decimal("1e-40")
 _MIN_DIGITS = 6
 _NAME = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?|[A-Za-z]\([A-Za-z]\)")
-_ZERO = Leaf("number", "0", Fraction(0))
 
 Point = str | Fraction | tuple[Decimal, Decimal]
 """A formula's value at one of the points: exact, as (real, imaginary), or the name of an infinity."""
