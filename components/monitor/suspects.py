@@ -1,9 +1,10 @@
 """suspects.jsonl: answers that scored full and that a person should read, a line each.
 
     {"step": 12, "group_id": 733, "task_id": "5351a6a761f5f64d", "sequence_id": 4, "signs": ["equality"],
-     "reward": 1.0, "num_tokens": 31, "head": "class A:..."}
+     "reward": 1.0, "num_tokens": 31, "question": "... sorts a list.", "answer": "", "head": "class A:..."}
 
-Pure ASCII: what an answer says, terminal escapes and characters without a shape among it, is escaped as JSON does.
+`answer` is the task's, `head` the beginning of what was paid. Pure ASCII: what an answer says, terminal escapes and
+characters without a shape among it, is escaped as JSON does.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from .jsonl import finite_or_null, read_metrics, set_aside
 
 MAX_ROWS = 20_000
-"""Rows in a file: some 15 MB. The last one then says that there are no more; the metrics go on counting."""
+"""Rows in a file: some 25 MB. The last one then says that there are no more; the metrics go on counting."""
 
 
 class SuspectList:

@@ -19,6 +19,7 @@ SIGNS = (*IN_TEXT, "too_short", "same_answer", "collapse")
 MAX_ROWS = 32
 """Answers listed per call; all are counted."""
 HEAD_CHARS = 300
+"""Of an answer, at its beginning, and of its question, at the end."""
 
 SHORTER = 8
 """An answer is too short with less than an eighth of the tokens that others needed, where they needed `MIN_TOKENS`."""
@@ -181,5 +182,7 @@ def _row(answer: _Answer, signs: list[str]) -> dict[str, Any]:
         "signs": signs,
         "reward": answer.reward,
         "num_tokens": answer.num_tokens,
+        "question": _asked(answer.task)[-HEAD_CHARS:],
+        "answer": answer.task.answer[:HEAD_CHARS],
         "head": answer.text[:HEAD_CHARS],
     }

@@ -73,6 +73,8 @@ def test_only_full_scores_are_counted_and_suspects_are_listed() -> None:
             "signs": ["interpreter"],
             "reward": 1.0,
             "num_tokens": 50,
+            "question": "What is 3 plus 1, please?",
+            "answer": "4",
             "head": hack,
         }
     ]
