@@ -282,6 +282,8 @@ def reads_settings(dataset: str) -> bool:
 def _class_of(dataset: str) -> type:
     from reasoning_gym.factory import DATASETS
 
+    if dataset not in DATASETS:
+        raise ValueError(f"env.reward: reasoning_gym cannot score {dataset!r:.80}; it has no dataset of that name")
     return DATASETS[dataset][0]
 
 

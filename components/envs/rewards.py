@@ -34,7 +34,7 @@ def reasoning_gym(task: Task, text: str) -> float:
 
     Each answer is scored in a process of its own in a jail, see `gym_answers`.
     """
-    if "source_dataset" not in task.info:
+    if not {"source_dataset", "options", "entry"} <= task.info.keys():
         raise ValueError(
             f"env.reward: reasoning_gym cannot score task {task.task_id}; it needs tasks with task.name=reasoning_gym"
         )

@@ -178,6 +178,20 @@ def test_a_verdict_outside_of_its_range_pays_nothing(monkeypatch: pytest.MonkeyP
         assert gym_answers.score(task.info, "x") == 0.0
 
 
+@pytest.mark.attack(cases=6)
+def test_a_row_that_names_a_dataset_runs_nothing(tasks: dict[str, Task], nothing_written: Path) -> None:
+    """A row of a file may hold the keys that reasoning-gym's own tasks have."""
+    info, code = tasks["puzzle24"].info, f"open({str(nothing_written)!r}, 'w')"
+    for options in ({"operators": [code]}, {"min_value": code}, {"no_such": 1}):
+        reasoning_gym(Task(task_id="t", prompt="p", info={**info, "options": options}), "1")
+    sorting = tasks["number_sorting"].info
+    entry = {**sorting["entry"], "answer": f"[{code}]"}
+    assert reasoning_gym(Task(task_id="t", prompt="p", info={**sorting, "entry": entry}), "[1]") == 0.0
+    for wrong in ({"source_dataset": "../../etc"}, {"source_dataset": "composite"}):
+        with pytest.raises(ValueError, match="cannot score"):
+            reasoning_gym(Task(task_id="t", prompt="p", info={**info, **wrong}), "1")
+
+
 @pytest.mark.honest
 @pytest.mark.parametrize("dataset", sorted(COMPILING))
 def test_the_datasets_own_answer_pays(dataset: str, tasks: dict[str, Task]) -> None:
