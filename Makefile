@@ -1,4 +1,4 @@
-# make install | quickstart | test | test-long | test-unit | test-gpu | lint        (EXTRA=cuda on a GPU machine)
+# make install | quickstart | test | test-long | test-unit | test-security | test-gpu | lint        (EXTRA=cuda on a GPU machine)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3)
 EXTRA  ?= cpu
@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0
 
-.PHONY: help install quickstart test test-long test-unit test-gpu lint clean
+.PHONY: help install quickstart test test-long test-unit test-security test-gpu lint clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -42,23 +42,28 @@ quickstart: $(STAMP)  ## train a tiny model on two-digit arithmetic, on CPU, in 
 	@$(BIN)/leeway run async_rl --config quickstart $(ARGS)
 
 # A run starts six processes: where no compiled files are kept, each of them compiles all of ours again.
-test test-long test-unit test-gpu: export PYTHONDONTWRITEBYTECODE =
+test test-long test-unit test-security test-gpu: export PYTHONDONTWRITEBYTECODE =
 
-# Quick tests share the cores; slow ones start processes of their own, and real runs need the whole machine.
-QUICK := tests/unit tests/security tests/test_architecture.py -m "not slow" --numprocesses=logical --maxprocesses=4 --dist=worksteal
-SLOW  := tests -m "slow or integration"
+# Quick tests are dealt out one by one. A real run keeps two cores busy now and then and waits for a process to start in
+# between, so two go on at a time; those that share an engine or a model stay together (TOGETHER in tests/tiers.py).
+UNIT  := tests/unit tests/test_architecture.py
+QUICK := -m "not slow" --numprocesses=logical --maxprocesses=4 --dist=worksteal
+REST  := -m "slow or integration" --numprocesses=2 --dist=loadscope --no-loadscope-reorder
 # 5: nothing was selected, as when ARGS asks for tests of the other tier alone.
 PYTEST = $(BIN)/python -m pytest $(1) $(ARGS) || [ $$? -eq 5 ]
 
 test: $(STAMP)  ## every test this machine can run, but for the comparisons that take minutes
-	@$(call PYTEST,$(QUICK))
-	@$(call PYTEST,$(SLOW))
+	@$(call PYTEST,$(UNIT) tests/security $(QUICK))
+	@$(call PYTEST,tests $(REST))
 
 test-long: export LEEWAY_LONG_TESTS = 1
 test-long: test  ## the same, and those comparisons
 
-test-unit: $(STAMP)  ## tests without Ray, vLLM and real runs: some minutes
-	@$(BIN)/python -m pytest $(QUICK) $(ARGS)
+test-unit: $(STAMP)  ## tests without Ray, vLLM, real runs and attacks: under a minute
+	@$(BIN)/python -m pytest $(UNIT) $(QUICK) $(ARGS)
+
+test-security: $(STAMP)  ## the attack suite
+	@$(BIN)/python -m pytest tests/security $(QUICK) $(ARGS)
 
 test-gpu: $(STAMP)  ## tests that need a CUDA device; they skip themselves where there is none
 	@$(BIN)/python -m pytest tests -m gpu $(ARGS)

@@ -15,7 +15,7 @@ import hypothesis.strategies._internal.random  # noqa: F401
 import pytest
 from hypothesis import settings
 
-from .tiers import LONG, sample
+from .tiers import LONG, TOGETHER, sample
 
 # A Ray call outside of a run would start a cluster of its own inside pytest, and end pytest when that cluster goes.
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
@@ -47,6 +47,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("integration")
         if not LONG and (mark := item.get_closest_marker("long")):
             item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]}: make test-long"))
+    # Those of TOGETHER first, so that no worker still has one when the others are done; the others keep their order.
+    items.sort(key=lambda item: [*TOGETHER, item.path.name].index(item.path.name))
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist=loadscope`: the files of TOGETHER are dealt out as wholes, all other tests one by one."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return TOGETHER.get(Path(nodeid.split("::")[0]).name, nodeid)
+
+    return Together(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -13,6 +13,14 @@ from typing import Any, TypeVar
 import pytest
 
 T = TypeVar("T")
+TOGETHER = {
+    "test_learning.py": "quickstart",
+    "test_preferences.py": "quickstart",
+    "test_examples.py": "quickstart",
+    "test_engine.py": "engine",
+    "test_lockstep.py": "lockstep",
+}
+"""Files whose tests share a trained model, an engine or a run: one process runs them. The longest come first."""
 LONG = bool(os.environ.get("LEEWAY_LONG_TESTS"))
 
 

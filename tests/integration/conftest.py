@@ -17,7 +17,23 @@ from typing import Any
 import psutil
 import pytest
 
+from leeway.config import load_config
+from leeway.tasks.bootstrap import build_model_dir
+from leeway.tasks.taskset import build_taskset
+
 ROOT = Path(__file__).resolve().parents[2]
+ANY_ENGINE = "rollout.engine.name=hf"
+"""For runs that show nothing of vLLM: this one starts in a moment."""
+DIGITS_LAST = ("env.reward=format", "env.reward_options={format: {pattern: '.*[0-9]'}}")
+"""A reward that a model of random weights gets for four answers in ten: its first step has something to learn from."""
+QUICKSTART = (
+    "stages.async_rl.train.steps=40",
+    "stages.sft.cluster.cpus_per_trainer=1",  # another test runs beside it
+    "stages.async_rl.train.groups_per_step=48",
+    "staleness.in_flight=recompute",
+    "monitor.tensorboard=true",
+    "monitor.console=plain",
+)
 LEEWAY = [sys.executable, "-c", "from leeway.cli.main import main; main()"]
 
 
@@ -143,24 +159,34 @@ def start_for_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The quickstart's model after its supervised warm-up, as a Hugging Face folder.
+def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The quickstart's model before anything: a Hugging Face folder of random weights."""
+    config = load_config("quickstart", [])
+    assert config.model.init is not None
+    texts = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval).texts()
+    return build_model_dir(config.model.init, texts, tmp_path_factory.mktemp("untrained"), seed=0, dtype="float32")
 
-    On a busy machine it takes minutes, which count against the deadline of the first test that asks for it.
-    """
-    folder = tmp_path_factory.mktemp("warm")
-    command = Started(
-        ["run", "sft", "--config", "quickstart", f"output_dir={folder}", "name=warm", "monitor.console=off"],
-        cwd=folder,
-        run_dir=folder / "leeway/warm",
-    )
-    try:
-        run = command.wait(420)
-        assert run.code == 0, run.output
-        latest = json.loads((run.dir / "stages/sft/checkpoints/latest.json").read_text())
-        return run.dir / "stages/sft/checkpoints" / latest["path"] / "hf"
-    finally:
-        command.end()
+
+@pytest.fixture(scope="session")
+def from_untrained(untrained: Path) -> list[str]:
+    """Overrides that start RL from it. Its answers are never right: see DIGITS_LAST."""
+    return ["stages.sft=null", "model.init=null", f"model.path={untrained}", "monitor.console=plain"]
+
+
+@pytest.fixture(scope="session")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+    """The quickstart under way, with smaller steps: a supervised warm-up, then asynchronous RL with vLLM."""
+    with starting(tmp_path_factory.mktemp("quickstart")) as begin:
+        yield begin("async_rl", *QUICKSTART)
+
+
+@pytest.fixture(scope="session")
+def warm(quickstart: Started) -> Path:
+    """The quickstart's model after its supervised warm-up, as a Hugging Face folder."""
+    run = quickstart.wait(600)
+    assert run.code == 0, run.output
+    latest = json.loads((run.dir / "stages/sft/checkpoints/latest.json").read_text())
+    return run.dir / "stages/sft/checkpoints" / latest["path"] / "hf"
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """How a run ends when it is not allowed to finish: within its deadline, by the right name, and with nothing left.
 
+The engine's own process dies in a run with vLLM; where any engine will do, it is the one that starts in a moment.
 Interrupts, the death of the driver and mistakes in a user's code end runs that have to show something else first:
 test_plugins.py and test_auxiliary.py. Runs without Ray: tests/unit/test_endings.py. The whole grid of parts, acts and
 phases is a benchmark, which `make test-long` runs: benchmarks/chaos.py.
@@ -23,7 +24,7 @@ import pytest
 
 from leeway.runtime.footprint import MARK_ENV, Footprint
 
-ROOT = Path(__file__).resolve().parents[2]
+from .conftest import ANY_ENGINE, ROOT
 
 
 @pytest.fixture
@@ -70,8 +71,8 @@ def check_that_only_this_user_on_this_machine_can_connect(command: Any, temporar
 
 
 @pytest.mark.timeout(900)
-def test_a_generator_that_dies_ends_the_run_by_name(start: Any, from_warm: list[str], temporary: Path) -> None:
-    command = start("async_rl", *from_warm, "eval.at_start=false")
+def test_a_generator_that_dies_ends_the_run_by_name(start: Any, from_untrained: list[str], temporary: Path) -> None:
+    command = start("async_rl", *from_untrained, "eval.at_start=false")
     command.wait_for("steps, lag bound", 400)
     check_that_only_this_user_on_this_machine_can_connect(command, temporary)
     engine = part_of(command, *ENGINE)
@@ -101,9 +102,9 @@ def test_a_killed_actor_ends_the_run_by_name(start: Any, temporary: Path) -> Non
 
 @pytest.mark.timeout(900)
 def test_a_run_without_the_head_of_its_cluster_ends_by_that_name_before_ray_ends_it(
-    start: Any, from_warm: list[str], temporary: Path
+    start: Any, from_untrained: list[str], temporary: Path
 ) -> None:
-    command = start("async_rl", *from_warm, "eval.at_start=false")
+    command = start("async_rl", *from_untrained, ANY_ENGINE, "eval.at_start=false")
     command.wait_for("steps, lag bound", 400)
     part_of(command, "gcs_server").kill()
     run = command.wait(90)

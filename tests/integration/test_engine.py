@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,20 +16,17 @@ import psutil
 import pytest
 import torch
 
-from leeway.algorithms.grpo import PPOClip
-from leeway.algorithms.objective import PolicyObjective
 from leeway.collector.progress import EngineHung
 from leeway.engines import vllm_worker_env
 from leeway.engines.vllm_engine import VllmEngine
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.canary import score_canary
 from leeway.trainer.convert import convert
-from leeway.trainer.optimizer import OptimizerSettings
-from leeway.trainer.trainer import Trainer, TrainerSettings
-from leeway.types import TrainBatch, Trajectory, batch_trajectories
-from leeway.weights import CanaryPrompts, WeightSyncError
+from leeway.trainer.trainer import Trainer
+from leeway.weights import WeightSyncError
 
-from ..engine_contract import TOLERANCE, VOCABULARY, EngineContract, Served, engine_settings
+from ..engine_contract import TOLERANCE, EngineContract, Served, engine_settings
+from ..trainers import OPTIMIZER, batch_of, free_address, random_trajectories, settings_of
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -161,10 +157,12 @@ def test_a_converted_checkpoint_is_served_from_disk_and_agrees_with_the_trainer(
     """Trained, saved in shards, converted, loaded by an engine that starts: it computes what the trainer does."""
     base = served.folder
     build_tokenizer(["12 + 34 = 46"]).save_pretrained(base)
-    trainer = Trainer(_settings(base, served.publisher.prompts), rank=0, init_method=_free_address())
+    optimizer = replace(OPTIMIZER, lr=0.01, eps=1e-8)
+    settings = settings_of(base, canary=served.publisher.prompts, optimizer=optimizer, max_policy_lag=None)
+    trainer = Trainer(settings, rank=0, init_method=free_address())
     try:
         for step in range(3):
-            trainer.forward_backward(_batch(step))
+            trainer.forward_backward(batch_of(random_trajectories(step, 4)))
             trainer.optim_step()
         trainer.save_state(str(tmp_path / "run/checkpoints/step-000003/trainer"))
         canary = score_canary(trainer._model, served.publisher.prompts, torch.device("cpu"))
@@ -200,60 +198,3 @@ engine.shutdown()
 print(gap.largest, flush=True)
 os._exit(0)
 """
-
-
-def _settings(path: Path, prompts: CanaryPrompts) -> TrainerSettings:
-    return TrainerSettings(
-        model_path=str(path),
-        objective=PolicyObjective(policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation="token_mean"),
-        optimizer=OptimizerSettings(
-            lr=0.01,
-            betas=(0.9, 0.95),
-            eps=1e-8,
-            weight_decay=0.0,
-            schedule="constant",
-            warmup_steps=0,
-            min_lr_frac=0.0,
-            max_grad_norm=1.0,
-            total_steps=3,
-        ),
-        num_ranks=1,
-        device="cpu",
-        compute_dtype="float32",
-        publish_dtype="float32",
-        attn="sdpa",
-        temperature=1.0,
-        max_policy_lag=None,
-        max_tokens_per_microbatch=1000,
-        gradient_checkpointing=False,
-        bucket_bytes=1 << 20,
-        canary=prompts,
-        num_threads=1,
-        seed=0,
-        timeout_s=60.0,
-    )
-
-
-def _batch(step: int) -> TrainBatch:
-    draw = torch.Generator().manual_seed(step)
-    tokens = torch.randint(2, VOCABULARY, (4, 20), generator=draw).tolist()
-    trajectories = [
-        Trajectory(
-            prompt_tokens=row[:8],
-            response_tokens=row[8:],
-            loss_mask=[True] * 12,
-            behavior_logprobs=[-4.5] * 12,
-            policy_versions=[0] * 12,
-            reward=0.0,
-            finish_reason="stop",
-            text="",
-        )
-        for row in tokens
-    ]
-    return batch_trajectories(trajectories, [1.0, -1.0, 0.5, -0.5], num_sequences=4, num_tokens=48)
-
-
-def _free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"

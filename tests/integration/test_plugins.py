@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from .conftest import ANY_ENGINE
+
 GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k/train.jsonl"
 
 MY_ENV = '''
@@ -29,13 +31,14 @@ class ShortAnswers(Environment):
 
 @pytest.mark.timeout(600)
 def test_an_environment_of_the_users_own_trains_on_two_ranks_and_what_it_raises_ends_the_run_as_its_reason(
-    start: Any, from_warm: list[str], tmp_path: Path
+    start: Any, from_untrained: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "envs_of_mine.py").write_text(MY_ENV)
     (tmp_path / "helper_of_mine.py").write_text("def bonus(n):\n    return 1.0 / n\n")
     command = start(
         "async_rl",
-        *from_warm,
+        *from_untrained,
+        ANY_ENGINE,
         "env.name=envs_of_mine:ShortAnswers",
         "train.num_ranks=2",
         "rollout.retries=0",
@@ -77,29 +80,40 @@ def rows_of_gsm8k(folder: Path) -> Path:
         pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long("takes the same way as SIGINT")),
     ],
 )
-def test_gsm8k_rows_with_math_verify_until_an_interrupt_that_saves_a_checkpoint_and_leaves_nothing(
+def test_gsm8k_rows_with_two_generators_until_an_interrupt_that_saves_a_checkpoint_and_leaves_nothing(
     start: Any, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
+    """Two stages from nothing, and all promises of asynchronous running with the other engine, which needs no vLLM."""
     command = start(
         "async_rl",
+        ANY_ENGINE,
+        "rollout.engine.max_num_seqs=24",  # fewer than are asked for at a time
         "task.name=jsonl",
         "task.dataset=null",
         "task.options={}",
         f"task.path={rows_of_gsm8k(tmp_path)}",
         "task.answer_after='####'",
         "task.limit=200",
-        "env.reward=math_verify",
+        "env.rewards={math_verify: 1, length: 1}",  # nothing of this is learned in a minute but to stop
         "model.init.options.max_position_embeddings=512",
         "rollout.max_prompt_tokens=320",
-        "rollout.max_response_tokens=32",
+        "rollout.max_response_tokens=24",
         "rollout.max_model_len=512",
+        "rollout.num_generators=2",
+        "staleness.in_flight=recompute",
         "stages.sft.train.steps=3",
         "stages.sft.train.batch_size=8",
         "stages.async_rl.train.groups_per_step=4",
+        "stages.async_rl.optimizer.warmup_steps=0",
         "eval.num_tasks=8",
         "monitor.console=plain",
     )
-    rows = command.wait_for_steps(2, timeout_s=240)
+    rows = command.wait_for_steps(5, timeout_s=240)
+    processes = command.processes()
+    generators = [p for p in processes if "CollectorActor" in " ".join([p.name(), *p.cmdline()])]
+    assert len(generators) == 2
+    assert not [m.path for p in generators for m in p.memory_maps() if "vllm" in m.path], "it loads nothing of vLLM"
+    assert not [p for p in processes if "EngineCore" in " ".join(p.cmdline())]
     command.process.send_signal(number)
     run = command.wait(90)
     assert run.code == code, run.output
@@ -108,8 +122,18 @@ def test_gsm8k_rows_with_math_verify_until_an_interrupt_that_saves_a_checkpoint_
     assert len(run.metrics()) >= len(rows)
     assert sequences == [32.0] * len(sequences)
     assert 0 < max(gaps) <= 1e-4
+    assert 0 < max(run.series("train/logprob_gap/max")) <= 1e-4
+
+    # Asynchronous, within the bound, nothing dropped and nothing twice.
+    assert max(run.series("train/policy_lag/max")) in (1, 2)
+    assert run.series("replay/dropped_stale")[-1] == 0
+    assert run.series("replay/groups_taken")[-1] >= 4 * len(sequences)
+    trained = [json.loads(line) for f in run.dir.glob("stages/async_rl/rollouts/*.jsonl") for line in f.open()]
+    assert len({(r["group_id"], r["sequence_id"]) for r in trained}) == len(trained) > 0
+    assert len({v for r in trained for v in r["policy_versions"]}) >= 3
+
     checkpoints = run.dir / "stages/async_rl/checkpoints"
     latest = json.loads((checkpoints / "latest.json").read_text())
-    assert latest["step"] >= 2
+    assert latest["step"] >= 5
     assert (checkpoints / latest["path"] / "hf/model.safetensors").exists()
     assert command.left_over(grace_s=15) == []

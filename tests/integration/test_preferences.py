@@ -30,7 +30,7 @@ def answer_logprob(model: Any, prompter: Prompter, prompt: Any, answer: str) -> 
     return logprobs.gather(-1, torch.tensor(answer_tokens)[:, None]).sum().item()
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(700)
 def test_dpo_widens_the_margin_of_pairs_that_it_never_saw(start: Any, warm: Path, tmp_path: Path) -> None:
     make_pairs = runpy.run_path(str(ROOT / "examples/preference_pairs.py"))["pairs"]
     pairs = tmp_path / "pairs.jsonl"
