@@ -34,6 +34,8 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time names are loaded
     from .envs import Policy as Policy
     from .envs import StepEnvironment as StepEnvironment
     from .envs import Transcript as Transcript
+    from .monitor import Record as Record
+    from .monitor import Sink as Sink
     from .types import Completion as Completion
     from .types import Group as Group
     from .types import Message as Message
@@ -59,6 +61,8 @@ _WHERE = {
     "Policy": ".envs",
     "StepEnvironment": ".envs",
     "Transcript": ".envs",
+    "Record": ".monitor",
+    "Sink": ".monitor",
     "Task": ".types",
     "Message": ".types",
     "Completion": ".types",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from ..section import Section
+from ..section import Refused, Section
 from .effect import GENERATION, ROLLOUTS, TRAINING, OnlyWith
+from .names import check_name, user_names
 
 WATCHED = OnlyWith(lambda c: c.monitor.suspects, "monitor.suspects is true")
 ON_CPU = OnlyWith(lambda c: c.cluster.device == "cpu", "cluster.device is cpu")
@@ -23,6 +24,9 @@ class MonitorConfig(Section):
     )
     wandb: Literal["off", "offline", "online"] = Field(default="off", description="also log to Weights & Biases")
     tensorboard: bool = Field(default=False, description="also log to TensorBoard files")
+    sinks: list[str] = Field(
+        default_factory=list, description='more places for metrics: your own classes as "pkg.mod:Class" (leeway.Sink)'
+    )
     rollouts_per_step: Annotated[NonNegativeInt, ROLLOUTS] = Field(
         default=16, description="trajectories written to rollouts/ per step; 0: none"
     )
@@ -34,6 +38,20 @@ class MonitorConfig(Section):
     suspects_warn_frac: Annotated[float, WATCHED] = Field(
         default=0.05, ge=0.0, le=1.0, description="share of such answers among full scores above which the run warns"
     )
+
+    @field_validator("sinks")
+    @classmethod
+    def _can_be_found(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if not user_names(name):
+                raise Refused(
+                    "monitor.sinks",
+                    got=name,
+                    expected='"pkg.mod:Class"',
+                    fix="write it like my_package.my_module:MySink",
+                )
+            check_name("monitor.sinks", name, (), kind="Class")
+        return names
 
 
 class ClusterConfig(Section):

@@ -62,7 +62,7 @@ def _cell(config: Config, *, lag: int, least: int, correction: str, seed: int) -
             "rollout": {"pull_every": WHEN_A_FLOOR_ASKS, "pull": "oldest"},
             "eval": {"at_start": True, "at_end": True, "every": _eval_every(config) if lockstep else 0},
             "checkpoint": {"save_hf": "never", "save_state": "never", "every": 0},
-            "monitor": {"console": "off", "wandb": "off", "tensorboard": False, "rollouts_per_step": 0},
+            "monitor": {"console": "off", "wandb": "off", "tensorboard": False, "sinks": [], "rollouts_per_step": 0},
         },
     )
     check_rules(changed, RL_RULES, lambda key: "frontier.max_policy_lags" if key.startswith("staleness") else key)

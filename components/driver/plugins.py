@@ -18,6 +18,7 @@ def check_plugins(config: Config) -> None:
     """Import and build everything the settings name. Raises a one-line ValueError: file, line, what was expected."""
     from ..envs.registry import build_environment
     from ..importing import import_user_object
+    from ..monitor import own_sinks
     from ..replay.operators import Pipeline
     from ..replay.reuse import priority_of
 
@@ -27,6 +28,7 @@ def check_plugins(config: Config) -> None:
         verbs = ("start", "generate", "load_weights", "score", "process_ids", "compute_threads", "shutdown")
         if missing := [verb for verb in verbs if not callable(getattr(own, verb, None))]:
             raise ValueError(f"rollout.engine.name: got {engine}, which has no {missing[0]}(); expected {expected}")
+    own_sinks(config.monitor)
     build_environment(config.env)
     Pipeline(config.replay.operators)
     priority_of(config.replay.priority)

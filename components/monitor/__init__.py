@@ -4,7 +4,7 @@
 (matplotlib) and the sinks of other packages are imported only when used, so that importing this package stays cheap.
 """
 
-from .build import build_monitor, check_sinks
+from .build import build_monitor, check_sinks, own_sinks
 from .jsonl import read_metrics
 from .monitor import Monitor
 from .sink import MonitorError, Record, Sink
@@ -17,6 +17,7 @@ __all__ = [
     "Sink",
     "build_monitor",
     "check_sinks",
+    "own_sinks",
     "read_metrics",
     "reward_first",
     "reward_last",

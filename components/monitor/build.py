@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..importing import import_user_object
 from .jsonl import JsonlSink
 from .monitor import Monitor
 from .sink import MonitorError, Sink
@@ -20,6 +22,8 @@ class MonitorSettings(Protocol):
     def wandb(self) -> str: ...
     @property
     def tensorboard(self) -> bool: ...
+    @property
+    def sinks(self) -> list[str]: ...
     @property
     def rollouts_per_step(self) -> int: ...
 
@@ -42,7 +46,8 @@ def build_monitor(
     """
     check_sinks(monitor_config)
     run_dir = Path(run_dir)
-    sinks: list[Sink] = []
+    own = own_sinks(monitor_config)
+    sinks: list[Sink] = [make(run_dir, title=title, config=config_dict, resumed_at=resumed_at) for make in own]
     if monitor_config.wandb != "off":
         from .wandb import WandbSink
 
@@ -91,6 +96,20 @@ def check_sinks(monitor_config: MonitorSettings) -> None:
                 f"{key}: got {value!r}, but the package {package!r} is not installed; "
                 f"install it (pip install {package}) or set {key}={str(off).lower()}"
             )
+
+
+def own_sinks(monitor_config: MonitorSettings) -> list[Callable[..., Sink]]:
+    """The user's own classes. Raises ValueError in one line for one that is not there, or is no sink."""
+    found = []
+    for name in monitor_config.sinks:
+        expected = "a class derived from leeway.Sink"
+        own = import_user_object(name, key="monitor.sinks", expected=expected)
+        if not (isinstance(own, type) and issubclass(own, Sink)):
+            raise MonitorError(f"monitor.sinks: got {name}, which is no such class; expected {expected}")
+        if missing := sorted(getattr(own, "__abstractmethods__", ())):
+            raise MonitorError(f"monitor.sinks: got {name}, which has no {missing[0]}(); expected {expected}")
+        found.append(own)
+    return found
 
 
 def _is_installed(package: str) -> bool:

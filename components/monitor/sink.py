@@ -29,6 +29,10 @@ class Record:
 class Sink(ABC):
     """Receives every record in order, then `close` once.
 
+    Your own is named in `monitor.sinks` as "pkg.mod:Class" and made as
+    `Class(run_dir, title=..., config=..., resumed_at=...)`: the run's folder, what to call the run, its settings
+    without secrets, and the step that it resumes from, or None.
+
     `required` decides what an exception means. True: the sink is the run's record, so its failure ends the run.
     False: it is a view of that record, so the monitor reports the failure once, switches it off and continues.
     """

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from leeway.config import ConfigError, load_config
 from leeway.monitor import (
     Monitor,
     MonitorError,
@@ -45,6 +47,7 @@ class Settings:
     console: str = "off"
     wandb: str = "off"
     tensorboard: bool = False
+    sinks: Sequence[str] = ()
     rollouts_per_step: int = 16
 
 
@@ -409,7 +412,7 @@ def test_importing_and_running_the_monitor_loads_nothing_heavy(tmp_path: Path) -
 import sys, types
 from pathlib import Path
 from leeway.monitor import build_monitor, write_summary
-settings = types.SimpleNamespace(console="plain", wandb="off", tensorboard=True, rollouts_per_step=1)
+settings = types.SimpleNamespace(console="plain", wandb="off", tensorboard=True, sinks=(), rollouts_per_step=1)
 monitor = build_monitor(Path({str(tmp_path)!r}), settings, {{}}, 1, "rl")
 monitor.log(1, {{"x": 1.0}})
 monitor.close("done")
@@ -602,3 +605,49 @@ def test_every_metric_this_package_names_is_explained_in_the_docs() -> None:
         named |= set(re.findall(r'"((?:train|collector|step|limit|replay|param_server)/[a-z_/]+)"', path.read_text()))
     assert len(named) > 15
     assert named <= explained, named - explained
+
+
+OWN_SINK = """
+import json
+from leeway import Sink
+
+class Lines(Sink):
+    name = "lines"
+
+    def __init__(self, run_dir, *, title, config, resumed_at):
+        self.file = run_dir / "lines.txt"
+        self.title = title
+
+    def log(self, record):
+        with self.file.open("a") as out:
+            out.write(f"{self.title} {record.step} {json.dumps(dict(record.metrics))}\\n")
+
+    def close(self, status):
+        with self.file.open("a") as out:
+            out.write(status)
+
+class Half(Sink):
+    name = "half"
+    def log(self, record): ...
+
+def make(run_dir, **about): ...
+"""
+
+
+def test_a_place_for_metrics_of_ones_own_takes_no_file_of_ours(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "my_sinks.py").write_text(OWN_SINK)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run_dir = tmp_path / "run"
+    monitor = build_monitor(run_dir, Settings(sinks=["my_sinks:Lines"]), {}, 10, "mine / rl")
+    monitor.log(1, {"train/accuracy/my_metric": 0.5})
+    monitor.close("done")
+    assert (run_dir / "lines.txt").read_text() == 'mine / rl 1 {"train/accuracy/my_metric": 0.5}\ndone'
+    for name, part in (("make", "no such class"), ("Half", "has no close"), ("Gone", "no 'Gone'")):
+        with pytest.raises(ValueError, match=part):
+            build_monitor(tmp_path / name, Settings(sinks=[f"my_sinks:{name}"]), {}, 10, "mine")
+        assert not (tmp_path / name).exists()
+    base = ["model.path=org/model", "model.init=null"]
+    assert load_config("quickstart", [*base, "monitor.sinks=[my_sinks:Lines]"]).monitor.sinks == ["my_sinks:Lines"]
+    for name, part in (("my_sinks:Lins", "has no Lins"), ("lines", "pkg.mod:Class")):
+        with pytest.raises(ConfigError, match=part):
+            load_config("quickstart", [*base, f"monitor.sinks=[{name}]"])
