@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any, NoReturn, Protocol
 
+from tensordict import LazyStackedTensorDict
 from torchrl.collectors import BaseCollector
 
 from ..config.inputs import EvalSampling
@@ -34,6 +35,7 @@ from .policy import EnginePolicy, derived_seed
 from .progress import EngineHung
 from .room import Room
 from .settings import CollectorSettings
+from .torchrl_keys import under_torchrl_keys
 from .weight_sync import PullReport, WeightSync
 
 logger = logging.getLogger(__name__)
@@ -44,9 +46,9 @@ class RunsTasks(Protocol):
 
 
 class Collector(BaseCollector):
-    """Iterate it to get lists of finished groups, as many as finished at the same moment.
+    """Iterate it to get finished groups, as many as finished at the same moment.
 
-    `async for groups in collector.groups()`, or plain `for`.
+    `async for groups in collector.groups()`; a plain `for` gives TensorDicts for torchrl.
     """
 
     def __init__(
@@ -140,8 +142,10 @@ class Collector(BaseCollector):
             await asyncio.wait(unfinished)  # aborted at the engine before it is used again
         await until_ended(self._going_on)
 
-    def iterator(self) -> Iterator[list[Group]]:
-        """The same for synchronous callers: the loop runs in a thread of its own, at most two batches ahead.
+    def iterator(self) -> Iterator[LazyStackedTensorDict]:
+        """For synchronous callers, under torchrl's LLM keys (`under_torchrl_keys`): what `for data in collector` gives.
+
+        The loop runs in a thread of its own, at most two batches ahead.
 
         Raises what the loop or the weight sync raised. Leaving the iteration early ends the thread.
         """
@@ -176,7 +180,7 @@ class Collector(BaseCollector):
             while (item := ready.get()) is not None:
                 if isinstance(item, BaseException):
                     raise item
-                yield item
+                yield under_torchrl_keys(item)
         finally:
             left.set()
 

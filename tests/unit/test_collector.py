@@ -15,7 +15,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
+import torchrl.data
+from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
+from torchrl.modules.distributions.discrete import LLMMaskedCategorical
+from torchrl.objectives.llm import GRPOLoss
+from torchrl.objectives.llm.grpo import MCAdvantage
 
 from leeway.collector.clock import ACTIVITIES, ActivityClock
 from leeway.collector.collector import Collector, CollectorSettings
@@ -1034,21 +1040,62 @@ def ready_rig(number: int, environment: Any = None, **changes: Any) -> Rig:
     return rig
 
 
-def drain(rig: Rig) -> None:
-    for groups in rig.collector:
-        rig.out.append(groups)
+def drain(rig: Rig) -> list[int]:
+    """The groups' ids, once for each conversation."""
+    return [int(query) for data in rig.collector for query in data["query"]]
 
 
 @pytest.mark.timeout(20)
 def test_a_plain_for_loop_gets_every_group(queues):
     rig = ready_rig(30, max_in_flight=3)
-    drain(rig)
-    assert sorted(rig.group_ids) == list(range(30))
+    assert sorted(drain(rig)) == [i for i in range(30) for _ in range(2)]
 
 
 @pytest.mark.timeout(20)
 def test_list_of_a_collector_works(queues):
-    assert len([g for groups in list(ready_rig(3).collector) for g in groups]) == 3
+    assert sum(len(data) for data in list(ready_rig(3).collector)) == 2 * 3
+
+
+class OneOfTwo(Answer):
+    """The second answer of each group is the better one."""
+
+    async def rollout(self, task: Task, policy: Any) -> Any:
+        trajectories = await super().rollout(task, policy)
+        return [replace(t, reward=float(i)) for i, t in enumerate(trajectories)]
+
+
+class Uniform(torch.nn.Module):
+    """As much of a torchrl policy as a loss asks for: the same logits for every place."""
+
+    in_keys = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = torch.nn.Parameter(torch.zeros(16))
+
+    def get_dist(self, data: TensorDictBase, **_: Any) -> LLMMaskedCategorical:
+        mask = data.get(("masks", "all_assistant_mask"), as_padded_tensor=True, padding_side="left")
+        return LLMMaskedCategorical(logits=self.logits.expand(*mask.shape, 16), mask=mask)
+
+
+@pytest.mark.timeout(60)
+def test_torchrls_buffer_advantage_and_loss_take_its_data_as_they_are(queues):
+    """`ReplayBuffer.extend`, `MCAdvantage` and `GRPOLoss`, with no code of ours between them."""
+    buffer = torchrl.data.ReplayBuffer(
+        storage=torchrl.data.LazyStackStorage(100), transform=MCAdvantage(grpo_size=2), batch_size=8
+    )
+    for data in ready_rig(4, OneOfTwo()).collector:
+        assert data["next", "reward"].shape == (len(data), 1, 1)
+        buffer.extend(data)
+    assert len(buffer) == 8
+    sampled = buffer.sample()
+    assert sorted(set(sampled["advantage"].flatten().tolist())) == pytest.approx([-(0.5**0.5), 0.5**0.5])
+    actor = Uniform()
+    out = GRPOLoss(actor, entropy_bonus=False, masking_strategy="generic")(sampled)
+    out.loss_objective.backward()
+    assert actor.logits.grad is not None
+    assert out.loss_objective.isfinite()
+    assert actor.logits.grad.isfinite().all()
 
 
 @pytest.mark.timeout(20)
