@@ -87,7 +87,7 @@ def test_a_priority_reorders_inside_the_window_and_never_what_must_be_taken() ->
     window = Window(rule)
     for number in range(6):
         window.admit(number)
-        window.finish(number, worth=float(number))
+        window.finish(number, priority=float(number))
     # First take: of the first P + W - 1 = 4 any two, so 2 and 3; 4 and 5 are worth more and stand outside.
     assert window.take(last=False) == [2, 3]
     assert window.take(last=False) == [0, 1], "overtaken W - 1 times: they must be in this one"
