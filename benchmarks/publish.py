@@ -39,6 +39,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from leeway.trainer.canary import score_canary
 from leeway.trainer.sharding import reshard
 from leeway.trainer.trainer import Trainer
+from leeway.transports.object_store import ObjectStore
 from leeway.weights import CanaryPrompts
 
 MB = 2**20
@@ -77,7 +78,8 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str, dtype: str, bucke
     )
     with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
         put = Store(Path(shared))
-        trainer = Trainer(settings, rank=rank, init_method=f"tcp://127.0.0.1:{port}", put=put)
+        address, transport = f"tcp://127.0.0.1:{port}", ObjectStore(put, put)  # type: ignore[arg-type]
+        trainer = Trainer(settings, rank=rank, init_method=address, transport=transport)
         out.put({"rank": rank} | measure(trainer, put, args.repeats))
         trainer.close()
 

@@ -1,23 +1,21 @@
-"""What the checks of a weight sync cost: seconds of a pull with and without each of them, beside a training step.
+"""Seconds of a weight sync by phase (ahead, pause, after), beside those of a plain copy of the same bytes.
 
-    python benchmarks/weight_sync.py                # the table
-    python benchmarks/weight_sync.py --pulls 0 --clean 200    # 200 pulls of randomly moved weights, the largest gap
+    python benchmarks/weight_sync.py                                  # the quickstart's model
+    python benchmarks/weight_sync.py --shape 135m --engine hf --transport files
+    python benchmarks/weight_sync.py --pulls 0 --clean 200            # weights moved randomly, the largest gap
 
-A real engine with the quickstart's model and 0, 48 or 480 groups of 8 in flight all the time, each variant in turn and
-interleaved. Seconds of CPU time are those of both processes. The step is generation of 48 groups and one forward,
-backward and optimizer step on them, each measured alone in CPU seconds; the share is of the larger of the two.
+A real engine with random weights and groups of 8 in flight all the time. Each row is a median over pulls; CPU seconds
+are those of both processes, what the groups in flight cost included, and hold on a busy machine too.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import os
+import contextlib
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,28 +23,36 @@ import numpy as np
 import psutil
 import torch
 
-from leeway.weights import Canary, CanaryPrompts, Manifest, digest_of, plan_buckets, sha256_of
+from leeway.collector.clock import ActivityClock
+from leeway.collector.engine import EngineSettings, start_engine
+from leeway.collector.weight_sync import WeightSync
+from leeway.transports.object_store import ObjectStore
+from leeway.transports.transport import TransportSettings, open_transport
+from leeway.weights import Canary, CanaryPrompts, Manifest, Publication, checksum_of, digest_of, plan_buckets
 
-VOCABULARY = 256
-GROUPS, GROUP_SIZE, PROMPT, RESPONSE = 48, 8, 14, 8
-VARIANTS = ["all", "no digest", "no coverage", "no read-back", "no canary", "none"]
+SHAPES = {
+    "quickstart": dict(
+        vocab_size=256, hidden_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
+        intermediate_size=512,
+    ),
+    "135m": dict(
+        vocab_size=49152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+        intermediate_size=1536,
+    ),
+}  # fmt: skip
+GROUP_SIZE, PROMPT, RESPONSE = 8, 14, 32
 
 
 class Model:
-    """The quickstart's model in float32, moved a little before each publication."""
+    """A model in float32, moved a little before each publication."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, shape: dict[str, int], checksum: Any) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(0)
         config = AutoConfig.for_model(
             "qwen2",
-            vocab_size=VOCABULARY,
-            hidden_size=192,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            intermediate_size=512,
+            **shape,
             tie_word_embeddings=True,
             max_position_embeddings=256,
             initializer_range=0.05,
@@ -54,131 +60,113 @@ class Model:
         )
         self.lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         self.lm.save_pretrained(folder)
-        self.version = -1
-        self.optimizer = torch.optim.AdamW(self.lm.parameters(), lr=1e-4)
+        self.version, self._checksum = -1, checksum
         generator = torch.Generator().manual_seed(1)
-        draw = lambda n, t: torch.randint(2, VOCABULARY, (n, t), generator=generator).tolist()  # noqa: E731
+        draw = lambda n, t: torch.randint(2, 256, (n, t), generator=generator).tolist()  # noqa: E731
         self.prompts = CanaryPrompts(scored=draw(2, 24), cached=draw(1, 63))
 
     @torch.no_grad()
-    def publication(self, scale: float = 1e-3) -> tuple[Manifest, list[np.ndarray]]:
+    def publish(self, transport: Any, scale: float) -> Publication:
         self.version += 1
         for parameter in self.lm.parameters():
             parameter.add_(torch.randn_like(parameter) * scale)
         parameters = dict(self.lm.named_parameters())
         tied = {"model.embed_tokens.weight": ["lm_head.weight"]}
-        entries, buckets = [], []
+        entries, sizes, outgoing = [], [], transport.begin(self.version)
         for plan in plan_buckets((([n, *tied.get(n, [])], p.dtype, p.shape) for n, p in parameters.items()), 1 << 28):
             memory = plan.empty()
             for span in plan.spans:
                 span.tensor(memory).copy_(parameters[span.names[0]])
-            entries += plan.entries(sha256_of(span.data(memory)) for span in plan.spans)
-            buckets.append(memory)
+            entries += plan.entries(checksum_of(span.data(memory).numpy(), self._checksum) for span in plan.spans)
+            sizes.append(memory.nbytes)
+            outgoing.put(memory.numpy())
         scored = [
             self._logits(s)[:-1].gather(-1, torch.tensor(s)[1:, None])[:, 0].tolist() for s in self.prompts.scored
         ]
         best = [self._logits(s)[-1].max(-1) for s in self.prompts.cached]
         canary = Canary(self.prompts, scored, [int(b.indices) for b in best], [float(b.values) for b in best])
-        manifest = Manifest(self.version, entries, len(buckets), 0, canary, digest_of(entries))
-        return manifest, [b.numpy() for b in buckets]
+        return outgoing.commit(Manifest(self.version, entries, sizes, canary, digest_of(entries), self._checksum))
 
     def _logits(self, tokens: list[int]) -> torch.Tensor:
         return self.lm(torch.tensor([tokens])).logits[0].log_softmax(-1)
 
-    def train_step(self) -> float:
-        """CPU seconds of one forward, backward and optimizer step on 48 groups."""
-        tokens = torch.randint(2, VOCABULARY, (GROUPS * GROUP_SIZE, PROMPT + RESPONSE))
+    def copy_s(self) -> float:
+        """A plain copy of all weights into memory that is there."""
+        source = [p.detach() for p in self.lm.parameters()]
+        target = [torch.zeros_like(p) for p in source]
         started = time.process_time()
-        logprobs = self.lm(tokens).logits[:, PROMPT - 1 : -1].log_softmax(-1)
-        (-logprobs.gather(-1, tokens[:, PROMPT:, None]).mean()).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for to, of in zip(target, source, strict=True):
+            to.copy_(of)
         return time.process_time() - started
 
 
 class Pulled(NamedTuple):
-    whole_s: float
+    ahead_s: float
     pause_s: float
-    cpu_s: float
+    proof_s: float
+    ahead_cpu_s: float
+    load_cpu_s: float
+    proof_cpu_s: float
     gap: float
 
 
 class Bench:
-    def __init__(self, folder: Path) -> None:
-        from leeway.collector.engine import EngineSettings
-        from leeway.engines import vllm_worker_env
-        from leeway.engines.vllm_engine import VllmEngine
-
-        here = str(Path(__file__).resolve().parent)
-        os.environ["PYTHONPATH"] = os.pathsep.join([here, *sys.path])
-        sys.path.insert(0, here)
-        vllm_worker_env.WORKER_EXTENSION = "engine_switches.Switches"
-        self.model = Model(folder)
-        self.engine = VllmEngine(
-            EngineSettings(
-                model_path=str(folder),
-                dtype="float32",
-                device="cpu",
-                max_model_len=64,
-                seed=0,
-                options={"enforce_eager": True, "block_size": 32, "max_num_seqs": 256},
-                cores=[0],  # one, as in the quickstart
-                kv_cache_gib=1.0,
-            )
-        )
+    def __init__(self, engine: Any, model: Model, transport: Any) -> None:
+        self.engine, self.model, self.transport = engine, model, transport
+        self._loaded_at = 0.0
 
     async def group(self) -> None:
-        prompt = torch.randint(2, VOCABULARY, (PROMPT,)).tolist()
+        prompt = torch.randint(2, 256, (PROMPT,)).tolist()
         await self.engine.generate(prompt, n=GROUP_SIZE, temperature=1.0, max_tokens=RESPONSE, stop_token_ids=[])
 
-    async def pull(self, variant: str, scale: float = 1e-3) -> Pulled:
-        """One pull; tokens of the new version are withheld until its end."""
-        await self.engine._llm.collective_rpc("only", args=(variant,))
-        manifest, buckets = self.model.publication(scale)
+    async def pull(self, scale: float = 1e-3) -> Pulled:
+        publication = self.model.publish(self.transport, scale)
+        sync = WeightSync(
+            self.engine,
+            self._nothing,
+            self.transport.fetch,
+            in_flight="recompute",
+            tolerance=1e-3,
+            pull_every=1,
+            deadline_s=300,
+            paused=lambda: ActivityClock().doing("pause"),
+            on_quarantine=self._nothing,
+            max_failures=0,
+        )
+        load = self.engine.load_weights
 
-        async def stream() -> AsyncIterator[np.ndarray]:
-            for bucket in buckets:
-                yield bucket
+        async def timed(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return await load(*args, **kwargs)
+            finally:
+                self._loaded_at = cpu_s()
 
-        started, cpu = time.monotonic(), self.cpu_s()
-        manifest.check()
-        times = await self.engine.load_weights(manifest, stream(), in_flight="recompute")
-        gap = 0.0
-        if variant not in ("no canary", "none"):
-            gap = (await self.engine.score(manifest.canary)).largest
-            assert gap <= 1e-4, f"false alarm at version {manifest.policy_version}: {gap}"
-        return Pulled(time.monotonic() - started, times.pause_s, self.cpu_s() - cpu, gap)
+        self.engine.load_weights = timed
+        started, begun = time.monotonic(), cpu_s()
+        staged = await sync._staged(publication)
+        ahead_s, ahead = time.monotonic() - started, cpu_s()
+        await sync._load_and_verify(staged, ahead_s)
+        staged.release()
+        self.engine.load_weights = load
+        (report,) = sync.drain_reports()
+        cpu = ahead - begun, self._loaded_at - ahead, cpu_s() - self._loaded_at
+        return Pulled(ahead_s, report.pause_s, report.proof_s, *cpu, report.served_gap)
 
-    def cpu_s(self) -> float:
-        """CPU seconds so far of this process and the engine's."""
-        processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
-        return sum(sum(p.cpu_times()[:2]) for p in processes)
-
-    async def run(self, pulls: int, in_flight: list[int], clean: int) -> None:
-        if pulls:
-            await self.table(pulls, in_flight)
-        if clean:
-            await self.clean(clean)
+    async def _nothing(self, *_: Any) -> None: ...
 
     async def table(self, pulls: int, in_flight: list[int]) -> None:
-        await self.pull("all")
-        await asyncio.gather(*(self.group() for _ in range(GROUPS)))
-        generation = await self._median_s(lambda: asyncio.gather(*(self.group() for _ in range(GROUPS))))
-        training = statistics.median(self.model.train_step() for _ in range(5))
-        step = max(generation, training)
-        print(f"step: generation {generation:.3f} s, training {training:.3f} s of CPU; {os.cpu_count()} cores")
-        print(f"{'in flight':>9} {'checks':>13} {'pull s':>7} {'pause s':>8} {'CPU s':>6} {'above none / step':>18}")
+        await self.pull()
+        copy_s = statistics.median(self.model.copy_s() for _ in range(5))
+        num_gb = sum(p.nbytes for p in self.model.lm.parameters()) / 1e9
+        print(f"{num_gb:.4f} GB; a plain copy: {copy_s:.4f} s of CPU, {copy_s / num_gb:.3f} s per GB")
+        print(f"{'in flight':>9} " + " ".join(f"{name:>12}" for name in Pulled._fields[:-1]))
         for groups in in_flight:
-            rows = await self._variants(groups, pulls)
-            none = statistics.median(row.cpu_s for row in rows["none"])
-            for variant, pulled in rows.items():
-                whole, pause = (statistics.median(getattr(r, n) for r in pulled) for n in ("whole_s", "pause_s"))
-                cpu = statistics.median(row.cpu_s for row in pulled)
-                # Of CPU time, which others on this machine do not stretch; with groups in flight it holds their work.
-                share = f"{(cpu - none) / step:.1%}" if not groups else ""
-                print(f"{groups:>9} {variant:>13} {whole:7.3f} {pause:8.3f} {cpu:6.3f} {share:>18}")
+            rows = await self._pulls(groups, pulls)
+            medians = [statistics.median(row[i] for row in rows) for i in range(len(Pulled._fields) - 1)]
+            print(f"{groups:>9} " + " ".join(f"{m:12.4f}" for m in medians))
+            print(f"{'per GB':>9} " + " ".join(f"{m / num_gb:12.3f}" for m in medians), flush=True)
 
-    async def _variants(self, in_flight: int, pulls: int) -> dict[str, list[Pulled]]:
+    async def _pulls(self, in_flight: int, pulls: int) -> list[Pulled]:
         stop = asyncio.Event()
 
         async def keep_busy() -> None:
@@ -186,44 +174,70 @@ class Bench:
                 await self.group()
 
         busy = [asyncio.create_task(keep_busy()) for _ in range(in_flight)]
-        rows: dict[str, list[Pulled]] = {variant: [] for variant in VARIANTS}
-        for i in range(pulls):
-            first = i % len(VARIANTS)  # so that no variant always follows the same one
-            for variant in VARIANTS[first:] + VARIANTS[:first]:
-                await asyncio.sleep(0.2)
-                rows[variant].append(await self.pull(variant))
+        rows = []
+        for _ in range(pulls):
+            await asyncio.sleep(0.2)
+            rows.append(await self.pull())
         stop.set()
         await asyncio.gather(*busy)
         return rows
 
-    async def _median_s(self, call: Any) -> float:
-        seconds = []
-        for _ in range(5):
-            started = self.cpu_s()
-            await call()
-            seconds.append(self.cpu_s() - started)
-        return statistics.median(seconds)
-
     async def clean(self, pulls: int) -> None:
         """Weight changes from none at all to large; any false alarm raises."""
-        worst = 0.0
-        for i in range(pulls):
-            worst = max(worst, (await self.pull("all", scale=(0.0, 1e-6, 1e-4, 1e-3)[i % 4])).gap)
-        print(f"{pulls} clean pulls, no alarm; largest gap {worst:.2e} nats (tolerance 1e-4)")
+        gaps = [(await self.pull(scale=(0.0, 1e-6, 1e-4, 1e-3)[i % 4])).gap for i in range(pulls)]
+        print(f"{pulls} clean pulls, no alarm; largest gap {max(gaps):.2e} nats")
+
+
+def cpu_s() -> float:
+    """CPU seconds so far of this process and the engine's."""
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    return sum(sum(p.cpu_times()[:2]) for p in processes)
+
+
+async def run(args: argparse.Namespace, folder: Path) -> None:
+    settings = EngineSettings(
+        name=args.engine,
+        model_path=str(folder / "model"),
+        dtype="float32",
+        device="cpu",
+        max_model_len=128,
+        seed=0,
+        options={"max_num_seqs": 256} | ({"enforce_eager": True, "block_size": 32} if args.engine == "vllm" else {}),
+        cores=[0],  # one, as in the quickstart
+        kv_cache_gib=1.0,
+    )
+    model = Model(folder / "model", SHAPES[args.shape], args.checksum)
+    if args.transport == "object_store":  # within this process: Ray's own copy is not in these numbers
+        transport: Any = ObjectStore(np.copy, _itself)
+    else:
+        transport = open_transport(TransportSettings(name=args.transport, folder=folder))
+    engine = await start_engine(settings)
+    try:
+        bench = Bench(engine, model, transport)
+        if args.pulls:
+            await bench.table(args.pulls, args.in_flight)
+        if args.clean:
+            await bench.clean(args.clean)
+    finally:
+        engine.shutdown()
+
+
+async def _itself(bucket: np.ndarray) -> np.ndarray:
+    return bucket
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pulls", type=int, default=9, help="pulls per variant")
-    parser.add_argument("--in-flight", type=int, nargs="*", default=[0, GROUPS, 10 * GROUPS], help="groups in flight")
+    parser.add_argument("--shape", choices=SHAPES, default="quickstart")
+    parser.add_argument("--engine", default="vllm")
+    parser.add_argument("--transport", default="object_store")
+    parser.add_argument("--checksum", choices=["xxh3_128", "sha256"], default="xxh3_128")
+    parser.add_argument("--pulls", type=int, default=9)
+    parser.add_argument("--in-flight", type=int, nargs="*", default=[0, 8], help="groups in flight")
     parser.add_argument("--clean", type=int, default=0, help="then so many pulls with every check: none may fail")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(Path(folder))
-        try:
-            asyncio.run(bench.run(args.pulls, args.in_flight, args.clean))
-        finally:
-            bench.engine.shutdown()
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(run(args, Path(folder)))
 
 
 if __name__ == "__main__":

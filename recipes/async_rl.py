@@ -9,7 +9,7 @@ train.
                   | env + vLLM, per-token v    |  | in admission order    |                        |
                   | put(group)                 |  v                       |                        |
                   |                            +--+-- published(v+1) <----+------------------------+
-                  +<------- pull(v+1) when behind: pause, load, resume, canary, then release ------+
+                  +<------- pull(v+1) when behind: fetch, pause, load, resume, proof -------+
 
 The collectors' loops run in their actors. Around this loop, `driver.RLStage` starts the parts, evaluates and saves, and
 `driver.RLRun` is the verbs. Synchronous RL is the same code with `staleness.max_policy_lag=0`.

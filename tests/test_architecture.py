@@ -17,7 +17,7 @@ LAYERS = [
     | {"failures", "integrity", "redaction", "section", "importing", "lazy"},
     {"algorithms"},
     {"config", "monitor"},
-    {"tasks", "envs"},
+    {"tasks", "envs", "transports"},
     {"collector", "replay", "param_server", "trainer"},
     {"runtime", "planning", "auxiliary", "engines"},
     {"driver"},
@@ -138,7 +138,7 @@ def may_import(file: Path, library: str) -> bool:
     if library == "vllm":
         return part == "engines" and name.startswith("vllm")
     if library == "ray":
-        return name == "actor.py" or part in ("runtime", "driver")
+        return name in ("actor.py", "object_store.py") or part in ("runtime", "driver")
     if library in ("omegaconf", "yaml"):
         return part == "config" or (library, part, name) == ("yaml", "monitor", "metrics.py")  # the table of metrics
     return part == "monitor" and library in name  # wandb, tensorboard, mlflow: their own sink

@@ -24,7 +24,7 @@ from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.optimizer import OptimizerSettings
 from leeway.trainer.trainer import Trainer, TrainerSettings
 from leeway.types import NO_VERSION, TrainBatch, Trajectory, batch_trajectories
-from leeway.weights import CanaryPrompts, Manifest, read_bucket
+from leeway.weights import CanaryPrompts, Manifest, check_bucket, read_bucket
 
 VOCAB = 64
 CANARY = CanaryPrompts(
@@ -200,6 +200,6 @@ def published(trainer: Trainer) -> tuple[Manifest, list[np.ndarray], dict[str, t
     manifest, buckets = publication.manifest, publication.bucket_refs
     tensors = {}
     for index, bucket in enumerate(buckets):
-        entries = [e for e in manifest.entries if e.bucket == index]
-        tensors |= dict(read_bucket(torch.from_numpy(bucket), entries, policy_version=manifest.policy_version))
+        check_bucket(manifest, index, bucket)
+        tensors |= dict(read_bucket(manifest, index, torch.from_numpy(bucket)))
     return manifest, buckets, tensors

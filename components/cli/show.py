@@ -9,6 +9,7 @@ from typing import Any
 
 from ..config import Config, Hardware, Stage, bundled_configs, bundled_recipes, derive, run_yaml
 from ..config.secrets import shown_argument
+from ..config.transports import transport_kind
 from ..config.user_code import code_that_runs
 
 
@@ -83,6 +84,7 @@ def _rows(stage: Stage) -> list[tuple[str, str]]:
             ("reorder window", f"{d.reorder_window} groups"),
             ("max outstanding groups", str(d.max_outstanding_groups)),
             ("served tolerance", f"{d.served_tolerance:g}"),
+            ("weight transport", _transport(config)),
         ]
     for role, count in d.processes.items():
         if count:
@@ -91,6 +93,11 @@ def _rows(stage: Stage) -> list[tuple[str, str]]:
     if d.gpus_needed:
         rows.append(("GPUs needed", str(d.gpus_needed)))
     return rows
+
+
+def _transport(config: Config) -> str:
+    name = config.param_server.transport
+    return f"{name}: needs {transport_kind(name).needs(config)}"
 
 
 def _init(config: Config) -> str:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
 
 from ..config import Config
@@ -20,8 +19,9 @@ from ..envs.registry import build_environment
 from ..failures import PartFailed, Watched, as_text
 from ..monitor.logs import last_error, log_to_file, tail
 from ..tasks.prompting import Prompter
+from ..transports.transport import TransportSettings, open_transport
 from ..types import Task, Trajectory
-from ..weights import Manifest
+from ..weights import Publication
 from .awaited import unless
 from .clock import ActivityClock
 from .engine import Engine, EngineSettings, start_engine
@@ -47,6 +47,7 @@ class CollectorActor(Watched):
         tolerance: float,
         buffer: Any,
         param_server: Any,
+        transport: TransportSettings,
     ) -> dict[str, Any]:
         """`buffer` and `param_server` are actor handles (None: this engine serves the weights it was started with)."""
         try:
@@ -59,6 +60,7 @@ class CollectorActor(Watched):
         self._unwanted = engine_kind(engine.name).without
         # Of this process: what is started in its place asks for groups under another name.
         self._name = f"{self.role}/{os.getpid()}"
+        self._transport = open_transport(transport)
         self._begin(config, settings, tolerance, buffer, param_server)
         # What the engine and torch have loaded stays: each collection would walk it, a fifth of this process's time.
         gc.collect()
@@ -74,13 +76,21 @@ class CollectorActor(Watched):
 
     @as_text
     async def begin(
-        self, config: Config, settings: CollectorSettings, tolerance: float, buffer: Any, param_server: Any
+        self,
+        config: Config,
+        settings: CollectorSettings,
+        tolerance: float,
+        buffer: Any,
+        param_server: Any,
+        transport: TransportSettings,
     ) -> None:
         """Another run on the same engine, which serves nothing before it has pulled that run's weights.
 
         The last run's `collect` must have returned; its weight sync ends here.
         """
         self._weight_sync.close()
+        self._transport.close()
+        self._transport = open_transport(transport)
         self._begin(config, settings, tolerance, buffer, param_server)
 
     def _begin(
@@ -93,14 +103,14 @@ class CollectorActor(Watched):
 
         deadline_s, oldest = config.cluster.step_timeout_s, config.rollout.pull == "oldest"
 
-        async def pull(newer_than: int, timeout_s: float) -> tuple[Manifest, AsyncIterator[np.ndarray]] | None:
-            publication = await param_server.pull.remote(newer_than=newer_than, timeout_s=timeout_s, oldest=oldest)
-            return None if publication is None else (publication.manifest, _fetch(publication.bucket_refs))
+        async def pull(newer_than: int, timeout_s: float) -> Publication | None:
+            return await param_server.pull.remote(newer_than=newer_than, timeout_s=timeout_s, oldest=oldest)
 
         clock = ActivityClock()
         self._weight_sync = WeightSync(
             self._engine,
             pull,
+            self._transport.fetch,
             in_flight=config.staleness.in_flight,
             tolerance=tolerance,
             pull_every=config.rollout.pull_every * config.param_server.publish_every,  # in optimizer steps
@@ -110,6 +120,7 @@ class CollectorActor(Watched):
             max_failures=config.param_server.quarantine_pulls,
             verified_version=0 if self._own_weights else -1,
             finish_first=oldest,
+            caught_up=self._engine.progress.caught_up,
         )
         self._buffer = buffer
         self._collector = Collector(
@@ -188,12 +199,6 @@ def not_loading(*packages: str) -> Iterator[None]:
     finally:
         for name in hidden:
             del sys.modules[name]
-
-
-async def _fetch(bucket_refs: list[Any]) -> AsyncIterator[np.ndarray]:
-    """One bucket after the other, so that at most one of them is held beside the object store."""
-    for ref in bucket_refs:
-        yield await ref
 
 
 # Ray's overloads do not name max_concurrency.

@@ -36,7 +36,7 @@ from .progress import EngineHung
 from .room import Room
 from .settings import CollectorSettings
 from .torchrl_keys import under_torchrl_keys
-from .weight_sync import PullReport, WeightSync
+from .weight_sync import SyncReport, WeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -265,7 +265,8 @@ class Collector(BaseCollector):
             "collector/groups_retried": float(retried),
             "collector/in_flight_groups": float(len(self._in_flight)),
             "collector/quarantines": float(self._weight_sync.num_quarantines),
-            **_pull_metrics(self._weight_sync.drain_reports()),
+            "collector/refused_transfers": float(self._weight_sync.num_refused),
+            **_sync_metrics(self._weight_sync.drain_reports()),
         }
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
@@ -474,15 +475,20 @@ class Collector(BaseCollector):
         self._num_tokens += count
 
 
-def _pull_metrics(pulls: list[PullReport]) -> dict[str, float]:
-    if not pulls:
+def _sync_metrics(reports: list[SyncReport]) -> dict[str, float]:
+    if not reports:
         return {"param_server/pulls": 0.0}
+
+    def mean(seconds: Callable[[SyncReport], float]) -> float:
+        return sum(map(seconds, reports)) / len(reports)
+
     return {
-        "param_server/pulls": float(len(pulls)),
-        "param_server/pull_s": sum(p.pull_s for p in pulls) / len(pulls),
-        "param_server/canary_s": sum(p.canary_s for p in pulls) / len(pulls),
-        "param_server/served_gap/max": max(p.served_gap for p in pulls),
-        "param_server/bytes": float(pulls[-1].num_bytes),
-        "collector/drain_s": sum(p.drain_s for p in pulls) / len(pulls),
-        "collector/pause_s": sum(p.pause_s for p in pulls) / len(pulls),
+        "param_server/pulls": float(len(reports)),
+        "param_server/pull_s": mean(lambda r: r.sync_s),
+        "param_server/ahead_s": mean(lambda r: r.ahead_s),
+        "param_server/proof_s": mean(lambda r: r.proof_s),
+        "param_server/served_gap/max": max(r.served_gap for r in reports),
+        "param_server/bytes": float(reports[-1].num_bytes),
+        "collector/drain_s": mean(lambda r: r.drain_s),
+        "collector/pause_s": mean(lambda r: r.pause_s),
     }

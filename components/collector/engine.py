@@ -1,6 +1,6 @@
 """The door for inference engines: all that a collector and its weight sync ask of one.
 
-    settings -> start -> load_weights (version 0) -> score -> generate ... -> load_weights (version 1) -> score -> ...
+    settings -> start -> [stage -> load_weights -> read_back, score] (version 0) -> generate ... -> [...] (version 1)
 
 An implementation is a class with `start`, named in `config/engines.py` or by a user as "pkg.module:Class". Ours are
 `engines/vllm_engine.py` and `engines/hf_engine.py`; `tests/integration/engine_contract.py` is what each is held to.
@@ -9,7 +9,7 @@ An implementation is a class with `start`, named in `config/engines.py` or by a 
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,7 +33,7 @@ class EngineSettings:
 
     `name`: what `rollout.engine.name` says; `options`: the rest of `rollout.engine`. `load_weights`: serve the weights
     in `model_path` as version 0; else serve nothing before a verified load. `seeded`: some requests have a seed.
-    `read_back`: compare every weight with what was published after each load. `max_model_len`: tokens of a prompt and
+    `read_back`: whether `Engine.read_back` compares anything. `max_model_len`: tokens of a prompt and
     its response. `kv_cache_gib`: memory for keys and values on a CPU, in GiB.
     """
 
@@ -100,24 +100,47 @@ class Generates(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class StagedWeights:
+    """Memory of one version from which its engine loads: `buckets` are uint8, of the manifest's sizes.
+
+    Whoever staged it fills it and has it checked, and calls `release` when the version was read back or given up.
+    `name`: of the memory, for the engine itself.
+    """
+
+    manifest: Manifest
+    buckets: list[np.ndarray]
+    release: Callable[[], None] = lambda: None
+    name: str = ""
+
+
 class LoadsWeights(Protocol):
-    """What a weight sync needs."""
+    """What a weight sync needs. One version is on its way at a time: staged, loaded, read back."""
+
+    def stage(self, manifest: Manifest) -> StagedWeights:
+        """Memory for a version, beside generation. Called in a thread of its own."""
+        ...
 
     async def load_weights(
         self,
-        manifest: Manifest,
-        buckets: AsyncIterator[np.ndarray],
+        staged: StagedWeights,
         *,
         in_flight: str,
         paused: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> LoadTimes:
-        """Replace the weights by those of `manifest`, in flight.
+        """Replace the weights by what was staged, and checked, in flight.
 
-        Buckets are uint8 arrays in manifest order, fetched one at a time. Requests in flight are kept and go on under
-        the new weights: with "recompute" their KV cache is rebuilt first, with "keep" it is not, with "off" they finish
-        before the load. `paused()` is entered while nothing is generated. Raises `WeightSyncError` with the check that
-        failed: "bytes" (every tensor against its hash, before it is used) or "load" (every weight was published, and is
-        what the engine computes with). The engine stays paused then, until a later load succeeds.
+        Requests in flight are kept and go on under the new weights: with "recompute" their KV cache is rebuilt first,
+        with "keep" it is not, with "off" they finish before the load. `paused()` is entered while nothing is generated.
+        Raises `WeightSyncError` with the check "load" unless every weight of the engine was published. The engine stays
+        paused then, until a later load succeeds.
+        """
+        ...
+
+    async def read_back(self, staged: StagedWeights) -> None:
+        """Compare what the engine computes with to what was loaded, while it generates.
+
+        Raises `WeightSyncError` with the check "load" for weights that differ. Cancelling it ends it.
         """
         ...
 

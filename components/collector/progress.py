@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -60,6 +60,9 @@ class Progress:
         self.num_waiting = 0
         self.num_tokens = 0.0
         self.on_less: Callable[[], None] = lambda: None
+        self._behind: set[str] = set()
+        self._all_caught_up = asyncio.Event()
+        self._all_caught_up.set()
 
     @contextmanager
     def request(
@@ -82,6 +85,7 @@ class Progress:
             self.num_tokens -= sum(request.begun.values())
             if clock is not None:
                 clock.num_sequences -= request.num_left
+            self._caught_up_with(request.begun)
             self.on_less()
 
     @contextmanager
@@ -102,8 +106,20 @@ class Progress:
     def resume(self) -> None:
         self._paused = False
         self._sign_at = self._begun_at = self._now()
+        self._behind = {sequence for request in self._requests.values() for sequence in request.begun}
+        self._all_caught_up.clear()
+        self._caught_up_with(())
 
-    def passed(self, at: float, sampled: Iterable[Sampled]) -> None:
+    async def caught_up(self) -> None:
+        """Wait until every sequence that was under way at the last `resume` has got a token since, or has ended."""
+        await self._all_caught_up.wait()
+
+    def _caught_up_with(self, sequences: Iterable[str]) -> None:
+        self._behind.difference_update(sequences)
+        if not self._behind:
+            self._all_caught_up.set()
+
+    def passed(self, at: float, sampled: Sequence[Sampled]) -> None:
         """A pass of the engine ended at `at`, by the clock that `now` reads. Parts of a pass share their moment."""
         if at != self._passed_at:
             self._pass_s = max(0.0, at - max(self._passed_at, self._begun_at))
@@ -129,6 +145,8 @@ class Progress:
                 self.num_sequences -= 1
                 if request.clock is not None:
                     request.clock.num_sequences -= 1
+        if self._behind:
+            self._caught_up_with(s.sequence_id for s in sampled)
         if less:
             self.on_less()
 

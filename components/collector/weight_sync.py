@@ -1,8 +1,12 @@
 """Which weights an engine serves, and the proof that they are the trainer's.
 
-A version goes through: pulled -> loaded (bytes and coverage checked) -> resumed -> canary passed = `verified`. Tokens
-of a version that is loaded and not yet verified exist, because the canary can only be scored after resuming; whoever
-holds them waits in `until_verified`.
+    ahead, while it generates   pull -> stage -> fetch every bucket, check its bytes
+    the pause                   load: copy into the engine's tensors, every one of them was published
+    after, while it generates   read back what it computes with; score the canary -> `verified_version`
+
+What fails ahead never reached the engine: it goes on with what was proven before, and the version is fetched again.
+After the pause there are tokens of a version that is not verified yet. Whoever holds them waits in `until_verified`; if
+the proof fails the engine is quarantined, and they are discarded.
 """
 
 from __future__ import annotations
@@ -13,37 +17,56 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from ..weights import Manifest, WeightSyncError
-from .engine import LoadsWeights
+from ..weights import CanaryGap, Manifest, Publication, WeightSyncError, check_bucket
+from .engine import LoadsWeights, StagedWeights
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
-Pull = Callable[[int, float], Awaitable[tuple[Manifest, AsyncIterator[np.ndarray]] | None]]
+Pull = Callable[[int, float], Awaitable[Publication | None]]
 """pull(newer_than, timeout_s) -> the newest publication, or None when nothing newer came in time."""
+Fetch = Callable[[Publication, int, np.ndarray], Awaitable[None]]
+"""See `WeightTransport.fetch`."""
 
 
 POLL_S = 10.0
 """How long one question to the parameter server may stay open; the next one follows at once."""
 
 
-@dataclass(frozen=True)
-class PullReport:
-    """One pull: its seconds, the largest gap on the canary, and its size.
+SMALL_BYTES = 1 << 20
+"""Work on fewer bytes takes less time than handing it to a thread."""
 
-    `pull_s`: from noticing a version to serving it; of that `canary_s` for the proof, `drain_s` until the engine stood
-    still (it generates meanwhile), and `pause_s` without generation.
+
+async def _at_once() -> None: ...
+
+
+async def _beside(num_bytes: int, work: Callable[..., T], *args: Any) -> T:
+    """Work on so many bytes, while the event loop goes on."""
+    return work(*args) if num_bytes < SMALL_BYTES else await asyncio.to_thread(work, *args)
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One weight sync, in seconds: `ahead_s` to fetch and check, `drain_s` until the engine stood still, `pause_s`
+    without generation, `proof_s` from there to the end of the proof. It generates in all of them but the pause.
+
+    `served_gap`: the largest on the canary.
     """
 
-    pull_s: float
-    canary_s: float
+    ahead_s: float
     drain_s: float
     pause_s: float
+    proof_s: float
     served_gap: float
     num_bytes: int
+
+    @property
+    def sync_s(self) -> float:
+        return self.ahead_s + self.drain_s + self.pause_s + self.proof_s
 
 
 class WeightSync:
@@ -53,6 +76,7 @@ class WeightSync:
         self,
         engine: LoadsWeights,
         pull: Pull,
+        fetch: Fetch,
         *,
         in_flight: str,
         tolerance: float,
@@ -63,10 +87,16 @@ class WeightSync:
         max_failures: int,
         verified_version: int = -1,
         finish_first: bool = False,
+        caught_up: Callable[[], Awaitable[None]] = _at_once,
     ) -> None:
-        """`finish_first`: no pull before the groups that the weights are enough for have finished under them."""
+        """`finish_first`: no load before the groups that the weights are enough for have finished under them.
+
+        `caught_up`: waits until what was in flight at the last load has got tokens under it: nobody gains from weights
+        that are replaced before they were used.
+        """
         self._engine = engine
         self._pull = pull
+        self._fetch = fetch
         self._in_flight = in_flight
         self._tolerance = tolerance
         self._pull_every = pull_every
@@ -74,8 +104,11 @@ class WeightSync:
         self._paused = paused
         self._on_quarantine = on_quarantine
         self._max_failures = max_failures
+        self._caught_up = caught_up
         self._num_failures = 0
         self.num_quarantines = 0
+        self.num_refused = 0
+        """Versions that did not arrive whole, and were fetched again."""
         self._frozen = asyncio.Lock()
         # Thousands of groups may wait for a few versions: each is woken once, by what it waits for.
         self._waiting: dict[int, set[asyncio.Future[None]]] = {}
@@ -84,36 +117,38 @@ class WeightSync:
         self._finish_first = finish_first
         self._num_generating = 0
         self.verified_version = verified_version
-        self._pulls: list[PullReport] = []
+        self._reports: list[SyncReport] = []
         self._closed = asyncio.Event()
 
     async def run(self) -> None:
         """Consumes publications until closed; waits for the parameter server.
 
         An engine that fails a check is quarantined: it serves nothing, and what it has in flight is given away, until a
-        later pull passes every check. Raises the `WeightSyncError` of the last of `max_failures` + 1 failures in a row.
+        later load passes every check. Raises the `WeightSyncError` of the last of `max_failures` + 1 failures in a row.
         """
         while not self._closed.is_set():
-            newer_than = max(self.verified_version, self._next_version() - 1)
-            pulling = asyncio.ensure_future(self._pull(newer_than, POLL_S))
-            wanted = asyncio.ensure_future(self._older_version_requested(newer_than))
-            closed = asyncio.ensure_future(self._closed.wait())
+            if self.verified_version >= 0:  # else it may stand still, and nothing in flight gets on before a load
+                await self._first(self._caught_up(), self._version_requested(self.verified_version))
+            if (publication := await self._next_publication()) is None:
+                continue
+            started = time.monotonic()
             try:
-                await asyncio.wait({pulling, wanted, closed}, return_when=asyncio.FIRST_COMPLETED)
-                pulled = pulling.result() if pulling.done() else None  # an older one is enough now: ask again
-            finally:
-                pulling.cancel()
-                wanted.cancel()
-                closed.cancel()
-            if pulled is not None:
+                staged = await self._staged(publication)
+            except WeightSyncError as error:
+                self._refuse(error)
+                continue
+            try:
+                ahead_s = time.monotonic() - started
                 await self._drain()
                 async with self._frozen:
                     try:
-                        await self._load_and_verify(*pulled)
+                        await self._load_and_verify(staged, ahead_s)
                     except WeightSyncError as error:
                         await self._quarantine(error)
                     else:
                         self._num_failures = 0
+            finally:
+                staged.release()
 
     def close(self) -> None:
         """No more pulls: `run` returns."""
@@ -172,6 +207,24 @@ class WeightSync:
                     if not proven.done():
                         proven.set_result(None)
 
+    async def _next_publication(self) -> Publication | None:
+        """The newest that is worth a pause; None when there was none in time, or when less has become enough."""
+        newer_than = max(self.verified_version, self._next_version() - 1)
+        pulling = asyncio.ensure_future(self._pull(newer_than, POLL_S))
+        await self._first(pulling, self._version_requested(self.verified_version, newer_than))
+        return pulling.result() if pulling.done() and not pulling.cancelled() else None
+
+    async def _first(self, *waits: Awaitable[Any]) -> None:
+        """Returns with the first of these to end, or when closed, and cancels the others; raises what it raised."""
+        tasks = [asyncio.ensure_future(wait) for wait in (*waits, self._closed.wait())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+        for task in done:
+            task.result()
+
     async def _drain(self) -> None:
         """Groups have time-outs, and those that wait for newer weights have a deadline, so this ends."""
         if not self._finish_first:
@@ -180,9 +233,9 @@ class WeightSync:
             self._generating_changed.clear()
             await self._generating_changed.wait()
 
-    async def _older_version_requested(self, newer_than: int) -> None:
-        """Returns when a group needs a version that a pull for something newer than `newer_than` would pass over."""
-        while not any(self.verified_version < version <= newer_than for version in self._waiting):
+    async def _version_requested(self, above: int, up_to: float = float("inf")) -> None:
+        """Returns when a group waits for a version above one and not above another."""
+        while not any(above < version <= up_to for version in self._waiting):
             self._waiting_changed.clear()
             await self._waiting_changed.wait()
 
@@ -191,42 +244,84 @@ class WeightSync:
         patient = self.verified_version + self._pull_every if self.verified_version >= 0 else 0
         return min([patient, *(v for v in self._waiting if v > self.verified_version)])
 
-    async def _load_and_verify(self, manifest: Manifest, buckets: AsyncIterator[np.ndarray]) -> None:
-        started = time.monotonic()
+    async def _staged(self, publication: Publication) -> StagedWeights:
+        """A version in the engine's reach, every byte checked. Raises WeightSyncError naming what did not arrive."""
+        manifest = publication.manifest
         manifest.check()
-        times = await self._engine.load_weights(manifest, buckets, in_flight=self._in_flight, paused=self._paused)
+        staged = await _beside(manifest.num_bytes, self._engine.stage, manifest)
+        try:
+            deadline = asyncio.get_running_loop().time() + self._deadline_s
+            for index, bucket in enumerate(staged.buckets):
+                what = f"bucket {index + 1} of {len(staged.buckets)}"
+                limit = asyncio.timeout_at(deadline)
+                try:
+                    async with limit:
+                        await self._fetch(publication, index, bucket)
+                except Exception as error:  # a transport's own, which the next attempt may not meet
+                    why = f"did not arrive: {type(error).__name__}: {error}"
+                    if limit.expired():
+                        why = f"did not arrive within {self._deadline_s:g} s (cluster.step_timeout_s)"
+                    raise manifest.error("transfer", f"{what} {why}") from error
+                await _beside(bucket.nbytes, check_bucket, manifest, index, bucket)
+        except BaseException:
+            staged.release()
+            raise
+        return staged
+
+    async def _load_and_verify(self, staged: StagedWeights, ahead_s: float) -> None:
+        manifest = staged.manifest
+        times = await self._engine.load_weights(staged, in_flight=self._in_flight, paused=self._paused)
         loaded = time.monotonic()
-        gap = await self._engine.score(manifest.canary)
-        if not gap.within(self._tolerance):
-            raise WeightSyncError(
-                "compute",
-                manifest.policy_version,
-                f"engine and trainer differ on the canary by {gap}; "
-                f"param_server.served_tolerance is {self._tolerance:g}",
-            )
+        # Both to the end: where both fail, the read-back says more.
+        differs, gap = await asyncio.gather(
+            self._engine.read_back(staged), self._canary_gap(manifest), return_exceptions=True
+        )
+        for failure in (differs, gap):
+            if isinstance(failure, BaseException):
+                raise failure
+        assert isinstance(gap, CanaryGap)
         self._prove(manifest.policy_version)
-        self._pulls.append(
-            PullReport(
-                pull_s=time.monotonic() - started,
-                canary_s=time.monotonic() - loaded,
+        self._reports.append(
+            SyncReport(
+                ahead_s=ahead_s,
                 drain_s=times.drain_s,
                 pause_s=times.pause_s,
+                proof_s=time.monotonic() - loaded,
                 served_gap=gap.largest,
                 num_bytes=manifest.num_bytes,
             )
         )
 
+    async def _canary_gap(self, manifest: Manifest) -> CanaryGap:
+        gap = await self._engine.score(manifest.canary)
+        if not gap.within(self._tolerance):
+            raise manifest.error(
+                "compute",
+                f"engine and trainer differ on the canary by {gap}; "
+                f"param_server.served_tolerance is {self._tolerance:g}",
+            )
+        return gap
+
+    def _refuse(self, error: WeightSyncError) -> None:
+        """It never reached the engine, which goes on with what was proven."""
+        self._count_failure(error)
+        self.num_refused += 1
+        logger.error("refused, failure %d in a row: %s", self._num_failures, error)
+
     async def _quarantine(self, error: WeightSyncError) -> None:
         # Nothing that this engine holds was proven: not what it generated under this version, and not what comes next.
         self.verified_version = -1
-        self._num_failures += 1
-        if self._num_failures > self._max_failures:
-            raise error
+        self._count_failure(error)
         self.num_quarantines += 1
         logger.error("quarantined, failure %d in a row: %s", self._num_failures, error)
         await self._on_quarantine(error)
 
-    def drain_reports(self) -> list[PullReport]:
-        """The pulls since the last call."""
-        reports, self._pulls = self._pulls, []
+    def _count_failure(self, error: WeightSyncError) -> None:
+        self._num_failures += 1
+        if self._num_failures > self._max_failures:
+            raise error
+
+    def drain_reports(self) -> list[SyncReport]:
+        """The weight syncs since the last call."""
+        reports, self._reports = self._reports, []
         return reports

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ..section import Section
+from ..weights import Checksum
 from .effect import ANY, OnlyWith
 from .engines import HIGHEST_TEMPERATURE, LEAST_TEMPERATURE, split_options
 from .names import PRIORITIES
@@ -121,8 +122,17 @@ class ParamServerConfig(Section):
     """How weights travel from the trainer to the engines."""
 
     publish_every: PositiveInt = Field(default=1, description="optimizer steps between published versions")
-    transport: Literal["object_store"] = Field(
-        default="object_store", description="how weights travel; Ray's object store is the only option so far"
+    transport: str = Field(
+        default="object_store",
+        description="how weights travel: object_store (Ray's), files (a folder others may read), or pkg.mod:Class",
+    )
+    transport_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="options of the transport; files: folder (of the run by default), keep (versions, 2), fsync (true)",
+    )
+    checksum: Checksum | None = Field(
+        default=None,
+        description="how bytes are checked: xxh3_128 finds accidents, sha256 (slower) forgeries; null: by transport",
     )
     bucket_mb: PositiveInt = Field(
         default=256,
@@ -138,7 +148,8 @@ class ParamServerConfig(Section):
         description="tokens in each context that checks the prefix cache; must be more than one cache block",
     )
     read_back: bool = Field(
-        default=True, description="after each load, compare every weight in the engine with what was published"
+        default=True,
+        description="after each load, beside generation, compare every weight in the engine with what was published",
     )
     quarantine_pulls: NonNegativeInt = Field(
         default=2,

@@ -24,6 +24,7 @@ from .input_rules import (
 from .recipe import Rule
 from .replay_rules import REPLAY_RULES
 from .schema import Config
+from .transports import check_transport
 
 
 def check_rules(config: Config, rules: Sequence[Rule] = (), named: Named = str) -> None:
@@ -99,6 +100,10 @@ def engines_take_their_settings(config: Config, named: Named) -> None:
     for section, engine in engines.items():
         name, options = split_options(engine)
         check_engine(section, name, options, on_cpu=config.cluster.device == "cpu", named=named)
+
+
+def the_transport_takes_its_options(config: Config, named: Named) -> None:
+    check_transport(config.param_server.transport, config.param_server.transport_options, named=named)
 
 
 def has_heldout_tasks(config: Config) -> bool:
@@ -305,6 +310,7 @@ COMMON_RULES: tuple[Rule, ...] = (
     operators_exist,
     lengths_fit,
     engines_take_their_settings,
+    the_transport_takes_its_options,
     evaluation_has_tasks,
     evaluation_tasksets_are_valid,
     evaluation_samples_suffice,

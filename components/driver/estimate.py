@@ -69,6 +69,8 @@ def _memory(config: Config, recipe: Recipe, shape: ModelShape) -> tuple[list[tup
         total += size * sum(parts.values())
     if engines := need.processes["generator"]:
         parts = {"weights": size * served_bytes}
+        if need.processes["trainer"]:
+            parts["next version"] = size * served_bytes
         cache = ""
         if config.cluster.device == "cpu":
             parts["KV cache"] = int(config.cluster.kv_cache_gib * GIB)
@@ -77,7 +79,7 @@ def _memory(config: Config, recipe: Recipe, shape: ModelShape) -> tuple[list[tup
         name, text = _row("memory of an engine", parts)
         rows.append((name, text + cache))
         total += engines * sum(parts.values())
-    if need.processes["generator"] and need.processes["trainer"]:
+    if need.processes["generator"] and need.processes["trainer"] and config.param_server.transport == "object_store":
         reach = config.staleness.max_policy_lag + config.param_server.publish_every + 1
         versions = (reach if config.rollout.pull == "oldest" else 1) + 1  # plus the one being published
         rows.append(("object store", f"{_size(versions * size * served_bytes)}: {versions} versions of the weights"))

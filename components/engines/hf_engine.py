@@ -18,7 +18,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -28,12 +28,13 @@ import numpy as np
 import torch
 
 from ..collector.clock import RolloutClock
-from ..collector.engine import EngineLost, EngineSettings, LoadTimes, SampledTokens, largest
+from ..collector.engine import EngineLost, EngineSettings, LoadTimes, SampledTokens, StagedWeights, largest
 from ..collector.progress import Progress, Sampled
 from ..failures import Refused
-from ..weights import Canary, CanaryGap, Manifest, WeightSyncError
+from ..weights import Canary, CanaryGap, Manifest
 from .hf_decode import Decoder, load_decoder
-from .hf_weights import Load, ModelTensors
+from .hf_weights import ModelTensors, load, read_back
+from .slices import SLICE_S, ends_within
 
 T = TypeVar("T")
 DEFAULT_PLACES = 256
@@ -86,6 +87,7 @@ class HfEngine:
         self._running: list[_Sequence] = []
         self._drained: Future[None] | None = None
         self._paused = False
+        self._cache_is_old = False
         self._closing = False
         self._death: EngineLost | None = None
         self.progress = Progress()
@@ -161,10 +163,12 @@ class HfEngine:
         with self.progress.call():
             return await self._call(functools.partial(self._score, canary))
 
+    def stage(self, manifest: Manifest) -> StagedWeights:
+        return StagedWeights(manifest, [np.empty(num_bytes, dtype=np.uint8) for num_bytes in manifest.bucket_bytes])
+
     async def load_weights(
         self,
-        manifest: Manifest,
-        buckets: AsyncIterator[np.ndarray],
+        staged: StagedWeights,
         *,
         in_flight: str,
         paused: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -175,19 +179,19 @@ class HfEngine:
         self.progress.pause()
         stopped = time.monotonic()
         with paused():
-            load, index = Load(self._tensors, manifest), 0
-            async for bucket in buckets:
-                with self.progress.call():
-                    await self._call(functools.partial(load.take, index, bucket))
-                index += 1
-            if index != manifest.num_buckets:
-                raise WeightSyncError(
-                    "bytes", manifest.policy_version, f"got {index} buckets, expected {manifest.num_buckets}"
-                )
             with self.progress.call():
-                await self._call(functools.partial(self._resume, load, manifest.policy_version, in_flight))
+                await self._call(functools.partial(self._load_staged, staged, in_flight))
             self.progress.resume()
         return LoadTimes(drain_s=stopped - started, pause_s=time.monotonic() - stopped)
+
+    async def read_back(self, staged: StagedWeights) -> None:
+        """Some tensors between two passes, so that generation goes on."""
+        if not self._settings.read_back:
+            return
+        reading, done = read_back(staged, self._tensors), False
+        while not done:
+            with self.progress.call():
+                done = await self._call(functools.partial(ends_within, SLICE_S, reading))
 
     def process_ids(self) -> list[int]:
         return []
@@ -285,17 +289,19 @@ class HfEngine:
             self._paused = True
             self._drained.set_result(None)
 
-    def _resume(self, load: Load, policy_version: int, in_flight: str) -> None:
-        load.finish(read_back=self._settings.read_back)
-        self._version = policy_version
-        if in_flight != "keep":
-            self._decoder.prefill(range(len(self._running)), [s.tokens[:-1] for s in self._running])
+    def _load_staged(self, staged: StagedWeights, in_flight: str) -> None:
+        load(staged, self._tensors)
+        self._version = staged.manifest.policy_version
+        self._cache_is_old = in_flight != "keep"
         self._drained, self._paused = None, False
         for request in self._held:
             self._waiting.extend(request.sequences)
         self._held = []
 
     def _pass(self) -> None:
+        if self._cache_is_old:
+            self._decoder.prefill(range(len(self._running)), [s.tokens[:-1] for s in self._running])
+            self._cache_is_old = False
         self._admit()
         running = self._running
         logits = self._decoder.step([s.tokens[-1] for s in running], [len(s.tokens) - 1 for s in running])

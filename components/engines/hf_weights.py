@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterator
+
 import torch
 from transformers import PreTrainedModel
 
+from ..collector.engine import StagedWeights
 from ..trainer.names import PublishedNames
 from ..trainer.tensors import saved_tensors
-from ..weights import Manifest, TensorEntry, WeightSyncError, read_bucket, sha256_of
+from ..weights import TensorEntry, checksum_of, read_bucket
 
 
 class ModelTensors:
@@ -27,56 +29,54 @@ class ModelTensors:
         self.owner = {part: name for name, parts in self.parts.items() for part in parts}
 
 
-class Load:
-    """One publication on its way into the model: `take` every bucket, then `finish`. Each raises WeightSyncError."""
+def load(staged: StagedWeights, into: ModelTensors) -> None:
+    """Copy what was staged into the model. Raises WeightSyncError unless that covers every tensor."""
+    manifest, covered = staged.manifest, set[str]()
+    waiting: dict[str, dict[str, torch.Tensor]] = {}  # parts of tensors of which others are still to come
 
-    def __init__(self, into: ModelTensors, manifest: Manifest) -> None:
-        self._into = into
-        self._manifest = manifest
-        self._covered: set[str] = set()
-        self._waiting: dict[str, dict[str, torch.Tensor]] = {}  # parts of tensors of which others are still to come
-
-    def take(self, index: int, bucket: np.ndarray) -> None:
-        """Copy one bucket's tensors into the model, each after a check of its bytes."""
-        entries = [e for e in self._manifest.entries if e.bucket == index]
-        memory = torch.from_numpy(bucket if bucket.flags.writeable else bucket.copy())
-        for name, tensor in read_bucket(memory, entries, policy_version=self._manifest.policy_version):
-            if (owner := self._into.owner.get(name)) is None:
-                raise self._error(f"the model has no {name}")
-            if len(self._into.parts[owner]) == 1:
-                self._put(owner, tensor)
-                continue
-            parts = self._waiting.setdefault(owner, {})
-            parts[name] = tensor.clone()
-            if parts.keys() == self._into.parts[owner]:
-                self._put(owner, self._into.names.join(owner, self._into.tensors[owner].shape, parts))
-                del self._waiting[owner]
-
-    def finish(self, *, read_back: bool) -> None:
-        """Every tensor was published; `read_back`: and the model holds its very bytes."""
-        if missing := sorted(self._into.tensors.keys() - self._covered):
-            raise self._error(f"no published tensor reached {', '.join(missing)}")
-        if not read_back:
-            return
-        wrong = sorted({e.name for e in self._manifest.entries if not self._holds(e)})
-        if wrong:
-            raise self._error(f"after the load, weights differ from those published in {', '.join(wrong)}")
-
-    def _put(self, name: str, tensor: torch.Tensor) -> None:
-        target = self._into.tensors[name]
+    def put(name: str, tensor: torch.Tensor) -> None:
+        target = into.tensors[name]
         if (tensor.shape, tensor.dtype) != (target.shape, target.dtype):
-            raise self._error(
+            raise manifest.error(
+                "load",
                 f"{name} was published as {tensor.dtype} {tuple(tensor.shape)}, the model has {target.dtype} "
-                f"{tuple(target.shape)}"
+                f"{tuple(target.shape)}",
             )
         target.copy_(tensor)
-        self._covered.add(name)
+        covered.add(name)
 
-    def _holds(self, entry: TensorEntry) -> bool:
-        owner = self._into.owner[entry.name]
-        whole = self._into.tensors[owner].detach().cpu()
-        part = whole if len(self._into.parts[owner]) == 1 else self._into.names.split(owner, whole)[entry.name]
-        return sha256_of(part.contiguous().view(-1).view(torch.uint8)) == entry.sha256
+    for index, bucket in enumerate(staged.buckets):
+        for name, tensor in read_bucket(manifest, index, torch.from_numpy(bucket)):
+            if (owner := into.owner.get(name)) is None:
+                raise manifest.error("load", f"the model has no {name}")
+            if len(into.parts[owner]) == 1:
+                put(owner, tensor)
+                continue
+            parts = waiting.setdefault(owner, {})
+            parts[name] = tensor
+            if parts.keys() == into.parts[owner]:
+                put(owner, into.names.join(owner, into.tensors[owner].shape, waiting.pop(owner)))
+    if missing := sorted(into.tensors.keys() - covered):
+        raise manifest.error("load", f"no published tensor reached {', '.join(missing)}")
 
-    def _error(self, detail: str) -> WeightSyncError:
-        return WeightSyncError("load", self._manifest.policy_version, detail)
+
+def read_back(staged: StagedWeights, model: ModelTensors) -> Iterator[None]:
+    """Compare the model's bytes to those published, tensor by tensor: it may compute something else in between.
+
+    Raises WeightSyncError at the end, naming all tensors that differ.
+    """
+    manifest, wrong = staged.manifest, set[str]()
+    for entry in manifest.entries:
+        if not _holds(model, entry, manifest.checksum):
+            wrong.add(entry.name)
+        yield
+    if wrong:
+        names = ", ".join(sorted(wrong))
+        raise manifest.error("load", f"after the load, weights differ from those published in {names}")
+
+
+def _holds(model: ModelTensors, entry: TensorEntry, checksum: str) -> bool:
+    owner = model.owner[entry.name]
+    whole = model.tensors[owner].detach().cpu()
+    part = whole if len(model.parts[owner]) == 1 else model.names.split(owner, whole)[entry.name]
+    return checksum_of(part.contiguous().view(-1).view(torch.uint8).numpy(), checksum) == entry.checksum

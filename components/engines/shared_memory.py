@@ -6,7 +6,10 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 PREFIX = "leeway-engine-"
 RUN_PREFIX_ENV = "LEEWAY_MEMORY_PREFIX"
@@ -29,11 +32,44 @@ class SharedFolder:
                 self._lock = lock
                 return
 
+    def new_files(self, sizes: Sequence[int]) -> tuple[str, list[np.ndarray]]:
+        """A folder inside of a new name, with a file of each size (bytes), mapped as uint8 arrays.
+
+        Raises OSError in one line if there is no room for all of them.
+        """
+        folder = Path(tempfile.mkdtemp(dir=self.path))
+        try:
+            return folder.name, [_new_file(folder / bucket_name(i), size) for i, size in enumerate(sizes)]
+        except OSError as error:
+            shutil.rmtree(folder)
+            raise OSError(
+                error.errno,
+                f"{self.path.parent} has no room for a published version of {sum(sizes)} bytes ({error.strerror}); "
+                "enlarge it, or free some of it",
+            ) from None
+
+    def remove_files(self, name: str) -> None:
+        """Who has them mapped keeps the memory until it lets go."""
+        shutil.rmtree(self.path / name, ignore_errors=True)
+
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def bucket_name(index: int) -> str:
+    return f"{index:05d}.bucket"
+
+
+def _new_file(path: Path, size: int) -> np.ndarray:
+    if not size:
+        path.touch()
+        return np.empty(0, dtype=np.uint8)
+    with path.open("w+b") as file:
+        os.posix_fallocate(file.fileno(), 0, size)  # else a write where no memory is left would kill this process
+        return np.memmap(file, dtype=np.uint8, mode="r+", shape=(size,))
 
 
 def remove_abandoned(parent: Path) -> None:

@@ -5,24 +5,21 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import json
 import os
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from typing import Any
 
-import numpy as np
 import psutil
 
 from ..collector.clock import RolloutClock
-from ..collector.engine import EngineLost, EngineSettings, LoadTimes, SampledTokens, largest
+from ..collector.engine import EngineLost, EngineSettings, LoadTimes, SampledTokens, StagedWeights, largest
 from ..collector.progress import Progress, Sampled
-from ..weights import Canary, CanaryGap, Manifest, TensorEntry, WeightSyncError
+from ..weights import Canary, CanaryGap, Manifest, WeightSyncError
 from . import vllm_worker_env as worker_env
 from .shared_memory import SharedFolder
+from .vllm_worker_env import MANIFEST
 
 FIRST = -1
 """The priority of a canary's requests; all others have 0, and are served in the order they came."""
@@ -158,25 +155,31 @@ class VllmEngine:
         gaps = await asyncio.gather(*scored, *(self._continued_gap(*c) for c in cached))
         return CanaryGap(largest(gaps[: len(scored)]), largest(gaps[len(scored) :]))
 
+    def stage(self, manifest: Manifest) -> StagedWeights:
+        """Files in shared memory, which the engine's process maps."""
+        name, buckets = self._shared_memory.new_files(manifest.bucket_bytes)
+        return StagedWeights(manifest, buckets, lambda: self._shared_memory.remove_files(name), name)
+
     async def load_weights(
         self,
-        manifest: Manifest,
-        buckets: AsyncIterator[np.ndarray],
+        staged: StagedWeights,
         *,
         in_flight: str,
         paused: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> LoadTimes:
-        if not self._initialised:
-            from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-            with self.progress.call():
-                await self._llm.init_weight_transfer_engine(
-                    WeightTransferInitRequest(init_info=dict(read_back=self._read_back))
-                )
-            self._initialised = True
-        self._num_loads += 1
         started = time.monotonic()
         with self.progress.call():
+            if not self._initialised:
+                from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+                await self._llm.init_weight_transfer_engine(
+                    WeightTransferInitRequest(init_info={"read_back": self._read_back})
+                )
+                self._initialised = True
+            folder = self._shared_memory.path / staged.name
+            await asyncio.to_thread((folder / MANIFEST).write_text, staged.manifest.to_json())
+            await self._llm.collective_rpc("map_staged", args=(str(folder),))
+            self._num_loads += 1
             await self._llm.pause_generation(
                 mode="wait" if in_flight == "off" else "keep", clear_cache=in_flight != "keep"
             )
@@ -184,11 +187,9 @@ class VllmEngine:
         stopped = time.monotonic()
         with paused():
             try:
-                await self._load(manifest, buckets)
-            except WeightSyncError:
-                raise
+                await self._load(staged.manifest)
             except Exception as error:
-                raise _as_weight_sync_error(error, manifest.policy_version) from error
+                raise _as_weight_sync_error(error, staged.manifest) from error
             # Kept keys and values are for those who run. vLLM cannot clear a prefix cache that is in use: new requests
             # look for their prefixes under another name. Of the load, not of the version: the same version is loaded
             # again after a load that went wrong, and by another run on this engine.
@@ -198,21 +199,25 @@ class VllmEngine:
             self.progress.resume()
         return LoadTimes(drain_s=stopped - started, pause_s=time.monotonic() - stopped)
 
-    async def _load(self, manifest: Manifest, buckets: AsyncIterator[np.ndarray]) -> None:
+    async def read_back(self, staged: StagedWeights) -> None:
+        """Some layers between two passes, so that generation goes on."""
+        done = False
+        try:
+            while not done:
+                with self.progress.call():
+                    done = all(await self._llm.collective_rpc("read_back_some"))
+        except Exception as error:
+            raise _as_weight_sync_error(error, staged.manifest) from error
+
+    async def _load(self, manifest: Manifest) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
         with self.progress.call():
             if self._half_loaded:
                 await self._llm.collective_rpc("abandon_weight_update")
             self._half_loaded = True
             await self._llm.start_weight_update()
-        index = 0
-        async for bucket in buckets:
-            await self._load_bucket(manifest, index, bucket)
-            index += 1
-        if index != manifest.num_buckets:
-            raise WeightSyncError(
-                "bytes", manifest.policy_version, f"got {index} buckets, expected {manifest.num_buckets}"
-            )
-        with self.progress.call():
+            await self._llm.update_weights(WeightTransferUpdateRequest(update_info={}))
             await self._llm.finish_weight_update(weight_version=str(manifest.policy_version))
         self._half_loaded = False
 
@@ -226,23 +231,6 @@ class VllmEngine:
         self._llm.shutdown()
         del self._llm  # its finaliser needs modules that are gone at interpreter exit
         self._shared_memory.remove()
-
-    async def _load_bucket(self, manifest: Manifest, index: int, bucket: np.ndarray) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        entries = [_entry_dict(e) for e in manifest.entries if e.bucket == index]
-        path = self._shared_memory.path / f"{uuid.uuid4().hex}.bucket"
-        try:
-            await asyncio.to_thread(bucket.tofile, path)
-            request = WeightTransferUpdateRequest(
-                update_info=dict(
-                    path=str(path), entries_json=json.dumps(entries), policy_version=manifest.policy_version
-                )
-            )
-            with self.progress.call():
-                await self._llm.update_weights(request)
-        finally:
-            path.unlink(missing_ok=True)
 
     async def _scored_gap(self, sequence: list[int], expected: list[float]) -> float:
         params = self._params(max_tokens=1, temperature=1.0, prompt_logprobs=0)
@@ -284,15 +272,11 @@ def _sampled_tokens(output: Any) -> SampledTokens:
     return SampledTokens(tokens, flat.logprobs, versions, output.finish_reason or "unknown")
 
 
-def _entry_dict(entry: TensorEntry) -> dict[str, Any]:
-    return asdict(entry)
-
-
-def _as_weight_sync_error(error: Exception, policy_version: int) -> WeightSyncError:
+def _as_weight_sync_error(error: Exception, manifest: Manifest) -> WeightSyncError:
     """vLLM carries a worker's exception over as text only; find our own message in it again."""
     text = str(error)
     for check in ("bytes", "load"):
         mark = f"failed the {check} check: "
         if mark in text:
-            return WeightSyncError(check, policy_version, text.split(mark, 1)[1].splitlines()[0].rstrip("'\")"))
-    return WeightSyncError("load", policy_version, text)
+            return manifest.error(check, text.split(mark, 1)[1].splitlines()[0].rstrip("'\")"))
+    return manifest.error("load", text)

@@ -19,7 +19,7 @@ weights in packed form; both are got around without knowing how:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -70,7 +70,7 @@ def total_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Published:
-    """The names and column sums of one publication, gathered while it streams in."""
+    """The names and column sums of one publication."""
 
     def __init__(self, *, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype, self._device = dtype, device
@@ -101,12 +101,22 @@ class ReadBack:
     unread: list[str]
 
 
-@torch.no_grad()
-def read_back(model: torch.nn.Module, published: Published, *, dtype: torch.dtype, turn: int) -> ReadBack:
-    """Compare what `model` computes with to `published`.
+def read_back(
+    model: torch.nn.Module,
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    turn: int,
+) -> Generator[None, None, ReadBack]:
+    """Compare what `model` computes with to the published `tensors`, in pieces: it may compute something in between.
 
     `turn` chooses the block of columns where reading all of them would cost too much.
     """
+    published = Published(dtype=dtype, device=device)
+    for name, tensor in tensors:
+        published.add(name, tensor)
+        yield
     # A module under two names (a tied head) was published under both; a router has two names within one layer.
     named = [(layer_of(f"{n}.weight"), m) for n, m in model.named_modules(remove_duplicate=False)]
     modules = {(layer, id(m)): m for layer, m in named if next(m.parameters(False), None) is not None}
@@ -118,6 +128,7 @@ def read_back(model: torch.nn.Module, published: Published, *, dtype: torch.dtyp
             experts = dict(_expert_sums(module, layer, dtype)) if _are_readable(module) else {}
             if experts and experts.keys() <= published.sums.keys():
                 found |= experts
+                yield
             else:
                 unread.add(f"{layer}.experts")
         elif not _is_readable(module) or layer not in names:
@@ -128,6 +139,7 @@ def read_back(model: torch.nn.Module, published: Published, *, dtype: torch.dtyp
         if layer not in unread and not isinstance(module, RoutedExperts):
             for width, sums in _sums(module, dtype, num_columns, turn):
                 found[layer, width] = found[layer, width] + sums if (layer, width) in found else sums
+            yield
     for name, module in model.named_modules():
         for _, buffer in published.buffers_of(name, module):
             key = (layer_of(f"{name}.weight"), buffer.shape[-1] if buffer.dim() > 1 else 1)

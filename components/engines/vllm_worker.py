@@ -6,7 +6,6 @@ registers the weight transfer backend "leeway".
 
 from __future__ import annotations
 
-import json
 import logging
 import mmap
 import os
@@ -15,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,9 +31,11 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
-from ..weights import TensorEntry, WeightSyncError, read_bucket
-from .vllm_readback import Published, read_back
-from .vllm_worker_env import BACKEND, CORES_ENV, MEMORY_ENV, PARENT_ENV
+from ..weights import Manifest, read_bucket
+from .shared_memory import bucket_name
+from .slices import SLICE_S, ends_within
+from .vllm_readback import read_back
+from .vllm_worker_env import BACKEND, CORES_ENV, MANIFEST, MEMORY_ENV, PARENT_ENV
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,14 @@ class WorkerExtension:
         finalize_layerwise_reload(engine.model, engine.model_config)
         self._weight_update_active = False
 
+    def map_staged(self: Any, folder: str) -> None:
+        """Before the pause: what the next load takes."""
+        self.weight_transfer_engine.map_staged(Path(folder))
+
+    def read_back_some(self: Any) -> bool:
+        """After the pause: compare for a moment what was loaded; whether all of it was compared."""
+        return self.weight_transfer_engine.read_back_some()
+
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
@@ -81,81 +91,90 @@ class InitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class BucketInfo(WeightTransferUpdateInfo):
-    """One bucket: a file of raw bytes in shared memory, and the manifest's entries for it (JSON)."""
-
-    path: str
-    entries_json: str
-    policy_version: int
+class Nothing(WeightTransferUpdateInfo):
+    """What is to be loaded was said before the pause."""
 
 
-class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, BucketInfo]):
-    """Loads buckets that lie in shared memory files.
-
-    Checks bytes before loading, coverage at its end, and reads the loaded weights back.
-    """
+class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, Nothing]):
+    """Loads buckets that lie, checked, in shared memory; every weight must be covered. Then reads the weights back."""
 
     init_info_cls = InitInfo
-    update_info_cls = BucketInfo
+    update_info_cls = Nothing
 
     def __init__(
         self, config: WeightTransferConfig, vllm_config: object, device: torch.device, model: torch.nn.Module
     ) -> None:
         super().__init__(config, vllm_config, device, model)  # type: ignore[arg-type]
-        self._policy_version = -1
+        self._manifest: Manifest | None = None
+        self._buckets: list[torch.Tensor] = []
         self._reads_back = True
-        self._published = self._nothing_published()
+        self._reading: Iterator[None] | None = None
+        self._was_read = True
         self._unread: list[str] = []
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self._reads_back = init_info.read_back
 
+    def map_staged(self, folder: Path) -> None:
+        self._reading, self._was_read = None, False
+        self._manifest = Manifest.from_json((folder / MANIFEST).read_text())
+        self._buckets = [_mapped(folder / bucket_name(i)) for i in range(len(self._manifest.bucket_bytes))]
+
     def start_weight_update(self) -> None:
-        self._published = self._nothing_published()
         forget_packed_experts(self.model)
         initialize_layerwise_reload(self.model)
         forget_uncounted(self.model)
 
-    def receive_weights(self, update_info: BucketInfo) -> None:
-        self._policy_version = update_info.policy_version
-        entries = [TensorEntry(**{**e, "shape": tuple(e["shape"])}) for e in json.loads(update_info.entries_json)]
-        with open(update_info.path, "rb") as file:
-            # The mapping outlives this call where a layer waits for tensors of the next bucket: the tensors hold it.
-            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        bucket = torch.frombuffer(memory, dtype=torch.uint8)
-        tensors = read_bucket(bucket, entries, policy_version=update_info.policy_version)
-        self.model.load_weights(self._noted(tensors))  # type: ignore[operator]
+    def receive_weights(self, update_info: Nothing) -> None:
+        self.model.load_weights(self._tensors())  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
+        assert self._manifest is not None
         missing = [*uncovered_parameters(self.model), *uncovered_uncounted(self.model)]
         if missing:
-            raise WeightSyncError("load", self._policy_version, f"no published tensor reached {', '.join(missing)}")
+            raise self._manifest.error("load", f"no published tensor reached {', '.join(missing)}")
         finalize_layerwise_reload(self.model, self.model_config)
-        if self._reads_back:
-            self._read_back()
+        self._reading = self._read_back(self._manifest)
 
-    def _read_back(self) -> None:
-        result = read_back(self.model, self._published, dtype=self.model_config.dtype, turn=self._policy_version)
+    @torch.no_grad()
+    def read_back_some(self) -> bool:
+        if not self._was_read:
+            assert self._reading is not None, "nothing was loaded since it was staged"
+            self._was_read = not self._reads_back or ends_within(SLICE_S, self._reading)
+            if self._was_read:
+                self._reading, self._manifest, self._buckets = None, None, []
+        return self._was_read
+
+    def _read_back(self, manifest: Manifest) -> Iterator[None]:
+        result = yield from read_back(
+            self.model,
+            self._tensors(),
+            dtype=self.model_config.dtype,
+            device=self.device,
+            turn=manifest.policy_version,
+        )
         if result.differing:
             where = ", ".join(result.differing)
-            raise WeightSyncError(
-                "load", self._policy_version, f"after the load, weights differ from those published in {where}"
-            )
+            raise manifest.error("load", f"after the load, weights differ from those published in {where}")
         if result.unread != self._unread:
             self._unread = result.unread
             logger.warning("only the canary proves these layers, their layout is unknown: %s", ", ".join(self._unread))
 
-    def _nothing_published(self) -> Published:
-        return Published(dtype=self.model_config.dtype, device=self.device)
-
-    def _noted(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in tensors:
-            if self._reads_back:
-                self._published.add(name, tensor)
-            yield name, tensor
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        assert self._manifest is not None
+        for index, bucket in enumerate(self._buckets):
+            yield from read_bucket(self._manifest, index, bucket)
 
     def shutdown(self) -> None:
         pass
+
+
+def _mapped(path: Path) -> torch.Tensor:
+    """A file's bytes, uint8. They stay mapped as long as a tensor of them is held, whatever happens to the file."""
+    if not path.stat().st_size:
+        return torch.empty(0, dtype=torch.uint8)
+    with path.open("rb") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), dtype=torch.uint8)
 
 
 def forget_packed_experts(model: torch.nn.Module) -> None:

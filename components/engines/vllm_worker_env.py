@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 BACKEND = "leeway"
+MANIFEST = "manifest.json"
 WORKER_EXTENSION = "leeway.engines.vllm_worker.WorkerExtension"
 PARENT_ENV = "LEEWAY_ENGINE_PARENT"
 CORES_ENV = "LEEWAY_ENGINE_CORES"

@@ -27,7 +27,7 @@ class ParameterServer:
     async def publish(self, publication: Publication) -> None:
         """Make a newer version available. Raises when versions do not increase or a bucket is missing."""
         manifest = publication.manifest
-        assert len(publication.bucket_refs) == manifest.num_buckets, "a publication needs all of its buckets"
+        assert len(publication.bucket_refs) == len(manifest.bucket_bytes), "a publication needs all of its buckets"
         async with self._changed:
             if manifest.policy_version <= self.newest_version:
                 raise ValueError(

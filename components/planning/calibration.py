@@ -137,9 +137,7 @@ class _Measured:
             upload_s=_median(self._rows, "param_server/publish_s"),
             pause_s=_mean(self._collector, "collector/pause_s"),
             # With other requests running, it includes their passes, which are simulated: the minimum is its own time.
-            canary_s=min(
-                (r["param_server/canary_s"] for r in self._rows if r.get("param_server/canary_s")), default=0.0
-            ),
+            canary_s=min((r["param_server/proof_s"] for r in self._rows if r.get("param_server/proof_s")), default=0.0),
             measured_step_s=self._step_s,
         )
 

@@ -22,6 +22,7 @@ from ..config import Config, Recipe, derive
 from ..config.auxiliary import AuxiliaryModel
 from ..config.evalsets import evalset_sampling
 from ..config.objective import objective_of
+from ..config.transports import transport_kind
 from ..param_server.actor import ParameterServerRemote
 from ..replay.actor import ReplayBufferRemote
 from ..trainer.actor import TrainerRank
@@ -29,6 +30,7 @@ from ..trainer.actor_critic import ActorCriticSettings
 from ..trainer.critic import CriticSettings
 from ..trainer.optimizer import OptimizerSettings
 from ..trainer.trainer import TrainerSettings
+from ..transports.transport import TransportSettings
 from ..weights import CanaryPrompts
 from .placement import Cores, beside_engines, keep_on, place
 from .supervisor import Supervisor, awaited, together
@@ -108,6 +110,7 @@ def trainer_settings(
         cpu_offload=config.train.cpu_offload,
         save_in_background=config.checkpoint.in_background,
         max_writers=config.checkpoint.max_writers,
+        checksum=config.param_server.checksum or transport_kind(config.param_server.transport).checksum,
     )
     if not derive(config, recipe).has_critic:
         return settings
@@ -152,6 +155,17 @@ def versions_kept(config: Config) -> int:
     return reach + 1 if config.rollout.pull == "oldest" else 1
 
 
+def transport_settings(config: Config, run_dir: Path) -> TransportSettings:
+    p, reach = config.param_server, config.staleness.max_policy_lag + config.param_server.publish_every
+    audited = reach + 1 if config.train.audit_every else 1
+    return TransportSettings(
+        name=p.transport,
+        folder=run_dir,
+        keep=max(versions_kept(config), audited),
+        options=p.transport_options,
+    )
+
+
 def requests_are_seeded(config: Config) -> bool:
     """Only if no request lives through a change of weights: a rebuilt KV cache would rewind its generator."""
     return derive(config).lockstep or config.staleness.in_flight == "off"
@@ -187,7 +201,9 @@ class Launcher:
     def __init__(self, config: Config, recipe: Recipe, *, run_dir: Path, supervisor: Supervisor) -> None:
         self._config = config
         self._recipe = recipe
-        self._logs = (run_dir / "logs").absolute()
+        self._run_dir = run_dir.absolute()
+        self._logs = self._run_dir / "logs"
+        self._transport = transport_settings(config, self._run_dir)
         self._cores: Cores = place(config, recipe)
         self._others = beside_engines(self._cores)
         self._addresses: dict[str, str] = {}
@@ -197,6 +213,7 @@ class Launcher:
     async def begin(self, config: Config, *, total_steps: int, canary: CanaryPrompts) -> None:
         """Prepare the running parts for another run of async_rl: the same number of parts, on the same cores."""
         self._config = config = self._with_addresses(config)
+        self._transport = transport_settings(config, self._run_dir)
         parts = self.parts
         await self._wait(
             together([parts.param_server.begin.remote(versions_kept(config)), parts.buffer.begin.remote(config)]),
@@ -206,7 +223,8 @@ class Launcher:
             actor.begin.remote(
                 trainer_settings(
                     config, self._recipe, total_steps=total_steps, canary=canary, cores=self._cores.trainers[rank]
-                )
+                ),
+                self._transport,
             )
             for rank, actor in enumerate(parts.trainers)
         ]
@@ -217,6 +235,7 @@ class Launcher:
                 derive(config).served_tolerance,
                 parts.buffer,
                 parts.param_server,
+                self._transport,
             )
             for actor in parts.collectors
         ]
@@ -245,6 +264,7 @@ class Launcher:
                 ),
                 rank,
                 address,
+                self._transport,
             )
             for rank, actor in enumerate(self.parts.trainers)
         ]
@@ -299,6 +319,7 @@ class Launcher:
                 derive(config).served_tolerance,
                 self.parts.buffer,
                 self.parts.param_server,
+                self._transport,
             )
             for i, actor in enumerate(self.parts.collectors)
         ]

@@ -14,10 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import ray
 
 from ..failures import Watched, as_text
 from ..monitor.logs import log_to_file
+from ..transports.transport import TransportSettings, open_transport
 from ..types import TrainBatch
 from ..weights import Publication
 
@@ -46,18 +48,19 @@ class TrainerActor(Watched):
         return f"tcp://{host}:{port}"
 
     @as_text
-    async def start(self, settings: Any, rank: int, init_method: str) -> dict[str, Any]:
+    async def start(self, settings: Any, rank: int, init_method: str, transport: TransportSettings) -> dict[str, Any]:
         from transformers.utils import logging as transformers_logging
 
         from .actor_critic import make_trainer
 
         transformers_logging.disable_progress_bar()
-        self._settings, self._place = settings, {"rank": rank, "init_method": init_method, "put": ray.put}
+        self._settings = settings
+        self._place = {"rank": rank, "init_method": init_method, "transport": open_transport(transport)}
         self._trainer = await self._in_order(lambda: make_trainer(settings, **self._place))
         return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
 
     @as_text
-    async def begin(self, settings: Any) -> None:
+    async def begin(self, settings: Any, transport: TransportSettings) -> None:
         """Reset for another run with the same ranks."""
         from .actor_critic import make_trainer
 
@@ -68,6 +71,8 @@ class TrainerActor(Watched):
 
         self._of_take.clear()
         self._settings = settings
+        self._place["transport"].close()
+        self._place["transport"] = open_transport(transport)
         self._trainer = await self._in_order(another)
 
     @as_text
@@ -86,8 +91,11 @@ class TrainerActor(Watched):
     @as_text
     async def audit(self, batch: TrainBatch, publication: Publication) -> dict[str, float]:
         """See `Trainer.audit`; `publication` is one that was kept."""
-        buckets = [await ref for ref in publication.bucket_refs]
-        return await self._in_order(lambda: self._trainer.audit(batch, publication.manifest, buckets))
+        manifest = publication.manifest
+        buckets = [np.empty(num_bytes, dtype=np.uint8) for num_bytes in manifest.bucket_bytes]
+        for index, bucket in enumerate(buckets):
+            await self._place["transport"].fetch(publication, index, bucket)
+        return await self._in_order(lambda: self._trainer.audit(batch, manifest, buckets))
 
     @as_text
     async def train_step(self, batch: TrainBatch, publish: bool) -> dict[str, float]:

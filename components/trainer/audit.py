@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..weights import Manifest, read_bucket
+from ..weights import Manifest, check_bucket, read_bucket
 from .names import PublishedNames
 from .scoring import ScoringModel
 from .sharding import reshard
@@ -32,10 +32,8 @@ def published_weights(
     try:
         with torch.no_grad():
             for index, bucket in enumerate(buckets):
-                entries = [e for e in manifest.entries if e.bucket == index]
-                # A copy, because memory from an object store is read-only.
-                memory = torch.from_numpy(np.array(bucket))
-                found |= read_bucket(memory, entries, policy_version=manifest.policy_version)
+                check_bucket(manifest, index, bucket)
+                found |= read_bucket(manifest, index, torch.from_numpy(bucket))
                 for name in [name for name, parts in missing.items() if parts <= found.keys()]:
                     full = names.join(name, tensors[name].shape, found)
                     _local(tensors[name]).copy_(_shard_like(tensors[name], full))

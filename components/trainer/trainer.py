@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 
 from ..algorithms.objective import Loss, Objective
-from ..weights import CanaryPrompts, Manifest, Publication
+from ..transports.object_store import ObjectStore
+from ..transports.transport import WeightTransport
+from ..weights import CanaryPrompts, Checksum, Manifest, Publication
 from .audit import published_weights
 from .bound import StalenessError as StalenessError
 from .bound import check_versions
@@ -31,7 +33,7 @@ from .gather import Gatherer
 from .memory import peak_memory_gib
 from .microbatch import Microbatch, Packing, cut, empty_microbatch
 from .optimizer import OptimizerSettings, Stepper, embedding_ids, make_optimizer
-from .publish import Publisher, Put, keep
+from .publish import Publisher
 from .reference import load_reference
 from .saver import Saver
 from .scoring import ScoringModel
@@ -52,7 +54,7 @@ class TrainerSettings:
     `reference_path` None: where an objective needs a reference policy, it is the weights at `model_path`.
     `compile_layers` and `cpu_offload`: see `sharding.shard`.
     `save_in_background`: checkpoints are written from a copy while training goes on, by at most `max_writers` ranks at
-    once (0: all).
+    once (0: all). `checksum`: of published bytes, see `weights.Checksum`.
     """
 
     model_path: str
@@ -81,14 +83,17 @@ class TrainerSettings:
     cpu_offload: bool = False
     save_in_background: bool = True
     max_writers: int = 0
+    checksum: Checksum = "xxh3_128"
 
 
 class Trainer:
-    def __init__(self, settings: TrainerSettings, *, rank: int, init_method: str, put: Put = keep) -> None:
-        """`put` takes ownership of published buckets; the default keeps them in this process."""
+    def __init__(
+        self, settings: TrainerSettings, *, rank: int, init_method: str, transport: WeightTransport | None = None
+    ) -> None:
+        """`transport`: on which weights leave (None: they stay in this process)."""
         self._settings = settings
         self._rank = rank
-        self._put = put
+        self._transport = transport or ObjectStore.of_this_process()
         self._device = (
             torch.device("cuda", torch.cuda.current_device()) if settings.device == "cuda" else torch.device("cpu")
         )
@@ -152,7 +157,7 @@ class Trainer:
         self._gatherer = Gatherer(
             self._model, dtype=getattr(torch, settings.publish_dtype), bucket_bytes=settings.bucket_bytes
         )
-        self._publisher = Publisher(self._gatherer, put=self._put)
+        self._publisher = Publisher(self._gatherer, transport=self._transport, checksum=settings.checksum)
         self.policy_version = 0
 
     def forward_backward(self, batch: TrainBatch, *, proximal_logprobs: torch.Tensor | None = None) -> dict[str, float]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,6 +18,7 @@ from leeway.engines import vllm_worker_env
 from leeway.engines.vllm_engine import VllmEngine
 from leeway.trainer.tensors import saved_tensors
 from leeway.trainer.trainer import Trainer
+from leeway.transports.object_store import ObjectStore
 from leeway.types import Trajectory, batch_trajectories
 from leeway.weights import CanaryPrompts, WeightSyncError
 
@@ -119,15 +118,12 @@ async def weight_sync(engine: VllmEngine, trainer: Trainer) -> float:
     async def nothing(*_: Any) -> None:
         raise AssertionError("nobody pulls, nothing fails")
 
-    async def stream() -> AsyncIterator[np.ndarray]:
-        for bucket in publication.bucket_refs:
-            yield bucket
-
     trainer.publish()
     publication = trainer.publication()
     receiver = WeightSync(
         engine,
         nothing,
+        ObjectStore.of_this_process().fetch,
         in_flight="recompute",
         tolerance=TOLERANCE,
         pull_every=1,
@@ -136,7 +132,9 @@ async def weight_sync(engine: VllmEngine, trainer: Trainer) -> float:
         on_quarantine=nothing,
         max_failures=0,
     )
-    await receiver._load_and_verify(publication.manifest, stream())
+    staged = await receiver._staged(publication)
+    await receiver._load_and_verify(staged, 0.0)
+    staged.release()
     return receiver.drain_reports()[0].served_gap
 
 

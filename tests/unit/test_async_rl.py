@@ -21,6 +21,7 @@ from leeway.replay.actor import TakeRefs
 from leeway.runtime.supervisor import Supervisor
 from leeway.trainer.actor import TrainerActor
 from leeway.trainer.publish import Publisher
+from leeway.transports.object_store import ObjectStore
 from leeway.weights import Canary, CanaryPrompts, Publication, plan_buckets
 
 from .test_staleness_property import VirtualClock
@@ -42,7 +43,7 @@ class NoTime:
             return [(plan, memory)]
 
         gatherer = SimpleNamespace(buckets=buckets, as_published=lambda plan, memory: (plan, memory))
-        self._publisher = Publisher(gatherer, put=np.copy)  # type: ignore[arg-type]
+        self._publisher = Publisher(gatherer, transport=ObjectStore(np.copy, np.copy), checksum="xxh3_128")  # type: ignore[arg-type]
 
     def forward_backward(self, batch: Any) -> dict[str, float]:
         return {}

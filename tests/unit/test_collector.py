@@ -8,12 +8,11 @@ import re
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 import torch
 import torchrl.data
@@ -25,7 +24,7 @@ from torchrl.objectives.llm.grpo import MCAdvantage
 
 from leeway.collector.clock import ACTIVITIES, ActivityClock
 from leeway.collector.collector import Collector, CollectorSettings
-from leeway.collector.engine import EngineLost
+from leeway.collector.engine import EngineLost, StagedWeights
 from leeway.collector.progress import Progress
 from leeway.collector.weight_sync import WeightSync
 from leeway.config.inputs import EvalSampling
@@ -64,12 +63,15 @@ class FakeEngine:
         )
         return [one] * sampling["n"]
 
-    async def load_weights(
-        self, manifest: Manifest, buckets: AsyncIterator[np.ndarray], *, in_flight: str, paused: Any
-    ) -> Any:
+    def stage(self, manifest: Manifest) -> StagedWeights:
+        return StagedWeights(manifest, [])
+
+    async def load_weights(self, staged: StagedWeights, *, in_flight: str, paused: Any) -> Any:
         with paused():
-            self.version = manifest.policy_version
+            self.version = staged.manifest.policy_version
         return SimpleNamespace(pause_s=0.5, drain_s=0.0)
+
+    async def read_back(self, staged: StagedWeights) -> None: ...
 
     async def score(self, canary: Canary) -> CanaryGap:
         if self.canary_gate is not None:
@@ -129,6 +131,10 @@ class Answer:
         return [Trajectory.from_completion(prompt, c, reward=1.0) for c in await policy.generate(task.prompt)]
 
 
+async def nothing_to_fetch(*_: Any) -> None:
+    raise AssertionError("these publications have no buckets")
+
+
 class Rig:
     def __init__(
         self, environment: Any = None, *, engine: Callable[[], FakeEngine] = FakeEngine, **changes: Any
@@ -147,6 +153,7 @@ class Rig:
         self.weight_sync = WeightSync(
             self.engine,
             self._pull,
+            nothing_to_fetch,
             paused=lambda: self.clock.doing("pause"),
             on_quarantine=lambda error: self.collector.discard(str(error)),
             **{k: changes.pop(k, v) for k, v in pull_settings.items()},  # type: ignore[arg-type]
@@ -182,17 +189,11 @@ class Rig:
     def group_ids(self) -> list[int]:
         return [g.group_id for batch in self.out for g in batch]
 
-    async def _pull(self, newer_than: int, timeout_s: float) -> tuple[Manifest, AsyncIterator[np.ndarray]] | None:
-        found = await self.server.pull(newer_than=newer_than, timeout_s=timeout_s)
-
-        async def no_buckets() -> AsyncIterator[np.ndarray]:
-            return
-            yield
-
-        return None if found is None else (found.manifest, no_buckets())
+    async def _pull(self, newer_than: int, timeout_s: float) -> Publication | None:
+        return await self.server.pull(newer_than=newer_than, timeout_s=timeout_s)
 
     async def publish(self, version: int) -> None:
-        await self.server.publish(Publication(Manifest(version, [], 0, 0, CANARY, digest_of([])), []))
+        await self.server.publish(Publication(Manifest(version, [], [], CANARY, digest_of([])), []))
         await settle()
 
     async def collect(self) -> None:
@@ -1034,7 +1035,7 @@ def collector_threads() -> list[threading.Thread]:
 
 def ready_rig(number: int, environment: Any = None, **changes: Any) -> Rig:
     rig = Rig(environment, **changes)
-    asyncio.run(rig.server.publish(Publication(Manifest(0, [], 0, 0, CANARY, digest_of([])), [])))
+    asyncio.run(rig.server.publish(Publication(Manifest(0, [], [], CANARY, digest_of([])), [])))
     rig.slots.add(*[0] * number)
     rig.slots.end()
     return rig
@@ -1129,28 +1130,38 @@ def test_leaving_a_plain_for_loop_early_ends_its_thread(queues):
     assert collector_threads() == []
 
 
-def test_quarantine_gives_back_what_is_in_flight_and_none_of_it_comes_out_later():
-    """Groups under way, and one that is finished and withheld, are given back; none of their tokens gets out."""
+@pytest.mark.parametrize("check", ["compute", "load"])
+def test_quarantine_gives_back_what_is_in_flight_and_none_of_it_comes_out_later(check):
+    """Groups under way, and one that is finished and withheld, are given back; none of their tokens gets out.
+
+    Both proofs end after the engine has resumed: the canary's, and that of the read-back.
+    """
 
     async def scenario(rig: Rig, collecting: asyncio.Task[None]) -> None:
         rig.slots.add(0)
         await settle()
         assert rig.group_ids == [0]
-        gate, gaps = asyncio.Event(), [0.3, 0.0]
+        gate, gaps = asyncio.Event(), [0.3 if check == "compute" else 0.0, 0.0]
+        differing = [check == "load", False]
 
         async def score(canary: Canary) -> CanaryGap:
             await gate.wait()
             return CanaryGap(gaps[0], gaps.pop(0))
 
-        rig.engine.score = score
-        await rig.publish(1)  # loaded; its canary is still being scored
+        async def read_back(staged: StagedWeights) -> None:
+            await gate.wait()
+            if differing.pop(0):
+                raise staged.manifest.error("load", "weights differ")
+
+        rig.engine.score, rig.engine.read_back = score, read_back
+        await rig.publish(1)  # loaded; its proof is under way
         rig.slots.add(0, 0, first=1)
         await settle()
         assert rig.group_ids == [0]  # 1 and 2 are generated by version 1, and withheld
         gate.set()
         await settle()
         [reason] = rig.slots.given_back
-        assert reason.startswith("weight sync of policy version 1 failed the compute check: ")
+        assert reason.startswith(f"weight sync of policy version 1 failed the {check} check: ")
         assert rig.group_ids == [0]  # the same version passed now, and still nothing of before comes out
         assert rig.weight_sync.verified_version == 1
         rig.slots.add(0, first=3)

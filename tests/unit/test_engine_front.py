@@ -65,27 +65,28 @@ class PausedOnly:
 
     async def pause_generation(self, **_: Any) -> None: ...
     async def resume_generation(self) -> None: ...
+    async def collective_rpc(self, *_: Any, **__: Any) -> None: ...
 
 
-def test_where_the_cache_is_kept_every_load_has_a_name_of_its_own():
+def test_where_the_cache_is_kept_every_load_has_a_name_of_its_own(tmp_path):
     """The same version again, after a load that went wrong or in another run on this engine, meets no old cache."""
     engine: Any = object.__new__(VllmEngine)
     engine._initialised, engine._num_loads, engine._cache_salt, engine._llm = True, 0, None, PausedOnly()
-    engine.progress = Progress()
+    engine.progress, engine._shared_memory = Progress(), SharedFolder(tmp_path)
     outcomes = iter([None, WeightSyncError("load", 3, "a layer was left out"), None, None])
 
-    async def load(manifest: Manifest, buckets: Any) -> None:
+    async def load(manifest: Manifest) -> None:
         if (error := next(outcomes)) is not None:
             raise error
 
     engine._load = load
-    manifest = Manifest(3, [], 0, 0, Canary(CanaryPrompts(scored=[], cached=[]), [], [], []), digest_of([]))
+    manifest = Manifest(3, [], [], Canary(CanaryPrompts(scored=[], cached=[]), [], [], []), digest_of([]))
     salts = []
 
     async def loads() -> None:
         for _ in range(4):
             try:
-                await engine.load_weights(manifest, None, in_flight="keep")
+                await engine.load_weights(engine.stage(manifest), in_flight="keep")
             except WeightSyncError:
                 continue
             salts.append(engine._cache_salt)

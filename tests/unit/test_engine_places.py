@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from leeway.collector.clock import RolloutClock
-from leeway.collector.engine import EngineLost
+from leeway.collector.engine import EngineLost, StagedWeights
 from leeway.collector.progress import EngineHung, Progress, Sampled
 from leeway.collector.room import Room
 from leeway.types import Task
@@ -75,9 +74,10 @@ class PlayedEngine(FakeEngine):
         one = SimpleNamespace(tokens=[7, 0], logprobs=[-1.0, -0.1], policy_versions=[0] * 2, finish_reason="stop")
         return [one] * n
 
-    async def load_weights(
-        self, manifest: Manifest, buckets: AsyncIterator[np.ndarray], *, in_flight: str, paused: Any
-    ) -> Any:
+    def stage(self, manifest: Manifest) -> StagedWeights:
+        return StagedWeights(manifest, [])
+
+    async def load_weights(self, staged: StagedWeights, *, in_flight: str, paused: Any) -> Any:
         with self.progress.call():
             if self.load_hangs:
                 await asyncio.Event().wait()

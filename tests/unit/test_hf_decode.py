@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from leeway.collector.engine import EngineLost, EngineSettings
+from leeway.collector.engine import EngineLost, EngineSettings, StagedWeights
 from leeway.engines.hf_engine import HfEngine
-from leeway.engines.hf_weights import Load, ModelTensors
+from leeway.engines.hf_weights import ModelTensors, load, read_back
 from leeway.failures import Refused
 from leeway.trainer.families import load_model
-from leeway.weights import Canary, CanaryPrompts, Manifest, WeightSyncError, digest_of, plan_buckets, sha256_of
+from leeway.weights import Canary, CanaryPrompts, Manifest, WeightSyncError, checksum_of, digest_of, plan_buckets
 
 from ..engine_contract import engine_settings
 from .test_packing import SIZES
@@ -133,25 +133,25 @@ def test_experts_are_joined_from_their_parts_and_each_part_is_needed(tmp_path: P
     memory = plan.empty()
     for span, (_, tensor) in zip(plan.spans, parts, strict=True):
         span.tensor(memory).copy_(tensor)
-    entries = plan.entries(sha256_of(span.data(memory)) for span in plan.spans)
+    entries = plan.entries(checksum_of(span.data(memory).numpy(), "xxh3_128") for span in plan.spans)
     for tensor in tensors.tensors.values():
         tensor.zero_()
 
-    def load(chosen: list[Any]) -> Load:
+    def loaded(chosen: list[Any]) -> StagedWeights:
         canary = Canary(CanaryPrompts(scored=[], cached=[]), [], [], [])
-        taken = Load(tensors, Manifest(3, chosen, 1, 0, canary, digest_of(chosen)))
-        taken.take(0, memory.numpy())
-        return taken
+        manifest = Manifest(3, chosen, [plan.num_bytes], canary, digest_of(chosen))
+        load(staged := StagedWeights(manifest, [memory.numpy()]), tensors)
+        return staged
 
-    load(entries).finish(read_back=True)
+    assert len(list(read_back(loaded(entries), tensors))) == len(entries)
     assert all(torch.equal(before[name], tensor) for name, tensor in tensors.tensors.items())
     expert = next(e.name for e in entries if "experts.2." in e.name)
     with pytest.raises(WeightSyncError, match=r"no published tensor reached .*experts"):
-        load([e for e in entries if e.name != expert]).finish(read_back=True)
-    changed = load(entries)
+        loaded([e for e in entries if e.name != expert])
+    changed = loaded(entries)
     tensors.tensors[tensors.owner[expert]].view(-1)[-1] += 1
     with pytest.raises(WeightSyncError, match=r"after the load, weights differ from those published in .*experts"):
-        changed.finish(read_back=True)
+        list(read_back(changed, tensors))
 
 
 @pytest.mark.slow

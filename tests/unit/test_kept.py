@@ -15,7 +15,7 @@ NO_CANARY = Canary(CanaryPrompts(scored=[], cached=[]), [], [], [])
 
 
 def publication(version: int) -> Publication:
-    return Publication(Manifest(version, [], 0, 0, NO_CANARY, ""), [])
+    return Publication(Manifest(version, [], [], NO_CANARY, ""), [])
 
 
 def versions(publications: list[Publication]) -> list[int]:

@@ -20,7 +20,7 @@ class Bucket:
 
 def publication(version: int, buckets: int = 1) -> Publication:
     canary = Canary(CanaryPrompts(scored=[], cached=[]), [], [], [])
-    return Publication(Manifest(version, [], buckets, 0, canary, digest_of([])), [Bucket() for _ in range(buckets)])
+    return Publication(Manifest(version, [], [0] * buckets, canary, digest_of([])), [Bucket() for _ in range(buckets)])
 
 
 async def pull(server: ParameterServer, newer_than: int, timeout_s: float = 2.0) -> int | None:

@@ -85,7 +85,7 @@ def run(tmp_path: Path) -> Path:
                 "role": "collector",
                 "collector/pause_s": PAUSE_S,
                 "collector/generate_frac": GENERATING_S / STEP_S,
-                "param_server/canary_s": 0.03,
+                "param_server/proof_s": 0.03,
             },
             {"step": step, "role": "driver", "param_server/publish_s": 0.03, "replay/groups_taken": 48.0 * step}
             | {"replay/filtered": 0.0, "replay/failed": 0.0},

@@ -151,7 +151,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 def publication(version: int) -> Publication:
     canary = Canary(CanaryPrompts(scored=[], cached=[]), [], [], [])
-    return Publication(Manifest(version, [], 0, 0, canary, ""), [])
+    return Publication(Manifest(version, [], [], canary, ""), [])
 
 
 @dataclass

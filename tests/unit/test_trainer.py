@@ -18,7 +18,7 @@ from leeway.trainer.microbatch import cut
 from leeway.trainer.optimizer import learning_rate
 from leeway.trainer.trainer import StalenessError, Trainer
 from leeway.types import NO_VERSION, Trajectory, batch_trajectories
-from leeway.weights import Manifest, WeightSyncError, digest_of, read_bucket
+from leeway.weights import Manifest, WeightSyncError, check_bucket, digest_of, read_bucket
 
 from ..tiers import slow_but_for
 from ..trainers import (
@@ -282,7 +282,7 @@ def test_what_is_published_is_bit_for_bit_the_model(make, model_path):
     for name, tensor in state.items():
         assert torch.equal(tensors[name], tensor), name
     assert manifest.policy_version == 0
-    assert manifest.num_buckets == len(buckets) > 3
+    assert len(manifest.bucket_bytes) == len(buckets) > 3
     assert manifest.num_bytes == sum(b.nbytes for b in buckets)
     sizes = [[e.num_bytes for e in manifest.entries if e.bucket == i] for i in range(len(buckets))]
     for bucket, inside in zip(buckets, sizes, strict=True):
@@ -300,7 +300,7 @@ def test_an_untied_head_has_bytes_of_its_own(make, tmp_path):
     path = save_model(tmp_path, tied=False)
     manifest, _, tensors = published(make(path))
     entries = {e.name: e for e in manifest.entries}
-    assert entries["lm_head.weight"].sha256 != entries["model.embed_tokens.weight"].sha256
+    assert entries["lm_head.weight"].checksum != entries["model.embed_tokens.weight"].checksum
     assert torch.equal(tensors["lm_head.weight"], reference_model(path).state_dict()["lm_head.weight"])
 
 
@@ -344,7 +344,7 @@ def test_the_canary_belongs_to_the_published_version(make, model_path):
     assert manifest.policy_version == 1
     assert manifest.canary.logprobs != first.canary.logprobs
     model = reference_model(model_path)
-    model.load_state_dict(dict(read_bucket(torch.from_numpy(buckets[0]), manifest.entries, policy_version=1)))
+    model.load_state_dict(dict(read_bucket(manifest, 0, torch.from_numpy(buckets[0]))))
     check_canary(manifest, model)
 
 
@@ -354,7 +354,7 @@ def test_entries_that_were_changed_after_publishing_are_refused(make):
     assert digest_of(reversed(manifest.entries)) == manifest.digest
     entry = manifest.entries[3]
     for changed in (
-        [dataclasses.replace(entry, sha256="0" * 64)],
+        [dataclasses.replace(entry, checksum="0" * 32)],
         [dataclasses.replace(entry, shape=entry.shape[::-1] if len(entry.shape) > 1 else (1, *entry.shape))],
         [dataclasses.replace(entry, dtype="float16")],
         [],
@@ -380,20 +380,19 @@ def test_the_digest_knows_the_weights_and_nothing_else(make):
 def test_one_flipped_byte_anywhere_is_found_by_name(make):
     manifest, buckets, _ = published(make())
     for entry in manifest.entries:
-        broken = torch.from_numpy(buckets[entry.bucket].copy())
+        broken = buckets[entry.bucket].copy()
         broken[entry.offset + entry.num_bytes // 2] ^= 1
         sharing = [e.name for e in manifest.entries if (e.bucket, e.offset) == (entry.bucket, entry.offset)]
         with pytest.raises(WeightSyncError, match="version 7 failed the bytes check") as caught:
-            list(read_bucket(broken, [e for e in manifest.entries if e.bucket == entry.bucket], policy_version=7))
+            check_bucket(dataclasses.replace(manifest, policy_version=7), entry.bucket, broken)
         assert caught.value.check == "bytes"
         assert any(name in str(caught.value) for name in sharing)
 
 
 def test_a_truncated_bucket_is_found(make):
     manifest, buckets, _ = published(make())
-    cut_short = torch.from_numpy(buckets[0][:-4000].copy())
-    with pytest.raises(WeightSyncError, match="bytes"):
-        list(read_bucket(cut_short, manifest.entries, policy_version=0))
+    with pytest.raises(WeightSyncError, match=r"bytes check: bucket 0 has \d+ bytes, expected"):
+        check_bucket(manifest, 0, buckets[0][:-4000])
 
 
 def test_saved_weights_are_what_transformers_loads(make, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from leeway.collector.clock import ACTIVITIES, ActivityClock, IdleClock
+from leeway.collector.engine import StagedWeights
+from leeway.collector.progress import Progress, Sampled
 from leeway.collector.weight_sync import WeightSync
 from leeway.param_server.server import ParameterServer
 from leeway.weights import Canary, CanaryGap, CanaryPrompts, Manifest, Publication, WeightSyncError, digest_of
@@ -22,7 +24,7 @@ CANARY = Canary(CanaryPrompts(scored=[[1, 2]], cached=[[1, 2]]), [[-0.5]], [3], 
 
 
 def publication(version: int) -> Publication:
-    manifest = Manifest(version, [], 1, 4, CANARY, digest_of([]))
+    manifest = Manifest(version, [], [4], CANARY, digest_of([]))
     return Publication(manifest, [np.full(4, version, dtype=np.uint8)])
 
 
@@ -36,18 +38,31 @@ class FakeEngine:
         self.gap: Callable[[int], float] = lambda version: 0.0
         self.gate: asyncio.Event | None = None
         self.load_error: Exception | None = None
+        self.read_back_error: Exception | None = None
+        self.num_staged = 0
         self.in_flight = ""
 
-    async def load_weights(
-        self, manifest: Manifest, buckets: AsyncIterator[np.ndarray], *, in_flight: str, paused: Any = nullcontext
-    ) -> Any:
+    def stage(self, manifest: Manifest) -> StagedWeights:
+        self.num_staged += 1
+
+        def release() -> None:
+            self.num_staged -= 1
+
+        return StagedWeights(manifest, [np.zeros(n, dtype=np.uint8) for n in manifest.bucket_bytes], release)
+
+    async def load_weights(self, staged: StagedWeights, *, in_flight: str, paused: Any = nullcontext) -> Any:
         if self.load_error is not None:
             raise self.load_error
         with paused():
-            assert [b.tolist() async for b in buckets] == [[manifest.policy_version] * 4]
-        self.version, self.in_flight = manifest.policy_version, in_flight
+            assert [b.tolist() for b in staged.buckets] == [[staged.manifest.policy_version] * 4]
+        self.version, self.in_flight = staged.manifest.policy_version, in_flight
         self.loads.append(self.version)
         return SimpleNamespace(pause_s=0.25, drain_s=0.0)
+
+    async def read_back(self, staged: StagedWeights) -> None:
+        assert staged.manifest.policy_version == self.version
+        if self.read_back_error is not None:
+            raise self.read_back_error
 
     async def score(self, canary: Canary) -> CanaryGap:
         assert canary == CANARY
@@ -73,8 +88,14 @@ class Rig:
         }
         self.quarantines: list[str] = []
         self.weight_sync = WeightSync(
-            self.engine, self.pull, paused=self.paused, on_quarantine=self.quarantined, **(settings | changes)
+            self.engine,
+            self.pull,
+            self.fetch,
+            paused=self.paused,
+            on_quarantine=self.quarantined,
+            **(settings | changes),
         )
+        self.faults: list[Exception | None] = []
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -87,17 +108,14 @@ class Rig:
     async def quarantined(self, error: WeightSyncError) -> None:
         self.quarantines.append(error.check)
 
-    async def pull(self, newer_than: int, timeout_s: float) -> tuple[Manifest, AsyncIterator[np.ndarray]] | None:
+    async def pull(self, newer_than: int, timeout_s: float) -> Publication | None:
         self.asked.append(newer_than)
-        found = await self.server.pull(newer_than=newer_than, timeout_s=timeout_s)
-        if found is None:
-            return None
+        return await self.server.pull(newer_than=newer_than, timeout_s=timeout_s)
 
-        async def buckets() -> AsyncIterator[np.ndarray]:
-            for bucket in found.bucket_refs:
-                yield bucket
-
-        return found.manifest, buckets()
+    async def fetch(self, publication: Publication, index: int, into: np.ndarray) -> None:
+        if self.faults and (fault := self.faults.pop(0)) is not None:
+            raise fault
+        into[:] = publication.bucket_refs[index]
 
     async def publish(self, version: int) -> None:
         await self.server.publish(publication(version))
@@ -185,6 +203,121 @@ def test_a_load_that_fails_ends_the_weight_sync_and_the_pause():
         assert rig.pauses in ([True, False], [True, False, True, False])  # it may fail before the engine stands still
 
     play(scenario)
+
+
+def test_a_read_back_that_differs_after_resuming_quarantines_the_engine():
+    async def scenario(rig, running):
+        await rig.publish(0)
+        rig.engine.read_back_error = WeightSyncError("load", 1, "weights differ from those published in layer 3")
+        await rig.publish(1)
+        with pytest.raises(WeightSyncError, match=r"version 1 failed the load check: .* layer 3"):
+            await asyncio.wait_for(running, 1)
+        assert rig.pauses == [True, False, True, False], "the engine generates while it is read back"
+        assert rig.weight_sync.verified_version == -1
+        assert rig.engine.num_staged == 0
+
+    play(scenario)
+
+
+def test_nothing_is_verified_before_it_was_read_back():
+    async def scenario(rig, running):
+        gate = asyncio.Event()
+
+        async def read_back(staged: StagedWeights) -> None:
+            assert rig.engine.num_staged == 1, "what it is compared to is still there"
+            await gate.wait()
+
+        rig.engine.read_back = read_back
+        await rig.publish(0)
+        assert (rig.engine.loads, rig.engine.scores, rig.weight_sync.verified_version) == ([0], [0], -1)
+        gate.set()
+        await asyncio.wait_for(rig.weight_sync.until_verified(0), 1)
+
+    play(scenario)
+
+
+def test_where_both_proofs_fail_the_read_back_says_where():
+    async def scenario(rig, running):
+        async def read_back(staged: StagedWeights) -> None:
+            await settle()
+            raise staged.manifest.error("load", "weights differ from those published in layer 3")
+
+        rig.engine.read_back = read_back
+        rig.engine.gap = lambda version: 1.0
+        await rig.publish(0)
+        with pytest.raises(WeightSyncError, match=r"load check: .* layer 3"):
+            await asyncio.wait_for(running, 1)
+        assert rig.engine.scores == [0]
+
+    play(scenario)
+
+
+def test_what_does_not_arrive_is_fetched_again_while_the_engine_goes_on():
+    async def scenario(rig, running):
+        await rig.publish(0)
+        rig.faults = [OSError("the link is down"), RuntimeError("the node is gone")]
+        await rig.publish(1)
+        await asyncio.wait_for(rig.weight_sync.until_verified(1), 1)
+        assert rig.engine.loads == [0, 1]
+        assert (rig.weight_sync.num_refused, rig.weight_sync.num_quarantines, rig.quarantines) == (2, 0, [])
+        rig.faults = [OSError("the link is down")] * 3
+        await rig.publish(2)
+        with pytest.raises(WeightSyncError, match=r"transfer check: bucket 1 of 1 did not arrive: OSError: the"):
+            await asyncio.wait_for(running, 1)
+        assert rig.weight_sync.verified_version == 1, "never in doubt"
+        assert rig.engine.num_staged == 0
+
+    play(scenario, max_failures=2)
+
+
+def test_a_second_pause_waits_until_the_first_one_was_of_use_unless_a_group_waits():
+    async def scenario(rig, running):
+        await rig.publish(0)
+        assert rig.engine.loads == [0]
+        await rig.publish(1)
+        assert rig.engine.loads == [0], "what is in flight has got no token under version 0 yet"
+        used.set()
+        await settle()
+        assert rig.engine.loads == [0, 1]
+        await rig.publish(2)
+        await rig.publish(3)
+        assert rig.engine.loads == [0, 1]
+        await asyncio.wait_for(rig.weight_sync.until_verified(2), 1)
+        assert rig.engine.loads == [0, 1, 3], "the newest, at once"
+
+    used = asyncio.Event()
+
+    async def caught_up() -> None:
+        await used.wait()
+        used.clear()
+
+    play(scenario, caught_up=caught_up)
+
+
+def test_whoever_was_in_flight_at_a_load_has_caught_up_with_its_next_token_or_its_end():
+    async def main() -> None:
+        progress = Progress()
+        with progress.request("a", num_sequences=2, prompt_tokens=4):
+            progress.passed(1.0, [Sampled("a", "a-0", 1, False)])  # the other one waits for a place
+            progress.pause()
+            progress.resume()
+            waiting = asyncio.create_task(progress.caught_up())
+            await settle()
+            assert not waiting.done()
+            progress.passed(2.0, [Sampled("a", "a-1", 1, False)])
+            await settle()
+            assert not waiting.done()
+            progress.passed(3.0, [Sampled("a", "a-0", 1, False)])
+            await asyncio.wait_for(waiting, 1)
+            progress.resume()
+            aborted = asyncio.create_task(progress.caught_up())
+            await settle()
+            assert not aborted.done()
+        await asyncio.wait_for(aborted, 1)
+        progress.resume()
+        await asyncio.wait_for(progress.caught_up(), 1)
+
+    asyncio.run(main())
 
 
 def test_what_the_weights_are_enough_for_finishes_under_them_if_asked():
@@ -372,7 +505,7 @@ def test_reports_are_of_the_pulls_since_the_last_one():
         assert [r.served_gap for r in reports] == pytest.approx([0.0, 1e-5, 2e-5])
         assert {r.pause_s for r in reports} == {0.25}
         assert {r.num_bytes for r in reports} == {4}
-        assert all(r.pull_s >= r.canary_s >= 0 for r in reports)
+        assert all(r.sync_s >= r.pause_s + r.proof_s >= r.pause_s for r in reports)
         assert rig.weight_sync.drain_reports() == []
 
     play(scenario)

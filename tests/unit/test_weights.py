@@ -17,10 +17,11 @@ from leeway.weights import (
     Manifest,
     TensorEntry,
     WeightSyncError,
+    check_bucket,
+    checksum_of,
     digest_of,
     plan_buckets,
     read_bucket,
-    sha256_of,
 )
 
 
@@ -37,7 +38,7 @@ def pack(
         memory = plan.empty()
         for span in plan.spans:
             span.tensor(memory).copy_(tensors[span.names[0]])
-        entries += plan.entries(sha256_of(span.data(memory)) for span in plan.spans)
+        entries += plan.entries(checksum_of(span.data(memory).numpy(), "xxh3_128") for span in plan.spans)
         buckets.append(memory)
     return entries, buckets
 
@@ -45,8 +46,12 @@ def pack(
 def manifest() -> Manifest:
     entries, buckets = pack({"a": torch.arange(6.0).view(2, 3), "b": torch.arange(40.0)}, 100, tied={"a": "c"})
     assert len(buckets) == 2
-    canary = Canary(CanaryPrompts(scored=[], cached=[]), [], [], [])
-    return Manifest(7, entries, len(buckets), sum(b.numel() for b in buckets), canary, digest_of(entries))
+    return manifest_of(entries, buckets)
+
+
+def manifest_of(entries: list[TensorEntry], buckets: list[torch.Tensor]) -> Manifest:
+    canary = Canary(CanaryPrompts(scored=[[1, 2]], cached=[[1]]), [[-0.5]], [3], [-0.1])
+    return Manifest(7, entries, [b.numel() for b in buckets], canary, digest_of(entries))
 
 
 def test_a_manifest_as_it_was_published_passes() -> None:
@@ -57,7 +62,7 @@ def test_a_manifest_as_it_was_published_passes() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"name": "d"}, {"dtype": "int32"}, {"shape": (3, 2)}, {"sha256": "0" * 64}, None],
+    [{"name": "d"}, {"dtype": "int32"}, {"shape": (3, 2)}, {"checksum": "0" * 32}, None],
     ids=["name", "type", "shape", "contents", "left out"],
 )
 def test_entries_that_were_not_published_are_refused_with_both_digests(change: dict | None) -> None:
@@ -81,9 +86,11 @@ def test_buckets_of_odd_tensors_round_trip() -> None:
         "int": torch.arange(5),
     }
     entries, buckets = pack(tensors, 256)
+    whole = manifest_of(entries, buckets)
     found = {}
     for i, bucket in enumerate(buckets):
-        found |= dict(read_bucket(bucket, [e for e in entries if e.bucket == i], policy_version=0))
+        check_bucket(whole, i, bucket.numpy())
+        found |= dict(read_bucket(whole, i, bucket))
     assert set(found) == set(tensors)
     for name, tensor in tensors.items():
         assert torch.equal(found[name], tensor), name

@@ -1,0 +1,84 @@
+"""Weight transports by name: where each one is, what it needs, and the options that it takes.
+
+A transport more is a file in `transports/` and a `TransportKind` in `TRANSPORTS`. A user's own is named as
+"pkg.module:Class".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..weights import Checksum
+from .errors import ConfigError
+from .names import check_name, nearest
+
+if TYPE_CHECKING:
+    from .schema import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportKind:
+    """`target`: its class, "module:Class". `needs`: what `leeway validate` says that it needs.
+
+    `options`: those that it takes, each with what its value must be (None: any option, which is its own affair).
+    `checksum`: what its bytes are checked with unless `param_server.checksum` says otherwise.
+    """
+
+    target: str
+    needs: Callable[[Config], str]
+    options: Mapping[str, str] | None = field(default_factory=dict)
+    checksum: Checksum = "xxh3_128"
+
+
+def _files_need(config: Config) -> str:
+    options = config.param_server.transport_options
+    folder = options.get("folder", config.run_dir / "weights")
+    return f"{folder}, on a disk that all hosts of this run share, with room for {options.get('keep', 2) + 1} versions"
+
+
+TRANSPORTS = {
+    "object_store": TransportKind(
+        target="leeway.transports.object_store:ObjectStore",
+        needs=lambda config: "room for 2 versions in Ray's object store, on the trainer's host and on every engine's",
+    ),
+    "files": TransportKind(
+        target="leeway.transports.files:Files",
+        needs=_files_need,
+        options={"folder": "a path", "keep": "a whole number from 1", "fsync": "true or false"},
+        checksum="sha256",
+    ),
+}
+_FITS: Mapping[str, Callable[[Any], bool]] = {
+    "a path": lambda value: isinstance(value, str) and bool(value),
+    "a whole number from 1": lambda value: type(value) is int and value >= 1,
+    "true or false": lambda value: isinstance(value, bool),
+}
+
+
+def transport_kind(name: str) -> TransportKind:
+    """Of a name that is in `TRANSPORTS`, or of a user's own "pkg.module:Class"."""
+    if name in TRANSPORTS:
+        return TRANSPORTS[name]
+    return TransportKind(target=name, needs=lambda config: "what its class says", options=None)
+
+
+def check_transport(name: str, options: Mapping[str, Any], *, named: Callable[[str], str]) -> None:
+    """Raise ConfigError for a transport that does not exist, or an option that it does not take."""
+    check_name(named("param_server.transport"), name, TRANSPORTS, kind="Transport")
+    known = transport_kind(name).options
+    if known is None:
+        return
+    for option, value in options.items():
+        key = named(f"param_server.transport_options.{option}")
+        if option not in known:
+            guess = nearest(option, known)
+            raise ConfigError(
+                key,
+                got=value,
+                expected=f"one of {', '.join(known)}" if known else f"no option: {name} takes none",
+                fix=f"nearest: {guess}" if guess else "leave it out",
+            )
+        if not _FITS[known[option]](value):
+            raise ConfigError(key, got=value, expected=known[option], fix="change it, or leave it out")

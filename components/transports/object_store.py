@@ -1,0 +1,66 @@
+"""Weights in Ray's object store: one copy on every node that asks for them, freed when nobody holds a reference."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+
+from ..weights import Manifest, Publication
+from .transport import TransportSettings
+
+
+class ObjectStore:
+    """`put` stores one bucket and returns a reference; `get` returns what a reference stands for, perhaps read-only."""
+
+    def __init__(self, put: Callable[[np.ndarray], Any], get: Callable[[Any], Awaitable[np.ndarray]]) -> None:
+        self._put = put
+        self._get = get
+
+    @classmethod
+    def open(cls, settings: TransportSettings) -> ObjectStore:
+        import ray
+
+        async def get(ref: Any) -> np.ndarray:
+            return await ref
+
+        return cls(ray.put, get)
+
+    @classmethod
+    def of_this_process(cls) -> ObjectStore:
+        """For a trainer whose weights leave its process by no other way: a bucket is its own reference."""
+
+        async def get(bucket: np.ndarray) -> np.ndarray:
+            return bucket
+
+        return cls(lambda bucket: bucket, get)
+
+    def begin(self, policy_version: int) -> _Refs:
+        return _Refs(self._put)
+
+    async def fetch(self, publication: Publication, index: int, into: np.ndarray) -> None:
+        bucket = await self._get(publication.bucket_refs[index])
+        await asyncio.to_thread(np.copyto, into, bucket, casting="no")
+
+    def close(self) -> None:
+        """References are what holds the store's memory; there is nothing else."""
+
+
+class _Refs:
+    """A version that is discarded, or that nobody claims, goes with its references."""
+
+    def __init__(self, put: Callable[[np.ndarray], Any]) -> None:
+        self._put = put
+        self._refs: list[Any] = []
+
+    def put(self, bucket: np.ndarray) -> None:
+        self._refs.append(self._put(bucket))
+
+    def commit(self, manifest: Manifest) -> Publication:
+        refs, self._refs = self._refs, []
+        return Publication(manifest, refs)
+
+    def discard(self) -> None:
+        self._refs = []

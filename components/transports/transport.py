@@ -1,0 +1,74 @@
+"""The door for weight transports.
+
+    trainer's rank 0:   begin(version) -> put(bucket 0) ... put(bucket n) -> commit(manifest) = Publication
+                                                                                                    |  parameter server
+    engine's side:      fetch(publication, 0, memory) ... fetch(publication, n, memory)  <----------+
+
+A transport moves bytes and knows nothing of tensors. The checks, deadlines and retries stand outside of it, in
+`collector/weight_sync.py`, and are the same for all: a transport may lose, delay and change bytes, and no engine will
+serve them. `tests/transport_contract.py` is what each one is held to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..config.transports import transport_kind
+from ..importing import import_user_object
+from ..weights import Manifest, Publication
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportSettings:
+    """`name` and `options`: `param_server.transport` and `.transport_options`. `folder`: of the run, for what it keeps
+    in files. `keep`: versions that can still be asked for.
+    """
+
+    name: str
+    folder: Path
+    keep: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Outgoing(Protocol):
+    """One version on its way out of the trainer. Nobody can fetch it before `commit`. Called in one thread."""
+
+    def put(self, bucket: np.ndarray) -> None:
+        """Take over the next bucket (uint8); it may be changed or freed as soon as this returns."""
+        ...
+
+    def commit(self, manifest: Manifest) -> Publication:
+        """The version is complete: from now on it can be fetched."""
+        ...
+
+    def discard(self) -> None:
+        """It will not be committed: leave nothing of it."""
+        ...
+
+
+class WeightTransport(Protocol):
+    """Trainer ranks and collectors make one each from the same settings. A class of yours is "pkg.module:Class"."""
+
+    @classmethod
+    def open(cls, settings: TransportSettings) -> WeightTransport: ...
+
+    def begin(self, policy_version: int) -> Outgoing: ...
+
+    async def fetch(self, publication: Publication, index: int, into: np.ndarray) -> None:
+        """Copy one bucket into memory of its size (uint8). May raise anything; cancelling it ends it."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more is sent or fetched."""
+        ...
+
+
+def open_transport(settings: TransportSettings) -> WeightTransport:
+    expected = "a class like leeway's WeightTransport"
+    return import_user_object(
+        transport_kind(settings.name).target, key="param_server.transport", expected=expected
+    ).open(settings)

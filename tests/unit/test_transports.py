@@ -1,0 +1,256 @@
+"""Each weight transport against the contract; what is the files' own; how one is chosen."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from leeway.config import ConfigError
+from leeway.config.transports import TRANSPORTS, check_transport
+from leeway.transports.files import Files, newest_publication
+from leeway.transports.object_store import ObjectStore
+from leeway.transports.transport import TransportSettings, WeightTransport, open_transport
+from leeway.weights import Manifest, Publication
+
+from ..transport_contract import TransportContract, received, send, version
+
+
+class TestObjectStore(TransportContract):
+    """Over a store like Ray's: references and read-only memory."""
+
+    @pytest.fixture
+    def ends(self) -> tuple[WeightTransport, WeightTransport]:
+        self.stored: dict[int, np.ndarray] = {}
+
+        def put(bucket: np.ndarray) -> int:
+            memory = bucket.copy()
+            memory.flags.writeable = False
+            self.stored[len(self.stored)] = memory
+            return len(self.stored) - 1
+
+        async def get(ref: int) -> np.ndarray:
+            return self.stored[ref]
+
+        return ObjectStore(put, get), ObjectStore(put, get)
+
+    def damage(self, publication: Publication, fault: str) -> Callable[[], None]:
+        ref = publication.bucket_refs[0 if fault == "flip" else 1]
+        whole = self.stored.pop(ref)
+        if fault == "flip":
+            self.stored[ref] = whole.copy()
+            self.stored[ref][-1] ^= 1
+        elif fault == "short":
+            self.stored[ref] = whole[:-1]
+        return lambda: self.stored.update({ref: whole})
+
+
+class TestFiles(TransportContract):
+    @pytest.fixture
+    def ends(self, tmp_path: Path) -> tuple[WeightTransport, WeightTransport]:
+        settings = TransportSettings(name="files", folder=tmp_path, options={"keep": 3})
+        return open_transport(settings), open_transport(settings)
+
+    def damage(self, publication: Publication, fault: str) -> Callable[[], None]:
+        path = Path(publication.bucket_refs[0 if fault == "flip" else 1])
+        whole = path.read_bytes()
+        path.unlink()
+        if fault == "flip":
+            path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        elif fault == "short":
+            path.write_bytes(whole[:-1])
+        return lambda: [path.write_bytes(whole), None][1]
+
+
+def files(folder: Path, keep: int = 2) -> Files:
+    return Files(folder, keep=keep)
+
+
+def test_another_job_reads_the_newest_version_from_the_folder_alone(tmp_path: Path) -> None:
+    writer = files(tmp_path)
+    assert newest_publication(tmp_path) is None
+    for number in range(4):
+        send(writer, number)
+    program = (
+        "import asyncio, sys; from pathlib import Path; import numpy as np\n"
+        "from leeway.transports.files import Files, newest_publication\n"
+        "from leeway.weights import check_bucket\n"
+        "found = newest_publication(Path(sys.argv[1])); manifest = found.manifest\n"
+        "for i, size in enumerate(manifest.bucket_bytes):\n"
+        "    into = np.empty(size, dtype=np.uint8)\n"
+        "    asyncio.run(Files(Path(sys.argv[1]), keep=1).fetch(found, i, into)); check_bucket(manifest, i, into)\n"
+        "print(manifest.policy_version, manifest.canary.next_logprobs)"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=env, capture_output=True, text=True)
+    assert done.stdout.split() == ["3", "[-0.1]"], done.stderr
+    assert newest_publication(tmp_path, newer_than=3) is None
+
+
+def test_the_last_versions_are_kept_and_no_others(tmp_path: Path) -> None:
+    writer = files(tmp_path, keep=2)
+    publications = [send(writer, number) for number in range(5)]
+    assert sorted(p.name[:7] for p in tmp_path.iterdir() if p.is_dir()) == ["v000003", "v000004"]
+    assert np.array_equal(asyncio.run(received(writer, publications[3]))[0], version(3)[1][0])
+    with pytest.raises(FileNotFoundError):
+        asyncio.run(received(writer, publications[2]))
+
+
+def test_a_run_may_ask_for_more_versions_than_the_folder_would_keep(tmp_path: Path) -> None:
+    transport = open_transport(TransportSettings(name="files", folder=tmp_path, keep=4))
+    for number in range(6):
+        send(transport, number)
+    assert len([p for p in (tmp_path / "weights").iterdir() if p.is_dir()]) == 4
+
+
+@pytest.mark.parametrize("at", ["put", "commit"])
+def test_a_writer_killed_at_any_moment_leaves_whole_versions_and_the_next_one_cleans_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """Killed after its first bucket, or before its version is announced: what was announced before stays."""
+    if (child := os.fork()) == 0:
+        writer = files(tmp_path)
+        send(writer, 7)
+        outgoing = writer.begin(8)
+        outgoing.put(version(8)[1][0])
+        if at == "commit":
+            monkeypatch.setattr(writer, "_announce", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            outgoing.commit(version(8)[0])
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    found = newest_publication(tmp_path)
+    assert found is not None
+    assert found.manifest.policy_version == 7
+    assert np.array_equal(asyncio.run(received(files(tmp_path), found))[0], version(7)[1][0])
+    assert len([p for p in tmp_path.iterdir() if p.is_dir()]) == 2, "what it left"
+    send(files(tmp_path), 9)
+    assert sorted(p.name[:7] for p in tmp_path.iterdir() if p.is_dir()) == ["v000007", "v000009"]
+
+
+def test_two_runs_do_not_write_one_folder(tmp_path: Path) -> None:
+    first, second = files(tmp_path), files(tmp_path)
+    send(first, 0)
+    with pytest.raises(RuntimeError, match=r"transport_options.folder: .* written by another run.*choose another"):
+        second.begin(0)
+    first.close()
+    send(second, 1)
+
+
+def test_a_resumed_run_may_make_a_version_again(tmp_path: Path) -> None:
+    first = files(tmp_path)
+    earlier = send(first, 5)
+    first.close()
+    again = send(files(tmp_path), 5)
+    assert earlier.bucket_refs != again.bucket_refs
+    newest = newest_publication(tmp_path)
+    assert newest is not None
+    assert newest.bucket_refs == again.bucket_refs
+
+
+@pytest.mark.parametrize(
+    "listed",
+    [
+        "nothing",
+        "{}",
+        '{"versions": 3}',
+        '{"versions": [[1]]}',
+        '{"versions": [["x", "v000001-00000000", ""]]}',
+        '{"versions": [[1, "../../etc", ""]]}',
+        "[" * 100_000,
+    ],
+)
+def test_a_hostile_list_of_versions_is_refused_in_one_line(tmp_path: Path, listed: str) -> None:
+    (tmp_path / "newest.json").write_text(listed)
+    with pytest.raises(ValueError, match=r"newest\.json: "):
+        newest_publication(tmp_path)
+
+
+def test_hostile_files_are_refused(tmp_path: Path) -> None:
+    publication = send(files(tmp_path), 0)
+    bucket = Path(publication.bucket_refs[1])
+    manifest = bucket.parent / "manifest.json"
+    into = np.empty(4096, dtype=np.uint8)
+    fetch = files(tmp_path).fetch
+    bucket.unlink()
+    bucket.symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="bucket-00001"):
+        asyncio.run(fetch(publication, 1, into))
+    bucket.unlink()
+    os.mkfifo(bucket)
+    with pytest.raises(ValueError, match="is not a file"):
+        asyncio.run(fetch(publication, 1, into))
+    manifest.write_text(manifest.read_text().replace("uint8", "int8"))
+    with pytest.raises(ValueError, match=r"manifest\.json does not match its SHA-256"):
+        newest_publication(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"policy_version": "1"},
+        {"entries": [{}]},
+        {"entries": [{"name": "a", "dtype": "uint8", "shape": ["1"], "bucket": 0, "offset": 0, "num_bytes": 1}]},
+        {"bucket_bytes": [True]},
+        {"canary": {}},
+        {"digest": None},
+        {"checksum": 3},
+    ],
+)
+def test_a_manifest_that_is_none_is_refused(change: dict[str, Any]) -> None:
+    text = json.dumps(json.loads(version(1)[0].to_json()) | change)
+    with pytest.raises(ValueError, match="not a manifest of published weights"):
+        Manifest.from_json(text)
+
+
+def test_a_manifest_survives_the_way_through_a_file() -> None:
+    manifest = version(3)[0]
+    assert Manifest.from_json(manifest.to_json()) == manifest
+
+
+class OfTheUser:
+    @classmethod
+    def open(cls, settings: TransportSettings) -> OfTheUser:
+        made = cls()
+        made.settings = settings  # type: ignore[attr-defined]
+        return made
+
+
+def test_a_transport_of_the_users_own_is_opened_with_its_options(tmp_path: Path) -> None:
+    settings = TransportSettings(name=f"{__name__}:OfTheUser", folder=tmp_path, options={"any": 1})
+    check_transport(settings.name, settings.options, named=str)
+    assert open_transport(settings).settings is settings  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "names"),
+    [
+        ("file", {}, ["param_server.transport", "files", "object_store"]),
+        ("object_store", {"folder": "/x"}, ["param_server.transport_options.folder", "takes none"]),
+        ("files", {"fsnc": True}, ["transport_options.fsnc", "nearest: fsync"]),
+        ("files", {"keep": 0}, ["transport_options.keep", "a whole number from 1"]),
+        ("files", {"keep": True}, ["transport_options.keep"]),
+        ("files", {"folder": 3}, ["transport_options.folder", "a path"]),
+    ],
+)
+def test_a_transport_takes_its_own_options_only(name: str, options: dict[str, Any], names: list[str]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_transport(name, options, named=str)
+    assert all(part in str(refused.value) for part in names)
+
+
+def test_every_transport_says_what_it_needs() -> None:
+    from leeway.config import load_config
+
+    config = load_config("quickstart", ["param_server.transport=files", "param_server.transport_options.keep=5"])
+    for kind in TRANSPORTS.values():
+        assert kind.needs(config)
+    assert "6 versions" in TRANSPORTS["files"].needs(config)
