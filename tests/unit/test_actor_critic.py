@@ -21,6 +21,7 @@ from leeway.trainer.actor_critic import ActorCriticSettings, ActorCriticTrainer,
 from leeway.trainer.checkpoint import CheckpointError
 from leeway.trainer.critic import CriticSettings
 from leeway.trainer.trainer import StalenessError, Trainer
+from leeway.transports.transport import TransportSettings
 from leeway.types import TrainBatch
 
 from ..tiers import slow_but_for
@@ -245,12 +246,14 @@ def test_the_actor_hands_each_step_what_was_said_of_it_when_the_take_began(make,
 
     async def through_the_actor(tmp: Path) -> tuple[list[dict[str, float]], dict[str, float]]:
         actor = TrainerActor(role="trainer-0", log_file=tmp, log_level="INFO", cores=[])
-        await actor.start(critic_settings_of(model_path, critic={"value_clip": 0.01}), 0, free_address())
+        transport = TransportSettings(name="files", folder=tmp.parent)
+        settings = critic_settings_of(model_path, critic={"value_clip": 0.01})
+        await actor.start(settings, 0, free_address(), transport)
         assert isinstance(actor._trainer, ActorCriticTrainer)
         fill_head(actor._trainer)
         await actor.begin_take(*batches)
         got = [await actor.train_step(batch, False) for batch in batches]
-        await actor.begin(settings_of(model_path, objective=OBJECTIVE))
+        await actor.begin(settings_of(model_path, objective=OBJECTIVE), transport)
         return got, await actor.train_step(batches[0], True)
 
     got, plain = asyncio.run(through_the_actor(model_path.parent / "trainer.log"))
