@@ -396,7 +396,7 @@ many = settings(
 )
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [NUM_SCHEDULES // 25, pytest.param(NUM_SCHEDULES, marks=pytest.mark.slow)])
 def test_every_schedule_holds_the_bound_trains_everything_once_and_ends(number):
     seen: Counter[str] = Counter()
