@@ -71,7 +71,8 @@ class Case:
         real = self.real
         segments = torch.arange(3)[:, None].expand(3, WIDTH)[real]
         tensors = (padded[real], self.old[real], self.advantages[real], self.mask[real], segments)
-        losses = POLICY_LOSSES[name](clip_low=LOW, clip_high=HIGH)(LossInputs(*tensors))
+        cls: Any = POLICY_LOSSES[name]
+        losses = cls(clip_low=LOW, clip_high=HIGH)(LossInputs(*tensors))
         total = aggregate(losses, self.mask[real], segments, how=how, num_sequences=3, num_tokens=int(self.mask.sum()))
         total.backward()
         assert padded.grad is not None

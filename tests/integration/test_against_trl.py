@@ -41,6 +41,7 @@ import pytest
 import torch
 
 from leeway.algorithms.aggregation import aggregate
+from leeway.algorithms.grpo import GRPO
 from leeway.algorithms.kl import JSD, K1, K3, penalties_to_go
 from leeway.algorithms.preference import DPO, PreferenceObjective
 from leeway.algorithms.presets import ADVANTAGES
@@ -259,7 +260,7 @@ def test_without_a_correction_theirs_does_not_know_what_the_engine_sampled_from(
     """
     case = Case()
     _, theirs = trl.loss(case, use_vllm=True, vllm_importance_sampling_correction=False, num_iterations=1)
-    advantage: Any = ADVANTAGES["grpo"](eps=1e-4)
+    advantage = GRPO(eps=1e-4)
     advantages = advantage(torch.tensor(REWARDS), torch.arange(N) // GROUP)
     share = case.mask / (N * case.mask.sum(1, keepdim=True))
     torch.testing.assert_close(theirs, -share * advantages[:, None].double(), **CLOSE)
@@ -279,7 +280,7 @@ def test_equal_rewards_are_rounding_divided_by_a_small_number_for_them_and_nothi
     rewards = [0.7] * 8 + [1.0, 0.0] * 4
     _, inputs = trl.batch(Case(), rewards=rewards, num_generations=8)
     assert (inputs["advantages"] > 1e-4).all()  # of the first six
-    advantage: Any = ADVANTAGES["grpo"](eps=1e-4)
+    advantage = GRPO(eps=1e-4)
     mine = advantage(torch.tensor(rewards), torch.arange(16) // 8)
     assert mine[:8].tolist() == [0.0] * 8
     assert mine[8:].abs().min() > 0.5

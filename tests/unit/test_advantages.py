@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -65,7 +66,8 @@ FORMULAS: dict[str, Callable[[Groups], list[float]]] = {
 def ours(name: str, groups: Groups, **options: float) -> torch.Tensor:
     rewards = torch.tensor([r for g in groups for r in g], dtype=f64)
     indices = torch.tensor([i for i, g in enumerate(groups) for _ in g])
-    advantage = ADVANTAGES[name](**options | ({"eps": EPS} if "eps" in ADVANTAGES[name].model_fields else {}))
+    cls: Any = ADVANTAGES[name]
+    advantage = cls(**options | ({"eps": EPS} if "eps" in cls.model_fields else {}))
     return advantage(rewards, indices)
 
 

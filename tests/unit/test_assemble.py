@@ -9,7 +9,8 @@ from collections import Counter
 import pytest
 import torch
 
-from leeway.algorithms.presets import ADVANTAGES
+from leeway.algorithms.advantages import GiGPO
+from leeway.algorithms.grpo import GRPO
 from leeway.replay.assemble import Assembler, Take, split_evenly
 from leeway.samples import laid
 from leeway.types import NO_VERSION, Group, TrainBatch, Trajectory, batch_trajectories
@@ -56,7 +57,7 @@ def random_groups(rng: random.Random, number: int, size: int) -> list[Group]:
 
 def assemble(groups: list[Group], *, u=1, ranks=1, skip=True, rollouts=0) -> Take:
     return Assembler(
-        advantage=ADVANTAGES["grpo"](eps=1e-6),
+        advantage=GRPO(eps=1e-6),
         updates_per_take=u,
         num_ranks=ranks,
         skip_zero_advantage=skip,
@@ -88,7 +89,7 @@ def test_trajectories_come_out_token_by_token_as_they_went_in():
     assert len(found) == 12
     for group in groups:
         rewards = torch.tensor([t.reward for t in group.trajectories()])
-        for t, advantage in zip(group.trajectories(), ADVANTAGES["grpo"]().of_group(rewards).tolist(), strict=True):
+        for t, advantage in zip(group.trajectories(), GRPO().of_group(rewards).tolist(), strict=True):
             row = found[t.prompt_tokens[0]]
             assert row["prompt_tokens"] == t.prompt_tokens
             assert row["response_tokens"] == t.response_tokens
@@ -330,7 +331,7 @@ def test_further_conversations_get_the_mean_of_advantages_that_differ_by_turn():
     first = dataclasses.replace(attempt(100, 1.0), others=[trajectory(101, reward=1.0)])
     group = Group.of(group_id=0, task_id="t", trajectories=[first, attempt(102, 0.0)])
     take = Assembler(
-        advantage=ADVANTAGES["gigpo"](gamma=0.5, eps=1e-6),
+        advantage=GiGPO(gamma=0.5, eps=1e-6),
         updates_per_take=1,
         num_ranks=1,
         skip_zero_advantage=False,

@@ -1075,7 +1075,7 @@ class Uniform(torch.nn.Module):
         self.logits = torch.nn.Parameter(torch.zeros(16))
 
     def get_dist(self, data: TensorDictBase, **_: Any) -> LLMMaskedCategorical:
-        mask = data.get(("masks", "all_assistant_mask"), as_padded_tensor=True, padding_side="left")
+        mask = data.get(("masks", "all_assistant_mask"), as_padded_tensor=True, padding_side="left")  # type: ignore[call-overload]
         return LLMMaskedCategorical(logits=self.logits.expand(*mask.shape, 16), mask=mask)
 
 
@@ -1091,7 +1091,7 @@ def test_torchrls_buffer_advantage_and_loss_take_its_data_as_they_are(queues):
     assert len(buffer) == 8
     sampled = buffer.sample()
     assert sorted(set(sampled["advantage"].flatten().tolist())) == pytest.approx([-(0.5**0.5), 0.5**0.5])
-    actor = Uniform()
+    actor: Any = Uniform()
     out = GRPOLoss(actor, entropy_bonus=False, masking_strategy="generic")(sampled)
     out.loss_objective.backward()
     assert actor.logits.grad is not None

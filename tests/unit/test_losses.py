@@ -27,7 +27,7 @@ def grpo_advantage(rewards: torch.Tensor, *, eps: float) -> torch.Tensor:
 
 def clipped_ratio_loss(logprobs: torch.Tensor, old: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
     everywhere = torch.ones(len(logprobs), dtype=torch.bool), torch.zeros(len(logprobs), dtype=torch.int64)
-    return PPOClip(**CLIPS)(LossInputs(logprobs, old, advantages, *everywhere))
+    return PPOClip(clip_low=LOW, clip_high=HIGH)(LossInputs(logprobs, old, advantages, *everywhere))
 
 
 def loss_formula(logp: float, old: float, advantage: float) -> float:

@@ -11,8 +11,7 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ class Settings:
     console: str = "off"
     wandb: str = "off"
     tensorboard: bool = False
-    sinks: Sequence[str] = ()
+    sinks: list[str] = field(default_factory=list)
     rollouts_per_step: int = 16
 
 

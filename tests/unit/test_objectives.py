@@ -142,7 +142,7 @@ def test_exactly_at_the_clip_a_gradient_is_one_of_the_two_beside_it(name: str, e
     def gradient(ratio: float) -> float:
         x = torch.tensor([math.log(ratio)], dtype=f64, requires_grad=True)
         zero, a = torch.zeros(1, dtype=f64), torch.tensor([advantage], dtype=f64)
-        cls = POLICY_LOSSES[name]
+        cls: Any = POLICY_LOSSES[name]
         clips = {"clip_low": LOW, "clip_high": HIGH} if "clip_low" in cls.model_fields else {}
         cls(**clips)(LossInputs(x, zero, a, torch.ones(1).bool(), torch.zeros(1).long())).sum().backward()
         assert x.grad is not None

@@ -30,7 +30,7 @@ REC_CLIPS = ("none", "one_side", "two_side", "ring")
 
 def loss_of(name: str, options: dict[str, Any] | None = None) -> Callable[..., torch.Tensor]:
     """A loss with our clip range, where it has one."""
-    cls = POLICY_LOSSES[name]
+    cls: Any = POLICY_LOSSES[name]
     clips = {"clip_low": LOW, "clip_high": HIGH} if "clip_low" in cls.model_fields else {}
     piece = cls(**clips | (options or {}))
     return lambda *tensors: piece(LossInputs(*tensors))

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leeway.algorithms.advantages import TurnAdvantage
+from leeway.algorithms.advantages import GiGPO, TurnAdvantage
 from leeway.algorithms.aggregation import aggregate, turn_segments
 from leeway.algorithms.presets import ADVANTAGES
 from leeway.algorithms.trial import try_pieces
@@ -67,7 +67,7 @@ def ours(episodes: list[list[Episode]], **options: Any) -> list[float]:
     groups = groups_of(episodes)
     rewards = torch.tensor([t.reward for g in groups for t in g.trajectories()], dtype=f64)
     indices = torch.tensor([g.group_id for g in groups for _ in g.trajectories()])
-    advantage = ADVANTAGES["gigpo"](**options, eps=EPS)
+    advantage = GiGPO(**options, eps=EPS)
     assert isinstance(advantage, TurnAdvantage)
     return advantage.of_each_turn(rewards, indices, Turns.of([g.trajectories() for g in groups])).tolist()
 
@@ -196,8 +196,9 @@ def test_spans_outside_the_response_are_refused() -> None:
 
 
 def assembled(groups: list[Group], name: str) -> Any:
+    cls: Any = ADVANTAGES[name]
     return Assembler(
-        advantage=ADVANTAGES[name](eps=EPS),
+        advantage=cls(eps=EPS),
         updates_per_take=1,
         num_ranks=1,
         skip_zero_advantage=True,
