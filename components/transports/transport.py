@@ -17,8 +17,6 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..config.transports import transport_kind
-from ..importing import import_user_object
 from ..weights import Manifest, Publication
 
 
@@ -68,6 +66,9 @@ class WeightTransport(Protocol):
 
 
 def open_transport(settings: TransportSettings) -> WeightTransport:
+    from ..config.transports import transport_kind  # here: a trainer alone goes without the settings' packages
+    from ..importing import import_user_object
+
     expected = "a class like leeway's WeightTransport"
     return import_user_object(
         transport_kind(settings.name).target, key="param_server.transport", expected=expected
