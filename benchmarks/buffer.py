@@ -3,7 +3,7 @@
     python benchmarks/buffer.py [--repeats 3]
 
 `put`: seconds of processor per delivered group, with collectors that wait for slots. `window`: the same for the order
-of groups alone, by groups in a take. `assemble`: seconds per token from groups to tensors, and the longest time in
+of groups alone, by groups in a batch. `assemble`: seconds per token from groups to tensors, and the longest time in
 which a loop beside it could do nothing else. On one core; the ratio of two lines of one run is what can be compared.
 """
 
@@ -31,9 +31,9 @@ def buffer_of(P: int, *, T: int) -> ReplayBuffer:
     return ReplayBuffer(
         tasks=(Task(task_id=str(i), prompt="") for i in itertools.count()),
         rule=AdmissionRule(
-            groups_per_take=P, updates_per_take=1, publish_every=1, reorder_window=1, target_lag=T, max_lag=T
+            groups_per_batch=P, updates_per_batch=1, publish_every=1, reorder_window=1, target_lag=T, max_lag=T
         ),
-        num_takes=None,
+        num_batches=None,
         capacity=P * (T + 1),
     )
 
@@ -84,14 +84,14 @@ def put_s(num_waiting: int) -> float:
 
 
 def window_s(P: int) -> float:
-    """Seconds per group that is admitted, finished and taken, with a look after each whether the take is complete."""
+    """Seconds per group that is admitted, finished and taken, with a look after each whether the batch is complete."""
     rule = AdmissionRule(
-        groups_per_take=P, updates_per_take=1, publish_every=1, reorder_window=P, target_lag=2, max_lag=2
+        groups_per_batch=P, updates_per_batch=1, publish_every=1, reorder_window=P, target_lag=2, max_lag=2
     )
     window, rng, begun = Window(rule), random.Random(0), time.process_time()
-    count, takes = 0, max(2, 4096 // P)
+    count, batches = 0, max(2, 4096 // P)
     running: list[int] = []
-    while window.num_takes < takes:
+    while window.num_batches < batches:
         while window.num_outstanding < 2 * P:
             window.admit(count)
             running.append(count)
@@ -99,7 +99,7 @@ def window_s(P: int) -> float:
         index = rng.randrange(min(P, len(running)))
         window.finish(running.pop(index))
         while window.is_ready(last=False):
-            window.take(last=False)
+            window.take_batch(last=False)
     return (time.process_time() - begun) / window.num_taken
 
 
@@ -108,10 +108,10 @@ def assembling(num_groups: int, group_size: int, tokens: int) -> tuple[float, fl
     groups = [group_of(i, num_trajectories=group_size, tokens=tokens) for i in range(num_groups)]
     assembler = Assembler(
         advantage=ADVANTAGES["grpo"](),
-        updates_per_take=1,
+        updates_per_batch=1,
         num_ranks=2,
         skip_zero_advantage=False,
-        rollouts_per_take=16,
+        rollouts_per_batch=16,
     )
 
     async def scenario() -> tuple[float, float]:
@@ -146,7 +146,7 @@ def main() -> None:
     for num_waiting in (0, 100, 1000):
         say("put", waiting=num_waiting, s_per_group=best(lambda n=num_waiting: put_s(n)))
     for P in (64, 512, 4096):
-        say("window", groups_per_take=P, s_per_group=best(lambda P=P: window_s(P)))
+        say("window", groups_per_batch=P, s_per_group=best(lambda P=P: window_s(P)))
     per_token, pause = min(assembling(128, 8, 4000) for _ in range(repeats))
     say("assemble", s_per_token=per_token, tokens_per_s=1 / per_token, longest_pause_s=pause)
 

@@ -80,9 +80,9 @@ def stored(group: Group) -> list[Group]:
         buffer = ReplayBuffer(
             tasks=(Task(task_id="t", prompt="") for _ in itertools.count()),
             rule=AdmissionRule(
-                groups_per_take=1, updates_per_take=1, publish_every=1, reorder_window=1, target_lag=0, max_lag=0
+                groups_per_batch=1, updates_per_batch=1, publish_every=1, reorder_window=1, target_lag=0, max_lag=0
             ),
-            num_takes=None,
+            num_batches=None,
             capacity=2,
         )
         await buffer.published(0)
@@ -90,7 +90,7 @@ def stored(group: Group) -> list[Group]:
         nonlocal begun
         begun = time.process_time()
         await buffer.put([group])
-        taken = await buffer.take(timeout_s=60)
+        taken = await buffer.take_batch(timeout_s=60)
         nonlocal spent
         spent = time.process_time() - begun
         assert taken is not None
@@ -108,7 +108,7 @@ STORED_S: list[float] = []
 def measure(count: int, tokens: int, repeats: int) -> dict[str, Any]:
     trajectories = trajectories_of(count, tokens)
     assembler = Assembler(
-        advantage=ADVANTAGES["grpo"](), updates_per_take=1, num_ranks=1, skip_zero_advantage=True, rollouts_per_take=1
+        advantage=ADVANTAGES["grpo"](), updates_per_batch=1, num_ranks=1, skip_zero_advantage=True, rollouts_per_batch=1
     )
     times: dict[str, list[float]] = {}
 
@@ -124,8 +124,8 @@ def measure(count: int, tokens: int, repeats: int) -> dict[str, Any]:
         group, group_bytes = timed("send", lambda group=group: sent(group))
         groups = stored(group)
         times.setdefault("store", []).append(STORED_S[-1])
-        take = timed("assemble", lambda groups=groups: assembler(0, groups))
-        share, share_bytes = timed("send_share", lambda take=take: sent(take.batches[0][0]))
+        batch = timed("assemble", lambda groups=groups: assembler(0, groups))
+        share, share_bytes = timed("send_share", lambda batch=batch: sent(batch.steps[0][0]))
         timed("cut", lambda share=share: cut(share, max_tokens=32_768))
     ms = {f"{name}_ms": 1000 * min(values[1:]) for name, values in times.items()}
     return ms | {"total_ms": sum(ms.values()), "group_bytes": group_bytes, "share_bytes": share_bytes}

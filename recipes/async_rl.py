@@ -5,7 +5,7 @@ are taken on it, v is the policy version (the number of optimizer steps in the w
 train.
 
     taskset --> admit() --> Collector[N] --> ReplayBuffer ------------> Trainer[M ranks] ----> ParameterServer
-                  | (group, task, min version) ^  | take(P groups)        | train_step             |
+                  | (group, task, min version) ^  | take_batch(P groups)  | train_step             |
                   | env + vLLM, per-token v    |  | in admission order    |                        |
                   | put(group)                 |  v                       |                        |
                   |                            +--+-- published(v+1) <----+------------------------+
@@ -30,13 +30,13 @@ async def train(run: driver.RLRun) -> None:
     publish_every = run.config.param_server.publish_every
     async for batch in run.batches():  # [U][M] shares of P groups; the next batch is collected meanwhile
         await run.score(batch)  # audits, proximal policy, critic: under the weights at the batch's start
-        for update, shares in enumerate(batch.batches, start=1):
+        for update, shares in enumerate(batch.steps, start=1):
             version = run.version + 1
             publish = version % publish_every == 0 or version == run.total_steps
             await run.step(shares, publish=publish)
             if publish:
                 await run.publish()  # version v is handed out beside step v + 1
-            if update == len(batch.batches):  # between batches: none is ever half trained on resume
+            if update == len(batch.steps):  # between batches: none is ever half trained on resume
                 await run.checkpoint()
             await run.evaluate_if_due()
             await run.log()

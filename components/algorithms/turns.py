@@ -1,6 +1,6 @@
 """The turns of an agent's episodes, for advantages that value each one.
 
-Shapes: N trajectories of a take, M turns of all of them laid end to end, in order.
+Shapes: N trajectories of a batch, M turns of all of them laid end to end, in order.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Turns:
-    """The M turns of a take, by trajectory. Equal `states` mean the same state of the same group, reached by any of its
-    trajectories at any time.
+    """The M turns of a batch, by trajectory. Equal `states` mean the same state of the same group, reached by any of
+    its trajectories at any time.
     """
 
     trajectories: torch.Tensor  # int64 [M], index of each turn's trajectory; never falls
@@ -27,7 +27,7 @@ class Turns:
 
     @classmethod
     def of(cls, groups: Sequence[Sequence[Trajectory]]) -> Turns:
-        """Those of the trajectories of each group of a take, in its order."""
+        """Those of the trajectories of each group of a batch, in its order."""
         owners, states, rewards = [], [], []
         numbers: dict[tuple[int, object], int] = {}
         index = 0

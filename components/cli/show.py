@@ -73,10 +73,10 @@ def _rows(stage: Stage) -> list[tuple[str, str]]:
         rows += [
             (
                 "sequences per batch",
-                f"{d.sequences_per_take} ({config.train.groups_per_step} x {config.algorithm.group_size})",
+                f"{d.sequences_per_batch} ({config.train.groups_per_step} x {config.algorithm.group_size})",
             ),
             ("sequences per step", str(d.sequences_per_step)),
-            ("batches", "until the tasks end" if d.num_takes is None else str(d.num_takes)),
+            ("batches", "until the tasks end" if d.num_batches is None else str(d.num_batches)),
             (
                 "max policy lag",
                 f"{d.max_policy_lag} (target {d.target_policy_lag}, least possible {d.least_policy_lag})",

@@ -14,10 +14,10 @@ class Derived:
     """The numbers that follow from the settings of one recipe's run.
 
     Lags are in optimizer steps, the window in groups. `max_outstanding_groups` is the largest number of groups that are
-    admitted and not yet taken at any time. `num_takes` and `total_groups` are None where train.epochs decides. CPUs and
-    GPUs are per role, for all its processes. `lockstep`: no group is in flight when weights change.
-    `fresh_groups_per_take`: those of a take that were not used before; `first_use_policy_lag`: the bound on their lag,
-    which leaves room for replay.max_uses - 1 more uses within `max_policy_lag`. `skip_zero_advantage`:
+    admitted and not yet taken at any time. `num_batches` and `total_groups` are None where train.epochs decides. CPUs
+    and GPUs are per role, for all its processes. `lockstep`: no group is in flight when weights change.
+    `fresh_groups_per_batch`: those of a batch that were not used before; `first_use_policy_lag`: the bound on their
+    lag, which leaves room for replay.max_uses - 1 more uses within `max_policy_lag`. `skip_zero_advantage`:
     train.skip_zero_advantage, where it changes nothing. `scores_proximal`: whether the trainer scores a batch when it
     is taken. `has_critic`: whether it has a value function, whose values are taken then too.
     """
@@ -25,13 +25,13 @@ class Derived:
     reorder_window: int
     target_policy_lag: int
     max_policy_lag: int
-    fresh_groups_per_take: int
+    fresh_groups_per_batch: int
     first_use_policy_lag: int
     least_policy_lag: int
     max_outstanding_groups: int
-    num_takes: int | None
+    num_batches: int | None
     total_groups: int | None
-    sequences_per_take: int
+    sequences_per_batch: int
     sequences_per_step: int
     processes: dict[str, int]
     cpus: dict[str, int]
@@ -61,8 +61,8 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
     window = config.staleness.reorder_window
     if window is None:
         window = P if least_target_policy_lag(P, u, n, P) <= target else 1
-    num_takes = None if train.steps is None else train.steps // u
-    total_groups = None if num_takes is None else num_takes * P
+    num_batches = None if train.steps is None else train.steps // u
+    total_groups = None if num_batches is None else num_batches * P
     outstanding = max_outstanding_groups(P, u, window, target)
     processes = {
         "generator": rollout.num_generators if recipe.generates else 0,
@@ -77,13 +77,13 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
         reorder_window=window,
         target_policy_lag=target,
         max_policy_lag=bound,
-        fresh_groups_per_take=P,
+        fresh_groups_per_batch=P,
         first_use_policy_lag=first_use,
         least_policy_lag=least_target_policy_lag(P, u, n, window),
         max_outstanding_groups=outstanding if total_groups is None else min(outstanding, total_groups),
-        num_takes=num_takes,
+        num_batches=num_batches,
         total_groups=total_groups,
-        sequences_per_take=train.batch_size if offline else train.groups_per_step * config.algorithm.group_size,
+        sequences_per_batch=train.batch_size if offline else train.groups_per_step * config.algorithm.group_size,
         sequences_per_step=train.batch_size if offline else train.groups_per_step // u * config.algorithm.group_size,
         processes=processes | auxiliary,
         cpus={
@@ -96,8 +96,8 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
             "trainer": processes["trainer"] if on_gpu else 0,
             **{role: count if on_gpu else 0 for role, count in auxiliary.items()},
         },
-        # At the least target, a group starts only once everything before its own take has been published, unless the
-        # window reaches into a part of the next take; a bound above the target would let it start under weights older
+        # At the least target, a group starts only once everything before its own batch has been published, unless the
+        # window reaches into a part of the next batch; a bound above the target would let it start under weights older
         # than those, and meet them in flight.
         lockstep=first_use == target == least_target_policy_lag(P, u, n, window) and (window - 1) % P == 0,
         skip_zero_advantage=train.skip_zero_advantage and not config.algorithm.trains_without_advantage,
@@ -116,7 +116,7 @@ def least_target_policy_lag(groups_per_step: int, updates_per_batch: int, publis
 def max_outstanding_groups(groups_per_step: int, updates_per_batch: int, window: int, target: int) -> int:
     """The most groups that can be admitted and not yet taken: P * floor((T + 1) / u) - W + 1.
 
-    A group of rank r is admitted while u * (d + 1) - 1 - T <= published, d = (r + W - 1) // P. Just before take k at
+    A group of rank r is admitted while u * (d + 1) - 1 - T <= published, d = (r + W - 1) // P. Just before batch k at
     most version u * k is published, which bounds r + 1 by P * (k + floor((T + 1) / u)) - W + 1; k * P of those were
     taken. At k = 0 version 0 is published and the bound is reached.
     """

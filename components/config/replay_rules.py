@@ -31,7 +31,7 @@ def uses_fit_the_bound(config: Config, named: Named) -> None:
         return
     d, u, n = derive(config), config.train.updates_per_batch, config.param_server.publish_every
     later = u * stride * (uses - 1)
-    least = least_target_policy_lag(d.fresh_groups_per_take, u, n, d.reorder_window)
+    least = least_target_policy_lag(d.fresh_groups_per_batch, u, n, d.reorder_window)
     if d.first_use_policy_lag < least:
         raise ConfigError(
             named("staleness.max_policy_lag"),

@@ -225,7 +225,7 @@ def every_run_of_the_study_is_possible(config: Config, named: Named) -> None:
 def staleness_is_possible(config: Config, named: Named) -> None:
     """The least lag at which admission never deadlocks must fit within the target, and the target within the bound."""
     d = derive(config)
-    P, u, n = d.fresh_groups_per_take, config.train.updates_per_batch, config.param_server.publish_every
+    P, u, n = d.fresh_groups_per_batch, config.train.updates_per_batch, config.param_server.publish_every
     if d.target_policy_lag > d.max_policy_lag:
         raise ConfigError(
             named("staleness.target_policy_lag"),

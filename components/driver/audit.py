@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..config import Config, derive
-from ..replay.actor import TakeRefs
+from ..replay.actor import BatchRefs
 from ..runtime.launch import Parts
 from ..runtime.supervisor import together
 from ..weights import Publication
@@ -21,7 +21,7 @@ class Audits:
     def keep(self, publication: Publication) -> None:
         self._kept.add(publication)
 
-    async def of(self, batch: TakeRefs, policy_version: int) -> dict[str, float]:
+    async def of(self, batch: BatchRefs, policy_version: int) -> dict[str, float]:
         """`train/audit_*` of a batch that training starts at `policy_version`; {} if no audit is due, or no token is
         older.
         """
@@ -29,7 +29,7 @@ class Audits:
         for publication in self._kept.due(policy_version):
             calls = [
                 t.audit.remote(share, publication)
-                for t, share in zip(self._parts.trainers, batch.batches[0], strict=True)
+                for t, share in zip(self._parts.trainers, batch.steps[0], strict=True)
             ]
             by_rank = await self._parts.supervisor.wait(together(calls), what="trainer", timeout_s=self._timeout_s)
             audits.append(by_rank[0])

@@ -31,15 +31,15 @@ LAST_REPORTS_S = 30.0
 
 @dataclass(frozen=True)
 class StepReport:
-    """Something to log at a step. `take`: metrics of the take, if this is one of its optimizer steps.
+    """Something to log at a step. `batch_metrics`: those of the batch, if this is one of its optimizer steps.
 
-    `rollouts`: the readable ones, at the take's first step; `suspects`: the answers to list there. Nothing here keeps
+    `rollouts`: the readable ones, at the batch's first step; `suspects`: the answers to list there. Nothing here keeps
     a batch alive in the object store.
     """
 
     step: int
     metrics: dict[str, float]
-    take: dict[str, float] | None = None
+    batch_metrics: dict[str, float] | None = None
     rollouts: list[dict] | None = None
     suspects: Sequence[dict] = ()
 
@@ -148,23 +148,23 @@ class Reporter:
         await self.collect_stats()  # what happened before the first step does not count
         self._training = True
         while (report := await self._queue.get()) is not None:
-            if report.take is None:
+            if report.batch_metrics is None:
                 if report.step > self._first_step or not self._first_step:  # that step is already on record
                     self._monitor.log(report.step, report.metrics, role="driver")
                 continue
-            take, step_s = report.take, report.metrics["step/total_s"]
-            response_tokens = take["train/response_tokens/total"] / updates
+            batch, step_s = report.batch_metrics, report.metrics["step/total_s"]
+            response_tokens = batch["train/response_tokens/total"] / updates
             metrics = report.metrics | limit.step(
-                sequences=take["train/sequences"] / updates,
+                sequences=batch["train/sequences"] / updates,
                 response_tokens=response_tokens,
-                trained_tokens=take["train/tokens_in_pass"] / updates,
-                longest_response_tokens=take["train/response_tokens/max"],
-                longest_environment_s=take["train/environment_s/max"],
+                trained_tokens=batch["train/tokens_in_pass"] / updates,
+                longest_response_tokens=batch["train/response_tokens/max"],
+                longest_environment_s=batch["train/environment_s/max"],
                 step_s=step_s,
             )
             metrics["train/tokens_per_s"] = response_tokens / step_s
-            if report.rollouts is not None:  # a take's metrics are logged once
-                metrics |= take
+            if report.rollouts is not None:  # a batch's metrics are logged once
+                metrics |= batch
                 self._monitor.rollouts(report.step, report.rollouts)
                 self._monitor.suspects(report.step, report.suspects)
             self._monitor.log(report.step, metrics, role="trainer")

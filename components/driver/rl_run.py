@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import Config, derive
-from ..replay.actor import TakeRefs
+from ..replay.actor import BatchRefs
 from ..runtime.launch import Parts
 from ..runtime.supervisor import awaited, together
 from ..tasks.evalsets import EvalSet
@@ -67,13 +67,13 @@ class RLRun:
         self._publishing = Publishing(config, parts, report=report.put, keep=self._audits.keep)
         self._clock = StepClock()
         self._train_s = 0.0
-        self._batch: TakeRefs | None = None
+        self._batch: BatchRefs | None = None
         self._metrics: dict[str, float] = {}
         self._is_first = False
         self._stepping: asyncio.Future[list[dict[str, float]]] | None = None
         self._unlogged: int | None = None
 
-    async def batches(self) -> AsyncIterator[TakeRefs]:
+    async def batches(self) -> AsyncIterator[BatchRefs]:
         """Batches in admission order, until `total_steps` or the end of the tasks. The next one is collected while one
         is trained on.
         """
@@ -90,18 +90,18 @@ class RLRun:
             replay = await self._wait(self._parts.buffer.trained.remote(batch.group_ids), "replay")
             await self._report.put(StepReport(self.version, replay))
 
-    async def score(self, batch: TakeRefs) -> None:
+    async def score(self, batch: BatchRefs) -> None:
         """What is computed once for a batch, under the weights at its start: audits, and what its steps compare with.
 
         Without several steps on a batch there is nothing to compare with but the step's own pass.
         """
         with self._clock.waiting("audit"):
             self._metrics |= await self._audits.of(batch, self.version)
-        if len(batch.batches) == 1 or not (self._numbers.scores_proximal or self._numbers.has_critic):
+        if len(batch.steps) == 1 or not (self._numbers.scores_proximal or self._numbers.has_critic):
             return
         calls = [
-            t.begin_take.remote(*shares)
-            for t, shares in zip(self._parts.trainers, zip(*batch.batches, strict=True), strict=True)
+            t.score_batch.remote(*shares)
+            for t, shares in zip(self._parts.trainers, zip(*batch.steps, strict=True), strict=True)
         ]
         self._metrics |= (await self._wait(together(calls), "trainer"))[0]
 
@@ -191,13 +191,13 @@ class RLRun:
             batch.suspects if self._is_first else (),
         )
 
-    def _ask_for_batch(self) -> asyncio.Future[TakeRefs | None]:
-        upcoming = asyncio.ensure_future(awaited(self._parts.buffer.take.remote(self._timeout_s)))
+    def _ask_for_batch(self) -> asyncio.Future[BatchRefs | None]:
+        upcoming = asyncio.ensure_future(awaited(self._parts.buffer.take_batch.remote(self._timeout_s)))
         # Whoever awaits it gets its exception; when the run is ending, nobody does.
         upcoming.add_done_callback(lambda call: None if call.cancelled() else call.exception())
         return upcoming
 
-    async def _complete(self, upcoming: asyncio.Future[TakeRefs | None]) -> TakeRefs | None:
+    async def _complete(self, upcoming: asyncio.Future[BatchRefs | None]) -> BatchRefs | None:
         """Waits as long as the buffer's groups make progress: the buffer itself ends a standstill, and names the cause.
 
         A buffer that does not respond at all is detected here.

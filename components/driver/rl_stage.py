@@ -196,7 +196,7 @@ class RLStage:
         assert train.epochs is not None
         assert not isinstance(self._train_tasks, QueueTaskSet), "a rule on settings: nobody knows how long it will be"
         groups = round(train.epochs * len(self._train_tasks))
-        return -(-groups // self._numbers.fresh_groups_per_take) * train.updates_per_batch
+        return -(-groups // self._numbers.fresh_groups_per_batch) * train.updates_per_batch
 
     async def _timed(self, what: str, work: Awaitable[T]) -> T:
         return await timed(self._context.name, what, work, see=f"{self._context.dir / 'logs'}/")

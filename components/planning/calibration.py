@@ -89,7 +89,7 @@ def calibrate(run: Run) -> Calibration:
 
 
 class _Measured:
-    """Means and fits over the rows of a run; `steps` are those of the first optimizer step of each take."""
+    """Means and fits over the rows of a run; `steps` are those of the first optimizer step of each batch."""
 
     def __init__(self, rows: Sequence[Row], steps: Sequence[Row], settings: Settings, run: Run) -> None:
         self._rows = rows

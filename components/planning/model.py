@@ -37,8 +37,8 @@ class Settings:
     def rule(self) -> AdmissionRule:
         """Raises ValueError if the rule cannot hold."""
         return AdmissionRule(
-            groups_per_take=self.groups_per_step,
-            updates_per_take=self.updates_per_batch,
+            groups_per_batch=self.groups_per_step,
+            updates_per_batch=self.updates_per_batch,
             publish_every=self.publish_every,
             reorder_window=self.reorder_window,
             target_lag=self.target_policy_lag,

@@ -1,4 +1,5 @@
-"""Which finished groups form the next take: the system's `Window`, at a cost per group that does not grow with the run.
+"""Which finished groups form the next batch: the system's `Window`, at a cost per group that does not grow with the
+run.
 
 The rule itself is `AdmissionRule`, the class that the replay buffer uses. Only the bookkeeping differs from `Window`:
 it counts instead of searching, because a plan handles millions of groups. A simulated group is never filtered and
@@ -10,24 +11,24 @@ from __future__ import annotations
 from ..replay.admission import AdmissionRule
 
 
-class TakeOrder:
-    """Admission order and the choice of takes; groups are numbered from 0 in admission order."""
+class BatchOrder:
+    """Admission order and the choice of batches; groups are numbered from 0 in admission order."""
 
     def __init__(self, rule: AdmissionRule) -> None:
         self._rule = rule
-        self._size = rule.groups_per_take
-        self._reach = rule.groups_per_take + rule.reorder_window - 1
+        self._size = rule.groups_per_batch
+        self._reach = rule.groups_per_batch + rule.reorder_window - 1
         self._candidates: list[int] = []  # the first `_reach` outstanding groups
         self._next = 0  # the first group that has not been a candidate yet
         self._finished: set[int] = set()
         self._num_ready = 0  # finished candidates
-        self._num_missing = 0  # unfinished candidates that the next take must hold
+        self._num_missing = 0  # unfinished candidates that the next batch must hold
         self.num_admitted = 0
-        self.num_takes = 0
+        self.num_batches = 0
 
     @property
     def num_outstanding(self) -> int:
-        return self.num_admitted - self.num_takes * self._size
+        return self.num_admitted - self.num_batches * self._size
 
     def num_free_slots(self, *, published: int) -> int:
         return max(0, self._rule.num_admissible(published=published) - self.num_admitted)
@@ -49,12 +50,12 @@ class TakeOrder:
             self._num_missing -= self._is_due(group_id)
 
     def is_complete(self) -> bool:
-        """Whether the next take can be served."""
+        """Whether the next batch can be served."""
         return self._num_missing == 0 and self._num_ready >= self._size
 
-    def take(self) -> list[int]:
-        """The groups of the next take, in admission order; they are no longer outstanding."""
-        assert self.is_complete(), f"take {self.num_takes} is not complete"
+    def take_batch(self) -> list[int]:
+        """The groups of the next batch, in admission order; they are no longer outstanding."""
+        assert self.is_complete(), f"batch {self.num_batches} is not complete"
         due = [g for g in self._candidates if self._is_due(g)]
         rest = [g for g in self._candidates if g in self._finished and not self._is_due(g)]
         chosen = due + rest[: self._size - len(due)]
@@ -64,10 +65,10 @@ class TakeOrder:
         self._candidates.extend(range(self._next, end))
         self._next = end
         self._finished -= gone
-        self.num_takes += 1
+        self.num_batches += 1
         self._num_ready = sum(g in self._finished for g in self._candidates)
         self._num_missing = sum(self._is_due(g) and g not in self._finished for g in self._candidates)
         return chosen
 
     def _is_due(self, group_id: int) -> bool:
-        return self._rule.last_take(group_id) <= self.num_takes
+        return self._rule.last_batch(group_id) <= self.num_batches

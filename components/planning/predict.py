@@ -52,7 +52,7 @@ def predict(calibration: Calibration, settings: Settings, *, events: int = _EVEN
     if (groups_per_update * chunks + pulls) * 40 > events:  # large batches: each step says more
         chunks, least_steps, least_bursts = min(settings.group_size, 2), 8, 1
     per_step = groups_per_update * chunks + pulls
-    # All slots are free at the start, so takes come in bursts of L + 1 steps at first; means are over whole bursts.
+    # All slots are free at the start, so batches come in bursts of L + 1 steps at first; means are over whole bursts.
     burst = max(settings.max_policy_lag + 1, settings.publish_every)
     burst = -(-burst // settings.updates_per_batch) * settings.updates_per_batch
     recorded = max(least_steps, least_bursts * burst, min(400, math.ceil(events / per_step)))
@@ -71,7 +71,7 @@ def limit_s(calibration: Calibration, settings: Settings) -> float:
     generate_s = groups * group_work_s(c, s) / s.generators
     train_s = groups * train_work_s(c, s) / s.trainers + c.optim_s
     longest = c.lengths.longest_of(s.groups_per_step * s.group_size)
-    # The longest answer of a take and its longest wait may belong to different groups: take the longer of the two.
+    # The longest answer of a batch and its longest wait may belong to different groups: take the longer of the two.
     longest_s = (
         c.pass_s
         + c.prompt_tokens * c.token_s

@@ -1,11 +1,11 @@
 """Simulates the run as events: what starts when, what it waits for, and which version sampled each token.
 
-    admit (AdmissionRule) -> engine [queue, decoding] -> environment -> withheld until verified -> put -> take -> train
+    admit (AdmissionRule) -> engine [queue, decoding] -> environment -> withheld until verified -> put -> batch -> train
        ^                        ^ pull: pause, load, canary                                                      |
        +------ published <------+-------------------------------- upload <---------- gather <--------------------+
 
 Each function below is one event and mirrors one wait of the system: `recipes/async_rl.py` (trainer, publishing),
-`collector/collector.py` and `weight_sync.py` (admission, versions, pulls), `replay/buffer.py` (takes). Only the heap
+`collector/collector.py` and `weight_sync.py` (admission, versions, pulls), `replay/buffer.py` (batches). Only the heap
 advances time. Nothing here is random except the lengths and factors, which are drawn by group and step number, so that
 two plans differ by their settings alone.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 
 from .engine import Chunk, SimulatedEngine
 from .model import Calibration, Settings
-from .order import TakeOrder
+from .order import BatchOrder
 from .parts import Collector, Draws, Group, PacedWork, Record
 
 _MAX_AT_ONCE = 1_000_000
@@ -42,7 +42,7 @@ class Simulation:
         self._num_steps = num_steps
         self._skip = skip
         self._rule = settings.rule
-        self._order = TakeOrder(self._rule)
+        self._order = BatchOrder(self._rule)
         self._draws = Draws(calibration, settings.group_size, chunks_per_group, seed)
         self._factors = self._draws.train_factors(num_steps)
         self._max_in_flight = max(1, -(-settings.max_outstanding_groups // settings.generators))
@@ -63,8 +63,8 @@ class Simulation:
         self._num_pushed = 0
         self._published = 0
         self._version = 0
-        self._take_is_wanted = True
-        self._take: list[int] | None = None
+        self._batch_is_wanted = True
+        self._batch: list[int] | None = None
         self._trainer_waits_since: float | None = 0.0
         self._training = False
         self._work = PacedWork(0.0, 0.0)
@@ -177,30 +177,30 @@ class Simulation:
         self._order.finish(group.group_id)
         if self._order.num_free_slots(published=self._published):
             self._admit()
-        self._serve_take()
+        self._serve_batch()
 
-    # ---- takes and the trainer ---------------------------------------------------------------------------------------
+    # ---- batches and the trainer -------------------------------------------------------------------------------------
 
-    def _serve_take(self) -> None:
-        """At most one take is prepared ahead of the trainer."""
-        if self._take_is_wanted and self._order.is_complete():
-            self._take_is_wanted = False
-            self._at(self._now + self._c.hand_on_s, self._take_arrived, self._order.take())
+    def _serve_batch(self) -> None:
+        """At most one batch is prepared ahead of the trainer."""
+        if self._batch_is_wanted and self._order.is_complete():
+            self._batch_is_wanted = False
+            self._at(self._now + self._c.hand_on_s, self._batch_arrived, self._order.take_batch())
 
-    def _take_arrived(self, take: list[int]) -> None:
-        self._take = take
+    def _batch_arrived(self, batch: list[int]) -> None:
+        self._batch = batch
         if self._trainer_waits_since is not None:
-            self._start_take()
+            self._start_batch()
 
-    def _start_take(self) -> None:
-        assert self._take is not None
+    def _start_batch(self) -> None:
+        assert self._batch is not None
         assert self._trainer_waits_since is not None
-        take, self._take = self._take, None
+        batch, self._batch = self._batch, None
         waited = self._now - self._trainer_waits_since
         self._trainer_waits_since = None
-        self._take_is_wanted = True
-        self._serve_take()
-        self._train([self._groups.pop(g) for g in take], 0, waited)
+        self._batch_is_wanted = True
+        self._serve_batch()
+        self._train([self._groups.pop(g) for g in batch], 0, waited)
 
     def _train(self, groups: list[Group], update: int, waited: float) -> None:
         c, u = self._c, self._s.updates_per_batch
@@ -273,12 +273,12 @@ class Simulation:
         if update + 1 < self._s.updates_per_batch:
             self._at(end, self._train, groups, update + 1, 0.0)
         else:
-            self._at(end, self._next_take)
+            self._at(end, self._next_batch)
 
-    def _next_take(self) -> None:
+    def _next_batch(self) -> None:
         self._trainer_waits_since = self._now
-        if self._take is not None:
-            self._start_take()
+        if self._batch is not None:
+            self._start_batch()
 
     def _set_training(self, training: bool) -> None:
         self._training = training

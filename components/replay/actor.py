@@ -1,4 +1,4 @@
-"""The replay buffer as a Ray actor: it owns the tasks, and puts each rank's share of a take into the object store."""
+"""The replay buffer as a Ray actor: it owns the tasks, and puts each rank's share of a batch into the object store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..tasks.truncate import truncated
 from ..types import Admission, Task, Trajectory
 from .admission import AdmissionRule
 from .assemble import Assembler, RewardShaping, pass_rate
-from .buffer import ReplayBuffer, ServedTake
+from .buffer import ReplayBuffer, ServedBatch
 from .operators import Pipeline
 from .position import Position
 from .reuse import ReusePool, priority_of
@@ -39,15 +39,15 @@ POLL_S = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class TakeRefs:
-    """A take as the driver sees it: `batches[i][rank]` are references into the object store.
+class BatchRefs:
+    """A batch as the driver sees it: `steps[i][rank]` are references into the object store.
 
-    `suspects`: answers to list, see `SuspectWatch`, of the groups that were delivered since the take before.
+    `suspects`: answers to list, see `SuspectWatch`, of the groups that were delivered since the batch before.
     """
 
     index: int
     group_ids: list[int]
-    batches: list[list[Any]]
+    steps: list[list[Any]]
     metrics: dict[str, float]
     rollouts: list[dict]
     suspects: list[dict] = field(default_factory=list)
@@ -77,11 +77,11 @@ class ReplayBufferActor(Watched):
                 overlong_buffer_tokens=algorithm.overlong_buffer_frac * config.rollout.max_response_tokens,
                 max_response_tokens=config.rollout.max_response_tokens,
             ),
-            updates_per_take=train.updates_per_batch,
+            updates_per_batch=train.updates_per_batch,
             num_ranks=train.num_ranks,
             skip_zero_advantage=numbers.skip_zero_advantage,
-            rollouts_per_take=config.monitor.rollouts_per_step,
-            experts=self._experts(skip_steps=position.num_takes * train.updates_per_batch),
+            rollouts_per_batch=config.monitor.rollouts_per_step,
+            experts=self._experts(skip_steps=position.num_batches * train.updates_per_batch),
             count_turns=algorithm.aggregation == "turn_mean_token_mean",
         )
         self._assembling = asyncio.Lock()
@@ -100,27 +100,27 @@ class ReplayBufferActor(Watched):
         priority = priority_of(replay.priority) if replay.sampling == "priority" else None
         self._reuse = ReusePool(
             max_uses=replay.max_uses,
-            room=train.groups_per_step - numbers.fresh_groups_per_take,
-            updates_per_take=train.updates_per_batch,
+            room=train.groups_per_step - numbers.fresh_groups_per_batch,
+            updates_per_batch=train.updates_per_batch,
             max_lag=numbers.max_policy_lag,
             cooldown=replay.cooldown,
             priority=priority,
             decay=replay.priority_decay,
             start=groups_from_text(used) if used else (),
-            num_takes=position.num_takes,
+            num_batches=position.num_batches,
         )
         self._buffer = ReplayBuffer(
             tasks=self._stream,
             start=position,
             rule=AdmissionRule(
-                groups_per_take=numbers.fresh_groups_per_take,
-                updates_per_take=train.updates_per_batch,
+                groups_per_batch=numbers.fresh_groups_per_batch,
+                updates_per_batch=train.updates_per_batch,
                 publish_every=config.param_server.publish_every,
                 reorder_window=numbers.reorder_window,
                 target_lag=numbers.target_policy_lag,
                 max_lag=numbers.first_use_policy_lag,
             ),
-            num_takes=numbers.num_takes,
+            num_batches=numbers.num_batches,
             capacity=numbers.max_outstanding_groups + train.groups_per_step,
             operators=[self._pipeline],
             reuse=self._reuse,
@@ -206,31 +206,31 @@ class ReplayBufferActor(Watched):
         return await self._buffer.lost(collector, reason)
 
     @as_text
-    async def take(self, timeout_s: float) -> TakeRefs | None:
-        served = await self._buffer.take(timeout_s=timeout_s)
+    async def take_batch(self, timeout_s: float) -> BatchRefs | None:
+        served = await self._buffer.take_batch(timeout_s=timeout_s)
         if served is None:
             return None
-        async with self._assembling:  # one take at a time, in a thread: it may be hundreds of megabytes
+        async with self._assembling:  # one batch at a time, in a thread: it may be hundreds of megabytes
             return await asyncio.to_thread(self._assembled, served)
 
-    def _assembled(self, served: ServedTake) -> TakeRefs:
-        take = self._assembler(served.index, served.groups, served.reused)
+    def _assembled(self, served: ServedBatch) -> BatchRefs:
+        batch = self._assembler(served.index, served.groups, served.reused)
         suspicion, suspects = self._suspects.inspect() if self._suspects is not None else ({}, [])
-        return TakeRefs(
-            index=take.index,
-            group_ids=take.group_ids,
-            batches=[[ray.put(batch) for batch in step] for step in take.batches],
-            metrics=take.metrics | suspicion,
-            rollouts=take.rollouts,
+        return BatchRefs(
+            index=batch.index,
+            group_ids=batch.group_ids,
+            steps=[[ray.put(share) for share in step] for step in batch.steps],
+            metrics=batch.metrics | suspicion,
+            rollouts=batch.rollouts,
             suspects=suspects,
         )
 
     @as_text
     async def trained(self, group_ids: list[int]) -> dict[str, float]:
-        """Mark the take as trained; returns the state of the buffer."""
+        """Mark the batch as trained; returns the state of the buffer."""
         await self._buffer.trained(group_ids)
         self._stream.forget_before(self._buffer.first_draw)
-        self._reuse.forget_before(self._buffer.num_trained_takes)
+        self._reuse.forget_before(self._buffer.num_trained_batches)
         stats = asdict(self._buffer.stats())
         counts = {f"replay/{name}": float(value) for name, value in stats.items()}
         own = {
@@ -248,7 +248,7 @@ class ReplayBufferActor(Watched):
         position = self._buffer.position(policy_version)
         if position is None:
             return None
-        used = self._reuse.after(position.num_takes)
+        used = self._reuse.after(position.num_batches)
         return asdict(position) | {
             "stream": self._stream.position(position),
             "used_groups": await asyncio.to_thread(groups_as_text, used) if used else "",
@@ -264,17 +264,17 @@ class ReplayBufferActor(Watched):
 
     @as_text
     async def sample_batch(self, trajectories: list[Trajectory], group_size: int) -> tuple[list[Any], dict[str, float]]:
-        """Rank shares of a take made from these trajectories, to measure the trainer's speed; nothing is stored."""
+        """Rank shares of a batch made from these trajectories, to measure the trainer's speed; nothing is stored."""
         groups = [
             Group.of(trajectories[i : i + group_size], group_id=i, task_id="")
             for i in range(0, len(trajectories), group_size)
         ]
         # All in one step, including trajectories without an advantage: speed is measured per token.
-        assembler = replace(self._assembler, skip_zero_advantage=False, updates_per_take=1)
+        assembler = replace(self._assembler, skip_zero_advantage=False, updates_per_batch=1)
 
         def assembled() -> tuple[list[Any], dict[str, float]]:
-            take = assembler(0, groups)
-            return [ray.put(batch) for batch in take.batches[0]], take.metrics
+            batch = assembler(0, groups)
+            return [ray.put(share) for share in batch.steps[0]], batch.metrics
 
         async with self._assembling:
             return await asyncio.to_thread(assembled)

@@ -1,7 +1,7 @@
-"""The admission rule: when a group may start, the oldest weights it may use, and which groups a take must hold.
+"""The admission rule: when a group may start, the oldest weights it may use, and which groups a batch must hold.
 
-Letters as in the design: P groups per take, u optimizer steps per take, n steps between publications, W reorder window,
-T target lag, L bound on the lag. All integers; the lag's unit is optimizer steps.
+Letters as in the design: P groups per batch, u optimizer steps per batch, n steps between publications, W reorder
+window, T target lag, L bound on the lag. All integers; the lag's unit is optimizer steps.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ class AdmissionRule:
     `rank` r of a group = groups alive before it (taken, or admitted and not yet gone) at admission.
     """
 
-    groups_per_take: int  # P
-    updates_per_take: int  # u
+    groups_per_batch: int  # P
+    updates_per_batch: int  # u
     publish_every: int  # n
     reorder_window: int  # W
     target_lag: int  # T
@@ -26,7 +26,7 @@ class AdmissionRule:
     def __post_init__(self) -> None:
         if self.min_target_lag > self.target_lag or self.target_lag > self.max_lag:
             raise ValueError(
-                f"admission rule: reorder_window={self.reorder_window}, updates_per_batch={self.updates_per_take}, "
+                f"admission rule: reorder_window={self.reorder_window}, updates_per_batch={self.updates_per_batch}, "
                 f"publish_every={self.publish_every} need "
                 f"{self.min_target_lag} <= target_policy_lag <= max_policy_lag, "
                 f"got target {self.target_lag}, max {self.max_lag}"
@@ -34,17 +34,17 @@ class AdmissionRule:
 
     @property
     def min_target_lag(self) -> int:
-        """The smallest target lag with which the next take can always be filled before the next publication."""
-        ceil_takes = -(-(self.reorder_window - 1) // self.groups_per_take)
-        return self.updates_per_take * (ceil_takes + 1) + self.publish_every - 2
+        """The smallest target lag with which the next batch can always be filled before the next publication."""
+        ceil_batches = -(-(self.reorder_window - 1) // self.groups_per_batch)
+        return self.updates_per_batch * (ceil_batches + 1) + self.publish_every - 2
 
-    def last_take(self, rank: int) -> int:
-        """The latest take that a group of this rank can be in (takes count from 0)."""
-        return (rank + self.reorder_window - 1) // self.groups_per_take
+    def last_batch(self, rank: int) -> int:
+        """The latest batch that a group of this rank can be in (batches count from 0)."""
+        return (rank + self.reorder_window - 1) // self.groups_per_batch
 
     def last_use(self, rank: int) -> int:
         """The newest trainer version that may still use a group of this rank."""
-        return self.updates_per_take * (self.last_take(rank) + 1) - 1
+        return self.updates_per_batch * (self.last_batch(rank) + 1) - 1
 
     def min_policy_version(self, rank: int) -> int:
         """The oldest policy version that may generate a token of this group."""
@@ -56,5 +56,5 @@ class AdmissionRule:
 
     def num_admissible(self, *, published: int) -> int:
         """The most groups that may be alive while `published` is the newest version: ranks below that may start."""
-        takes = (published + self.target_lag + 1) // self.updates_per_take  # largest d + 1 that the rule lets start
-        return max(0, takes * self.groups_per_take - (self.reorder_window - 1))
+        batches = (published + self.target_lag + 1) // self.updates_per_batch  # largest d + 1 that the rule lets start
+        return max(0, batches * self.groups_per_batch - (self.reorder_window - 1))

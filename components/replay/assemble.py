@@ -1,4 +1,4 @@
-"""From the groups of a take to what the trainer's ranks receive: advantages, optimizer steps, rank shares."""
+"""From the groups of a batch to what the trainer's ranks receive: advantages, optimizer steps, rank shares."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class Advantages:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Take:
+class Batch:
     """The groups of one batch, ready to train on.
 
-    `batches[i][rank]` is what a rank trains on in the i-th optimizer step of this take. `metrics` describe the whole
-    take. `rollouts` are its trajectories in readable form (a sample of them).
+    `steps[i][rank]` is what a rank trains on in the i-th optimizer step of this batch. `metrics` describe the whole
+    batch. `rollouts` are its trajectories in readable form (a sample of them).
     """
 
     index: int
     group_ids: list[int]
-    batches: list[list[TrainBatch]]
+    steps: list[list[TrainBatch]]
     metrics: dict[str, float]
     rollouts: list[dict]
 
@@ -88,39 +88,39 @@ class RewardShaping:
 
 @dataclass(frozen=True, kw_only=True)
 class Assembler:
-    """Turns groups into a `Take`.
+    """Turns groups into a `Batch`.
 
     `shaping` maps a group to what its advantages are made from, rewards [G] in the simplest case. `advantage` maps
-    these of the whole take, [N], and the index of each one's group, [N], to advantages [N]; a `TurnAdvantage` to one
+    these of the whole batch, [N], and the index of each one's group, [N], to advantages [N]; a `TurnAdvantage` to one
     for each turn. `count_turns`: the steps' `num_sequences` counts turns, as the aggregation of turns divides by them.
     `experts` gives the expert trajectories of one optimizer step: their "advantage" is 1 / (their tokens in the step),
     see `algorithms.mix`.
     """
 
     advantage: Advantage
-    updates_per_take: int
+    updates_per_batch: int
     num_ranks: int
     skip_zero_advantage: bool
-    rollouts_per_take: int
+    rollouts_per_batch: int
     shaping: Callable[[Group], torch.Tensor] = rewards_of
     experts: Callable[[], Sequence[Trajectory]] | None = None
     count_turns: bool = False
 
-    def __call__(self, index: int, groups: Sequence[Group], reused: Sequence[Group] = ()) -> Take:
-        """The take of these groups and of reused ones; metrics and rollouts cover only the new ones."""
+    def __call__(self, index: int, groups: Sequence[Group], reused: Sequence[Group] = ()) -> Batch:
+        """The batch of these groups and of reused ones; metrics and rollouts cover only the new ones."""
         every = [*groups, *reused]
         parts = dict(zip((g.group_id for g in every), self._advantages(every), strict=True))
-        steps = [every[i :: self.updates_per_take] for i in range(self.updates_per_take)]
-        batches = [self._step(step, [parts[g.group_id] for g in step]) for step in steps]
-        in_pass = sum(num_pass_tokens(b) for step in batches for b in step)
+        groups_of = [every[i :: self.updates_per_batch] for i in range(self.updates_per_batch)]
+        steps = [self._step(own, [parts[g.group_id] for g in own]) for own in groups_of]
+        in_pass = sum(num_pass_tokens(b) for step in steps for b in step)
         own = [parts[g.group_id] for g in groups]
-        return Take(
+        return Batch(
             index=index,
             group_ids=[g.group_id for g in every],
-            batches=batches,
-            metrics=_take_metrics(groups, own)
+            steps=steps,
+            metrics=_batch_metrics(groups, own)
             | {"train/tokens_in_pass": float(in_pass), "train/reused_groups": float(len(reused))},
-            rollouts=_readable(groups, own, self.rollouts_per_take),
+            rollouts=_readable(groups, own, self.rollouts_per_batch),
         )
 
     def _advantages(self, groups: Sequence[Group]) -> list[Advantages]:
@@ -211,7 +211,7 @@ def pass_rate(group: Group) -> float:
     return sum(values) / len(values)
 
 
-def _take_metrics(groups: Sequence[Group], advantages: Sequence[Advantages]) -> dict[str, float]:
+def _batch_metrics(groups: Sequence[Group], advantages: Sequence[Advantages]) -> dict[str, float]:
     rewards = torch.tensor([r for g in groups for r in g.rewards])
     lengths = torch.tensor([n for g in groups for n in g.lengths], dtype=torch.float32)
     zero = sum(not a.is_not_zero[g.mains].any() for g, a in zip(groups, advantages, strict=True))
@@ -239,7 +239,7 @@ def _take_metrics(groups: Sequence[Group], advantages: Sequence[Advantages]) -> 
 
 
 def _readable(groups: Sequence[Group], advantages: Sequence[Advantages], limit: int) -> list[dict]:
-    """At most `limit` trajectories, spread evenly over the take."""
+    """At most `limit` trajectories, spread evenly over the batch."""
     every = [(g, a, i) for g, a in zip(groups, advantages, strict=True) for i in range(len(g))]
     count = min(limit, len(every))
     chosen = [every[k * len(every) // count] for k in range(count)]

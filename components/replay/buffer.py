@@ -2,12 +2,12 @@
 
 A torchrl `ReplayBuffer` that waits instead of dropping data:
 
-collectors --admit()--> [slots] --put()--> [places] --take()--> trainer
+collectors --admit()--> [slots] --put()--> [places] --take_batch()--> trainer
                            ^                                       |
                            +------------- published(v) <----------+
 
 Every call that changes the state (`put`, `published`, ...) immediately serves the waiters that it unblocks: free slots
-go to the waiting collectors, and a complete take wakes the trainer. Nobody else is woken.
+go to the waiting collectors, and a complete batch wakes the trainer. Nobody else is woken.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-NO_PROGRESS_TAKES = 20
+NO_PROGRESS_BATCHES = 20
 REASONS_KEPT = 100
 _PARTS = ("storage", "sampler", "writer")
 _PLAIN = ("published", "last_draw", "drawn", "to_reissue", "awaited_task", "num_trained", "lost_in_a_row", "closed")
@@ -62,8 +62,8 @@ class NoProgressError(RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedTake:
-    """The groups of take number `index`: new ones in admission order, and reused ones."""
+class ServedBatch:
+    """The groups of batch number `index`: new ones in admission order, and reused ones."""
 
     index: int
     groups: list[Group]
@@ -100,8 +100,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     """Blocking, back-pressured, consume-once, whole groups only. One asyncio loop; any number of waiters.
 
     `tasks` is only drawn from here, so no two collectors ever get the same task. It may raise `NoTaskYet`; `tasks_came`
-    then draws again. `start`: where an earlier run left off; `tasks` continues from there. `num_takes` ends the run
-    after this many takes (None: when the tasks end). `reuse`: takes also hold groups that were used before.
+    then draws again. `start`: where an earlier run left off; `tasks` continues from there. `num_batches` ends the run
+    after this many batches (None: when the tasks end). `reuse`: batches also hold groups that were used before.
     `priority`: among the groups that it may choose, the window prefers the best.
     `delivered` is called with every delivered group and its task, before operators, and never for one that was issued
     again.
@@ -113,8 +113,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     in flight, which is then issued again: a copy goes on exactly, with `tasks` from the next draw on.
 
     A deadline (`timeout_s`) limits a wait without progress: it restarts with every group that is admitted, delivered,
-    retried, lost or issued again, every take, and every publication. It does not run while the trainer works on a take,
-    which has its own deadlines. So no part ends a run in which the others are making progress.
+    retried, lost or issued again, every batch, and every publication. It does not run while the trainer works on a
+    batch, which has its own deadlines. So no part ends a run in which the others are making progress.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         *,
         tasks: Iterator[Task],
         rule: AdmissionRule,
-        num_takes: int | None,
+        num_batches: int | None,
         capacity: int,
         operators: Sequence[Operator] = (),
         start: Position | None = None,
@@ -153,20 +153,20 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._awaited_task = ""  # what the source is waiting for, if it has no task now
         self._draw()
         self._rule = rule
-        self._num_takes = num_takes
+        self._num_batches = num_batches
         self._operators = list(operators)
         self._delivered = delivered
         self.lengths = LengthMeter()
-        self._window = Window(rule, num_takes=start.num_takes, num_taken=start.num_taken)
+        self._window = Window(rule, num_batches=start.num_batches, num_taken=start.num_taken)
         self._reuse, self._priority = reuse, priority
         self._ledger = Ledger()
         self._start = start
         self._draws, self._last_draw = start.draws(), -1
         self._drawn: list[int] = []  # from the first one that is not over
         self._trained: set[int] = set()  # of those
-        self._served: deque[list[int]] = deque()  # takes that are being trained on, new groups only
-        self._used_again: deque[list[int]] = deque()  # the others of these takes
-        self.num_trained_takes, self._num_trained = start.num_takes, start.num_taken
+        self._served: deque[list[int]] = deque()  # batches that are being trained on, new groups only
+        self._used_again: deque[list[int]] = deque()  # the others of these batches
+        self.num_trained_batches, self._num_trained = start.num_batches, start.num_taken
         self._place: dict[int, int] = {}
         self._in_flight: dict[int, _Held] = {}
         self._num_held: Counter[str] = Counter()  # groups in flight, by collector
@@ -178,7 +178,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._last_reasons: deque[str] = deque(maxlen=REASONS_KEPT)  # of these
         self._closed = False
         self._askers: dict[_Asker, None] = {}  # in the order in which they asked
-        self._takers: deque[asyncio.Future[None]] = deque()
+        self._batch_waiters: deque[asyncio.Future[None]] = deque()
         self._expected: int = num_collectors
         self._known: set[str] = set()  # collectors that have asked, until all have
         self._gathering: asyncio.TimerHandle | None = None
@@ -190,9 +190,9 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         Groups to issue again come first, in order. `collector` is the caller, so that `lost` knows what it holds.
         Groups that it delivers while it waits free room, so it may get more than `limit`.
 
-        If several collectors wait, slots go one by one to the one with the smallest share of its room in use: each take
-        is then made by all of them. No slot is kept free while any collector asks. Raises TimeoutError, naming what it
-        waited for.
+        If several collectors wait, slots go one by one to the one with the smallest share of its room in use: each
+        batch is then made by all of them. No slot is kept free while any collector asks. Raises TimeoutError, naming
+        what it waited for.
         """
         if self._is_over() or collector in self._lost_collectors:
             return []
@@ -206,7 +206,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
                 answer,
                 timeout_s,
                 self._what_admits,
-                counts=lambda: not self._takers,  # else the take says what is missing
+                counts=lambda: not self._batch_waiters,  # else the batch says what is missing
             )
         except asyncio.CancelledError:
             self._take_back(asker)
@@ -285,19 +285,19 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             self._answer(asker)
         return await self.give_back(collector, reason)
 
-    async def take(self, *, timeout_s: float) -> ServedTake | None:
-        """Wait for the next take; None if the tasks have ended or all takes were served.
+    async def take_batch(self, *, timeout_s: float) -> ServedBatch | None:
+        """Wait for the next batch; None if the tasks have ended or all batches were served.
 
         Raises TimeoutError naming what is missing, and `NoProgressError` if too many groups in a row are lost.
         """
-        while not self._take_is_due():
+        while not self._batch_is_due():
             turn = asyncio.get_running_loop().create_future()
-            self._takers.append(turn)
+            self._batch_waiters.append(turn)
             try:
                 await self._until(turn, timeout_s, self._missing)
             finally:
-                if turn in self._takers:
-                    self._takers.remove(turn)
+                if turn in self._batch_waiters:
+                    self._batch_waiters.remove(turn)
         if not self._ended() and self._no_progress():
             raise NoProgressError(
                 f"{self._lost_in_a_row} groups in a row were dropped without being trained on "
@@ -306,9 +306,9 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
                 "check rollouts, rewards and replay.operators"
             )
         if self._ended():
-            self._call_taker()
+            self._wake_batch_waiter()
             return None
-        index = self._window.num_takes
+        index = self._window.num_batches
         groups = self._consume()
         group_ids = [g.group_id for g in groups]
         reused = self._reuse.serve(index, groups) if self._reuse is not None else []
@@ -317,17 +317,17 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._lost_in_a_row = 0
         self._last_reasons.clear()
         self._moved()
-        return ServedTake(index=index, groups=groups, reused=reused)
+        return ServedBatch(index=index, groups=groups, reused=reused)
 
     async def trained(self, group_ids: Sequence[int]) -> None:
-        """The oldest served take has finished all its steps. (`ReusePool` counts uses after the first.)"""
+        """The oldest served batch has finished all its steps. (`ReusePool` counts uses after the first.)"""
         again = self._used_again[0] if self._used_again else []
         for group_id in group_ids[: len(group_ids) - len(again)]:
             self._ledger.move(group_id, GroupState.TRAINED)
         served, again = self._served.popleft(), self._used_again.popleft()
-        assert [*served, *again] == list(group_ids), "takes are trained on in the order in which they were served"
+        assert [*served, *again] == list(group_ids), "batches are trained on in the order in which they were served"
         self._trained.update(served)
-        self.num_trained_takes += 1
+        self.num_trained_batches += 1
         self._num_trained += len(served)
         first = self._first_open(over=set())
         self._drawn = [g for g in self._drawn if g >= first]
@@ -335,20 +335,20 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._moved()
 
     def position(self, policy_version: int) -> Position | None:
-        """Where a run resumed from these weights has to begin; None in the middle of a take's steps.
+        """Where a run resumed from these weights has to begin; None in the middle of a batch's steps.
 
-        The weights may be one take ahead of the last call of `trained`.
+        The weights may be one batch ahead of the last call of `trained`.
         """
-        takes, rest = divmod(policy_version, self._rule.updates_per_take)
-        ahead = takes - self.num_trained_takes
+        batches, rest = divmod(policy_version, self._rule.updates_per_batch)
+        ahead = batches - self.num_trained_batches
         if rest or not 0 <= ahead <= len(self._served):
             return None
-        over = {g for take in itertools.islice(self._served, ahead) for g in take}
+        over = {g for batch in itertools.islice(self._served, ahead) for g in batch}
         first = self._first_open(over=over)
         open_draws = [g for g in self._drawn if g >= first and g not in self._trained and g not in over]
         open_draws += [d for d in self._start.open_draws if d > self._last_draw]  # not drawn again yet
         return Position(
-            num_takes=takes,
+            num_batches=batches,
             num_taken=self._num_trained + len(over),
             open_draws=open_draws,
             next_draw=max(self._start.next_draw, self._last_draw + 1),
@@ -417,18 +417,18 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         if self._next_task is None:
             return 0
         limit = self._rule.num_admissible(published=self._published)
-        if self._num_takes is not None:
-            limit = min(limit, self._num_takes * self._rule.groups_per_take)
+        if self._num_batches is not None:
+            limit = min(limit, self._num_batches * self._rule.groups_per_batch)
         return max(0, limit - self._window.alive)
 
     def _moved(self) -> None:
         """Progress was made: restart the deadlines, and wake every waiter that can continue."""
         self._moved_at = asyncio.get_running_loop().time()
         self._deal()
-        self._call_taker()
+        self._wake_batch_waiter()
 
     def _gather(self, collector: str) -> None:
-        """The first slots wait for all collectors; otherwise the first to ask would get whole takes."""
+        """The first slots wait for all collectors; otherwise the first to ask would get whole batches."""
         if len(self._known) >= self._expected:
             return
         self._known.add(collector)
@@ -498,12 +498,12 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         current = not self._superseded(admission.group_id, admission.attempt)
         return held is not None and held.collector == collector and current
 
-    def _take_is_due(self) -> bool:
+    def _batch_is_due(self) -> bool:
         return self._no_progress() or self._ended() or self._window.is_ready(last=self._tasks_ended)
 
-    def _call_taker(self) -> None:
-        if self._takers and self._take_is_due():
-            turn = self._takers.popleft()
+    def _wake_batch_waiter(self) -> None:
+        if self._batch_waiters and self._batch_is_due():
+            turn = self._batch_waiters.popleft()
             if not turn.done():
                 turn.set_result(None)
 
@@ -523,7 +523,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         return self._next_task is None and not self._awaited_task
 
     def _draw(self) -> None:
-        """One task is drawn ahead, to know whether a take is the last one."""
+        """One task is drawn ahead, to know whether a batch is the last one."""
         try:
             self._next_task, self._awaited_task = next(self._tasks, None), ""
         except NoTaskYet as error:
@@ -555,14 +555,14 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         return attempt < newest
 
     def _consume(self) -> list[Group]:
-        """The groups of the next take, in admission order: what the sampler chooses from what the window allows."""
+        """The groups of the next batch, in admission order: what the sampler chooses from what the window allows."""
         last = self._tasks_ended
         choice = self._window.choice(last=last)
         allowed = {self._place[group_id]: group_id for group_id in [*choice.must, *choice.may]}
         self._window_sampler.allow([self._place[g] for g in choice.must], [self._place[g] for g in choice.may])
         tensors, info = self.sample(choice.size, return_info=True)
         places = info["index"].tolist()
-        group_ids = self._window.take(last=last, chosen=[allowed[place] for place in places])
+        group_ids = self._window.take_batch(last=last, chosen=[allowed[place] for place in places])
         groups = sorted((Group.unpacked(own) for own in tensors.unbind(0)), key=lambda g: g.group_id)
         if [g.group_id for g in groups] != group_ids:
             raise RuntimeError(f"a transform of the buffer made other groups; expected groups {group_ids}")
@@ -592,11 +592,11 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         return held
 
     def _no_progress(self) -> bool:
-        lost_too_many = self._lost_in_a_row >= NO_PROGRESS_TAKES * self._rule.groups_per_take
+        lost_too_many = self._lost_in_a_row >= NO_PROGRESS_BATCHES * self._rule.groups_per_batch
         return lost_too_many and not self._window.is_ready(last=self._tasks_ended)
 
     def _all_taken(self) -> bool:
-        return self._num_takes is not None and self._window.num_takes >= self._num_takes
+        return self._num_batches is not None and self._window.num_batches >= self._num_batches
 
     def _ended(self) -> bool:
         return self._all_taken() or (self._tasks_ended and self._window.num_outstanding == 0)
@@ -604,7 +604,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     def _all_admitted(self) -> bool:
         """The tasks have ended, or every group that the run will ever take has been admitted."""
         return self._tasks_ended or (
-            self._num_takes is not None and self._window.alive >= self._num_takes * self._rule.groups_per_take
+            self._num_batches is not None and self._window.alive >= self._num_batches * self._rule.groups_per_batch
         )
 
     def _is_over(self) -> bool:
@@ -622,7 +622,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     ) -> T:
         """The result of `answer`. Raises TimeoutError if there was no progress for `timeout_s`.
 
-        That time counts only while `counts()` is true and the trainer is not working on a take.
+        That time counts only while `counts()` is true and the trainer is not working on a batch.
         """
         loop = asyncio.get_running_loop()
         since = loop.time()
@@ -641,7 +641,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         return f"{self._awaited_task or 'a slot'} ({state})"
 
     def _missing(self) -> str:
-        missing = str(self._window.missing_for_take(last=self._tasks_ended))
+        missing = str(self._window.missing_for_batch(last=self._tasks_ended))
         return f"{self._awaited_task} ({missing})" if self._awaited_task else missing
 
     def _who_has_what(self) -> str:
@@ -695,9 +695,9 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             "next_task": None if self._next_task is None else asdict(self._next_task),
             "served": [list(ids) for ids in self._served],
             "used_again": [list(ids) for ids in self._used_again],
-            "reusable": [[num_takes, groups_as_text(used)] for num_takes, used in reusable.items()],
+            "reusable": [[num_batches, groups_as_text(used)] for num_batches, used in reusable.items()],
             "trained": sorted(self._trained),
-            "num_trained_takes": self.num_trained_takes,
+            "num_trained_batches": self.num_trained_batches,
             "places": list(self._place.items()),
             "attempts": list(self._attempts.items()),
             "in_flight": [asdict(held.admission) for held in self._in_flight.values()],
@@ -723,7 +723,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         if self._reuse is not None:
             self._reuse.load_state_dict({n: groups_from_text(used) for n, used in state["reusable"]})
         self._trained = set(state["trained"])
-        self.num_trained_takes = state["num_trained_takes"]
+        self.num_trained_batches = state["num_trained_batches"]
         self._place, self._attempts = dict(state["places"]), dict(state["attempts"])
         self._in_flight = {
             row["group_id"]: _Held(Admission(**{**row, "task": Task(**row["task"])}), None)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """The state after `num_takes` trained takes with `num_taken` groups: what is drawn next."""
+    """The state after `num_batches` trained batches with `num_taken` groups: what is drawn next."""
 
-    num_takes: int = 0
+    num_batches: int = 0
     num_taken: int = 0
     open_draws: list[int] = field(default_factory=list)
     next_draw: int = 0

@@ -19,7 +19,7 @@ from .reuse import Used
 
 def groups_as_text(used: Sequence[Used]) -> str:
     """Printable ASCII; see `groups_from_text`."""
-    beside = [[u.score, u.oldest_version, u.num_uses, u.last_take] for u in used]
+    beside = [[u.score, u.oldest_version, u.num_uses, u.last_batch] for u in used]
     tensors = {"used": json_tensor(beside)}
     for i, u in enumerate(used):
         tensors |= {f"{i}/{path}": tensor.contiguous() for path, tensor in by_path(u.group.packed()).items()}
@@ -31,7 +31,7 @@ def groups_from_text(text: str) -> list[Used]:
     try:
         tensors = nested(safetensors.torch.load(base64.b64decode(text, validate=True)))
         used = []
-        for i, (score, oldest_version, num_uses, last_take) in enumerate(from_json_tensor(tensors["used"])):
+        for i, (score, oldest_version, num_uses, last_batch) in enumerate(from_json_tensor(tensors["used"])):
             group = Group.unpacked(tensors[str(i)])
             group.check()
             used.append(
@@ -40,7 +40,7 @@ def groups_from_text(text: str) -> list[Used]:
                     score=float(score),
                     oldest_version=int(oldest_version),
                     num_uses=int(num_uses),
-                    last_take=int(last_take),
+                    last_batch=int(last_batch),
                 )
             )
         return used

@@ -1,4 +1,4 @@
-"""The outstanding groups in admission order, and which of them the next take may and must hold."""
+"""The outstanding groups in admission order, and which of them the next batch may and must hold."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class _Outstanding:
     after: _Outstanding | None = None
     finished: bool = False
     priority: float = 0.0
-    must: bool = False  # the next take must hold it
-    candidate: bool = False  # the next take may hold it
+    must: bool = False  # the next batch must hold it
+    candidate: bool = False  # the next batch may hold it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A take holds all groups of `must`, and of `may`, best first, as many as make `size`."""
+    """A batch holds all groups of `must`, and of `may`, best first, as many as make `size`."""
 
     must: list[int]
     may: list[int]
@@ -37,30 +37,30 @@ class Choice:
 
 
 class Window:
-    """Ranks, order and the choice of a take; no waiting, no storage, no tasks.
+    """Ranks, order and the choice of a batch; no waiting, no storage, no tasks.
 
     `alive` = groups taken so far + groups outstanding, which is the rank of the next group to be admitted. When a group
     leaves without being taken, those behind it move up one rank: they can only be taken earlier than promised, so their
-    bounds stay valid. Among the finished groups that a take need not hold, it takes those with the largest `priority`,
+    bounds stay valid. Among the finished groups that a batch need not hold, it takes those with the largest `priority`,
     and the oldest among equals.
 
     Admitting, finishing or removing a group costs the same, however many are outstanding: ranks are kept as
-    differences, so a removal changes one number. Ranks increase in admission order, so the groups that a take must
+    differences, so a removal changes one number. Ranks increase in admission order, so the groups that a batch must
     hold and those that it may hold are both at the front, and both ends only move backwards.
     """
 
-    def __init__(self, rule: AdmissionRule, *, num_takes: int = 0, num_taken: int = 0) -> None:
+    def __init__(self, rule: AdmissionRule, *, num_batches: int = 0, num_taken: int = 0) -> None:
         self._rule = rule
         self._groups: dict[int, _Outstanding] = {}
         self._first: _Outstanding | None = None
         self._last: _Outstanding | None = None
         self._last_rank = 0  # that of `_last`
-        self._optional: _Outstanding | None = None  # the first that the next take need not hold
+        self._optional: _Outstanding | None = None  # the first that the next batch need not hold
         self._optional_rank = 0
-        self._later: _Outstanding | None = None  # the first that the next take cannot hold
+        self._later: _Outstanding | None = None  # the first that the next batch cannot hold
         self._num_candidates = self._num_finished_candidates = self._num_must_unfinished = 0
         self.num_finished = 0
-        self.num_takes = num_takes
+        self.num_batches = num_batches
         self.num_taken = num_taken
 
     @property
@@ -106,36 +106,36 @@ class Window:
         self._move_ends()
 
     def is_ready(self, *, last: bool) -> bool:
-        """Whether the next take can be served. `last`: no further group will ever be admitted."""
+        """Whether the next batch can be served. `last`: no further group will ever be admitted."""
         return not self._num_must_unfinished and self._num_finished_candidates >= self._size(last)
 
-    def missing_for_take(self, *, last: bool) -> str | None:
-        """None if the next take can be served; else what it still waits for."""
+    def missing_for_batch(self, *, last: bool) -> str | None:
+        """None if the next batch can be served; else what it still waits for."""
         if self.is_ready(last=last):
             return None
         if waiting_for := self.must_finish():
-            return f"group {waiting_for[0]} and {len(waiting_for) - 1} more that must be in take {self.num_takes}"
+            return f"group {waiting_for[0]} and {len(waiting_for) - 1} more that must be in batch {self.num_batches}"
         return (
-            f"{self._size(last) - self._num_finished_candidates} more finished groups for take {self.num_takes} "
+            f"{self._size(last) - self._num_finished_candidates} more finished groups for batch {self.num_batches} "
             f"(of {self.num_outstanding} outstanding)"
         )
 
     def must_finish(self) -> list[int]:
-        """The unfinished groups that the next take must hold."""
+        """The unfinished groups that the next batch must hold."""
         return [g.group_id for g in self._candidates() if g.must and not g.finished]
 
     def choice(self, *, last: bool) -> Choice:
-        """What the next take is chosen from; it must be ready."""
-        missing = self.missing_for_take(last=last)
-        assert missing is None, f"take {self.num_takes} is not complete: it waits for {missing}"
+        """What the next batch is chosen from; it must be ready."""
+        missing = self.missing_for_batch(last=last)
+        assert missing is None, f"batch {self.num_batches} is not complete: it waits for {missing}"
         candidates = list(self._candidates())
         may = sorted((g for g in candidates if g.finished and not g.must), key=lambda g: -g.priority)  # stable
         return Choice(
             must=[g.group_id for g in candidates if g.must], may=[g.group_id for g in may], size=self._size(last)
         )
 
-    def take(self, *, last: bool, chosen: Sequence[int] | None = None) -> list[int]:
-        """The group ids of the next take, in admission order; they are no longer outstanding.
+    def take_batch(self, *, last: bool, chosen: Sequence[int] | None = None) -> list[int]:
+        """The group ids of the next batch, in admission order; they are no longer outstanding.
 
         `chosen`: by somebody else, from `choice`; None: the best. Raises RuntimeError for a choice that is not allowed.
         """
@@ -143,10 +143,10 @@ class Window:
         if chosen is None:
             chosen = [*choice.must, *choice.may][: choice.size]
         if not choice.allows(chosen):
-            raise RuntimeError(f"take {self.num_takes}: groups {sorted(chosen)} were chosen; expected {choice}")
+            raise RuntimeError(f"batch {self.num_batches}: groups {sorted(chosen)} were chosen; expected {choice}")
         for group_id in chosen:
             self._remove(self._groups[group_id], moves_up=0)
-        self.num_takes += 1
+        self.num_batches += 1
         self.num_taken += len(chosen)
         self._move_ends()
         return sorted(chosen)
@@ -157,10 +157,10 @@ class Window:
         while group is not None:
             groups.append([group.group_id, group.gap, group.finished, group.priority])
             group = group.after
-        return {"num_takes": self.num_takes, "num_taken": self.num_taken, "groups": groups}
+        return {"num_batches": self.num_batches, "num_taken": self.num_taken, "groups": groups}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        Window.__init__(self, self._rule, num_takes=state["num_takes"], num_taken=state["num_taken"])
+        Window.__init__(self, self._rule, num_batches=state["num_batches"], num_taken=state["num_taken"])
         for group_id, gap, _, _ in state["groups"]:
             self._append(group_id, self._last_rank + gap)
         self._move_ends()
@@ -174,7 +174,7 @@ class Window:
         return self._groups[group_id]
 
     def _size(self, last: bool) -> int:
-        return min(self._rule.groups_per_take, len(self._groups)) if last else self._rule.groups_per_take
+        return min(self._rule.groups_per_batch, len(self._groups)) if last else self._rule.groups_per_batch
 
     def _candidates(self) -> Iterator[_Outstanding]:
         group = self._first
@@ -208,13 +208,13 @@ class Window:
         self._num_must_unfinished -= group.must and not group.finished
 
     def _move_ends(self) -> None:
-        """Mark the groups that the next take must hold, and those that it may hold."""
-        while (group := self._optional) is not None and self._rule.last_take(self._optional_rank) <= self.num_takes:
+        """Mark the groups that the next batch must hold, and those that it may hold."""
+        while (group := self._optional) is not None and self._rule.last_batch(self._optional_rank) <= self.num_batches:
             group.must = True
             self._num_must_unfinished += not group.finished
             self._optional = group.after
             self._optional_rank += group.after.gap if group.after else 0
-        reach = self._rule.groups_per_take + self._rule.reorder_window - 1
+        reach = self._rule.groups_per_batch + self._rule.reorder_window - 1
         while (group := self._later) is not None and self._num_candidates < reach:
             group.candidate = True
             self._num_candidates += 1

@@ -2,8 +2,8 @@
 
     T_step >= max(Wg / Ng, Wt / Nt, (Lmax + Tt + Ts) / (L + 1))
 
-Wg / Ng: all generators together make one take's tokens, whatever environments do meanwhile. Wt / Nt: the trainer makes
-one step. The third term: with lag bound L, a take can be no further behind than L + 1 steps, each at least its longest
+Wg / Ng: all generators together make one batch's tokens, whatever environments do meanwhile. Wt / Nt: the trainer makes
+one step. The third term: with lag bound L, a batch can be no further behind than L + 1 steps, each at least its longest
 trajectory, its environment's time included, one training and one stop for weights long.
 """
 

@@ -35,7 +35,7 @@ class TrainerActor(Watched):
         if cores:
             os.sched_setaffinity(0, cores)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
-        self._of_take: deque[dict[str, Any]] = deque()
+        self._step_inputs: deque[dict[str, Any]] = deque()
 
     async def address(self) -> str:
         """The rendezvous address of the ranks; rank 0 provides it."""
@@ -69,21 +69,21 @@ class TrainerActor(Watched):
             gc.collect()
             return make_trainer(settings, **self._place)
 
-        self._of_take.clear()
+        self._step_inputs.clear()
         self._settings = settings
         self._place["transport"].close()
         self._place["transport"] = open_transport(transport)
         self._trainer = await self._in_order(another)
 
     @as_text
-    async def begin_take(self, *batches: TrainBatch) -> dict[str, float]:
-        """Score a take of several steps under the current weights, by policy or critic, for its later steps."""
-        from .actor_critic import of_take
+    async def score_batch(self, *batches: TrainBatch) -> dict[str, float]:
+        """Score a batch of several steps under the current weights, by policy or critic, for its later steps."""
+        from .actor_critic import step_inputs
 
         def score() -> dict[str, float]:
             started = time.monotonic()
             needs_proximal = self._settings.objective.needs_proximal
-            self._of_take = deque(of_take(self._trainer, batches, needs_proximal=needs_proximal))
+            self._step_inputs = deque(step_inputs(self._trainer, batches, needs_proximal=needs_proximal))
             return {"step/proximal_s": time.monotonic() - started}
 
         return await self._in_order(score)
@@ -102,8 +102,8 @@ class TrainerActor(Watched):
         """forward_backward, optim_step and, if asked, publish."""
 
         def step() -> dict[str, float]:
-            told = self._of_take.popleft() if self._of_take else {}
-            metrics = self._trainer.forward_backward(batch, **told) | self._trainer.optim_step()
+            inputs = self._step_inputs.popleft() if self._step_inputs else {}
+            metrics = self._trainer.forward_backward(batch, **inputs) | self._trainer.optim_step()
             started = time.monotonic()
             if publish:
                 self._trainer.publish()

@@ -1,6 +1,6 @@
 """A trainer with a critic in addition to the policy: it computes advantages from the critic's values.
 
-take ---> estimate: values (once, under the weights that took it), GAE, whitening over the take
+batch --> estimate: values (once, under the weights that took it), GAE, whitening over the batch
   each step ---> critic: forward_backward, optim_step
             \\--> policy: as in `Trainer`, with these advantages   (not while the critic warms up)
 """
@@ -62,9 +62,9 @@ class ActorCriticTrainer(Trainer):
         return self.policy_version < self._warmup_steps
 
     def estimate(self, batches: Sequence[TrainBatch]) -> list[Estimates]:
-        """Values, returns and advantages of this rank's shares of all steps of a take, under the current weights.
+        """Values, returns and advantages of this rank's shares of all steps of a batch, under the current weights.
 
-        A collective. If configured, advantages are whitened over the whole take and all ranks.
+        A collective. If configured, advantages are whitened over the whole batch and all ranks.
         """
         made = [self._estimate(batch) for batch in batches]
         if not self._critic_settings.whiten:
@@ -85,7 +85,7 @@ class ActorCriticTrainer(Trainer):
     ) -> dict[str, float]:
         """As `Trainer.forward_backward`, plus the critic's; `estimates` were made when the batch was taken.
 
-        None: it was taken under the current weights, and is a whole take.
+        None: it was taken under the current weights, and is a whole batch.
         """
         self._check_versions(batch)
         started = time.monotonic()
@@ -148,13 +148,13 @@ def make_trainer(settings: TrainerSettings, **place: Any) -> Trainer:
     return Trainer(settings, **place)
 
 
-def of_take(trainer: Trainer, batches: Sequence[TrainBatch], *, needs_proximal: bool) -> list[dict[str, Any]]:
-    """What `forward_backward` needs for each step of a take in addition to its batch, under the current weights."""
-    told: list[dict[str, Any]] = [{} for _ in batches]
+def step_inputs(trainer: Trainer, batches: Sequence[TrainBatch], *, needs_proximal: bool) -> list[dict[str, Any]]:
+    """What `forward_backward` needs for each step of a batch in addition to its tokens, under the current weights."""
+    inputs: list[dict[str, Any]] = [{} for _ in batches]
     if needs_proximal:
-        for step, batch in zip(told, batches, strict=True):
+        for step, batch in zip(inputs, batches, strict=True):
             step["proximal_logprobs"] = trainer.token_logprobs(batch)
     if isinstance(trainer, ActorCriticTrainer):
-        for step, estimates in zip(told, trainer.estimate(batches), strict=True):
+        for step, estimates in zip(inputs, trainer.estimate(batches), strict=True):
             step["estimates"] = estimates
-    return told
+    return inputs

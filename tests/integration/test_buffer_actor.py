@@ -56,7 +56,7 @@ def test_what_ends_a_wait_is_heard_however_many_collectors_wait(config: Config, 
         names = [f"generator-{i}" for i in range(NUM_COLLECTORS)]
         held = await asyncio.gather(*(actor.admit.remote(1, 120.0, name) for name in names))
         assert sorted(admissions[0].group_id for admissions in held) == [*range(NUM_COLLECTORS)]
-        taking = asyncio.ensure_future(asyncio.wait_for(actor.take.remote(120.0), 120))
+        taking = asyncio.ensure_future(asyncio.wait_for(actor.take_batch.remote(120.0), 120))
         waiting = [asyncio.ensure_future(asyncio.wait_for(actor.admit.remote(1, 120.0, name), 120)) for name in names]
         await asyncio.sleep(1)  # they are all there
         await asyncio.wait_for(actor.put.remote([group(i) for i in range(NUM_COLLECTORS)]), 20)

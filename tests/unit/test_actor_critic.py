@@ -17,7 +17,7 @@ from leeway.algorithms.critic import gae, outcome_rewards, value_loss
 from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import PolicyObjective
 from leeway.trainer.actor import TrainerActor
-from leeway.trainer.actor_critic import ActorCriticSettings, ActorCriticTrainer, make_trainer, of_take
+from leeway.trainer.actor_critic import ActorCriticSettings, ActorCriticTrainer, make_trainer, step_inputs
 from leeway.trainer.checkpoint import CheckpointError
 from leeway.trainer.critic import CriticSettings
 from leeway.trainer.trainer import StalenessError, Trainer
@@ -217,30 +217,31 @@ def test_in_its_warm_up_only_the_critic_learns(make):
     assert not any(torch.equal(start[name], now) for name, now in weights(trainer._model).items())
 
 
-def test_a_take_of_two_steps_is_estimated_and_whitened_once_under_the_weights_that_took_it(make):
+def test_a_batch_of_two_steps_is_estimated_and_whitened_once_under_the_weights_that_took_it(make):
     batches = [batch_of(in_pairs(random_trajectories(seed, 6)), seed=seed) for seed in (1, 2)]
     trainer = make(critic={"value_clip": 0.01})
-    told = of_take(trainer, batches, needs_proximal=True)
-    assert all({"proximal_logprobs", "estimates"} == set(step) for step in told)
-    every = torch.cat([t["estimates"].advantages[b.loss_mask] for t, b in zip(told, batches, strict=True)])
+    inputs = step_inputs(trainer, batches, needs_proximal=True)
+    assert all({"proximal_logprobs", "estimates"} == set(step) for step in inputs)
+    every = torch.cat([t["estimates"].advantages[b.loss_mask] for t, b in zip(inputs, batches, strict=True)])
     assert (every.mean().item(), every.std().item()) == pytest.approx((0.0, 1.0), abs=1e-4)
     alone = trainer.estimate(batches[:1])[0].advantages[batches[0].loss_mask]
-    assert not torch.allclose(alone, told[0]["estimates"].advantages[batches[0].loss_mask], atol=1e-3)
-    first = trainer.forward_backward(batches[0], **told[0]) | trainer.optim_step()
-    second = trainer.forward_backward(batches[1], **told[1])
-    assert first["train/value/clipped_frac"] == 0.0, "the values are those of the take"
+    assert not torch.allclose(alone, inputs[0]["estimates"].advantages[batches[0].loss_mask], atol=1e-3)
+    first = trainer.forward_backward(batches[0], **inputs[0]) | trainer.optim_step()
+    second = trainer.forward_backward(batches[1], **inputs[1])
+    assert first["train/value/clipped_frac"] == 0.0, "the values are those of the batch"
     assert second["train/value/clipped_frac"] > 0.0, "and stay them after a step"
-    assert of_take(trainer, batches, needs_proximal=False)[0].keys() == {"estimates"}
+    assert step_inputs(trainer, batches, needs_proximal=False)[0].keys() == {"estimates"}
 
 
 @pytest.mark.slow
-def test_the_actor_hands_each_step_what_was_said_of_it_when_the_take_began(make, model_path):
-    """Without Ray: the class behind the actor, through two takes' calls and a run of another kind."""
+def test_the_actor_gives_each_step_the_inputs_that_were_computed_when_its_batch_began(make, model_path):
+    """Without Ray: the class behind the actor, through two batches' calls and a run of another kind."""
     batches = [batch_of(in_pairs(random_trajectories(seed, 6)), seed=seed) for seed in (1, 2)]
     alone = make(critic={"value_clip": 0.01})
-    told = of_take(alone, batches, needs_proximal=False)
+    inputs = step_inputs(alone, batches, needs_proximal=False)
     expected = [
-        alone.forward_backward(batch, **known) | alone.optim_step() for batch, known in zip(batches, told, strict=True)
+        alone.forward_backward(batch, **known) | alone.optim_step()
+        for batch, known in zip(batches, inputs, strict=True)
     ]
     end_group()
 
@@ -251,7 +252,7 @@ def test_the_actor_hands_each_step_what_was_said_of_it_when_the_take_began(make,
         await actor.start(settings, 0, free_address(), transport)
         assert isinstance(actor._trainer, ActorCriticTrainer)
         fill_head(actor._trainer)
-        await actor.begin_take(*batches)
+        await actor.score_batch(*batches)
         got = [await actor.train_step(batch, False) for batch in batches]
         await actor.begin(settings_of(model_path, objective=OBJECTIVE), transport)
         return got, await actor.train_step(batches[0], True)
@@ -372,12 +373,12 @@ def test_weight_decay_spares_the_critics_embeddings_and_head_where_it_is_of_hidd
 RANK_1 = """
 from leeway.trainer.actor_critic import ActorCriticTrainer
 from tests.unit.test_actor_critic import fill_head
-settings, address, takes, folder = work
+settings, address, batches, folder = work
 trainer = ActorCriticTrainer(settings, rank=1, init_method=address)
 fill_head(trainer)
-for take in takes:
-    for batch, estimates in zip(take, trainer.estimate(take)):
-        trainer.forward_backward(batch, estimates=estimates)
+for steps in batches:
+    for share, estimates in zip(steps, trainer.estimate(steps)):
+        trainer.forward_backward(share, estimates=estimates)
         trainer.optim_step()
 trainer.save_state(folder)
 trainer.close()
@@ -395,29 +396,29 @@ def test_two_ranks_take_the_same_steps_as_one_and_one_goes_on_from_their_state(
     # Unequal shares: several passes against one, then a rank that has nothing at all.
     steps = [(in_pairs(random_trajectories(seed, 9)), split) for seed, split in ((0, 6), (1, 1), (2, 9), (3, 4))]
 
-    def takes(share: Callable[[int], slice]) -> list[list[TrainBatch]]:
-        batches = [batch_of(trajectories, share=share(split)) for trajectories, split in steps]
-        return [batches[:2], batches[2:]]
+    def batches(share: Callable[[int], slice]) -> list[list[TrainBatch]]:
+        shares = [batch_of(trajectories, share=share(split)) for trajectories, split in steps]
+        return [shares[:2], shares[2:]]
 
     changes: dict[str, Any] = {"max_tokens_per_microbatch": 60, "max_policy_lag": 9, "critic": {"value_clip": 0.2}}
     settings, address = critic_settings_of(model_path, num_ranks=2, **changes), free_address()
-    work = settings, address, takes(lambda split: slice(split, None)), str(tmp_path / "state")
+    work = settings, address, batches(lambda split: slice(split, None)), str(tmp_path / "state")
     other_ranks.begin(RANK_1, {1: work})
 
     def run(trainer: ActorCriticTrainer, work: list[list[TrainBatch]]) -> list[dict[str, float]]:
         return [
-            trainer.forward_backward(batch, estimates=estimates) | trainer.optim_step()
-            for take in work
-            for batch, estimates in zip(take, trainer.estimate(take), strict=True)
+            trainer.forward_backward(share, estimates=estimates) | trainer.optim_step()
+            for shares in work
+            for share, estimates in zip(shares, trainer.estimate(shares), strict=True)
         ]
 
     alone = make(**changes)
-    expected = run(alone, takes(lambda _: slice(None)))
+    expected = run(alone, batches(lambda _: slice(None)))
     both = weights(alone._model), weights(alone._critic.model)
     end_group()
     together = ActorCriticTrainer(settings, rank=0, init_method=address)
     fill_head(together)
-    got = run(together, takes(lambda split: slice(0, split)))
+    got = run(together, batches(lambda split: slice(0, split)))
     for one, two in zip(expected, got, strict=True):
         for name in one:
             if not name.endswith(("_s", "_gib")):

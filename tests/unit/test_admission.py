@@ -1,4 +1,4 @@
-"""The admission rule's arithmetic, and the window that chooses a take."""
+"""The admission rule's arithmetic, and the window that chooses a batch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from leeway.replay.window import Window
 
 def rule(P=4, u=1, n=1, W=1, T=2, L=None) -> AdmissionRule:
     return AdmissionRule(
-        groups_per_take=P,
-        updates_per_take=u,
+        groups_per_batch=P,
+        updates_per_batch=u,
         publish_every=n,
         reorder_window=W,
         target_lag=T,
@@ -25,10 +25,10 @@ def rule(P=4, u=1, n=1, W=1, T=2, L=None) -> AdmissionRule:
 
 def is_possible(P: int, u: int, n: int, W: int, T: int, L: int) -> bool:
     """The design's formula, written with a ceiling of its own."""
-    overtaken_takes = 0
-    while overtaken_takes * P < W - 1:
-        overtaken_takes += 1
-    return u * (overtaken_takes + 1) + n - 2 <= T <= L
+    overtaken_batches = 0
+    while overtaken_batches * P < W - 1:
+        overtaken_batches += 1
+    return u * (overtaken_batches + 1) + n - 2 <= T <= L
 
 
 ALL_SETTINGS = [
@@ -69,9 +69,9 @@ def test_lockstep_is_possible_only_without_a_window_without_reuse_and_with_every
 
 
 @pytest.mark.parametrize(
-    ("settings", "rank", "last_take", "last_use", "oldest"),
+    ("settings", "rank", "last_batch", "last_use", "oldest"),
     [
-        # Strict order: rank r is in take r // P, used at version r // P.
+        # Strict order: rank r is in batch r // P, used at version r // P.
         ({"P": 4, "W": 1, "T": 2}, 0, 0, 0, 0),
         ({"P": 4, "W": 1, "T": 2}, 3, 0, 0, 0),
         ({"P": 4, "W": 1, "T": 2}, 4, 1, 1, 0),
@@ -81,17 +81,17 @@ def test_lockstep_is_possible_only_without_a_window_without_reuse_and_with_every
         ({"P": 4, "W": 4, "T": 2}, 1, 1, 1, 0),
         ({"P": 4, "W": 4, "T": 2}, 12, 3, 3, 1),
         ({"P": 4, "W": 4, "T": 2}, 13, 4, 4, 2),
-        # Two optimizer steps per take: take d is used at versions 2 d and 2 d + 1.
+        # Two optimizer steps per batch: batch d is used at versions 2 d and 2 d + 1.
         ({"P": 4, "u": 2, "W": 1, "T": 3, "L": 4}, 0, 0, 1, 0),
         ({"P": 4, "u": 2, "W": 1, "T": 3, "L": 4}, 15, 3, 7, 3),
         # It follows the bound and not the target.
         ({"P": 1, "W": 1, "T": 1, "L": 5}, 9, 9, 9, 4),
     ],
 )
-def test_last_take_last_use_and_min_policy_version(settings, rank, last_take, last_use, oldest):
+def test_last_batch_last_use_and_min_policy_version(settings, rank, last_batch, last_use, oldest):
     r = rule(**settings)
-    assert (r.last_take(rank), r.last_use(rank), r.min_policy_version(rank)) == (
-        last_take,
+    assert (r.last_batch(rank), r.last_use(rank), r.min_policy_version(rank)) == (
+        last_batch,
         last_use,
         oldest,
     )
@@ -121,8 +121,8 @@ def test_an_admitted_group_may_be_generated_by_the_newest_published_weights():
                 assert r.min_policy_version(rank) <= published, (settings, rank)
 
 
-def test_the_next_take_can_always_be_admitted_before_the_next_publication():
-    """After k takes the version is u k, of which n - 1 may be unpublished: P (k + 1) groups must be admissible."""
+def test_the_next_batch_can_always_be_admitted_before_the_next_publication():
+    """After k batches the version is u k, of which n - 1 may be unpublished: P (k + 1) groups must be admissible."""
     for P, u, n, W, T, L in ALL_SETTINGS:
         r = rule(P, u, n, W, T, L)
         for k in range(8):
@@ -134,12 +134,12 @@ def test_one_lag_less_than_the_rule_asks_would_get_stuck():
     for P, u, n, W, _, _ in ALL_SETTINGS:
         least = rule(P, u, n, W, 50, 50).min_target_lag
         if least == 0 or math.gcd(u, n) > 1:
-            # With a common factor no take starts n - 1 steps after a publication: the rule has room to spare.
+            # With a common factor no batch starts n - 1 steps after a publication: the rule has room to spare.
             continue
         stuck = [
             k
             for k in range(30)
-            # the rule's own condition with a target of least - 1, for the last group of take k
+            # the rule's own condition with a target of least - 1, for the last group of batch k
             if u * ((P * (k + 1) - 1 + W - 1) // P + 1) - 1 - (least - 1) > u * k // n * n
         ]
         assert stuck, (P, u, n, W)
@@ -166,40 +166,40 @@ def test_admit_gives_the_min_policy_version_of_the_rank():
 
 def test_strict_order_waits_for_the_first_groups_and_names_one():
     window = filled(8, finished=[1, 2, 3, 4, 5, 6, 7], P=4, W=1)
-    assert "group 0" in str(window.missing_for_take(last=False))
+    assert "group 0" in str(window.missing_for_batch(last=False))
     with pytest.raises(AssertionError, match="group 0"):
-        window.take(last=False)
+        window.take_batch(last=False)
     window.finish(0)
-    assert window.missing_for_take(last=False) is None
-    assert window.take(last=False) == [0, 1, 2, 3]
-    assert window.take(last=False) == [4, 5, 6, 7]
+    assert window.missing_for_batch(last=False) is None
+    assert window.take_batch(last=False) == [0, 1, 2, 3]
+    assert window.take_batch(last=False) == [4, 5, 6, 7]
 
 
 def test_a_finished_group_overtakes_within_the_window_only():
-    # P = 2, W = 3: candidates are the first 4 outstanding; rank 0 must be in take 1 at the latest.
+    # P = 2, W = 3: candidates are the first 4 outstanding; rank 0 must be in batch 1 at the latest.
     window = filled(8, finished=[4, 5, 6, 7], P=2, W=3, T=3)
-    assert "2 more finished groups for take 0" in str(window.missing_for_take(last=False))
+    assert "2 more finished groups for batch 0" in str(window.missing_for_batch(last=False))
     window.finish(2)
     window.finish(3)
-    assert window.take(last=False) == [2, 3]
-    # Ranks 0 and 1 must be in take 1: nothing else will do, however much is finished.
-    assert "group 0 and 1 more that must be in take 1" in str(window.missing_for_take(last=False))
+    assert window.take_batch(last=False) == [2, 3]
+    # Ranks 0 and 1 must be in batch 1: nothing else will do, however much is finished.
+    assert "group 0 and 1 more that must be in batch 1" in str(window.missing_for_batch(last=False))
     window.finish(0)
-    assert "group 1 and 0 more" in str(window.missing_for_take(last=False))
+    assert "group 1 and 0 more" in str(window.missing_for_batch(last=False))
     window.finish(1)
-    assert window.take(last=False) == [0, 1]
-    assert window.take(last=False) == [4, 5]
+    assert window.take_batch(last=False) == [0, 1]
+    assert window.take_batch(last=False) == [4, 5]
 
 
-def test_a_take_prefers_the_oldest_finished_groups_and_is_in_admission_order():
+def test_a_batch_prefers_the_oldest_finished_groups_and_is_in_admission_order():
     window = filled(6, finished=[4, 3, 1, 2, 0], P=3, W=3, T=3)
-    assert window.take(last=False) == [0, 1, 2]
+    assert window.take_batch(last=False) == [0, 1, 2]
 
 
 def test_a_group_that_must_be_taken_displaces_earlier_finished_ones_that_need_not():
-    # P = 4, W = 4: only rank 0 must be in take 0, so it is there beside three of the others.
+    # P = 4, W = 4: only rank 0 must be in batch 0, so it is there beside three of the others.
     window = filled(7, finished=[0, 3, 5, 6], P=4, W=4, T=1)
-    assert window.take(last=False) == [0, 3, 5, 6]
+    assert window.take_batch(last=False) == [0, 3, 5, 6]
 
 
 def test_dropping_moves_those_behind_up_one_rank():
@@ -208,44 +208,44 @@ def test_dropping_moves_those_behind_up_one_rank():
     assert window.alive == 3
     window.finish(0)
     window.finish(2)
-    assert window.take(last=False) == [0, 2]
+    assert window.take_batch(last=False) == [0, 2]
     # Rank 3, not 4: what left does not count as alive.
     assert window.admit(4) == rule(P=2, W=1, T=2).min_policy_version(3)
 
 
 def test_a_drop_can_make_a_group_due_at_once():
-    # P = 2, W = 2: rank 0 is due in take 0 (1 // 2), rank 1 in take 1. Without group 0, group 1 is due in take 0.
+    # P = 2, W = 2: rank 0 is due in batch 0 (1 // 2), rank 1 in batch 1. Without group 0, group 1 is due in batch 0.
     window = filled(4, finished=[2, 3], P=2, W=2, T=2)
-    assert "group 0" in str(window.missing_for_take(last=False))
+    assert "group 0" in str(window.missing_for_batch(last=False))
     window.drop(0)
-    assert "group 1 and 0 more that must be in take 0" in str(window.missing_for_take(last=False))
+    assert "group 1 and 0 more that must be in batch 0" in str(window.missing_for_batch(last=False))
 
 
-def test_an_incomplete_take_is_served_only_when_nothing_more_can_come():
+def test_an_incomplete_batch_is_served_only_when_nothing_more_can_come():
     window = filled(3, finished=[0, 1, 2], P=4, W=1)
-    assert "1 more finished groups for take 0 (of 3 outstanding)" in str(window.missing_for_take(last=False))
-    assert window.missing_for_take(last=True) is None
-    assert window.take(last=True) == [0, 1, 2]
+    assert "1 more finished groups for batch 0 (of 3 outstanding)" in str(window.missing_for_batch(last=False))
+    assert window.missing_for_batch(last=True) is None
+    assert window.take_batch(last=True) == [0, 1, 2]
     assert window.num_outstanding == 0
     assert window.num_taken == 3
 
 
-def test_the_last_take_waits_for_everything_that_is_left():
+def test_the_last_batch_waits_for_everything_that_is_left():
     window = filled(3, finished=[0, 2], P=4, W=4, T=1)
-    assert window.missing_for_take(last=True) is not None
+    assert window.missing_for_batch(last=True) is not None
     window.finish(1)
-    assert window.take(last=True) == [0, 1, 2]
+    assert window.take_batch(last=True) == [0, 1, 2]
 
 
 def test_a_group_that_is_not_outstanding_is_refused():
     window = filled(2, finished=[0, 1], P=2)
-    window.take(last=False)
+    window.take_batch(last=False)
     for change in (window.finish, window.drop):
         with pytest.raises(KeyError, match="group 0 is not outstanding"):
             change(0)
 
 
-def test_no_group_is_overtaken_more_often_than_the_window_allows_nor_taken_after_its_last_take():
+def test_no_group_is_overtaken_more_often_than_the_window_allows_nor_taken_after_its_last_batch():
     for seed in range(300):
         rng = random.Random(seed)
         P, W = rng.randint(1, 5), rng.randint(1, 12)
@@ -269,14 +269,14 @@ def test_no_group_is_overtaken_more_often_than_the_window_allows_nor_taken_after
                     del overtaken[group_id]
                 else:
                     window.finish(group_id)
-            while window.missing_for_take(last=False) is None:
-                take = window.num_takes
-                chosen = window.take(last=False)
+            while window.missing_for_batch(last=False) is None:
+                batch = window.num_batches
+                chosen = window.take_batch(last=False)
                 assert len(chosen) == P
                 assert chosen == sorted(chosen)
                 for group_id in chosen:
                     del overtaken[group_id]
-                    assert take <= (admitted_rank[group_id] + W - 1) // P
+                    assert batch <= (admitted_rank[group_id] + W - 1) // P
                 for group_id in overtaken:
                     overtaken[group_id] += sum(other > group_id for other in chosen)
                     assert overtaken[group_id] <= W - 1, (seed, group_id)

@@ -1,4 +1,4 @@
-"""From the groups of a take to what each trainer rank is handed."""
+"""From the groups of a batch to what each trainer rank is handed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from leeway.algorithms.advantages import GiGPO
 from leeway.algorithms.grpo import GRPO
-from leeway.replay.assemble import Assembler, Take, split_evenly
+from leeway.replay.assemble import Assembler, Batch, split_evenly
 from leeway.samples import laid
 from leeway.types import NO_VERSION, Group, TrainBatch, Trajectory, batch_trajectories
 
@@ -55,13 +55,13 @@ def random_groups(rng: random.Random, number: int, size: int) -> list[Group]:
     return groups
 
 
-def assemble(groups: list[Group], *, u=1, ranks=1, skip=True, rollouts=0) -> Take:
+def assemble(groups: list[Group], *, u=1, ranks=1, skip=True, rollouts=0) -> Batch:
     return Assembler(
         advantage=GRPO(eps=1e-6),
-        updates_per_take=u,
+        updates_per_batch=u,
         num_ranks=ranks,
         skip_zero_advantage=skip,
-        rollouts_per_take=rollouts,
+        rollouts_per_batch=rollouts,
     )(7, groups)
 
 
@@ -84,8 +84,8 @@ def names(batch: TrainBatch) -> list[int]:
 
 def test_trajectories_come_out_token_by_token_as_they_went_in():
     groups = random_groups(random.Random(1), 4, 3)
-    take = assemble(groups, ranks=2, skip=False)
-    found = {row["prompt_tokens"][0]: row for batch in take.batches[0] for row in rows(batch)}
+    batch = assemble(groups, ranks=2, skip=False)
+    found = {row["prompt_tokens"][0]: row for share in batch.steps[0] for row in rows(share)}
     assert len(found) == 12
     for group in groups:
         rewards = torch.tensor([t.reward for t in group.trajectories()])
@@ -105,7 +105,7 @@ def test_advantages_compare_rewards_within_a_group_only():
         Group.of(group_id=1, task_id="b", trajectories=[trajectory(3, reward=10.0), trajectory(4, reward=30.0)]),
     ]
     found = {
-        row["prompt_tokens"][0]: row["advantages"][0] for batch in assemble(groups).batches[0] for row in rows(batch)
+        row["prompt_tokens"][0]: row["advantages"][0] for batch in assemble(groups).steps[0] for row in rows(batch)
     }
     # Two rewards are always half a sample deviation times sqrt(2) from their mean, whatever their scale.
     assert [found[i] for i in (1, 2, 3, 4)] == pytest.approx([-(0.5**0.5), 0.5**0.5, -(0.5**0.5), 0.5**0.5], abs=1e-5)
@@ -118,7 +118,7 @@ def test_skipping_zero_advantages_leaves_the_counts_of_the_whole_step():
         ),
         Group.of(group_id=1, task_id="b", trajectories=[trajectory(3, reward=0.0), trajectory(4, reward=1.0)]),
     ]
-    skipped, kept = assemble(groups, skip=True).batches[0][0], assemble(groups, skip=False).batches[0][0]
+    skipped, kept = assemble(groups, skip=True).steps[0][0], assemble(groups, skip=False).steps[0][0]
     assert names(skipped) == [3, 4]
     assert names(kept) == [1, 2, 3, 4]
     for batch in (skipped, kept):
@@ -129,17 +129,17 @@ def test_only_exact_zeros_are_skipped():
     trajectories = [
         trajectory(i, reward=r) for i, r in enumerate((0.0, 0.5, 1.0), start=1)
     ]  # the middle one is the mean
-    take = assemble([Group.of(group_id=0, task_id="a", trajectories=trajectories)])
-    assert names(take.batches[0][0]) == [1, 3]
+    batch = assemble([Group.of(group_id=0, task_id="a", trajectories=trajectories)])
+    assert names(batch.steps[0][0]) == [1, 3]
 
 
 def test_a_step_in_which_nothing_moves_is_an_empty_batch_with_its_counts():
     groups = [Group.of(group_id=0, task_id="a", trajectories=[trajectory(1, reward=1.0), trajectory(2, reward=1.0)])]
-    take = assemble(groups, ranks=2)
-    for batch in take.batches[0]:
-        assert (len(batch.prompt_lengths), len(batch.response_tokens), int(batch.num_sequences)) == (0, 0, 2)
-    assert take.metrics["train/zero_advantage_frac"] == 1.0
-    assert take.metrics["train/tokens_in_pass"] == 0.0
+    batch = assemble(groups, ranks=2)
+    for share in batch.steps[0]:
+        assert (len(share.prompt_lengths), len(share.response_tokens), int(share.num_sequences)) == (0, 0, 2)
+    assert batch.metrics["train/zero_advantage_frac"] == 1.0
+    assert batch.metrics["train/tokens_in_pass"] == 0.0
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_ranks_share_every_trajectory_once_and_evenly(ranks):
     for seed in range(20):
         rng = random.Random(seed)
         groups = random_groups(rng, 8, 4)
-        [batches] = assemble(groups, ranks=ranks, skip=False).batches
+        [batches] = assemble(groups, ranks=ranks, skip=False).steps
         assert len(batches) == ranks
         assert Counter(n for b in batches for n in names(b)) == Counter(
             t.prompt_tokens[0] for g in groups for t in g.trajectories()
@@ -198,33 +198,33 @@ def test_a_shared_prompt_is_counted_once():
 
 def test_there_may_be_more_ranks_than_trajectories():
     groups = [Group.of(group_id=0, task_id="a", trajectories=[trajectory(1, reward=0.0), trajectory(2, reward=1.0)])]
-    [batches] = assemble(groups, ranks=3).batches
+    [batches] = assemble(groups, ranks=3).steps
     assert sorted(len(b.prompt_lengths) for b in batches) == [0, 1, 1]
 
 
 @pytest.mark.parametrize("u", [1, 2, 3, 6])
-def test_updates_of_a_take_use_each_trajectory_once(u):
+def test_updates_of_a_batch_use_each_trajectory_once(u):
     groups = random_groups(random.Random(u), 6, 4)
-    take = assemble(groups, u=u, ranks=2, skip=False)
-    assert len(take.batches) == u
-    seen = Counter(n for step in take.batches for b in step for n in names(b))
+    batch = assemble(groups, u=u, ranks=2, skip=False)
+    assert len(batch.steps) == u
+    seen = Counter(n for step in batch.steps for b in step for n in names(b))
     assert seen == Counter(t.prompt_tokens[0] for g in groups for t in g.trajectories())
     by_name = {t.prompt_tokens[0]: (g.group_id, t) for g in groups for t in g.trajectories()}
-    for step in take.batches:
+    for step in batch.steps:
         used = [by_name[n] for b in step for n in names(b)]
         assert len({g for g, _ in used}) == 6 // u, "a group was torn apart"
-        # Counts are of this optimizer step, not of the whole take.
+        # Counts are of this optimizer step, not of the whole batch.
         assert {int(b.num_sequences) for b in step} == {len(used)}
         assert {int(b.num_tokens) for b in step} == {sum(sum(t.loss_mask) for _, t in used)}
 
 
-def test_a_short_last_take_still_has_all_its_updates():
+def test_a_short_last_batch_still_has_all_its_updates():
     groups = random_groups(random.Random(0), 1, 4)
-    take = assemble(groups, u=2, skip=False)
-    assert [int(step[0].num_sequences) for step in take.batches] == [4, 0]
+    batch = assemble(groups, u=2, skip=False)
+    assert [int(step[0].num_sequences) for step in batch.steps] == [4, 0]
 
 
-def test_metrics_describe_the_whole_take_skipped_trajectories_too():
+def test_metrics_describe_the_whole_batch_skipped_trajectories_too():
     groups = [
         Group.of(
             group_id=0,
@@ -277,7 +277,7 @@ def test_oldest_version_ignores_tokens_of_the_environment():
     assert groups[0].policy_versions() == (3, 5)
 
 
-def test_rollouts_are_a_readable_sample_of_the_take():
+def test_rollouts_are_a_readable_sample_of_the_batch():
     groups = random_groups(random.Random(3), 3, 4)
     assert assemble(groups, rollouts=0).rollouts == []
     assert len(assemble(groups, rollouts=100).rollouts) == 12
@@ -287,14 +287,14 @@ def test_rollouts_are_a_readable_sample_of_the_take():
     assert rollouts[0]["text"] == first.text
     assert rollouts[0]["behavior_logprobs"] == first.behavior_logprobs
     assert rollouts[0]["policy_versions"] == first.policy_versions
-    take = assemble(groups)
-    assert (take.index, take.group_ids) == (7, [0, 1, 2])
+    batch = assemble(groups)
+    assert (batch.index, batch.group_ids) == (7, [0, 1, 2])
 
 
 def test_the_same_groups_are_always_cut_the_same_way():
     groups = random_groups(random.Random(5), 8, 4)
     first, second = (assemble(groups, u=2, ranks=3) for _ in range(2))
-    assert [[names(b) for b in s] for s in first.batches] == [[names(b) for b in s] for s in second.batches]
+    assert [[names(b) for b in s] for s in first.steps] == [[names(b) for b in s] for s in second.steps]
 
 
 def test_all_conversations_of_an_attempt_are_trained_on_with_its_advantage():
@@ -310,7 +310,7 @@ def test_all_conversations_of_an_attempt_are_trained_on_with_its_advantage():
             ],
         )
     ]
-    (batch,) = assemble(groups).batches[0]
+    (batch,) = assemble(groups).steps[0]
     found = {row["response_tokens"][0]: row["advantages"][0] for row in rows(batch)}
     assert set(found) == {100, 101, 102, 103}
     assert found[100] == found[101] == found[102] == -found[103] > 0
@@ -330,15 +330,15 @@ def test_further_conversations_get_the_mean_of_advantages_that_differ_by_turn():
 
     first = dataclasses.replace(attempt(100, 1.0), others=[trajectory(101, reward=1.0)])
     group = Group.of(group_id=0, task_id="t", trajectories=[first, attempt(102, 0.0)])
-    take = Assembler(
+    batch = Assembler(
         advantage=GiGPO(gamma=0.5, eps=1e-6),
-        updates_per_take=1,
+        updates_per_batch=1,
         num_ranks=1,
         skip_zero_advantage=False,
-        rollouts_per_take=0,
+        rollouts_per_batch=0,
     )(0, [group])
-    (batch,) = take.batches[0]
-    found = {row["response_tokens"][0]: row["advantages"] for row in rows(batch)}
+    (share,) = batch.steps[0]
+    found = {row["response_tokens"][0]: row["advantages"] for row in rows(share)}
     main = [a for a, m in zip(found[100], first.loss_mask, strict=True) if m]
     assert main[0] != main[1], "its turns differ"
     assert found[101] == pytest.approx([sum(main) / len(main)] * len(found[101]))

@@ -17,7 +17,7 @@ from leeway.driver.rl_report import StepReport
 from leeway.driver.rl_run import RLRun
 from leeway.failures import PartFailed
 from leeway.recipes.async_rl import train
-from leeway.replay.actor import TakeRefs
+from leeway.replay.actor import BatchRefs
 from leeway.runtime.supervisor import Supervisor
 from leeway.trainer.actor import TrainerActor
 from leeway.trainer.publish import Publisher
@@ -78,8 +78,8 @@ class Elsewhere:
         self.saved: list[str] = []
         self.reports: list[StepReport] = []
 
-    async def take(self, timeout_s: float) -> TakeRefs:
-        return TakeRefs(index=0, group_ids=[0], batches=[["batch"]] * UPDATES, metrics={}, rollouts=[])
+    async def take_batch(self, timeout_s: float) -> BatchRefs:
+        return BatchRefs(index=0, group_ids=[0], steps=[["batch"]] * UPDATES, metrics={}, rollouts=[])
 
     async def trained(self, group_ids: Any) -> dict[str, float]:
         return {}
@@ -129,7 +129,7 @@ def test_steps_that_take_no_time_are_all_published_each_with_its_own_weights(tmp
         await run.finish()
         assert elsewhere.published_versions == list(range(1, STEPS + 1))
         assert elsewhere.saved == [f"after {v}" for v in range(UPDATES, STEPS + 1, UPDATES)], "only between batches"
-        steps = [r for r in elsewhere.reports if r.take is not None]
+        steps = [r for r in elsewhere.reports if r.batch_metrics is not None]
         assert [r.step for r in steps] == list(range(1, STEPS + 1))
         assert [r.rollouts is not None for r in steps] == [True, False, False, False] * (STEPS // UPDATES)
 
@@ -164,7 +164,7 @@ def test_an_interrupted_step_ends_is_saved_and_is_reported_once(tmp_path: Path) 
         assert elsewhere.saved[-1] == "interrupted"
         assert last is not None
         assert (last.step, last.metrics["train/of_step"]) == (3, 3.0)
-        assert [r.step for r in elsewhere.reports if r.take is not None] == [1, 2]
+        assert [r.step for r in elsewhere.reports if r.batch_metrics is not None] == [1, 2]
 
     asyncio.run(main())
 
@@ -176,9 +176,9 @@ class Buffer(Elsewhere):
         super().__init__()
         self._batch_s, self._ping_s = batch_s, ping_s
 
-    async def take(self, timeout_s: float) -> TakeRefs:
+    async def take_batch(self, timeout_s: float) -> BatchRefs:
         await asyncio.sleep(self._batch_s)
-        return await super().take(timeout_s)
+        return await super().take_batch(timeout_s)
 
     async def ping(self) -> None:
         await asyncio.sleep(self._ping_s)

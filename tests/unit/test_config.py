@@ -358,13 +358,13 @@ def test_outstanding_groups_is_the_maximum_of_the_admission_rule(P: int, m: int,
     u = m
     T = least_target_policy_lag(P, u, n, W) + extra
     most = 0
-    for take in range(12):
-        published = u * take // n * n
-        rank = take * P
+    for batch in range(12):
+        published = u * batch // n * n
+        rank = batch * P
         while u * ((rank + W - 1) // P + 1) - 1 - T <= published:
             rank += 1
-        most = max(most, rank - take * P)
-        assert rank - take * P >= P  # a possible rule always admits a whole batch
+        most = max(most, rank - batch * P)
+        assert rank - batch * P >= P  # a possible rule always admits a whole batch
     assert max_outstanding_groups(P, u, W, T) == most
 
 
@@ -583,7 +583,7 @@ def test_tensor_parallel_engines_count_their_gpus() -> None:
 
 def test_the_async_gsm8k_job() -> None:
     config, d = load_config("gsm8k_qwen2_5_1_5b"), derive(load_config("gsm8k_qwen2_5_1_5b"))
-    assert (config.param_server.publish_every, d.max_policy_lag, d.sequences_per_take) == (10, 19, 512)
+    assert (config.param_server.publish_every, d.max_policy_lag, d.sequences_per_batch) == (10, 19, 512)
 
 
 def test_quickstart_runs_on_a_small_machine() -> None:

@@ -280,8 +280,8 @@ def test_scored_logprobs_come_back_in_the_batchs_order_however_it_was_cut(make, 
     torch.testing.assert_close(make(temperature=2.0).token_logprobs(batch) < 0, whole < 0)
 
 
-def test_the_first_step_of_a_take_needs_no_scoring_and_later_ones_keep_the_takes_policy(make) -> None:
-    """Scored now or not: the same gradient. One step later, only the kept scores give the take's ratio."""
+def test_the_first_step_of_a_batch_needs_no_scoring_and_later_ones_keep_the_batchs_policy(make) -> None:
+    """Scored now or not: the same gradient. One step later, only the kept scores give the batch's ratio."""
     objective = PolicyObjective(
         policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation="token_mean", correction=Decoupled()
     )
@@ -296,6 +296,6 @@ def test_the_first_step_of_a_take_needs_no_scoring_and_later_ones_keep_the_takes
     assert metrics["train/ratio/max"] == pytest.approx(1.0, abs=1e-5)
     trainer.optim_step()
     metrics = trainer.forward_backward(second, proximal_logprobs=kept[1])
-    assert metrics["train/ratio/max"] > 1.001  # the weights moved since the take
+    assert metrics["train/ratio/max"] > 1.001  # the weights moved since the batch
     weights = (kept[1] - second.behavior_logprobs)[second.loss_mask].exp()
     assert metrics["train/correction_weight/max"] == pytest.approx(weights.max().item(), rel=1e-5)

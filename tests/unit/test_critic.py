@@ -143,7 +143,7 @@ def loss_of_the_paper(v: float, old: float, r: float, clip: float | None) -> flo
 def test_the_value_loss_and_its_gradient(clip: float | None) -> None:
     generator = torch.Generator().manual_seed(1)
     values, old, returns = torch.randn(3, 40, dtype=torch.float64, generator=generator)
-    # And the corners: as the take had it, exactly at the clip, exactly right.
+    # And the corners: as the batch had it, exactly at the clip, exactly right.
     values = torch.cat([values, torch.tensor([0.5, 0.7, 0.3, 0.5], dtype=torch.float64)]).requires_grad_()
     old = torch.cat([old, torch.tensor([0.5, 0.5, 0.5, 0.5], dtype=torch.float64)])
     returns = torch.cat([returns, torch.tensor([1.0, 1.0, 1.0, 0.5], dtype=torch.float64)])

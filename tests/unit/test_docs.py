@@ -96,13 +96,13 @@ def test_the_examples_of_the_admission_rule_are_what_it_computes() -> None:
     for *letters, text in examples:
         P, u, n, W, T, L = map(int, letters)
         rule = AdmissionRule(
-            groups_per_take=P, updates_per_take=u, publish_every=n, reorder_window=W, target_lag=T, max_lag=L
+            groups_per_batch=P, updates_per_batch=u, publish_every=n, reorder_window=W, target_lag=T, max_lag=L
         )
         rows = [list(map(int, re.findall(r"\d+", line))) for line in text.splitlines() if re.match(r"\| \d", line)]
         assert len(rows) >= 5
-        for rank, take, last_use, oldest, starts in rows:
-            assert [take, last_use, oldest] == [
-                rule.last_take(rank),
+        for rank, batch, last_use, oldest, starts in rows:
+            assert [batch, last_use, oldest] == [
+                rule.last_batch(rank),
                 rule.last_use(rank),
                 rule.min_policy_version(rank),
             ]
@@ -116,6 +116,6 @@ def test_the_least_target_lags_are_what_the_rule_computes() -> None:
     assert rows
     for P, u, n, W, least in (map(int, row) for row in rows):
         rule = AdmissionRule(
-            groups_per_take=P, updates_per_take=u, publish_every=n, reorder_window=W, target_lag=least, max_lag=least
+            groups_per_batch=P, updates_per_batch=u, publish_every=n, reorder_window=W, target_lag=least, max_lag=least
         )
         assert rule.min_target_lag == least

@@ -90,17 +90,17 @@ def test_a_greedy_rollout_that_fails_fails_its_group() -> None:
 def test_its_reward_is_taken_off_and_a_group_of_one_has_an_advantage() -> None:
     (group,) = random_groups(random.Random(1), 1, 1)
     group = replace(group, rewards=[1.0], greedy_reward=0.25)
-    take = Assembler(
+    batch = Assembler(
         advantage=ADVANTAGES["reward"](),
-        updates_per_take=1,
+        updates_per_batch=1,
         num_ranks=1,
         skip_zero_advantage=True,
-        rollouts_per_take=0,
+        rollouts_per_batch=0,
         shaping=PLAIN,
     )(0, [group])
-    (row,) = rows_of(take.batches[0][0])
+    (row,) = rows_of(batch.steps[0][0])
     assert set(row["advantages"]) == {0.75}
-    assert (take.metrics["train/reward/greedy"], take.metrics["train/reward/mean"]) == (0.25, 1.0)
+    assert (batch.metrics["train/reward/greedy"], batch.metrics["train/reward/mean"]) == (0.25, 1.0)
 
 
 def test_rewards_without_a_greedy_completion_stay_as_they_are() -> None:

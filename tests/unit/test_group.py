@@ -152,14 +152,14 @@ def test_rows_for_some_tokens_only_are_refused() -> None:
 def assembled(groups: list[Group], *, ranks: int = 1) -> list[TrainBatch]:
     assembler = Assembler(
         advantage=ADVANTAGES["reward"](),
-        updates_per_take=1,
+        updates_per_batch=1,
         num_ranks=ranks,
         skip_zero_advantage=False,
-        rollouts_per_take=0,
+        rollouts_per_batch=0,
     )
-    take = assembler(0, groups)
-    assembled_tokens.append(take.metrics["train/tokens_in_pass"])
-    return take.batches[0]
+    batch = assembler(0, groups)
+    assembled_tokens.append(batch.metrics["train/tokens_in_pass"])
+    return batch.steps[0]
 
 
 assembled_tokens: list[float] = []

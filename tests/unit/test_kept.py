@@ -46,18 +46,18 @@ def test_each_audit_has_all_publications_within_reach_and_nothing_else_is_held(
 
     def check_memory() -> None:
         alive = [v for v, ref in held.items() if ref() is not None]
-        # What the next audit or a take of now can still reach.
+        # What the next audit or a batch of now can still reach.
         assert all(every and v >= max(next_audit, max(held)) - reach for v in alive), alive
         assert len(alive) <= reach // publish_every + 1
 
     add(0)
-    for take in range(1, 25):
-        for version in range(updates * (take - 1) + 1, updates * take + 1):
-            late = version == updates * take and rng.random() < 0.5  # the newest may still be on its way
+    for batch in range(1, 25):
+        for version in range(updates * (batch - 1) + 1, updates * batch + 1):
+            late = version == updates * batch and rng.random() < 0.5  # the newest may still be on its way
             if version % publish_every == 0 and not late:
                 add(version)
                 check_memory()
-        now = updates * take
+        now = updates * batch
         due = versions(kept.due(now))
         if every and now >= next_audit:
             assert due == [v for v in range(max(0, now - reach), now) if v % publish_every == 0]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from leeway.replay.lengths import LengthMeter
 from leeway.types import Group
 
-from .test_replay_buffer import admit, buffer_of, take, trajectory
+from .test_replay_buffer import admit, buffer_of, take_batch, trajectory
 
 DISTANCE, MEAN = "replay/length_bias/distance", "replay/length_bias/mean_tokens"
 
@@ -77,7 +77,7 @@ LENGTHS = [[1, 9], [2, 2], [8, 8], [1, 1], [5, 12], [3, 1], [7, 7]]
 
 
 def run_to_the_end(filters=()) -> tuple[list[float], dict[str, float]]:
-    """Seven groups in takes of two, the last one short; distance and metrics at the end, and distance after each."""
+    """Seven groups in batches of two, the last one short; distance and metrics at the end, and distance after each."""
 
     async def scenario() -> tuple[list[float], dict[str, float]]:
         buffer = buffer_of(num_tasks=len(LENGTHS), P=2, T=1, W=1, operators=filters)
@@ -85,14 +85,14 @@ def run_to_the_end(filters=()) -> tuple[list[float], dict[str, float]]:
         await buffer.published(version)
         while ids := await admit(buffer):
             await buffer.put([group_of(i, LENGTHS[i]) for i in ids])
-            while buffer.stats().groups_ready and (taken := await take(buffer)) is not None:
+            while buffer.stats().groups_ready and (taken := await take_batch(buffer)) is not None:
                 await buffer.trained(taken.group_ids)
                 distances.append(buffer.lengths.metrics()[DISTANCE])
                 version += 1
                 await buffer.published(version)
                 if buffer.stats().groups_ready < 2:
                     break
-        while (taken := await take(buffer)) is not None:
+        while (taken := await take_batch(buffer)) is not None:
             distances.append(buffer.lengths.metrics()[DISTANCE])
         return distances, buffer.lengths.metrics()
 

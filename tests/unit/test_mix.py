@@ -119,18 +119,18 @@ def test_every_optimizer_step_gets_its_experts_and_the_counts_stay_those_of_the_
         trajectories[1] = Trajectory(**{**vars(trajectories[1]), "reward": 1.0})
         groups.append(Group.of(group_id=i, task_id="t", trajectories=trajectories))
     stream = iter([[expert(3), expert(4)], [expert(5)]])
-    take = Assembler(
-        advantage=ADVANTAGES["grpo"](), updates_per_take=2, num_ranks=2, skip_zero_advantage=True, rollouts_per_take=0,
-        experts=lambda: next(stream),
+    batch = Assembler(
+        advantage=ADVANTAGES["grpo"](), updates_per_batch=2, num_ranks=2, skip_zero_advantage=True,
+        rollouts_per_batch=0, experts=lambda: next(stream),
     )(0, groups)  # fmt: skip
-    for step, group_ids, share in ((take.batches[0], (0, 2), 1 / 5), (take.batches[1], (1, 3), 1 / 4)):
+    for step, group_ids, share in ((batch.steps[0], (0, 2), 1 / 5), (batch.steps[1], (1, 3), 1 / 4)):
         rollouts = [t for i in group_ids for t in groups[i].trajectories()]
         found = 0
-        for batch in step:
-            assert int(batch.num_sequences) == 4
-            assert int(batch.num_tokens) == sum(sum(t.loss_mask) for t in rollouts)
-            is_expert = (batch.policy_versions == NO_VERSION) & batch.loss_mask
-            torch.testing.assert_close(batch.advantages[is_expert], torch.full((int(is_expert.sum()),), share))
+        for own in step:
+            assert int(own.num_sequences) == 4
+            assert int(own.num_tokens) == sum(sum(t.loss_mask) for t in rollouts)
+            is_expert = (own.policy_versions == NO_VERSION) & own.loss_mask
+            torch.testing.assert_close(own.advantages[is_expert], torch.full((int(is_expert.sum()),), share))
             found += int(is_expert.sum())
         assert found * share == pytest.approx(1.0)
 

@@ -15,7 +15,7 @@ from leeway.planning import lengths
 from leeway.planning.engine import Chunk, SimulatedEngine
 from leeway.planning.lengths import Distribution
 from leeway.planning.model import Calibration, Settings
-from leeway.planning.order import TakeOrder
+from leeway.planning.order import BatchOrder
 from leeway.planning.predict import limit_s, predict
 from leeway.planning.search import advise, best, best_split, fitting, splits_of, sweep, variants
 from leeway.replay.admission import AdmissionRule
@@ -194,12 +194,12 @@ def test_a_wider_window_uses_finished_groups_while_they_are_fresh() -> None:
     st.integers(0, 9),
     st.integers(0, 10**6),
 )
-def test_takes_are_those_of_the_systems_own_window(P: int, u: int, n: int, W: int, extra: int, seed: int) -> None:
+def test_batches_are_those_of_the_systems_own_window(P: int, u: int, n: int, W: int, extra: int, seed: int) -> None:
     target = u * (-(-(W - 1) // P) + 1) + n - 2 + extra
     rule = AdmissionRule(
-        groups_per_take=P, updates_per_take=u, publish_every=n, reorder_window=W, target_lag=target, max_lag=target
+        groups_per_batch=P, updates_per_batch=u, publish_every=n, reorder_window=W, target_lag=target, max_lag=target
     )
-    order, window, rng = TakeOrder(rule), Window(rule), random.Random(seed)
+    order, window, rng = BatchOrder(rule), Window(rule), random.Random(seed)
     running: list[int] = []
     published = 0
     for _ in range(300):
@@ -211,11 +211,11 @@ def test_takes_are_those_of_the_systems_own_window(P: int, u: int, n: int, W: in
             group = running.pop(rng.randrange(len(running)))
             order.finish(group)
             window.finish(group)
-        complete = window.missing_for_take(last=False) is None
+        complete = window.missing_for_batch(last=False) is None
         assert order.is_complete() == complete
         if complete and rng.random() < 0.7:
-            assert order.take() == window.take(last=False)
-            published = max(published, window.num_takes * u - rng.randint(0, n))
+            assert order.take_batch() == window.take_batch(last=False)
+            published = max(published, window.num_batches * u - rng.randint(0, n))
         assert order.num_outstanding == window.num_outstanding
 
 

@@ -188,7 +188,7 @@ def test_trajectories_without_advantage_are_skipped_only_where_they_move_nothing
         (["algorithm.correction.name=decoupled", "algorithm.correction.proximal=interpolate"], False),
     ],
 )
-def test_a_take_is_scored_only_where_its_policy_is_asked_for(minimal: str, overrides, scores: bool) -> None:
+def test_a_batch_is_scored_only_where_its_policy_is_asked_for(minimal: str, overrides, scores: bool) -> None:
     config = load_config(minimal, overrides)
     assert derive(config).scores_proximal is scores
     assert objective_of(config, find_recipe("async_rl")).needs_proximal is scores

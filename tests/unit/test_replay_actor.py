@@ -39,7 +39,7 @@ def actor(tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return build
 
 
-def test_while_a_take_is_assembled_the_buffer_answers(actor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_a_batch_is_assembled_the_buffer_answers(actor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Assembling 16 million tokens takes seconds: nobody else waits for that."""
     answered = threading.Event()
     assemble = Assembler.__call__
@@ -55,7 +55,7 @@ def test_while_a_take_is_assembled_the_buffer_answers(actor, monkeypatch: pytest
         await buffer.published(0)
         held = await buffer.admit(3, SOON_S, "generator-0")
         await buffer.put([group(a.group_id) for a in held[:2]])
-        taking = asyncio.create_task(buffer.take(SOON_S))
+        taking = asyncio.create_task(buffer.take_batch(SOON_S))
         await asyncio.sleep(0)
         await buffer.put([group(held[2].group_id)])
         await buffer.ping()
@@ -65,17 +65,17 @@ def test_while_a_take_is_assembled_the_buffer_answers(actor, monkeypatch: pytest
     asyncio.run(scenario())
 
 
-def test_takes_are_assembled_one_after_the_other_in_their_order(actor, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts are drawn as takes are assembled, so their order must not depend on threads."""
+def test_batches_are_assembled_one_after_the_other_in_their_order(actor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts are drawn as batches are assembled, so their order must not depend on threads."""
     assemble, indices, at_once = Assembler.__call__, [], []
 
     def watched(self: Assembler, index: int, *args: Any) -> Any:
         at_once.append(index)
         assert at_once == [index]
         indices.append(index)
-        take = assemble(self, index, *args)
+        batch = assemble(self, index, *args)
         at_once.remove(index)
-        return take
+        return batch
 
     monkeypatch.setattr(Assembler, "__call__", watched)
 
@@ -83,7 +83,7 @@ def test_takes_are_assembled_one_after_the_other_in_their_order(actor, monkeypat
         buffer = actor()
         await buffer.published(0)
         held = await buffer.admit(4, SOON_S, "generator-0")
-        taking = [asyncio.create_task(buffer.take(SOON_S)) for _ in range(2)]
+        taking = [asyncio.create_task(buffer.take_batch(SOON_S)) for _ in range(2)]
         await buffer.put([group(a.group_id) for a in held])
         await asyncio.gather(*taking)
 

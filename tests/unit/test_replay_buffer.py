@@ -13,7 +13,7 @@ import pytest
 import torchrl.data
 
 from leeway.replay.admission import AdmissionRule
-from leeway.replay.buffer import NO_PROGRESS_TAKES, NoProgressError, ReplayBuffer
+from leeway.replay.buffer import NO_PROGRESS_BATCHES, NoProgressError, ReplayBuffer
 from leeway.replay.ledger import GroupState, Ledger
 from leeway.replay.operators import filter_zero_variance
 from leeway.replay.position import Position
@@ -47,7 +47,7 @@ def tasks_from(position: Position, stream: Iterator[Task]) -> Iterator[Task]:
 def buffer_of(
     *,
     num_tasks: int | None = None,
-    num_takes: int | None = None,
+    num_batches: int | None = None,
     capacity: int = 64,
     operators=(),
     start: Position | None = None,
@@ -59,8 +59,8 @@ def buffer_of(
 ) -> ReplayBuffer:
     ids = itertools.count() if num_tasks is None else range(num_tasks)
     settings: dict[str, int] = {
-        "groups_per_take": P,
-        "updates_per_take": 1,
+        "groups_per_batch": P,
+        "updates_per_batch": 1,
         "publish_every": 1,
         "reorder_window": W,
         "target_lag": T,
@@ -70,7 +70,7 @@ def buffer_of(
         tasks=tasks_from(start or Position(), (Task(task_id=f"task-{i}", prompt="") for i in ids)),
         start=start,
         rule=AdmissionRule(**(settings | rule)),
-        num_takes=num_takes,
+        num_batches=num_batches,
         capacity=capacity,
         operators=operators,
         num_collectors=num_collectors,
@@ -81,8 +81,8 @@ async def admit(buffer: ReplayBuffer, limit: int = 100, collector: str = "") -> 
     return [a.group_id for a in await buffer.admit(limit, timeout_s=SOON_S, collector=collector)]
 
 
-async def take(buffer: ReplayBuffer) -> Any:
-    return await buffer.take(timeout_s=SOON_S)
+async def take_batch(buffer: ReplayBuffer) -> Any:
+    return await buffer.take_batch(timeout_s=SOON_S)
 
 
 async def waits(call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -110,7 +110,7 @@ def test_admit_waits_for_a_slot_and_goes_on_when_a_version_is_published():
     async def scenario():
         buffer = buffer_of(P=2, T=1)
         await buffer.published(0)
-        assert await admit(buffer) == [0, 1, 2, 3]  # takes 0 and 1 may be under way at version 0
+        assert await admit(buffer) == [0, 1, 2, 3]  # batches 0 and 1 may be under way at version 0
         waiter = await waits(admit(buffer))
         await buffer.published(1)
         assert await goes_on(waiter) == [4, 5]
@@ -124,7 +124,7 @@ def test_back_pressure_finished_groups_that_nobody_takes_stop_admission():
         await buffer.published(0)
         await buffer.put([group(g) for g in await admit(buffer)])
         waiter = await waits(admit(buffer))
-        await take(buffer)  # taking does not make room by itself: the next groups would be too old at their use
+        await take_batch(buffer)  # taking does not make room by itself: the next groups would be too old at their use
         await still_waits(waiter)
         await buffer.published(1)
         assert await goes_on(waiter) == [4, 5]
@@ -180,13 +180,13 @@ def test_take_waits_for_a_whole_batch_in_admission_order():
         buffer = buffer_of(P=2, T=1)
         await buffer.published(0)
         await admit(buffer)
-        waiter = await waits(take(buffer))
+        waiter = await waits(take_batch(buffer))
         await buffer.put([group(3), group(1)])
         await still_waits(waiter)
         await buffer.put([group(0)])
         first = await goes_on(waiter)
         assert (first.index, first.group_ids) == (0, [0, 1])
-        waiter = await waits(take(buffer))
+        waiter = await waits(take_batch(buffer))
         await buffer.put([group(2)])
         second = await goes_on(waiter)
         assert (second.index, second.group_ids) == (1, [2, 3])
@@ -194,16 +194,16 @@ def test_take_waits_for_a_whole_batch_in_admission_order():
     asyncio.run(scenario())
 
 
-def test_a_take_holds_the_very_groups_that_were_put():
+def test_a_batch_holds_the_very_groups_that_were_put():
     async def scenario():
         buffer = buffer_of(P=3, T=2, W=3)
         await buffer.published(0)
         await admit(buffer)
         groups = [group(g, (float(g), -1.0)) for g in range(7)]
         await buffer.put([groups[6], groups[2], groups[4], groups[0]])
-        assert (await take(buffer)).groups == [groups[0], groups[2], groups[4]]
+        assert (await take_batch(buffer)).groups == [groups[0], groups[2], groups[4]]
         await buffer.put([groups[5], groups[3], groups[1]])
-        assert (await take(buffer)).groups == [groups[1], groups[3], groups[5]]
+        assert (await take_batch(buffer)).groups == [groups[1], groups[3], groups[5]]
 
     asyncio.run(scenario())
 
@@ -218,7 +218,7 @@ def test_consume_once_a_second_delivery_raises_in_every_state():
             await buffer.put([group(0)])
         with pytest.raises(RuntimeError, match=r"group 2 .* it is ended"):
             await buffer.put([group(2)])
-        taken = await take(buffer)
+        taken = await take_batch(buffer)
         with pytest.raises(RuntimeError, match="group 0 cannot become generated: it is taken"):
             await buffer.put([group(0)])
         await buffer.trained(taken.group_ids)
@@ -253,7 +253,7 @@ def test_unread_groups_are_never_overwritten_even_over_many_rounds():
             new = await admit(buffer)
             # The newest first, so that places are written in an order of their own.
             await buffer.put([group(g, (float(g), 0.5)) for g in reversed(new)])
-            taken = await take(buffer)
+            taken = await take_batch(buffer)
             assert taken.group_ids == [next_group, next_group + 1]
             assert [g.trajectories()[0].reward for g in taken.groups] == [float(next_group), float(next_group + 1)]
             next_group += 2
@@ -288,34 +288,34 @@ def test_a_time_out_of_admit_says_what_it_waited_for():
     asyncio.run(scenario())
 
 
-def test_a_time_out_of_take_names_the_missing_groups():
+def test_a_time_out_of_a_batch_names_the_missing_groups():
     async def scenario():
         buffer = buffer_of(P=2, T=0)
         await buffer.published(0)
-        with pytest.raises(TimeoutError, match=r"waited 0.02 s for 2 more finished groups for take 0"):
-            await buffer.take(timeout_s=0.02)
+        with pytest.raises(TimeoutError, match=r"waited 0.02 s for 2 more finished groups for batch 0"):
+            await buffer.take_batch(timeout_s=0.02)
         await admit(buffer)
         await buffer.put([group(1)])
-        with pytest.raises(TimeoutError, match=r"group 0 and 0 more that must be in take 0"):
-            await buffer.take(timeout_s=0.02)
+        with pytest.raises(TimeoutError, match=r"group 0 and 0 more that must be in batch 0"):
+            await buffer.take_batch(timeout_s=0.02)
         # A wait that was given up leaves nothing behind.
         await buffer.put([group(0)])
-        assert (await take(buffer)).group_ids == [0, 1]
+        assert (await take_batch(buffer)).group_ids == [0, 1]
 
     asyncio.run(scenario())
 
 
-def test_a_filtered_group_is_replaced_before_the_take():
+def test_a_filtered_group_is_replaced_before_the_batch():
     async def scenario():
         buffer = buffer_of(P=2, T=0, operators=[filter_zero_variance])
         await buffer.published(0)
         assert await admit(buffer) == [0, 1]
-        waiting_take, waiting_admit = await waits(take(buffer)), await waits(admit(buffer))
+        waiting_batch, waiting_admit = await waits(take_batch(buffer)), await waits(admit(buffer))
         await buffer.put([group(0, (1.0, 1.0)), group(1)])
         assert await goes_on(waiting_admit) == [2]
-        await still_waits(waiting_take)
+        await still_waits(waiting_batch)
         await buffer.put([group(2)])
-        assert (await goes_on(waiting_take)).group_ids == [1, 2]
+        assert (await goes_on(waiting_batch)).group_ids == [1, 2]
         assert buffer.stats().filtered == 1
 
     asyncio.run(scenario())
@@ -330,11 +330,11 @@ def test_the_first_filter_that_objects_gives_the_reason():
         await buffer.published(0)
         await admit(buffer)
         await buffer.put([group(0)])
-        for _ in range(NO_PROGRESS_TAKES - 1):
+        for _ in range(NO_PROGRESS_BATCHES - 1):
             [g] = await admit(buffer)
             await buffer.put([group(g)])
         with pytest.raises(NoProgressError, match=r"20 groups in a row .*\(of the last 20: 20 x too long\)"):
-            await take(buffer)
+            await take_batch(buffer)
 
     asyncio.run(scenario())
 
@@ -349,7 +349,7 @@ def test_a_group_that_failed_for_good_is_replaced():
         await buffer.fail(0, "the environment is broken")
         assert await goes_on(waiter) == [2]
         await buffer.put([group(1), group(2)])
-        assert (await take(buffer)).group_ids == [1, 2]
+        assert (await take_batch(buffer)).group_ids == [1, 2]
         with pytest.raises(RuntimeError, match="group 0"):
             await buffer.put([group(0)])
         assert (buffer.stats().failed, buffer.stats().retries) == (1, 1)
@@ -361,9 +361,9 @@ def test_group_after_group_lost_ends_the_run_with_the_reason_instead_of_waiting(
     async def scenario():
         buffer = buffer_of(P=2, T=0)
         await buffer.published(0)
-        waiter = await waits(take(buffer))
+        waiter = await waits(take_batch(buffer))
         lost = 0
-        while lost < NO_PROGRESS_TAKES * 2 - 1:
+        while lost < NO_PROGRESS_BATCHES * 2 - 1:
             for group_id in await admit(buffer, 1):
                 await buffer.fail(group_id, "no such tool")
                 lost += 1
@@ -376,31 +376,31 @@ def test_group_after_group_lost_ends_the_run_with_the_reason_instead_of_waiting(
     asyncio.run(scenario())
 
 
-def test_a_take_resets_the_count_of_lost_groups():
+def test_a_batch_resets_the_count_of_lost_groups():
     async def scenario():
         buffer = buffer_of(P=1, T=0)
         for version in range(3):
             await buffer.published(version)
-            for _ in range(NO_PROGRESS_TAKES - 1):
+            for _ in range(NO_PROGRESS_BATCHES - 1):
                 [group_id] = await admit(buffer)
                 await buffer.fail(group_id, "unlucky")
             [group_id] = await admit(buffer)
             await buffer.put([group(group_id)])
-            assert (await take(buffer)).group_ids == [group_id]
+            assert (await take_batch(buffer)).group_ids == [group_id]
 
     asyncio.run(scenario())
 
 
-def test_a_complete_take_is_served_however_many_other_groups_were_lost():
+def test_a_complete_batch_is_served_however_many_other_groups_were_lost():
     async def scenario():
         buffer = buffer_of(P=1, T=1)
         await buffer.published(0)
         await admit(buffer, 1)
         await buffer.put([group(0)])
-        for _ in range(NO_PROGRESS_TAKES):
+        for _ in range(NO_PROGRESS_BATCHES):
             [group_id] = await admit(buffer, 1)
             await buffer.fail(group_id, "unlucky")
-        assert (await take(buffer)).group_ids == [0]
+        assert (await take_batch(buffer)).group_ids == [0]
 
     asyncio.run(scenario())
 
@@ -428,30 +428,30 @@ def test_what_was_in_flight_at_the_close_can_still_be_delivered():
     asyncio.run(scenario())
 
 
-def test_the_end_of_the_tasks_ends_admission_and_makes_the_last_take_short():
+def test_the_end_of_the_tasks_ends_admission_and_makes_the_last_batch_short():
     async def scenario():
         buffer = buffer_of(P=2, T=5, num_tasks=5)
         await buffer.published(0)
         assert await admit(buffer) == [0, 1, 2, 3, 4]
         waiting_admit = await waits(admit(buffer))  # group 4 may yet have to be issued again
         await buffer.put([group(g) for g in range(4)])
-        assert (await take(buffer)).group_ids == [0, 1]
-        assert (await take(buffer)).group_ids == [2, 3]
-        waiter = await waits(take(buffer))
+        assert (await take_batch(buffer)).group_ids == [0, 1]
+        assert (await take_batch(buffer)).group_ids == [2, 3]
+        waiter = await waits(take_batch(buffer))
         await buffer.put([group(4)])
         assert await goes_on(waiting_admit) == []
         assert (await goes_on(waiter)).group_ids == [4]
-        assert await take(buffer) is None
+        assert await take_batch(buffer) is None
 
     asyncio.run(scenario())
 
 
-def test_a_take_that_waits_ends_when_the_last_group_is_lost():
+def test_a_batch_that_waits_ends_when_the_last_group_is_lost():
     async def scenario():
         buffer = buffer_of(P=2, T=5, num_tasks=1)
         await buffer.published(0)
         await admit(buffer)
-        waiter = await waits(take(buffer))
+        waiter = await waits(take_batch(buffer))
         await buffer.fail(0, "gone")
         assert await goes_on(waiter) is None
 
@@ -462,48 +462,48 @@ def test_no_tasks_at_all_is_an_end_and_not_a_wait():
     async def scenario():
         buffer = buffer_of(num_tasks=0)
         assert await admit(buffer) == []
-        assert await take(buffer) is None
+        assert await take_batch(buffer) is None
 
     asyncio.run(scenario())
 
 
 def test_no_more_groups_start_than_the_run_will_ever_take():
     async def scenario():
-        buffer = buffer_of(P=2, T=9, num_takes=2)
+        buffer = buffer_of(P=2, T=9, num_batches=2)
         await buffer.published(0)
         assert await admit(buffer) == [0, 1, 2, 3]
         waiter = await waits(admit(buffer))  # one of them may still be lost
         await buffer.fail(2, "gone")
         assert await goes_on(waiter) == [4]
         await buffer.put([group(g) for g in (0, 1, 3, 4)])
-        assert (await take(buffer)).group_ids == [0, 1]
-        assert (await take(buffer)).group_ids == [3, 4]
-        assert await take(buffer) is None
+        assert (await take_batch(buffer)).group_ids == [0, 1]
+        assert (await take_batch(buffer)).group_ids == [3, 4]
+        assert await take_batch(buffer) is None
 
     asyncio.run(scenario())
 
 
 def test_collectors_are_told_that_there_will_be_no_slot_when_the_last_group_is_safe():
-    """While the trainer is still at work on the last takes, for as long as it likes, nobody waits for anything."""
+    """While the trainer is still at work on the last batches, for as long as it likes, nobody waits for anything."""
 
     async def scenario():
-        buffer = buffer_of(P=2, T=9, num_takes=2)
+        buffer = buffer_of(P=2, T=9, num_batches=2)
         await buffer.published(0)
         held = await admit(buffer)
         await buffer.put([group(g) for g in held[:3]])
         waiter = await waits(admit(buffer))  # group 3 may yet have to be issued again
         await buffer.put([group(3)])
         assert await goes_on(waiter) == []
-        assert [(await take(buffer)).group_ids for _ in range(2)] == [[0, 1], [2, 3]]
+        assert [(await take_batch(buffer)).group_ids for _ in range(2)] == [[0, 1], [2, 3]]
 
     asyncio.run(scenario())
 
 
-def test_of_two_that_wait_for_the_only_take_the_second_is_told_that_it_is_over():
+def test_of_two_that_wait_for_the_only_batch_the_second_is_told_that_it_is_over():
     async def scenario():
-        buffer = buffer_of(P=2, T=9, num_takes=1)
+        buffer = buffer_of(P=2, T=9, num_batches=1)
         await buffer.published(0)
-        waiters = [await waits(take(buffer)) for _ in range(2)]
+        waiters = [await waits(take_batch(buffer)) for _ in range(2)]
         await admit(buffer)
         await buffer.put([group(0), group(1)])
         results = [await goes_on(w) for w in waiters]
@@ -530,7 +530,7 @@ def test_stats_count_every_life():
         await admit(buffer)
         await buffer.put([group(0), group(1), group(2, (1.0, 1.0)), group(3)])
         await buffer.fail(4, "gone")
-        await take(buffer)
+        await take_batch(buffer)
         s = buffer.stats()
         assert (s.admitted, s.slots_in_use, s.groups_ready, s.groups_taken, s.filtered, s.failed) == (6, 2, 1, 2, 1, 1)
 
@@ -570,7 +570,7 @@ def test_in_lockstep_a_resumed_buffer_admits_what_the_first_one_would_have() -> 
         await buffer.put([group(0), group(1, (1.0, 1.0))])  # one is filtered, and replaced
         assert await tasks_of(buffer) == [(2, "task-2")]
         await buffer.put([group(2)])
-        first = await take(buffer)
+        first = await take_batch(buffer)
         at_rest = buffer.position(1)  # trained, though nobody has said so yet
         await buffer.trained(first.group_ids)
         await buffer.published(1)
@@ -591,7 +591,7 @@ def test_in_lockstep_a_resumed_buffer_admits_what_the_first_one_would_have() -> 
             assert await tasks_of(resumed) == admitted
             assert resumed.stats().dropped_stale == 0
             await resumed.put([group(group_id) for group_id, _ in admitted])
-            assert (await take(resumed)).index == 1
+            assert (await take_batch(resumed)).index == 1
 
     asyncio.run(scenario())
 
@@ -619,15 +619,15 @@ async def _kill_and_resume(rng: random.Random) -> None:
                 tasks[admission.group_id] = admission.task.task_id
                 assert tasks_by_id.setdefault(admission.group_id, admission.task.task_id) == admission.task.task_id
                 waiting.append(admission.group_id)
-            while buffer._window.missing_for_take(last=False) is not None:
+            while buffer._window.missing_for_batch(last=False) is not None:
                 await buffer.put([group(waiting.pop(rng.randrange(len(waiting))))])
-            served = await take(buffer)
+            served = await take_batch(buffer)
             trained += [tasks[g] for g in served.group_ids]
             version += 1
             await buffer.trained(served.group_ids)
             await buffer.published(version)
-        if rng.random() < 0.5 and buffer._window.missing_for_take(last=False) is None:
-            await take(buffer)  # served, never trained
+        if rng.random() < 0.5 and buffer._window.missing_for_batch(last=False) is None:
+            await take_batch(buffer)  # served, never trained
         found = buffer.position(version)
         assert found is not None
         position = found
@@ -638,15 +638,15 @@ async def _kill_and_resume(rng: random.Random) -> None:
     assert len(trained) == len(set(trained)) == 2 * version
 
 
-def test_the_middle_of_a_takes_steps_is_no_place_to_go_on_from() -> None:
+def test_the_middle_of_a_batchs_steps_is_no_place_to_go_on_from() -> None:
     async def scenario() -> None:
-        buffer = buffer_of(P=2, T=2, updates_per_take=2)
+        buffer = buffer_of(P=2, T=2, updates_per_batch=2)
         await buffer.published(0)
         ids = await admit(buffer, 2)
         await buffer.put([group(i) for i in ids])
-        await take(buffer)
+        await take_batch(buffer)
         assert buffer.position(1) is None
         assert buffer.position(2) is not None
-        assert buffer.position(4) is None, "no take of that was ever served"
+        assert buffer.position(4) is None, "no batch of that was ever served"
 
     asyncio.run(scenario())

@@ -19,7 +19,7 @@ from leeway.replay.stream import TaskStream
 from leeway.runtime import launch
 from leeway.runtime.supervisor import Supervisor
 
-from .test_replay_buffer import SOON_S, admit, goes_on, group, still_waits, take, waits
+from .test_replay_buffer import SOON_S, admit, goes_on, group, still_waits, take_batch, waits
 from .test_task_feeds import build, close, feed
 
 
@@ -30,13 +30,13 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def fed_by(path: Path, *, num_takes: int | None = None) -> ReplayBuffer:
-    """Takes of 2, as many as wanted under way."""
+def fed_by(path: Path, *, num_batches: int | None = None) -> ReplayBuffer:
+    """Batches of 2, as many as wanted under way."""
     stream = TaskStream(build(name="queue", path=str(path)), num_tokens=lambda task: 1, max_prompt_tokens=1)
     rule = AdmissionRule(
-        groups_per_take=2, updates_per_take=1, publish_every=1, reorder_window=1, target_lag=9, max_lag=9
+        groups_per_batch=2, updates_per_batch=1, publish_every=1, reorder_window=1, target_lag=9, max_lag=9
     )
-    return ReplayBuffer(tasks=stream, rule=rule, num_takes=num_takes, capacity=64)
+    return ReplayBuffer(tasks=stream, rule=rule, num_batches=num_batches, capacity=64)
 
 
 def test_the_newest_task_starts_at_once_and_the_next_when_it_comes(path: Path) -> None:
@@ -83,17 +83,17 @@ def test_groups_to_issue_again_wait_for_no_task(path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_the_last_take_is_short_where_the_queue_is_closed(path: Path) -> None:
+def test_the_last_batch_is_short_where_the_queue_is_closed(path: Path) -> None:
     async def scenario() -> None:
         buffer = fed_by(path)
         await buffer.published(0)
         await buffer.put([group(g) for g in await admit(buffer)])
-        trainer, collector = await waits(take(buffer)), await waits(admit(buffer))
+        trainer, collector = await waits(take_batch(buffer)), await waits(admit(buffer))
         close(path)
         await buffer.tasks_came()
         assert (await goes_on(trainer)).group_ids == [0]
         assert await goes_on(collector) == []
-        assert await take(buffer) is None
+        assert await take_batch(buffer) is None
 
     asyncio.run(scenario())
 
@@ -107,7 +107,7 @@ def test_a_queue_that_nobody_feeds_is_named_when_time_is_up(path: Path) -> None:
         with pytest.raises(TimeoutError, match=named):
             await buffer.admit(1, timeout_s=0.01)
         with pytest.raises(TimeoutError, match=named):
-            await buffer.take(timeout_s=0.01)
+            await buffer.take_batch(timeout_s=0.01)
 
     asyncio.run(scenario())
 

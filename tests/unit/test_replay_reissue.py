@@ -15,14 +15,14 @@ from leeway.types import Admission, Group, Task, Trajectory
 SOON_S = 5.0
 
 
-def buffer_of(*, P: int = 2, T: int = 2, num_tasks: int | None = None, num_takes: int | None = None) -> ReplayBuffer:
+def buffer_of(*, P: int = 2, T: int = 2, num_tasks: int | None = None, num_batches: int | None = None) -> ReplayBuffer:
     ids = itertools.count() if num_tasks is None else range(num_tasks)
     return ReplayBuffer(
         tasks=(Task(task_id=f"task-{i}", prompt="") for i in ids),
         rule=AdmissionRule(
-            groups_per_take=P, updates_per_take=1, publish_every=1, reorder_window=1, target_lag=T, max_lag=T
+            groups_per_batch=P, updates_per_batch=1, publish_every=1, reorder_window=1, target_lag=T, max_lag=T
         ),
-        num_takes=num_takes,
+        num_batches=num_batches,
         capacity=64,
     )
 
@@ -50,8 +50,8 @@ async def admit(buffer: ReplayBuffer, limit: int, collector: str = "a") -> list[
     return await buffer.admit(limit, timeout_s=SOON_S, collector=collector)
 
 
-async def take(buffer: ReplayBuffer) -> Any:
-    return await buffer.take(timeout_s=SOON_S)
+async def take_batch(buffer: ReplayBuffer) -> Any:
+    return await buffer.take_batch(timeout_s=SOON_S)
 
 
 async def waits(call: Any) -> asyncio.Task[Any]:
@@ -101,7 +101,7 @@ def test_a_group_can_be_lost_again_and_is_taken_once_in_its_old_place():
             [again] = await admit(buffer, 1)
             assert (again.group_id, again.attempt) == (0, expected)
         await buffer.put([finished(a) for a in held[1:]])
-        waiter = await waits(take(buffer))  # take 0 must hold group 0
+        waiter = await waits(take_batch(buffer))  # batch 0 must hold group 0
         await buffer.put([finished(again)])
         assert (await waiter).group_ids == [0, 1]
         stats = buffer.stats()
@@ -169,7 +169,7 @@ def test_a_lost_collector_gives_back_what_it_holds_and_is_given_nothing_more():
 
 
 def test_when_tasks_have_ended_collectors_stay_until_the_last_group_is_safe():
-    """Else the groups of the last collector to die would have no taker, and the last take would wait for ever."""
+    """Else the groups of the last collector to die would have no taker, and the last batch would wait for ever."""
 
     async def scenario():
         buffer = buffer_of(num_tasks=2)
@@ -182,8 +182,8 @@ def test_when_tasks_have_ended_collectors_stay_until_the_last_group_is_safe():
         idle = await waits(admit(buffer, 100, "b"))
         await buffer.put([finished(a) for a in held])
         assert await idle == []
-        assert (await take(buffer)).group_ids == [0, 1]
-        assert await take(buffer) is None
+        assert (await take_batch(buffer)).group_ids == [0, 1]
+        assert await take_batch(buffer) is None
 
     asyncio.run(scenario())
 

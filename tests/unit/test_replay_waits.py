@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from leeway.replay.buffer import GATHER_S, NO_PROGRESS_TAKES, NoProgressError, ReplayBuffer
+from leeway.replay.buffer import GATHER_S, NO_PROGRESS_BATCHES, NoProgressError, ReplayBuffer
 from leeway.types import Admission
 
 from . import test_staleness_property as property_test
@@ -36,15 +36,15 @@ def virtually(scenario: Coroutine[Any, Any, Any]) -> float:
 MINUTE_S = 60.0
 SLOW = replace(PLAIN, P=8, group_s=30.0, publish_s=1.0, pull_s=1.0)
 WELL = {
-    "the last takes are trained for hours after their last group": replace(
-        SLOW, T=8, L=8, num_takes=20, step_s=10 * MINUTE_S
+    "the last batches are trained for hours after their last group": replace(
+        SLOW, T=8, L=8, num_batches=20, step_s=10 * MINUTE_S
     ),
-    "versions are published once an hour": replace(SLOW, n=8, T=7, L=7, num_takes=24, step_s=8 * MINUTE_S),
-    "a take is trained for an hour": replace(SLOW, u=4, T=3, L=3, num_takes=5, step_s=15 * MINUTE_S),
+    "versions are published once an hour": replace(SLOW, n=8, T=7, L=7, num_batches=24, step_s=8 * MINUTE_S),
+    "a batch is trained for an hour": replace(SLOW, u=4, T=3, L=3, num_batches=5, step_s=15 * MINUTE_S),
     "most generators have nothing to do": replace(
         SLOW,
         W=8,
-        num_takes=12,
+        num_batches=12,
         step_s=10 * MINUTE_S,
         generators=tuple(Generator(joins_s=0.0, lives_s=None, max_in_flight=1, lazy=True) for _ in range(100)),
     ),
@@ -64,7 +64,7 @@ def test_a_standstill_ends_within_one_deadline_and_says_who_holds_what():
         loop = asyncio.get_running_loop()
         idle = asyncio.create_task(buffer.admit(2, timeout_s=DEADLINE_S, collector="idle"))
         stuck = await buffer.admit(2, timeout_s=DEADLINE_S, collector="stuck")
-        taking = asyncio.create_task(buffer.take(timeout_s=DEADLINE_S))
+        taking = asyncio.create_task(buffer.take_batch(timeout_s=DEADLINE_S))
         idle_groups = await idle
         await asyncio.sleep(3000)
         await buffer.put([group(a.group_id) for a in idle_groups])
@@ -83,20 +83,20 @@ def test_a_standstill_ends_within_one_deadline_and_says_who_holds_what():
     virtually(scenario())
 
 
-def test_the_deadline_of_a_take_begins_when_the_one_before_it_has_been_trained():
+def test_the_deadline_of_a_batch_begins_when_the_one_before_it_has_been_trained():
     async def scenario():
         buffer = buffer_of(P=2, T=1)
         await buffer.published(0)
         await admit(buffer)
         await buffer.put([group(0), group(1)])
-        taken = await buffer.take(timeout_s=DEADLINE_S)
+        taken = await buffer.take_batch(timeout_s=DEADLINE_S)
         assert taken is not None
-        taking = asyncio.create_task(buffer.take(timeout_s=DEADLINE_S))
+        taking = asyncio.create_task(buffer.take_batch(timeout_s=DEADLINE_S))
         await asyncio.sleep(10 * DEADLINE_S)  # the trainer's own deadlines are whoever waits for it's
         assert not taking.done()
         await buffer.trained(taken.group_ids)
         trained = asyncio.get_running_loop().time()
-        with pytest.raises(TimeoutError, match="group 2 and 1 more that must be in take 1"):
+        with pytest.raises(TimeoutError, match="group 2 and 1 more that must be in batch 1"):
             await taking
         assert asyncio.get_running_loop().time() == trained + DEADLINE_S
 
@@ -109,7 +109,7 @@ def test_whatever_moves_begins_the_deadline_again(progress: str):
         buffer = buffer_of(P=2, T=1)
         await buffer.published(0)
         await admit(buffer)
-        taking = asyncio.create_task(buffer.take(timeout_s=DEADLINE_S))
+        taking = asyncio.create_task(buffer.take_batch(timeout_s=DEADLINE_S))
         await asyncio.sleep(DEADLINE_S - 1)
         match progress:
             case "retried":
@@ -164,30 +164,30 @@ class Engine:
 
 @pytest.mark.parametrize("num_engines", [2, 4])
 @pytest.mark.parametrize("room", [1.0, 2.0], ids=["its share", "everything"])
-def test_balanced_engines_share_every_take(num_engines: int, room: float):
-    """A take that one engine generates alone, while the others have groups of the next, takes that much longer."""
-    P, num_takes, group_s = 16, 8, 1.0
+def test_balanced_engines_share_every_batch(num_engines: int, room: float):
+    """A batch that one engine generates alone, while the others have groups of the next, takes that much longer."""
+    P, num_batches, group_s = 16, 8, 1.0
     shares: list[Counter[str]] = []
 
     async def scenario():
-        buffer = buffer_of(P=P, T=1, num_takes=num_takes, num_collectors=num_engines)
+        buffer = buffer_of(P=P, T=1, num_batches=num_batches, num_collectors=num_engines)
         await buffer.published(0)  # slots are free before anybody asks
         places = round(2 * P / num_engines * room)
         engines = [Engine(buffer, f"generator-{i}", room=places, group_s=group_s) for i in range(num_engines)]
         running = [asyncio.create_task(e.run()) for e in engines]
         for version in itertools.count(1):
-            take = await buffer.take(timeout_s=DEADLINE_S)
-            if take is None:
+            batch = await buffer.take_batch(timeout_s=DEADLINE_S)
+            if batch is None:
                 break
-            shares.append(Counter(g.task_id for g in take.groups))
+            shares.append(Counter(g.task_id for g in batch.groups))
             await asyncio.sleep(0.5 * P / num_engines * group_s)
-            await buffer.trained(take.group_ids)
+            await buffer.trained(batch.group_ids)
             await buffer.published(version)
         await asyncio.gather(*running)
 
     seconds = virtually(scenario())
     assert all(max(s.values()) <= P / num_engines + 1 for s in shares), shares
-    assert seconds <= (num_takes + 1) * P / num_engines * group_s
+    assert seconds <= (num_batches + 1) * P / num_engines * group_s
 
 
 class AtTheBuffer:
@@ -217,13 +217,13 @@ class OneAfterTheOther(Answer):
             return await super().rollout(replace(task, prompt="2 + 2"), policy)
 
 
-def test_collectors_that_ask_when_they_have_room_share_every_take():
+def test_collectors_that_ask_when_they_have_room_share_every_batch():
     """The real ones: each asks once its first group has finished, and holds half of all groups at most."""
-    P, num_takes, names = 16, 8, ("generator-0", "generator-1")
+    P, num_batches, names = 16, 8, ("generator-0", "generator-1")
     shares: list[Counter[str]] = []
 
     async def scenario():
-        buffer = buffer_of(P=P, T=1, num_takes=num_takes, num_collectors=2)
+        buffer = buffer_of(P=P, T=1, num_batches=num_batches, num_collectors=2)
         settings: dict[str, Any] = {"max_in_flight": P, "timeout_s": 1e6, "deadline_s": DEADLINE_S, "seeded": False}
         rigs = [Rig(OneAfterTheOther(), slots=AtTheBuffer(buffer, name), **settings) for name in names]
         holders: dict[int, str] = {}
@@ -239,12 +239,12 @@ def test_collectors_that_ask_when_they_have_room_share_every_take():
         await buffer.published(0)
         collecting = [asyncio.create_task(collect(rig, name)) for rig, name in zip(rigs, names, strict=True)]
         for version in itertools.count(1):
-            take = await buffer.take(timeout_s=DEADLINE_S)
-            if take is None:
+            batch = await buffer.take_batch(timeout_s=DEADLINE_S)
+            if batch is None:
                 break
-            shares.append(Counter(holders[g] for g in take.group_ids))
+            shares.append(Counter(holders[g] for g in batch.group_ids))
             await asyncio.sleep(P / 4)
-            await buffer.trained(take.group_ids)
+            await buffer.trained(batch.group_ids)
             for rig in rigs:
                 await rig.publish(version)
             await buffer.published(version)
@@ -270,7 +270,7 @@ def test_an_engine_that_is_alone_takes_everything_at_once():
         full = asyncio.create_task(admit(buffer, 4, "b"))
         assert await full == [12, 13, 14, 15]
         await buffer.put([group(g) for g in range(8)])
-        assert (await buffer.take(timeout_s=DEADLINE_S)) is not None
+        assert (await buffer.take_batch(timeout_s=DEADLINE_S)) is not None
         await buffer.published(1)
         assert await admit(buffer, 8, "a") == list(range(16, 24))  # b waits for nothing
         assert await buffer.lost("b", "killed") == [12, 13, 14, 15]
@@ -290,7 +290,7 @@ def test_a_waiting_collector_has_room_again_for_what_it_delivers():
         await buffer.put([group(held[0])])
         waiter = await waits(admit(buffer, 1, "a"))
         await buffer.put([group(g) for g in held[1:]])
-        assert await buffer.take(timeout_s=DEADLINE_S) is not None
+        assert await buffer.take_batch(timeout_s=DEADLINE_S) is not None
         await buffer.published(1)
         assert await goes_on(waiter) == [4, 5, 6, 7]
 
@@ -330,13 +330,13 @@ def test_slots_of_a_call_that_was_cancelled_are_given_to_the_next():
 
 
 def test_a_run_in_which_few_groups_are_left_over_goes_on():
-    """24 of 25 groups are filtered: slow, but every take is filled."""
+    """24 of 25 groups are filtered: slow, but every batch is filled."""
 
     async def scenario():
         buffer = buffer_of(P=4, T=0, capacity=8)
         for version in range(3):
             await buffer.published(version)
-            taking = asyncio.create_task(buffer.take(timeout_s=DEADLINE_S))
+            taking = asyncio.create_task(buffer.take_batch(timeout_s=DEADLINE_S))
             for _ in range(4):
                 for _ in range(24):
                     [group_id] = await admit(buffer, 1)
@@ -354,10 +354,10 @@ def test_losses_in_a_row_end_a_run_even_with_groups_that_are_ready():
     async def scenario():
         buffer = buffer_of(P=4, T=0, capacity=8)
         await buffer.published(0)
-        taking = asyncio.create_task(buffer.take(timeout_s=DEADLINE_S))
+        taking = asyncio.create_task(buffer.take_batch(timeout_s=DEADLINE_S))
         held = await admit(buffer, 3)
         await buffer.put([group(g) for g in held])
-        for _ in range(NO_PROGRESS_TAKES * 4):
+        for _ in range(NO_PROGRESS_BATCHES * 4):
             [group_id] = await admit(buffer, 1)
             await buffer.fail(group_id, "broken")
         with pytest.raises(NoProgressError, match=r"80 groups in a row .*\(of the last 80: 80 x broken\)"):

@@ -35,31 +35,31 @@ def group(number: int, *, version: int = 0, rewards: tuple[float, ...] = (0.0, 1
     return Group.of(group_id=number, task_id=str(number), trajectories=trajectories)
 
 
-def served(pool: ReusePool, takes: list[list[Group]]) -> list[list[int]]:
-    return [[g.group_id for g in pool.serve(i, fresh)] for i, fresh in enumerate(takes)]
+def served(pool: ReusePool, batches: list[list[Group]]) -> list[list[int]]:
+    return [[g.group_id for g in pool.serve(i, fresh)] for i, fresh in enumerate(batches)]
 
 
-def steady(num_takes: int) -> list[list[Group]]:
-    """Two new groups in each take, of its own version."""
-    return [[group(2 * k, version=k), group(2 * k + 1, version=k)] for k in range(num_takes)]
+def steady(num_batches: int) -> list[list[Group]]:
+    """Two new groups in each batch, of its own version."""
+    return [[group(2 * k, version=k), group(2 * k + 1, version=k)] for k in range(num_batches)]
 
 
 def test_in_admission_order_every_group_comes_again_until_it_was_used_so_often() -> None:
-    pool = ReusePool(max_uses=3, room=4, updates_per_take=1, max_lag=2)
+    pool = ReusePool(max_uses=3, room=4, updates_per_batch=1, max_lag=2)
     assert served(pool, steady(5)) == [[], [0, 1], [0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6, 7]]
     assert pool.metrics() == {"replay/reused": 14.0, "replay/uses/max": 3.0, "replay/reusable": 4.0}
 
 
 def test_a_group_rests_for_its_cooldown() -> None:
-    pool = ReusePool(max_uses=2, room=2, updates_per_take=1, max_lag=9, cooldown=2)
+    pool = ReusePool(max_uses=2, room=2, updates_per_batch=1, max_lag=9, cooldown=2)
     assert served(pool, steady(6)) == [[], [], [], [0, 1], [2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize(("updates", "last"), [(1, 4), (2, 2), (3, 1)])
-def test_no_use_is_beyond_the_bound_at_the_last_step_of_its_take(updates: int, last: int) -> None:
-    pool = ReusePool(max_uses=99, room=1, updates_per_take=updates, max_lag=5)
+def test_no_use_is_beyond_the_bound_at_the_last_step_of_its_batch(updates: int, last: int) -> None:
+    pool = ReusePool(max_uses=99, room=1, updates_per_batch=updates, max_lag=5)
     uses = served(pool, [[group(0, version=1)], *[[]] * 9])
-    # Version 1 may be used up to version 6: take k ends at version u (k + 1) - 1.
+    # Version 1 may be used up to version 6: batch k ends at version u (k + 1) - 1.
     assert [bool(u) for u in uses] == [0 < k <= (6 + 1) // updates - 1 for k in range(10)]
     assert pool.metrics()["replay/reusable"] == 0.0
 
@@ -67,30 +67,30 @@ def test_no_use_is_beyond_the_bound_at_the_last_step_of_its_take(updates: int, l
 def test_by_priority_the_best_come_first_and_each_use_costs() -> None:
     worth = {0: 3.0, 1: 1.0, 2: 2.6, 3: 0.0}
     pool = ReusePool(
-        max_uses=9, room=1, updates_per_take=1, max_lag=99, priority=lambda g: worth[g.group_id], decay=0.5
+        max_uses=9, room=1, updates_per_batch=1, max_lag=99, priority=lambda g: worth[g.group_id], decay=0.5
     )
     # 3.0; 2.5 against 2.6; 2.5 against 2.1; 2.0 against 2.1; equals in admission order
-    takes = [[group(i) for i in range(4)], [], [], [], []]
-    assert served(pool, takes) == [[], [0], [2], [0], [2]]
+    batches = [[group(i) for i in range(4)], [], [], [], []]
+    assert served(pool, batches) == [[], [0], [2], [0], [2]]
 
 
 def test_used_once_nothing_is_kept() -> None:
-    pool = ReusePool(max_uses=1, room=0, updates_per_take=1, max_lag=9)
+    pool = ReusePool(max_uses=1, room=0, updates_per_batch=1, max_lag=9)
     assert served(pool, steady(3)) == [[], [], []]
     assert pool.metrics() == {"replay/reused": 0.0, "replay/uses/max": 1.0, "replay/reusable": 0.0}
 
 
 def test_a_priority_reorders_inside_the_window_and_never_what_must_be_taken() -> None:
     rule = AdmissionRule(
-        groups_per_take=2, updates_per_take=1, publish_every=1, reorder_window=3, target_lag=3, max_lag=3
+        groups_per_batch=2, updates_per_batch=1, publish_every=1, reorder_window=3, target_lag=3, max_lag=3
     )
     window = Window(rule)
     for number in range(6):
         window.admit(number)
         window.finish(number, priority=float(number))
-    # First take: of the first P + W - 1 = 4 any two, so 2 and 3; 4 and 5 are worth more and stand outside.
-    assert window.take(last=False) == [2, 3]
-    assert window.take(last=False) == [0, 1], "overtaken W - 1 times: they must be in this one"
+    # First batch: of the first P + W - 1 = 4 any two, so 2 and 3; 4 and 5 are worth more and stand outside.
+    assert window.take_batch(last=False) == [2, 3]
+    assert window.take_batch(last=False) == [0, 1], "overtaken W - 1 times: they must be in this one"
 
 
 def test_priorities_are_what_their_names_say() -> None:
@@ -119,18 +119,22 @@ def test_a_priority_of_ones_own_is_checked(monkeypatch: pytest.MonkeyPatch) -> N
         priority_of("spred")
 
 
-def test_a_take_trains_on_both_and_describes_the_new_ones() -> None:
+def test_a_batch_trains_on_both_and_describes_the_new_ones() -> None:
     assembler = Assembler(
-        advantage=ADVANTAGES["grpo"](), updates_per_take=2, num_ranks=1, skip_zero_advantage=False, rollouts_per_take=9
+        advantage=ADVANTAGES["grpo"](),
+        updates_per_batch=2,
+        num_ranks=1,
+        skip_zero_advantage=False,
+        rollouts_per_batch=9,
     )
-    take = assembler(5, [group(6, version=5), group(7, version=5)], [group(4, version=3, rewards=(0.0, 0.0, 9.0))])
-    assert take.group_ids == [6, 7, 4]
-    tokens = torch.cat([b.response_tokens for step in take.batches for b in step])
+    batch = assembler(5, [group(6, version=5), group(7, version=5)], [group(4, version=3, rewards=(0.0, 0.0, 9.0))])
+    assert batch.group_ids == [6, 7, 4]
+    tokens = torch.cat([b.response_tokens for step in batch.steps for b in step])
     assert sorted(set(tokens.tolist()) - {2}) == [4, 6, 7]
-    assert [int(step[0].num_sequences) for step in take.batches] == [5, 2]
-    assert take.metrics["train/reward/mean"] == 0.5
-    assert take.metrics["train/reused_groups"] == 1.0
-    assert {row["group_id"] for row in take.rollouts} == {6, 7}
+    assert [int(step[0].num_sequences) for step in batch.steps] == [5, 2]
+    assert batch.metrics["train/reward/mean"] == 0.5
+    assert batch.metrics["train/reused_groups"] == 1.0
+    assert {row["group_id"] for row in batch.rollouts} == {6, 7}
 
 
 # ------------------------------------------------------------------------------------------------------- settings
@@ -145,10 +149,10 @@ def minimal(tmp_path: Path) -> str:
 
 def test_new_groups_and_their_bound_follow_from_the_uses(minimal: str) -> None:
     plain = derive(load_config(minimal))
-    assert (plain.fresh_groups_per_take, plain.first_use_policy_lag, plain.total_groups) == (12, 2, 144)
+    assert (plain.fresh_groups_per_batch, plain.first_use_policy_lag, plain.total_groups) == (12, 2, 144)
     d = derive(load_config(minimal, ["replay.max_uses=3", "replay.cooldown=1", "staleness.max_policy_lag=7"]))
-    assert (d.fresh_groups_per_take, d.first_use_policy_lag, d.target_policy_lag, d.max_policy_lag) == (4, 3, 3, 7)
-    assert (d.total_groups, d.sequences_per_take, d.reorder_window) == (48, 96, 4)
+    assert (d.fresh_groups_per_batch, d.first_use_policy_lag, d.target_policy_lag, d.max_policy_lag) == (4, 3, 3, 7)
+    assert (d.total_groups, d.sequences_per_batch, d.reorder_window) == (48, 96, 4)
     # The bound leaves no more than lockstep for the first use.
     assert derive(
         load_config(minimal, ["replay.max_uses=2", "staleness.max_policy_lag=1", "staleness.reorder_window=1"])

@@ -53,14 +53,14 @@ class Use:
     """One group in one batch: which rollout it is (no two have the same), and what was trained on."""
 
     rollout: int
-    take: int
+    batch: int
     oldest_version: int
     logprobs: tuple[float, ...]
 
 
 @dataclass
 class Run:
-    """What the driver and its collectors do around a replay actor, one take ahead, as `recipes.async_rl` is."""
+    """What the driver and its collectors do around a replay actor, one batch ahead, as `recipes.async_rl` is."""
 
     config: Any
     log_file: Path
@@ -72,41 +72,41 @@ class Run:
     def __post_init__(self) -> None:
         start = json.loads(self.start) if self.start else None
         self.actor = ReplayBufferActor(self.config, role="replay", log_file=self.log_file, start=start)
-        self.version = start["num_takes"] if start else 0
+        self.version = start["num_batches"] if start else 0
         self.held: list[Admission] = []
-        self.uses = [use for use in self.uses if use.take < self.version]  # later ones went with their weights
+        self.uses = [use for use in self.uses if use.batch < self.version]  # later ones went with their weights
         self.upcoming: Any = None
 
     async def step(self, rollouts: Any) -> None:
         await self.actor.published(self.version)
-        take = self.upcoming or await self._take(rollouts)
+        batch = self.upcoming or await self._take(rollouts)
         self.upcoming = await self._take(rollouts) if self.rng.random() < 0.7 else None
-        self.uses += [use for batch in take.batches[0] for use in self._read(batch, take.index)]
+        self.uses += [use for share in batch.steps[0] for use in self._read(share, batch.index)]
         self.version += 1
         position = await self.actor.position(self.version)
         assert position is not None
         self.saved = json.dumps(position)
-        await self.actor.trained(take.group_ids)
+        await self.actor.trained(batch.group_ids)
 
     async def _take(self, rollouts: Any) -> Any:
-        """Deliver in any order until the next take is complete."""
+        """Deliver in any order until the next batch is complete."""
         buffer = self.actor._buffer
-        while buffer._window.missing_for_take(last=False) is not None:
+        while buffer._window.missing_for_batch(last=False) is not None:
             if buffer._num_free_slots():
                 self.held += await self.actor.admit(100, 5, "generator")
             admission = self.held.pop(self.rng.randrange(len(self.held)))
             version = max(admission.min_policy_version, self.version - self.rng.randint(0, 1))
             await self.actor.put([rolled_out(admission, next(rollouts), version, self.rng)])
-        return await self.actor.take(5)
+        return await self.actor.take_batch(5)
 
-    def _read(self, batch: Any, take: int) -> list[Use]:
+    def _read(self, share: Any, batch: int) -> list[Use]:
         rows = []
-        tokens, versions = batch.response_tokens.view(-1, 4).tolist(), batch.policy_versions.view(-1, 4)
-        logprobs = batch.behavior_logprobs.view(-1, 4).tolist()
+        tokens, versions = share.response_tokens.view(-1, 4).tolist(), share.policy_versions.view(-1, 4)
+        logprobs = share.behavior_logprobs.view(-1, 4).tolist()
         for i in range(0, len(tokens), 2):  # a group of two answers
             assert tokens[i][1] == tokens[i + 1][1]
             found = tuple(logprobs[i] + logprobs[i + 1])
-            rows.append(Use(tokens[i][1], take, int(versions[i : i + 2].min()), found))
+            rows.append(Use(tokens[i][1], batch, int(versions[i : i + 2].min()), found))
         return rows
 
 
@@ -137,12 +137,12 @@ def test_every_group_is_used_so_often_and_no_more_whatever_is_killed_in_between(
     settings = config(
         f"replay.max_uses={max_uses}", f"replay.cooldown={cooldown}", f"staleness.reorder_window={window}"
     )
-    num_takes, rollouts, rng = 24, itertools.count(10), random.Random(max_uses * 100 + cooldown * 10 + window)
+    num_batches, rollouts, rng = 24, itertools.count(10), random.Random(max_uses * 100 + cooldown * 10 + window)
 
     async def scenario() -> list[Use]:
         run = Run(settings, tmp_path / "log", rng)
         checkpoint = ""
-        while run.version < num_takes:
+        while run.version < num_batches:
             await run.step(rollouts)
             if rng.random() < 0.6:
                 checkpoint = run.saved
@@ -155,15 +155,17 @@ def test_every_group_is_used_so_often_and_no_more_whatever_is_killed_in_between(
     for use in uses:
         by_rollout.setdefault(use.rollout, []).append(use)
     for of_one in by_rollout.values():
-        takes = [use.take for use in of_one]
-        assert takes == [takes[0] + (cooldown + 1) * i for i in range(len(takes))], "each time its cooldown is over"
-        expected = len(range(takes[0], num_takes, cooldown + 1))
-        assert len(takes) == min(max_uses, expected), "in admission order none is left out, and none comes too often"
-        assert all(use.take - use.oldest_version <= L for use in of_one)
+        batches = [use.batch for use in of_one]
+        assert batches == [batches[0] + (cooldown + 1) * i for i in range(len(batches))], (
+            "each time its cooldown is over"
+        )
+        expected = len(range(batches[0], num_batches, cooldown + 1))
+        assert len(batches) == min(max_uses, expected), "in admission order none is left out, and none comes too often"
+        assert all(use.batch - use.oldest_version <= L for use in of_one)
         assert len({use.logprobs for use in of_one}) == 1, "the same numbers, bit for bit"
-    sizes = [sum(use.take == take for use in uses) for take in range(num_takes)]
+    sizes = [sum(use.batch == batch for use in uses) for batch in range(num_batches)]
     full = (max_uses - 1) * (cooldown + 1)
-    assert sizes[full:] == [P] * (num_takes - full), "a run that goes on has no smaller batches"
+    assert sizes[full:] == [P] * (num_batches - full), "a run that goes on has no smaller batches"
     assert set(sizes[: cooldown + 1]) == {P // max_uses}
 
 
@@ -190,22 +192,22 @@ def test_it_goes_through_the_files_of_a_checkpoint(config, tmp_path: Path) -> No
         assert start == json.loads(run.saved)
         again = Run(settings, tmp_path / "log", random.Random(1), start=json.dumps(start))
         await again.step(rollouts)
-        assert {use.rollout for use in again.uses} & {use.rollout for use in run.uses if use.take == 2}
+        assert {use.rollout for use in again.uses} & {use.rollout for use in run.uses if use.batch == 2}
 
     asyncio.run(scenario())
 
 
-def test_a_checkpoint_holds_what_was_there_when_its_last_take_was_served() -> None:
-    options: dict[str, Any] = {"max_uses": 3, "room": 4, "updates_per_take": 1, "max_lag": 2}
-    pool, takes = ReusePool(**options), steady(6)
-    for i, fresh in enumerate(takes[:4]):
+def test_a_checkpoint_holds_what_was_there_when_its_last_batch_was_served() -> None:
+    options: dict[str, Any] = {"max_uses": 3, "room": 4, "updates_per_batch": 1, "max_lag": 2}
+    pool, batches = ReusePool(**options), steady(6)
+    for i, fresh in enumerate(batches[:4]):
         pool.serve(i, fresh)
-    for num_takes in (1, 2, 3, 4):  # asked when takes up to 3 have been served
-        again = ReusePool(**options, start=pool.after(num_takes), num_takes=num_takes)
+    for num_batches in (1, 2, 3, 4):  # asked when batches up to 3 have been served
+        again = ReusePool(**options, start=pool.after(num_batches), num_batches=num_batches)
         other = ReusePool(**options)
-        for i, fresh in enumerate(takes[:num_takes]):
+        for i, fresh in enumerate(batches[:num_batches]):
             other.serve(i, fresh)
-        for i, fresh in enumerate(takes[num_takes:], start=num_takes):
+        for i, fresh in enumerate(batches[num_batches:], start=num_batches):
             got, expected = again.serve(i, fresh), other.serve(i, fresh)
             assert [g.task_id for g in got] == [g.task_id for g in expected]
             assert all(g.group_id < 0 or g.group_id == int(g.task_id) for g in got), "no number is given twice"
@@ -214,7 +216,7 @@ def test_a_checkpoint_holds_what_was_there_when_its_last_take_was_served() -> No
 
 
 def test_groups_come_back_from_text_as_they_were() -> None:
-    pool = ReusePool(max_uses=2, room=2, updates_per_take=1, max_lag=9, priority=lambda g: 0.1 + g.group_id)
+    pool = ReusePool(max_uses=2, room=2, updates_per_batch=1, max_lag=9, priority=lambda g: 0.1 + g.group_id)
     plain, rich = group(0, version=3), group(7, rewards=(0.1, 1 / 3))
     attempts = rich.trajectories()
     other = attempts[1]

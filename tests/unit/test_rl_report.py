@@ -154,7 +154,7 @@ def collector_stats(*, generate: float, gap: float | None = None, quarantines: f
     }
 
 
-def take_of(reward: float, tokens: float) -> dict[str, float]:
+def batch_of(reward: float, tokens: float) -> dict[str, float]:
     return {
         "train/reward/mean": reward,
         "train/sequences": 8.0,
@@ -214,8 +214,8 @@ def reported(
 
 
 def a_run(tmp_path: Path) -> Reporter:
-    """Two takes of two steps: 100 and 200 response tokens; a report of the driver after each."""
-    one, two = take_of(0.25, 100.0), take_of(0.75, 200.0)
+    """Two batches of two steps: 100 and 200 response tokens; a report of the driver after each."""
+    one, two = batch_of(0.25, 100.0), batch_of(0.75, 200.0)
     reports = [
         StepReport(1, step_metrics(wait_s=2, work_s=2, lag=1), one, [{"text": "one"}]),
         StepReport(2, step_metrics(wait_s=0, work_s=2, lag=2), one),
@@ -251,9 +251,9 @@ def test_everything_is_logged_in_the_order_in_which_it_came(tmp_path: Path) -> N
         (4, "driver"),
     ]
     steps = [r for r in rows if r["role"] == "trainer"]
-    # What describes a take is said once, at its first step.
+    # What describes a batch is said once, at its first step.
     assert [r.get("train/reward/mean") for r in steps] == [0.25, None, 0.75, None]
-    # A step's share of its take, in its time: 100 / 2 tokens in 4 s, ...
+    # A step's share of its batch, in its time: 100 / 2 tokens in 4 s, ...
     assert [r["train/tokens_per_s"] for r in steps] == pytest.approx([50 / 4, 50 / 2, 100 / 4, 100 / 2])
     assert [r["limit/step_s"] for r in steps] == pytest.approx([0.5, 0.5, 1.0, 1.0])
     written = sorted(p.name for p in (tmp_path / "rollouts").iterdir())
@@ -284,11 +284,11 @@ def test_the_summary_adds_up_what_was_logged(tmp_path: Path) -> None:
 
 def test_a_run_that_was_stopped_has_one_record(tmp_path: Path) -> None:
     """Three steps, of which two were saved; gone on from there: no step twice, sums and shares over both parts."""
-    takes = [take_of(reward, 100.0) for reward in (0.0, 0.5, 0.9, 1.0, 1.0)]
+    batches = [batch_of(reward, 100.0) for reward in (0.0, 0.5, 0.9, 1.0, 1.0)]
 
     def steps(*numbers: int) -> list[StepReport]:
         return [StepReport(0 if numbers[0] == 1 else 2, {"param_server/publish_s": 0.5})] + [
-            StepReport(n, step_metrics(wait_s=1, work_s=3, lag=n, **{"train/grad_norm": 1.0}), takes[n - 1], [])
+            StepReport(n, step_metrics(wait_s=1, work_s=3, lag=n, **{"train/grad_norm": 1.0}), batches[n - 1], [])
             for n in numbers
         ]
 
@@ -306,9 +306,9 @@ def test_a_run_that_was_stopped_has_one_record(tmp_path: Path) -> None:
 
 
 def test_a_dropped_group_would_be_seen_and_an_audit_that_never_was_is_not_reported(tmp_path: Path) -> None:
-    take = take_of(1.0, 10.0)
+    batch = batch_of(1.0, 10.0)
     reports = [
-        StepReport(1, step_metrics(wait_s=1, work_s=1, lag=0), take, []),
+        StepReport(1, step_metrics(wait_s=1, work_s=1, lag=0), batch, []),
         StepReport(1, {"replay/dropped_stale": 2.0}),
         StepReport(2, {"replay/dropped_stale": 1.0}),
     ]
@@ -322,9 +322,9 @@ def test_shares_of_a_run_without_a_step_are_empty_and_small_ones_are_left_out(tm
     summary = idle.summary(steps=0)
     assert summary["time_shares"] == {"trainer": {}, "generator": {}}
     assert summary["efficiency_second_half"] is None
-    take = take_of(1.0, 10.0)
+    batch = batch_of(1.0, 10.0)
     metrics = step_metrics(wait_s=0.001, work_s=5.0, lag=0, **{"step/audit_s": 2.0})
-    report = StepReport(1, metrics | {"step/total_s": 7.001}, take, [])
+    report = StepReport(1, metrics | {"step/total_s": 7.001}, batch, [])
     busy = reported(tmp_path / "busy", [report], [collector_stats(generate=1.0)])
     shares = busy.summary(steps=1)["time_shares"]
     assert shares["trainer"] == pytest.approx({"work": 5 / 7, "audit": 2 / 7}, abs=1e-3)

@@ -51,7 +51,7 @@ class Generator:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """P new groups per take; each is used at most K times, `cooldown` takes or more between them, all within L."""
+    """P new groups per batch; each is used at most K times, `cooldown` batches or more between them, all within L."""
 
     P: int
     u: int
@@ -59,7 +59,7 @@ class Schedule:
     W: int
     T: int
     L: int
-    num_takes: int | None
+    num_batches: int | None
     num_tasks: int | None
     generators: tuple[Generator, ...]
     overlapped: bool  # publication runs beside the next step
@@ -85,11 +85,11 @@ class Schedule:
         """Generation is far ahead of training, all of the time, and the run is long enough for that to show."""
         width = sum(g.max_in_flight for g in self.generators if g.lazy and g.joins_s == 0 and g.lives_s is None)
         fast = 10 * max(self.group_s, self.pull_s) <= self.step_s * self.u and not self.long_tail
-        return width >= self.P * (self.T + 2) and fast and (self.num_takes or 0) > self.T + 2 * self.n
+        return width >= self.P * (self.T + 2) and fast and (self.num_batches or 0) > self.T + 2 * self.n
 
     @property
     def reachable(self) -> bool:
-        """Some take is last used at exactly L after a version that is published."""
+        """Some batch is last used at exactly L after a version that is published."""
         return any((self.u * (d + 1) - 1 - self.L) % self.n == 0 for d in range(self.n))
 
 
@@ -102,7 +102,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     n = 1 if lockstep else draw(st.sampled_from((1, 1, 2, 3)))
     W = 1 if lockstep else draw(st.sampled_from((1, 1, 2, P, 2 * P + 1)))
     T = u * (-(-(W - 1) // P) + 1) + n - 2 + (0 if lockstep else draw(st.sampled_from((0, 0, 1, 3))))
-    num_takes = draw(st.none() | st.integers(1, 8))
+    num_batches = draw(st.none() | st.integers(1, 8))
     rng = random.Random(draw(st.integers(0, 2**32)))
     # One generator stays, so that the run can end; the others come and go.
     generators = [Generator(joins_s=0.0, lives_s=None, max_in_flight=rng.choice((1, 8, 40)), lazy=rng.random() < 0.5)]
@@ -120,7 +120,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     if rng.random() < 0.2:  # a generator that is always far ahead of the trainer, in a long run
         group_s, step_s, long_tail = 0.05, 4.0, False
         generators[0] = Generator(joins_s=0.0, lives_s=None, max_in_flight=40, lazy=True)
-        num_takes = T + 2 * n + 2
+        num_batches = T + 2 * n + 2
     K = 1 if lockstep else draw(st.sampled_from((1, 1, 2, 3)))
     cooldown = draw(st.sampled_from((0, 0, 1, 2))) if K > 1 else 0
     failed, retried, filtered = (0.0 if rng.random() < 0.5 else rng.choice((0.1, 0.3)) for _ in range(3))
@@ -134,8 +134,8 @@ def schedules(draw: st.DrawFn) -> Schedule:
         K=K,
         cooldown=cooldown,
         priority=not lockstep and rng.random() < 0.3,
-        num_takes=num_takes,
-        num_tasks=rng.randint(1, 6 * P) if num_takes is None else None,
+        num_batches=num_batches,
+        num_tasks=rng.randint(1, 6 * P) if num_batches is None else None,
         generators=tuple(reversed(generators)),
         overlapped=rng.random() < 0.5,
         group_s=group_s,
@@ -161,7 +161,7 @@ class Run:
     schedule: Schedule
     rng: random.Random
     lags: Counter[int] = field(default_factory=Counter)
-    takes: list[list[int]] = field(default_factory=list)
+    batches: list[list[int]] = field(default_factory=list)
     finished: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
     trained: Counter[str] = field(default_factory=Counter)
@@ -178,20 +178,20 @@ class Run:
         self.buffer = ReplayBuffer(
             tasks=(Task(task_id=str(i), prompt="") for i in tasks),
             rule=AdmissionRule(
-                groups_per_take=s.P,
-                updates_per_take=s.u,
+                groups_per_batch=s.P,
+                updates_per_batch=s.u,
                 publish_every=s.n,
                 reorder_window=s.W,
                 target_lag=s.T,
                 max_lag=s.first_L,
             ),
-            num_takes=s.num_takes,
+            num_batches=s.num_batches,
             capacity=max_outstanding_groups(s.P, s.u, s.W, s.T),
             operators=[filter_zero_variance],
             reuse=ReusePool(
                 max_uses=s.K,
                 room=s.P * (s.K - 1),
-                updates_per_take=s.u,
+                updates_per_batch=s.u,
                 max_lag=s.L,
                 cooldown=s.cooldown,
                 priority=_worth if s.priority else None,
@@ -215,10 +215,10 @@ class Run:
         version = 0
         await self._publish(0)
         publishing = None
-        while (take := await self.buffer.take(timeout_s=STUCK_S)) is not None:
-            groups = [*take.groups, *take.reused]
+        while (batch := await self.buffer.take_batch(timeout_s=STUCK_S)) is not None:
+            groups = [*batch.groups, *batch.reused]
             for group in groups:
-                self.used_in[group.group_id].append(len(self.takes))
+                self.used_in[group.group_id].append(len(self.batches))
             for _ in range(s.u):
                 self._use(groups, version)
                 await asyncio.sleep(s.step_s * self.rng.uniform(0.8, 1.2))
@@ -230,7 +230,7 @@ class Run:
                     if not s.overlapped:
                         await publishing
             await self.buffer.trained([g.group_id for g in groups])
-            self.takes.append([g.group_id for g in take.groups])
+            self.batches.append([g.group_id for g in batch.groups])
             self.trained.update(t.text for g in groups for t in g.trajectories())
         if publishing is not None:
             await publishing
@@ -359,30 +359,30 @@ def play(schedule: Schedule, seed: int) -> Run:
 
 def check(s: Schedule, run: Run) -> None:
     """What must be true of every run that has ended."""
-    taken = [g for take in run.takes for g in take]
+    taken = [g for batch in run.batches for g in batch]
     assert len(taken) == len(set(taken)), "a group was taken twice"
     assert all(len(groups) == 1 for groups in run.tasks_of.values()), "a task was drawn for two groups"
     assert run.most_in_use <= max_outstanding_groups(s.P, s.u, s.W, s.T)
-    for k, take in enumerate(run.takes):
-        newer = sorted(itertools.chain(*run.takes[:k]), reverse=True)
-        assert all(sum(other > group for other in newer) <= s.W - 1 for group in take), "overtaken too often"
-        assert s.priority or take == sorted(take), "not in admission order"
+    for k, batch in enumerate(run.batches):
+        newer = sorted(itertools.chain(*run.batches[:k]), reverse=True)
+        assert all(sum(other > group for other in newer) <= s.W - 1 for group in batch), "overtaken too often"
+        assert s.priority or batch == sorted(batch), "not in admission order"
     assert set(run.trained) == run.finished, "a finished sample was not trained on, or an unfinished one was"
     assert max(run.trained.values(), default=1) <= s.K, "a sample was trained on more often than allowed"
     for used_in in run.used_in.values():
         assert all(later - before > s.cooldown for before, later in itertools.pairwise(used_in)), "no cooldown"
-        left = (len(run.takes) - 1 - used_in[0]) // (s.cooldown + 1)  # further uses that the run had time for
+        left = (len(run.batches) - 1 - used_in[0]) // (s.cooldown + 1)  # further uses that the run had time for
         assert s.priority or len(used_in) == 1 + min(s.K - 1, left), "in admission order all uses are made"
     stats = run.buffer.stats()
     assert stats.admitted == stats.groups_taken + stats.filtered + stats.failed, f"something was dropped: {stats}"
     assert stats.groups_taken == len(taken) == len(run.trained) // 2
     assert stats.filtered + stats.failed == len(run.lost)
     assert (stats.dropped_stale, stats.slots_in_use, stats.groups_ready) == (0, 0, 0)
-    if s.num_takes is not None:
-        assert [len(take) for take in run.takes] == [s.P] * s.num_takes
+    if s.num_batches is not None:
+        assert [len(batch) for batch in run.batches] == [s.P] * s.num_batches
     else:
         assert stats.admitted == s.num_tasks, "tasks were left over"
-        assert all(len(take) == s.P for take in run.takes[:-1])
+        assert all(len(batch) == s.P for batch in run.batches[:-1])
     if s.L == 0:
         assert set(run.lags) <= {0}, "lockstep: every token is of exactly the version that uses it"
 
@@ -439,7 +439,7 @@ PLAIN = Schedule(
     W=1,
     T=2,
     L=2,
-    num_takes=6,
+    num_batches=6,
     num_tasks=None,
     generators=(Generator(joins_s=0.0, lives_s=None, max_in_flight=40, lazy=True),),
     overlapped=True,
@@ -462,14 +462,14 @@ def test_a_min_policy_version_one_too_low_would_be_seen(monkeypatch):
         play(PLAIN, 0)
 
 
-REUSED = replace(PLAIN, K=3, L=4, num_takes=8)
+REUSED = replace(PLAIN, K=3, L=4, num_batches=8)
 
 
 def test_a_first_use_that_leaves_no_room_for_the_others_would_be_seen(monkeypatch):
     run = play(REUSED, 0)
     check(REUSED, run)
     assert max(run.lags) == REUSED.L
-    monkeypatch.setattr(ReusePool, "_in_bound", lambda self, used, take: True)
+    monkeypatch.setattr(ReusePool, "_in_bound", lambda self, used, batch: True)
     check(REUSED, play(REUSED, 0))  # by construction: the check at each use is never what holds it
     tighter = replace(REUSED, L=3, priority=True)  # with no more than PLAIN's room for the first use
     monkeypatch.setattr(Schedule, "first_L", property(lambda self: PLAIN.L))
@@ -491,11 +491,11 @@ def test_a_dead_generator_whose_groups_are_not_issued_again_would_be_seen(monkey
     schedule = replace(PLAIN, generators=(dies, stays))
     run = play(schedule, 0)
     check(schedule, run)
-    assert run.issued_again == 6, "three takes may be under way at version 0, and 8 are free to start them"
+    assert run.issued_again == 6, "three batches may be under way at version 0, and 8 are free to start them"
 
     async def forget(self: ReplayBuffer, collector: str, reason: str) -> list[int]:
         return []
 
     monkeypatch.setattr(ReplayBuffer, "lost", forget)
-    with pytest.raises(TimeoutError, match="group 0 and 2 more that must be in take 0"):
+    with pytest.raises(TimeoutError, match="group 0 and 2 more that must be in batch 0"):
         play(schedule, 0)

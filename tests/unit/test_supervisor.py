@@ -145,7 +145,7 @@ def test_a_failure_that_names_its_part_already_keeps_that_name():
 
 def test_a_time_out_of_the_call_itself_is_not_taken_for_the_waits_own():
     async def scenario(supervisor):
-        inner = TimeoutError("waited 5 s for group 3 that must be in take 1")
+        inner = TimeoutError("waited 5 s for group 3 that must be in batch 1")
         with pytest.raises(PartFailed, match=r"^replay: TimeoutError: waited 5 s for group 3"):
             await supervisor.wait(after(0.01, inner), what="replay", timeout_s=LONG_S)
 

@@ -137,7 +137,9 @@ def test_what_the_environment_wrote_is_no_missing_attempt() -> None:
 
 
 def test_a_jump_of_the_reward_with_a_collapse_of_the_answers() -> None:
-    def take(watching: SuspectWatch, texts: list[str], *, paid: int, tokens: int) -> tuple[dict[str, float], list]:
+    def inspect_batch(
+        watching: SuspectWatch, texts: list[str], *, paid: int, tokens: int
+    ) -> tuple[dict[str, float], list]:
         tasks = [task(n) for n in range(32)]
         rewards = [1.0] * paid + [0.0] * (32 - paid)
         groups = [
@@ -155,8 +157,8 @@ def test_a_jump_of_the_reward_with_a_collapse_of_the_answers() -> None:
     ):
         watching = SuspectWatch(solved=1.0)
         for _ in range(4):
-            assert take(watching, own, paid=16, tokens=60)[0]["collapse"] == 0
-        metrics, rows = take(watching, texts, paid=paid, tokens=tokens)
+            assert inspect_batch(watching, own, paid=16, tokens=60)[0]["collapse"] == 0
+        metrics, rows = inspect_batch(watching, texts, paid=paid, tokens=tokens)
         assert metrics["collapse"] == collapsed
         assert any("collapse" in row["signs"] for row in rows) == collapsed
 
@@ -206,7 +208,7 @@ def test_the_file_is_ascii_bounded_and_continued(tmp_path: Path, monkeypatch: py
     assert "ends here" in rows[-1]["head"]
 
 
-def test_the_replay_actor_gives_them_with_the_take_and_none_when_switched_off(actor: Any) -> None:  # noqa: F811
+def test_the_replay_actor_gives_them_with_the_batch_and_none_when_switched_off(actor: Any) -> None:  # noqa: F811
     async def scenario(*overrides: str) -> Any:
         buffer = actor(*overrides)
         await buffer.published(0)
@@ -215,11 +217,11 @@ def test_the_replay_actor_gives_them_with_the_take_and_none_when_switched_off(ac
             plain = stored_group(admission.group_id)
             paid = {"rewards": [1.0] * len(plain), "texts": [""] * len(plain)}
             await buffer.put([replace(plain, task_id=admission.task.task_id, **paid)])
-        return await buffer.take(5.0)
+        return await buffer.take_batch(5.0)
 
-    take = asyncio.run(scenario())
-    assert take.metrics["reward_hacking/no_attempt"] == take.metrics["reward_hacking/full"] > 0
-    assert len(take.suspects) == take.metrics["reward_hacking/suspects"]
+    batch = asyncio.run(scenario())
+    assert batch.metrics["reward_hacking/no_attempt"] == batch.metrics["reward_hacking/full"] > 0
+    assert len(batch.suspects) == batch.metrics["reward_hacking/suspects"]
     off = asyncio.run(scenario("monitor.suspects=false"))
     assert not off.suspects
     assert not [name for name in off.metrics if name.startswith("reward_hacking")]

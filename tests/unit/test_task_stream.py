@@ -19,7 +19,7 @@ from leeway.tasks.mixed import MixedTaskSet
 from leeway.tasks.taskset import TaskSet
 from leeway.types import Group, Task, Trajectory
 
-NUM_TASKS, TAKES = 7, 40
+NUM_TASKS, BATCHES = 7, 40
 
 
 def taskset_of(kind: str, num_tasks: int = NUM_TASKS) -> TaskSet | MixedTaskSet:
@@ -54,22 +54,22 @@ class Run:
             start=stream,
         )
         rule = AdmissionRule(
-            groups_per_take=3, updates_per_take=1, publish_every=1, reorder_window=1, target_lag=0, max_lag=0
+            groups_per_batch=3, updates_per_batch=1, publish_every=1, reorder_window=1, target_lag=0, max_lag=0
         )
         self.buffer = ReplayBuffer(
             tasks=self.stream,
             rule=rule,
-            num_takes=None,
+            num_batches=None,
             capacity=64,
             start=position,
         )
-        self.version = position.num_takes
+        self.version = position.num_batches
 
     async def step(self, rng: random.Random) -> list[tuple[int, str]]:
-        """One take: (group, task) of each admitted group; some fail, and are replaced."""
+        """One batch: (group, task) of each admitted group; some fail, and are replaced."""
         await self.buffer.published(self.version)
         drawn: list[tuple[int, str]] = []
-        while self.buffer._window.missing_for_take(last=False) is not None:
+        while self.buffer._window.missing_for_batch(last=False) is not None:
             for admission in await self.buffer.admit(100, timeout_s=5):
                 group_id, task_id = admission.group_id, admission.task.task_id
                 drawn.append((group_id, task_id))
@@ -78,11 +78,11 @@ class Run:
                     continue
                 self.taskset.record(task_id, solved(task_id))
                 await self.buffer.put([Group.of(group_id=group_id, task_id=task_id, trajectories=[TRAJECTORY])])
-        take = await self.buffer.take(timeout_s=5)
-        assert take is not None
+        batch = await self.buffer.take_batch(timeout_s=5)
+        assert batch is not None
         self.version += 1
         self.saved = self.position()
-        await self.buffer.trained(take.group_ids)
+        await self.buffer.trained(batch.group_ids)
         self.stream.forget_before(self.buffer.first_draw)
         return drawn
 
@@ -107,7 +107,7 @@ TRAJECTORY = Trajectory(
 @pytest.mark.parametrize("kind", ["shuffle", "sequential", "adaptive", "mixture"])
 def test_a_lockstep_run_that_is_ended_anywhere_draws_what_it_would_have_drawn(kind: str) -> None:
     async def scenario() -> None:
-        through, rngs = Run(kind), [random.Random(i) for i in range(TAKES)]
+        through, rngs = Run(kind), [random.Random(i) for i in range(BATCHES)]
         expected, saved = [], []
         for rng in rngs:
             expected.append(await through.step(rng))
@@ -117,7 +117,7 @@ def test_a_lockstep_run_that_is_ended_anywhere_draws_what_it_would_have_drawn(ki
             shuffled = itertools.islice(taskset_of("shuffle"), len(drawn))
             assert drawn != [t.task_id for t in shuffled], "the order did not adapt: nothing is shown"
         again: Run | None = None
-        for k in range(TAKES - 1):
+        for k in range(BATCHES - 1):
             if again is None or k % 3:  # mostly ended after every step, and now and then going on a while
                 again = Run(kind, saved[k] if again is None else again.saved)
             assert await again.step(random.Random(k + 1)) == expected[k + 1], f"step {k + 1}"

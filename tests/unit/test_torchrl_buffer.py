@@ -21,7 +21,7 @@ from torchrl.envs.transforms import RewardScaling, Transform
 from leeway.algorithms.presets import ADVANTAGES
 from leeway.replay.admission import AdmissionRule
 from leeway.replay.assemble import Assembler
-from leeway.replay.buffer import ReplayBuffer, ServedTake
+from leeway.replay.buffer import ReplayBuffer, ServedBatch
 from leeway.replay.reuse import ReusePool, spread
 from leeway.types import Group, Task, TrainBatch
 
@@ -39,9 +39,9 @@ def buffer_of(*, after: int = 0, total: int = 60, **extra: Any) -> ReplayBuffer:
     return ReplayBuffer(
         tasks=tasks_after(after, total),
         rule=AdmissionRule(
-            groups_per_take=P, updates_per_take=1, publish_every=1, reorder_window=W, target_lag=T, max_lag=T
+            groups_per_batch=P, updates_per_batch=1, publish_every=1, reorder_window=W, target_lag=T, max_lag=T
         ),
-        num_takes=None,
+        num_batches=None,
         capacity=64,
         **extra,
     )
@@ -62,20 +62,20 @@ class Run:
         self.held: dict[int, Any] = {}
         self.taken: list[tuple[list[int], list[str]]] = []
 
-    async def step(self, *, then_trained: bool = True) -> ServedTake | None:
-        """Admit what may start, deliver in any order until a take is complete, take and train."""
+    async def step(self, *, then_trained: bool = True) -> ServedBatch | None:
+        """Admit what may start, deliver in any order until a batch is complete, take it and train."""
         buffer = self.buffer
         while True:
             for admission in await self.admit():
                 self.held[admission.group_id] = admission
-            if buffer._take_is_due():
+            if buffer._batch_is_due():
                 break
             admission = self.held.pop(self.rng.choice(sorted(self.held)))
             await buffer.put([self.delivered(admission)])
-        take = await buffer.take(timeout_s=5)
-        if take is not None and then_trained:
-            await self.trained(take)
-        return take
+        batch = await buffer.take_batch(timeout_s=5)
+        if batch is not None and then_trained:
+            await self.trained(batch)
+        return batch
 
     async def admit(self) -> list[Any]:
         asking = asyncio.ensure_future(self.buffer.admit(64, timeout_s=5, collector="generator-0"))
@@ -95,11 +95,11 @@ class Run:
             attempt=admission.attempt,
         )
 
-    async def trained(self, take: ServedTake) -> None:
-        for group in [*take.groups, *take.reused]:
+    async def trained(self, batch: ServedBatch) -> None:
+        for group in [*batch.groups, *batch.reused]:
             assert self.version - group.policy_versions()[0] <= T, "the bound"
-        self.taken.append((take.group_ids, [g.task_id for g in take.groups]))
-        await self.buffer.trained(take.group_ids)
+        self.taken.append((batch.group_ids, [g.task_id for g in batch.groups]))
+        await self.buffer.trained(batch.group_ids)
         self.version += 1
         await self.buffer.published(self.version)
 
@@ -127,7 +127,7 @@ def test_a_copy_goes_on_where_it_was_saved(way: Way, steps: int, max_uses: int, 
     """In the middle of everything: groups waiting, in flight, served; every group exactly once, within the bound."""
 
     def reuse() -> ReusePool:
-        return ReusePool(max_uses=max_uses, room=1 if max_uses > 1 else 0, updates_per_take=1, max_lag=T)
+        return ReusePool(max_uses=max_uses, room=1 if max_uses > 1 else 0, updates_per_batch=1, max_lag=T)
 
     async def scenario() -> None:
         run = Run(buffer_of(total=24, reuse=reuse()), seed=1)
@@ -169,9 +169,9 @@ def test_groups_come_back_from_files_bit_for_bit(tmp_path: Path) -> None:
         run.buffer.dumps(tmp_path)
         other = buffer_of(after=run.buffer._last_draw + 2)
         other.loads(tmp_path)
-        take = await other.take(timeout_s=5)
-        assert take is not None
-        assert take.groups == groups[:2]
+        batch = await other.take_batch(timeout_s=5)
+        assert batch is not None
+        assert batch.groups == groups[:2]
         assert json.loads((tmp_path / "run.json").read_text())["published"] == 0
 
     asyncio.run(scenario())
@@ -228,9 +228,9 @@ def test_a_prioritized_sampler_takes_the_best_that_the_window_leaves_to_choose(
         run = Run(buffer_of(priority=spread, **own), seed=0)
         await run.buffer.published(0)
         await run.buffer.put([run.delivered(a) for a in (await run.admit())[:5]])
-        take = await run.buffer.take(timeout_s=5)
-        assert take is not None
-        return take.group_ids
+        batch = await run.buffer.take_batch(timeout_s=5)
+        assert batch is not None
+        return batch.group_ids
 
     assert asyncio.run(scenario(sampler=PrioritizedSampler(64, alpha=20.0, beta=1.0))) == [3, 4]
 
@@ -249,7 +249,7 @@ def test_torchrls_prioritized_sampler_and_a_transform_train(make: Any, monkeypat
     trainer = make()
     before = {name: p.detach().clone() for name, p in trainer._model.named_parameters()}
     assembler = Assembler(
-        advantage=ADVANTAGES["grpo"](), updates_per_take=1, num_ranks=1, skip_zero_advantage=True, rollouts_per_take=0
+        advantage=ADVANTAGES["grpo"](), updates_per_batch=1, num_ranks=1, skip_zero_advantage=True, rollouts_per_batch=0
     )
 
     async def scenario() -> None:
@@ -259,16 +259,16 @@ def test_torchrls_prioritized_sampler_and_a_transform_train(make: Any, monkeypat
         run = Run(buffer, seed=0)
         await buffer.published(0)
         for step in range(3):
-            take = await run.step(then_trained=False)
-            assert take is not None
-            for group in take.groups:
+            batch = await run.step(then_trained=False)
+            assert batch is not None
+            for group in batch.groups:
                 assert group.rewards == [0.0, 0.0, 0.5, 0.5 + group.group_id / 2]
-            (batch,) = assembler(take.index, take.groups).batches[0]
-            assert isinstance(batch, TrainBatch)
-            metrics = trainer.forward_backward(batch) | trainer.optim_step()
+            (share,) = assembler(batch.index, batch.groups).steps[0]
+            assert isinstance(share, TrainBatch)
+            metrics = trainer.forward_backward(share) | trainer.optim_step()
             assert np.isfinite(metrics["train/grad_norm"])
             assert trainer.policy_version == step + 1
-            await run.trained(take)
+            await run.trained(batch)
 
     asyncio.run(scenario())
     assert len(seen) == 3
@@ -286,6 +286,6 @@ def test_a_transform_that_changes_which_groups_they_are_is_refused() -> None:
         await run.buffer.published(0)
         await run.buffer.put([run.delivered(a) for a in (await run.admit())[:5]])
         with pytest.raises(RuntimeError, match="a transform of the buffer made other groups"):
-            await run.buffer.take(timeout_s=5)
+            await run.buffer.take_batch(timeout_s=5)
 
     asyncio.run(scenario())

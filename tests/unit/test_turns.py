@@ -199,31 +199,31 @@ def assembled(groups: list[Group], name: str) -> Any:
     cls: Any = ADVANTAGES[name]
     return Assembler(
         advantage=cls(eps=EPS),
-        updates_per_take=1,
+        updates_per_batch=1,
         num_ranks=1,
         skip_zero_advantage=True,
-        rollouts_per_take=9,
+        rollouts_per_batch=9,
         count_turns=True,
     )(0, groups)
 
 
 def test_each_token_gets_the_advantage_of_its_turn() -> None:
     episodes: list[list[Episode]] = [[[("a", 0.0), ("b", 1.0)], [("a", 0.0), ("b", 0.0)]]]
-    take = assembled(groups_of(episodes), "gigpo")
-    (batch,) = take.batches[0]
+    batch = assembled(groups_of(episodes), "gigpo")
+    (share,) = batch.steps[0]
     first, second, third, fourth = ours(episodes)
     expected = [first, first, 0.0, second, second, third, third, 0.0, fourth, fourth]
-    assert batch.advantages.tolist() == pytest.approx(expected, abs=1e-6)
-    assert int(batch.num_sequences) == 4
-    assert take.rollouts[0]["advantage"] == pytest.approx(expected[:5])
-    assert take.metrics["train/zero_advantage_frac"] == 0.0
+    assert share.advantages.tolist() == pytest.approx(expected, abs=1e-6)
+    assert int(share.num_sequences) == 4
+    assert batch.rollouts[0]["advantage"] == pytest.approx(expected[:5])
+    assert batch.metrics["train/zero_advantage_frac"] == 0.0
 
 
 def test_step_grpo_broadcasts_the_outcome_and_every_turn_weighs_the_same() -> None:
     """The gradient of `-A logp` with each turn as a sample of its own: what splitting episodes into steps gives."""
     attempts = [episode([("a", 0.0), ("b", 0.0), ("c", 1.0)]), episode([("a", 0.0)], tokens=5)]
     groups = [Group.of(attempts, group_id=0, task_id="0")]
-    (batch,) = assembled(groups, "grpo").batches[0]
+    (batch,) = assembled(groups, "grpo").steps[0]
     logprobs = torch.zeros(len(batch.response_tokens), dtype=f64, requires_grad=True)
     segments = torch.repeat_interleave(torch.arange(2), batch.response_lengths)
     aggregate(
@@ -241,9 +241,9 @@ def test_step_grpo_broadcasts_the_outcome_and_every_turn_weighs_the_same() -> No
 
 
 def test_trajectories_whose_turns_are_all_worth_nothing_are_skipped() -> None:
-    take = assembled(groups_of([[[("a", 1.0)], [("a", 1.0)]], [[("a", 1.0)], [("a", 0.0)]]]), "gigpo")
-    assert len(take.batches[0][0].prompt_lengths) == 2
-    assert take.metrics["train/zero_advantage_frac"] == 0.5
+    batch = assembled(groups_of([[[("a", 1.0)], [("a", 1.0)]], [[("a", 1.0)], [("a", 0.0)]]]), "gigpo")
+    assert len(batch.steps[0][0].prompt_lengths) == 2
+    assert batch.metrics["train/zero_advantage_frac"] == 0.5
 
 
 # ------------------------------------------------------------------------------------------------- one's own

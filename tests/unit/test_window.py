@@ -16,7 +16,7 @@ from leeway.replay.window import Window
 def rule_of(P: int, W: int, u: int = 1) -> AdmissionRule:
     T = u * (-(-(W - 1) // P) + 1) + 3
     return AdmissionRule(
-        groups_per_take=P, updates_per_take=u, publish_every=1, reorder_window=W, target_lag=T, max_lag=T
+        groups_per_batch=P, updates_per_batch=u, publish_every=1, reorder_window=W, target_lag=T, max_lag=T
     )
 
 
@@ -32,7 +32,7 @@ class ListWindow:
     """The definition, word by word: a list of groups with their ranks, looked through every time."""
 
     def __init__(self, rule: AdmissionRule) -> None:
-        self.rule, self.groups, self.num_takes, self.num_taken = rule, list[Listed](), 0, 0
+        self.rule, self.groups, self.num_batches, self.num_taken = rule, list[Listed](), 0, 0
 
     def admit(self, group_id: int) -> int:
         rank = self.num_taken + len(self.groups)
@@ -49,10 +49,10 @@ class ListWindow:
         for group in self.groups[index:]:
             group.rank -= 1
 
-    def next_take(self, last: bool) -> list[int] | None:
-        size = min(self.rule.groups_per_take, len(self.groups)) if last else self.rule.groups_per_take
-        candidates = self.groups[: self.rule.groups_per_take + self.rule.reorder_window - 1]
-        must = [g for g in candidates if self.rule.last_take(g.rank) <= self.num_takes]
+    def next_batch(self, last: bool) -> list[int] | None:
+        size = min(self.rule.groups_per_batch, len(self.groups)) if last else self.rule.groups_per_batch
+        candidates = self.groups[: self.rule.groups_per_batch + self.rule.reorder_window - 1]
+        must = [g for g in candidates if self.rule.last_batch(g.rank) <= self.num_batches]
         rest = [g for g in candidates if g.finished and g not in must]
         rest.sort(key=lambda g: -g.priority)
         chosen = must + rest[: size - len(must)]
@@ -60,11 +60,11 @@ class ListWindow:
             return None
         return sorted(g.group_id for g in chosen)
 
-    def take(self, last: bool) -> list[int]:
-        ids = self.next_take(last)
+    def take_batch(self, last: bool) -> list[int]:
+        ids = self.next_batch(last)
         assert ids is not None
         self.groups = [g for g in self.groups if g.group_id not in ids]
-        self.num_takes += 1
+        self.num_batches += 1
         self.num_taken += len(ids)
         return ids
 
@@ -90,12 +90,12 @@ def test_it_is_what_a_list_of_ranks_says_whatever_happens_to_the_groups():
                 group_id = rng.choice(in_flight)
                 window.drop(group_id)
                 expected.drop(group_id)
-            due = expected.next_take(last) if expected.groups else None
+            due = expected.next_batch(last) if expected.groups else None
             if expected.groups:
                 assert window.is_ready(last=last) == (due is not None)
-                assert (window.missing_for_take(last=last) is None) == (due is not None)
+                assert (window.missing_for_batch(last=last) is None) == (due is not None)
             if due is not None and rng.random() < 0.7:
-                assert window.take(last=last) == expected.take(last) == due
+                assert window.take_batch(last=last) == expected.take_batch(last) == due
             assert (window.num_outstanding, window.num_taken) == (len(expected.groups), expected.num_taken)
             assert window.num_finished == sum(g.finished for g in expected.groups)
 
