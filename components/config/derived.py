@@ -116,8 +116,8 @@ def least_target_policy_lag(groups_per_step: int, updates_per_batch: int, publis
 def max_outstanding_groups(groups_per_step: int, updates_per_batch: int, window: int, target: int) -> int:
     """The most groups that can be admitted and not yet taken: P * floor((T + 1) / u) - W + 1.
 
-    A group of rank r is admitted while u * (d + 1) - 1 - T <= published, d = (r + W - 1) // P. Just before batch k at
-    most version u * k is published, which bounds r + 1 by P * (k + floor((T + 1) / u)) - W + 1; k * P of those were
-    taken. At k = 0 version 0 is published and the bound is reached.
+    A group of queue index q is admitted while u * (d + 1) - 1 - T <= published, d = (q + W - 1) // P. Just before batch
+    k at most version u * k is published, which bounds q + 1 by P * (k + floor((T + 1) / u)) - W + 1; k * P of those
+    were taken. At k = 0 version 0 is published and the bound is reached.
     """
     return groups_per_step * ((target + 1) // updates_per_batch) - window + 1

@@ -3,7 +3,7 @@ run.
 
 The rule itself is `AdmissionRule`, the class that the replay buffer uses. Only the bookkeeping differs from `Window`:
 it counts instead of searching, because a plan handles millions of groups. A simulated group is never filtered and
-never fails, so its rank is its number.
+never fails, so its queue index is its number.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionRule:
-    """Pure arithmetic over ranks.
+    """Pure arithmetic over queue indices.
 
-    `rank` r of a group = groups alive before it (taken, or admitted and not yet gone) at admission.
+    `queue_index` q of a group = groups before it at admission: taken, or admitted and not yet gone.
     """
 
     groups_per_batch: int  # P
@@ -38,23 +38,23 @@ class AdmissionRule:
         ceil_batches = -(-(self.reorder_window - 1) // self.groups_per_batch)
         return self.updates_per_batch * (ceil_batches + 1) + self.publish_every - 2
 
-    def last_batch(self, rank: int) -> int:
-        """The latest batch that a group of this rank can be in (batches count from 0)."""
-        return (rank + self.reorder_window - 1) // self.groups_per_batch
+    def last_batch(self, queue_index: int) -> int:
+        """The latest batch that a group of this queue index can be in (batches count from 0)."""
+        return (queue_index + self.reorder_window - 1) // self.groups_per_batch
 
-    def last_use(self, rank: int) -> int:
-        """The newest trainer version that may still use a group of this rank."""
-        return self.updates_per_batch * (self.last_batch(rank) + 1) - 1
+    def last_use(self, queue_index: int) -> int:
+        """The newest trainer version that may still use a group of this queue index."""
+        return self.updates_per_batch * (self.last_batch(queue_index) + 1) - 1
 
-    def min_policy_version(self, rank: int) -> int:
+    def min_policy_version(self, queue_index: int) -> int:
         """The oldest policy version that may generate a token of this group."""
-        return max(0, self.last_use(rank) - self.max_lag)
+        return max(0, self.last_use(queue_index) - self.max_lag)
 
-    def may_admit(self, rank: int, *, published: int) -> bool:
-        """Whether a group of this rank may start now; `published` is the newest published version."""
-        return self.last_use(rank) - self.target_lag <= published
+    def may_admit(self, queue_index: int, *, published: int) -> bool:
+        """Whether a group of this queue index may start now; `published` is the newest published version."""
+        return self.last_use(queue_index) - self.target_lag <= published
 
     def num_admissible(self, *, published: int) -> int:
-        """The most groups that may be alive while `published` is the newest version: ranks below that may start."""
+        """While `published` is the newest version, groups of a queue index below this may start."""
         batches = (published + self.target_lag + 1) // self.updates_per_batch  # largest d + 1 that the rule lets start
         return max(0, batches * self.groups_per_batch - (self.reorder_window - 1))

@@ -244,7 +244,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             self._moved()
 
     async def retried(self, group_id: int, *, attempt: int = 0) -> None:
-        """The collector that holds this group retries it: same rank, same `min_policy_version`."""
+        """The collector that holds this group retries it: same queue index, same `min_policy_version`."""
         if not self._superseded(group_id, attempt):
             self._ledger.retry(group_id)
             self._moved()
@@ -258,9 +258,9 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     async def reissue(self, group_ids: Sequence[int], reason: str) -> None:
         """Take these groups in flight from whoever holds them; the next `admit` calls hand them out, before new ones.
 
-        They keep slot, rank and `min_policy_version`: bound and order hold as if they had only taken longer. Later
-        reports from the former holder are ignored. Raises RuntimeError, and changes nothing, if one of them is not in
-        flight.
+        They keep slot, queue index and `min_policy_version`: bound and order hold as if they had only taken longer.
+        Later reports from the former holder are ignored. Raises RuntimeError, and changes nothing, if one of them is
+        not in flight.
         """
         self._reissue(group_ids, reason)
         self._moved()
@@ -419,7 +419,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         limit = self._rule.num_admissible(published=self._published)
         if self._num_batches is not None:
             limit = min(limit, self._num_batches * self._rule.groups_per_batch)
-        return max(0, limit - self._window.alive)
+        return max(0, limit - self._window.next_queue_index)
 
     def _moved(self) -> None:
         """Progress was made: restart the deadlines, and wake every waiter that can continue."""
@@ -604,7 +604,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     def _all_admitted(self) -> bool:
         """The tasks have ended, or every group that the run will ever take has been admitted."""
         return self._tasks_ended or (
-            self._num_batches is not None and self._window.alive >= self._num_batches * self._rule.groups_per_batch
+            self._num_batches is not None
+            and self._window.next_queue_index >= self._num_batches * self._rule.groups_per_batch
         )
 
     def _is_over(self) -> bool:

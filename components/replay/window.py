@@ -11,7 +11,7 @@ from .admission import AdmissionRule
 
 @dataclass(slots=True, eq=False)
 class _Outstanding:
-    """A link of the list. `gap`: its rank less that of the group before it (of the first: its rank)."""
+    """A link of the list. `gap`: its queue index less that of the group before it (of the first: its queue index)."""
 
     group_id: int
     gap: int
@@ -37,15 +37,15 @@ class Choice:
 
 
 class Window:
-    """Ranks, order and the choice of a batch; no waiting, no storage, no tasks.
+    """Queue indices, order and the choice of a batch; no waiting, no storage, no tasks.
 
-    `alive` = groups taken so far + groups outstanding, which is the rank of the next group to be admitted. When a group
-    leaves without being taken, those behind it move up one rank: they can only be taken earlier than promised, so their
+    `next_queue_index` = groups taken so far + groups outstanding: that of the next group to be admitted. When a group
+    leaves without being taken, those behind it move up by one: they can only be taken earlier than promised, so their
     bounds stay valid. Among the finished groups that a batch need not hold, it takes those with the largest `priority`,
     and the oldest among equals.
 
-    Admitting, finishing or removing a group costs the same, however many are outstanding: ranks are kept as
-    differences, so a removal changes one number. Ranks increase in admission order, so the groups that a batch must
+    Admitting, finishing or removing a group costs the same, however many are outstanding: queue indices are kept as
+    differences, so a removal changes one number. They increase in admission order, so the groups that a batch must
     hold and those that it may hold are both at the front, and both ends only move backwards.
     """
 
@@ -54,9 +54,9 @@ class Window:
         self._groups: dict[int, _Outstanding] = {}
         self._first: _Outstanding | None = None
         self._last: _Outstanding | None = None
-        self._last_rank = 0  # that of `_last`
+        self._last_index = 0  # that of `_last`
         self._optional: _Outstanding | None = None  # the first that the next batch need not hold
-        self._optional_rank = 0
+        self._optional_index = 0
         self._later: _Outstanding | None = None  # the first that the next batch cannot hold
         self._num_candidates = self._num_finished_candidates = self._num_must_unfinished = 0
         self.num_finished = 0
@@ -64,7 +64,7 @@ class Window:
         self.num_taken = num_taken
 
     @property
-    def alive(self) -> int:
+    def next_queue_index(self) -> int:
         return self.num_taken + len(self._groups)
 
     @property
@@ -73,22 +73,24 @@ class Window:
 
     def admit(self, group_id: int) -> int:
         """Admit a group after all others; returns its `min_policy_version`."""
-        rank = self.alive
-        self._append(group_id, rank)
+        queue_index = self.next_queue_index
+        self._append(group_id, queue_index)
         self._move_ends()
-        return self._rule.min_policy_version(rank)
+        return self._rule.min_policy_version(queue_index)
 
-    def _append(self, group_id: int, rank: int) -> None:
+    def _append(self, group_id: int, queue_index: int) -> None:
         assert group_id not in self._groups
-        group = _Outstanding(group_id, gap=rank - self._last_rank if self._last else rank, before=self._last)
+        group = _Outstanding(
+            group_id, gap=queue_index - self._last_index if self._last else queue_index, before=self._last
+        )
         if self._last is None:
             self._first = group
         else:
             self._last.after = group
         self._groups[group_id] = group
-        self._last, self._last_rank = group, rank
+        self._last, self._last_index = group, queue_index
         if self._optional is None:
-            self._optional, self._optional_rank = group, rank
+            self._optional, self._optional_index = group, queue_index
         if self._later is None:
             self._later = group
 
@@ -162,7 +164,7 @@ class Window:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         Window.__init__(self, self._rule, num_batches=state["num_batches"], num_taken=state["num_taken"])
         for group_id, gap, _, _ in state["groups"]:
-            self._append(group_id, self._last_rank + gap)
+            self._append(group_id, self._last_index + gap)
         self._move_ends()
         for group_id, _, finished, priority in state["groups"]:
             if finished:
@@ -183,7 +185,7 @@ class Window:
             group = group.after
 
     def _remove(self, group: _Outstanding, *, moves_up: int) -> None:
-        """Take a group out of the list; those behind it lose `moves_up` ranks."""
+        """Take a group out of the list; those behind it move up by `moves_up`."""
         del self._groups[group.group_id]
         before, after = group.before, group.after
         if before is None:
@@ -191,15 +193,15 @@ class Window:
         else:
             before.after = after
         if after is None:
-            self._last, self._last_rank = before, self._last_rank - group.gap
+            self._last, self._last_index = before, self._last_index - group.gap
         else:
             after.before, after.gap = before, after.gap + group.gap - moves_up
-            self._last_rank -= moves_up
+            self._last_index -= moves_up
         if self._optional is group:
-            self._optional_rank += (after.gap if after else 0) - group.gap
+            self._optional_index += (after.gap if after else 0) - group.gap
             self._optional = after
         elif group.must:  # it was before the first optional one
-            self._optional_rank -= moves_up
+            self._optional_index -= moves_up
         if self._later is group:
             self._later = after
         self.num_finished -= group.finished
@@ -209,11 +211,11 @@ class Window:
 
     def _move_ends(self) -> None:
         """Mark the groups that the next batch must hold, and those that it may hold."""
-        while (group := self._optional) is not None and self._rule.last_batch(self._optional_rank) <= self.num_batches:
+        while (group := self._optional) is not None and self._rule.last_batch(self._optional_index) <= self.num_batches:
             group.must = True
             self._num_must_unfinished += not group.finished
             self._optional = group.after
-            self._optional_rank += group.after.gap if group.after else 0
+            self._optional_index += group.after.gap if group.after else 0
         reach = self._rule.groups_per_batch + self._rule.reorder_window - 1
         while (group := self._later) is not None and self._num_candidates < reach:
             group.candidate = True

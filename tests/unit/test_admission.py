@@ -69,9 +69,9 @@ def test_lockstep_is_possible_only_without_a_window_without_reuse_and_with_every
 
 
 @pytest.mark.parametrize(
-    ("settings", "rank", "last_batch", "last_use", "oldest"),
+    ("settings", "queue_index", "last_batch", "last_use", "oldest"),
     [
-        # Strict order: rank r is in batch r // P, used at version r // P.
+        # Strict order: queue index q is in batch q // P, used at version q // P.
         ({"P": 4, "W": 1, "T": 2}, 0, 0, 0, 0),
         ({"P": 4, "W": 1, "T": 2}, 3, 0, 0, 0),
         ({"P": 4, "W": 1, "T": 2}, 4, 1, 1, 0),
@@ -88,9 +88,9 @@ def test_lockstep_is_possible_only_without_a_window_without_reuse_and_with_every
         ({"P": 1, "W": 1, "T": 1, "L": 5}, 9, 9, 9, 4),
     ],
 )
-def test_last_batch_last_use_and_min_policy_version(settings, rank, last_batch, last_use, oldest):
+def test_last_batch_last_use_and_min_policy_version(settings, queue_index, last_batch, last_use, oldest):
     r = rule(**settings)
-    assert (r.last_batch(rank), r.last_use(rank), r.min_policy_version(rank)) == (
+    assert (r.last_batch(queue_index), r.last_use(queue_index), r.min_policy_version(queue_index)) == (
         last_batch,
         last_use,
         oldest,
@@ -101,7 +101,7 @@ def test_num_admissible_counts_the_ranks_that_may_be_admitted():
     for settings in ALL_SETTINGS:
         r = rule(*settings)
         for published in (-1, 0, 1, 2, 7):
-            brute_force = sum(r.may_admit(rank, published=published) for rank in range(120))
+            brute_force = sum(r.may_admit(queue_index, published=published) for queue_index in range(120))
             assert r.num_admissible(published=published) == brute_force, (settings, published)
 
 
@@ -109,7 +109,7 @@ def test_ranks_that_may_be_admitted_are_the_first_ones():
     for settings in ALL_SETTINGS[::7]:
         r = rule(*settings)
         for published in range(-1, 5):
-            answers = [r.may_admit(rank, published=published) for rank in range(100)]
+            answers = [r.may_admit(queue_index, published=published) for queue_index in range(100)]
             assert answers == sorted(answers, reverse=True)
 
 
@@ -117,8 +117,8 @@ def test_an_admitted_group_may_be_generated_by_the_newest_published_weights():
     for settings in ALL_SETTINGS:
         r = rule(*settings)
         for published in range(6):
-            for rank in range(r.num_admissible(published=published)):
-                assert r.min_policy_version(rank) <= published, (settings, rank)
+            for queue_index in range(r.num_admissible(published=published)):
+                assert r.min_policy_version(queue_index) <= published, (settings, queue_index)
 
 
 def test_the_next_batch_can_always_be_admitted_before_the_next_publication():
@@ -160,7 +160,7 @@ def filled(number: int, finished=(), **settings) -> Window:
 def test_admit_gives_the_min_policy_version_of_the_rank():
     window = Window(rule(P=2, W=1, T=1))
     assert [window.admit(i) for i in range(7)] == [0, 0, 0, 0, 1, 1, 2]
-    assert window.alive == window.num_outstanding == 7
+    assert window.next_queue_index == window.num_outstanding == 7
     assert window.num_finished == 0
 
 
@@ -176,13 +176,13 @@ def test_strict_order_waits_for_the_first_groups_and_names_one():
 
 
 def test_a_finished_group_overtakes_within_the_window_only():
-    # P = 2, W = 3: candidates are the first 4 outstanding; rank 0 must be in batch 1 at the latest.
+    # P = 2, W = 3: candidates are the first 4 outstanding; queue index 0 must be in batch 1 at the latest.
     window = filled(8, finished=[4, 5, 6, 7], P=2, W=3, T=3)
     assert "2 more finished groups for batch 0" in str(window.missing_for_batch(last=False))
     window.finish(2)
     window.finish(3)
     assert window.take_batch(last=False) == [2, 3]
-    # Ranks 0 and 1 must be in batch 1: nothing else will do, however much is finished.
+    # Queue indices 0 and 1 must be in batch 1: nothing else will do, however much is finished.
     assert "group 0 and 1 more that must be in batch 1" in str(window.missing_for_batch(last=False))
     window.finish(0)
     assert "group 1 and 0 more" in str(window.missing_for_batch(last=False))
@@ -197,7 +197,7 @@ def test_a_batch_prefers_the_oldest_finished_groups_and_is_in_admission_order():
 
 
 def test_a_group_that_must_be_taken_displaces_earlier_finished_ones_that_need_not():
-    # P = 4, W = 4: only rank 0 must be in batch 0, so it is there beside three of the others.
+    # P = 4, W = 4: only queue index 0 must be in batch 0, so it is there beside three of the others.
     window = filled(7, finished=[0, 3, 5, 6], P=4, W=4, T=1)
     assert window.take_batch(last=False) == [0, 3, 5, 6]
 
@@ -205,16 +205,17 @@ def test_a_group_that_must_be_taken_displaces_earlier_finished_ones_that_need_no
 def test_dropping_moves_those_behind_up_one_rank():
     window = filled(4, P=2, W=1, T=2)
     window.drop(1)
-    assert window.alive == 3
+    assert window.next_queue_index == 3
     window.finish(0)
     window.finish(2)
     assert window.take_batch(last=False) == [0, 2]
-    # Rank 3, not 4: what left does not count as alive.
+    # Queue index 3, not 4: what left does not count.
     assert window.admit(4) == rule(P=2, W=1, T=2).min_policy_version(3)
 
 
 def test_a_drop_can_make_a_group_due_at_once():
-    # P = 2, W = 2: rank 0 is due in batch 0 (1 // 2), rank 1 in batch 1. Without group 0, group 1 is due in batch 0.
+    # P = 2, W = 2: queue index 0 is due in batch 0 (1 // 2), queue index 1 in batch 1. Without group 0, group 1 is due
+    # in batch 0.
     window = filled(4, finished=[2, 3], P=2, W=2, T=2)
     assert "group 0" in str(window.missing_for_batch(last=False))
     window.drop(0)
@@ -250,15 +251,15 @@ def test_no_group_is_overtaken_more_often_than_the_window_allows_nor_taken_after
         rng = random.Random(seed)
         P, W = rng.randint(1, 5), rng.randint(1, 12)
         window = Window(rule(P=P, W=W, T=30))
-        admitted_rank: dict[int, int] = {}
+        admitted_index: dict[int, int] = {}
         running: list[int] = []
         overtaken: dict[int, int] = {}
         for _ in range(80):
             for _ in range(rng.randint(0, P)):
-                rank = window.alive
-                group_id = len(admitted_rank)
+                queue_index = window.next_queue_index
+                group_id = len(admitted_index)
                 window.admit(group_id)
-                admitted_rank[group_id] = rank
+                admitted_index[group_id] = queue_index
                 overtaken[group_id] = 0
                 running.append(group_id)
             rng.shuffle(running)
@@ -276,7 +277,7 @@ def test_no_group_is_overtaken_more_often_than_the_window_allows_nor_taken_after
                 assert chosen == sorted(chosen)
                 for group_id in chosen:
                     del overtaken[group_id]
-                    assert batch <= (admitted_rank[group_id] + W - 1) // P
+                    assert batch <= (admitted_index[group_id] + W - 1) // P
                 for group_id in overtaken:
                     overtaken[group_id] += sum(other > group_id for other in chosen)
                     assert overtaken[group_id] <= W - 1, (seed, group_id)

@@ -360,11 +360,11 @@ def test_outstanding_groups_is_the_maximum_of_the_admission_rule(P: int, m: int,
     most = 0
     for batch in range(12):
         published = u * batch // n * n
-        rank = batch * P
-        while u * ((rank + W - 1) // P + 1) - 1 - T <= published:
-            rank += 1
-        most = max(most, rank - batch * P)
-        assert rank - batch * P >= P  # a possible rule always admits a whole batch
+        queue_index = batch * P
+        while u * ((queue_index + W - 1) // P + 1) - 1 - T <= published:
+            queue_index += 1
+        most = max(most, queue_index - batch * P)
+        assert queue_index - batch * P >= P  # a possible rule always admits a whole batch
     assert max_outstanding_groups(P, u, W, T) == most
 
 

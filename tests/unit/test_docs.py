@@ -100,14 +100,14 @@ def test_the_examples_of_the_admission_rule_are_what_it_computes() -> None:
         )
         rows = [list(map(int, re.findall(r"\d+", line))) for line in text.splitlines() if re.match(r"\| \d", line)]
         assert len(rows) >= 5
-        for rank, batch, last_use, oldest, starts in rows:
+        for queue_index, batch, last_use, oldest, starts in rows:
             assert [batch, last_use, oldest] == [
-                rule.last_batch(rank),
-                rule.last_use(rank),
-                rule.min_policy_version(rank),
+                rule.last_batch(queue_index),
+                rule.last_use(queue_index),
+                rule.min_policy_version(queue_index),
             ]
-            assert rule.may_admit(rank, published=starts)
-            assert starts == 0 or not rule.may_admit(rank, published=starts - 1)
+            assert rule.may_admit(queue_index, published=starts)
+            assert starts == 0 or not rule.may_admit(queue_index, published=starts - 1)
 
 
 def test_the_least_target_lags_are_what_the_rule_computes() -> None:

@@ -1,4 +1,4 @@
-"""Groups of a lost collector are issued again: same slot, rank and version, once each, and before anything new."""
+"""Groups of a lost collector are issued again: same slot, queue index and version, once each, before anything new."""
 
 from __future__ import annotations
 

@@ -456,8 +456,10 @@ PLAIN = Schedule(
 
 def test_a_min_policy_version_one_too_low_would_be_seen(monkeypatch):
     real = AdmissionRule.min_policy_version
-    monkeypatch.setattr(AdmissionRule, "min_policy_version", lambda self, rank: max(0, real(self, rank) - 1))
-    monkeypatch.setattr(AdmissionRule, "may_admit", lambda self, rank, *, published: True)
+    monkeypatch.setattr(
+        AdmissionRule, "min_policy_version", lambda self, queue_index: max(0, real(self, queue_index) - 1)
+    )
+    monkeypatch.setattr(AdmissionRule, "may_admit", lambda self, queue_index, *, published: True)
     with pytest.raises(AssertionError, match="bound 2"):
         play(PLAIN, 0)
 

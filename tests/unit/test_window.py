@@ -1,4 +1,4 @@
-"""The window of outstanding groups: exactly what a plain list of ranks says, at a cost that does not grow."""
+"""The window of outstanding groups: exactly what a plain list of queue indices says, at a cost that does not grow."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def rule_of(P: int, W: int, u: int = 1) -> AdmissionRule:
 @dataclass
 class Listed:
     group_id: int
-    rank: int
+    queue_index: int
     finished: bool = False
     priority: float = 0.0
 
 
 class ListWindow:
-    """The definition, word by word: a list of groups with their ranks, looked through every time."""
+    """The definition, word by word: a list of groups with their queue indices, looked through every time."""
 
     def __init__(self, rule: AdmissionRule) -> None:
         self.rule, self.groups, self.num_batches, self.num_taken = rule, list[Listed](), 0, 0
 
     def admit(self, group_id: int) -> int:
-        rank = self.num_taken + len(self.groups)
-        self.groups.append(Listed(group_id, rank))
-        return self.rule.min_policy_version(rank)
+        queue_index = self.num_taken + len(self.groups)
+        self.groups.append(Listed(group_id, queue_index))
+        return self.rule.min_policy_version(queue_index)
 
     def finish(self, group_id: int, priority: float) -> None:
         group = next(g for g in self.groups if g.group_id == group_id)
@@ -47,12 +47,12 @@ class ListWindow:
         index = next(i for i, g in enumerate(self.groups) if g.group_id == group_id)
         del self.groups[index]
         for group in self.groups[index:]:
-            group.rank -= 1
+            group.queue_index -= 1
 
     def next_batch(self, last: bool) -> list[int] | None:
         size = min(self.rule.groups_per_batch, len(self.groups)) if last else self.rule.groups_per_batch
         candidates = self.groups[: self.rule.groups_per_batch + self.rule.reorder_window - 1]
-        must = [g for g in candidates if self.rule.last_batch(g.rank) <= self.num_batches]
+        must = [g for g in candidates if self.rule.last_batch(g.queue_index) <= self.num_batches]
         rest = [g for g in candidates if g.finished and g not in must]
         rest.sort(key=lambda g: -g.priority)
         chosen = must + rest[: size - len(must)]
