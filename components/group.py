@@ -1,9 +1,9 @@
-"""A group: what a collector delivers for one task. Its tokens are one flat TensorDict; the rest is beside it."""
+"""A group: what a collector delivers for one task. Its tokens are flat tensors; the rest is beside them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import torch
 from .samples import (
     Samples,
     as_arrays,
+    by_path,
     bytes_by_run,
     check_samples,
     from_arrays,
@@ -20,13 +21,12 @@ from .samples import (
     further,
     json_tensor,
     laid,
+    nested,
     picked,
     sampled_versions,
     starts,
     sums,
     token_index,
-    with_copies,
-    without,
 )
 from .types import Trajectory, Turn
 from .versions import NO_VERSION
@@ -137,9 +137,9 @@ class Group:
         by_owner: dict[int, list[int]] = {}
         for conversation, owner in enumerate(owners):
             by_owner.setdefault(owner, []).append(conversation)
-        samples = picked(self.samples, [c for i in indices for c in by_owner[i]]).clone(recurse=False)
+        samples = picked(self.samples, [c for i in indices for c in by_owner[i]])
         counts = torch.tensor([len(by_owner[i]) for i in indices])
-        samples["trajectory"] = torch.repeat_interleave(torch.arange(len(indices)), counts)
+        samples = samples | {"trajectory": torch.repeat_interleave(torch.arange(len(indices)), counts)}
         columns = ("rewards", "finish_reasons", "texts", "metrics", "turns")
         return replace(self, samples=samples, **{c: [getattr(self, c)[i] for i in indices] for c in columns})
 
@@ -147,7 +147,7 @@ class Group:
         """No token of the trajectories where `which` [G] is trained on; their further conversations are left out."""
         owners, mains = self.samples["trajectory"].tolist(), set(self.mains)
         kept = [c for c, owner in enumerate(owners) if c in mains or not which[owner]]
-        samples = picked(self.samples, kept).clone(recurse=False)
+        samples = dict(picked(self.samples, kept))
         hidden = token_index(samples, [k for k, c in enumerate(kept) if which[owners[c]]])
         for name, value in (("loss_mask", False), ("behavior_logprobs", 0.0), ("policy_versions", NO_VERSION)):
             samples[name] = samples[name].index_fill(0, hidden, value)
@@ -186,25 +186,26 @@ class Group:
         """All of it, copied, as one TensorDict: `rewards` float64 [G], and the rest as JSON in bytes."""
         beside = {name: getattr(self, name) for name in _BESIDE}
         beside["turns"] = [[[t.start, t.stop, t.state, t.reward] for t in own] for own in self.turns]
-        return with_copies(
-            self.samples,
-            group_id=torch.tensor(self.group_id),
-            rewards=torch.tensor(self.rewards, dtype=torch.float64),
-            beside=json_tensor(beside),
-        )
+        from tensordict import TensorDict
+
+        tensors = nested({path: tensor.clone() for path, tensor in by_path(self.samples).items()})
+        tensors["group_id"] = torch.tensor(self.group_id)
+        tensors["rewards"] = torch.tensor(self.rewards, dtype=torch.float64)
+        return TensorDict({**tensors, "beside": json_tensor(beside)}, batch_size=[])
 
     @classmethod
-    def unpacked(cls, tensors: TensorDict) -> Group:
+    def unpacked(cls, packed: Mapping[str, Any]) -> Group:
         """What `packed` was called on."""
-        beside = from_json_tensor(tensors["beside"])
+        samples = nested(by_path(packed))
+        beside = from_json_tensor(samples.pop("beside"))
         beside["turns"] = [
             [Turn(start=a, stop=b, state=state, reward=reward) for a, b, state, reward in own]
             for own in beside["turns"]
         ]
         return cls(
-            samples=without(tensors, "beside", *_TENSORS),
-            group_id=int(tensors["group_id"]),
-            rewards=tensors["rewards"].tolist(),
+            group_id=int(samples.pop("group_id")),
+            rewards=samples.pop("rewards").tolist(),
+            samples=samples,
             **beside,
         )
 

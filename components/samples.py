@@ -1,4 +1,4 @@
-"""Samples: C conversations laid end to end, unpadded, as one flat TensorDict. What a group and a batch are made of.
+"""Samples: C conversations laid end to end, unpadded, as flat tensors by name. What a group and a batch are made of.
 
     prompt_tokens     int32 [sum of prompt lengths]     prompt_lengths    int64 [C]
     response_tokens   int32 [S]                         response_lengths  int64 [C]
@@ -11,6 +11,9 @@
 The last two are there if a trajectory brings them. They travel untouched. What belongs to a prompt is part of what it
 is: two pictures with one text are two prompts.
 
+A dict: to read a key of a TensorDict costs a hundred times as much, and a small group is hardly more than its keys.
+torchrl's storage holds a group as one flat TensorDict (`Group.packed`).
+
 Letters: C conversations, S response tokens of all of them.
 """
 
@@ -21,24 +24,20 @@ import json
 import struct
 import warnings
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from tensordict import TensorClass, TensorDict
-
     from .types import Trajectory
 
-Samples: TypeAlias = "TensorDict"
-"""See above. The name alone, because the trainer's benchmark runs where tensordict is not installed."""
+Samples: TypeAlias = dict[str, Any]
+"""See above: tensors by name, and by name once more under `prompt_tensors` and `token_tensors`."""
 
 # Read-only memory is meant: it is shared with other processes, and nothing here writes into a tensor that it was given.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
-
-TensorCollection: TypeAlias = "TensorDict | TensorClass"
 
 TOKEN_FIELDS = {
     "response_tokens": torch.int32,
@@ -46,6 +45,7 @@ TOKEN_FIELDS = {
     "behavior_logprobs": torch.float32,
     "policy_versions": torch.int32,
 }
+FURTHER = ("prompt_tensors", "token_tensors")
 _LENGTHS = ("trajectory", "prompt_lengths", "response_lengths")
 _CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f"}
 
@@ -54,7 +54,7 @@ def laid(attempts: Sequence[Trajectory]) -> Samples:
     """The conversations of these attempts, in order; of each, the main one first."""
     owned = [(i, t) for i, attempt in enumerate(attempts) for t in attempt.conversations()]
     every = [t for _, t in owned]
-    return _tensordict(
+    return _with_further(
         {
             "prompt_tokens": end_to_end([t.prompt_tokens for t in every], torch.int32),
             "prompt_lengths": torch.tensor([len(t.prompt_tokens) for t in every], dtype=torch.int64),
@@ -75,7 +75,7 @@ def joined(samples: Sequence[Samples]) -> Samples:
     before = itertools.accumulate(counts, initial=0)
     names = ("prompt_tokens", "prompt_lengths", "response_lengths", *TOKEN_FIELDS)
     prompt_names = list(dict.fromkeys(name for s in samples for name in further(s, "prompt_tensors")))
-    return _tensordict(
+    return _with_further(
         {
             **{name: torch.cat([s[name] for s in samples]) for name in names},
             "trajectory": torch.cat([s["trajectory"] + n for s, n in zip(samples, before)]),  # noqa: B905
@@ -96,7 +96,7 @@ def picked(samples: Samples, conversations: Sequence[int]) -> Samples:
     for name, tensor in further(samples, "prompt_tensors").items():
         rows, lengths = _picked_rows(tensor["lengths"], index)
         prompt_tensors[name] = {"values": tensor["values"][rows], "lengths": lengths}
-    return _tensordict(
+    return _with_further(
         {
             "prompt_tokens": samples["prompt_tokens"][prompts],
             "prompt_lengths": prompt_lengths,
@@ -177,7 +177,7 @@ def ranges(first: Sequence[int] | torch.Tensor, lengths: Sequence[int] | torch.T
 # ----------------------------------------------------------------------------------------- across processes, to files
 
 
-def as_arrays(tensors: TensorCollection) -> dict[str, tuple[str, tuple[int, ...], np.ndarray]]:
+def as_arrays(tensors: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...], np.ndarray]]:
     """(type, shape, bytes) of each tensor by its path. Pickle 5 gives arrays to Ray out of band, but not tensors."""
     return {
         path: (
@@ -189,7 +189,7 @@ def as_arrays(tensors: TensorCollection) -> dict[str, tuple[str, tuple[int, ...]
     }
 
 
-def from_arrays(arrays: dict[str, tuple[str, tuple[int, ...], np.ndarray]]) -> TensorDict:
+def from_arrays(arrays: dict[str, tuple[str, tuple[int, ...], np.ndarray]]) -> dict[str, Any]:
     """The inverse. Nothing is copied: read from shared memory, the tensors must not be written to."""
     tensors = {}
     for path, (kind, shape, data) in arrays.items():
@@ -199,13 +199,18 @@ def from_arrays(arrays: dict[str, tuple[str, tuple[int, ...], np.ndarray]]) -> T
     return nested(tensors)
 
 
-def by_path(tensors: TensorCollection) -> dict[str, torch.Tensor]:
-    """Each tensor by its path, "prompt_tensors/pixels/values"."""
-    leaves = tensors.items(include_nested=True, leaves_only=True)
-    return {"/".join(path if isinstance(path, tuple) else (path,)): tensor for path, tensor in leaves}
+def by_path(tensors: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Each tensor of a dict of tensors and dicts, or of a TensorDict, by its path: "prompt_tensors/pixels/values"."""
+    found = {}
+    for name, value in tensors.items():
+        if isinstance(value, torch.Tensor):
+            found[name] = value
+        else:
+            found |= {f"{name}/{path}": tensor for path, tensor in by_path(value).items()}
+    return found
 
 
-def nested(tensors: dict[str, torch.Tensor]) -> TensorDict:
+def nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The inverse of `by_path`."""
     tree: dict[str, Any] = {}
     for path, tensor in tensors.items():
@@ -214,7 +219,7 @@ def nested(tensors: dict[str, torch.Tensor]) -> TensorDict:
         for folder in folders:
             inner = inner.setdefault(folder, {})
         inner[name] = tensor
-    return _tensordict(tree)
+    return tree
 
 
 def check_samples(samples: Samples, *, num_trajectories: int) -> None:
@@ -241,15 +246,6 @@ def _fits(rows: Any, count: int) -> bool:
     return len(lengths) == count and bool((lengths >= 0).all()) and int(lengths.sum()) == len(rows["values"])
 
 
-def with_copies(samples: Samples, **more: torch.Tensor) -> TensorDict:
-    """The same tensors in memory of their own, and others beside them."""
-    return _tensordict({name: tensor.clone() for name, tensor in samples.items()} | more)
-
-
-def without(tensors: TensorDict, *names: str) -> TensorDict:
-    return _tensordict({name: tensor for name, tensor in tensors.items() if name not in names})
-
-
 def json_tensor(value: Any) -> torch.Tensor:
     """uint8 [n]: text and numbers for people, in a form that every store of tensors keeps."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -266,10 +262,8 @@ def _of(batch: Any, name: str) -> Any:
     return getattr(batch, name) if hasattr(batch, "prompt_tokens") else batch.get(name, None)
 
 
-def _tensordict(tensors: dict[str, Any], **nested: dict[str, Any]) -> TensorDict:
-    from tensordict import TensorDict  # here: `ranges` and the like are used where it is not installed
-
-    return TensorDict({**tensors, **{name: inner for name, inner in nested.items() if inner}}, batch_size=[])
+def _with_further(tensors: dict[str, Any], **further: dict[str, Any]) -> Samples:
+    return tensors | {name: inner for name, inner in further.items() if inner}
 
 
 def _picked_rows(lengths: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -293,7 +287,7 @@ def _laid_prompt_tensors(given: Sequence[dict[str, torch.Tensor]]) -> dict[str, 
 
 def _joined_prompt_tensor(samples: Sequence[Samples], name: str) -> dict[str, torch.Tensor]:
     """Conversations of groups that do not bring it have no rows of it."""
-    given = [s.get(("prompt_tensors", name), None) for s in samples]
+    given = [further(s, "prompt_tensors").get(name) for s in samples]
     return {
         "values": torch.cat([g["values"] for g in given if g is not None]),
         "lengths": torch.cat(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorClass, TensorDict
 
-from .samples import TOKEN_FIELDS, as_arrays, end_to_end, from_arrays, laid
+from .samples import FURTHER, TOKEN_FIELDS, as_arrays, end_to_end, from_arrays, laid
 
 if TYPE_CHECKING:
     from .samples import Samples
@@ -40,7 +40,7 @@ class TrainBatch(TensorClass):
     token_tensors: TensorDict | None = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _restored, (as_arrays(self),)
+        return _restored, (as_arrays(dict(self.items())),)
 
 
 def batch_samples(samples: Samples, advantages: torch.Tensor, *, num_sequences: int, num_tokens: int) -> TrainBatch:
@@ -50,8 +50,7 @@ def batch_samples(samples: Samples, advantages: torch.Tensor, *, num_sequences: 
         advantages=advantages,
         num_sequences=torch.tensor(num_sequences),
         num_tokens=torch.tensor(num_tokens),
-        prompt_tensors=samples.get("prompt_tensors", None),
-        token_tensors=samples.get("token_tensors", None),
+        **{name: TensorDict(samples[name], batch_size=[]) for name in FURTHER if name in samples},
         batch_size=[],
     )
 
@@ -75,4 +74,4 @@ def batch_trajectories(
 
 
 def _restored(arrays: dict[str, Any]) -> TrainBatch:
-    return TrainBatch.from_tensordict(from_arrays(arrays))
+    return TrainBatch.from_tensordict(TensorDict(from_arrays(arrays), batch_size=[]))

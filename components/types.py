@@ -3,7 +3,7 @@
     Task -> Admission -> Completion -> Trajectory -> Group -> TrainBatch (one trainer rank's share of a step)
 
 Letters: G trajectories of one group, N trajectories of a batch, S response tokens of all of them laid end to end.
-An environment writes a trajectory as lists. From a finished group on, all tokens of a group are one flat TensorDict
+An environment writes a trajectory as lists. From a finished group on, all tokens of a group are flat tensors
 (`samples`): a group of 128 x 2,048 tokens costs a fraction of the processor that way, and crosses processes without a
 copy. Nothing is padded here; padding or packing happens inside the trainer only.
 """

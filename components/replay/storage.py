@@ -43,7 +43,7 @@ class SafetensorsCheckpointer(StorageCheckpointerBase):
         tensors = nested(safetensors.torch.load_file(path))
         storage._empty()
         for place in range(count):
-            storage.set(place, tensors.get(str(place), _nothing()))
+            storage.set(place, TensorDict(tensors.get(str(place), {}), batch_size=[]))
 
 
 class FreeSlotWriter(Writer):

@@ -1,4 +1,4 @@
-"""A group as one flat TensorDict: it comes back as it was, and further tensors reach the trainer untouched."""
+"""A group as flat tensors: it comes back as it was, and further tensors reach the trainer untouched."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_picking_and_joining_any_conversations() -> None:
         got = picked(both, chosen)
         assert got["prompt_lengths"].tolist() == [both["prompt_lengths"][c].item() for c in chosen]
         assert prompt_keys(got) == [prompt_keys(both)[c] for c in chosen]
-        assert len(got["token_tensors", "routed_experts"]) == got["response_lengths"].sum()
+        assert len(got["token_tensors"]["routed_experts"]) == got["response_lengths"].sum()
 
 
 def test_rows_for_some_tokens_only_are_refused() -> None:

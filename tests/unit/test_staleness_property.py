@@ -231,7 +231,7 @@ class Run:
                         await publishing
             await self.buffer.trained([g.group_id for g in groups])
             self.batches.append([g.group_id for g in batch.groups])
-            self.trained.update(t.text for g in groups for t in g.trajectories())
+            self.trained.update(text for g in groups for text in g.texts)
         if publishing is not None:
             await publishing
         await self.buffer.close()
