@@ -43,7 +43,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from leeway.algorithms.objective import SupervisedObjective
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.families import ModelRefusedError, load_model
-from leeway.trainer.microbatch import cut
+from leeway.trainer.microbatch import split_into_microbatches
 from leeway.trainer.optimizer import OptimizerSettings
 from leeway.trainer.scoring import ScoringModel
 from leeway.trainer.trainer import Trainer, TrainerSettings
@@ -320,7 +320,7 @@ def plain(model: Any, tokens: list[int]) -> torch.Tensor:
 def of_ours(model: ScoringModel, batch: TrainBatch, packing: Any, weights: torch.Tensor) -> Scores:
     model.zero_grad()
     logprobs = torch.full((len(batch.response_tokens),), float("nan"))
-    for piece in cut(batch, max_tokens=150, packing=packing):
+    for piece in split_into_microbatches(batch, max_tokens=150, packing=packing):
         scored, _ = model(
             piece.input_ids,
             piece.rows,

@@ -35,7 +35,7 @@ from leeway.collector.checks import checked
 from leeway.replay.admission import AdmissionRule
 from leeway.replay.assemble import Assembler
 from leeway.replay.buffer import ReplayBuffer
-from leeway.trainer.microbatch import cut
+from leeway.trainer.microbatch import split_into_microbatches
 from leeway.types import Group, Task, Trajectory
 
 T = TypeVar("T")
@@ -126,7 +126,7 @@ def measure(count: int, tokens: int, repeats: int) -> dict[str, Any]:
         times.setdefault("store", []).append(STORED_S[-1])
         batch = timed("assemble", lambda groups=groups: assembler(0, groups))
         share, share_bytes = timed("send_share", lambda batch=batch: sent(batch.steps[0][0]))
-        timed("cut", lambda share=share: cut(share, max_tokens=32_768))
+        timed("cut", lambda share=share: split_into_microbatches(share, max_tokens=32_768))
     ms = {f"{name}_ms": 1000 * min(values[1:]) for name, values in times.items()}
     return ms | {"total_ms": sum(ms.values()), "group_bytes": group_bytes, "share_bytes": share_bytes}
 

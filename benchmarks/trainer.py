@@ -34,7 +34,7 @@ from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import PolicyObjective
 from leeway.trainer.families import load_model
 from leeway.trainer.memory import peak_memory_gib
-from leeway.trainer.microbatch import cut
+from leeway.trainer.microbatch import split_into_microbatches
 from leeway.trainer.optimizer import OptimizerSettings, make_optimizer
 from leeway.trainer.trainer import Trainer, TrainerSettings
 from leeway.weights import CanaryPrompts
@@ -200,7 +200,10 @@ def bare_step(args: argparse.Namespace, folder: str, packing: str, batch: Any) -
     if args.gradient_checkpointing:
         model.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = make_optimizer(model.parameters(), settings.optimizer)
-    pieces = [p.to(torch.device(args.device)) for p in cut(batch, max_tokens=args.max_tokens, packing=packing)]  # type: ignore[arg-type]
+    pieces = [
+        p.to(torch.device(args.device))
+        for p in split_into_microbatches(batch, max_tokens=args.max_tokens, packing=packing)
+    ]  # type: ignore[arg-type]
 
     def step() -> tuple[float, float]:
         begun = clock()
@@ -244,7 +247,7 @@ def describe(
     """What a row says of the work: counts, and the floating-point operations of one step's passes."""
     lengths = batch.prompt_lengths + batch.response_lengths
     tokens = int(lengths.sum())
-    pieces = cut(batch, max_tokens=args.max_tokens, packing=packing)  # type: ignore[arg-type]
+    pieces = split_into_microbatches(batch, max_tokens=args.max_tokens, packing=packing)  # type: ignore[arg-type]
     positions = sum(p.input_ids.numel() for p in pieces)
     # Scores and values, causal: 2 * 2 * hidden * length^2 / 2 per layer forward, twice that backward.
     attention = 6 * shape["num_hidden_layers"] * shape["hidden_size"] * int(lengths.square().sum())

@@ -74,7 +74,7 @@ class InputRefused(PartFailed):
 class Watched:
     """Calls that every actor answers, so that the driver can tell whether it is alive and responsive."""
 
-    async def alive(self) -> None:
+    async def wait_until_death(self) -> None:
         """Never returns: a pending call fails at once when the process dies."""
         await asyncio.Event().wait()
 

@@ -180,7 +180,7 @@ class Group:
                     token_tensors={name: v[own] for name, v in further(s, "token_tensors").items()},
                 )
             )
-        return [replace(main, others=others) for main, *others in by_owner]
+        return [replace(main, other_conversations=others) for main, *others in by_owner]
 
     def packed(self) -> TensorDict:
         """All of it, copied, as one TensorDict: `rewards` float64 [G], and the rest as JSON in bytes."""

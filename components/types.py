@@ -89,7 +89,7 @@ class Trajectory:
     Where `loss_mask` is False the environment wrote the token: its logprob is 0.0 and its version `NO_VERSION`.
     `metrics` are named numbers beside the reward (for example {"exact_match": 1.0}). `turns`, in order: what an
     environment of several turns says of each, for algorithms that look at them (`gigpo`); empty: it says nothing.
-    `others` are further conversations of the same attempt (an agent that began anew): trained on with this one's
+    `other_conversations` are those of the same attempt (an agent that began anew): trained on with this one's
     advantage; they have none themselves. `prompt_tensors` are further rows of the prompt, in any number (`pixels`), and
     `token_tensors` have one row per response token (`routed_experts`): tensors by name, that reach the trainer as they
     are.
@@ -111,7 +111,7 @@ class Trajectory:
     text: str
     metrics: dict[str, float] = field(default_factory=dict)
     turns: list[Turn] = field(default_factory=list)
-    others: list[Trajectory] = field(default_factory=list)
+    other_conversations: list[Trajectory] = field(default_factory=list)
     prompt_tensors: dict[str, Any] = field(default_factory=dict)
     token_tensors: dict[str, Any] = field(default_factory=dict)
 
@@ -139,7 +139,7 @@ class Trajectory:
 
     def conversations(self) -> list[Trajectory]:
         """All conversations of the attempt, this one first."""
-        return [self, *self.others]
+        return [self, *self.other_conversations]
 
     @classmethod
     def from_completion(

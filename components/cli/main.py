@@ -240,7 +240,7 @@ def plan(
     Example: leeway plan --from runs/leeway/quickstart --max-policy-lag 0,1,2,4 --reorder-window 1,48
     """
     planning = importlib.import_module("leeway.cli.plan")
-    numbers = planning.Numbers(
+    numbers = planning.SpeedOverrides(
         generate_tokens_per_s=generate_tokens_per_s,
         sequence_tokens_per_s=sequence_tokens_per_s,
         max_sequences=max_sequences,
@@ -252,7 +252,7 @@ def plan(
         environment_s=environment_s,
         generator_speed=generator_speed,
     )
-    question = planning.Question(
+    sweep = planning.Sweep(
         max_policy_lag=max_policy_lag,
         reorder_window=reorder_window,
         generators=generators,
@@ -261,7 +261,7 @@ def plan(
         gpus_per_generator=gpus_per_generator,
     )
     shape = {"groups_per_step": groups_per_step, "group_size": group_size}
-    planning.plan(run, config, overrides or [], numbers, shape, question, out=out, as_json=as_json)
+    planning.plan(run, config, overrides or [], numbers, shape, sweep, out=out, as_json=as_json)
 
 
 @app.command()

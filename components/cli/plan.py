@@ -23,7 +23,7 @@ _TYPICAL_ALONE = 2.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numbers:
+class SpeedOverrides:
     """Speeds given on the command line; None: not given."""
 
     generate_tokens_per_s: float | None
@@ -39,7 +39,7 @@ class Numbers:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
+class Sweep:
     """What to vary, as typed; None: do not vary it."""
 
     max_policy_lag: str | None
@@ -54,9 +54,9 @@ def plan(
     run: Path | None,
     config: str | None,
     overrides: Sequence[str],
-    numbers: Numbers,
+    numbers: SpeedOverrides,
     shape: dict[str, int | None],
-    question: Question,
+    sweep: Sweep,
     *,
     out: Path | None,
     as_json: bool,
@@ -65,7 +65,7 @@ def plan(
     folder = Path(out).expanduser() if out is not None else run if run is not None else Path()
     _refuse_if(folder.exists() and not folder.is_dir(), "--out", f"{folder} (a file)", "a folder", "choose another")
     calibration = known(run, config, overrides, numbers, shape)
-    predictions, own = answer(calibration, question)
+    predictions, own = answer(calibration, sweep)
     chosen = best(predictions)
     if as_json:
         print(_json(calibration, predictions, chosen, own))
@@ -84,7 +84,11 @@ def plan(
 
 
 def known(
-    run: Path | None, config: str | None, overrides: Sequence[str], numbers: Numbers, shape: dict[str, int | None]
+    run: Path | None,
+    config: str | None,
+    overrides: Sequence[str],
+    numbers: SpeedOverrides,
+    shape: dict[str, int | None],
 ) -> Calibration:
     """The calibration of a finished run, or from given numbers; given numbers win.
 
@@ -111,7 +115,7 @@ def known(
 
 
 def _from_numbers(
-    config: str | None, overrides: Sequence[str], numbers: Numbers, shape: dict[str, int | None]
+    config: str | None, overrides: Sequence[str], numbers: SpeedOverrides, shape: dict[str, int | None]
 ) -> Calibration:
     if config is not None:
         settings = Settings.of(plan_run(config, "async_rl", overrides)[-1].config)
@@ -132,7 +136,7 @@ def _from_numbers(
     )
 
 
-def _with_numbers(calibration: Calibration, numbers: Numbers) -> Calibration:
+def _with_numbers(calibration: Calibration, numbers: SpeedOverrides) -> Calibration:
     n, changes = numbers, {}
     for option, value in asdict(n).items():
         if isinstance(value, int | float):
@@ -176,9 +180,9 @@ def _with_numbers(calibration: Calibration, numbers: Numbers) -> Calibration:
     return calibration if n.generator_speed is None else calibration.faster_generators(n.generator_speed)
 
 
-def answer(calibration: Calibration, question: Question) -> tuple[list[Prediction], Prediction | None]:
+def answer(calibration: Calibration, sweep: Sweep) -> tuple[list[Prediction], Prediction | None]:
     """(requested predictions, prediction for the present settings: None if the admission rule refuses them)."""
-    base, q = calibration.settings, question
+    base, q = calibration.settings, sweep
     if q.gpus_per_generator is not None:
         _refuse_if(
             q.gpus_per_generator < 1, "--gpus-per-generator", f"{q.gpus_per_generator}", "1 or more", "change it"

@@ -22,8 +22,8 @@ from ..tasks.prompting import Prompter
 from ..transports.transport import TransportSettings, open_transport
 from ..types import Task, Trajectory
 from ..weights import Publication
-from .awaited import unless
 from .clock import ActivityClock
+from .completion_queue import unless
 from .engine import Engine, EngineSettings, start_engine
 from .loop_watch import LoopWatch
 from .settings import CollectorSettings

@@ -26,11 +26,11 @@ from ..group import Group
 from ..samples import Samples, sampled_versions
 from ..types import Admission, Task, Trajectory
 from ..weights import WeightSyncError
-from .awaited import Awaited, unless
+from .bounded import RolloutFailed, run_bounded
 from .checks import TookTooLong, checked, reason_of, until_ended, within
 from .clock import ActivityClock, RolloutClock
+from .completion_queue import CompletionQueue, unless
 from .engine import Engine, EngineLost
-from .many import RolloutFailed, each
 from .policy import EnginePolicy, derived_seed
 from .progress import EngineHung
 from .room import Room
@@ -92,25 +92,25 @@ class Collector(BaseCollector):
         Waits for a slot when nothing is in flight; raises when the engine is lost.
         """
         admitting: asyncio.Future[list[Admission]] | None = None
-        ended, awaited = False, Awaited()
-        watching = awaited.add(asyncio.create_task(self.watch_engine()))
-        more_room = awaited.add(asyncio.create_task(self._room.more()))
+        ended, completions = False, CompletionQueue()
+        watching = completions.add(asyncio.create_task(self.watch_engine()))
+        more_room = completions.add(asyncio.create_task(self._room.more()))
         try:
             while not (ended and not self._in_flight):
                 if admitting is None and not ended and (free := self._num_startable()) > 0:
-                    admitting = awaited.add(asyncio.ensure_future(self._admit_when_serving(free)))
-                done = await awaited.ended()
+                    admitting = completions.add(asyncio.ensure_future(self._admit_when_serving(free)))
+                done = await completions.get()
                 if watching in done:
                     watching.result()
                 if more_room in done:
-                    more_room = awaited.add(asyncio.create_task(self._room.more()))
+                    more_room = completions.add(asyncio.create_task(self._room.more()))
                 if admitting in done:
                     admissions = admitting.result()
                     admitting = None
                     ended = not admissions
                     for admission in admissions:
                         self._room.begin(clock := self._rollout_clock(), self._group_sequences)
-                        self._in_flight.add(awaited.add(asyncio.create_task(self._run_group(admission, clock))))
+                        self._in_flight.add(completions.add(asyncio.create_task(self._run_group(admission, clock))))
                 finished = self._finished(self._in_flight.intersection(done))
                 self._in_flight.difference_update(done)
                 if finished:
@@ -203,7 +203,7 @@ class Collector(BaseCollector):
                     f"but this engine already serves {self._weight_sync.verified_version}"
                 )
             with self._clock.doing("evaluate"):
-                results = await self._each(
+                results = await self._run_bounded(
                     tasks,
                     functools.partial(self._evaluated, sampling),
                     num_sequences=sampling.samples,
@@ -240,7 +240,9 @@ class Collector(BaseCollector):
             )
             return trajectories
 
-        groups = await self._each(tasks, attempts, num_sequences=group_size, at_most=self._settings.max_in_flight)
+        groups = await self._run_bounded(
+            tasks, attempts, num_sequences=group_size, at_most=self._settings.max_in_flight
+        )
         failures = [group for group in groups if isinstance(group, RolloutFailed)]
         if failures and len(failures) == len(groups) and not all_may_fail:
             raise RuntimeError(f"all {len(groups)} tasks failed; the last one: {failures[-1]}") from failures[-1]
@@ -285,7 +287,7 @@ class Collector(BaseCollector):
     def load_state_dict(self, state_dict: OrderedDict) -> None:
         assert not state_dict, "a collector keeps no state of its own"
 
-    async def _each(
+    async def _run_bounded(
         self,
         tasks: list[Task],
         attempts: Callable[[Task, RolloutClock], Awaitable[list[Trajectory]]],
@@ -294,7 +296,7 @@ class Collector(BaseCollector):
         at_most: int,
     ) -> list[list[Trajectory] | RolloutFailed]:
         """Many tasks, as fast as the engine goes; raises EngineLost when it goes no more."""
-        working = each(
+        working = run_bounded(
             tasks,
             attempts,
             room=self._room,

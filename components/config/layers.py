@@ -64,7 +64,7 @@ def _meant_by(choice: str, tree: Tree) -> list[str]:
     return [f"{section}.{name}" for name in (_get(tree, section) or {}) if name != "name"]
 
 
-def place(
+def apply_overrides(
     overrides: Sequence[Override], base: Tree, all_stages: Mapping[str, Tree], selected: Sequence[str]
 ) -> list[str]:
     """Apply `overrides` to `base` and `all_stages`, in place; return lines that explain non-obvious effects.

@@ -14,7 +14,7 @@ from .effect import recipe_reads
 from .errors import ConfigError, words
 from .find_recipe import find_recipe
 from .keys import check_known
-from .layers import lay_over, place
+from .layers import apply_overrides, lay_over
 from .load import build_config, config_path, read_tree
 from .names import nearest
 from .overrides import Override, Tree, apply_override, leaves, parse_overrides
@@ -56,8 +56,8 @@ def resolve_stages(
     If there is none, `recipe` takes the place of the last stage that needs the same (a study of async_rl, or a changed
     copy of it, that of async_rl); if there is none of these either, it runs alone, without stages.
 
-    An override applies to every stage that does not set its key, and to the last stage that does (see `layers.place`).
-    `of_a_run`: `raw` is what a run wrote down, where each stage holds all of its settings.
+    An override applies to every stage that does not set its key, and to the last stage that does (see
+    `layers.apply_overrides`). `of_a_run`: `raw` is what a run wrote down, where each stage holds all of its settings.
     """
     asked = None if recipe is None else find_recipe(recipe)
     tree = copy.deepcopy(raw)
@@ -80,7 +80,7 @@ def resolve_stages(
             recipes[last] = asked
     base = {name: value for name, value in tree.items() if name != "stages"}
     check_known(base)
-    notes = tuple(place(settings, base, trees, selected))
+    notes = tuple(apply_overrides(settings, base, trees, selected))
     typed = {leaf for override in settings for leaf in override.leaves()}
     check_known(base)
     _stage_trees(tree)

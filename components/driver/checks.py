@@ -19,6 +19,7 @@ from ..config.auxiliary import AuxiliaryModel
 from ..config.check import earlier_run
 from ..config.engines import is_local_path
 from ..config.names import user_names
+from .dry_run import check_plugins, dry_run
 from .estimate import memory_problem
 from .models import (
     Unreachable,
@@ -27,7 +28,6 @@ from .models import (
     longest_input,
     read_model_config,
 )
-from .plugins import check_plugins, dry_run
 from .saved_weights import saved_models
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def examine(
     wrong: list[str] = []
     if not missing and not quick:
         try:
-            _check_hand_on(stages)
+            _check_stage_weights(stages)
             _check_models(stages)
             missing += [problem for problem in (memory_problem(stages, hardware),) if problem]
             seen: set[str] = set()
@@ -230,7 +230,7 @@ def check_resume(stage: Stage) -> None:
         raise ValueError(f"checkpoint.resume: got {config.checkpoint.resume}, but {error}") from None
 
 
-def _check_hand_on(stages: Sequence[Stage]) -> None:
+def _check_stage_weights(stages: Sequence[Stage]) -> None:
     for stage in stages[:-1]:
         if stage.recipe.trains and stage.config.checkpoint.save_hf == "never":
             raise ValueError(

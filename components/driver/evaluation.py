@@ -88,7 +88,7 @@ def by_set(metrics: dict[str, float], evalsets: Sequence[EvalSet]) -> dict[str, 
     return {**first, "tasksets": named} if named else dict(first)
 
 
-def told(*evaluations: Mapping[str, float]) -> str:
+def in_one_line(*evaluations: Mapping[str, float]) -> str:
     """In words, from first to last: the accuracy, if it is known which answers are right, and the reward, if it is
     different.
     """

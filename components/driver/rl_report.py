@@ -252,7 +252,7 @@ def time_shares(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]
     return shares
 
 
-def in_words(shares: dict[str, dict[str, float]]) -> list[str]:
+def describe_time_shares(shares: dict[str, dict[str, float]]) -> list[str]:
     """One line per role: where its time went."""
 
     def line(causes: dict[str, float]) -> str:

@@ -10,12 +10,12 @@ from typing import Any
 from ..config import Config, derive
 from ..replay.actor import BatchRefs
 from ..runtime.launch import Parts
-from ..runtime.supervisor import awaited, together
+from ..runtime.supervisor import as_coroutine, together
 from ..tasks.evalsets import EvalSet
 from .audit import Audits
 from .checkpoints import Checkpoints
 from .context import say
-from .evaluation import evaluate, measured_by, of_set, told
+from .evaluation import evaluate, in_one_line, measured_by, of_set
 from .publishing import Publishing
 from .rl_report import Reporter, StepClock, StepReport
 
@@ -163,7 +163,7 @@ class RLRun:
         self._report.evaluation(self.version, metrics)
         by_set = {e.name: of_set(metrics, e.name) for e in self._evalsets}
         for name, numbers in by_set.items():
-            say(f"{self._name}: {name.replace('_', '-')} {told(numbers)} at version {self.version}")
+            say(f"{self._name}: {name.replace('_', '-')} {in_one_line(numbers)} at version {self.version}")
         first = by_set.pop(self._evalsets[0].name)
         measure, value = measured_by(first)
         self.eval_points.append(EvalPoint(self.version, self._train_s, value, measure))
@@ -192,7 +192,7 @@ class RLRun:
         )
 
     def _ask_for_batch(self) -> asyncio.Future[BatchRefs | None]:
-        upcoming = asyncio.ensure_future(awaited(self._parts.buffer.take_batch.remote(self._timeout_s)))
+        upcoming = asyncio.ensure_future(as_coroutine(self._parts.buffer.take_batch.remote(self._timeout_s)))
         # Whoever awaits it gets its exception; when the run is ending, nobody does.
         upcoming.add_done_callback(lambda call: None if call.cancelled() else call.exception())
         return upcoming

@@ -19,8 +19,8 @@ from ..tasks.taskset import build_taskset
 from .canary import canary_prompts
 from .checkpoints import STATE_DIR, Checkpoints, resume_point, saved_position, saved_version
 from .context import StageContext, StageResult, say, timed
-from .evaluation import evaluated_at_start, told
-from .rl_report import LAST_REPORTS_S, Reporter, in_words
+from .evaluation import evaluated_at_start, in_one_line
+from .rl_report import LAST_REPORTS_S, Reporter, describe_time_shares
 from .rl_run import EvalPoint, RLRun
 from .speeds import measure_speeds, save_speeds, saved_speeds
 
@@ -210,8 +210,8 @@ def goodbye(summary: dict[str, Any]) -> list[str]:
     first, last, evals = summary["reward_first"], summary["reward_last"], summary["eval"]
     lines = [f"reward {first:.3f} -> {last:.3f}" if first is not None and last is not None else "no reward was seen"]
     if "before" in evals and "after" in evals and evals["before"]:
-        lines.append(f"held-out {told(evals['before'], evals['after'])}")
-    lines += in_words(summary["time_shares"])
+        lines.append(f"held-out {in_one_line(evals['before'], evals['after'])}")
+    lines += describe_time_shares(summary["time_shares"])
     if (efficiency := summary["efficiency_second_half"]) is not None:
         lines.append(f"{efficiency:.0%} of the speed limit in the second half")
     return lines

@@ -21,7 +21,7 @@ from . import vllm_worker_env as worker_env
 from .shared_memory import SharedFolder
 from .vllm_worker_env import MANIFEST
 
-FIRST = -1
+CANARY_PRIORITY = -1
 """The priority of a canary's requests; all others have 0, and are served in the order they came."""
 
 
@@ -234,13 +234,13 @@ class VllmEngine:
 
     async def _scored_gap(self, sequence: list[int], expected: list[float]) -> float:
         params = self._params(max_tokens=1, temperature=1.0, prompt_logprobs=0)
-        scored = (await self._final_output(sequence, params, priority=FIRST)).prompt_logprobs
+        scored = (await self._final_output(sequence, params, priority=CANARY_PRIORITY)).prompt_logprobs
         got = [scored[t][sequence[t]].logprob for t in range(1, len(sequence))]
         return largest([abs(a - b) for a, b in zip(got, expected, strict=True)])
 
     async def _continued_gap(self, context: list[int], token: int, expected: float) -> float:
         params = self._params(max_tokens=1, temperature=1.0, logprob_token_ids=[token])
-        output = (await self._final_output(context, params, priority=FIRST)).outputs[0]
+        output = (await self._final_output(context, params, priority=CANARY_PRIORITY)).outputs[0]
         return abs(output.logprobs[0][token].logprob - expected)
 
     async def _final_output(

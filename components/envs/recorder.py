@@ -133,7 +133,7 @@ class Recorder:
         return _turn(completion, len(prompt), number=number)
 
     def trajectory(self, *, reward: float, metrics: dict[str, float], longest_only: bool = False) -> Trajectory:
-        """The conversation in which the policy wrote most, with the `others`, in order.
+        """The conversation in which the policy wrote most, with the others, in order.
 
         Raises ValueError where there is none.
         """
@@ -143,7 +143,7 @@ class Recorder:
         rest = [] if longest_only else [c for c in self._conversations if c is not longest]
         counts = {"env/requests": float(self.num_requests), "env/conversations": float(len(self._conversations))}
         trajectory = longest.transcript.trajectory(reward=reward, metrics={**counts, **metrics})
-        return replace(trajectory, others=[c.transcript.trajectory(reward=reward) for c in rest])
+        return replace(trajectory, other_conversations=[c.transcript.trajectory(reward=reward) for c in rest])
 
 
 def _continues(known: list[Seen], new: list[Seen]) -> bool:

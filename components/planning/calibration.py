@@ -133,7 +133,7 @@ class _Measured:
             optim_s=self._mean("step/optim_s"),
             publish_s=self._mean("step/publish_s"),
             overhead_s=overhead_s,
-            hand_on_s=overhead_s,
+            hand_off_s=overhead_s,
             upload_s=_median(self._rows, "param_server/publish_s"),
             pause_s=_mean(self._collector, "collector/pause_s"),
             # With other requests running, it includes their passes, which are simulated: the minimum is its own time.

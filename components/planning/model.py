@@ -101,8 +101,8 @@ class Calibration:
     while an engine generates (they share a machine), `optim_s` and `publish_s` (gathering the weights) once per step,
     `overhead_s` between steps. `train_factors`: how the time of equal batches was seen to vary, mean 1. Weights:
     `upload_s` during the next step, then an engine pauses for `pause_s`, and its new tokens are withheld for
-    `canary_s` and, where something is running, two passes. `hand_on_s`: from the last group of a batch to the trainer's
-    start on it.
+    `canary_s` and, where something is running, two passes. `hand_off_s`: from the last group of a batch to the
+    trainer's start on it.
 
     `settings` are those of the measured run; `measured_step_s` is its step time (None: nothing was measured).
     """
@@ -128,7 +128,7 @@ class Calibration:
     upload_s: float = 0.0
     pause_s: float = 0.0
     canary_s: float = 0.0
-    hand_on_s: float = 0.0
+    hand_off_s: float = 0.0
     measured_step_s: float | None = None
 
     def faster_generators(self, factor: float) -> Calibration:

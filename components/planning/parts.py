@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .engine import SimulatedEngine
+from .engine_model import SimulatedEngine
 from .model import Calibration
 
 _BLOCK = 512

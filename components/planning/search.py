@@ -118,7 +118,7 @@ def best(predictions: Sequence[Prediction]) -> Prediction:
 def recommend(predictions: Sequence[Prediction], own: Prediction | None) -> str:
     """One line: what to set, the gain over `own` (the current settings), and the remaining bottleneck."""
     chosen = best(predictions)
-    what = f"recommended: {_in_words(chosen.settings, own.settings if own else None)}: {chosen.step_s:.3g} s a step"
+    what = f"recommended: {_describe(chosen.settings, own.settings if own else None)}: {chosen.step_s:.3g} s a step"
     if own is not None and chosen.settings == own.settings:
         what = f"recommended: as it is, {chosen.step_s:.3g} s a step"
     elif own is not None:
@@ -174,7 +174,7 @@ def _single_changes(own: Settings) -> list[tuple[str, Settings]]:
     return [(words, s) for s, words in found.items() if s != own and s.is_possible()]
 
 
-def _in_words(settings: Settings, own: Settings | None) -> str:
+def _describe(settings: Settings, own: Settings | None) -> str:
     """As overrides; unchanged settings are left out."""
     parts = []
     if own is None or settings.max_policy_lag != own.max_policy_lag:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 
-from .engine import Chunk, SimulatedEngine
+from .batch_order import BatchOrder
+from .engine_model import Chunk, SimulatedEngine
 from .model import Calibration, Settings
-from .order import BatchOrder
 from .parts import Collector, Draws, Group, PacedWork, Record
 
 _MAX_AT_ONCE = 1_000_000
@@ -185,7 +185,7 @@ class Simulation:
         """At most one batch is prepared ahead of the trainer."""
         if self._batch_is_wanted and self._order.is_complete():
             self._batch_is_wanted = False
-            self._at(self._now + self._c.hand_on_s, self._batch_arrived, self._order.take_batch())
+            self._at(self._now + self._c.hand_off_s, self._batch_arrived, self._order.take_batch())
 
     def _batch_arrived(self, batch: list[int]) -> None:
         self._batch = batch

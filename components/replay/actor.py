@@ -100,7 +100,7 @@ class ReplayBufferActor(Watched):
         priority = priority_of(replay.priority) if replay.sampling == "priority" else None
         self._reuse = ReusePool(
             max_uses=replay.max_uses,
-            room=train.groups_per_step - numbers.fresh_groups_per_batch,
+            max_reused=train.groups_per_step - numbers.fresh_groups_per_batch,
             updates_per_batch=train.updates_per_batch,
             max_lag=numbers.max_policy_lag,
             cooldown=replay.cooldown,
@@ -166,12 +166,12 @@ class ReplayBufferActor(Watched):
         self._begin(config)
 
     @as_text
-    async def alive(self) -> None:
+    async def wait_until_death(self) -> None:
         """Never returns. If tasks come from a queue, this tells the buffer about tasks that others put into it."""
         queue = self._taskset
         while isinstance(queue, QueueTaskSet):
             if self._buffer.awaits_a_task and queue.may_have_more():
-                await self._buffer.tasks_came()
+                await self._buffer.tasks_arrived()
                 await asyncio.sleep(0)
             else:
                 await asyncio.sleep(POLL_S)
@@ -202,8 +202,8 @@ class ReplayBufferActor(Watched):
         return await self._buffer.give_back(collector, reason)
 
     @as_text
-    async def lost(self, collector: str, reason: str) -> list[int]:
-        return await self._buffer.lost(collector, reason)
+    async def mark_dead(self, collector: str, reason: str) -> list[int]:
+        return await self._buffer.mark_dead(collector, reason)
 
     @as_text
     async def take_batch(self, timeout_s: float) -> BatchRefs | None:
@@ -237,7 +237,7 @@ class ReplayBufferActor(Watched):
             "replay/too_long": float(self._stream.num_too_long),
             "replay/cut_prompts": float(self._stream.num_shortened),
         }
-        return counts | own | self._buffer.lengths.metrics() | self._pipeline.counts() | self._reuse.metrics()
+        return counts | own | self._buffer.length_bias.metrics() | self._pipeline.counts() | self._reuse.metrics()
 
     @as_text
     async def position(self, policy_version: int) -> dict[str, Any] | None:

@@ -38,8 +38,8 @@ class Advantages:
         for t, own in zip(trajectories, values, strict=True):
             sampled = [a for a, trained in zip(own, t.loss_mask, strict=True) if trained]
             mean = sum(sampled) / max(1, len(sampled))
-            by_token += [own, *([mean] * len(other.response_tokens) for other in t.others)]
-            is_not_zero += [any(own), *[mean != 0.0] * len(t.others)]
+            by_token += [own, *([mean] * len(other.response_tokens) for other in t.other_conversations)]
+            is_not_zero += [any(own), *[mean != 0.0] * len(t.other_conversations)]
         return cls(end_to_end(by_token, torch.float32), torch.tensor(is_not_zero), values)
 
 

@@ -2,7 +2,7 @@
 
 A torchrl `ReplayBuffer` that waits instead of dropping data:
 
-collectors --admit()--> [slots] --put()--> [places] --take_batch()--> trainer
+collectors --admit()--> [slots] --put()--> [storage] --take_batch()--> trainer
                            ^                                       |
                            +------------- published(v) <----------+
 
@@ -35,7 +35,7 @@ from ..tasks.queue_tasks import NoTaskYet
 from ..types import Admission, Task
 from .admission import AdmissionRule
 from .ledger import GroupState, Ledger
-from .lengths import LengthMeter
+from .length_bias import LengthBiasMeter
 from .operators import Operator
 from .position import Position
 from .reuse import Priority, ReusePool
@@ -51,9 +51,9 @@ T = TypeVar("T")
 NO_PROGRESS_BATCHES = 20
 REASONS_KEPT = 100
 _PARTS = ("storage", "sampler", "writer")
-_PLAIN = ("published", "last_draw", "drawn", "to_reissue", "awaited_task", "num_trained", "lost_in_a_row", "closed")
+_PLAIN = ("published", "last_draw", "drawn", "to_reissue", "awaited_task", "num_trained", "dropped_in_a_row", "closed")
 """What a copy of a buffer takes over as it is."""
-GATHER_S = 5.0
+FIRST_SLOTS_S = 5.0
 """How long the first slots are held back for every collector to ask."""
 
 
@@ -75,7 +75,7 @@ class ServedBatch:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _InFlight:
     """A group in flight: its admission, and the name of the collector that works on it (None: waiting for one)."""
 
     admission: Admission
@@ -83,29 +83,28 @@ class _Held:
 
 
 @dataclass(slots=True, eq=False)
-class _Asker:
-    """A collector that waits for slots. `room`: how many groups it can hold in total.
+class _SlotRequest:
+    """A collector that waits for slots. `capacity`: how many groups it can hold in total.
 
-    `unfit`: it gave back its groups, so others come first.
+    `goes_last`: it gave back its groups, so others come first.
     """
 
     collector: str
-    room: int
+    capacity: int
     answer: asyncio.Future[list[Admission]]
     issued: list[Admission] = field(default_factory=list)
-    unfit: bool = False
+    goes_last: bool = False
 
 
 class ReplayBuffer(torchrl.data.ReplayBuffer):
     """Blocking, back-pressured, consume-once, whole groups only. One asyncio loop; any number of waiters.
 
-    `tasks` is only drawn from here, so no two collectors ever get the same task. It may raise `NoTaskYet`; `tasks_came`
-    then draws again. `start`: where an earlier run left off; `tasks` continues from there. `num_batches` ends the run
-    after this many batches (None: when the tasks end). `reuse`: batches also hold groups that were used before.
-    `priority`: among the groups that it may choose, the window prefers the best.
-    `delivered` is called with every delivered group and its task, before operators, and never for one that was issued
-    again.
-    `num_collectors`: the first slots are handed out once this many have asked, or after `GATHER_S`.
+    `tasks` is only drawn from here, so no two collectors ever get the same task. It may raise `NoTaskYet`;
+    `tasks_arrived` then draws again. `start`: where an earlier run left off; `tasks` continues from there.
+    `num_batches` ends the run after this many batches (None: when the tasks end). `reuse`: batches also hold groups
+    that were used before. `priority`: among the groups that it may choose, the window prefers the best. `delivered` is
+    called with every delivered group and its task, before operators, and never for one that was issued again.
+    `num_collectors`: the first slots are handed out once this many have asked, or after `FIRST_SLOTS_S`.
 
     `storage`, `writer`, `sampler`, `transform` and `collate_fn` are torchrl's and do here what they do there: a group
     is stored as one flat TensorDict (`Group.packed`), and a batch is sampled as a lazy stack of these. A sampler
@@ -156,7 +155,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._num_batches = num_batches
         self._operators = list(operators)
         self._delivered = delivered
-        self.lengths = LengthMeter()
+        self.length_bias = LengthBiasMeter()
         self._window = Window(rule, num_batches=start.num_batches, num_taken=start.num_taken)
         self._reuse, self._priority = reuse, priority
         self._ledger = Ledger()
@@ -167,41 +166,41 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._served: deque[list[int]] = deque()  # batches that are being trained on, new groups only
         self._used_again: deque[list[int]] = deque()  # the others of these batches
         self.num_trained_batches, self._num_trained = start.num_batches, start.num_taken
-        self._place: dict[int, int] = {}
-        self._in_flight: dict[int, _Held] = {}
+        self._storage_index: dict[int, int] = {}
+        self._in_flight: dict[int, _InFlight] = {}
         self._num_held: Counter[str] = Counter()  # groups in flight, by collector
         self._to_reissue: list[int] = []
         self._attempts: dict[int, int] = {}  # of groups that were ever issued again: few
-        self._lost_collectors: set[str] = set()
+        self._dead_collectors: set[str] = set()
         self._published = -1
-        self._lost_in_a_row = 0
+        self._dropped_in_a_row = 0
         self._last_reasons: deque[str] = deque(maxlen=REASONS_KEPT)  # of these
         self._closed = False
-        self._askers: dict[_Asker, None] = {}  # in the order in which they asked
+        self._slot_requests: dict[_SlotRequest, None] = {}  # in the order in which they asked
         self._batch_waiters: deque[asyncio.Future[None]] = deque()
-        self._expected: int = num_collectors
-        self._known: set[str] = set()  # collectors that have asked, until all have
-        self._gathering: asyncio.TimerHandle | None = None
-        self._moved_at = float("-inf")
+        self._num_expected: int = num_collectors
+        self._have_asked: set[str] = set()  # collectors that have asked, until all have
+        self._held_back: asyncio.TimerHandle | None = None
+        self._progress_at = float("-inf")
 
     async def admit(self, limit: int, *, timeout_s: float, collector: str = "") -> list[Admission]:
         """Wait for at least one group, then start up to `limit`. An empty list: there will never be another group.
 
-        Groups to issue again come first, in order. `collector` is the caller, so that `lost` knows what it holds.
+        Groups to issue again come first, in order. `collector` is the caller, so that `mark_dead` knows what it holds.
         Groups that it delivers while it waits free room, so it may get more than `limit`.
 
         If several collectors wait, slots go one by one to the one with the smallest share of its room in use: each
         batch is then made by all of them. No slot is kept free while any collector asks. Raises TimeoutError, naming
         what it waited for.
         """
-        if self._is_over() or collector in self._lost_collectors:
+        if self._is_over() or collector in self._dead_collectors:
             return []
         answer = asyncio.get_running_loop().create_future()
-        asker = _Asker(collector, self._num_held[collector] + limit, answer)
-        self._askers[asker] = None
-        self._gather(collector)
+        request = _SlotRequest(collector, self._num_held[collector] + limit, answer)
+        self._slot_requests[request] = None
+        self._hold_back(collector)
         try:
-            self._deal()
+            self._hand_out_slots()
             return await self._until(
                 answer,
                 timeout_s,
@@ -209,10 +208,10 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
                 counts=lambda: not self._batch_waiters,  # else the batch says what is missing
             )
         except asyncio.CancelledError:
-            self._take_back(asker)
+            self._reclaim(request)
             raise
         finally:
-            self._askers.pop(asker, None)
+            self._slot_requests.pop(request, None)
 
     async def put(self, groups: Sequence[Group]) -> None:
         """Deliver finished groups. Each is stored, or filtered with a reason. Delivering one twice raises.
@@ -224,36 +223,36 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             for group in current:
                 if (held := self._in_flight.get(group.group_id)) is not None:  # else the ledger refuses it below
                     self._delivered(held.admission.task, group)
-        for group, result in [(group, self._operated(group)) for group in current]:
-            self.lengths.generated(group)
+        for group, result in [(group, self._apply_operators(group)) for group in current]:
+            self.length_bias.generated(group)
             if isinstance(result, str):
-                self._lose(group.group_id, GroupState.FILTERED, result)
+                self._drop(group.group_id, GroupState.FILTERED, result)
                 continue
             self._ledger.move(group.group_id, GroupState.GENERATED)
-            self._let_go(group.group_id)
+            self._release(group.group_id)
             # A copy: what came through Ray is a view of its object store, and would hold a part of that.
-            place = self._place[group.group_id] = self.add(result.packed())
+            index = self._storage_index[group.group_id] = self.add(result.packed())
             priority = self._priority(result) if self._priority else None
             self._window.finish(group.group_id, priority=priority or 0.0)
             if self._window_sampler.is_prioritized:
                 priority = self._window_sampler.default_priority if priority is None else priority
-                self.update_priority(place, torch.tensor(float(priority)))
-            self._lost_in_a_row = 0
+                self.update_priority(index, torch.tensor(float(priority)))
+            self._dropped_in_a_row = 0
             self._last_reasons.clear()
         if current:
-            self._moved()
+            self._progressed()
 
     async def retried(self, group_id: int, *, attempt: int = 0) -> None:
         """The collector that holds this group retries it: same queue index, same `min_policy_version`."""
         if not self._superseded(group_id, attempt):
             self._ledger.retry(group_id)
-            self._moved()
+            self._progressed()
 
     async def fail(self, group_id: int, reason: str, *, attempt: int = 0) -> None:
         """This group has failed permanently."""
         if not self._superseded(group_id, attempt):
-            self._lose(group_id, GroupState.FAILED, reason)
-            self._moved()
+            self._drop(group_id, GroupState.FAILED, reason)
+            self._progressed()
 
     async def reissue(self, group_ids: Sequence[int], reason: str) -> None:
         """Take these groups in flight from whoever holds them; the next `admit` calls hand them out, before new ones.
@@ -263,26 +262,26 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         not in flight.
         """
         self._reissue(group_ids, reason)
-        self._moved()
+        self._progressed()
 
     async def give_back(self, collector: str, reason: str) -> list[int]:
         """This collector cannot finish its groups: issue them again to any collector; returns the groups' ids."""
         held = sorted(g for g, h in self._in_flight.items() if h.collector == collector)
         self._reissue(held, reason)
-        for asker in self._askers:
-            asker.unfit |= asker.collector == collector
-        self._moved()
+        for request in self._slot_requests:
+            request.goes_last |= request.collector == collector
+        self._progressed()
         return held
 
-    async def lost(self, collector: str, reason: str) -> list[int]:
+    async def mark_dead(self, collector: str, reason: str) -> list[int]:
         """This collector is gone: as `give_back`, and it never gets a group again.
 
         Its name is never admitted again, because a call that it left pending here could be given groups that nobody
         receives. A replacement collector asks under another name.
         """
-        self._lost_collectors.add(collector)
-        for asker in [a for a in self._askers if a.collector == collector]:
-            self._answer(asker)
+        self._dead_collectors.add(collector)
+        for request in [r for r in self._slot_requests if r.collector == collector]:
+            self._answer(request)
         return await self.give_back(collector, reason)
 
     async def take_batch(self, *, timeout_s: float) -> ServedBatch | None:
@@ -300,7 +299,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
                     self._batch_waiters.remove(turn)
         if not self._ended() and self._no_progress():
             raise NoProgressError(
-                f"{self._lost_in_a_row} groups in a row were dropped without being trained on "
+                f"{self._dropped_in_a_row} groups in a row were dropped without being trained on "
                 f"({_most_common(self._last_reasons)}); "
                 "the tasks are all too easy or too hard, or the environment fails: "
                 "check rollouts, rewards and replay.operators"
@@ -314,9 +313,9 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         reused = self._reuse.serve(index, groups) if self._reuse is not None else []
         self._served.append(group_ids)
         self._used_again.append([g.group_id for g in reused])
-        self._lost_in_a_row = 0
+        self._dropped_in_a_row = 0
         self._last_reasons.clear()
-        self._moved()
+        self._progressed()
         return ServedBatch(index=index, groups=groups, reused=reused)
 
     async def trained(self, group_ids: Sequence[int]) -> None:
@@ -332,7 +331,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         first = self._first_open(over=set())
         self._drawn = [g for g in self._drawn if g >= first]
         self._trained = {g for g in self._trained if g >= first}
-        self._moved()
+        self._progressed()
 
     def position(self, policy_version: int) -> Position | None:
         """Where a run resumed from these weights has to begin; None in the middle of a batch's steps.
@@ -364,23 +363,23 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         """A newer version can be pulled: more groups may start."""
         assert policy_version > self._published, f"version {policy_version} published after {self._published}"
         self._published = policy_version
-        self._moved()
+        self._progressed()
 
     @property
     def awaits_a_task(self) -> bool:
         """Whether the source had no task when it was last asked."""
         return bool(self._awaited_task)
 
-    async def tasks_came(self) -> None:
+    async def tasks_arrived(self) -> None:
         """The source may have a task now, or have ended."""
         self._draw()
         if not self._awaited_task:
-            self._moved()
+            self._progressed()
 
     async def close(self) -> None:
         """Admit no more groups; waiting collectors get an empty list."""
         self._closed = True
-        self._moved()
+        self._progressed()
 
     def stats(self) -> BufferStats:
         return BufferStats(
@@ -399,7 +398,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             - self._ledger.count(GroupState.FAILED),
         )
 
-    def _operated(self, group: Group) -> Group | str:
+    def _apply_operators(self, group: Group) -> Group | str:
         """The group in the form to train on, or the reason why it is left out."""
         for operator in self._operators:
             result = operator(group)
@@ -410,8 +409,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
     def _first_open(self, *, over: set[int]) -> int:
         """The first group that is neither trained, filtered, failed nor in `over`; else the next to be admitted."""
-        alive = (g for g in self._drawn if self._ledger.is_alive(g) and g not in over)
-        return next(alive, self._last_draw + 1)
+        still_open = (g for g in self._drawn if self._ledger.is_open(g) and g not in over)
+        return next(still_open, self._last_draw + 1)
 
     def _num_free_slots(self) -> int:
         if self._next_task is None:
@@ -421,77 +420,77 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             limit = min(limit, self._num_batches * self._rule.groups_per_batch)
         return max(0, limit - self._window.next_queue_index)
 
-    def _moved(self) -> None:
+    def _progressed(self) -> None:
         """Progress was made: restart the deadlines, and wake every waiter that can continue."""
-        self._moved_at = asyncio.get_running_loop().time()
-        self._deal()
+        self._progress_at = asyncio.get_running_loop().time()
+        self._hand_out_slots()
         self._wake_batch_waiter()
 
-    def _gather(self, collector: str) -> None:
+    def _hold_back(self, collector: str) -> None:
         """The first slots wait for all collectors; otherwise the first to ask would get whole batches."""
-        if len(self._known) >= self._expected:
+        if len(self._have_asked) >= self._num_expected:
             return
-        self._known.add(collector)
-        if self._gathering is None and len(self._known) < self._expected:
-            self._gathering = asyncio.get_running_loop().call_later(GATHER_S, self._start_dealing)
-        elif self._gathering is not None and len(self._known) >= self._expected:
-            self._gathering.cancel()
+        self._have_asked.add(collector)
+        if self._held_back is None and len(self._have_asked) < self._num_expected:
+            self._held_back = asyncio.get_running_loop().call_later(FIRST_SLOTS_S, self._stop_holding_back)
+        elif self._held_back is not None and len(self._have_asked) >= self._num_expected:
+            self._held_back.cancel()
 
-    def _start_dealing(self) -> None:
-        self._expected = 0
-        self._deal()
+    def _stop_holding_back(self) -> None:
+        self._num_expected = 0
+        self._hand_out_slots()
 
-    def _deal(self) -> None:
+    def _hand_out_slots(self) -> None:
         """Answer the collectors for which there is a group, or for which there will never be one again."""
-        if not self._askers:
+        if not self._slot_requests:
             return
         if self._is_over():
-            for asker in list(self._askers):
-                self._answer(asker)
+            for request in list(self._slot_requests):
+                self._answer(request)
             return
-        if len(self._known) < self._expected or not self._num_startable():
+        if len(self._have_asked) < self._num_expected or not self._num_startable():
             return
-        emptiest = [(*self._fullness(a), i, a) for i, a in enumerate(self._askers) if self._has_room(a)]
+        emptiest = [(*self._fullness(r), i, r) for i, r in enumerate(self._slot_requests) if self._has_room(r)]
         heapq.heapify(emptiest)
-        given: dict[_Asker, None] = {}
+        given: dict[_SlotRequest, None] = {}
         try:
             while emptiest and self._num_startable():
-                *_, number, asker = emptiest[0]
-                if not self._has_room(asker):  # several calls of one collector
+                *_, number, request = emptiest[0]
+                if not self._has_room(request):  # several calls of one collector
                     heapq.heappop(emptiest)
                     continue
                 admission = self._issue_again() if self._to_reissue else self._admit_one()
-                self._in_flight[admission.group_id] = _Held(admission, asker.collector)
-                self._num_held[asker.collector] += 1
-                asker.issued.append(admission)
-                given[asker] = None
-                heapq.heapreplace(emptiest, (*self._fullness(asker), number, asker))
+                self._in_flight[admission.group_id] = _InFlight(admission, request.collector)
+                self._num_held[request.collector] += 1
+                request.issued.append(admission)
+                given[request] = None
+                heapq.heapreplace(emptiest, (*self._fullness(request), number, request))
         finally:  # also if drawing a task fails: groups that were already assigned must be delivered
-            for asker in given:
-                self._answer(asker)
+            for request in given:
+                self._answer(request)
             if given:
-                self._moved_at = asyncio.get_running_loop().time()
+                self._progress_at = asyncio.get_running_loop().time()
 
     def _num_startable(self) -> int:
         return len(self._to_reissue) or self._num_free_slots()
 
-    def _has_room(self, asker: _Asker) -> bool:
-        return self._num_held[asker.collector] < asker.room
+    def _has_room(self, request: _SlotRequest) -> bool:
+        return self._num_held[request.collector] < request.capacity
 
-    def _fullness(self, asker: _Asker) -> tuple[bool, float]:
-        return asker.unfit, self._num_held[asker.collector] / asker.room
+    def _fullness(self, request: _SlotRequest) -> tuple[bool, float]:
+        return request.goes_last, self._num_held[request.collector] / request.capacity
 
-    def _answer(self, asker: _Asker) -> None:
-        del self._askers[asker]
-        if not asker.answer.done():
-            asker.answer.set_result(asker.issued)
+    def _answer(self, request: _SlotRequest) -> None:
+        del self._slot_requests[request]
+        if not request.answer.done():
+            request.answer.set_result(request.issued)
 
-    def _take_back(self, asker: _Asker) -> None:
+    def _reclaim(self, request: _SlotRequest) -> None:
         """The call was cancelled before it received its groups."""
-        unheard = [a.group_id for a in asker.issued if self._is_held(a, asker.collector)]
+        unheard = [a.group_id for a in request.issued if self._is_held(a, request.collector)]
         if unheard:
             self._reissue(unheard, "the call that asked for it was cancelled")
-            self._moved()
+            self._progressed()
 
     def _is_held(self, admission: Admission, collector: str) -> bool:
         held = self._in_flight.get(admission.group_id)
@@ -541,7 +540,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         for group_id in set(group_ids):
             self._ledger.retry(group_id)
             self._attempts[group_id] = self._attempts.get(group_id, 0) + 1
-            held = self._let_go(group_id)
+            held = self._release(group_id)
             self._in_flight[group_id] = replace(held, collector=None)
         if group_ids:
             logger.warning("issued again, %s: groups %s", reason, ", ".join(map(str, sorted(set(group_ids)))))
@@ -558,31 +557,33 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         """The groups of the next batch, in admission order: what the sampler chooses from what the window allows."""
         last = self._tasks_ended
         choice = self._window.choice(last=last)
-        allowed = {self._place[group_id]: group_id for group_id in [*choice.must, *choice.may]}
-        self._window_sampler.allow([self._place[g] for g in choice.must], [self._place[g] for g in choice.may])
+        allowed = {self._storage_index[group_id]: group_id for group_id in [*choice.must, *choice.may]}
+        self._window_sampler.allow(
+            [self._storage_index[g] for g in choice.must], [self._storage_index[g] for g in choice.may]
+        )
         tensors, info = self.sample(choice.size, return_info=True)
-        places = info["index"].tolist()
-        group_ids = self._window.take_batch(last=last, chosen=[allowed[place] for place in places])
+        indices = info["index"].tolist()
+        group_ids = self._window.take_batch(last=last, chosen=[allowed[index] for index in indices])
         groups = sorted((Group.unpacked(own) for own in tensors.unbind(0)), key=lambda g: g.group_id)
         if [g.group_id for g in groups] != group_ids:
             raise RuntimeError(f"a transform of the buffer made other groups; expected groups {group_ids}")
-        self._slot_writer.release(places)
+        self._slot_writer.release(indices)
         if self._window_sampler.is_prioritized:
-            self.update_priority(info["index"], torch.zeros(len(places)))
-        self.lengths.trained(groups)
+            self.update_priority(info["index"], torch.zeros(len(indices)))
+        self.length_bias.trained(groups)
         for group_id in group_ids:
-            del self._place[group_id]
+            del self._storage_index[group_id]
             self._ledger.move(group_id, GroupState.TAKEN)
         return groups
 
-    def _lose(self, group_id: int, state: GroupState, reason: str) -> None:
+    def _drop(self, group_id: int, state: GroupState, reason: str) -> None:
         self._ledger.move(group_id, state)
-        self._let_go(group_id)
+        self._release(group_id)
         self._window.drop(group_id)
-        self._lost_in_a_row += 1
+        self._dropped_in_a_row += 1
         self._last_reasons.append(reason)
 
-    def _let_go(self, group_id: int) -> _Held:
+    def _release(self, group_id: int) -> _InFlight:
         """No collector holds it any more."""
         held = self._in_flight.pop(group_id)
         if held.collector is not None:
@@ -592,8 +593,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         return held
 
     def _no_progress(self) -> bool:
-        lost_too_many = self._lost_in_a_row >= NO_PROGRESS_BATCHES * self._rule.groups_per_batch
-        return lost_too_many and not self._window.is_ready(last=self._tasks_ended)
+        dropped_too_many = self._dropped_in_a_row >= NO_PROGRESS_BATCHES * self._rule.groups_per_batch
+        return dropped_too_many and not self._window.is_ready(last=self._tasks_ended)
 
     def _all_taken(self) -> bool:
         return self._num_batches is not None and self._window.num_batches >= self._num_batches
@@ -628,7 +629,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         loop = asyncio.get_running_loop()
         since = loop.time()
         while not answer.done():
-            left_s = max(since, self._moved_at) + timeout_s - loop.time()
+            left_s = max(since, self._progress_at) + timeout_s - loop.time()
             if left_s > 0:
                 await asyncio.wait({answer}, timeout=left_s)
             elif self._served or not counts():
@@ -656,7 +657,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             + (f" (group {waited[0]} among them)" if (waited := sorted(must.intersection(ids))) else "")
             for holder, ids in holders.items()
         ]
-        said.append(f"{len(self._askers)} wait for a slot")
+        said.append(f"{len(self._slot_requests)} wait for a slot")
         return ", ".join([*said[:10], f"published version {self._published}"])
 
     # ------------------------------------------------------------------------------------------------------ saving
@@ -691,7 +692,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             **{name: getattr(self, f"_{name}") for name in _PLAIN},
             "window": self._window.state_dict(),
             "ledger": self._ledger.state_dict(),
-            "lengths": self.lengths.state_dict(),
+            "length_bias": self.length_bias.state_dict(),
             "start": asdict(self._start),
             "next_task": None if self._next_task is None else asdict(self._next_task),
             "served": [list(ids) for ids in self._served],
@@ -699,13 +700,13 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             "reusable": [[num_batches, groups_as_text(used)] for num_batches, used in reusable.items()],
             "trained": sorted(self._trained),
             "num_trained_batches": self.num_trained_batches,
-            "places": list(self._place.items()),
+            "storage_indices": list(self._storage_index.items()),
             "attempts": list(self._attempts.items()),
             "in_flight": [asdict(held.admission) for held in self._in_flight.values()],
         }
 
     def _load_run_state(self, state: dict[str, Any]) -> None:
-        if self._drawn or self._askers:
+        if self._drawn or self._slot_requests:
             raise RuntimeError("a ReplayBuffer can be loaded only before it has admitted a group")
         if (self._reuse is None) is bool(state["reusable"]):
             raise ValueError("the saved ReplayBuffer reuses groups and this one does not, or the other way round")
@@ -713,7 +714,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             setattr(self, f"_{name}", state[name])
         self._window.load_state_dict(state["window"])
         self._ledger.load_state_dict(state["ledger"])
-        self.lengths.load_state_dict(state["lengths"])
+        self.length_bias.load_state_dict(state["length_bias"])
         self._start = Position(**state["start"])
         later = [d for d in self._start.open_draws if d > self._last_draw]
         self._draws = Position(open_draws=later, next_draw=max(self._start.next_draw, self._last_draw + 1)).draws()
@@ -725,9 +726,9 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             self._reuse.load_state_dict({n: groups_from_text(used) for n, used in state["reusable"]})
         self._trained = set(state["trained"])
         self.num_trained_batches = state["num_trained_batches"]
-        self._place, self._attempts = dict(state["places"]), dict(state["attempts"])
+        self._storage_index, self._attempts = dict(state["storage_indices"]), dict(state["attempts"])
         self._in_flight = {
-            row["group_id"]: _Held(Admission(**{**row, "task": Task(**row["task"])}), None)
+            row["group_id"]: _InFlight(Admission(**{**row, "task": Task(**row["task"])}), None)
             for row in state["in_flight"]
         }
         unissued = set(self._to_reissue)

@@ -39,9 +39,9 @@ class _Entry:
 
 @dataclass
 class Ledger:
-    """In-memory ledger. Finished lives are only counted, so memory stays bounded by the groups that are alive."""
+    """In-memory ledger. Finished lives are only counted, so memory stays bounded by the open groups."""
 
-    _alive: dict[int, _Entry] = field(default_factory=dict)
+    _open: dict[int, _Entry] = field(default_factory=dict)
     _ended: Counter[GroupState] = field(default_factory=Counter)
     _last_admitted: int = -1
     num_admitted: int = 0
@@ -52,22 +52,22 @@ class Ledger:
         assert group_id > self._last_admitted, f"group {group_id} admitted after {self._last_admitted}"
         self._last_admitted = group_id
         self.num_admitted += 1
-        self._alive[group_id] = _Entry(GroupState.ADMITTED)
+        self._open[group_id] = _Entry(GroupState.ADMITTED)
 
     def move(self, group_id: int, state: GroupState) -> None:
         """Raises RuntimeError if the group is unknown, has ended, or cannot move to `state` from its current state."""
-        entry = self._alive.get(group_id)
+        entry = self._open.get(group_id)
         if entry is None or state not in _NEXT[entry.state]:
             raise RuntimeError(f"ledger: group {group_id} cannot become {state}: it is {self.state(group_id)}")
         entry.state = state
         if not _NEXT[state]:
             self._ended[state] += 1
-            del self._alive[group_id]
+            del self._open[group_id]
 
     def state_dict(self) -> dict[str, Any]:
         """All of it as JSON-able data."""
         return {
-            "alive": [[group_id, entry.state, entry.retries] for group_id, entry in self._alive.items()],
+            "open": [[group_id, entry.state, entry.retries] for group_id, entry in self._open.items()],
             "ended": dict(self._ended),
             "last_admitted": self._last_admitted,
             "num_admitted": self.num_admitted,
@@ -75,14 +75,14 @@ class Ledger:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._alive = {group_id: _Entry(GroupState(name), retries) for group_id, name, retries in state["alive"]}
+        self._open = {group_id: _Entry(GroupState(name), retries) for group_id, name, retries in state["open"]}
         self._ended = Counter({GroupState(name): count for name, count in state["ended"].items()})
         self._last_admitted, self.num_admitted = state["last_admitted"], state["num_admitted"]
         self.num_retries = state["num_retries"]
 
     def retry(self, group_id: int) -> int:
         """Count one more attempt of a group in flight; returns the number of retries so far."""
-        entry = self._alive[group_id]
+        entry = self._open[group_id]
         assert entry.state is GroupState.ADMITTED, (
             f"group {group_id} is {entry.state}; only a group in flight is retried"
         )
@@ -92,13 +92,13 @@ class Ledger:
 
     def state(self, group_id: int) -> str:
         """The state in words. Finished groups are only counted, so "ended" is all that is known about them."""
-        if entry := self._alive.get(group_id):
+        if entry := self._open.get(group_id):
             return entry.state
         return "ended" if group_id <= self._last_admitted else "never admitted"
 
     def count(self, state: GroupState) -> int:
-        return self._ended[state] + sum(e.state is state for e in self._alive.values())
+        return self._ended[state] + sum(e.state is state for e in self._open.values())
 
-    def is_alive(self, group_id: int) -> bool:
+    def is_open(self, group_id: int) -> bool:
         """Admitted, and not yet trained, filtered or failed."""
-        return group_id in self._alive
+        return group_id in self._open

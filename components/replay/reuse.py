@@ -72,7 +72,7 @@ class Used:
 class ReusePool:
     """The groups that were used, and may be used again. Batches are named by their number, 0, 1, ...
 
-    `room`: the most used groups in a batch. `decay` is subtracted from a group's priority for each use. Without a
+    `max_reused`: the most used groups in a batch. `decay` is subtracted from a group's priority for each use. Without a
     `priority`, groups are reused in admission order, each as soon as its cooldown is over: then every group is used
     exactly `max_uses` times, unless the run ends first. A priority may leave some out until they are too old for L.
 
@@ -84,7 +84,7 @@ class ReusePool:
         self,
         *,
         max_uses: int,
-        room: int,
+        max_reused: int,
         updates_per_batch: int,
         max_lag: int,
         cooldown: int = 0,
@@ -94,7 +94,7 @@ class ReusePool:
         num_batches: int = 0,
     ) -> None:
         self._max_uses = max_uses
-        self._room = room
+        self._max_reused = max_reused
         self._updates = updates_per_batch
         self._max_lag = max_lag
         self._cooldown = cooldown
@@ -109,7 +109,8 @@ class ReusePool:
         """The groups that batch number `batch` reuses, in addition to its `fresh` ones. Both are counted as used."""
         ready = [u for u in self._used.values() if batch - u.last_batch > self._cooldown and self._in_bound(u, batch)]
         chosen = [
-            replace(u, num_uses=u.num_uses + 1, last_batch=batch) for u in sorted(ready, key=self._order)[: self._room]
+            replace(u, num_uses=u.num_uses + 1, last_batch=batch)
+            for u in sorted(ready, key=self._order)[: self._max_reused]
         ]
         new = [self._first_used(group, batch) for group in (fresh if self._max_uses > 1 else ())]
         self.num_reused += len(chosen)

@@ -31,23 +31,23 @@ class SafetensorsCheckpointer(StorageCheckpointerBase):
         path = Path(path)
         path.mkdir(parents=True, exist_ok=True)
         tensors = {
-            f"{place}/{name}": tensor.contiguous()
-            for place in range(len(storage))
-            for name, tensor in by_path(storage.get(place)).items()
+            f"{index}/{name}": tensor.contiguous()
+            for index in range(len(storage))
+            for name, tensor in by_path(storage.get(index)).items()
         }
-        safetensors.torch.save_file(tensors, path / "groups.safetensors", {"places": str(len(storage))})
+        safetensors.torch.save_file(tensors, path / "groups.safetensors", {"count": str(len(storage))})
 
     def loads(self, storage: Any, path: str | Path) -> None:
         with safetensors.safe_open(path := Path(path) / "groups.safetensors", "pt") as file:
-            count = int((file.metadata() or {})["places"])
+            count = int((file.metadata() or {})["count"])
         tensors = nested(safetensors.torch.load_file(path))
         storage._empty()
-        for place in range(count):
-            storage.set(place, TensorDict(tensors.get(str(place), {}), batch_size=[]))
+        for index in range(count):
+            storage.set(index, TensorDict(tensors.get(str(index), {}), batch_size=[]))
 
 
 class FreeSlotWriter(Writer):
-    """Writes into free places only. torchrl's own writers wrap around and silently overwrite unread data."""
+    """Writes at free indices only. torchrl's own writers wrap around and silently overwrite unread data."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class FreeSlotWriter(Writer):
         return torch.tensor([self.add(item) for item in data], dtype=torch.long)
 
     def release(self, indices: Sequence[int]) -> None:
-        """The groups at these places were read: drop them and free the places."""
+        """The groups at these indices were read: drop them and free the indices."""
         for index in indices:
             self._storage.set(index, _nothing())
             self._free.append(index)
@@ -92,7 +92,7 @@ class FreeSlotWriter(Writer):
 
 
 class WindowSampler(Sampler):
-    """The places of the groups that a batch must hold, and those that `inner` prefers of the ones that it may hold.
+    """The indices of the groups that a batch must hold, and those that `inner` prefers of the ones that it may hold.
 
     `inner`: any torchrl sampler. What it proposes is passed over where the window does not allow it, and where it
     proposes too little, the window's own order fills the batch. None: that order, always.
@@ -109,18 +109,18 @@ class WindowSampler(Sampler):
 
     def sample(self, storage: Any, batch_size: int) -> tuple[torch.Tensor, dict]:
         count = batch_size - len(self._must)
-        assert 0 <= count <= len(self._may), f"{len(self._must)} + {len(self._may)} places for a batch of {batch_size}"
+        assert 0 <= count <= len(self._may), f"{len(self._must)} + {len(self._may)} groups for a batch of {batch_size}"
         chosen = dict.fromkeys(self._must)
         rest = dict.fromkeys(self._may)
         for _ in range(ROUNDS if self.inner is not None and 0 < count < len(rest) else 0):
             assert self.inner is not None
             proposed, _ = self.inner.sample(storage, batch_size)
-            for place in proposed.tolist():
-                if place in rest and len(chosen) < batch_size:
-                    chosen[place] = None
-        for place in rest:
+            for index in proposed.tolist():
+                if index in rest and len(chosen) < batch_size:
+                    chosen[index] = None
+        for index in rest:
             if len(chosen) < batch_size:
-                chosen[place] = None
+                chosen[index] = None
         return torch.tensor(list(chosen), dtype=torch.long), {}
 
     @property
@@ -170,5 +170,5 @@ def stacked(groups: Any) -> Any:
 
 
 def _nothing() -> TensorDict:
-    """What is at a place that is free."""
+    """What is at an index that is free."""
     return TensorDict({}, batch_size=[])

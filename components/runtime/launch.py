@@ -32,8 +32,8 @@ from ..trainer.optimizer import OptimizerSettings
 from ..trainer.trainer import TrainerSettings
 from ..transports.transport import TransportSettings
 from ..weights import CanaryPrompts
-from .placement import Cores, beside_engines, keep_on, place
-from .supervisor import Supervisor, awaited, together
+from .placement import Cores, assign_cores, beside_engines, keep_on
+from .supervisor import Supervisor, as_coroutine, together
 
 OTHER_CALLS = 1000
 WAITING_CALLS = 8
@@ -58,7 +58,9 @@ class Parts:
         Each of the two has `grace_s`. Processes that remain are killed at the end of the run: see `runtime.footprint`.
         """
         self.supervisor.forget_all()
-        calls = [asyncio.ensure_future(awaited(c.shutdown.remote())) for c in [*self.collectors, *self.auxiliaries]]
+        calls = [
+            asyncio.ensure_future(as_coroutine(c.shutdown.remote())) for c in [*self.collectors, *self.auxiliaries]
+        ]
         if calls:
             await asyncio.wait(calls, timeout=grace_s)
         for call in calls:
@@ -204,7 +206,7 @@ class Launcher:
         self._run_dir = run_dir.absolute()
         self._logs = self._run_dir / "logs"
         self._transport = transport_settings(config, self._run_dir)
-        self._cores: Cores = place(config, recipe)
+        self._cores: Cores = assign_cores(config, recipe)
         self._others = beside_engines(self._cores)
         self._addresses: dict[str, str] = {}
         self._node = ray.util.get_node_ip_address() if ray.is_initialized() else None
@@ -368,7 +370,7 @@ class Launcher:
         places = await asyncio.gather(*(self._wait(actor.answer.remote(), role) for role, actor in actors.items()))
         for (role, actor), (machine, pid) in zip(actors.items(), places, strict=True):
             here = machine == os.uname().nodename
-            self.parts.supervisor.watch_process(role, actor.alive.remote(), pids=[pid] if here else [])
+            self.parts.supervisor.watch_process(role, actor.wait_until_death.remote(), pids=[pid] if here else [])
 
     def _started(self, role: str, actor: Any, process: dict[str, Any], *, cores: Sequence[int] = ()) -> None:
         """`cores`: where the process is kept, on a cluster of this run's own (empty: it says so itself, or floats)."""

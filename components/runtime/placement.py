@@ -19,7 +19,7 @@ class Cores:
     trainers: list[list[int]]
 
 
-def place(config: Config, recipe: Needs, available: list[int] | None = None) -> Cores:
+def assign_cores(config: Config, recipe: Needs, available: list[int] | None = None) -> Cores:
     """Trainers get the last cores and engines the ones before; if there are too few, processes of a role share.
 
     With two cores, one engine and one trainer: engine on the first, trainer on the second.

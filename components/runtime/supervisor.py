@@ -43,7 +43,7 @@ class Supervisor:
         if self._run_watch is not None and not self._watched:
             machine = asyncio.ensure_future(self._run_watch.until_broken())
             self._watched[machine] = "machine"
-        future = asyncio.ensure_future(awaited(call))
+        future = asyncio.ensure_future(as_coroutine(call))
         self._watched[future] = part
         return future
 
@@ -67,7 +67,7 @@ class Supervisor:
 
         `deadline` names the setting that `timeout_s` came from.
         """
-        main = asyncio.ensure_future(awaited(call))
+        main = asyncio.ensure_future(as_coroutine(call))
         try:
             async with asyncio.timeout(timeout_s):
                 while not main.done():
@@ -187,11 +187,11 @@ def as_part_failure(part: str, error: BaseException) -> PartFailed:
     return PartFailed(part, f"{type(error).__name__}: {' '.join(str(error).split())}", str(error), kind_of(error))
 
 
-async def awaited(call: Awaitable[T]) -> T:
+async def as_coroutine(call: Awaitable[T]) -> T:
     """A coroutine of `call`, which may be an object reference of Ray."""
     return await call
 
 
 def together(calls: Iterable[Awaitable[T]]) -> asyncio.Future[list[T]]:
     """All results in order; the first failure fails them all."""
-    return asyncio.gather(*map(awaited, calls))
+    return asyncio.gather(*map(as_coroutine, calls))

@@ -31,7 +31,7 @@ class NoTaskYet(Exception):
 
 
 @dataclass(slots=True)
-class _Place:
+class _FilePosition:
     """Where the next line of the file begins, and how many lines and rows (lines that are not empty) are before it."""
 
     offset: int = 0
@@ -61,7 +61,7 @@ class QueueTaskSet(BaseNode[Task]):
         self._form = form
         self._make = make
         self._limit = limit
-        self._place = _Place()
+        self._position = _FilePosition()
         self._searched_to = -1  # size of the file when there was no further line in it
         first = next(self.in_file(), None)
         if first is None:
@@ -73,10 +73,10 @@ class QueueTaskSet(BaseNode[Task]):
         """The next task. Ends if the queue is closed; raises `NoTaskYet` if it is open but empty."""
         closed = self._closed_mark.exists()  # check this before reading the file for the last time
         searched_to = self._size()
-        for task in self._read(self._place, unfinished=closed):
+        for task in self._read(self._position, unfinished=closed):
             if task is not None:
                 return task
-        if closed or self._place.num_rows == self._limit:
+        if closed or self._position.num_rows == self._limit:
             raise StopIteration
         self._searched_to = searched_to
         raise NoTaskYet(f"a task in {self._path}; feed it, or close it with `touch {self._closed_mark}`")
@@ -87,7 +87,7 @@ class QueueTaskSet(BaseNode[Task]):
 
     def in_file(self) -> Iterator[Task]:
         """Every task that is in the file now, from its beginning. Raises ValueError naming the line."""
-        whole = self._read(_Place(), unfinished=self._closed_mark.exists())
+        whole = self._read(_FilePosition(), unfinished=self._closed_mark.exists())
         return (task for task in whole if task is not None)
 
     @property
@@ -97,10 +97,10 @@ class QueueTaskSet(BaseNode[Task]):
 
     def find(self, task_ids: Container[str]) -> dict[str, Task]:
         """The drawn tasks with these ids, by id. Reads the file from its beginning."""
-        place = _Place()
+        position = _FilePosition()
         found = {}
-        for task in self._read(place, unfinished=True):
-            if place.num_rows > self._place.num_rows:
+        for task in self._read(position, unfinished=True):
+            if position.num_rows > self._position.num_rows:
                 break
             if task is not None and task.task_id in task_ids:
                 found[task.task_id] = task
@@ -122,14 +122,14 @@ class QueueTaskSet(BaseNode[Task]):
         """Begin with the first line, or where `state_dict()` gave `initial_state`. Raises ValueError if that belongs
         to another file."""
         super().reset(initial_state)
-        state = initial_state or {"fingerprint": self.fingerprint(), "place": {}}
+        state = initial_state or {"fingerprint": self.fingerprint(), "position": {}}
         if (got := state["fingerprint"]) != (own := self.fingerprint()):
             raise ValueError(f"task.path: the saved position has fingerprint {got}, {self._path} has {own}")
-        self._place = _Place(**state["place"])
+        self._position = _FilePosition(**state["position"])
         self._size()  # raises if the file has become shorter
 
     def get_state(self) -> dict[str, Any]:
-        return {"fingerprint": self.fingerprint(), "place": asdict(self._place)}
+        return {"fingerprint": self.fingerprint(), "position": asdict(self._position)}
 
     def fingerprint(self) -> str:
         """16 hex digits of the first task: the file may only grow."""
@@ -141,15 +141,15 @@ class QueueTaskSet(BaseNode[Task]):
 
     def _size(self) -> int:
         size = self._path.stat().st_size if is_file(self._path) else 0
-        if size < self._place.offset:
+        if size < self._position.offset:
             raise ValueError(
-                f"task.path: {self._path} has {size} bytes, but {self._place.offset} were read from it; expected a "
+                f"task.path: {self._path} has {size} bytes, but {self._position.offset} were read from it; expected a "
                 "file that only grows; put back what was taken out"
             )
         return size
 
-    def _read(self, place: _Place, *, unfinished: bool) -> Iterator[Task | None]:
-        """The tasks of the file from `place` on, which moves along: None for rows that `make` leaves out.
+    def _read(self, position: _FilePosition, *, unfinished: bool) -> Iterator[Task | None]:
+        """The tasks of the file from `position` on, which moves along: None for rows that `make` leaves out.
 
         A last line without a line end is read only when nothing more will come (`unfinished`). Otherwise another
         program may still be writing it.
@@ -157,16 +157,16 @@ class QueueTaskSet(BaseNode[Task]):
         if not is_file(self._path):
             return
         with self._path.open("rb") as file:
-            file.seek(place.offset)
-            while place.num_rows != self._limit and (line := file.readline(MAX_LINE_BYTES + 1)):
+            file.seek(position.offset)
+            while position.num_rows != self._limit and (line := file.readline(MAX_LINE_BYTES + 1)):
                 if not line.endswith(b"\n") and len(line) <= MAX_LINE_BYTES and not unfinished:
                     return
                 task, is_row = None, bool(line.strip()) or len(line) > MAX_LINE_BYTES
                 if is_row:
-                    row = parse_line(line, f"{self._path}:{place.num_lines + 1}", self._form)
-                    task = self._make(row, place.num_rows)
-                place.offset += len(line)
-                place.num_lines += 1
-                place.num_rows += is_row
+                    row = parse_line(line, f"{self._path}:{position.num_lines + 1}", self._form)
+                    task = self._make(row, position.num_rows)
+                position.offset += len(line)
+                position.num_lines += 1
+                position.num_rows += is_row
                 if is_row:
                     yield task

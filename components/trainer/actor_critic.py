@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..algorithms.critic import gae, outcome_rewards, value_metrics, whitened, whitening_sums
-from .checkpoint import Parts
+from .checkpoint import SavedModules
 from .critic import NUM_SUMS, Critic, CriticSettings, Estimates
 from .sharding import make_mesh
 from .trainer import Trainer, TrainerSettings
@@ -137,8 +137,8 @@ class ActorCriticTrainer(Trainer):
             returns = gae(values, rewards, **where, gamma=c.gamma, lam=c.value_lambda) + values
         return Estimates(values=values, returns=returns, advantages=advantages)
 
-    def _parts(self) -> Parts:
-        return {**super()._parts(), "critic.": (self._critic.model, self._critic.optimizer)}
+    def _saved_modules(self) -> SavedModules:
+        return {**super()._saved_modules(), "critic.": (self._critic.model, self._critic.optimizer)}
 
 
 def make_trainer(settings: TrainerSettings, **place: Any) -> Trainer:

@@ -51,13 +51,13 @@ class TrainerState:
     num_ranks: int
 
 
-Parts = Mapping[str, tuple[nn.Module, torch.optim.AdamW]]
+SavedModules = Mapping[str, tuple[nn.Module, torch.optim.AdamW]]
 """The trained models with their optimizers, keyed by the prefix of their parameters' names ("": the policy)."""
 
 
 def take_state(
     *,
-    parts: Parts,
+    modules: SavedModules,
     device: torch.device,
     rank: int,
     num_ranks: int,
@@ -69,7 +69,7 @@ def take_state(
 
     A copy is as large as this rank's share of weights and optimizer state: 12 bytes per parameter, over the ranks.
     """
-    tensors = _tensors(parts)
+    tensors = _tensors(modules)
     if copy:
         tensors = {name: _copied(tensor) for name, tensor in tensors.items()}
     tensors |= {f"{_rng_prefix(rank)}{name}": state for name, state in rng_state(device).items()}
@@ -103,14 +103,16 @@ def write_state(
     on_all_ranks(complete, directory, group)
 
 
-def load_state(directory: Path, *, parts: Parts, device: torch.device, rank: int, num_ranks: int) -> dict[str, Any]:
+def load_state(
+    directory: Path, *, modules: SavedModules, device: torch.device, rank: int, num_ranks: int
+) -> dict[str, Any]:
     """Load what `write_state` wrote into models, optimizers and generators; returns state.json.
 
     Every rank reads only what it needs. Raises `CheckpointError`: for anything wrong with the index, the sizes of files
     or the model before anything is changed; for a damaged block when it is read, and then the state is half loaded.
     """
     state, index = _read(directory)
-    tensors = _tensors(parts)
+    tensors = _tensors(modules)
     _check_same_model(directory, tensors, index.tensors)
     generators = _generators(directory, index.tensors, rng_state(device), rank)
     targets = {name: local_rows(t, rank=rank, num_ranks=num_ranks) for name, t in (tensors | generators).items()}
@@ -204,13 +206,13 @@ def _remedy(directory: Path) -> str:
     return f"move it away (mv {step} {step}-damaged), and a run resumes from the one before it"
 
 
-def _tensors(parts: Parts) -> dict[str, torch.Tensor]:
+def _tensors(modules: SavedModules) -> dict[str, torch.Tensor]:
     """Every tensor of the state by name, as the live objects. A parameter that had no gradient yet has zero moments.
 
     Tied tensors are there once, under their first name.
     """
     tensors: dict[str, torch.Tensor] = {}
-    for prefix, (model, optimizer) in parts.items():
+    for prefix, (model, optimizer) in modules.items():
         # After a forward pass alone (a canary) FSDP leaves the root's weights whole, in parameters that the optimizer
         # does not know: their moments would be saved as zeros.
         reshard(model)

@@ -26,7 +26,7 @@ from ..failures import Refused
 from .attention import NAME as PACKED
 from .attention import may_be_packed
 from .logprobs import LogitTransform
-from .microbatch import Packing, cut
+from .microbatch import Packing, split_into_microbatches
 from .scoring import ScoringModel, head_forward, output_head, pass_arguments
 
 logger = logging.getLogger(__name__)
@@ -346,7 +346,7 @@ class _Probe:
 
         `learns`: a backward pass must work too, which some models support only in training mode.
         """
-        [pass_] = cut(self._batch(), max_tokens=1000, packing=packing)
+        [pass_] = split_into_microbatches(self._batch(), max_tokens=1000, packing=packing)
         compared = torch.ones(len(self.expected), dtype=torch.bool)
         position_ids = pass_.position_ids
         if self.far:

@@ -26,7 +26,7 @@ def _transformed(x, cap, scale, HAS_CAP: tl.constexpr):
 
 
 @triton.jit
-def _add_up(logits, places, sums, num_rows, width, cap, scale, HAS_CAP: tl.constexpr, SIZE: tl.constexpr):
+def _update_sums(logits, places, sums, num_rows, width, cap, scale, HAS_CAP: tl.constexpr, SIZE: tl.constexpr):
     row = tl.program_id(0)
     first = logits + row.to(tl.int64) * width
     maximum, total = tl.load(sums + row), tl.load(sums + num_rows + row)
@@ -51,7 +51,7 @@ def _add_up(logits, places, sums, num_rows, width, cap, scale, HAS_CAP: tl.const
 
 
 @triton.jit
-def _slopes(logits, places, normaliser, width, cap, scale, HAS_CAP: tl.constexpr, SIZE: tl.constexpr):
+def _logit_grad(logits, places, normaliser, width, cap, scale, HAS_CAP: tl.constexpr, SIZE: tl.constexpr):
     row = tl.program_id(0)
     columns = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     at = logits + row.to(tl.int64) * width + columns
@@ -63,20 +63,22 @@ def _slopes(logits, places, normaliser, width, cap, scale, HAS_CAP: tl.constexpr
     tl.store(at, d.to(logits.dtype.element_ty), mask=columns < width)
 
 
-def add_up(logits: torch.Tensor, places: torch.Tensor, cap: float | None, scale: float, sums: torch.Tensor) -> None:
-    """See `logprobs.add_up`."""
+def update_sums(
+    logits: torch.Tensor, places: torch.Tensor, cap: float | None, scale: float, sums: torch.Tensor
+) -> None:
+    """See `logprobs.update_sums`."""
     assert all(x.is_contiguous() for x in (logits, places, sums))
     num_rows, width = logits.shape
-    launch: Any = _add_up[(num_rows,)]  # triton's stubs do not know its own options
+    launch: Any = _update_sums[(num_rows,)]  # triton's stubs do not know its own options
     launch(logits, places, sums, num_rows, width, cap or 1.0, scale, HAS_CAP=bool(cap), SIZE=BLOCK, num_warps=NUM_WARPS)
 
 
-def slopes(
+def logit_grad(
     logits: torch.Tensor, places: torch.Tensor, cap: float | None, scale: float, normaliser: torch.Tensor
 ) -> torch.Tensor:
-    """See `logprobs.slopes`."""
+    """See `logprobs.logit_grad`."""
     assert all(x.is_contiguous() for x in (logits, places, normaliser))
     num_rows, width = logits.shape
-    launch: Any = _slopes[(num_rows, triton.cdiv(width, BLOCK))]
+    launch: Any = _logit_grad[(num_rows, triton.cdiv(width, BLOCK))]
     launch(logits, places, normaliser, width, cap or 1.0, scale, HAS_CAP=bool(cap), SIZE=BLOCK, num_warps=NUM_WARPS)
     return logits

@@ -87,7 +87,7 @@ class _TokenLogprobs(torch.autograd.Function):
         passes = _passes(hidden)
         for columns in _tiles(len(targets), len(weight), chunk):
             logits = F.linear(hidden, weight[columns], None if bias is None else bias[columns])
-            passes.add_up(logits, targets - columns.start, transform.cap, transform.scale, sums)
+            passes.update_sums(logits, targets - columns.start, transform.cap, transform.scale, sums)
             del logits  # or it would exist together with the next tile
         maximum, total, weighted, picked = sums
         normaliser = maximum + total.log()
@@ -114,7 +114,7 @@ class _TokenLogprobs(torch.autograd.Function):
         passes = _passes(hidden)
         for columns in _tiles(len(targets), len(weight), ctx.chunk):
             logits = F.linear(hidden, weight[columns], None if bias is None else bias[columns])
-            d = passes.slopes(logits, targets - columns.start, transform.cap, transform.scale, normaliser)
+            d = passes.logit_grad(logits, targets - columns.start, transform.cap, transform.scale, normaliser)
             if grad_bias is not None:
                 grad_bias[columns] = grad @ d.float()
             if grad_hidden is not None:
@@ -132,7 +132,9 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
 
-def add_up(logits: torch.Tensor, places: torch.Tensor, cap: float | None, scale: float, sums: torch.Tensor) -> None:
+def update_sums(
+    logits: torch.Tensor, places: torch.Tensor, cap: float | None, scale: float, sums: torch.Tensor
+) -> None:
     """Add these logits [S, columns], whose memory is reused, to the `sums` [4, S] of all columns before them.
 
     Of the transformed logits x: their maximum m, sum exp(x - m), sum exp(x - m) (x - m), and the x at `places` [S],
@@ -154,7 +156,7 @@ def add_up(logits: torch.Tensor, places: torch.Tensor, cap: float | None, scale:
     maximum.copy_(higher)
 
 
-def slopes(
+def logit_grad(
     logits: torch.Tensor, places: torch.Tensor, cap: float | None, scale: float, normaliser: torch.Tensor
 ) -> torch.Tensor:
     """-(d logprob / d logit) / scale [S, columns], in the logits' type; reuses their memory."""
@@ -168,7 +170,7 @@ def slopes(
 
 
 def _passes(hidden: torch.Tensor) -> ModuleType:
-    """The module whose `add_up` and `slopes` to use."""
+    """The module whose `update_sums` and `logit_grad` to use."""
     if hidden.is_cuda and HAS_TRITON:
         from . import logit_kernels
 

@@ -70,7 +70,7 @@ class Microbatch:
         )
 
 
-def cut(
+def split_into_microbatches(
     batch: TrainBatch,
     *,
     max_tokens: int,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from .checkpoint import Parts, take_state, write_state
+from .checkpoint import SavedModules, take_state, write_state
 from .gather import Gatherer
 from .writing import on_all_ranks
 
@@ -39,7 +39,7 @@ class Saver:
         self,
         settings: TrainerSettings,
         *,
-        parts: Parts,
+        modules: SavedModules,
         gatherer: Gatherer,
         policy_version: int,
         objective: dict[str, float],
@@ -57,7 +57,7 @@ class Saver:
         work: list[Callable[[], None]] = []
         if state is not None:
             taken = take_state(
-                parts=parts,
+                modules=modules,
                 device=self._device,
                 rank=self._rank,
                 num_ranks=settings.num_ranks,

@@ -27,11 +27,11 @@ from .audit import published_weights
 from .bound import StalenessError as StalenessError
 from .bound import check_versions
 from .canary import score_canary
-from .checkpoint import Parts, load_state
+from .checkpoint import SavedModules, load_state
 from .families import load_model
 from .gather import Gatherer
 from .memory import peak_memory_gib
-from .microbatch import Microbatch, Packing, cut, empty_microbatch
+from .microbatch import Microbatch, Packing, empty_microbatch, split_into_microbatches
 from .optimizer import OptimizerSettings, Stepper, embedding_ids, make_optimizer
 from .publish import Publisher
 from .reference import load_reference
@@ -262,7 +262,7 @@ class Trainer:
         """
         seconds = self._saver.begin(
             self._settings,
-            parts=self._parts(),
+            modules=self._saved_modules(),
             gatherer=self._gatherer,
             policy_version=self.policy_version,
             objective=self._objective.state_dict(),
@@ -292,7 +292,7 @@ class Trainer:
         """
         state = load_state(
             Path(directory),
-            parts=self._parts(),
+            modules=self._saved_modules(),
             device=self._device,
             rank=self._rank,
             num_ranks=self._settings.num_ranks,
@@ -327,7 +327,7 @@ class Trainer:
         self._saver.close()
         dist.destroy_process_group()
 
-    def _parts(self) -> Parts:
+    def _saved_modules(self) -> SavedModules:
         """What checkpoints hold."""
         return {"": (self._model, self._optimizer)}
 
@@ -348,7 +348,7 @@ class Trainer:
         """This rank's microbatches on its device, then empty ones, because each pass is a collective of all ranks."""
         own = []
         if len(batch.prompt_lengths):
-            own = cut(
+            own = split_into_microbatches(
                 batch,
                 max_tokens=self._settings.max_tokens_per_microbatch,
                 packing=self._packing,

@@ -115,8 +115,11 @@ def test_another_beginning_is_another_conversation_and_all_are_trained_on_with_t
     t = recorder.trajectory(reward=0.0, metrics={})
     assert t.metrics["env/conversations"] == 3
     assert sampled(t) == policy.said[3].tokens
-    assert [sampled(o) for o in t.others] == [policy.said[0].tokens + policy.said[1].tokens, policy.said[2].tokens]
-    assert recorder.trajectory(reward=0.0, metrics={}, longest_only=True).others == []
+    assert [sampled(o) for o in t.other_conversations] == [
+        policy.said[0].tokens + policy.said[1].tokens,
+        policy.said[2].tokens,
+    ]
+    assert recorder.trajectory(reward=0.0, metrics={}, longest_only=True).other_conversations == []
 
 
 @settings(max_examples=60, deadline=None)
@@ -268,7 +271,7 @@ def test_the_official_client_with_bare_completions():
     pytest.importorskip("openai")
     policy = FakePolicy("46", "7")
     (t,) = asyncio.run(Completes().rollout(TASK, policy))
-    assert (t.reward, t.metrics["env/conversations"], t.others) == (1.0, 1.0, [])
+    assert (t.reward, t.metrics["env/conversations"], t.other_conversations) == (1.0, 1.0, [])
     assert sampled(t) == [token for c in policy.said for token in c.tokens]
 
 

@@ -304,7 +304,9 @@ def test_all_conversations_of_an_attempt_are_trained_on_with_its_advantage():
             task_id="t",
             trajectories=[
                 trajectory(
-                    100, reward=1.0, others=[trajectory(101, reward=1.0), trajectory(102, reward=1.0, version=3)]
+                    100,
+                    reward=1.0,
+                    other_conversations=[trajectory(101, reward=1.0), trajectory(102, reward=1.0, version=3)],
                 ),
                 trajectory(103, reward=0.0),
             ],
@@ -328,7 +330,7 @@ def test_further_conversations_get_the_mean_of_advantages_that_differ_by_turn():
         logprobs = [p if m else 0.0 for p, m in zip(masked.behavior_logprobs, mask, strict=True)]
         return dataclasses.replace(masked, loss_mask=mask, policy_versions=versions, behavior_logprobs=logprobs)
 
-    first = dataclasses.replace(attempt(100, 1.0), others=[trajectory(101, reward=1.0)])
+    first = dataclasses.replace(attempt(100, 1.0), other_conversations=[trajectory(101, reward=1.0)])
     group = Group.of(group_id=0, task_id="t", trajectories=[first, attempt(102, 0.0)])
     batch = Assembler(
         advantage=GiGPO(gamma=0.5, eps=1e-6),

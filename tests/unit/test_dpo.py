@@ -22,7 +22,7 @@ from leeway.recipes.dpo import batches_of, held_out_pairs
 from leeway.recipes.sft import num_steps
 from leeway.tasks.examples import check_examples
 from leeway.tasks.taskset import build_taskset
-from leeway.trainer.microbatch import Packing, cut
+from leeway.trainer.microbatch import Packing, split_into_microbatches
 from leeway.types import Task, batch_trajectories
 
 from ..trainers import OPTIMIZER, gradients, in_pairs, random_trajectories
@@ -97,7 +97,7 @@ def test_pairs_stay_together_in_their_order(packing: Packing) -> None:
             trajectories = in_pairs(trajectories)  # as real ones are: two answers to one prompt
         batch = batch_trajectories(trajectories, [0.0] * 12, num_sequences=12, num_tokens=1)
         found = []
-        for piece in cut(batch, max_tokens=limit, packing=packing, unit=2):
+        for piece in split_into_microbatches(batch, max_tokens=limit, packing=packing, unit=2):
             count = int(piece.segments.max()) + 1
             assert count % 2 == 0
             assert piece.input_ids.numel() <= limit or count == 2

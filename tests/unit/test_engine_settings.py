@@ -10,7 +10,7 @@ from leeway.config import check as check_module
 from leeway.config.check import check_run
 from leeway.config.engines import ENGINES, engine_kind
 from leeway.config.hardware import Hardware
-from leeway.driver.plugins import check_plugins
+from leeway.driver.dry_run import check_plugins
 from leeway.importing import import_user_object
 from leeway.runtime.launch import engine_settings
 

@@ -17,7 +17,7 @@ from leeway.config import ConfigError, load_config
 from leeway.config.evalsets import ks
 from leeway.config.inputs import EvalSampling
 from leeway.driver.eval_metrics import at_k, best_at_k, interval, pass_at_k
-from leeway.driver.evaluation import evaluate, measured_by, of_set, summarise, told
+from leeway.driver.evaluation import evaluate, in_one_line, measured_by, of_set, summarise
 from leeway.driver.saved_weights import saved_models
 from leeway.failures import PartFailed
 from leeway.runtime.supervisor import Supervisor
@@ -99,11 +99,11 @@ def test_a_summary_of_several_samples_counts_right_answers_and_failed_tasks():
 
 def test_accuracy_is_only_told_where_it_was_measured():
     before, after = {"reward": 0.03, "exact_match": 0.0}, {"reward": 0.36, "exact_match": 0.25}
-    assert told(before) == "accuracy 0.000, reward 0.030"
-    assert told({"reward": 0.5, "exact_match": 0.5}) == "accuracy 0.500"
-    assert told(before, after) == "accuracy 0.000 -> 0.250, reward 0.030 -> 0.360"
-    assert told({"reward": 0.03}, {"reward": 0.36}) == "reward 0.030 -> 0.360"
-    assert told({"reward": 0.03}, after) == "reward 0.030 -> 0.360"
+    assert in_one_line(before) == "accuracy 0.000, reward 0.030"
+    assert in_one_line({"reward": 0.5, "exact_match": 0.5}) == "accuracy 0.500"
+    assert in_one_line(before, after) == "accuracy 0.000 -> 0.250, reward 0.030 -> 0.360"
+    assert in_one_line({"reward": 0.03}, {"reward": 0.36}) == "reward 0.030 -> 0.360"
+    assert in_one_line({"reward": 0.03}, after) == "reward 0.030 -> 0.360"
     assert (measured_by(after), measured_by({"reward": 0.36})) == (("accuracy", 0.25), ("reward", 0.36))
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from leeway.algorithms.aggregation import AGGREGATIONS
 from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import Objective, PolicyObjective, SupervisedObjective
-from leeway.trainer.microbatch import cut
+from leeway.trainer.microbatch import split_into_microbatches
 from leeway.trainer.trainer import Trainer
 
 from ..tiers import sample, slow_but_for
@@ -35,7 +35,7 @@ WHOLE = {"max_tokens_per_microbatch": 10_000, "logprob_chunk_tokens": 10_000}
 def in_passes(number: int, packing: str) -> dict[str, Any]:
     """Settings under which the batch is cut into so many passes."""
     for limit in range(20, 400):
-        if len(cut(batch_of(TRAJECTORIES), max_tokens=limit, packing=packing)) == number:  # type: ignore[arg-type]
+        if len(split_into_microbatches(batch_of(TRAJECTORIES), max_tokens=limit, packing=packing)) == number:  # type: ignore[arg-type]
             return {"max_tokens_per_microbatch": limit, "packing": packing}
     raise AssertionError(f"no limit gives {number} passes")
 

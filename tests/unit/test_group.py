@@ -14,7 +14,7 @@ from leeway.algorithms.presets import ADVANTAGES
 from leeway.group import Group
 from leeway.replay.assemble import Assembler, split_evenly
 from leeway.samples import further, joined, laid, picked, prompt_keys
-from leeway.trainer.microbatch import cut
+from leeway.trainer.microbatch import split_into_microbatches
 from leeway.types import NO_VERSION, TrainBatch, Trajectory, Turn
 
 
@@ -47,7 +47,10 @@ def rich_attempts() -> list[Trajectory]:
     return [
         attempt(1, response=5, turns=[Turn(start=0, stop=2, state="a", reward=0.5)], **tensors(2, 5)),
         attempt(2, response=0, **tensors(0, 0)),
-        replace(attempt(3, **tensors(4, 4)), others=[bare(attempt(4, prompt=1, response=2, **tensors(1, 2)), 1.0)]),
+        replace(
+            attempt(3, **tensors(4, 4)),
+            other_conversations=[bare(attempt(4, prompt=1, response=2, **tensors(1, 2)), 1.0)],
+        ),
     ]
 
 
@@ -59,8 +62,12 @@ def bare(t: Trajectory, reward: float) -> Trajectory:
 def same(a: list[Trajectory], b: list[Trajectory]) -> bool:
     def plain(t: Trajectory) -> Any:
         tensors = {**{f"p{k}": v for k, v in t.prompt_tensors.items() if len(v)}, **t.token_tensors}
-        rest = {k: v for k, v in vars(t).items() if k not in ("others", "prompt_tensors", "token_tensors")}
-        return rest, {k: (v.dtype, v.float().tolist()) for k, v in tensors.items()}, [plain(o) for o in t.others]
+        rest = {k: v for k, v in vars(t).items() if k not in ("other_conversations", "prompt_tensors", "token_tensors")}
+        return (
+            rest,
+            {k: (v.dtype, v.float().tolist()) for k, v in tensors.items()},
+            [plain(o) for o in t.other_conversations],
+        )
 
     return [plain(t) for t in a] == [plain(t) for t in b]
 
@@ -78,7 +85,11 @@ def sent(value: Any) -> tuple[Any, int]:
 
 def test_it_comes_back_from_lists_files_and_shared_memory_as_it_was() -> None:
     made = rich_attempts()
-    made = [made[0], made[1], replace(made[2], others=[bare(made[2].others[0], made[2].reward)])]
+    made = [
+        made[0],
+        made[1],
+        replace(made[2], other_conversations=[bare(made[2].other_conversations[0], made[2].reward)]),
+    ]
     group = group_of(made, attempt=2, greedy_reward=0.1, environment_s=0.3)
     assert same(group.trajectories(), made)
     for other in (Group.unpacked(group.packed()), sent(group)[0]):
@@ -121,7 +132,7 @@ def test_what_is_changed_is_a_copy() -> None:
 
 def test_masking_an_attempt_leaves_out_its_further_conversations() -> None:
     masked = group_of(rich_attempts()).masked([False, False, True])
-    assert [len(t.others) for t in masked.trajectories()] == [0, 0, 0]
+    assert [len(t.other_conversations) for t in masked.trajectories()] == [0, 0, 0]
     assert len(masked.samples["response_lengths"]) == 3
 
 
@@ -178,13 +189,13 @@ def test_two_pictures_with_one_text_are_two_prompts() -> None:
     one, other = torch.zeros(4, 2), torch.ones(4, 2)
     (batch,) = assembled([group_of(asked_of([one, other]))])
     assert assembled_tokens[-1] == 2 * 3 + 4 * 4
-    (packed,) = cut(batch, max_tokens=1000)
+    (packed,) = split_into_microbatches(batch, max_tokens=1000)
     assert packed.prompt_tensors["pixels"].lengths.tolist() == [4, 4]
     assert packed.prompt_tensors["pixels"].values.equal(torch.cat([one, other]))
     assert packed.input_ids.shape[1] == 2 * 3 + 4 * 3  # the last token of a response is not read
     (batch,) = assembled([group_of(asked_of([one, one]))])
     assert assembled_tokens[-1] == 3 + 4 * 4
-    (packed,) = cut(batch, max_tokens=1000)
+    (packed,) = split_into_microbatches(batch, max_tokens=1000)
     assert packed.prompt_tensors["pixels"].lengths.tolist() == [4]
 
 
@@ -210,7 +221,7 @@ def test_further_tensors_reach_the_trainer_untouched(packing: Any) -> None:
     routed = torch.cat([c.token_tensors["routed_experts"] for c in every])
     seen = torch.zeros_like(routed)
     pictures: list[list[float]] = []
-    for microbatch in cut(batch, max_tokens=9, packing=packing):
+    for microbatch in split_into_microbatches(batch, max_tokens=9, packing=packing):
         seen[microbatch.places] = microbatch.token_tensors["routed_experts"]
         pixels = microbatch.prompt_tensors["pixels"]
         assert pixels.values.dtype is torch.bfloat16

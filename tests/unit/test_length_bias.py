@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from leeway.replay.lengths import LengthMeter
+from leeway.replay.length_bias import LengthBiasMeter
 from leeway.types import Group
 
 from .test_replay_buffer import admit, buffer_of, take_batch, trajectory
@@ -49,7 +49,7 @@ GROUPS = st.lists(
 @settings(deadline=None)
 @given(groups=GROUPS)
 def test_it_is_the_definition_on_any_lengths(groups: list[tuple[list[int], bool]]) -> None:
-    meter = LengthMeter()
+    meter = LengthBiasMeter()
     for i, (lengths, _) in enumerate(groups):
         meter.generated(group_of(i, lengths))
     chosen = [lengths for lengths, is_trained in groups if is_trained]
@@ -66,7 +66,7 @@ def test_it_is_the_definition_on_any_lengths(groups: list[tuple[list[int], bool]
 @settings(deadline=None)
 @given(groups=GROUPS)
 def test_there_is_no_bias_at_all_where_everything_was_trained_on(groups: list[tuple[list[int], bool]]) -> None:
-    meter = LengthMeter()
+    meter = LengthBiasMeter()
     for i, (lengths, _) in enumerate(groups):
         meter.generated(group_of(i, lengths))
     meter.trained([group_of(i, lengths) for i, (lengths, _) in enumerate(groups)])
@@ -87,14 +87,14 @@ def run_to_the_end(filters=()) -> tuple[list[float], dict[str, float]]:
             await buffer.put([group_of(i, LENGTHS[i]) for i in ids])
             while buffer.stats().groups_ready and (taken := await take_batch(buffer)) is not None:
                 await buffer.trained(taken.group_ids)
-                distances.append(buffer.lengths.metrics()[DISTANCE])
+                distances.append(buffer.length_bias.metrics()[DISTANCE])
                 version += 1
                 await buffer.published(version)
                 if buffer.stats().groups_ready < 2:
                     break
         while (taken := await take_batch(buffer)) is not None:
-            distances.append(buffer.lengths.metrics()[DISTANCE])
-        return distances, buffer.lengths.metrics()
+            distances.append(buffer.length_bias.metrics()[DISTANCE])
+        return distances, buffer.length_bias.metrics()
 
     return asyncio.run(scenario())
 

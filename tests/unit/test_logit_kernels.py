@@ -31,9 +31,9 @@ for cap in (None, 30.0):
             sums = torch.zeros(4, S)
             sums[0] = -logprobs.LARGE
             for tile in (slice(0, 128), slice(128, V)):
-                passes.add_up(logits[:, tile].clone(), targets - tile.start, cap, SCALE, sums)
+                passes.update_sums(logits[:, tile].clone(), targets - tile.start, cap, SCALE, sums)
             normaliser = sums[0] + sums[1].log()
-            both.append((sums, passes.slopes(logits.clone(), targets, cap, SCALE, normaliser).float()))
+            both.append((sums, passes.logit_grad(logits.clone(), targets, cap, SCALE, normaliser).float()))
         for ours, theirs in zip(*both, strict=True):
             assert ours.isfinite().all()
             assert (ours - theirs).abs().max() <= tolerance * ours.abs().max(), (cap, dtype)

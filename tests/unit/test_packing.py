@@ -16,7 +16,7 @@ from leeway.trainer import layout as layouts
 from leeway.trainer.attention import may_be_packed, packed_attention
 from leeway.trainer.families import load_model
 from leeway.trainer.layout import Segment, make_layout
-from leeway.trainer.microbatch import Microbatch, cut
+from leeway.trainer.microbatch import Microbatch, split_into_microbatches
 from leeway.trainer.scoring import ScoringModel
 from leeway.types import TrainBatch, Trajectory, batch_trajectories
 
@@ -105,7 +105,7 @@ def score(model: ScoringModel, batch: TrainBatch, packing: str, max_tokens: int 
     weights = torch.randn(len(batch.response_tokens), generator=torch.Generator().manual_seed(1))
     logprobs = torch.full((len(batch.response_tokens),), float("nan"))
     model.zero_grad()
-    for piece in cut(batch, max_tokens=max_tokens, packing=packing):  # type: ignore[arg-type]
+    for piece in split_into_microbatches(batch, max_tokens=max_tokens, packing=packing):  # type: ignore[arg-type]
         scored, _ = model(
             piece.input_ids, piece.rows, piece.targets, 0.7, position_ids=piece.position_ids, layout=piece.layout
         )
@@ -154,7 +154,7 @@ def test_responses_too_long_for_a_mask_of_their_own(load, name, monkeypatch):
     expected = score(load(name, "padded"), batch, "padded")
     monkeypatch.setattr(layouts, "MAX_MASKED_AREA", 0)
     monkeypatch.setattr(layouts, "SMALL_AREA", 0)
-    pieces = cut(batch, max_tokens=10_000)
+    pieces = split_into_microbatches(batch, max_tokens=10_000)
     assert pieces[0].layout is not None
     assert all(bucket.offsets is None for bucket in pieces[0].layout.buckets)
     check_same(score(load(name, "auto"), batch, "shared"), expected)
@@ -180,7 +180,7 @@ def sequences_of(piece: Microbatch) -> list[list[int]]:
 def test_a_prompt_is_in_the_row_once_and_every_response_follows_it():
     for seed in range(10):
         trajectories = groups(seed)
-        [piece] = cut(batch_of(trajectories), max_tokens=10_000)
+        [piece] = split_into_microbatches(batch_of(trajectories), max_tokens=10_000)
         prompts = {tuple(t.prompt_tokens) for t in trajectories}
         responses = sum(len(t.response_tokens) - 1 for t in trajectories)
         assert piece.input_ids.shape[1] == sum(map(len, prompts)) + responses
@@ -206,7 +206,7 @@ def test_microbatches_keep_to_the_limit_and_hold_every_token_once(packing):
     for seed in range(20):
         trajectories = groups(seed, number=6)
         limit = random.Random(seed).randint(10, 150)
-        pieces = cut(batch_of(trajectories), max_tokens=limit, packing=packing)
+        pieces = split_into_microbatches(batch_of(trajectories), max_tokens=limit, packing=packing)
         places = torch.cat([piece.places for piece in pieces])
         assert sorted(places.tolist()) == list(range(sum(len(t.response_tokens) for t in trajectories)))
         for piece in pieces:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from leeway.config import Config, find_recipe
-from leeway.runtime.placement import Cores, beside_engines, keep_on, place
+from leeway.runtime.placement import Cores, assign_cores, beside_engines, keep_on
 
 
 def config_of(*, generators=1, ranks=1, **cluster: Any) -> Config:
@@ -28,7 +28,7 @@ def config_of(*, generators=1, ranks=1, **cluster: Any) -> Config:
 
 
 def cores_of(available: int, recipe: str = "async_rl", **settings: Any) -> Cores:
-    return place(config_of(**settings), find_recipe(recipe), list(range(available)))
+    return assign_cores(config_of(**settings), find_recipe(recipe), list(range(available)))
 
 
 def test_on_two_cores_the_engine_has_the_first_and_the_trainer_the_second():

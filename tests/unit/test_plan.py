@@ -12,10 +12,10 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from leeway.planning import lengths
-from leeway.planning.engine import Chunk, SimulatedEngine
+from leeway.planning.batch_order import BatchOrder
+from leeway.planning.engine_model import Chunk, SimulatedEngine
 from leeway.planning.lengths import Distribution
 from leeway.planning.model import Calibration, Settings
-from leeway.planning.order import BatchOrder
 from leeway.planning.predict import limit_s, predict
 from leeway.planning.search import advise, best, best_split, fitting, splits_of, sweep, variants
 from leeway.replay.admission import AdmissionRule
@@ -44,7 +44,7 @@ def step_s(calibration: Calibration, lag: int, **changes: object) -> float:
 
 def test_in_lockstep_a_step_is_generation_and_training_and_the_weight_sync() -> None:
     parts = {"pause_s": 0.3, "canary_s": 0.05, "publish_s": 0.1, "upload_s": 0.07, "optim_s": 0.02, "overhead_s": 0.01}
-    found = step_s(job(**parts, hand_on_s=0.04), 0)
+    found = step_s(job(**parts, hand_off_s=0.04), 0)
     # The upload runs beside the overhead between two steps; everything else is one after the other.
     assert found == pytest.approx(1.6 + 0.8 + 0.3 + 0.05 + 0.1 + 0.07 + 0.02 + 0.04, rel=1e-6)
 

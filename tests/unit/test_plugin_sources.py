@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from leeway.config import ConfigError, load_config
-from leeway.driver.plugins import check_plugins, dry_run
+from leeway.driver.dry_run import check_plugins, dry_run
 from leeway.envs import build_environment
 from leeway.replay.operators import Pipeline
 from leeway.runtime.cluster import user_module_paths

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from leeway.config import load_config
-from leeway.driver.plugins import check_plugins, dry_run
+from leeway.driver.dry_run import check_plugins, dry_run
 from leeway.driver.try_env import exchange
 from leeway.envs.registry import build_environment
 from leeway.tasks import Prompter
@@ -72,7 +72,7 @@ def test_a_wrong_return_is_found_by_a_dry_run(mine, source, message):
     "line", ["return None, 1.0, True, {}", "raise OSError('no such host')", "import asyncio; await asyncio.sleep(9999)"]
 )
 def test_what_is_right_or_needs_a_run_passes(mine, line, monkeypatch):
-    monkeypatch.setattr("leeway.driver.plugins.DRY_RUN_S", 0.3)
+    monkeypatch.setattr("leeway.driver.dry_run.DRY_RUN_S", 0.3)
     mine(STEP + line)
     dry_run(config(), TASK)
 
@@ -91,7 +91,7 @@ def test_the_examples_pass(name, reward, answer, monkeypatch):
     check_plugins(settings)
     task = replace(TASK, answer=answer)
     played = []
-    monkeypatch.setattr("leeway.driver.plugins._check_returned", lambda returned, environment: played.extend(returned))
+    monkeypatch.setattr("leeway.driver.dry_run._check_returned", lambda returned, environment: played.extend(returned))
     dry_run(settings, task)
     assert [t.reward for t in played] == [reward, reward]
 

@@ -47,11 +47,11 @@ def test_the_newest_task_starts_at_once_and_the_next_when_it_comes(path: Path) -
         assert buffer.awaits_a_task
         one, other = await waits(admit(buffer, 1, "one")), await waits(admit(buffer, 1, "other"))
         feed(path, 1)
-        await buffer.tasks_came()
+        await buffer.tasks_arrived()
         assert await goes_on(one) == [1]
         await still_waits(other)
         feed(path, 2, 3, 4)
-        await buffer.tasks_came()
+        await buffer.tasks_arrived()
         assert await goes_on(other) == [2]
         assert await admit(buffer, 2, "one") == [3, 4]
 
@@ -76,7 +76,7 @@ def test_groups_to_issue_again_wait_for_no_task(path: Path) -> None:
         await buffer.published(0)
         assert await admit(buffer, collector="lost") == [0]
         first, second = await waits(admit(buffer, 1, "first")), await waits(admit(buffer, 1, "second"))
-        await buffer.lost("lost", "gone")
+        await buffer.mark_dead("lost", "gone")
         assert await goes_on(first) == [0]
         await still_waits(second)
 
@@ -90,7 +90,7 @@ def test_the_last_batch_is_short_where_the_queue_is_closed(path: Path) -> None:
         await buffer.put([group(g) for g in await admit(buffer)])
         trainer, collector = await waits(take_batch(buffer)), await waits(admit(buffer))
         close(path)
-        await buffer.tasks_came()
+        await buffer.tasks_arrived()
         assert (await goes_on(trainer)).group_ids == [0]
         assert await goes_on(collector) == []
         assert await take_batch(buffer) is None
@@ -121,11 +121,11 @@ def test_the_actor_sees_what_comes_and_ends_with_a_line_that_is_no_task(
         buffer = fed_by(path)
         queue = buffer._tasks._taskset  # type: ignore[attr-defined]
         asked = []
-        monkeypatch.setattr(buffer, "tasks_came", lambda came=buffer.tasks_came: asked.append(1) or came())
+        monkeypatch.setattr(buffer, "tasks_arrived", lambda came=buffer.tasks_arrived: asked.append(1) or came())
         await buffer.published(0)
         await admit(buffer)
         own: Any = SimpleNamespace(role="replay", _taskset=queue, _buffer=buffer)
-        alive = asyncio.create_task(ReplayBufferActor.alive(own))  # type: ignore[arg-type]
+        alive = asyncio.create_task(ReplayBufferActor.wait_until_death(own))  # type: ignore[arg-type]
         waiting = asyncio.create_task(buffer.admit(1, timeout_s=SOON_S))
         await asyncio.sleep(0.02)
         assert not asked, "a queue in which nothing has changed is not read"

@@ -157,10 +157,10 @@ def test_a_lost_collector_gives_back_what_it_holds_and_is_given_nothing_more():
         mine += await admit(buffer, 2, "a")
         await buffer.put([finished(mine[0])])
         left_behind = await waits(admit(buffer, 100, "a"))
-        assert await buffer.lost("a", "killed") == [1, 4, 5]
+        assert await buffer.mark_dead("a", "killed") == [1, 4, 5]
         assert await left_behind == []  # nobody is there to receive more
         assert [a.group_id for a in await admit(buffer, 2, "b")] == [1, 4]
-        assert await buffer.lost("b", "killed") == [1, 2, 3, 4]  # what came from a dead collector too
+        assert await buffer.mark_dead("b", "killed") == [1, 2, 3, 4]  # what came from a dead collector too
         again = await admit(buffer, 100, "a, started again")
         assert [(a.group_id, a.attempt) for a in again] == [(1, 2), (2, 1), (3, 1), (4, 2), (5, 1)]
         assert [a.min_policy_version for a in again[1:3]] == [a.min_policy_version for a in theirs]
@@ -176,7 +176,7 @@ def test_when_tasks_have_ended_collectors_stay_until_the_last_group_is_safe():
         await buffer.published(0)
         await admit(buffer, 2, "a")
         idle = await waits(admit(buffer, 100, "b"))
-        assert await buffer.lost("a", "killed") == [0, 1]
+        assert await buffer.mark_dead("a", "killed") == [0, 1]
         held = await idle
         assert [a.group_id for a in held] == [0, 1]
         idle = await waits(admit(buffer, 100, "b"))
@@ -193,7 +193,7 @@ def test_groups_issued_again_are_counted_once_and_the_log_says_why(caplog):
         buffer = buffer_of()
         await buffer.published(0)
         await admit(buffer, 3)
-        await buffer.lost("a", "killed")
+        await buffer.mark_dead("a", "killed")
         await admit(buffer, 1, "b")
         await buffer.reissue([0, 0], "canary")  # named twice, issued once
         assert buffer.stats().retries == 4

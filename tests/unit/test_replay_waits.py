@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from leeway.replay.buffer import GATHER_S, NO_PROGRESS_BATCHES, NoProgressError, ReplayBuffer
+from leeway.replay.buffer import FIRST_SLOTS_S, NO_PROGRESS_BATCHES, NoProgressError, ReplayBuffer
 from leeway.types import Admission
 
 from . import test_staleness_property as property_test
@@ -266,14 +266,14 @@ def test_an_engine_that_is_alone_takes_everything_at_once():
         asked = asyncio.get_running_loop().time()
         held = await admit(buffer, 12, "a")
         assert held == list(range(12))
-        assert asyncio.get_running_loop().time() == asked + GATHER_S
+        assert asyncio.get_running_loop().time() == asked + FIRST_SLOTS_S
         full = asyncio.create_task(admit(buffer, 4, "b"))
         assert await full == [12, 13, 14, 15]
         await buffer.put([group(g) for g in range(8)])
         assert (await buffer.take_batch(timeout_s=DEADLINE_S)) is not None
         await buffer.published(1)
         assert await admit(buffer, 8, "a") == list(range(16, 24))  # b waits for nothing
-        assert await buffer.lost("b", "killed") == [12, 13, 14, 15]
+        assert await buffer.mark_dead("b", "killed") == [12, 13, 14, 15]
         await buffer.published(2)
         assert await admit(buffer, 12, "a") == [12, 13, 14, 15, *range(24, 32)]
 
@@ -307,7 +307,7 @@ def test_what_a_collector_gives_back_goes_to_the_others_first():
         assert await buffer.give_back("a", "in quarantine") == [0, 2]
         assert await goes_on(b) == [0, 2]
         assert not a.done()
-        await buffer.lost("b", "killed")
+        await buffer.mark_dead("b", "killed")
         assert await goes_on(a) == [0, 1, 2, 3]  # nobody else is there
 
     virtually(scenario())

@@ -45,19 +45,19 @@ def steady(num_batches: int) -> list[list[Group]]:
 
 
 def test_in_admission_order_every_group_comes_again_until_it_was_used_so_often() -> None:
-    pool = ReusePool(max_uses=3, room=4, updates_per_batch=1, max_lag=2)
+    pool = ReusePool(max_uses=3, max_reused=4, updates_per_batch=1, max_lag=2)
     assert served(pool, steady(5)) == [[], [0, 1], [0, 1, 2, 3], [2, 3, 4, 5], [4, 5, 6, 7]]
     assert pool.metrics() == {"replay/reused": 14.0, "replay/uses/max": 3.0, "replay/reusable": 4.0}
 
 
 def test_a_group_rests_for_its_cooldown() -> None:
-    pool = ReusePool(max_uses=2, room=2, updates_per_batch=1, max_lag=9, cooldown=2)
+    pool = ReusePool(max_uses=2, max_reused=2, updates_per_batch=1, max_lag=9, cooldown=2)
     assert served(pool, steady(6)) == [[], [], [], [0, 1], [2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize(("updates", "last"), [(1, 4), (2, 2), (3, 1)])
 def test_no_use_is_beyond_the_bound_at_the_last_step_of_its_batch(updates: int, last: int) -> None:
-    pool = ReusePool(max_uses=99, room=1, updates_per_batch=updates, max_lag=5)
+    pool = ReusePool(max_uses=99, max_reused=1, updates_per_batch=updates, max_lag=5)
     uses = served(pool, [[group(0, version=1)], *[[]] * 9])
     # Version 1 may be used up to version 6: batch k ends at version u (k + 1) - 1.
     assert [bool(u) for u in uses] == [0 < k <= (6 + 1) // updates - 1 for k in range(10)]
@@ -67,7 +67,7 @@ def test_no_use_is_beyond_the_bound_at_the_last_step_of_its_batch(updates: int, 
 def test_by_priority_the_best_come_first_and_each_use_costs() -> None:
     worth = {0: 3.0, 1: 1.0, 2: 2.6, 3: 0.0}
     pool = ReusePool(
-        max_uses=9, room=1, updates_per_batch=1, max_lag=99, priority=lambda g: worth[g.group_id], decay=0.5
+        max_uses=9, max_reused=1, updates_per_batch=1, max_lag=99, priority=lambda g: worth[g.group_id], decay=0.5
     )
     # 3.0; 2.5 against 2.6; 2.5 against 2.1; 2.0 against 2.1; equals in admission order
     batches = [[group(i) for i in range(4)], [], [], [], []]
@@ -75,7 +75,7 @@ def test_by_priority_the_best_come_first_and_each_use_costs() -> None:
 
 
 def test_used_once_nothing_is_kept() -> None:
-    pool = ReusePool(max_uses=1, room=0, updates_per_batch=1, max_lag=9)
+    pool = ReusePool(max_uses=1, max_reused=0, updates_per_batch=1, max_lag=9)
     assert served(pool, steady(3)) == [[], [], []]
     assert pool.metrics() == {"replay/reused": 0.0, "replay/uses/max": 1.0, "replay/reusable": 0.0}
 

@@ -198,7 +198,7 @@ def test_it_goes_through_the_files_of_a_checkpoint(config, tmp_path: Path) -> No
 
 
 def test_a_checkpoint_holds_what_was_there_when_its_last_batch_was_served() -> None:
-    options: dict[str, Any] = {"max_uses": 3, "room": 4, "updates_per_batch": 1, "max_lag": 2}
+    options: dict[str, Any] = {"max_uses": 3, "max_reused": 4, "updates_per_batch": 1, "max_lag": 2}
     pool, batches = ReusePool(**options), steady(6)
     for i, fresh in enumerate(batches[:4]):
         pool.serve(i, fresh)
@@ -216,13 +216,13 @@ def test_a_checkpoint_holds_what_was_there_when_its_last_batch_was_served() -> N
 
 
 def test_groups_come_back_from_text_as_they_were() -> None:
-    pool = ReusePool(max_uses=2, room=2, updates_per_batch=1, max_lag=9, priority=lambda g: 0.1 + g.group_id)
+    pool = ReusePool(max_uses=2, max_reused=2, updates_per_batch=1, max_lag=9, priority=lambda g: 0.1 + g.group_id)
     plain, rich = group(0, version=3), group(7, rewards=(0.1, 1 / 3))
     attempts = rich.trajectories()
     other = attempts[1]
     turns = [Turn(start=0, stop=1, state="a", reward=0.5)]
     attempts[0] = dataclasses.replace(
-        attempts[0], others=[other], turns=turns, metrics={"exact_match": 0.1}, text="é\n"
+        attempts[0], other_conversations=[other], turns=turns, metrics={"exact_match": 0.1}, text="é\n"
     )
     rich = Group.of(attempts, group_id=7, task_id="7")
     pool.serve(0, [plain, dataclasses.replace(rich, greedy_reward=0.7, attempt=2)])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from leeway.config import load_config
 from leeway.driver import rl_report
-from leeway.driver.rl_report import WORK, Reporter, StepClock, StepReport, in_words
+from leeway.driver.rl_report import WORK, Reporter, StepClock, StepReport, describe_time_shares
 from leeway.failures import PartFailed
 from leeway.monitor import build_monitor, read_metrics
 from leeway.monitor.metrics import reduced
@@ -391,4 +391,4 @@ def test_steps_wait_for_reports_that_are_far_behind_and_hear_when_they_fail(tmp_
 
 def test_shares_in_words_name_each_cause_and_leave_out_what_rounds_to_nothing() -> None:
     shares = {"trainer": {"work": 0.716, "wait_for_batch": 0.28, "audit": 0.004}, "generator": {"generate": 1.0}}
-    assert in_words(shares) == ["trainer: work 72%, wait for batch 28%", "generator: generate 100%"]
+    assert describe_time_shares(shares) == ["trainer: work 72%, wait for batch 28%", "generator: generate 100%"]

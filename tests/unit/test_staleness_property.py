@@ -190,7 +190,7 @@ class Run:
             operators=[filter_zero_variance],
             reuse=ReusePool(
                 max_uses=s.K,
-                room=s.P * (s.K - 1),
+                max_reused=s.P * (s.K - 1),
                 updates_per_batch=s.u,
                 max_lag=s.L,
                 cooldown=s.cooldown,
@@ -264,7 +264,7 @@ class Run:
             living.cancel()
             await asyncio.gather(living, return_exceptions=True)
             await asyncio.sleep(self.rng.random())  # until somebody notices
-            self.issued_again += len(await self.buffer.lost(name, "died"))
+            self.issued_again += len(await self.buffer.mark_dead(name, "died"))
         else:
             living.result()
 

@@ -127,7 +127,7 @@ def test_a_copy_goes_on_where_it_was_saved(way: Way, steps: int, max_uses: int, 
     """In the middle of everything: groups waiting, in flight, served; every group exactly once, within the bound."""
 
     def reuse() -> ReusePool:
-        return ReusePool(max_uses=max_uses, room=1 if max_uses > 1 else 0, updates_per_batch=1, max_lag=T)
+        return ReusePool(max_uses=max_uses, max_reused=1 if max_uses > 1 else 0, updates_per_batch=1, max_lag=T)
 
     async def scenario() -> None:
         run = Run(buffer_of(total=24, reuse=reuse()), seed=1)

@@ -14,7 +14,7 @@ from leeway.algorithms.corrections import M2PO
 from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.kl import KLPenalty
 from leeway.algorithms.objective import PolicyObjective, SupervisedObjective
-from leeway.trainer.microbatch import cut
+from leeway.trainer.microbatch import split_into_microbatches
 from leeway.trainer.optimizer import learning_rate
 from leeway.trainer.trainer import StalenessError, Trainer
 from leeway.types import NO_VERSION, Trajectory, batch_trajectories
@@ -64,7 +64,7 @@ def test_padded_microbatches_keep_to_the_limit_and_hold_everything_once():
     for seed in range(30):
         trajectories = random_trajectories(seed, 20)
         limit = random.Random(seed).randint(10, 200)
-        pieces = cut(batch_of(trajectories), max_tokens=limit, packing="padded")
+        pieces = split_into_microbatches(batch_of(trajectories), max_tokens=limit, packing="padded")
         found = []
         for piece in pieces:
             rows, width = piece.input_ids.shape

@@ -14,7 +14,7 @@ class RolloutFailed(RuntimeError):
     """A task failed in every attempt; the message is the last attempt's reason."""
 
 
-async def each(
+async def run_bounded(
     tasks: Sequence[Task],
     attempts: Callable[[Task, RolloutClock], Awaitable[list[Trajectory]]],
     *,

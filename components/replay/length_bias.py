@@ -1,4 +1,4 @@
-"""The bias meter: whether what is trained on is as long as what was generated."""
+"""Length bias: whether what is trained on is as long as what was generated."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..group import Group
 
 
-class LengthMeter:
+class LengthBiasMeter:
     """Response lengths of all generated groups, and of those that were trained on.
 
     A system that drops late samples trains on shorter ones than it generates, and the reward does not show it. Here the

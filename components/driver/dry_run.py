@@ -46,7 +46,7 @@ def dry_run(config: Config, task: Task) -> None:
 
     environment = build_environment(config.env)
     try:
-        returned = asyncio.run(asyncio.wait_for(environment.rollout(task, _Says(task)), DRY_RUN_S))
+        returned = asyncio.run(asyncio.wait_for(environment.rollout(task, _AnswerKeyPolicy(task)), DRY_RUN_S))
     except _PROGRAMMING_ERRORS as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         place = "" if frame.filename in str(error) else f" ({frame.filename}:{frame.lineno})"
@@ -64,13 +64,13 @@ def _check_returned(returned: Any, environment: Any) -> None:
     where = f"env.name: {type(environment).__name__}.rollout ({code.co_filename}:{code.co_firstlineno})"
     if not isinstance(returned, list) or not all(isinstance(t, Trajectory) for t in returned):
         raise ValueError(f"{where} returned {repr(returned)[:80]}; expected a list of leeway.Trajectory")
-    if len(returned) != _Says.group_size:
+    if len(returned) != _AnswerKeyPolicy.group_size:
         raise ValueError(
-            f"{where} returned {len(returned)} trajectories; expected policy.group_size = {_Says.group_size}"
+            f"{where} returned {len(returned)} trajectories; expected policy.group_size = {_AnswerKeyPolicy.group_size}"
         )
 
 
-class _Says:
+class _AnswerKeyPolicy:
     """A policy that says the task's answer in every turn."""
 
     group_size = 2
@@ -86,7 +86,7 @@ class _Says:
     def encode(self, prompt: Any) -> list[int]:
         return self.prompter.encode(prompt)
 
-    def conversation(self, index: int) -> _Says:
+    def conversation(self, index: int) -> _AnswerKeyPolicy:
         return self
 
     async def generate(self, prompt: Any, *, n: int | None = None, max_tokens: int | None = None) -> list[Completion]:

@@ -10,7 +10,7 @@ F = TypeVar("F", bound="asyncio.Future")
 T = TypeVar("T")
 
 
-class Awaited:
+class CompletionQueue:
     """Futures that say when they have ended; asyncio.wait would look at each of them each time one does."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Awaited:
         future.add_done_callback(self._end)
         return future
 
-    async def ended(self) -> list[asyncio.Future]:
+    async def get(self) -> list[asyncio.Future]:
         """Those that have ended, cancelled or not, since this was last asked for: at least one."""
         await self._woken.wait()
         self._woken.clear()
