@@ -41,10 +41,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from leeway.algorithms.objective import SupervisedObjective
+from leeway.config.flow import ParamServerConfig
+from leeway.config.inputs import ModelConfig
+from leeway.config.learning import CheckpointConfig, OptimizerConfig, TrainConfig
+from leeway.config.running import ClusterConfig
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.families import ModelRefusedError, load_model
 from leeway.trainer.microbatch import split_into_microbatches
-from leeway.trainer.optimizer import OptimizerSettings
 from leeway.trainer.scoring import ScoringModel
 from leeway.trainer.trainer import Trainer, TrainerSettings
 from leeway.types import TrainBatch, Trajectory, batch_trajectories
@@ -405,34 +408,19 @@ def exported(folder: Path, data: list[Trajectory]) -> str:
 
 def settings_of(folder: Path) -> TrainerSettings:
     return TrainerSettings(
-        model_path=str(folder),
+        model=ModelConfig(path=str(folder), dtype="float32"),
+        optimizer=OptimizerConfig(lr=1e-3),
+        train=TrainConfig(max_tokens_per_microbatch=1000),
+        checkpoint=CheckpointConfig(in_background=False),
+        param_server=ParamServerConfig(bucket_mb=1),
+        cluster=ClusterConfig(device="cpu", step_timeout_s=60),
         objective=SupervisedObjective(),
-        optimizer=OptimizerSettings(
-            lr=1e-3,
-            betas=(0.9, 0.95),
-            eps=1e-8,
-            weight_decay=0.0,
-            schedule="constant",
-            warmup_steps=0,
-            min_lr_frac=0.0,
-            max_grad_norm=1.0,
-            total_steps=1,
-        ),
-        num_ranks=1,
-        device="cpu",
-        compute_dtype="float32",
-        publish_dtype="float32",
-        attn="auto",
+        canary=CanaryPrompts(scored=[], cached=[]),
+        total_steps=1,
         temperature=TEMPERATURE,
         max_policy_lag=None,
-        max_tokens_per_microbatch=1000,
-        gradient_checkpointing=False,
-        bucket_bytes=1 << 20,
-        canary=CanaryPrompts(scored=[], cached=[]),
         num_threads=0,
         seed=0,
-        timeout_s=60.0,
-        save_in_background=False,
     )
 
 

@@ -41,9 +41,11 @@ from quickstart_runs import HERE
 
 from leeway import Completion, StepEnvironment, Task
 from leeway.collector.clock import ActivityClock
-from leeway.collector.collector import Collector, CollectorSettings
+from leeway.collector.collector import Collector
 from leeway.collector.engine import EngineSettings
 from leeway.config import load_config
+from leeway.config.algorithm import AlgorithmConfig
+from leeway.config.flow import RolloutConfig
 from leeway.engines.vllm_engine import VllmEngine
 from leeway.tasks.bootstrap import build_model_dir
 from leeway.tasks.prompting import Prompter
@@ -164,10 +166,8 @@ async def rolled(engine: VllmEngine, prompter: Prompter, tasks: list[Task], in_f
     collector = Collector(
         engine=engine, environment=Slow(delay_s), prompter=prompter, weight_sync=unused, clock=ActivityClock(),
         admit=unused, retried=unused, give_back=unused, fail=unused,
-        settings=CollectorSettings(
-            group_size=1, temperature=1.0, max_prompt_tokens=64, max_response_tokens=64, max_model_len=128,
-            max_in_flight=in_flight, timeout_s=600.0, engine_stall_s=300.0, retries=0, seed=0, seeded=False,
-        ),
+        rollout=RolloutConfig(max_prompt_tokens=64, max_response_tokens=64, max_model_len=128, retries=0),
+        algorithm=AlgorithmConfig(), seed=0, seeded=False, max_in_flight=in_flight,
     )  # fmt: skip
     trajectories = await collector.rollouts(tasks, temperature=1.0, group_size=1)
     return sum(sum(t.loss_mask) for t in trajectories)

@@ -73,9 +73,10 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str, dtype: str, bucke
         cpu_offload=False,
     )
     canary = CanaryPrompts(scored=[list(range(24))] * 4, cached=[list(range(64))] * 2)
-    settings = replace(
-        settings_of(arguments, folder, "auto"), num_ranks=args.ranks, bucket_bytes=bucket_mb * MB, canary=canary
-    )
+    settings = settings_of(arguments, folder, "auto")
+    train = settings.train.model_copy(update={"num_ranks": args.ranks})
+    buckets = settings.param_server.model_copy(update={"bucket_mb": bucket_mb})
+    settings = replace(settings, train=train, param_server=buckets, canary=canary)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
         put = Store(Path(shared))
         address, transport = f"tcp://127.0.0.1:{port}", ObjectStore(put, put)  # type: ignore[arg-type]
@@ -137,7 +138,7 @@ def measure(trainer: Trainer, put: Store, repeats: int) -> dict[str, Any]:
         "gb": round(num_bytes / 1e9, 3),
         "largest_bucket_mb": round(largest / MB, 1),
         "extra_mb": round(max(peaks), 1),
-        "extra_buckets": round(max(peaks) * MB / max(largest, trainer._settings.bucket_bytes), 2),
+        "extra_buckets": round(max(peaks) * MB / max(largest, trainer._settings.param_server.bucket_mb * MB), 2),
         "canary_extra_mb": round(canary_mb, 1),
     }
     if rank == 0:

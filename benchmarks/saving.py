@@ -21,6 +21,7 @@ import torch
 from trainer import SHAPES, make_batch, settings_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from leeway.config.learning import CheckpointConfig
 from leeway.trainer.trainer import Trainer
 
 
@@ -34,7 +35,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--max-tokens", type=int, default=4096)
     args = parser.parse_args()
-    args.gradient_checkpointing = False
+    args.gradient_checkpointing = args.compile = args.cpu_offload = False
     torch.set_num_threads(args.threads)
     batch = make_batch("groups", SHAPES[args.shape]["vocab_size"], num_groups=16, group_size=8, median=64)
     with tempfile.TemporaryDirectory() as base:
@@ -42,7 +43,7 @@ def main() -> None:
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(base)
         settings = settings_of(args, base, "shared")
         for in_background in (True, False):
-            chosen = replace(settings, save_in_background=in_background)
+            chosen = replace(settings, checkpoint=CheckpointConfig(in_background=in_background))
             trainer = Trainer(chosen, rank=0, init_method=f"file://{base}/meet-{in_background}")
             print(json.dumps({"in_background": in_background, **measure(trainer, batch, args)}), flush=True)
             trainer.close()

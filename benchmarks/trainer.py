@@ -32,10 +32,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import PolicyObjective
+from leeway.config.flow import ParamServerConfig
+from leeway.config.inputs import ModelConfig
+from leeway.config.learning import CheckpointConfig, OptimizerConfig, TrainConfig
+from leeway.config.running import ClusterConfig
 from leeway.trainer.families import load_model
 from leeway.trainer.memory import peak_memory_gib
 from leeway.trainer.microbatch import split_into_microbatches
-from leeway.trainer.optimizer import OptimizerSettings, make_optimizer
+from leeway.trainer.optimizer import make_optimizer
 from leeway.trainer.trainer import Trainer, TrainerSettings
 from leeway.weights import CanaryPrompts
 
@@ -105,36 +109,24 @@ def make_batch(data: str, vocab_size: int, *, num_groups: int, group_size: int, 
 
 def settings_of(args: argparse.Namespace, path: str, packing: str) -> TrainerSettings:
     return TrainerSettings(
-        model_path=path,
+        model=ModelConfig(path=path, dtype=args.dtype, attn="sdpa"),
+        optimizer=OptimizerConfig(),
+        train=TrainConfig(
+            max_tokens_per_microbatch=args.max_tokens,
+            gradient_checkpointing=args.gradient_checkpointing,
+            compile=args.compile,
+            cpu_offload=args.cpu_offload,
+        ).model_copy(update={"packing": packing}),
+        checkpoint=CheckpointConfig(),
+        param_server=ParamServerConfig(),
+        cluster=ClusterConfig(device=args.device),
         objective=PolicyObjective(policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation="token_mean"),
-        optimizer=OptimizerSettings(
-            lr=1e-6,
-            betas=(0.9, 0.95),
-            eps=1e-8,
-            weight_decay=0.0,
-            schedule="constant",
-            warmup_steps=0,
-            min_lr_frac=0.0,
-            max_grad_norm=1.0,
-            total_steps=100,
-        ),
-        num_ranks=1,
-        device=args.device,
-        compute_dtype=args.dtype,
-        publish_dtype=args.dtype,
-        attn="sdpa",
+        canary=CanaryPrompts(scored=[[0, 1]], cached=[[0, 1]]),
+        total_steps=100,
         temperature=1.0,
         max_policy_lag=10**9,
-        max_tokens_per_microbatch=args.max_tokens,
-        gradient_checkpointing=args.gradient_checkpointing,
-        bucket_bytes=1 << 28,
-        canary=CanaryPrompts(scored=[[0, 1]], cached=[[0, 1]]),
         num_threads=args.threads,
         seed=0,
-        timeout_s=600.0,
-        packing=packing,  # type: ignore[arg-type]
-        compile_layers=args.compile,
-        cpu_offload=args.cpu_offload,
     )
 
 

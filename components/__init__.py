@@ -8,11 +8,12 @@ from leeway import Config, load_config                        # read settings
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if __name__ != "leeway":  # a second copy of every class, of which none is the other's
     raise ImportError(f"{__name__}: got an import of the folder, expected the package: import leeway")
+
+from .lazy import offered
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time names are loaded when they are first used
     from .algorithms.advantages import Advantage as Advantage
@@ -45,46 +46,19 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time names are loaded
 
 __version__ = "0.1.0"
 
-_WHERE = {
-    "Advantage": ".algorithms.advantages",
-    "GroupAdvantage": ".algorithms.advantages",
-    "TurnAdvantage": ".algorithms.advantages",
-    "Correction": ".algorithms.corrections",
-    "CorrectionInputs": ".algorithms.corrections",
-    "RatioCorrection": ".algorithms.corrections",
-    "KLEstimator": ".algorithms.kl",
-    "LossInputs": ".algorithms.losses",
-    "PolicyLoss": ".algorithms.losses",
-    "Environment": ".envs",
-    "AgentEnvironment": ".envs",
-    "Endpoint": ".envs",
-    "Policy": ".envs",
-    "StepEnvironment": ".envs",
-    "Transcript": ".envs",
-    "Record": ".monitor",
-    "Sink": ".monitor",
-    "Task": ".types",
-    "Message": ".types",
-    "Completion": ".types",
-    "Trajectory": ".types",
-    "Group": ".types",
-    "TrainBatch": ".types",
-    "Config": ".config",
-    "ConfigError": ".config",
-    "Recipe": ".config",
-    "load_config": ".config",
+_OFFERED = {
+    ".algorithms.advantages": "Advantage GroupAdvantage TurnAdvantage",
+    ".algorithms.corrections": "Correction CorrectionInputs RatioCorrection",
+    ".algorithms.kl": "KLEstimator",
+    ".algorithms.losses": "LossInputs PolicyLoss",
+    ".config": "Config ConfigError Recipe load_config",
+    ".envs": "AgentEnvironment Endpoint Environment Policy StepEnvironment Transcript",
+    ".monitor": "Record Sink",
+    ".types": "Completion Group Message Task TrainBatch Trajectory",
 }
-
-__all__ = ["__version__", *sorted(_WHERE)]  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name], __name__), name)
-    globals()[name] = value
-    return value
+__getattr__ = offered(__name__, _OFFERED)
+__all__ = ["__version__", *sorted(" ".join(_OFFERED.values()).split())]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHERE})
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""torch, loaded at its first use: what describes itself to the settings must not cost seconds when these are read.
+"""What is loaded at its first use: torch, whose import takes seconds, and the names that a package offers.
 
 from ..lazy import torch
 """
@@ -6,6 +6,8 @@ from ..lazy import torch
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,3 +21,17 @@ else:
             return value
 
     torch = _Lazy()
+
+
+def offered(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """A package's `__getattr__`: `modules` maps those inside it to the names that it offers from them."""
+    where = {name: module for module, names in modules.items() for name in names.split()}
+
+    def load(name: str) -> Any:
+        if name not in where:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(where[name], package), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return load

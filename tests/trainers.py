@@ -20,8 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import Loss, Objective, PolicyObjective
+from leeway.config.flow import ParamServerConfig
+from leeway.config.inputs import ModelConfig
+from leeway.config.learning import CheckpointConfig, OptimizerConfig, TrainConfig
+from leeway.config.running import ClusterConfig
 from leeway.tasks.tiny_tokenizer import build_tokenizer
-from leeway.trainer.optimizer import OptimizerSettings
 from leeway.trainer.trainer import Trainer, TrainerSettings
 from leeway.types import NO_VERSION, TrainBatch, Trajectory, batch_trajectories
 from leeway.weights import CanaryPrompts, Manifest, check_bucket, read_bucket
@@ -32,17 +35,16 @@ CANARY = CanaryPrompts(
     cached=[[i * 7 % VOCAB for i in range(25)], [i * 5 % VOCAB for i in range(40)]],
 )
 # A large eps makes Adam's step nearly proportional to the gradient, so that weights tell small differences of it apart.
-OPTIMIZER = OptimizerSettings(
-    lr=0.5,
-    betas=(0.9, 0.95),
-    eps=1.0,
-    weight_decay=0.1,
-    schedule="constant",
-    warmup_steps=0,
-    min_lr_frac=0.0,
-    max_grad_norm=1e9,
-    total_steps=100,
-)
+OPTIMIZER = OptimizerConfig(lr=0.5, eps=1.0, weight_decay=0.1, max_grad_norm=1e9, max_skipped_steps=0)
+SECTIONS = {
+    "model": ModelConfig(dtype="float32", attn="sdpa"),
+    "optimizer": OPTIMIZER,
+    # So that every test has several chunks.
+    "train": TrainConfig(max_tokens_per_microbatch=10_000, logprob_chunk_tokens=7),
+    "checkpoint": CheckpointConfig(),
+    "param_server": ParamServerConfig(bucket_mb=1),
+    "cluster": ClusterConfig(device="cpu", step_timeout_s=40.0),
+}
 
 
 def save_model(folder: Path, *, tied: bool) -> Path:
@@ -68,30 +70,30 @@ def save_model(folder: Path, *, tied: bool) -> Path:
     return folder
 
 
-def settings_of(path: Path, **changes: Any) -> TrainerSettings:
+def settings_of(path: Path, *, bucket_bytes: int = 1 << 20, **changes: Any) -> TrainerSettings:
+    """Each change goes to the section that has a field of its name, else to the settings themselves.
+
+    `bucket_bytes`: buckets may be smaller than a megabyte here.
+    """
+    changes |= {"path": str(path), "bucket_mb": bucket_bytes / 2**20}
+    own: dict[str, Any] = {
+        name: changes.pop(name, section).model_copy(
+            update={field: changes.pop(field) for field in type(section).model_fields if field in changes}
+        )
+        for name, section in SECTIONS.items()
+    }
     defaults: dict[str, Any] = {
-        "model_path": str(path),
         "objective": PolicyObjective(
             policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation="seq_mean_token_mean"
         ),
-        "optimizer": OPTIMIZER,
-        "num_ranks": 1,
-        "device": "cpu",
-        "compute_dtype": "float32",
-        "publish_dtype": "float32",
-        "attn": "sdpa",
+        "canary": CANARY,
+        "total_steps": 100,
         "temperature": 1.0,
         "max_policy_lag": 2,
-        "max_tokens_per_microbatch": 10_000,
-        "gradient_checkpointing": False,
-        "bucket_bytes": 1 << 20,
-        "canary": CANARY,
         "num_threads": 1,
         "seed": 0,
-        "timeout_s": 40.0,
-        "logprob_chunk_tokens": 7,  # so that every test has several chunks
     }
-    return TrainerSettings(**(defaults | changes))
+    return TrainerSettings(**own, **(defaults | changes))
 
 
 def free_address() -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from ..config import Config
+from ..config import Config, derive
 from ..config.engines import engine_kind
 from ..config.inputs import EvalSampling
 from ..envs.registry import build_environment
@@ -26,42 +26,108 @@ from .clock import ActivityClock
 from .completion_queue import unless
 from .engine import Engine, EngineSettings, start_engine
 from .loop_watch import LoopWatch
-from .settings import CollectorSettings
 from .weight_sync import WeightSync
 
 
-class CollectorActor(Watched):
-    """Runs one engine. After `start`, `sync_weights_loop` and `collect` run until admission ends or a part fails."""
+class CollectorRun:
+    """What belongs to one run on an engine, which may outlive it: its transport, its weight sync, its collector."""
 
-    def __init__(self, *, role: str, log_file: Path, log_level: str) -> None:
-        self.role = role
-        self._log_file = log_file
-        log_to_file(log_file, log_level)
-
-    @as_text
-    async def start(
+    def __init__(
         self,
         config: Config,
-        engine: EngineSettings,
-        settings: CollectorSettings,
-        tolerance: float,
+        engine: Engine,
+        settings: EngineSettings,
+        *,
+        name: str,
         buffer: Any,
         param_server: Any,
         transport: TransportSettings,
-    ) -> dict[str, Any]:
-        """`buffer` and `param_server` are actor handles (None: this engine serves the weights it was started with)."""
+    ) -> None:
+        """`name`: under which groups are asked for. `buffer` and `param_server` are actor handles (None: the engine
+        serves the weights it was started with).
+        """
+        # Here, because torchrl loads vLLM: seconds of the driver, which needs neither to start an actor of this class,
+        # and of a collector whose engine is another.
+        with not_loading(*engine_kind(settings.name).without):
+            from .collector import Collector
+
+        numbers, rollout = derive(config), config.rollout
+        deadline_s, oldest = config.cluster.step_timeout_s, rollout.pull == "oldest"
+
+        async def pull(newer_than: int, timeout_s: float) -> Publication | None:
+            return await param_server.pull.remote(newer_than=newer_than, timeout_s=timeout_s, oldest=oldest)
+
+        clock = ActivityClock()
+        self.buffer = buffer
+        self.transport = open_transport(transport)
+        self.weight_sync = WeightSync(
+            engine,
+            pull,
+            self.transport.fetch,
+            in_flight=config.staleness.in_flight,
+            tolerance=numbers.served_tolerance,
+            pull_every=rollout.pull_every * config.param_server.publish_every,  # in optimizer steps
+            deadline_s=deadline_s,
+            paused=lambda: clock.doing("pause"),
+            on_quarantine=lambda error: self.collector.discard(str(error)),
+            max_failures=config.param_server.quarantine_pulls,
+            verified_version=0 if settings.load_weights else -1,
+            finish_first=oldest,
+            caught_up=engine.progress.caught_up,
+        )
+        self.collector = Collector(
+            engine=engine,
+            environment=build_environment(config.env),
+            prompter=Prompter.load(settings.model_path),
+            weight_sync=self.weight_sync,
+            clock=clock,
+            admit=lambda limit: buffer.admit.remote(limit, timeout_s=deadline_s, collector=name),
+            retried=lambda admission: buffer.retried.remote(admission.group_id, admission.attempt),
+            give_back=lambda reason: buffer.give_back.remote(name, reason),
+            fail=lambda admission, reason: buffer.fail.remote(admission.group_id, reason, admission.attempt),
+            rollout=rollout,
+            algorithm=config.algorithm,
+            seed=config.seed,
+            seeded=numbers.seeded_requests,
+            max_in_flight=numbers.groups_per_generator,
+        )
+
+    def close(self) -> None:
+        self.weight_sync.close()
+        self.transport.close()
+
+
+class CollectorActor(Watched):
+    """A process for one engine, and for one run after the other on it.
+
+    After `start`, `sync_weights_loop` and `collect` run until admission ends or a part fails.
+    """
+
+    def __init__(self, engine: EngineSettings, *, role: str, log_file: Path, log_level: str) -> None:
+        self.role = role
+        self._log_file = log_file
+        # Of this process: what is started in its place asks for groups under another name.
+        self._name = f"{role}/{os.getpid()}"
+        self._settings = engine
+        self._engine: Engine | None = None
+        self._current: CollectorRun | None = None
+        log_to_file(log_file, log_level)
+
+    @property
+    def _run(self) -> CollectorRun:
+        assert self._current is not None, "start() comes first"
+        return self._current
+
+    @as_text
+    async def start(self, config: Config, **others: Any) -> dict[str, Any]:
+        """Start the engine, and its first run; `others`: see `CollectorRun`."""
         try:
-            self._engine: Engine = await start_engine(engine)
+            self._engine = engine = await start_engine(self._settings)
         except Exception as error:
             # vLLM says "see root cause above", which is in the log of this process.
             cause = last_error(self._log_file, but="Engine core initialization failed") or error
             raise PartFailed(self.role, f"the engine did not start: {cause}", tail(self._log_file)) from None
-        self._own_weights, self._model_path = engine.load_weights, engine.model_path
-        self._unwanted = engine_kind(engine.name).without
-        # Of this process: what is started in its place asks for groups under another name.
-        self._name = f"{self.role}/{os.getpid()}"
-        self._transport = open_transport(transport)
-        self._begin(config, settings, tolerance, buffer, param_server)
+        self._current = CollectorRun(config, engine, self._settings, name=self._name, **others)
         # What the engine and torch have loaded stays: each collection would walk it, a fifth of this process's time.
         gc.collect()
         gc.freeze()
@@ -70,97 +136,45 @@ class CollectorActor(Watched):
             "name": self._name,
             "pid": os.getpid(),
             "node": ray.util.get_node_ip_address(),
-            "engine_pids": self._engine.process_ids(),
-            "compute_threads": self._engine.compute_threads(),
+            "engine_pids": engine.process_ids(),
+            "compute_threads": engine.compute_threads(),
         }
 
     @as_text
-    async def begin(
-        self,
-        config: Config,
-        settings: CollectorSettings,
-        tolerance: float,
-        buffer: Any,
-        param_server: Any,
-        transport: TransportSettings,
-    ) -> None:
+    async def reset(self, config: Config, **others: Any) -> None:
         """Another run on the same engine, which serves nothing before it has pulled that run's weights.
 
         The last run's `collect` must have returned; its weight sync ends here.
         """
-        self._weight_sync.close()
-        self._transport.close()
-        self._transport = open_transport(transport)
-        self._begin(config, settings, tolerance, buffer, param_server)
-
-    def _begin(
-        self, config: Config, settings: CollectorSettings, tolerance: float, buffer: Any, param_server: Any
-    ) -> None:
-        # Here, because torchrl loads vLLM: seconds of the driver, which needs neither to start an actor of this class,
-        # and of a collector whose engine is another.
-        with not_loading(*self._unwanted):
-            from .collector import Collector
-
-        deadline_s, oldest = config.cluster.step_timeout_s, config.rollout.pull == "oldest"
-
-        async def pull(newer_than: int, timeout_s: float) -> Publication | None:
-            return await param_server.pull.remote(newer_than=newer_than, timeout_s=timeout_s, oldest=oldest)
-
-        clock = ActivityClock()
-        self._weight_sync = WeightSync(
-            self._engine,
-            pull,
-            self._transport.fetch,
-            in_flight=config.staleness.in_flight,
-            tolerance=tolerance,
-            pull_every=config.rollout.pull_every * config.param_server.publish_every,  # in optimizer steps
-            deadline_s=deadline_s,
-            paused=lambda: clock.doing("pause"),
-            on_quarantine=lambda error: self._collector.discard(str(error)),
-            max_failures=config.param_server.quarantine_pulls,
-            verified_version=0 if self._own_weights else -1,
-            finish_first=oldest,
-            caught_up=self._engine.progress.caught_up,
-        )
-        self._buffer = buffer
-        self._collector = Collector(
-            engine=self._engine,
-            environment=build_environment(config.env),
-            prompter=Prompter.load(self._model_path),
-            weight_sync=self._weight_sync,
-            clock=clock,
-            admit=lambda limit: buffer.admit.remote(limit, timeout_s=deadline_s, collector=self._name),
-            retried=lambda admission: buffer.retried.remote(admission.group_id, admission.attempt),
-            give_back=lambda reason: buffer.give_back.remote(self._name, reason),
-            fail=lambda admission, reason: buffer.fail.remote(admission.group_id, reason, admission.attempt),
-            settings=settings,
-        )
+        assert self._engine is not None, "start() comes first"
+        self._run.close()
+        self._current = CollectorRun(config, self._engine, self._settings, name=self._name, **others)
 
     @as_text
     async def sync_weights_loop(self) -> None:
         """Ends with the run, or by failing. An engine that hangs is found out here, if not before: while it is asked
         for anything at all, a load or a canary included.
         """
-        await unless(self._collector.watch_engine(), self._weight_sync.run())
+        await unless(self._run.collector.watch_engine(), self._run.weight_sync.run())
 
     @as_text
     async def collect(self) -> None:
         """Collect until admission ends. Waits for slots; every finished batch goes to the replay buffer."""
-        async for finished in self._collector.groups():
-            await self._buffer.put.remote(finished)
+        async for finished in self._run.collector.groups():
+            await self._run.buffer.put.remote(finished)
 
     @as_text
     async def until_verified(self, policy_version: int) -> None:
-        await self._weight_sync.until_verified(policy_version)
+        await self._run.weight_sync.until_verified(policy_version)
 
     @as_text
     async def evaluate(
         self, tasks: list[Task], sampling: EvalSampling, policy_version: int
     ) -> list[list[Trajectory] | str]:
-        return await self._collector.evaluate(tasks, sampling, policy_version=policy_version)
+        return await self._run.collector.evaluate(tasks, sampling, policy_version=policy_version)
 
     async def num_evaluated(self) -> int:
-        return self._collector.num_evaluated()
+        return self._run.collector.num_evaluated()
 
     @as_text
     async def rollouts(
@@ -171,7 +185,7 @@ class CollectorActor(Watched):
         max_response_tokens: int | None = None,
         all_may_fail: bool = False,
     ) -> list[Trajectory]:
-        return await self._collector.rollouts(
+        return await self._run.collector.rollouts(
             tasks,
             temperature=temperature,
             group_size=group_size,
@@ -180,13 +194,13 @@ class CollectorActor(Watched):
         )
 
     async def generating_s(self) -> float:
-        return self._collector.generating_s()
+        return self._run.collector.generating_s()
 
     async def stats(self) -> dict[str, float]:
-        return self._collector.stats()
+        return self._run.collector.stats()
 
     async def shutdown(self) -> None:
-        self._collector.shutdown()
+        self._run.collector.shutdown()
 
 
 @contextmanager

@@ -20,6 +20,8 @@ from typing import Any, NoReturn, Protocol
 from tensordict import LazyStackedTensorDict
 from torchrl.collectors import BaseCollector
 
+from ..config.algorithm import AlgorithmConfig
+from ..config.flow import RolloutConfig
 from ..config.inputs import EvalSampling
 from ..envs.base import all_or_none
 from ..group import Group
@@ -34,7 +36,6 @@ from .engine import Engine, EngineLost
 from .policy import EnginePolicy, derived_seed
 from .progress import EngineHung
 from .room import Room
-from .settings import CollectorSettings
 from .torchrl_keys import under_torchrl_keys
 from .weight_sync import SyncReport, WeightSync
 
@@ -63,8 +64,18 @@ class Collector(BaseCollector):
         retried: Callable[[Admission], Awaitable[None]],
         give_back: Callable[[str], Awaitable[Any]],
         fail: Callable[[Admission, str], Awaitable[None]],
-        settings: CollectorSettings,
+        rollout: RolloutConfig,
+        algorithm: AlgorithmConfig,
+        seed: int,
+        seeded: bool,
+        max_in_flight: int,
     ) -> None:
+        """`seeded`: every request has its own seed, derived from the group (see `Derived.seeded_requests`).
+
+        `max_in_flight`: groups at a time, at most; as many of them as the engine holds. With
+        `algorithm.greedy_baseline`, each group brings the reward of one more rollout, sampled greedily, under weights
+        as new, and as proven, as the others.
+        """
         super().__init__()
         self._engine = engine
         self._environment = environment
@@ -75,8 +86,10 @@ class Collector(BaseCollector):
         self._retried = retried
         self._give_back = give_back
         self._fail = fail
-        self._settings = settings
-        self._seed = settings.seed
+        self._rollout = rollout
+        self._group_size, self._greedy_baseline = algorithm.group_size, algorithm.greedy_baseline
+        self._seed, self._seeded = seed, seeded
+        self._max_in_flight = max_in_flight
         self._room = Room(engine.progress, places=engine.places, cache_tokens=engine.cache_tokens)
         self._in_flight: set[asyncio.Task[Group | None]] = set()
         self._given_away: set[asyncio.Task[Group | None]] = set()
@@ -123,7 +136,7 @@ class Collector(BaseCollector):
     async def watch_engine(self) -> NoReturn:
         """Raise EngineLost when the engine has work and gives no sign of life."""
         try:
-            await self._engine.progress.watch(self._settings.engine_stall_s)
+            await self._engine.progress.watch(self._rollout.engine_stall_s)
         except EngineHung as error:
             raise EngineLost(str(error)) from None
 
@@ -207,7 +220,7 @@ class Collector(BaseCollector):
                     tasks,
                     functools.partial(self._evaluated, sampling),
                     num_sequences=sampling.samples,
-                    at_most=max(self._settings.max_in_flight, 2 * self._engine.places // sampling.samples),
+                    at_most=max(self._max_in_flight, 2 * self._engine.places // sampling.samples),
                 )
         return [str(result) if isinstance(result, RolloutFailed) else result for result in results]
 
@@ -240,9 +253,7 @@ class Collector(BaseCollector):
             )
             return trajectories
 
-        groups = await self._run_bounded(
-            tasks, attempts, num_sequences=group_size, at_most=self._settings.max_in_flight
-        )
+        groups = await self._run_bounded(tasks, attempts, num_sequences=group_size, at_most=self._max_in_flight)
         failures = [group for group in groups if isinstance(group, RolloutFailed)]
         if failures and len(failures) == len(groups) and not all_may_fail:
             raise RuntimeError(f"all {len(groups)} tasks failed; the last one: {failures[-1]}") from failures[-1]
@@ -308,16 +319,16 @@ class Collector(BaseCollector):
 
     def _rollout_clock(self) -> RolloutClock:
         # An engine that hangs is found out before any of its rollouts is taken for lost.
-        s = self._settings
-        return RolloutClock(asyncio.get_running_loop().time, patience_s=s.timeout_s + s.engine_stall_s)
+        patience_s = self._rollout.timeout_s + self._rollout.engine_stall_s
+        return RolloutClock(asyncio.get_running_loop().time, patience_s=patience_s)
 
     def _num_startable(self) -> int:
-        free = self._settings.max_in_flight - len(self._in_flight)
+        free = self._max_in_flight - len(self._in_flight)
         return min(free, self._room.groups(self._group_sequences)) if free > 0 else 0
 
     @property
     def _group_sequences(self) -> int:
-        return self._settings.group_size + self._settings.greedy_baseline
+        return self._group_size + self._greedy_baseline
 
     def _finished(self, ended: set[asyncio.Task[Group | None]]) -> list[Group]:
         for task in ended:
@@ -350,15 +361,13 @@ class Collector(BaseCollector):
         """One group through all of its attempts; None when it failed for good (and was reported as such)."""
         with self._clock.doing("wait_for_weights"):
             await self._weight_sync.until_verified(admission.min_policy_version)
-        s = self._settings
+        size, temperature = self._group_size, self._rollout.temperature
         try:
             async with self._weight_sync.generating_under(admission.min_policy_version):
                 clock.begin()
                 attempts = functools.partial(self._attempts, admission.task)
-                rollouts = [
-                    attempts(clock=clock, group_size=s.group_size, temperature=s.temperature, admission=admission)
-                ]
-                if s.greedy_baseline:
+                rollouts = [attempts(clock=clock, group_size=size, temperature=temperature, admission=admission)]
+                if self._greedy_baseline:
                     rollouts.append(attempts(clock=self._rollout_clock(), group_size=1, temperature=0.0))
                 (trajectories, samples), *greedy = await all_or_none(rollouts)
                 environment_s = clock.idle_s
@@ -410,14 +419,14 @@ class Collector(BaseCollector):
         each attempt samples from, where that is not the policy as it is trained. `clock` hears of
         requests to the engine, and says how much of the time limit is used up.
         """
-        s = self._settings
+        r = self._rollout
         reason, last_error = "", None
-        for attempt in range(s.retries + 1):
+        for attempt in range(r.retries + 1):
             if attempt and admission:
                 self._num_retried += 1
                 await self._retried(admission)
             # Not of `admission.attempt`: a group that is issued again because its collector died samples the same.
-            seed = derived_seed(self._seed, admission.group_id, attempt) if s.seeded and admission else None
+            seed = derived_seed(self._seed, admission.group_id, attempt) if self._seeded and admission else None
             train_policy = functools.partial(
                 self._policy,
                 temperature=temperature,
@@ -431,16 +440,16 @@ class Collector(BaseCollector):
             try:
                 with self._clock.doing("environment"):
                     trajectories = await within(
-                        s.timeout_s, rollout, counted_s=lambda: clock.counted_s, going_on=self._going_on
+                        r.timeout_s, rollout, counted_s=lambda: clock.counted_s, going_on=self._going_on
                     )
                 samples = checked(
-                    trajectories, group_size=group_size, max_model_len=s.max_model_len, versions=policy.versions
+                    trajectories, group_size=group_size, max_model_len=r.max_model_len, versions=policy.versions
                 )
                 return trajectories, samples
             except EngineLost as error:
                 raise EngineLost(str(error)) from None
             except Exception as error:
-                too_long = f"rollout took longer than rollout.timeout_s = {s.timeout_s:g} s"
+                too_long = f"rollout took longer than rollout.timeout_s = {r.timeout_s:g} s"
                 reason, last_error = too_long if isinstance(error, TookTooLong) else reason_of(error), error
                 logger.warning("task %s, attempt %d: %s", task.task_id, attempt, reason, exc_info=error)
             finally:
@@ -457,15 +466,15 @@ class Collector(BaseCollector):
         top_p: float = 1.0,
         max_response_tokens: int | None = None,
     ) -> EnginePolicy:
-        s = self._settings
+        r = self._rollout
         return EnginePolicy(
             self._engine,
             self._prompter,
             group_size=group_size,
             temperature=temperature,
-            max_prompt_tokens=s.max_prompt_tokens,
-            max_response_tokens=max_response_tokens or s.max_response_tokens,
-            max_model_len=s.max_model_len,
+            max_prompt_tokens=r.max_prompt_tokens,
+            max_response_tokens=max_response_tokens or r.max_response_tokens,
+            max_model_len=r.max_model_len,
             seed=seed,
             top_p=top_p,
             count_tokens=self._count_tokens,

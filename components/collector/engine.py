@@ -49,7 +49,6 @@ class EngineSettings:
     load_weights: bool = False
     seeded: bool = False
     read_back: bool = True
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,39 +1,51 @@
-"""One typed, strict tree of settings: YAML files and `key=value` overrides in, a frozen `Config` out."""
+"""One typed, strict tree of settings: YAML files and `key=value` overrides in, a frozen `Config` out.
 
-from .check import Problem, check_run
-from .derived import Derived, derive
-from .errors import ConfigError
-from .find_recipe import bundled_recipe_path, bundled_recipes, find_recipe
-from .hardware import Hardware, this_machine
-from .load import bundled_configs, config_path, load_config, to_yaml
-from .recipe import ONLINE_RL, Needs, Recipe
-from .schema import Config
-from .stages import Stage, plan_run, resolve_stages, run_yaml
-from .study import Cell, frontier_cells
+What reads files is loaded at its first use: a part that takes its section needs pydantic alone.
+"""
 
-__all__ = [
-    "ONLINE_RL",
-    "Cell",
-    "Config",
-    "ConfigError",
-    "Derived",
-    "Hardware",
-    "Needs",
-    "Problem",
-    "Recipe",
-    "Stage",
-    "bundled_configs",
-    "bundled_recipe_path",
-    "bundled_recipes",
-    "check_run",
-    "config_path",
-    "derive",
-    "find_recipe",
-    "frontier_cells",
-    "load_config",
-    "plan_run",
-    "resolve_stages",
-    "run_yaml",
-    "this_machine",
-    "to_yaml",
-]
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..lazy import offered
+
+if TYPE_CHECKING:
+    from .check import Problem as Problem
+    from .check import check_run as check_run
+    from .derived import Derived as Derived
+    from .derived import derive as derive
+    from .errors import ConfigError as ConfigError
+    from .hardware import Hardware as Hardware
+    from .hardware import this_machine as this_machine
+    from .load import bundled_configs as bundled_configs
+    from .load import config_path as config_path
+    from .load import load_config as load_config
+    from .load import to_yaml as to_yaml
+    from .recipe import ONLINE_RL as ONLINE_RL
+    from .recipe import Needs as Needs
+    from .recipe import Recipe as Recipe
+    from .recipe import bundled_recipe_path as bundled_recipe_path
+    from .recipe import bundled_recipes as bundled_recipes
+    from .recipe import find_recipe as find_recipe
+    from .schema import Config as Config
+    from .stages import Stage as Stage
+    from .stages import plan_run as plan_run
+    from .stages import resolve_stages as resolve_stages
+    from .stages import run_yaml as run_yaml
+    from .study import Cell as Cell
+    from .study import frontier_cells as frontier_cells
+
+__getattr__ = offered(
+    __name__,
+    {
+        ".check": "Problem check_run",
+        ".derived": "Derived derive",
+        ".errors": "ConfigError",
+        ".hardware": "Hardware this_machine",
+        ".load": "bundled_configs config_path load_config to_yaml",
+        ".recipe": "ONLINE_RL Needs Recipe bundled_recipe_path bundled_recipes find_recipe",
+        ".schema": "Config",
+        ".stages": "Stage plan_run resolve_stages run_yaml",
+        ".study": "Cell frontier_cells",
+    },
+)

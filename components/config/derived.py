@@ -20,6 +20,10 @@ class Derived:
     lag, which leaves room for replay.max_uses - 1 more uses within `max_policy_lag`. `skip_zero_advantage`:
     train.skip_zero_advantage, where it changes nothing. `scores_proximal`: whether the trainer scores a batch when it
     is taken. `has_critic`: whether it has a value function, whose values are taken then too.
+    `groups_per_generator`: the most groups that one engine works on at a time. `seeded_requests`: every request of a
+    group has its own seed; never where one lives through a change of weights, because a KV cache that is rebuilt would
+    rewind its generator. `versions_kept`: the newest, or, if engines pull the oldest, all that a group may still start
+    under.
     """
 
     reorder_window: int
@@ -41,6 +45,9 @@ class Derived:
     skip_zero_advantage: bool
     scores_proximal: bool
     has_critic: bool
+    groups_per_generator: int
+    seeded_requests: bool
+    versions_kept: int
 
     @property
     def cpus_needed(self) -> int:
@@ -73,14 +80,20 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
     gpus_per_engine = devices_of(rollout.engine_name, rollout.engine_options)
     on_gpu = cluster.device == "cuda"
     offline = recipe.is_offline
+    # At the least target, a group starts only once everything before its own batch has been published, unless the
+    # window reaches into a part of the next batch; a bound above the target would let it start under weights older than
+    # those, and meet them in flight.
+    least = least_target_policy_lag(P, u, n, window)
+    lockstep = first_use == target == least and (window - 1) % P == 0
+    outstanding = outstanding if total_groups is None else min(outstanding, total_groups)
     return Derived(
         reorder_window=window,
         target_policy_lag=target,
         max_policy_lag=bound,
         fresh_groups_per_batch=P,
         first_use_policy_lag=first_use,
-        least_policy_lag=least_target_policy_lag(P, u, n, window),
-        max_outstanding_groups=outstanding if total_groups is None else min(outstanding, total_groups),
+        least_policy_lag=least,
+        max_outstanding_groups=outstanding,
         num_batches=num_batches,
         total_groups=total_groups,
         sequences_per_batch=train.batch_size if offline else train.groups_per_step * config.algorithm.group_size,
@@ -96,13 +109,13 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
             "trainer": processes["trainer"] if on_gpu else 0,
             **{role: count if on_gpu else 0 for role, count in auxiliary.items()},
         },
-        # At the least target, a group starts only once everything before its own batch has been published, unless the
-        # window reaches into a part of the next batch; a bound above the target would let it start under weights older
-        # than those, and meet them in flight.
-        lockstep=first_use == target == least_target_policy_lag(P, u, n, window) and (window - 1) % P == 0,
+        lockstep=lockstep,
         skip_zero_advantage=train.skip_zero_advantage and not config.algorithm.trains_without_advantage,
         scores_proximal=config.algorithm.needs_proximal,
         has_critic=config.algorithm.needs_critic and not offline,
+        groups_per_generator=max(1, -(-outstanding // rollout.num_generators)),
+        seeded_requests=lockstep or config.staleness.in_flight == "off",
+        versions_kept=bound + n + 1 if rollout.pull == "oldest" else 1,
         served_tolerance=config.param_server.served_tolerance or (1e-4 if config.model.dtype == "float32" else 0.1),
     )
 

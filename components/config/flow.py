@@ -11,6 +11,7 @@ from ..weights import Checksum
 from .effect import ANY, OnlyWith
 from .engines import HIGHEST_TEMPERATURE, LEAST_TEMPERATURE, split_options
 from .names import PRIORITIES
+from .transports import transport_kind
 
 REUSED = OnlyWith(lambda c: c.replay.max_uses > 1, "replay.max_uses is above 1")
 RANKED = OnlyWith(lambda c: c.replay.sampling == "priority", "replay.sampling is priority")
@@ -159,3 +160,7 @@ class ParamServerConfig(Section):
         default=None,
         description="largest allowed logprob gap between engine and trainer; null: 1e-4 in float32, 0.1 in bfloat16",
     )
+
+    @property
+    def checked_with(self) -> Checksum:
+        return self.checksum or transport_kind(self.transport).checksum

@@ -12,14 +12,13 @@ from omegaconf import OmegaConf
 
 from .effect import recipe_reads
 from .errors import ConfigError, words
-from .find_recipe import find_recipe
 from .keys import check_known
 from .layers import apply_overrides, lay_over
 from .load import build_config, config_path, read_tree
 from .names import nearest
 from .overrides import Override, Tree, apply_override, leaves, parse_overrides
 from .paths import MAX_NAME_BYTES
-from .recipe import Recipe
+from .recipe import Recipe, find_recipe
 from .schema import Config
 
 DEFAULT = "async_rl"

@@ -100,16 +100,15 @@ def _notes(folder: Path, before: Sequence[Stage], stages: Sequence[Stage]) -> li
 
 def _rate_note(was: Stage, stage: Stage, step: int) -> list[str]:
     """How additional steps change the learning-rate schedule."""
-    from ..trainer.optimizer import OptimizerSettings, learning_rate
+    from ..trainer.optimizer import learning_rate
 
-    o, steps = stage.config.optimizer, (was.config.train.steps, stage.config.train.steps)
+    o, before, now = stage.config.optimizer, was.config.train.steps, stage.config.train.steps
     if o.schedule == "constant" or length_of(was.config) == length_of(stage.config):
         return []
     said = f"{stage.name}: the {o.schedule} learning-rate schedule now runs over {_length(stage)}"
-    if None in steps:
+    if before is None or now is None:
         return [said]
-    settings = [OptimizerSettings(**o.model_dump(), total_steps=n or 0) for n in steps]
-    old, new = learning_rate(settings[0], step - 1), learning_rate(settings[1], step)
+    old, new = learning_rate(o, step - 1, total_steps=before), learning_rate(o, step, total_steps=now)
     return [f"{said}: {new:.3g} at step {step + 1}, after {old:.3g} at step {step}"]
 
 

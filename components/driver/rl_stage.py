@@ -98,7 +98,7 @@ class RLStage:
         canary = canary_prompts(config, self._prompter, self._train_tasks.tasks)
         if self._parts.buffer is not None:
             assert self._resumed is None, "a study's runs all begin at the start"
-            await launcher.begin(config, total_steps=self._total_steps, canary=canary)
+            await launcher.reset(config, total_steps=self._total_steps, canary=canary)
         else:
             say(
                 f"{self._context.name}: starting {config.rollout.num_generators} generator(s), "

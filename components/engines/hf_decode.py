@@ -31,17 +31,13 @@ PREFILL_TOKENS = 4096
 """Most tokens, padding included, of one pass over prompts."""
 
 
-def load_decoder(
-    path: str, *, max_length: int, trust_remote_code: bool, device: torch.device, dtype: torch.dtype
-) -> Decoder:
+def load_decoder(path: str, *, max_length: int, device: torch.device, dtype: torch.dtype) -> Decoder:
     """The model at `path`, proven to give responses token by token the logprobs that it gives them at once.
 
     Raises `Refused` in one line for a model that does not.
     """
     try:
-        model = load_model(
-            path, packing="shared", trust_remote_code=trust_remote_code, max_length=max_length, device=device
-        )
+        model = load_model(path, packing="shared", max_length=max_length, device=device)
     except ModelRefusedError as error:
         raise Refused(_refusal(path, str(error))) from None
     model.requires_grad_(False)

@@ -246,7 +246,6 @@ class HfEngine:
             decoder = load_decoder(
                 s.model_path,
                 max_length=s.max_model_len,
-                trust_remote_code=s.trust_remote_code,
                 device=torch.device(s.device),
                 dtype=getattr(torch, s.dtype),
             )

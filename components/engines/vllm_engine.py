@@ -80,7 +80,7 @@ class VllmEngine:
             disable_log_stats=True,
             weight_transfer_config=WeightTransferConfig(backend=worker_env.BACKEND),
             worker_extension_cls=worker_env.WORKER_EXTENSION,
-            trust_remote_code=settings.trust_remote_code,
+            trust_remote_code=False,
         )
         if settings.device == "cpu":
             args |= dict(distributed_executor_backend="uni")

@@ -18,16 +18,17 @@ from .server import ParameterServer
 
 
 class ParameterServerActor(Watched):
-    def __init__(self, *, role: str, log_file: Path, log_level: str) -> None:
+    def __init__(self, *, keep: int, role: str, log_file: Path, log_level: str) -> None:
+        """`keep`: the newest so many versions."""
         self.role = role
         log_to_file(log_file, log_level)
-        self._server = ParameterServer()
+        self._server = ParameterServer(keep=keep)
 
     async def start(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
 
-    async def begin(self, keep: int) -> None:
-        """A run: versions count from 0, and the newest `keep` of them are kept."""
+    async def reset(self, keep: int) -> None:
+        """Another run: versions count from 0 again."""
         self._server = ParameterServer(keep=keep)
 
     @as_text

@@ -161,8 +161,8 @@ class ReplayBufferActor(Watched):
         return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
 
     @as_text
-    async def begin(self, config: Config) -> None:
-        """Reset for another run: tasks from the first, nothing outstanding. The last run's waiters must have left."""
+    async def reset(self, config: Config) -> None:
+        """Another run: tasks from the first, nothing outstanding. The last run's waiters must have left."""
         self._begin(config)
 
     @as_text

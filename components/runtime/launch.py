@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ..auxiliary.actor import AuxiliaryRemote
 from ..collector.actor import CollectorRemote
 from ..collector.engine import EngineSettings
-from ..collector.settings import CollectorSettings
 from ..config import Config, Recipe, derive
 from ..config.auxiliary import AuxiliaryModel
 from ..config.evalsets import evalset_sampling
 from ..config.objective import objective_of
-from ..config.transports import transport_kind
 from ..param_server.actor import ParameterServerRemote
 from ..replay.actor import ReplayBufferRemote
 from ..trainer.actor import TrainerRank
-from ..trainer.actor_critic import ActorCriticSettings
-from ..trainer.critic import CriticSettings
-from ..trainer.optimizer import OptimizerSettings
 from ..trainer.trainer import TrainerSettings
 from ..transports.transport import TransportSettings
 from ..weights import CanaryPrompts
@@ -84,47 +79,23 @@ def _kill(actors: Sequence[Any]) -> None:
 def trainer_settings(
     config: Config, recipe: Recipe, *, total_steps: int, canary: CanaryPrompts, cores: list[int]
 ) -> TrainerSettings:
-    assert config.model.path is not None
-    reference = config.algorithm.reference_path
-    settings = TrainerSettings(
-        model_path=config.model.path,
+    return TrainerSettings(
+        model=config.model,
+        optimizer=config.optimizer,
+        train=config.train,
+        checkpoint=config.checkpoint,
+        param_server=config.param_server,
+        cluster=config.cluster,
+        critic=config.critic if derive(config, recipe).has_critic else None,
         objective=objective_of(config, recipe),
-        optimizer=OptimizerSettings(**config.optimizer.model_dump(), total_steps=total_steps),
-        num_ranks=config.train.num_ranks,
-        device=config.cluster.device,
-        compute_dtype=config.model.dtype,
-        publish_dtype=config.model.dtype,
-        attn=config.model.attn,
+        canary=canary,
+        total_steps=total_steps,
         temperature=1.0 if recipe.is_offline else config.rollout.temperature,
         max_policy_lag=None if recipe.is_offline else config.staleness.max_policy_lag,
-        max_tokens_per_microbatch=config.train.max_tokens_per_microbatch,
-        gradient_checkpointing=config.train.gradient_checkpointing,
-        bucket_bytes=config.param_server.bucket_mb * 2**20,
-        canary=canary,
+        max_length=config.rollout.max_model_len,
+        reference_path=config.algorithm.reference_path,
         num_threads=len(cores),
         seed=config.seed,
-        timeout_s=config.cluster.step_timeout_s,
-        packing=config.train.packing,
-        max_length=config.rollout.max_model_len,
-        reference_path=None if reference is None else os.path.expanduser(reference),
-        logprob_chunk_tokens=config.train.logprob_chunk_tokens,
-        compile_layers=config.train.compile,
-        cpu_offload=config.train.cpu_offload,
-        save_in_background=config.checkpoint.in_background,
-        max_writers=config.checkpoint.max_writers,
-        checksum=config.param_server.checksum or transport_kind(config.param_server.transport).checksum,
-    )
-    if not derive(config, recipe).has_critic:
-        return settings
-    return ActorCriticSettings(**vars(settings), critic=critic_settings(config, settings))
-
-
-def critic_settings(config: Config, settings: TrainerSettings) -> CriticSettings:
-    c, o = config.critic, settings.optimizer
-    return CriticSettings(
-        **c.model_dump(exclude={"path", "lr"}),
-        path=settings.model_path if c.path is None else os.path.expanduser(c.path),
-        optimizer=replace(o, lr=o.lr if c.lr is None else c.lr),
     )
 
 
@@ -141,7 +112,7 @@ def engine_settings(config: Config, *, cores: list[int], load_weights: bool) -> 
         cores=cores,
         kv_cache_gib=config.cluster.kv_cache_gib,
         load_weights=load_weights,
-        seeded=requests_are_seeded(config) or evaluation_is_seeded(config),
+        seeded=derive(config).seeded_requests or evaluation_is_seeded(config),
         read_back=config.param_server.read_back,
     )
 
@@ -151,50 +122,20 @@ def calls_at_once(config: Config) -> int:
     return OTHER_CALLS + WAITING_CALLS * config.rollout.num_generators
 
 
-def versions_kept(config: Config) -> int:
-    """Versions to keep: the newest, or, if engines pull the oldest, all that a group may still start under."""
-    reach = config.staleness.max_policy_lag + config.param_server.publish_every
-    return reach + 1 if config.rollout.pull == "oldest" else 1
-
-
 def transport_settings(config: Config, run_dir: Path) -> TransportSettings:
     p, reach = config.param_server, config.staleness.max_policy_lag + config.param_server.publish_every
     audited = reach + 1 if config.train.audit_every else 1
     return TransportSettings(
         name=p.transport,
         folder=run_dir,
-        keep=max(versions_kept(config), audited),
+        keep=max(derive(config).versions_kept, audited),
         options=p.transport_options,
     )
-
-
-def requests_are_seeded(config: Config) -> bool:
-    """Only if no request lives through a change of weights: a rebuilt KV cache would rewind its generator."""
-    return derive(config).lockstep or config.staleness.in_flight == "off"
 
 
 def evaluation_is_seeded(config: Config) -> bool:
     """Whether held-out tasks are sampled, not answered greedily: then each of their requests has a seed."""
     return any(evalset_sampling(config.eval, name).temperature > 0 for name in (None, *config.eval.tasksets))
-
-
-def collector_settings(config: Config) -> CollectorSettings:
-    numbers = derive(config)
-    r = config.rollout
-    return CollectorSettings(
-        group_size=config.algorithm.group_size,
-        greedy_baseline=config.algorithm.greedy_baseline,
-        temperature=r.temperature,
-        max_prompt_tokens=r.max_prompt_tokens,
-        max_response_tokens=r.max_response_tokens,
-        max_model_len=r.max_model_len,
-        max_in_flight=max(1, -(-numbers.max_outstanding_groups // r.num_generators)),
-        timeout_s=r.timeout_s,
-        engine_stall_s=r.engine_stall_s,
-        retries=r.retries,
-        seed=config.seed,
-        seeded=requests_are_seeded(config),
-    )
 
 
 class Launcher:
@@ -212,17 +153,19 @@ class Launcher:
         self._node = ray.util.get_node_ip_address() if ray.is_initialized() else None
         self.parts = Parts(supervisor)
 
-    async def begin(self, config: Config, *, total_steps: int, canary: CanaryPrompts) -> None:
+    async def reset(self, config: Config, *, total_steps: int, canary: CanaryPrompts) -> None:
         """Prepare the running parts for another run of async_rl: the same number of parts, on the same cores."""
         self._config = config = self._with_addresses(config)
         self._transport = transport_settings(config, self._run_dir)
         parts = self.parts
         await self._wait(
-            together([parts.param_server.begin.remote(versions_kept(config)), parts.buffer.begin.remote(config)]),
+            together(
+                [parts.param_server.reset.remote(derive(config).versions_kept), parts.buffer.reset.remote(config)]
+            ),
             "replay",
         )
         trainers = [
-            actor.begin.remote(
+            actor.reset.remote(
                 trainer_settings(
                     config, self._recipe, total_steps=total_steps, canary=canary, cores=self._cores.trainers[rank]
                 ),
@@ -230,17 +173,7 @@ class Launcher:
             )
             for rank, actor in enumerate(parts.trainers)
         ]
-        collectors = [
-            actor.begin.remote(
-                config,
-                collector_settings(config),
-                derive(config).served_tolerance,
-                parts.buffer,
-                parts.param_server,
-                self._transport,
-            )
-            for actor in parts.collectors
-        ]
+        collectors = [actor.reset.remote(config, **self._for_collectors()) for actor in parts.collectors]
         await self._wait(together(trainers), "trainer")
         await self._wait(together(collectors), "generators")
 
@@ -295,11 +228,10 @@ class Launcher:
     async def param_server(self) -> None:
         room = calls_at_once(self._config)
         self.parts.param_server = ParameterServerRemote.options(max_concurrency=room).remote(
-            **self._common("param_server")
+            keep=derive(self._config).versions_kept, **self._common("param_server")
         )
         await self._meet({"param_server": self.parts.param_server})
         process = await self._wait(self.parts.param_server.start.remote(), "param_server")
-        await self._wait(self.parts.param_server.begin.remote(versions_kept(self._config)), "param_server")
         self._started("param_server", self.parts.param_server, process, cores=self._others)
 
     async def collectors(self, *, load_weights: bool = False) -> None:
@@ -311,23 +243,21 @@ class Launcher:
         config = self._config
         gpus = derive(config, self._recipe).gpus["generator"] // config.rollout.num_generators
         names = [f"generator-{i}" for i in range(config.rollout.num_generators)]
-        self.parts.collectors = [CollectorRemote.options(num_gpus=gpus).remote(**self._common(name)) for name in names]
-        await self._meet(dict(zip(names, self.parts.collectors, strict=True)))
-        starts = [
-            actor.start.remote(
-                config,
-                engine_settings(config, cores=self._cores.engines[i], load_weights=load_weights),
-                collector_settings(config),
-                derive(config).served_tolerance,
-                self.parts.buffer,
-                self.parts.param_server,
-                self._transport,
+        self.parts.collectors = [
+            CollectorRemote.options(num_gpus=gpus).remote(
+                engine_settings(config, cores=self._cores.engines[i], load_weights=load_weights), **self._common(name)
             )
-            for i, actor in enumerate(self.parts.collectors)
+            for i, name in enumerate(names)
         ]
+        await self._meet(dict(zip(names, self.parts.collectors, strict=True)))
+        starts = [actor.start.remote(config, **self._for_collectors()) for actor in self.parts.collectors]
         processes = await asyncio.gather(*(self._wait(s, n) for s, n in zip(starts, names, strict=True)))
         for name, actor, process in zip(names, self.parts.collectors, processes, strict=True):
             self._started(name, actor, process, cores=self._others)
+
+    def _for_collectors(self) -> dict[str, Any]:
+        parts = self.parts
+        return {"buffer": parts.buffer, "param_server": parts.param_server, "transport": self._transport}
 
     async def _auxiliaries(self) -> None:
         """Serve the models of `env.models` that have a path, and tell the collectors where."""

@@ -60,8 +60,8 @@ class TrainerActor(Watched):
         return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
 
     @as_text
-    async def begin(self, settings: Any, transport: TransportSettings) -> None:
-        """Reset for another run with the same ranks."""
+    async def reset(self, settings: Any, transport: TransportSettings) -> None:
+        """Another run with the same ranks."""
         from .actor_critic import make_trainer
 
         def another() -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ import torch.distributed as dist
 
 from ..algorithms.critic import gae, outcome_rewards, value_metrics, whitened, whitening_sums
 from .checkpoint import SavedModules
-from .critic import NUM_SUMS, Critic, CriticSettings, Estimates
+from .critic import NUM_SUMS, Critic, Estimates
 from .sharding import make_mesh
 from .trainer import Trainer, TrainerSettings
 from .vocabulary import check_vocabulary
@@ -26,33 +25,23 @@ if TYPE_CHECKING:
     from ..types import TrainBatch
 
 
-@dataclass(frozen=True, kw_only=True)
-class ActorCriticSettings(TrainerSettings):
-    critic: CriticSettings
-
-
 class ActorCriticTrainer(Trainer):
     """`batch.advantages` holds the reward of each token's trajectory; see `advantages.GAE`.
 
     Versions keep counting while the critic warms up, and the learning rates follow them: they count the run's steps.
     """
 
-    def __init__(self, settings: ActorCriticSettings, **place: Any) -> None:
+    def __init__(self, settings: TrainerSettings, **place: Any) -> None:
+        assert settings.critic is not None
         super().__init__(settings, **place)
         self._critic_settings = settings.critic
         self._warmup_steps = settings.critic.warmup_steps
-        self._critic = Critic(
-            settings.critic,
-            make_mesh(settings.device, settings.num_ranks),
-            attn=settings.attn,
-            packing=settings.packing,
-            compute_dtype=getattr(torch, settings.compute_dtype),
-            gradient_checkpointing=settings.gradient_checkpointing,
-            device=self._device,
-            trust_remote_code=settings.trust_remote_code,
-            max_length=settings.max_length,
+        path, mesh = (
+            settings.path_of(settings.critic.path),
+            make_mesh(settings.cluster.device, settings.train.num_ranks),
         )
-        check_vocabulary("critic.path", settings.critic.path, self._critic.model.lm, policy=self._model.lm)
+        self._critic = Critic(path, settings, mesh, device=self._device)
+        check_vocabulary("critic.path", path, self._critic.model.lm, policy=self._model.lm)
         if not self._critic.model.is_packed:  # both see the same passes
             self._packing = "padded"
 
@@ -143,9 +132,7 @@ class ActorCriticTrainer(Trainer):
 
 def make_trainer(settings: TrainerSettings, **place: Any) -> Trainer:
     """The trainer for these settings; `place` as for `Trainer`. On the ranks of an earlier one, which must be gone."""
-    if isinstance(settings, ActorCriticSettings):
-        return ActorCriticTrainer(settings, **place)
-    return Trainer(settings, **place)
+    return (Trainer if settings.critic is None else ActorCriticTrainer)(settings, **place)
 
 
 def step_inputs(trainer: Trainer, batches: Sequence[TrainBatch], *, needs_proximal: bool) -> list[dict[str, Any]]:

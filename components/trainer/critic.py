@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -21,26 +21,15 @@ from ..algorithms.critic import value_loss, value_sums
 from .families import ModelRefusedError, load_model
 from .layout import Layout
 from .microbatch import Microbatch
-from .optimizer import OptimizerSettings, Stepper, embedding_ids, make_optimizer
+from .optimizer import Stepper, embedding_ids, make_optimizer
 from .scoring import is_packed, pass_arguments
 from .sharding import shard
 
+if TYPE_CHECKING:
+    from .trainer import TrainerSettings
+
 NUM_SUMS = 8
 """The value loss, then `value_sums`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CriticSettings:
-    """See the config section `critic`. `path`: a causal LM with the policy's vocabulary; only its body is used."""
-
-    path: str
-    optimizer: OptimizerSettings
-    gamma: float
-    gae_lambda: float
-    value_lambda: float
-    value_clip: float | None
-    whiten: bool
-    warmup_steps: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,25 +85,18 @@ class Critic:
 
     def __init__(
         self,
-        settings: CriticSettings,
+        path: str,
+        settings: TrainerSettings,
         mesh: DeviceMesh,
         *,
-        attn: str,
-        packing: str,
-        compute_dtype: torch.dtype,
-        gradient_checkpointing: bool,
         device: torch.device,
-        trust_remote_code: bool,
-        max_length: int | None,
     ) -> None:
-        self._settings = settings
+        """`path`: a causal LM with the policy's vocabulary; only its body is used."""
+        critic, train, optimizer = settings.critic, settings.train, settings.optimizer
+        assert critic is not None
+        self._value_clip = critic.value_clip
         scoring = load_model(
-            settings.path,
-            attn=attn,
-            packing=packing,
-            trust_remote_code=trust_remote_code,
-            max_length=max_length,
-            device=device,
+            path, attn=settings.model.attn, packing=train.packing, max_length=settings.max_length, device=device
         )
         head = scoring.lm.get_output_embeddings()
         assert isinstance(head, nn.Linear), "a causal LM has an output head"
@@ -128,14 +110,20 @@ class Critic:
         self.model: ValueModel = shard(
             cast(Any, model),  # any module around an `lm`
             mesh,
-            compute_dtype=compute_dtype,
-            gradient_checkpointing=gradient_checkpointing,
+            compute_dtype=settings.dtype,
+            gradient_checkpointing=train.gradient_checkpointing,
         )  # type: ignore[assignment]
+        if critic.lr is not None:
+            optimizer = optimizer.model_copy(update={"lr": critic.lr})
         # No matrix between hidden states either: the head, which makes one number of each.
         outside = embedding_ids(self.model) | {id(self.model.head.weight)}
-        self.optimizer = make_optimizer(self.model.parameters(), settings.optimizer, embeddings=outside)
+        self.optimizer = make_optimizer(self.model.parameters(), optimizer, embeddings=outside)
         self._stepper = Stepper(
-            self.optimizer, settings.optimizer, lr_key="critic.lr", norm_name="the critic's gradient norm"
+            self.optimizer,
+            optimizer,
+            total_steps=settings.total_steps,
+            lr_key="critic.lr",
+            norm_name="the critic's gradient norm",
         )
         self._num_ranks = mesh.size()
 
@@ -153,7 +141,7 @@ class Critic:
         The loss is the mean of `value_loss` over the `num_tokens` sampled tokens of the whole step.
         """
         sums = torch.zeros(NUM_SUMS, dtype=torch.float64)
-        clip = self._settings.value_clip
+        clip = self._value_clip
         for microbatch in passes:
             values, places = self._run(microbatch), microbatch.places.cpu()
             old, returns = (x[places].to(values.device) for x in (estimates.values, estimates.returns))

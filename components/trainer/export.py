@@ -40,17 +40,17 @@ class HFWriter:
     tensors, by name.
     """
 
-    def __init__(self, base: str, directory: Path, *, dtype: torch.dtype, trust_remote_code: bool = False) -> None:
+    def __init__(self, base: str, directory: Path, *, dtype: torch.dtype) -> None:
         self._directory = directory
         self._partial = directory.with_name(directory.name + ".partial")
-        config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(base, trust_remote_code=False)
         with torch.device("meta"):
-            self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            self._model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         tensors = saved_tensors(self._model)
         self._dtype, self._parameters = dtype, {name for name, t in tensors.items() if isinstance(t, nn.Parameter)}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self._missing = {name: tuple(names) for names in by_tensor(tensors).values() for name in names}
-        self._tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=trust_remote_code)
+        self._tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
         self._copied = _side_files(base)
         self._files: list[dict[str, int]] = []  # of each file: bytes by name
         self._sums: list[FileSums] = []

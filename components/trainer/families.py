@@ -52,7 +52,6 @@ def load_model(
     attn: str = "auto",
     packing: str = "auto",
     chunk_tokens: int | None = None,
-    trust_remote_code: bool = False,
     max_length: int | None = None,
     device: torch.device | None = None,
 ) -> ScoringModel:
@@ -63,7 +62,7 @@ def load_model(
     None: `MANY_LOGITS`. `max_length`: of the run's longest sequence; None: the model's own limit. Raises a one-line
     `ModelRefusedError` if no requested way is exact. Costs about ten passes over at most forty tokens.
     """
-    loader = _Loader(path, trust_remote_code, device or torch.device("cpu"), max_length)
+    loader = _Loader(path, device or torch.device("cpu"), max_length)
     lm: PreTrainedModel | None = loader.load("eager")
     may_be_one_row = may_be_packed(lm)
     probe = _Probe.of(lm, longest=loader.longest(lm), far=loader.is_unusual(lm))
@@ -123,7 +122,6 @@ def _ways(attn: str, packing: str) -> list[_Way]:
 @dataclass(frozen=True)
 class _Loader:
     path: str
-    trust_remote_code: bool
     device: torch.device
     max_length: int | None
 
@@ -132,7 +130,7 @@ class _Loader:
             self.path,
             dtype=torch.float32,
             attn_implementation=attn,
-            trust_remote_code=self.trust_remote_code,
+            trust_remote_code=False,
             low_cpu_mem_usage=True,
         )
         lm.eval()
@@ -146,9 +144,7 @@ class _Loader:
 
     def is_unusual(self, lm: PreTrainedModel) -> bool:
         """Whether what a token sees might depend on how long other sequences of its pass are."""
-        return self.trust_remote_code or any(
-            _rope_kinds(m) - {"default", "linear", "llama3", "yarn"} for m in lm.modules()
-        )
+        return any(_rope_kinds(m) - {"default", "linear", "llama3", "yarn"} for m in lm.modules())
 
 
 def _switched(lm: PreTrainedModel | None, attn: str) -> PreTrainedModel | None:

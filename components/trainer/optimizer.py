@@ -5,43 +5,26 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ..config.learning import OptimizerConfig
+
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSettings:
-    """AdamW's settings and those of its schedule.
+def learning_rate(settings: OptimizerConfig, step: int, *, total_steps: int) -> float:
+    """Learning rate of optimizer step `step`, counted from 0, with a schedule over `total_steps`.
 
-    The first `warmup_steps` rise linearly; `schedule` runs over `total_steps` and ends at `min_lr_frac` of `lr`.
-    `decay`: what `weight_decay` acts on, see `make_optimizer`. `max_skipped_steps`: see `Stepper`.
+    The first `warmup_steps` rise linearly; the last one is at `min_lr_frac` of `lr`.
     """
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    schedule: str
-    warmup_steps: int
-    min_lr_frac: float
-    max_grad_norm: float
-    total_steps: int
-    decay: str = "matrices"
-    max_skipped_steps: int = 0
-
-
-def learning_rate(settings: OptimizerSettings, step: int) -> float:
-    """Learning rate of optimizer step `step`, counted from 0."""
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     if settings.schedule == "constant":
         return settings.lr
-    done = (step - settings.warmup_steps) / max(1, settings.total_steps - settings.warmup_steps)
+    done = (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps)
     left = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * min(1.0, done)))}[settings.schedule]
     return settings.lr * (settings.min_lr_frac + (1 - settings.min_lr_frac) * max(0.0, left))
 
@@ -52,7 +35,7 @@ def embedding_ids(model: nn.Module) -> set[int]:
 
 
 def make_optimizer(
-    parameters: Iterable[nn.Parameter], settings: OptimizerSettings, *, embeddings: Collection[int] = ()
+    parameters: Iterable[nn.Parameter], settings: OptimizerConfig, *, embeddings: Collection[int] = ()
 ) -> torch.optim.AdamW:
     """AdamW in two groups, with weight decay and without.
 
@@ -85,14 +68,15 @@ class Stepper:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        settings: OptimizerSettings,
+        settings: OptimizerConfig,
         *,
+        total_steps: int,
         lr_key: str = "optimizer.lr",
         norm_name: str = "gradient norm",
     ) -> None:
         """`lr_key`: the setting of its learning rate; `norm_name`: the norm's name in messages."""
         self._optimizer = optimizer
-        self._settings = settings
+        self._settings, self._total_steps = settings, total_steps
         self._lr_key, self._norm_name = lr_key, norm_name
         self._skipped = self._in_a_row = 0
 
@@ -102,7 +86,7 @@ class Stepper:
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
         norm = nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
         norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
-        lr = learning_rate(settings, policy_version)
+        lr = learning_rate(settings, policy_version, total_steps=self._total_steps)
         if math.isfinite(norm):
             self._in_a_row = 0
             for group in self._optimizer.param_groups:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -9,28 +11,19 @@ from .families import load_model
 from .scoring import ScoringModel
 from .sharding import shard
 
+if TYPE_CHECKING:
+    from .trainer import TrainerSettings
 
-def load_reference(
-    path: str,
-    mesh: DeviceMesh,
-    *,
-    attn: str,
-    packing: str,
-    chunk_tokens: int | None,
-    compute_dtype: torch.dtype,
-    device: torch.device,
-    trust_remote_code: bool,
-    max_length: int | None,
-) -> ScoringModel:
+
+def load_reference(path: str, settings: TrainerSettings, mesh: DeviceMesh, *, device: torch.device) -> ScoringModel:
     """A second copy of the model at `path` that no gradient reaches; costs its weights in float32 over all ranks."""
     model = load_model(
         path,
-        attn=attn,
-        packing=packing,
-        chunk_tokens=chunk_tokens,
-        trust_remote_code=trust_remote_code,
-        max_length=max_length,
+        attn=settings.model.attn,
+        packing=settings.train.packing,
+        chunk_tokens=settings.train.logprob_chunk_tokens,
+        max_length=settings.max_length,
         device=device,
     )
     model.requires_grad_(False)
-    return shard(model, mesh, compute_dtype=compute_dtype, gradient_checkpointing=False)
+    return shard(model, mesh, compute_dtype=settings.dtype, gradient_checkpointing=False)

@@ -50,22 +50,23 @@ class Saver:
 
         Returns the seconds that the caller was blocked. `hf`: rank 0 writes the exported weights before this returns, a
         bucket at a time, because a whole copy of them may not fit into its memory; the folder is renamed in the
-        background. If `settings.save_in_background` is false, nothing is copied; all is written before this returns.
+        background. If `checkpoint.in_background` is false, nothing is copied; all is written before this returns.
         """
         assert self._pending is None, "one checkpoint at a time: finish() the last one first"
-        started, beside = time.monotonic(), settings.save_in_background
+        started, beside = time.monotonic(), settings.checkpoint.in_background
         work: list[Callable[[], None]] = []
         if state is not None:
             taken = take_state(
                 modules=modules,
                 device=self._device,
                 rank=self._rank,
-                num_ranks=settings.num_ranks,
+                num_ranks=settings.train.num_ranks,
                 policy_version=policy_version,
                 objective=objective,
                 copy=beside,
             )
-            work.append(lambda: write_state(state, taken, group=self._group, max_writers=settings.max_writers))
+            max_writers = settings.checkpoint.max_writers
+            work.append(lambda: write_state(state, taken, group=self._group, max_writers=max_writers))
         if hf is not None:
             finish = self._written_in_parts(settings, gatherer, hf)
             work.append(lambda: on_all_ranks(finish, hf, self._group))
@@ -95,12 +96,7 @@ class Saver:
             from .export import HFWriter  # here, because it needs a tokenizer
 
             try:
-                writer = HFWriter(
-                    settings.model_path,
-                    folder,
-                    dtype=getattr(torch, settings.publish_dtype),
-                    trust_remote_code=settings.trust_remote_code,
-                )
+                writer = HFWriter(settings.path_of(None), folder, dtype=settings.dtype)
             except OSError as error:
                 failure = error
         for plan, memory in gatherer.buckets():

@@ -8,21 +8,27 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from ..algorithms.objective import Loss, Objective
+from ..config.critic import CriticConfig
+from ..config.flow import ParamServerConfig
+from ..config.inputs import ModelConfig
+from ..config.learning import CheckpointConfig, OptimizerConfig, TrainConfig
+from ..config.running import ClusterConfig
 from ..transports.object_store import ObjectStore
 from ..transports.transport import WeightTransport
-from ..weights import CanaryPrompts, Checksum, Manifest, Publication
+from ..weights import CanaryPrompts, Manifest, Publication
 from .audit import published_weights
 from .bound import StalenessError as StalenessError
 from .bound import check_versions
@@ -32,7 +38,7 @@ from .families import load_model
 from .gather import Gatherer
 from .memory import peak_memory_gib
 from .microbatch import Microbatch, Packing, empty_microbatch, split_into_microbatches
-from .optimizer import OptimizerSettings, Stepper, embedding_ids, make_optimizer
+from .optimizer import Stepper, embedding_ids, make_optimizer
 from .publish import Publisher
 from .reference import load_reference
 from .saver import Saver
@@ -46,44 +52,40 @@ if TYPE_CHECKING:  # the benchmark runs where tensordict is not installed
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
-    """The settings of a rank; the same for all ranks.
+    """What a rank is made from, the same for all ranks: its sections of the config, and what follows from others.
 
-    `max_policy_lag` None: batches carry no policy tokens (supervised training). `publish_dtype`: what engines get.
-    `attn`, `packing` (how sequences lie in a pass, see `Packing`), `logprob_chunk_tokens` and `max_length` (of the
-    longest sequence, where a model's rotary embedding goes by that): see `families.load_model`.
-    `reference_path` None: where an objective needs a reference policy, it is the weights at `model_path`.
-    `compile_layers` and `cpu_offload`: see `sharding.shard`.
-    `save_in_background`: checkpoints are written from a copy while training goes on, by at most `max_writers` ranks at
-    once (0: all). `checksum`: of published bytes, see `weights.Checksum`.
+    `critic` None: there is no critic. `objective` is minimised for `total_steps`, over which the learning rate runs.
+    `max_policy_lag` None: batches carry no policy tokens (supervised training). `max_length`: of the longest sequence,
+    where a model's rotary embedding goes by that. `reference_path` None: where an objective needs a reference policy,
+    it is the weights at `model.path`. `num_threads` 0: as many as torch takes.
     """
 
-    model_path: str
+    model: ModelConfig
+    optimizer: OptimizerConfig
+    train: TrainConfig
+    checkpoint: CheckpointConfig
+    param_server: ParamServerConfig
+    cluster: ClusterConfig
+    critic: CriticConfig | None = None
     objective: Objective
-    optimizer: OptimizerSettings
-    num_ranks: int
-    device: str
-    compute_dtype: str
-    publish_dtype: str
-    attn: str
+    canary: CanaryPrompts
+    total_steps: int
     temperature: float
     max_policy_lag: int | None
-    max_tokens_per_microbatch: int
-    gradient_checkpointing: bool
-    bucket_bytes: int
-    canary: CanaryPrompts
-    num_threads: int
-    seed: int
-    timeout_s: float
-    trust_remote_code: bool = False
-    packing: Packing | Literal["auto"] = "auto"
     max_length: int | None = None
     reference_path: str | None = None
-    logprob_chunk_tokens: int | None = None
-    compile_layers: bool = False
-    cpu_offload: bool = False
-    save_in_background: bool = True
-    max_writers: int = 0
-    checksum: Checksum = "xxh3_128"
+    num_threads: int
+    seed: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What passes compute in, and what is published."""
+        return getattr(torch, self.model.dtype)
+
+    def path_of(self, model: str | None) -> str:
+        """The folder or hub id of another model of this run; None: the policy's own."""
+        assert self.model.path is not None, "a model is built before ranks start"
+        return self.model.path if model is None else os.path.expanduser(model)
 
 
 class Trainer:
@@ -94,70 +96,59 @@ class Trainer:
         self._settings = settings
         self._rank = rank
         self._transport = transport or ObjectStore.of_this_process()
-        self._device = (
-            torch.device("cuda", torch.cuda.current_device()) if settings.device == "cuda" else torch.device("cpu")
-        )
+        on_gpu, num_ranks = settings.cluster.device == "cuda", settings.train.num_ranks
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        timeout_s = settings.cluster.step_timeout_s
         if settings.num_threads:
             torch.set_num_threads(settings.num_threads)
         if not dist.is_initialized():  # else by the trainer of an earlier run on these ranks
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if settings.device == "cuda" else "gloo",  # offloaded weights meet on the CPU
+                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",  # offloaded weights meet on the CPU
                 init_method=init_method,
                 rank=rank,
-                world_size=settings.num_ranks,
-                timeout=timedelta(seconds=settings.timeout_s),
+                world_size=num_ranks,
+                timeout=timedelta(seconds=timeout_s),
             )
-        assert dist.get_world_size() == settings.num_ranks
-        self._saver = Saver(rank=rank, device=self._device, timeout_s=settings.timeout_s)
+        assert dist.get_world_size() == num_ranks
+        self._saver = Saver(rank=rank, device=self._device, timeout_s=timeout_s)
         torch.manual_seed(settings.seed)
+        train = settings.train
         model = load_model(
-            settings.model_path,
-            attn=settings.attn,
-            packing=settings.packing,
-            chunk_tokens=settings.logprob_chunk_tokens,
-            trust_remote_code=settings.trust_remote_code,
+            settings.path_of(None),
+            attn=settings.model.attn,
+            packing=train.packing,
+            chunk_tokens=train.logprob_chunk_tokens,
             max_length=settings.max_length,
-            device=torch.device("cpu") if settings.cpu_offload else self._device,
+            device=torch.device("cpu") if train.cpu_offload else self._device,
         )
         self._packing: Packing = "padded"
         if model.is_packed:
-            self._packing = "shared" if settings.packing == "auto" else settings.packing
+            self._packing = "shared" if train.packing == "auto" else train.packing
         self._config = model.lm.config
-        mesh, compute_dtype = make_mesh(settings.device, settings.num_ranks), getattr(torch, settings.compute_dtype)
+        mesh = make_mesh(settings.cluster.device, num_ranks)
         self._model = shard(
             model,
             mesh,
-            compute_dtype=compute_dtype,
-            gradient_checkpointing=settings.gradient_checkpointing,
-            compile_layers=settings.compile_layers,
-            cpu_offload=settings.cpu_offload,
+            compute_dtype=settings.dtype,
+            gradient_checkpointing=train.gradient_checkpointing,
+            compile_layers=train.compile,
+            cpu_offload=train.cpu_offload,
         )
         self._objective = settings.objective
         self._reference: ScoringModel | None = None
         if self._objective.needs_reference:
-            self._reference = load_reference(
-                settings.reference_path or settings.model_path,
-                mesh,
-                attn=settings.attn,
-                packing=settings.packing,
-                chunk_tokens=settings.logprob_chunk_tokens,
-                compute_dtype=compute_dtype,
-                device=self._device,
-                trust_remote_code=settings.trust_remote_code,
-                max_length=settings.max_length,
-            )
-            path = settings.reference_path or settings.model_path
+            path = settings.path_of(settings.reference_path)
+            self._reference = load_reference(path, settings, mesh, device=self._device)
             check_vocabulary("algorithm.reference_path", path, self._reference.lm, policy=self._model.lm)
             if not self._reference.is_packed:  # both score the same passes
                 self._packing = "padded"
         self._optimizer = make_optimizer(
             self._model.parameters(), settings.optimizer, embeddings=embedding_ids(self._model)
         )
-        self._stepper = Stepper(self._optimizer, settings.optimizer)
-        self._gatherer = Gatherer(
-            self._model, dtype=getattr(torch, settings.publish_dtype), bucket_bytes=settings.bucket_bytes
-        )
-        self._publisher = Publisher(self._gatherer, transport=self._transport, checksum=settings.checksum)
+        self._stepper = Stepper(self._optimizer, settings.optimizer, total_steps=settings.total_steps)
+        weights = settings.param_server
+        self._gatherer = Gatherer(self._model, dtype=settings.dtype, bucket_bytes=weights.bucket_mb * 2**20)
+        self._publisher = Publisher(self._gatherer, transport=self._transport, checksum=weights.checked_with)
         self.policy_version = 0
 
     def forward_backward(self, batch: TrainBatch, *, proximal_logprobs: torch.Tensor | None = None) -> dict[str, float]:
@@ -181,7 +172,7 @@ class Trainer:
         for microbatch in self._passes(batch, proximal_logprobs, reference_logprobs):
             loss = self._loss(objective, microbatch, batch, current_is_proximal=current_is_proximal)
             # FSDP averages gradients over ranks; losses are divided by the step's counts, so the parts must add up.
-            (loss.total * self._settings.num_ranks).backward()
+            (loss.total * self._settings.train.num_ranks).backward()
             sums += loss.sums
             maxima = torch.maximum(maxima, loss.maxima)
         sums = self._reduce(sums, dist.ReduceOp.SUM)
@@ -295,7 +286,7 @@ class Trainer:
             modules=self._saved_modules(),
             device=self._device,
             rank=self._rank,
-            num_ranks=self._settings.num_ranks,
+            num_ranks=self._settings.train.num_ranks,
         )
         self.policy_version = int(state["policy_version"])
         self._objective = self._objective.with_state(state["objective"])
@@ -350,7 +341,7 @@ class Trainer:
         if len(batch.prompt_lengths):
             own = split_into_microbatches(
                 batch,
-                max_tokens=self._settings.max_tokens_per_microbatch,
+                max_tokens=self._settings.train.max_tokens_per_microbatch,
                 packing=self._packing,
                 proximal_logprobs=proximal_logprobs,
                 reference_logprobs=reference_logprobs,
@@ -392,14 +383,14 @@ class Trainer:
 
     def _gathered(self, values: torch.Tensor) -> torch.Tensor:
         """Values [K] of every rank, end to end; K may differ from rank to rank."""
-        if self._settings.num_ranks == 1:
+        if self._settings.train.num_ranks == 1:
             return values
-        shares: list[torch.Tensor | None] = [None] * self._settings.num_ranks
+        shares: list[torch.Tensor | None] = [None] * self._settings.train.num_ranks
         dist.all_gather_object(shares, values.cpu())
         return torch.cat([share for share in shares if share is not None])
 
     def _reduce(self, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> torch.Tensor:
-        if self._settings.num_ranks > 1 and tensor.numel():
+        if self._settings.train.num_ranks > 1 and tensor.numel():
             tensor = tensor.to(self._device)
             dist.all_reduce(tensor, op=op)
         return tensor

@@ -26,7 +26,7 @@ from leeway.trainer.trainer import Trainer
 from leeway.weights import WeightSyncError
 
 from ..engine_contract import TOLERANCE, EngineContract, Served, engine_settings
-from ..trainers import OPTIMIZER, batch_of, free_address, random_trajectories, settings_of
+from ..trainers import batch_of, free_address, random_trajectories, settings_of
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -157,8 +157,7 @@ def test_a_converted_checkpoint_is_served_from_disk_and_agrees_with_the_trainer(
     """Trained, saved in shards, converted, loaded by an engine that starts: it computes what the trainer does."""
     base = served.folder
     build_tokenizer(["12 + 34 = 46"]).save_pretrained(base)
-    optimizer = replace(OPTIMIZER, lr=0.01, eps=1e-8)
-    settings = settings_of(base, canary=served.publisher.prompts, optimizer=optimizer, max_policy_lag=None)
+    settings = settings_of(base, canary=served.publisher.prompts, lr=0.01, eps=1e-8, max_policy_lag=None)
     trainer = Trainer(settings, rank=0, init_method=free_address())
     try:
         for step in range(3):

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from test_checkpoint import free_address, save_model, settings_of, step_batch
+from tests.unit.test_checkpoint import free_address, save_model, settings_of, step_batch
 
 from leeway.config import load_config
 from leeway.driver.checkpoints import Checkpoints, newest_state, saved_steps

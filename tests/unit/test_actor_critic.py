@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 from leeway.algorithms.critic import gae, outcome_rewards, value_loss
 from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import PolicyObjective
+from leeway.config.critic import CriticConfig
 from leeway.trainer.actor import TrainerActor
-from leeway.trainer.actor_critic import ActorCriticSettings, ActorCriticTrainer, make_trainer, step_inputs
+from leeway.trainer.actor_critic import ActorCriticTrainer, make_trainer, step_inputs
 from leeway.trainer.checkpoint import CheckpointError
-from leeway.trainer.critic import CriticSettings
-from leeway.trainer.trainer import StalenessError, Trainer
+from leeway.trainer.trainer import StalenessError, Trainer, TrainerSettings
 from leeway.transports.transport import TransportSettings
 from leeway.types import TrainBatch
 
@@ -36,7 +36,7 @@ from ..trainers import (
 )
 
 CRITIC = {
-    "optimizer": dataclasses.replace(OPTIMIZER, lr=0.3),
+    "lr": 0.3,
     "gamma": 0.97,
     "gae_lambda": 0.9,
     "value_lambda": 1.0,
@@ -47,10 +47,8 @@ CRITIC = {
 OBJECTIVE = PolicyObjective(policy_loss=PPOClip(clip_low=0.2, clip_high=0.2, dual_clip=3.0), aggregation="token_mean")
 
 
-def critic_settings_of(path: Path, *, critic: dict[str, Any] | None = None, **changes: Any) -> ActorCriticSettings:
-    plain = settings_of(path, **{"objective": OBJECTIVE} | changes)
-    own: dict[str, Any] = {"path": str(path)} | CRITIC | (critic or {})
-    return ActorCriticSettings(**vars(plain), critic=CriticSettings(**own))
+def critic_settings_of(path: Path, *, critic: dict[str, Any] | None = None, **changes: Any) -> TrainerSettings:
+    return settings_of(path, **{"objective": OBJECTIVE, "critic": CriticConfig(**CRITIC | (critic or {}))} | changes)
 
 
 @pytest.fixture
@@ -163,6 +161,8 @@ def test_the_critics_gradient_is_that_of_the_formula_and_does_not_depend_on_micr
 def test_the_policy_learns_from_whitened_estimates(make, model_path):
     batch = batch_of(in_pairs(random_trajectories(6, 8)))
     trainer = make()
+    rates = [o.param_groups[0]["lr"] for o in (trainer._optimizer, trainer._critic.optimizer)]
+    assert rates == [OPTIMIZER.lr, CRITIC["lr"]]
     (estimates,) = trainer.estimate([batch])
     sampled = estimates.advantages[batch.loss_mask]
     assert sampled.mean().item() == pytest.approx(0.0, abs=1e-5)
@@ -191,7 +191,7 @@ def test_the_head_begins_at_zero_and_advantages_at_the_rewards(model_path, group
 @pytest.mark.slow
 def test_a_critic_learns_what_answers_are_worth(make):
     trajectories = random_trajectories(9, 6)
-    trainer = make(critic={"optimizer": dataclasses.replace(OPTIMIZER, lr=3e-3, eps=1e-8), "warmup_steps": 60})
+    trainer = make(critic={"lr": 3e-3, "warmup_steps": 60}, eps=1e-8)
     said = []
     for version in range(60):
         said.append(trainer.forward_backward(batch_of(with_versions(trajectories, version))) | trainer.optim_step())
@@ -254,7 +254,7 @@ def test_the_actor_gives_each_step_the_inputs_that_were_computed_when_its_batch_
         fill_head(actor._trainer)
         await actor.score_batch(*batches)
         got = [await actor.train_step(batch, False) for batch in batches]
-        await actor.begin(settings_of(model_path, objective=OBJECTIVE), transport)
+        await actor.reset(settings_of(model_path, objective=OBJECTIVE), transport)
         return got, await actor.train_step(batches[0], True)
 
     got, plain = asyncio.run(through_the_actor(model_path.parent / "trainer.log"))
@@ -341,7 +341,7 @@ def poison(trainer: ActorCriticTrainer) -> None:
 
 
 def test_a_critics_gradient_that_is_not_finite_is_skipped_like_the_policys(make):
-    trainer = make(critic={"optimizer": dataclasses.replace(OPTIMIZER, max_skipped_steps=1)})
+    trainer = make(max_skipped_steps=1)
     critic, policy = weights(trainer._critic.model), weights(trainer._model)
     batch = batch_of(in_pairs(random_trajectories(0, 8)))
     trainer.forward_backward(batch)
@@ -359,8 +359,7 @@ def test_a_critics_gradient_that_is_not_finite_is_skipped_like_the_policys(make)
 
 
 def test_weight_decay_spares_the_critics_embeddings_and_head_where_it_is_of_hidden_matrices(make):
-    decaying = dataclasses.replace(OPTIMIZER, decay="hidden_matrices", weight_decay=0.5)
-    trainer = make(critic={"optimizer": decaying})
+    trainer = make(decay="hidden_matrices", weight_decay=0.5)
     before = weights(trainer._critic.model)
     for parameter in trainer._critic.model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -6,10 +6,8 @@ import asyncio
 import random
 import re
 import shutil
-import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests import trainers
+from tests.trainers import free_address
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import PolicyObjective
 from leeway.config import load_config
+from leeway.config.learning import OptimizerConfig
 from leeway.driver.checkpoints import Checkpoints
 from leeway.integrity import sealed, sums_of
 from leeway.runtime.supervisor import Supervisor
@@ -31,7 +32,6 @@ from leeway.trainer.actor import TrainerActor
 from leeway.trainer.checkpoint import CheckpointError, read_state
 from leeway.trainer.convert import convert
 from leeway.trainer.export import HFWriter
-from leeway.trainer.optimizer import OptimizerSettings
 from leeway.trainer.shards import write_safetensors
 from leeway.trainer.trainer import Trainer, TrainerSettings
 from leeway.trainer.writing import CheckpointWriteError
@@ -64,42 +64,14 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("tiny"))
 
 
-def settings_of(path: Path, num_ranks: int = 1) -> TrainerSettings:
-    return TrainerSettings(
-        model_path=str(path),
-        objective=PolicyObjective(policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation="token_mean"),
-        optimizer=OptimizerSettings(
-            lr=0.05,
-            betas=(0.9, 0.95),
-            eps=1e-2,
-            weight_decay=0.1,
-            schedule="linear",
-            warmup_steps=3,
-            min_lr_frac=0.1,
-            max_grad_norm=1.0,
-            total_steps=20,
-        ),
-        num_ranks=num_ranks,
-        device="cpu",
-        compute_dtype="float32",
-        publish_dtype="float32",
-        attn="sdpa",
-        temperature=1.0,
-        max_policy_lag=100,
-        max_tokens_per_microbatch=50,
-        gradient_checkpointing=False,
-        bucket_bytes=1 << 20,
-        canary=CanaryPrompts(scored=[[1, 2, 3]], cached=[[4, 5, 6]]),
-        num_threads=1,
-        seed=0,
-        timeout_s=40.0,
+def settings_of(path: Path, **changes: Any) -> TrainerSettings:
+    objective = PolicyObjective(policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation="token_mean")
+    optimizer = OptimizerConfig(
+        lr=0.05, eps=1e-2, weight_decay=0.1, schedule="linear", warmup_steps=3, min_lr_frac=0.1, max_skipped_steps=0
     )
-
-
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    canary = CanaryPrompts(scored=[[1, 2, 3]], cached=[[4, 5, 6]])
+    own = {"canary": canary, "max_policy_lag": 100, "max_tokens_per_microbatch": 50, "total_steps": 20} | changes
+    return trainers.settings_of(path, objective=objective, optimizer=optimizer, **own)
 
 
 @pytest.fixture
@@ -220,7 +192,7 @@ def test_two_ranks_go_on_from_what_one_saved_and_one_from_what_two_saved(make, t
     alone.save_state(str(tmp_path / "one"))
     train(alone, range(5, 15))
     expected = weights(alone)
-    settings = replace(settings_of(Path(alone._settings.model_path), 2), max_writers=1)
+    settings = settings_of(Path(alone._settings.path_of(None)), num_ranks=2, max_writers=1)
     address, one, two = free_address(), str(tmp_path / "one"), str(tmp_path / "two")
     batches = [[step_batch(step, rank, 2) for step in range(5, 15)] for rank in range(2)]
     other_ranks.begin(RANK, {rank: (settings, address, rank, one, batches[rank], two) for rank in range(2)})

@@ -23,10 +23,12 @@ from torchrl.objectives.llm import GRPOLoss
 from torchrl.objectives.llm.grpo import MCAdvantage
 
 from leeway.collector.clock import ACTIVITIES, ActivityClock
-from leeway.collector.collector import Collector, CollectorSettings
+from leeway.collector.collector import Collector
 from leeway.collector.engine import EngineLost, StagedWeights
 from leeway.collector.progress import Progress
 from leeway.collector.weight_sync import WeightSync
+from leeway.config.algorithm import AlgorithmConfig
+from leeway.config.flow import RolloutConfig
 from leeway.config.inputs import EvalSampling
 from leeway.envs.base import all_or_none
 from leeway.envs.single_turn import SingleTurn
@@ -158,19 +160,18 @@ class Rig:
             on_quarantine=lambda error: self.collector.discard(str(error)),
             **{k: changes.pop(k, v) for k, v in pull_settings.items()},  # type: ignore[arg-type]
         )
-        settings: dict[str, Any] = {
-            "group_size": 2,
+        rollout: dict[str, Any] = {
             "temperature": 0.7,
             "max_prompt_tokens": 8,
             "max_response_tokens": 4,
             "max_model_len": 12,
-            "max_in_flight": 4,
             "timeout_s": 5.0,
             "engine_stall_s": 5.0,
             "retries": 2,
-            "seed": 11,
-            "seeded": True,
         }
+        algorithm = {"group_size": 2, "greedy_baseline": False}
+        own = {"max_in_flight": 4, "seed": 11, "seeded": True}
+        given = {**rollout, **algorithm, **own, **changes}
         self.collector = Collector(
             engine=self.engine,
             environment=self.environment,
@@ -181,7 +182,9 @@ class Rig:
             retried=self.slots.retried,
             give_back=self.slots.give_back,
             fail=self.slots.fail,
-            settings=CollectorSettings(**(settings | changes)),
+            rollout=RolloutConfig(**{name: given.pop(name) for name in rollout}),
+            algorithm=AlgorithmConfig().model_copy(update={name: given.pop(name) for name in algorithm}),
+            **given,
         )
         self.out: list[list[Group]] = []
 

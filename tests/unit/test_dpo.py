@@ -25,7 +25,7 @@ from leeway.tasks.taskset import build_taskset
 from leeway.trainer.microbatch import Packing, split_into_microbatches
 from leeway.types import Task, batch_trajectories
 
-from ..trainers import OPTIMIZER, gradients, in_pairs, random_trajectories
+from ..trainers import gradients, in_pairs, random_trajectories
 
 f64 = torch.float64
 
@@ -114,7 +114,6 @@ def test_training_raises_the_margin_from_log_2(make) -> None:
     for limit, packing in ((10_000, "auto"), (40, "auto"), (40, "padded")):
         trainer = make(
             objective=PreferenceObjective(dpo=DPO(beta=0.1)),
-            optimizer=OPTIMIZER,
             max_policy_lag=None,
             max_tokens_per_microbatch=limit,
             packing=packing,
@@ -139,7 +138,6 @@ def test_what_is_held_out_is_measured_and_not_learned(make) -> None:
     batch = batch_trajectories(trajectories, [0.0] * 8, num_sequences=8, num_tokens=40)
     trainer = make(
         objective=PreferenceObjective(dpo=DPO(beta=0.1)),
-        optimizer=OPTIMIZER,
         max_policy_lag=None,
         max_tokens_per_microbatch=40,
     )

@@ -14,8 +14,7 @@ from leeway.algorithms.presets import ADVANTAGES
 from leeway.config import Config, ConfigError, derive, find_recipe, load_config
 from leeway.replay.assemble import Assembler, RewardShaping
 from leeway.replay.operators import Pipeline
-from leeway.runtime.launch import collector_settings, critic_settings, trainer_settings
-from leeway.trainer.actor_critic import ActorCriticSettings
+from leeway.runtime.launch import trainer_settings
 from leeway.trainer.trainer import TrainerSettings
 from leeway.types import Group, Trajectory
 from leeway.weights import CanaryPrompts
@@ -160,16 +159,11 @@ def settings_of(config: Config, recipe: str = "async_rl") -> TrainerSettings:
 def test_the_critics_settings_reach_the_trainer_of_async_rl_only(minimal: str) -> None:
     config = load_config(minimal, ["algorithm.name=ppo", "critic.path=~/value", "optimizer.lr=0.01"])
     settings = settings_of(config)
-    assert isinstance(settings, ActorCriticSettings)
-    assert settings.critic == critic_settings(config, settings)
-    assert settings.critic.path == str(Path("~/value").expanduser())
-    assert settings.critic.optimizer == settings.optimizer, "the policy's rate where critic.lr is not set"
-    own = settings_of(load_config(minimal, ["algorithm.name=ppo", "critic.lr=0.5"]))
-    assert isinstance(own, ActorCriticSettings)
-    assert (own.critic.optimizer.lr, own.optimizer.lr) == (0.5, 1e-6)
-    assert own.critic.path == "org/model"
-    assert type(settings_of(config, "sft")) is TrainerSettings
-    assert type(settings_of(load_config(minimal))) is TrainerSettings
+    assert settings.critic == config.critic
+    assert settings.path_of(config.critic.path) == str(Path("~/value").expanduser())
+    assert settings.path_of(None) == "org/model"
+    assert settings_of(config, "sft").critic is None
+    assert settings_of(load_config(minimal)).critic is None
 
 
 def test_rewards_of_zero_are_trained_on_where_a_critic_learns_from_them(minimal: str) -> None:
@@ -179,11 +173,9 @@ def test_rewards_of_zero_are_trained_on_where_a_critic_learns_from_them(minimal:
     assert (numbers.skip_zero_advantage, numbers.has_critic) == (True, False)
 
 
-def test_the_collector_is_told(minimal: str) -> None:
-    assert collector_settings(
-        load_config(minimal, ["algorithm.name=remax", "staleness.max_policy_lag=0"])
-    ).greedy_baseline
-    assert not collector_settings(load_config(minimal)).greedy_baseline
+def test_a_preset_asks_for_the_baseline(minimal: str) -> None:
+    assert load_config(minimal, ["algorithm.name=remax", "staleness.max_policy_lag=0"]).algorithm.greedy_baseline
+    assert not load_config(minimal).algorithm.greedy_baseline
 
 
 def test_both_presets_work_with_one_completion_per_task(minimal: str) -> None:

@@ -157,7 +157,7 @@ def test_shards_of_any_size_meet_in_their_place(tmp_path, other_ranks):
     save_model(tmp_path / "model", tied=True)  # for the tokenizer
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(tmp_path / "model")
-    settings = settings_of(tmp_path / "model", num_ranks=3, bucket_bytes=SMALL, publish_dtype="bfloat16")
+    settings = settings_of(tmp_path / "model", num_ranks=3, bucket_bytes=SMALL, dtype="bfloat16")
     address = free_address()
     other_ranks.begin(CHILD, {rank: (settings, address, rank, str(tmp_path / "hf")) for rank in (1, 2)})
     trainer = Trainer(settings, rank=0, init_method=address)

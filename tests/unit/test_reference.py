@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,8 +103,9 @@ def test_the_reference_may_be_another_model(make, model_path: Path, tmp_path: Pa
 
 
 def test_a_reference_that_cannot_be_packed_is_scored_padded(make, monkeypatch) -> None:
-    def padded(*args, **options):
-        return load_reference(*args, **options | {"packing": "padded"})
+    def padded(path, settings, *args, **options):
+        train = settings.train.model_copy(update={"packing": "padded"})
+        return load_reference(path, replace(settings, train=train), *args, **options)
 
     monkeypatch.setattr("leeway.trainer.trainer.load_reference", padded)
     trainer = make(objective=objective_of(kl=KLPenalty(coef=0.1, estimator=Abs())))

@@ -30,7 +30,8 @@ def command(*args: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": ":".join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
+    path = ":".join([str(HERE.parents[1]), *filter(None, sys.path)])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def diary_of(file: Path) -> list[dict[str, Any]]:

@@ -50,12 +50,6 @@ def reads(tree: ast.Module) -> Iterator[Read]:
                 if isinstance(inner, ast.Attribute) and isinstance(inner.value, ast.Name) and inner.value.id == "self":
                     yield node.name, inner.attr
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call):  # OptimizerSettings(**config.optimizer.model_dump(), ...) is read as its section
-            for keyword in node.keywords:
-                dumped = keyword.value.func if keyword.arg is None and isinstance(keyword.value, ast.Call) else None
-                if isinstance(dumped, ast.Attribute) and dumped.attr == "model_dump":
-                    for called in {_name(dumped.value), *names.get(_name(dumped.value), ())}:
-                        yield f"{_name(node.func)} is", called
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             base = _name(node.value)
             for called in {base, *names.get(base, ())}:
@@ -69,12 +63,7 @@ def _name(node: ast.expr) -> str:
 
 
 def unread(found: set[Read]) -> list[str]:
-    same = [(kind.removesuffix(" is"), section) for kind, section in found if kind.endswith(" is")]
-    return [
-        key
-        for key, owners, field in settings(Config)
-        if not any((owner, field) in found for owner in [*owners, *(k for k, section in same if section in owners)])
-    ]
+    return [key for key, owners, field in settings(Config) if not any((owner, field) in found for owner in owners)]
 
 
 @pytest.fixture(scope="module")

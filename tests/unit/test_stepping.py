@@ -3,7 +3,6 @@ where and how fast it is computed, not what."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import resource
 from typing import Any
@@ -30,7 +29,7 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_weight_decay_acts_on_what_it_is_told(make, decay, spared):
-    trainer = make(optimizer=dataclasses.replace(OPTIMIZER, decay=decay))
+    trainer = make(decay=decay)
     before = published(trainer)[2]
     batch = batch_of(random_trajectories(0, 4))
     batch.advantages.zero_()  # no gradient: what moves has decayed
@@ -53,7 +52,7 @@ def broken_batch() -> Any:
 def test_a_step_that_is_not_finite_is_skipped_and_leaves_no_trace(make):
     good, digests = batch_of(random_trajectories(1, 6)), []
     for broken_first in (False, True):
-        trainer = make(optimizer=dataclasses.replace(OPTIMIZER, max_skipped_steps=1))
+        trainer = make(max_skipped_steps=1)
         if broken_first:
             before = published(trainer)[0].digest
             trainer.forward_backward(broken_batch())
@@ -69,7 +68,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_leaves_no_trace(make):
 
 
 def test_too_many_in_a_row_end_the_run(make):
-    trainer = make(optimizer=dataclasses.replace(OPTIMIZER, max_skipped_steps=2), max_policy_lag=9)
+    trainer = make(max_skipped_steps=2, max_policy_lag=9)
     for batch in (broken_batch(), broken_batch(), batch_of(random_trajectories(1, 6)), broken_batch(), broken_batch()):
         trainer.forward_backward(batch)
         trainer.optim_step()
@@ -83,9 +82,7 @@ def test_too_many_in_a_row_end_the_run(make):
 
 def test_bfloat16_computes_and_float32_remembers(make):
     # Steps of 1e-5: far below what bfloat16 can tell apart at weights of 0.3.
-    trainer = make(
-        compute_dtype="bfloat16", optimizer=dataclasses.replace(OPTIMIZER, lr=1e-5, eps=1e-12, weight_decay=0.0)
-    )
+    trainer = make(dtype="bfloat16", lr=1e-5, eps=1e-12, weight_decay=0.0)
     used = []
     layer = trainer._model.lm.model.layers[0].mlp.gate_proj
     layer.register_forward_pre_hook(lambda module, args: used.extend((module.weight.dtype, args[0].dtype)))
@@ -126,7 +123,7 @@ def test_compiled_layers_take_the_same_steps(make, gradient_checkpointing):
     expected = two_steps(make)
     torch.compiler.reset()
     counters.clear()
-    check_close(two_steps(make, compile_layers=True, gradient_checkpointing=gradient_checkpointing), expected)
+    check_close(two_steps(make, compile=True, gradient_checkpointing=gradient_checkpointing), expected)
     assert counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,10 +10,10 @@ from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import PolicyObjective
 from leeway.trainer.trainer import StalenessError, Trainer
 
-from ..trainers import OPTIMIZER, batch_of, published, random_trajectories, save_model
+from ..trainers import batch_of, published, random_trajectories, save_model
 
 # The first step's learning rate differs from the second's, and AdamW's moments matter.
-WARMED = dataclasses.replace(OPTIMIZER, lr=0.1, eps=1e-8, warmup_steps=2)
+WARMED = {"lr": 0.1, "eps": 1e-8, "warmup_steps": 2}
 
 
 def two_steps(trainer: Trainer) -> tuple[list[dict[str, float]], str]:
@@ -38,7 +36,7 @@ def test_a_trainer_after_another_on_the_same_ranks_is_that_of_a_new_process_bit_
     other = {
         "path": save_model(tmp_path, tied=tied),
         "objective": PolicyObjective(policy_loss=PPOClip(clip_low=0.1, clip_high=0.1), aggregation="token_mean"),
-        "optimizer": WARMED,
+        **WARMED,
         "temperature": 0.7,
         "seed": 5,
     }
