@@ -1,14 +1,20 @@
-"""What publishing costs: memory of every rank, and seconds per GB against a plain copy, on random weights.
+"""What publishing costs: seconds of a step, seconds beside it, and memory of every rank, on random weights.
 
-    python benchmarks/publish.py --shape qwen2_5-0.5b --ranks 2 --dtype bfloat16 float32 --bucket-mb 64 256
+    python benchmarks/publish.py --shape 135m --ranks 1 2 --dtype float32 bfloat16
+    python benchmarks/publish.py --shape qwen2_5-0.5b --device cuda --ranks 1 --groups 64
 
-Needs torch and transformers only; run from a checkout, on Linux. Ranks are processes on this machine (gloo). Rank 0
-hands every bucket to a file in shared memory, which is what an object store does with it. The plain copy writes as many
-bytes there that lie ready in one bucket, in the same process and in turn with the publications.
+Needs torch and transformers only; run from a checkout, on Linux. Ranks are processes on this machine. Rank 0 hands
+every bucket to a file in shared memory, which is what an object store does with it. The plain copy writes as many bytes
+there that lie ready in one bucket, in the same process and in turn with the publications.
+
+A step and a step beside which the last version is published are timed in turns, and the best of each counts.
+`critical` is what the thread that computes pays, the copy aside; `canary` is free where a trainer waits for its batch.
+CPU seconds (`_cpu_s`) hold on a busy machine too: `publish_cpu_s` are those of all threads, without the canary; all
+others are those of the thread that computes.
 
 Memory is resident memory: its peak since /proc/self/clear_refs was told to forget the last one, above what is resident
-before, with all free memory given back. The canary's forward pass is measured by itself: what it needs is what FSDP
-gathers for any forward pass.
+before the first publication, with all free memory given back. The canary's forward pass is measured by itself: what it
+needs is what FSDP gathers for any forward pass.
 """
 
 from __future__ import annotations
@@ -18,10 +24,10 @@ import ctypes
 import gc
 import json
 import socket
-import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +39,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from trainer import SHAPES, settings_of
+from trainer import SHAPES, make_batch, settings_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.trainer.canary import score_canary
@@ -54,17 +60,20 @@ def main() -> None:
         for dtype in args.dtype:
             for bucket_mb in args.bucket_mb:
                 results = mp.get_context("spawn").SimpleQueue()
-                setting = (args, folder, dtype, bucket_mb, free_port(), results)
-                mp.spawn(run_rank, setting, nprocs=args.ranks)  # type: ignore[attr-defined]
-                ranks = sorted((results.get() for _ in range(args.ranks)), key=lambda r: r["rank"])
-                head = {"shape": args.shape, "ranks": args.ranks, "dtype": dtype, "bucket_mb": bucket_mb}
-                for of_rank in ranks:
-                    print(json.dumps(head | of_rank), flush=True)
+                for num_ranks in args.ranks:
+                    setting = (args, num_ranks, folder, dtype, bucket_mb, free_port(), results)
+                    mp.spawn(run_rank, setting, nprocs=num_ranks)  # type: ignore[attr-defined]
+                    ranks = sorted((results.get() for _ in range(num_ranks)), key=lambda r: r["rank"])
+                    head = {"shape": args.shape, "ranks": num_ranks, "dtype": dtype, "bucket_mb": bucket_mb}
+                    for of_rank in ranks:
+                        print(json.dumps(head | of_rank), flush=True)
 
 
-def run_rank(rank: int, args: argparse.Namespace, folder: str, dtype: str, bucket_mb: int, port: int, out: Any) -> None:
+def run_rank(
+    rank: int, args: argparse.Namespace, num_ranks: int, folder: str, dtype: str, bucket_mb: int, port: int, out: Any
+) -> None:
     arguments = argparse.Namespace(
-        device="cpu",
+        device=args.device,
         dtype=dtype,
         max_tokens=4096,
         gradient_checkpointing=False,
@@ -72,16 +81,20 @@ def run_rank(rank: int, args: argparse.Namespace, folder: str, dtype: str, bucke
         compile=False,
         cpu_offload=False,
     )
-    canary = CanaryPrompts(scored=[list(range(24))] * 4, cached=[list(range(64))] * 2)
+    canary = CanaryPrompts(scored=[list(range(24))] * 4, cached=[list(range(160))] * 2)
     settings = settings_of(arguments, folder, "auto")
-    train = settings.train.model_copy(update={"num_ranks": args.ranks})
+    train = settings.train.model_copy(update={"num_ranks": num_ranks})
     buckets = settings.param_server.model_copy(update={"bucket_mb": bucket_mb})
     settings = replace(settings, train=train, param_server=buckets, canary=canary)
+    vocab_size = SHAPES[args.shape]["vocab_size"]
+    batch = args.groups and make_batch(
+        "groups", vocab_size, num_groups=args.groups // num_ranks, group_size=8, median=0, seed=rank
+    )
     with tempfile.TemporaryDirectory(dir="/dev/shm") as shared:
         put = Store(Path(shared))
         address, transport = f"tcp://127.0.0.1:{port}", ObjectStore(put, put)  # type: ignore[arg-type]
         trainer = Trainer(settings, rank=rank, init_method=address, transport=transport)
-        out.put({"rank": rank} | measure(trainer, put, args.repeats))
+        out.put({"rank": rank} | measure(trainer, put, batch, args.repeats))
         trainer.close()
 
 
@@ -104,68 +117,100 @@ class Store:
         self._num_buckets = 0
 
 
-def measure(trainer: Trainer, put: Store, repeats: int) -> dict[str, Any]:
+def measure(trainer: Trainer, put: Store, batch: Any, repeats: int) -> dict[str, Any]:
     plans = trainer._gatherer.plans
     rank, largest = dist.get_rank(), max(plan.num_bytes for plan in plans)
     num_bytes = sum(plan.num_bytes for plan in plans)
     for _ in range(2):  # the first pass warms up
         reshard(trainer._model)
         canary, canary_mb = watched(lambda: score_canary(trainer._model, trainer._settings.canary, trainer._device))
-    times: dict[str, list[float]] = {"stop": [], "publish": [], "copy": []}
-    peaks: list[float] = []
+    best: defaultdict[str, float] = defaultdict(lambda: float("inf"))
+
+    def timed(name: str, work: Callable[[], Any], *, threads: bool = False) -> None:
+        """The computing thread's CPU seconds, or those of all threads."""
+        clock = time.process_time if threads else time.thread_time
+        begun, begun_cpu = time.perf_counter(), clock()
+        work()
+        synchronize(trainer)
+        best[f"{name}_s"] = min(best[f"{name}_s"], time.perf_counter() - begun)
+        best[f"{name}_cpu_s"] = min(best[f"{name}_cpu_s"], clock() - begun_cpu)
 
     def publish() -> None:
-        started = time.perf_counter()
-        trainer._publisher.publish(0, lambda: canary)
-        times["stop"].append(time.perf_counter() - started)
-        if rank == 0:
-            trainer.publication()
-        times["publish"].append(time.perf_counter() - started)
+        timed("critical", trainer.begin_publish)
+        trainer._publisher.score(lambda: canary)
+        trainer.claim_publication().result()
 
+    def step() -> None:
+        trainer.forward_backward(batch)
+        trainer.optim_step()
+
+    reshard(trainer._model)  # what the canary's pass gathered
+    before, peak = release_memory(), 0.0
     for repeat in range(repeats + 1):
+        release_memory()
         dist.barrier()
-        _, peak = watched(publish)
+        timed("publish", publish, threads=True)
+        peak = max(peak, resident_mb("VmHWM"))
         put.clear()
+        timed("canary", lambda: score_canary(trainer._model, trainer._settings.canary, trainer._device))
         if rank == 0:
-            times["copy"].append(plain_copy([plan.num_bytes for plan in plans], put))
+            timed("copy", lambda: plain_copy([plan.num_bytes for plan in plans], put))
             put.clear()
         if repeat == 0:  # it warms up
-            times = {name: [] for name in times}
-        else:
-            peaks.append(peak)
-    row = {
+            best.clear()
+    for repeat in range(repeats + 1 if batch else 0):
+        timed("step", step)
+        trainer.begin_publish()
+        trainer._publisher.score(lambda: canary)
+        timed("step_beside", lambda: (step(), trainer.begin_publish()))
+        trainer._publisher.score(lambda: canary)
+        trainer.claim_publication().result()
+        put.clear()
+        if repeat == 0:
+            best = defaultdict(lambda: float("inf"), {n: s for n, s in best.items() if not n.startswith("step")})
+    row: dict[str, Any] = {
         "num_buckets": len(plans),
         "gb": round(num_bytes / 1e9, 3),
         "largest_bucket_mb": round(largest / MB, 1),
-        "extra_mb": round(max(peaks), 1),
-        "extra_buckets": round(max(peaks) * MB / max(largest, trainer._settings.param_server.bucket_mb * MB), 2),
+        "copy_mb": round(sum(part.num_bytes for part in trainer._gatherer._parts) / MB, 1),
+        "extra_mb": round(peak - before, 1),
         "canary_extra_mb": round(canary_mb, 1),
     }
-    if rank == 0:
-        row |= {f"{name}_s_per_gb": round(statistics.median(s) * 1e9 / num_bytes, 3) for name, s in times.items()}
-        row["publish_over_copy"] = round(
-            statistics.median(p / c for p, c in zip(times["publish"], times["copy"], strict=True)), 2
-        )
+    row |= {name: round(seconds, 4) for name, seconds in best.items()}
+    if best["step_s"] < float("inf"):
+        row |= {
+            "critical_share": round(best["critical_s"] / best["step_s"], 4),
+            "canary_share": round(best["canary_s"] / best["step_s"], 4),
+            "step_grows_by": round(best["step_beside_s"] / best["step_s"] - 1, 4),
+        }
     return row
 
 
-def plain_copy(sizes: list[int], put: Store) -> float:
-    """Seconds in which as many bytes are written that are there already."""
+def synchronize(trainer: Trainer) -> None:
+    if trainer._device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def plain_copy(sizes: list[int], put: Store) -> None:
+    """As many bytes are written that are there already."""
     ready = np.ones(max(sizes), dtype=np.uint8)
-    started = time.perf_counter()
     for size in sizes:
         put(ready[:size])
-    return time.perf_counter() - started
 
 
 def watched(work: Callable[[], Any]) -> tuple[Any, float]:
     """What `work` returns, and by how many MB this process grew at most meanwhile."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
-    before = resident_mb("VmRSS")
+    before = release_memory()
     result = work()
     return result, resident_mb("VmHWM") - before
+
+
+def release_memory() -> float:
+    """Gives free memory back, and forgets the peak; returns the MB that are resident then."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_mb("VmRSS")
 
 
 def resident_mb(key: str) -> float:
@@ -182,7 +227,9 @@ def free_port() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one rank")
+    parser.add_argument("--groups", type=int, default=8, help="groups of 8 short answers in a step; 0: no steps")
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["bfloat16", "float32"])
     parser.add_argument("--bucket-mb", nargs="+", type=int, default=[256])
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank")

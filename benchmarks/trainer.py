@@ -50,6 +50,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "medium": {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8}
     | {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "135m": {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30}
+    | {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
     "qwen2_5-0.5b": {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24}
     | {"num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True},
     "qwen2_5-1.5b": {"vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28}

@@ -233,11 +233,11 @@ class BucketPlan:
     spans: list[TensorSpan]
     num_bytes: int
 
-    def empty(self, device: torch.device | str = "cpu") -> torch.Tensor:
+    def empty(self, *, pinned: bool = False) -> torch.Tensor:
         """Memory for it, uint8 [num_bytes]; the gaps between tensors are zero, the tensors uninitialized."""
         import torch
 
-        memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=device)
+        memory = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=pinned)
         for span, next_span in itertools.pairwise(self.spans):
             memory[span.offset + span.num_bytes : next_span.offset] = 0
         return memory

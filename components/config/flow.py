@@ -138,8 +138,7 @@ class ParamServerConfig(Section):
     bucket_mb: PositiveInt = Field(
         default=256,
         description="size in MB of the buckets in which weights leave the trainer (a larger tensor gets "
-        "its own bucket); "
-        "publishing needs memory for two",
+        "its own bucket); rank 0 of several needs memory for one",
     )
     canary_prompts: PositiveInt = Field(
         default=4, description="number of prompts that check the served weights after each pull"

@@ -1,4 +1,4 @@
-"""The trainer's weights on their way to the engines: uploaded by rank 0, announced, pulled by each engine."""
+"""The trainer's weights on their way to the engines: uploaded beside the next step, announced, then pulled."""
 
 from __future__ import annotations
 
@@ -37,16 +37,15 @@ class Publishing:
         self.published = -1
 
     async def gather(self, version: int) -> None:
-        """Gather `version`, the weights of now, on the trainer and publish them; returns when they can be pulled."""
+        """Publish `version`, the weights of now; returns when they can be pulled."""
         await self._wait(together(t.publish.remote() for t in self._parts.trainers), "trainer")
-        await self._publish_to_engines(version, self._parts.trainers[0].publication.remote())
+        await self._publish_to_engines(version, self._uploads())
 
     async def begin(self, version: int) -> None:
-        """Publish what the last step gathered; returns when the version before it can be pulled."""
+        """Publish what the last step copied aside; returns when the version before it can be pulled."""
         await self.finish()
         # Requested before the next step, because that step's publication replaces an unclaimed one.
-        upload = self._parts.trainers[0].publication.remote()
-        self._under_way = asyncio.create_task(self._publish_to_engines(version, upload))
+        self._under_way = asyncio.create_task(self._publish_to_engines(version, self._uploads()))
         self._parts.supervisor.watch("publishing", self._under_way)
 
     async def finish(self) -> None:
@@ -60,10 +59,15 @@ class Publishing:
         calls = [c.until_verified.remote(version) for c in self._parts.collectors]
         await self._wait(together(calls), "generators")
 
-    async def _publish_to_engines(self, version: int, upload: Awaitable[Publication]) -> None:
-        """Make rank 0's upload of `version` available, and let more groups start."""
+    def _uploads(self) -> asyncio.Future[list[Publication | None]]:
+        """Every rank's part in what the ranks copied last; rank 0 has the publication."""
+        return together([t.publication.remote() for t in self._parts.trainers])
+
+    async def _publish_to_engines(self, version: int, uploads: Awaitable[list[Publication | None]]) -> None:
+        """Make the upload of `version` available, and let more groups start."""
         started = time.monotonic()
-        publication = await self._wait(upload, "trainer-0")
+        publication = (await self._wait(uploads, "trainer"))[0]
+        assert publication is not None, "rank 0 has it"
         assert publication.manifest.policy_version == version, "the trainer and the driver count steps differently"
         await self._wait(self._parts.param_server.publish.remote(publication), "param_server")
         await self._wait(self._parts.buffer.published.remote(version), "replay")

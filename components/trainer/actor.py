@@ -99,31 +99,45 @@ class TrainerActor(Watched):
 
     @as_text
     async def train_step(self, batch: TrainBatch, publish: bool) -> dict[str, float]:
-        """forward_backward, optim_step and, if asked, publish."""
+        """forward_backward, optim_step and, if asked, what `publish` does.
+
+        `step/publish_s`: what publishing costs a step, waiting for the last version's canary included.
+        """
+        asked = time.monotonic()
 
         def step() -> dict[str, float]:
+            canary_s = time.monotonic() - asked
             inputs = self._step_inputs.popleft() if self._step_inputs else {}
             metrics = self._trainer.forward_backward(batch, **inputs) | self._trainer.optim_step()
             started = time.monotonic()
             if publish:
-                self._trainer.publish()
-            return metrics | {"step/publish_s": time.monotonic() - started}
+                metrics |= self._trainer.begin_publish()
+            return metrics | {"step/publish_s": canary_s + time.monotonic() - started}
 
-        return await self._in_order(step)
+        stepped = self._in_order(step)
+        if publish:
+            self._in_order(self._trainer.score_canary)
+        return await stepped
 
     @as_text
     async def publish(self) -> None:
-        await self._in_order(self._trainer.publish)
+        """Returns when the weights of now are copied aside.
+
+        The canary is scored in the same turn of every rank, while the driver gets the next batch.
+        """
+        copied = self._in_order(self._trainer.begin_publish)
+        self._in_order(self._trainer.score_canary)
+        await copied
 
     @as_text
-    async def publication(self) -> Publication:
+    async def publication(self) -> Publication | None:
         """The last published weights, once they are uploaded, while the trainer computes what comes next.
 
-        They are claimed when this call begins. Calls begin in the order they are made, so a call before the next step
-        never gets the next step's weights.
+        Every rank is asked, because its part may fail; only rank 0 has something to answer. They are claimed when this
+        call begins. Calls begin in the order they are made, so a call before the next step never gets that step's
+        weights.
         """
-        complete = self._trainer.claim_publication()
-        return await asyncio.to_thread(complete)
+        return await asyncio.wrap_future(self._trainer.claim_publication())
 
     @as_text
     async def measure(self, batch: TrainBatch) -> dict[str, float]:
@@ -157,8 +171,9 @@ class TrainerActor(Watched):
     async def close(self) -> None:
         await self._in_order(self._trainer.close)
 
-    async def _in_order(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._compute, function)
+    def _in_order(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Its turn is fixed by this call, not by who awaits it."""
+        return asyncio.get_running_loop().run_in_executor(self._compute, function)
 
 
 # Ray's overloads do not name max_concurrency.

@@ -1,29 +1,37 @@
-"""Gather a sharded model's weights on rank 0, one bucket at a time, so that no rank ever holds more than that.
+"""Gather a sharded model's weights on rank 0, one bucket at a time, so that no rank ever holds the whole of them.
 
-Each rank casts its own shards to the published dtype and sends them to rank 0, which receives them at their place in
-the bucket. No other rank sees more than its shards. Buffers are whole on every rank, and keep their own dtype.
+A rank's part of a bucket is its rows of every tensor in it, cast to the published dtype, end to end in main memory.
+Rank 0 receives the others' rows at their place in the bucket. Buffers are whole on every rank, keep their own dtype,
+and are part of rank 0's part only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from ..weights import BucketPlan, plan_buckets
 from .names import PublishedNames
 from .scoring import ScoringModel
 from .sharding import reshard
+from .shards import local_rows
 from .tensors import by_tensor, saved_tensors
 
 
 class Gatherer:
-    """Made by all ranks of a sharded model. `dtype`: what every parameter is cast to."""
+    """Made by all ranks of a sharded model. `dtype`: what every parameter is cast to.
 
-    def __init__(self, model: ScoringModel, *, dtype: torch.dtype, bucket_bytes: int) -> None:
+    `gather` may run beside the model's own collectives: it has a process group of its own, because those of two threads
+    must not share one. It is gloo, from main memory, on GPUs too: two NCCL communicators at work on one GPU may wait
+    for each other for ever.
+    """
+
+    def __init__(self, model: ScoringModel, *, dtype: torch.dtype, bucket_bytes: int, timeout_s: float) -> None:
         self._model = model
         self.names = PublishedNames(model.lm)
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
@@ -34,20 +42,42 @@ class Gatherer:
             ((n, dtype if isinstance(t, torch.nn.Parameter) else t.dtype, t.shape) for t, n in tensors.items()),
             bucket_bytes,
         )
-        if self._num_ranks > 1:
-            dist.barrier()  # NCCL: messages between two ranks may not be the first that a group hears
+        live = {names[0]: tensor for tensor, names in tensors.items()}
+        self._sharded = {name for name, tensor in live.items() if isinstance(tensor, DTensor)}
+        self._parts = [self._part_of(plan, live) for plan in self.plans]
+        self._on_gpu = any(tensor.is_cuda for tensor in live.values())
+        self._beside = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+
+    def new_parts(self) -> list[torch.Tensor]:
+        """Memory for this rank's part of every bucket, for `copy_parts`; pinned, so that a GPU copies by itself."""
+        return [part.empty(pinned=self._on_gpu) for part in self._parts]
+
+    @torch.no_grad()
+    def copy_parts(self, into: Sequence[torch.Tensor]) -> Callable[[], None]:
+        """Copy this rank's part of every bucket aside, as it is now.
+
+        The weights may be changed as soon as this returns. A GPU is still copying then, in the order of its own work:
+        the returned function waits, in any thread, until the copy can be read.
+        """
+        tensors = self._live()
+        for part, memory in zip(self._parts, into, strict=True):
+            self._copy_part(part, tensors, memory)
+        return _when_copied()
+
+    def gather(self, index: int, part: torch.Tensor) -> tuple[BucketPlan, torch.Tensor | None]:
+        """One bucket (uint8) on rank 0, None elsewhere, of all ranks' parts of it (a collective), in any one thread.
+
+        A rank that is alone has the bucket in its part already, and gets that very memory.
+        """
+        return self._gather(index, part, self._beside)
 
     @torch.no_grad()
     def buckets(self) -> Iterator[tuple[BucketPlan, torch.Tensor | None]]:
-        """Every bucket in turn (a collective): uint8 on the CPU of rank 0, None elsewhere.
-
-        Each is made on demand. A caller that still holds the last one by then holds two.
-        """
-        reshard(self._model)
-        tensors = saved_tensors(self._model.lm)
-        for plan in self.plans:
+        """Every bucket of the current weights in turn (a collective, as those of the model); each is made on demand."""
+        tensors = self._live()
+        for index, part in enumerate(self._parts):
             # Not kept in a variable, which would keep it alive while the next one is gathered.
-            yield plan, self._gather(plan, tensors)
+            yield self._gather(index, self._copy_part(part, tensors, part.empty()), None)
 
     def as_published(self, plan: BucketPlan, memory: torch.Tensor) -> tuple[BucketPlan, torch.Tensor]:
         """The same weights under the names of the model's files: a layer's experts apart, which costs another copy."""
@@ -69,37 +99,64 @@ class Gatherer:
             span.tensor(copy).copy_(tensor)
         return split, copy
 
-    def _gather(self, plan: BucketPlan, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
-        # On a GPU shards meet on rank 0's GPU, and cross to its main memory a bucket at a time. Where parameters are
-        # offloaded they meet in main memory, though buffers are on the GPU.
-        device = next(self._model.lm.parameters()).device
-        memory = plan.empty(device) if self._rank == 0 else None
-        messages: list[dist.P2POp] = []
+    def _live(self) -> dict[str, torch.Tensor]:
+        reshard(self._model)
+        return saved_tensors(self._model.lm)
+
+    def _part_of(self, plan: BucketPlan, tensors: dict[str, torch.Tensor]) -> BucketPlan:
+        """How this rank's part of a bucket lies in memory."""
+        own: list[tuple[tuple[str, ...], torch.dtype, tuple[int, ...]]] = []
         for span in plan.spans:
-            tensor = tensors[span.names[0]]
+            _, rows = local_rows(tensors[span.names[0]], rank=self._rank, num_ranks=self._num_ranks)
+            is_own = self._rank == 0 or span.names[0] in self._sharded
+            own.append((span.names, span.dtype, tuple(rows.shape) if is_own else (0,)))
+        (part,) = plan_buckets(own, bucket_bytes=plan.num_bytes)
+        return part
+
+    def _copy_part(self, part: BucketPlan, tensors: dict[str, torch.Tensor], into: torch.Tensor) -> torch.Tensor:
+        for span in part.spans:
+            if span.num_bytes:
+                _, rows = local_rows(tensors[span.names[0]], rank=self._rank, num_ranks=self._num_ranks)
+                # Cast where the weights are: between devices torch would cast on the CPU, and wait for it.
+                rows = rows.to(span.dtype) if rows.is_cuda else rows
+                span.tensor(into).copy_(rows, non_blocking=True)
+        return into
+
+    def _gather(
+        self, index: int, part: torch.Tensor, group: dist.ProcessGroup | None
+    ) -> tuple[BucketPlan, torch.Tensor | None]:
+        plan = self.plans[index]
+        if self._num_ranks == 1:
+            return plan, part
+        memory = plan.empty() if self._rank == 0 else None
+        messages: list[dist.P2POp] = []
+        for span, own in zip(plan.spans, self._parts[index].spans, strict=True):
             if memory is not None:
-                messages += self._receive(tensor, span.tensor(memory))
-            elif isinstance(tensor, DTensor):
-                shard = _bytes(tensor.to_local().to(span.dtype))
-                if len(shard):
-                    messages.append(dist.P2POp(dist.isend, shard, 0))
+                messages += self._receive(own.tensor(part), span.tensor(memory), span.names[0], group)
+            elif own.num_bytes:
+                messages.append(dist.P2POp(dist.isend, own.data(part), 0, group))
         for work in dist.batch_isend_irecv(messages) if messages else []:
             work.wait()
-        return None if memory is None else memory.cpu()
+        return plan, memory
 
-    def _receive(self, tensor: torch.Tensor, whole: torch.Tensor) -> Iterator[dist.P2POp]:
-        """Copy rank 0's own shard into `whole`, and return the messages that bring the others."""
-        if not isinstance(tensor, DTensor):
-            whole.copy_(tensor)
+    def _receive(
+        self, own: torch.Tensor, whole: torch.Tensor, name: str, group: dist.ProcessGroup | None
+    ) -> Iterator[dist.P2POp]:
+        """Copy rank 0's own rows into `whole`, and return the messages that bring the others."""
+        if name not in self._sharded:
+            whole.copy_(own)
             return
-        assert tensor.placements == (Shard(0),), f"sharded in an unsupported way: {tensor.placements}"
-        rows = -(-tensor.shape[0] // self._num_ranks)  # as torch.chunk cuts: the last ranks may have fewer, or none
+        rows = -(-whole.shape[0] // self._num_ranks)  # as torch.chunk cuts: the last ranks may have fewer, or none
         for rank, shard in enumerate(whole.split(rows)):
             if rank == 0:
-                shard.copy_(tensor.to_local())
+                shard.copy_(own)
             else:
-                yield dist.P2POp(dist.irecv, _bytes(shard), rank)
+                yield dist.P2POp(dist.irecv, shard.view(-1).view(torch.uint8), rank, group)
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+def _when_copied() -> Callable[[], None]:
+    if not torch.cuda.is_initialized():
+        return lambda: None
+    copied = torch.cuda.Event()
+    copied.record()
+    return copied.synchronize

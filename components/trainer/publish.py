@@ -1,11 +1,12 @@
-"""How a policy version leaves the trainer: a stream of buckets, each gathered, summed and given to the transport.
+"""How a policy version leaves the trainer: copied aside between two steps, sent beside the next one.
 
-    all ranks:       gather 0   gather 1   gather 2   ...  canary | next step
-    rank 0, beside:             upload 0   upload 1   upload 2 ...
+    every rank, compute:   step v   copy   canary   step v + 1 ...
+    every rank, beside:                    gather 0, gather 1, ...
+    rank 0, beside:                        upload 0, upload 1, ...   manifest
 
-At most two buckets exist at a time: the one being gathered and the one being uploaded. If uploading is slower,
-gathering waits for it; a model of one bucket is uploaded entirely during the next step. If the model's files have
-other names for its weights (experts), the bucket being uploaded exists twice while it is renamed.
+A rank keeps one copy of its own shards, in the published dtype: the next version is copied when the last one has been
+gathered, and waits for that. Rank 0 has one bucket more at a time, and that one twice where the model's files have
+other names for its weights (experts). A rank that is alone gathers nothing: its copy is the buckets.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from threading import Semaphore
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,105 +24,127 @@ from ..weights import BucketPlan, Canary, Checksum, Manifest, Publication, Tenso
 from .gather import Gatherer
 
 MAX_HASHING_THREADS = 4
-"""SHA-256 in one thread is slower than a gather between GPUs; four threads keep up."""
+"""SHA-256 in one thread is slower than a gather; four threads keep up."""
 
 
 @dataclass(frozen=True)
-class _Uploaded:
-    """One bucket that can be pulled."""
+class _Version:
+    """One on its way. `canary`: scored under it; `gathered`: this rank's copy may be overwritten."""
 
-    entries: list[TensorEntry]
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class _Pending:
     policy_version: int
-    outgoing: Outgoing
-    uploads: list[Future[_Uploaded]]
-    canary: Canary
+    canary: Future[Canary] = field(default_factory=Future)
+    gathered: Future[None] = field(default_factory=Future)
 
 
 class Publisher:
-    """One rank's part in publishing. Rank 0 uploads and holds the last publication until it is claimed."""
+    """One rank's part in publishing. Made by all ranks at once, and each method is called on all of them in one order.
 
-    def __init__(self, gatherer: Gatherer, *, transport: WeightTransport, checksum: Checksum) -> None:
+    `timeout_s`: how long a version may take to leave.
+    """
+
+    def __init__(self, gatherer: Gatherer, *, transport: WeightTransport, checksum: Checksum, timeout_s: float) -> None:
         self._gatherer = gatherer
         self._transport = transport
         self._checksum: Checksum = checksum
-        self._uploading = ThreadPoolExecutor(1, thread_name_prefix="upload")
+        self._timeout_s = timeout_s
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="publishing")
         self._hashing = ThreadPoolExecutor(
             min(MAX_HASHING_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="hash"
         )
-        self._uploaded = Semaphore(1)  # acquired: the previous bucket was uploaded
-        self._pending: _Pending | None = None
+        self._copy: list[torch.Tensor] = []
+        self._largest_bucket = 0
+        self._last: _Version | None = None
+        self._unclaimed: Future[Publication | None] | None = None
 
-    def publish(self, policy_version: int, score: Callable[[], Canary]) -> None:
-        """Gather the current weights and start uploading them, then `score` the canary (both collectives).
+    @property
+    def memory_bytes(self) -> int:
+        """What publishing holds at once: the copy, and the largest bucket that was gathered apart from it."""
+        return sum(part.nbytes for part in self._copy) + self._largest_bucket
 
-        On failure nothing is left: uploaded buckets are released and were never announced. A publication that has not
-        been claimed by then is released too.
+    def begin(self, policy_version: int) -> None:
+        """Copy the current weights aside and send them beside what comes next.
+
+        Waits until the last version has been gathered, and raises what that failed with.
         """
-        if self._pending is not None:
-            self._release(self._pending)
-            self._pending = None
+        if self._last is not None:
+            self._wait_for(self._last)
+        self._copy = self._copy or self._gatherer.new_parts()
+        copied = self._gatherer.copy_parts(self._copy)
+        self._last = _Version(policy_version)
+        self._unclaimed = self._beside.submit(self._send, self._last, copied)
+
+    def score(self, score: Callable[[], Canary]) -> None:
+        """The canary of the last `begin`, still under its weights (a collective). If it fails, so does that version."""
+        if self._last is None or self._last.canary.done():
+            return
+        try:
+            self._last.canary.set_result(score())
+        except BaseException as error:
+            self._last.canary.set_exception(error)
+
+    def claim(self) -> Future[Publication | None]:
+        """The last `begin`, before the next one: done when all of its buckets can be pulled. Ranks but 0 get None."""
+        assert self._unclaimed is not None, "claim() comes once after each begin()"
+        claimed, self._unclaimed = self._unclaimed, None
+        return claimed
+
+    def close(self) -> None:
+        """Wait for what is on its way: its collectives end before their group does."""
+        if self._last is not None:
+            wait([self._last.gathered], self._timeout_s)
+        self._beside.shutdown(wait=False, cancel_futures=True)
+        self._hashing.shutdown(wait=False)
+
+    def _wait_for(self, last: _Version) -> None:
+        try:
+            last.gathered.result(self._timeout_s)
+        except TimeoutError:
+            raise TimeoutError(
+                f"version {last.policy_version} of the weights did not leave the trainer within {self._timeout_s:g} s "
+                "(cluster.step_timeout_s)"
+            ) from None
+
+    def _send(self, version: _Version, copied: Callable[[], None]) -> Publication | None:
+        """A failure leaves nothing: what was uploaded is released, and was never announced."""
         outgoing: Outgoing | None = None
-        uploads: list[Future[_Uploaded]] = []
+        uploaded: list[tuple[int, list[TensorEntry]]] = []
+        failure: Exception | None = None
         try:
-            for plan, memory in self._gatherer.buckets():
-                if memory is None:
-                    continue
-                outgoing = outgoing or self._transport.begin(policy_version)
-                self._uploaded.acquire()
-                uploads.append(self._uploading.submit(self._upload, outgoing, plan, memory))
+            copied()
+            for index, part in enumerate(self._copy):
+                plan, memory = self._gatherer.gather(index, part)
+                if memory is not None and failure is None:
+                    try:
+                        outgoing = outgoing or self._transport.begin(version.policy_version)
+                        uploaded.append(self._upload(outgoing, plan, memory))
+                    except Exception as error:  # raised later: the others are still sending
+                        failure = error
+                if memory is not None and memory is not part:
+                    self._largest_bucket = max(self._largest_bucket, memory.nbytes)
                 del memory
-                if len(uploads) > 1:
-                    uploads[-2].result()  # it is done: raises here if it failed
-            canary = score()
-        except BaseException:
+            version.gathered.set_result(None)
+            if failure is not None:
+                raise failure
+            canary = version.canary.result(self._timeout_s)
+            if outgoing is None:
+                return None
+            entries = [entry for _, of_bucket in uploaded for entry in of_bucket]
+            sizes = [num_bytes for num_bytes, _ in uploaded]
+            digest = digest_of(entries)
+            return outgoing.commit(Manifest(version.policy_version, entries, sizes, canary, digest, self._checksum))
+        except BaseException as error:
+            if not version.gathered.done():
+                version.gathered.set_exception(error)
             if outgoing is not None:
-                self._uploading.submit(outgoing.discard)
-            raise
-        if outgoing is not None:
-            self._pending = _Pending(policy_version, outgoing, uploads, canary)
-
-    def claim(self) -> Callable[[], Publication]:
-        """Rank 0: take over the last `publish`, before the next one releases it.
-
-        The returned function waits until all of its buckets can be pulled; it may run in any thread.
-        """
-        assert self._pending is not None, "claim() is for rank 0, after publish()"
-        pending, self._pending = self._pending, None
-        return lambda: self._complete(pending)
-
-    def _upload(self, outgoing: Outgoing, plan: BucketPlan, memory: torch.Tensor) -> _Uploaded:
-        try:
-            plan, memory = self._gatherer.as_published(plan, memory)
-            # Of what was gathered, not of what was put, so that it covers the whole transfer.
-            checksum = functools.partial(checksum_of, kind=self._checksum)
-            checksums = self._hashing.map(checksum, [span.data(memory).numpy() for span in plan.spans])
-            entries = plan.entries(checksums)
-            outgoing.put(memory.numpy())
-            return _Uploaded(entries, plan.num_bytes)
-        finally:
-            self._uploaded.release()
-
-    def _complete(self, pending: _Pending) -> Publication:
-        try:
-            uploaded = [upload.result() for upload in pending.uploads]
-            entries = [entry for bucket in uploaded for entry in bucket.entries]
-            manifest = Manifest(
-                pending.policy_version,
-                entries,
-                [bucket.num_bytes for bucket in uploaded],
-                pending.canary,
-                digest_of(entries),
-                self._checksum,
-            )
-            return self._uploading.submit(pending.outgoing.commit, manifest).result()
-        except BaseException:
-            self._release(pending)
+                outgoing.discard()
             raise
 
-    def _release(self, pending: _Pending) -> None:
-        self._uploading.submit(pending.outgoing.discard)
+    def _upload(self, outgoing: Outgoing, plan: BucketPlan, memory: torch.Tensor) -> tuple[int, list[TensorEntry]]:
+        """Returns what the manifest says of this bucket: its size, and its entries."""
+        plan, memory = self._gatherer.as_published(plan, memory)
+        # Of what was gathered, not of what was put, so that it covers the whole transfer.
+        checksum = functools.partial(checksum_of, kind=self._checksum)
+        checksums = self._hashing.map(checksum, [span.data(memory).numpy() for span in plan.spans])
+        entries = plan.entries(checksums)
+        outgoing.put(memory.numpy())
+        return plan.num_bytes, entries

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -147,8 +148,12 @@ class Trainer:
         )
         self._stepper = Stepper(self._optimizer, settings.optimizer, total_steps=settings.total_steps)
         weights = settings.param_server
-        self._gatherer = Gatherer(self._model, dtype=settings.dtype, bucket_bytes=weights.bucket_mb * 2**20)
-        self._publisher = Publisher(self._gatherer, transport=self._transport, checksum=weights.checked_with)
+        self._gatherer = Gatherer(
+            self._model, dtype=settings.dtype, bucket_bytes=weights.bucket_mb * 2**20, timeout_s=timeout_s
+        )
+        self._publisher = Publisher(
+            self._gatherer, transport=self._transport, checksum=weights.checked_with, timeout_s=timeout_s
+        )
         self.policy_version = 0
 
     def forward_backward(self, batch: TrainBatch, *, proximal_logprobs: torch.Tensor | None = None) -> dict[str, float]:
@@ -231,20 +236,33 @@ class Trainer:
         peak = self._reduce(torch.tensor([peak_memory_gib(self._device)]), dist.ReduceOp.MAX).item()
         return {**metrics, "train/peak_memory_gib": peak, "step/optim_s": time.monotonic() - started}
 
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Gather the weights bucket by bucket (a collective) and score the canary with them; see `Publisher`."""
-        self._publisher.publish(
-            self.policy_version, lambda: score_canary(self._model, self._settings.canary, self._device)
-        )
+    def begin_publish(self) -> dict[str, float]:
+        """Copy the weights aside, and send them beside what comes next (a collective); see `Publisher`.
 
-    def claim_publication(self) -> Callable[[], Publication]:
-        """Rank 0: what completes the last `publish`, in any thread, during the next step; see `Publisher.claim`."""
+        `score_canary` follows, before the weights change.
+        """
+        self._publisher.begin(self.policy_version)
+        return {"train/publish_memory_gib": self._publisher.memory_bytes / 2**30}
+
+    @torch.no_grad()
+    def score_canary(self) -> None:
+        """One pass with the weights of the last `begin_publish` (a collective). Its failure is the publication's."""
+        self._publisher.score(lambda: score_canary(self._model, self._settings.canary, self._device))
+
+    def publish(self) -> None:
+        """Both (a collective)."""
+        self.begin_publish()
+        self.score_canary()
+
+    def claim_publication(self) -> Future[Publication | None]:
+        """The last `publish`, once it has been uploaded, beside the next step; see `Publisher.claim`."""
         return self._publisher.claim()
 
     def publication(self) -> Publication:
         """Rank 0: the last `publish`, complete."""
-        return self.claim_publication()()
+        publication = self.claim_publication().result(self._settings.cluster.step_timeout_s)
+        assert publication is not None, "rank 0 has it"
+        return publication
 
     def begin_save(self, *, state: str | None = None, hf: str | None = None) -> dict[str, float]:
         """Save into `state` (to resume from) and `hf` (to export), in the background (a collective).
@@ -315,6 +333,7 @@ class Trainer:
         return times
 
     def close(self) -> None:
+        self._publisher.close()
         self._saver.close()
         dist.destroy_process_group()
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import pytest
 import torch
 
 from leeway.config import load_config
@@ -22,7 +24,7 @@ from leeway.runtime.supervisor import Supervisor
 from leeway.trainer.actor import TrainerActor
 from leeway.trainer.publish import Publisher
 from leeway.transports.object_store import ObjectStore
-from leeway.weights import Canary, CanaryPrompts, Publication, plan_buckets
+from leeway.weights import BucketPlan, Canary, CanaryPrompts, Publication, plan_buckets
 
 from .test_staleness_property import VirtualClock
 
@@ -30,20 +32,35 @@ STEPS, UPDATES = 200, 4
 STEP_TIMEOUT_S = load_config("quickstart", [], recipe="async_rl").cluster.step_timeout_s
 
 
+class OneWeight:
+    """Stands for a `Gatherer`: of a model whose only weight is its version."""
+
+    def __init__(self, trainer: NoTime) -> None:
+        self._trainer = trainer
+        (self._plan,) = plan_buckets([(("w",), torch.int64, (1,))], 64)
+
+    def new_parts(self) -> list[torch.Tensor]:
+        return [self._plan.empty()]
+
+    def copy_parts(self, into: list[torch.Tensor]) -> Callable[[], None]:
+        self._plan.spans[0].tensor(into[0]).fill_(self._trainer.policy_version)
+        return lambda: None
+
+    def gather(self, index: int, part: torch.Tensor) -> tuple[BucketPlan, torch.Tensor]:
+        return self._plan, part
+
+    def as_published(self, plan: BucketPlan, memory: torch.Tensor) -> tuple[BucketPlan, torch.Tensor]:
+        return plan, memory
+
+
 class NoTime:
-    """A trainer that computes nothing and publishes its version."""
+    """A trainer that computes nothing and publishes its version. `put`: what takes over a bucket."""
 
-    def __init__(self) -> None:
+    def __init__(self, put: Callable[[np.ndarray], Any] = np.copy) -> None:
         self.policy_version = 0
-        (plan,) = plan_buckets([(("w",), torch.int64, (1,))], 64)
-
-        def buckets() -> list[Any]:
-            memory = plan.empty()
-            plan.spans[0].tensor(memory).fill_(self.policy_version)
-            return [(plan, memory)]
-
-        gatherer = SimpleNamespace(buckets=buckets, as_published=lambda plan, memory: (plan, memory))
-        self._publisher = Publisher(gatherer, transport=ObjectStore(np.copy, np.copy), checksum="xxh3_128")  # type: ignore[arg-type]
+        gatherer: Any = OneWeight(self)
+        transport = ObjectStore(put, np.copy)  # type: ignore[arg-type]
+        self._publisher = Publisher(gatherer, transport=transport, checksum="xxh3_128", timeout_s=20)
 
     def forward_backward(self, batch: Any) -> dict[str, float]:
         return {}
@@ -52,11 +69,14 @@ class NoTime:
         self.policy_version += 1
         return {}
 
-    def publish(self) -> None:
-        canary = Canary(CanaryPrompts(scored=[], cached=[]), [], [], [])
-        self._publisher.publish(self.policy_version, lambda: canary)
+    def begin_publish(self) -> dict[str, float]:
+        self._publisher.begin(self.policy_version)
+        return {}
 
-    def claim_publication(self) -> Callable[[], Publication]:
+    def score_canary(self) -> None:
+        self._publisher.score(lambda: Canary(CanaryPrompts(scored=[], cached=[]), [], [], []))
+
+    def claim_publication(self) -> Future[Publication | None]:
         return self._publisher.claim()
 
 
@@ -102,7 +122,7 @@ class Elsewhere:
         self.saved.append("interrupted" if interrupted else "end")
 
 
-def run_over(trainer: Any, elsewhere: Elsewhere, *, total_steps: int, tmp_path: Path) -> RLRun:
+def run_over(trainer: Any, elsewhere: Elsewhere, *, total_steps: int, tmp_path: Path, publish_every: int = 1) -> RLRun:
     actor = TrainerActor(role="trainer-0", log_file=tmp_path / "log", log_level="ERROR", cores=[])
     actor._trainer = trainer
     parts: Any = SimpleNamespace(
@@ -114,7 +134,12 @@ def run_over(trainer: Any, elsewhere: Elsewhere, *, total_steps: int, tmp_path: 
     )
     config = load_config(
         "quickstart",
-        [f"stages.async_rl.train.updates_per_batch={UPDATES}", f"staleness.max_policy_lag={UPDATES}", "eval.every=0"],
+        [
+            f"stages.async_rl.train.updates_per_batch={UPDATES}",
+            f"staleness.max_policy_lag={UPDATES}",
+            f"param_server.publish_every={publish_every}",
+            "eval.every=0",
+        ],
         recipe="async_rl",
     )
     there: Any = elsewhere
@@ -165,6 +190,99 @@ def test_an_interrupted_step_ends_is_saved_and_is_reported_once(tmp_path: Path) 
         assert last is not None
         assert (last.step, last.metrics["train/of_step"]) == (3, 3.0)
         assert [r.step for r in elsewhere.reports if r.batch_metrics is not None] == [1, 2]
+
+    asyncio.run(main())
+
+
+class InStep(NoTime):
+    """Its third step takes until it is told to end. `put` gets every bucket, of version 2 while that step is on."""
+
+    def __init__(self, put: Callable[[np.ndarray], Any]) -> None:
+        super().__init__(put)
+        self.may_end, self.in_third = threading.Event(), threading.Event()
+
+    def forward_backward(self, batch: Any) -> dict[str, float]:
+        if self.policy_version == 2:
+            self.in_third.set()
+            assert self.may_end.wait(20)
+        return {}
+
+
+def test_a_publication_that_fails_beside_a_step_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    def put(bucket: np.ndarray) -> np.ndarray:
+        if bucket.view(np.int64)[0] == 2:
+            assert slow.in_third.wait(20)
+            raise OSError("the object store is full")
+        return bucket.copy()
+
+    slow = InStep(put)
+
+    async def main() -> None:
+        elsewhere = Elsewhere()
+        run = run_over(slow, elsewhere, total_steps=STEPS, tmp_path=tmp_path)
+        with pytest.raises(PartFailed, match="trainer-0: OSError: the object store is full"):
+            await asyncio.wait_for(train(run), 15)
+        assert run.version == 2, "it did not wait for the step"
+        assert elsewhere.published_versions == [1]
+        slow.may_end.set()
+        assert run._stepping is not None
+        await run._stepping
+
+    asyncio.run(main())
+
+
+def test_an_interrupt_waits_for_the_step_and_not_for_what_is_being_published(tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    def put(bucket: np.ndarray) -> np.ndarray:
+        assert ended.wait(20)
+        return bucket.copy()
+
+    slow = InStep(put)
+
+    async def main() -> None:
+        elsewhere = Elsewhere()
+        run = run_over(slow, elsewhere, total_steps=STEPS, tmp_path=tmp_path, publish_every=2)
+        training = asyncio.create_task(train(run))
+        assert await asyncio.to_thread(slow.in_third.wait, 20)
+        training.cancel()
+        await asyncio.wait({training})
+        slow.may_end.set()
+        last = await asyncio.wait_for(run.interrupted(), 20)
+        assert last is not None
+        assert last.step == 3
+        assert elsewhere.saved[-1] == "interrupted"
+        assert elsewhere.published_versions == []
+        ended.set()
+
+    asyncio.run(main())
+
+
+def test_a_step_is_over_before_its_canary_is_scored_and_the_next_one_waits_for_it(tmp_path: Path) -> None:
+    class SlowCanary(NoTime):
+        may_score = threading.Event()
+        scored: ClassVar[list[int]] = []
+
+        def score_canary(self) -> None:
+            assert self.may_score.wait(20)
+            self.scored.append(self.policy_version)
+            super().score_canary()
+
+    async def main() -> None:
+        actor = TrainerActor(role="trainer-0", log_file=tmp_path / "log", log_level="ERROR", cores=[])
+        actor._trainer = trainer = SlowCanary()
+        batch: Any = "batch"
+        await asyncio.wait_for(actor.train_step(batch, True), 20)
+        published = asyncio.create_task(actor.publication())
+        second = asyncio.create_task(actor.train_step(batch, False))
+        await asyncio.sleep(0.1)
+        assert (trainer.policy_version, trainer.scored) == (1, [])
+        assert not published.done()
+        trainer.may_score.set()
+        assert (await asyncio.wait_for(second, 20))["step/publish_s"] >= 0.09, "what it waited for the canary"
+        publication = await asyncio.wait_for(published, 20)
+        assert publication is not None
+        assert (publication.manifest.policy_version, trainer.scored) == (1, [1])
 
     asyncio.run(main())
 

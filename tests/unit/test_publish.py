@@ -1,4 +1,4 @@
-"""Publishing as a stream: whole or not at all, bit for bit from any number of ranks, in the memory of two buckets."""
+"""Publishing beside the next step: whole or not at all, bit for bit from any number of ranks, from one copy aside."""
 
 from __future__ import annotations
 
@@ -7,20 +7,32 @@ import json
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.trainer.export import HFWriter
+from leeway.trainer.tensors import saved_tensors
 from leeway.trainer.trainer import Trainer
 from leeway.transports.object_store import ObjectStore
-from leeway.weights import BucketPlan, digest_of
+from leeway.types import TrainBatch
+from leeway.weights import BucketPlan, Manifest, check_bucket, digest_of, read_bucket
 
 from ..tiers import slow_but_for
-from ..trainers import free_address, published, reference_model, save_model, settings_of
+from ..trainers import (
+    batch_of,
+    free_address,
+    published,
+    random_trajectories,
+    reference_model,
+    save_model,
+    settings_of,
+)
 
 SMALL = 4096
 
@@ -65,29 +77,136 @@ def trainer_with(model_path, group_of_one_rank):
     return build
 
 
-@pytest.mark.slow
-def test_no_bucket_is_gathered_before_the_last_but_one_has_left(trainer_with, monkeypatch):
-    store = Store(seconds=0.01)
-    trainer = trainer_with(store)
-    on_the_way = []
+def counted_memory(monkeypatch, num_done: Any = lambda: 0) -> list[int]:
+    """Gets what `num_done` says whenever memory for a bucket, or for a part of one, is made."""
+    made: list[int] = []
     empty = BucketPlan.empty
 
-    def watched(plan: BucketPlan, device: Any = "cpu") -> torch.Tensor:
-        on_the_way.append(begun[0] - store.num_done)
-        begun[0] += 1
-        return empty(plan, device)
+    def counted(plan: BucketPlan, *, pinned: bool = False) -> torch.Tensor:
+        made.append(num_done())
+        return empty(plan, pinned=pinned)
 
-    begun = [0]
-    monkeypatch.setattr(BucketPlan, "empty", watched)
-    for _ in range(2):  # the second begins while the first is being uploaded
-        trainer.publish()
-    trainer.publication()
-    assert len(on_the_way) == 2 * len(trainer._gatherer.plans) > 20
-    assert max(on_the_way) == 1, "one is on its way while the next is gathered: not two, and not none"
+    monkeypatch.setattr(BucketPlan, "empty", counted)
+    return made
+
+
+def test_every_version_is_copied_into_the_same_memory(trainer_with, monkeypatch):
+    store = Store()
+    trainer = trainer_with(store)
+    made = counted_memory(monkeypatch)
+    for _ in range(3):
+        metrics = trainer.begin_publish()
+        trainer.score_canary()
+    manifest = trainer.publication().manifest
+    assert len(made) == len(manifest.bucket_bytes) > 10, "the copy, once; a rank that is alone needs nothing more"
+    assert metrics == {"train/publish_memory_gib": manifest.num_bytes / 2**30}
     assert threading.get_ident() not in store.threads
 
 
-@pytest.mark.slow
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Those of now, whole."""
+    named = saved_tensors(trainer._model.lm).items()
+    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in named}
+
+
+def step(trainer: Trainer, batch: TrainBatch) -> None:
+    trainer.forward_backward(batch)
+    trainer.optim_step()
+
+
+class Closed(Store):
+    """Keeps copies of its buckets, but takes none before it is opened."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.opened = threading.Event()
+        self.buckets: list[np.ndarray] = []
+
+    def __call__(self, bucket: np.ndarray) -> Bucket:
+        assert self.opened.wait(30)
+        self.buckets.append(bucket.copy())
+        return super().__call__(bucket)
+
+    def tensors(self, manifest: Manifest) -> dict[str, torch.Tensor]:
+        tensors = {}
+        for index, bucket in enumerate(self.buckets[-len(manifest.bucket_bytes) :]):
+            check_bucket(manifest, index, bucket)
+            tensors |= dict(read_bucket(manifest, index, torch.from_numpy(bucket)))
+        return tensors
+
+
+def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
+
+
+def test_a_version_is_what_it_was_though_steps_are_taken_before_a_byte_has_left(trainer_with):
+    store, batch = Closed(), batch_of(random_trajectories(0, 8))
+    trainer = trainer_with(store)
+    step(trainer, batch)
+    expected, logprobs = weights(trainer), trainer.token_logprobs(batch)
+    trainer.publish()
+    step(trainer, batch)
+    step(trainer, batch)
+    assert store.num_puts == 0
+    assert not torch.equal(trainer.token_logprobs(batch), logprobs)
+    claimed = trainer.claim_publication()
+    store.opened.set()
+    publication = claimed.result(30)
+    assert publication is not None
+    assert publication.manifest.policy_version == 1
+    assert_same(store.tensors(publication.manifest), expected)
+
+
+def test_the_next_version_waits_until_the_last_one_has_left_the_copy(trainer_with):
+    store = Closed()
+    trainer = trainer_with(store)
+    trainer.publish()
+    first = trainer.claim_publication()
+    expected = weights(trainer)
+    step(trainer, batch_of(random_trajectories(0, 8)))
+    with ThreadPoolExecutor(1) as compute:
+        second = compute.submit(trainer.publish)
+        time.sleep(0.2)
+        assert not second.done()
+        store.opened.set()
+        second.result(30)
+    publication = first.result(30)
+    assert publication is not None
+    trainer.publication()
+    store.buckets = store.buckets[: len(publication.bucket_refs)]
+    assert_same(store.tensors(publication.manifest), expected)
+
+
+def test_a_version_that_does_not_leave_in_time_ends_the_next_one_by_name(model_path, group_of_one_rank):
+    store = Closed()
+    transport = ObjectStore(store, store)  # type: ignore[arg-type]
+    settings = settings_of(model_path, step_timeout_s=0.2)
+    trainer = Trainer(settings, rank=0, init_method=free_address(), transport=transport)
+    trainer.publish()
+    with pytest.raises(TimeoutError, match=r"version 0 .* within 0.2 s \(cluster.step_timeout_s\)"):
+        trainer.publish()
+    store.opened.set()
+
+
+def test_a_canary_that_fails_is_the_publications_failure_and_leaves_nothing(trainer_with, monkeypatch):
+    store = Store()
+    trainer = trainer_with(store)
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as broken:
+        broken.setattr("leeway.trainer.trainer.score_canary", fails)
+        trainer.publish()
+        with pytest.raises(RuntimeError, match="out of memory"):
+            trainer.publication()
+    assert store.num_alive() == 0
+    trainer.publish()
+    publication = trainer.publication()
+    assert store.num_alive() == len(publication.bucket_refs)
+
+
 def test_what_was_published_is_held_by_whoever_asked_for_it_alone(trainer_with):
     store = Store()
     trainer = trainer_with(store)
@@ -127,7 +246,69 @@ def test_a_publication_that_fails_leaves_nothing_and_the_next_one_is_whole(train
     assert store.num_alive() == len(expected.bucket_bytes)
 
 
-# -------------------------------------------------------------------------------------------------- three ranks
+# ----------------------------------------------------------------------------------------------- two, three ranks
+
+OTHER = """
+from leeway.trainer.trainer import Trainer
+settings, address, rank, batch, num_steps, fails = work
+trainer = Trainer(settings, rank=rank, init_method=address)
+trainer.publish()
+first = trainer.claim_publication()
+for _ in range(num_steps):
+    trainer.forward_backward(batch), trainer.optim_step()
+if fails:
+    trainer.publish()
+trainer.close()
+result = first.result(30)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_ranks_send_a_version_beside_the_collectives_of_the_next_steps(model_path, other_ranks, monkeypatch):
+    """Every bucket waits until two steps are taken: what arrives is what was copied, a bucket at a time."""
+    settings, address = settings_of(model_path, num_ranks=2, bucket_bytes=SMALL), free_address()
+    trajectories = random_trajectories(0, 8)
+    own, others = batch_of(trajectories, share=slice(0, 5)), batch_of(trajectories, share=slice(5, None))
+    other_ranks.begin(OTHER, {1: (settings, address, 1, others, 2, False)})
+    store = Closed()
+    trainer = Trainer(settings, rank=0, init_method=address, transport=ObjectStore(store, store))  # type: ignore[arg-type]
+    expected = {name: tensor for name, tensor in reference_model(model_path).state_dict().items()}
+    made = counted_memory(monkeypatch, lambda: store.num_done)
+    trainer.publish()
+    claimed = trainer.claim_publication()
+    step(trainer, own)
+    step(trainer, own)
+    store.opened.set()
+    publication = claimed.result(30)
+    trainer.close()
+    assert publication is not None
+    num_buckets = len(publication.manifest.bucket_bytes)
+    assert num_buckets > 10
+    assert made == [0] * num_buckets + list(range(num_buckets)), "the copy; then a bucket when the last one has left"
+    assert publication.manifest.policy_version == 0
+    assert_same(store.tensors(publication.manifest), expected)
+    assert other_ranks.results() == [None]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_bucket_that_cannot_be_uploaded_fails_the_version_and_leaves_no_rank_waiting(model_path, other_ranks):
+    settings, address = settings_of(model_path, num_ranks=2, bucket_bytes=SMALL), free_address()
+    batch = batch_of(random_trajectories(0, 8))
+    other_ranks.begin(OTHER, {1: (settings, address, 1, batch, 0, True)})
+    store = Store(broken={2})
+    trainer = Trainer(settings, rank=0, init_method=address, transport=ObjectStore(store, store))  # type: ignore[arg-type]
+    trainer.publish()
+    with pytest.raises(OSError, match="the object store is full"):
+        trainer.publication()
+    assert store.num_alive() == 0
+    trainer.publish()
+    publication = trainer.publication()
+    assert store.num_alive() == len(publication.bucket_refs)
+    trainer.close()
+    assert other_ranks.results() == [None]
+
 
 CHILD = """
 from leeway.trainer.trainer import Trainer
