@@ -46,7 +46,7 @@ from leeway.trainer.canary import score_canary
 from leeway.trainer.sharding import reshard
 from leeway.trainer.trainer import Trainer
 from leeway.transports.object_store import ObjectStore
-from leeway.weights import CanaryPrompts
+from leeway.weights import Canary, CanaryPrompts
 
 MB = 2**20
 
@@ -121,9 +121,14 @@ def measure(trainer: Trainer, put: Store, batch: Any, repeats: int) -> dict[str,
     plans = trainer._gatherer.plans
     rank, largest = dist.get_rank(), max(plan.num_bytes for plan in plans)
     num_bytes = sum(plan.num_bytes for plan in plans)
+
+    @torch.no_grad()
+    def scored() -> Canary:
+        return score_canary(trainer._model, trainer._settings.canary, trainer._device)
+
     for _ in range(2):  # the first pass warms up
         reshard(trainer._model)
-        canary, canary_mb = watched(lambda: score_canary(trainer._model, trainer._settings.canary, trainer._device))
+        canary, canary_mb = watched(scored)
     best: defaultdict[str, float] = defaultdict(lambda: float("inf"))
 
     def timed(name: str, work: Callable[[], Any], *, threads: bool = False) -> None:
@@ -144,15 +149,16 @@ def measure(trainer: Trainer, put: Store, batch: Any, repeats: int) -> dict[str,
         trainer.forward_backward(batch)
         trainer.optim_step()
 
-    reshard(trainer._model)  # what the canary's pass gathered
-    before, peak = release_memory(), 0.0
+    before, peak = 0.0, 0.0
     for repeat in range(repeats + 1):
-        release_memory()
+        reshard(trainer._model)  # releases what the canary's pass gathered
+        resident = release_memory()
+        before = before or resident
         dist.barrier()
         timed("publish", publish, threads=True)
         peak = max(peak, resident_mb("VmHWM"))
         put.clear()
-        timed("canary", lambda: score_canary(trainer._model, trainer._settings.canary, trainer._device))
+        timed("canary", scored)
         if rank == 0:
             timed("copy", lambda: plain_copy([plan.num_bytes for plan in plans], put))
             put.clear()
