@@ -95,10 +95,6 @@ def source_is_complete(task: TaskConfig, named: Named, where: str) -> None:
             expected=f"sequential, because {where}.name is queue: its future tasks are unknown",
             fix=f"leave it out, or set {where}.order=sequential",
         )
-    if task.name == "python" and ":" not in str(task.path):
-        raise ConfigError(
-            named(f"{where}.path"), got=task.path, expected='"pkg.mod:function"', fix=f"set {where}.path={example}"
-        )
     if task.name == "python":
         check_name(named(f"{where}.path"), str(task.path), (), kind="function")
     if task.order == "easy_to_hard" and task.difficulty_key is None:

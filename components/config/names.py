@@ -55,19 +55,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def check_name(key: str, name: str, builtin: Iterable[str], *, kind: str) -> None:
     """Refuse a `name` that is neither built in nor a "pkg.mod:Name" whose module exists."""
     builtin = list(builtin)
-    expected = f'one of {", ".join(builtin)}, or "pkg.mod:{kind}"'
+    own = f'"pkg.mod:{kind}"'
+    expected = f"one of {', '.join(builtin)}, or {own}" if builtin else own
     if name in builtin:
         return
-    if ":" not in name:
-        guess = nearest(name, builtin)
-        raise ConfigError(
-            key,
-            got=name,
-            expected=expected,
-            fix=f"did you mean {guess}?" if guess else f"write {key}={builtin[0]}, or name your own",
-        )
     if not _TARGET.match(name):
-        raise ConfigError(key, got=name, expected=expected, fix=f"write it like {key}=my_package.my_module:My{kind}")
+        fix = f"write it like {key}=my_package.my_module:My{kind}"
+        if builtin and ":" not in name:
+            guess = nearest(name, builtin)
+            fix = f"did you mean {guess}?" if guess else f"write {key}={builtin[0]}, or name your own"
+        raise ConfigError(key, got=name, expected=expected, fix=fix)
     module, attribute = name.split(":")
     file = find_module(module)
     if file is None:

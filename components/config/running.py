@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
-from ..section import Refused, Section
+from ..section import Section
 from .effect import GENERATION, ROLLOUTS, TRAINING, OnlyWith
-from .names import check_name, user_names
+from .names import check_name
 
 WATCHED = OnlyWith(lambda c: c.monitor.suspects, "monitor.suspects is true")
 ON_CPU = OnlyWith(lambda c: c.cluster.device == "cpu", "cluster.device is cpu")
@@ -43,13 +43,6 @@ class MonitorConfig(Section):
     @classmethod
     def _can_be_found(cls, names: list[str]) -> list[str]:
         for name in names:
-            if not user_names(name):
-                raise Refused(
-                    "monitor.sinks",
-                    got=name,
-                    expected='"pkg.mod:Class"',
-                    fix="write it like my_package.my_module:MySink",
-                )
             check_name("monitor.sinks", name, (), kind="Class")
         return names
 

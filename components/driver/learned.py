@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..algorithms.advantages import Advantage
@@ -38,14 +39,20 @@ class Verdict:
 class LearningWatch:
     """Reads the metrics of each step; `step` returns each warning once, as soon as it is certain.
 
-    `offline_loss`: the metric of the loss of a recipe that trains on data; None: it trains on rollouts.
-    `earlier`: the rows of metrics.jsonl up to the step that this run resumes from; they cause no new warnings.
+    `run_dir`: where the monitor writes. `offline_loss`: the metric of the loss of a recipe that trains on data; None:
+    it trains on rollouts. `earlier`: the rows of metrics.jsonl up to the step that this run resumes from; they cause no
+    new warnings.
     """
 
     def __init__(
-        self, config: Config, *, offline_loss: str | None = None, earlier: Iterable[Mapping[str, Any]] = ()
+        self,
+        config: Config,
+        run_dir: Path,
+        *,
+        offline_loss: str | None = None,
+        earlier: Iterable[Mapping[str, Any]] = (),
     ) -> None:
-        self._config = config
+        self._config, self._run_dir = config, run_dir
         self._offline = offline_loss is not None
         self._loss_name = offline_loss or "train/loss/policy"
         a = config.algorithm
@@ -152,7 +159,7 @@ class LearningWatch:
         most = next(name for name, _ in counts.most_common() if name not in _NO_SIGNS)
         return (
             f"{share:.1%} of the {full:.0f} full scores look as if they were paid without a solution (mostly "
-            f"{most.partition('/')[2]}); read suspects.jsonl, and mend env.reward if they were"
+            f"{most.partition('/')[2]}); read {self._run_dir / 'suspects.jsonl'}, and mend env.reward if they were"
         )
 
     def _empty_gradient(self) -> str | None:

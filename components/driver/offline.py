@@ -101,7 +101,7 @@ class OfflineReport:
     ) -> None:
         self._monitor, self._name, self._loss_name = monitor, name, loss_name
         self._evaluations = [row for row in earlier if row["role"] == "evaluation"]
-        self._learning = LearningWatch(config, offline_loss=loss_name, earlier=earlier)
+        self._learning = LearningWatch(config, monitor.run_dir, offline_loss=loss_name, earlier=earlier)
         losses = (row[loss_name] for row in earlier if row.get(loss_name) is not None)
         self._recent: deque[float] = deque(losses, maxlen=LOSS_WINDOW)
         self.num_tokens = int(sum(row.get("train/response_tokens/total", 0) for row in earlier))

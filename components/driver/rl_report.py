@@ -93,7 +93,7 @@ class Reporter:
         self._monitor = monitor
         self._first_step = first_step
         self._warn = warn
-        self._learning = LearningWatch(config, earlier=self._rows() if first_step else ())
+        self._learning = LearningWatch(config, monitor.run_dir, earlier=self._rows() if first_step else ())
         self._queue: asyncio.Queue[StepReport | None] = asyncio.Queue(maxsize=REPORTS_AHEAD)
         self._last_stats = time.monotonic()
         self._training = False

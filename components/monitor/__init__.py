@@ -4,7 +4,7 @@
 (matplotlib) and the sinks of other packages are imported only when used, so that importing this package stays cheap.
 """
 
-from .build import build_monitor, check_sinks, own_sinks
+from .build import build_monitor, own_sinks
 from .jsonl import read_metrics
 from .monitor import Monitor
 from .sink import MonitorError, Record, Sink
@@ -16,7 +16,6 @@ __all__ = [
     "Record",
     "Sink",
     "build_monitor",
-    "check_sinks",
     "own_sinks",
     "read_metrics",
     "reward_first",

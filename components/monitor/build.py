@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from ..config.running import MonitorConfig
 from ..importing import import_user_object
 from .jsonl import JsonlSink
 from .monitor import Monitor
 from .sink import MonitorError, Sink
 
 
-class MonitorSettings(Protocol):
-    """What this package reads of the config: the fields of section `monitor`."""
-
-    @property
-    def console(self) -> str: ...
-    @property
-    def wandb(self) -> str: ...
-    @property
-    def tensorboard(self) -> bool: ...
-    @property
-    def sinks(self) -> list[str]: ...
-    @property
-    def rollouts_per_step(self) -> int: ...
-
-
 def build_monitor(
     run_dir: Path,
-    monitor_config: MonitorSettings,
+    monitor_config: MonitorConfig,
     config_dict: dict[str, Any],
     total_steps: int | None,
     title: str,
@@ -42,9 +27,8 @@ def build_monitor(
     `config_dict` is the resolved config (shown by wandb; its `project` names the wandb project), `total_steps` the
     length of the progress bar (None: unknown), `title` what the console and wandb call this run or stage.
     `resumed_at` is the step that the run resumes from: the record up to it is continued. Raises MonitorError before any
-    file is written when a sink that is switched on cannot work here.
+    file is written where a sink of the user's own is none.
     """
-    check_sinks(monitor_config)
     run_dir = Path(run_dir)
     own = own_sinks(monitor_config)
     sinks: list[Sink] = [make(run_dir, title=title, config=config_dict, resumed_at=resumed_at) for make in own]
@@ -82,23 +66,7 @@ def build_monitor(
     )
 
 
-def check_sinks(monitor_config: MonitorSettings) -> None:
-    """Refuse a sink whose package is missing; imports nothing, so `validate` can call it too.
-
-    Raises MonitorError with one line: key, got, expected, fix.
-    """
-    for key, value, off, package in (
-        ("monitor.wandb", monitor_config.wandb, "off", "wandb"),
-        ("monitor.tensorboard", monitor_config.tensorboard, False, "tensorboard"),
-    ):
-        if value != off and not _is_installed(package):
-            raise MonitorError(
-                f"{key}: got {value!r}, but the package {package!r} is not installed; "
-                f"install it (pip install {package}) or set {key}={str(off).lower()}"
-            )
-
-
-def own_sinks(monitor_config: MonitorSettings) -> list[Callable[..., Sink]]:
+def own_sinks(monitor_config: MonitorConfig) -> list[Callable[..., Sink]]:
     """The user's own classes. Raises ValueError in one line for one that is not there, or is no sink."""
     found = []
     for name in monitor_config.sinks:
@@ -110,9 +78,3 @@ def own_sinks(monitor_config: MonitorSettings) -> list[Callable[..., Sink]]:
             raise MonitorError(f"monitor.sinks: got {name}, which has no {missing[0]}(); expected {expected}")
         found.append(own)
     return found
-
-
-def _is_installed(package: str) -> bool:
-    """A bare folder of that name, as wandb leaves in working directories, is a package to Python but has no origin."""
-    spec = importlib.util.find_spec(package)
-    return spec is not None and spec.origin is not None

@@ -50,7 +50,7 @@ def test_another_run_on_the_same_engine_has_all_that_is_a_runs_anew(actor: Colle
         process = await actor.start(config, **others)
         assert process["name"].startswith("generator-0/")
         first, engine = actor._run, actor._engine
-        syncing = asyncio.create_task(actor.sync_weights_loop())
+        syncing = asyncio.ensure_future(actor.sync_weights_loop())
         await asyncio.sleep(0)
         await actor.reset(config.model_copy(update={"seed": 5}), **others)
         await asyncio.wait_for(syncing, 10)

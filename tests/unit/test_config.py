@@ -750,3 +750,15 @@ def test_a_run_without_weights_is_refused(tmp_path: Path, minimal: str) -> None:
     assert "has no checkpoints yet" in refused(minimal, f"model.path={tmp_path}/empty")
     (tmp_path / "other").mkdir()
     assert load_config(minimal, [f"model.path={tmp_path}/other"]).model.path == f"{tmp_path}/other"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [(("monitor.sinks=[lines]",), "monitor.sinks"), (("task.name=python", "task.path=tasks"), "task.path")],
+)
+def test_a_kind_of_plugin_without_a_builtin_one_says_how_to_name_ones_own(
+    minimal: str, overrides: tuple[str, ...], key: str
+) -> None:
+    said = refused(minimal, *overrides)
+    assert said.startswith(f"{key}: got '{overrides[-1].split('=')[1].strip('[]')}', expected \"pkg.mod:")
+    assert f"write it like {key}=my_package.my_module:My" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from leeway.driver.learned import CLEAR_AFTER_STEPS, LearningWatch
 def watch(*overrides: str, offline_loss: str | None = None, earlier: Any = ()) -> LearningWatch:
     settings = [f"stages.async_rl.{o}" for o in overrides]
     config = load_config("quickstart", settings, recipe="async_rl")
-    return LearningWatch(config, offline_loss=offline_loss, earlier=earlier)
+    return LearningWatch(config, Path("the/run"), offline_loss=offline_loss, earlier=earlier)
 
 
 def batch(reward: float = 0.5, *, std: float = 0.5, zero: float = 0.25, cut: float = 0.0, **more: float) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.machinery
 import io
 import json
 import math
@@ -11,7 +12,6 @@ import subprocess
 import sys
 import time
 import types
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from leeway.config import ConfigError, load_config
+from leeway.config import ConfigError, Hardware, check_run, find_recipe, load_config
+from leeway.config.running import MonitorConfig
 from leeway.monitor import (
     Monitor,
-    MonitorError,
     Record,
     Sink,
     build_monitor,
@@ -41,13 +41,8 @@ from leeway.monitor.series import bin_shares, read_series
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@dataclass(frozen=True)
-class Settings:
-    console: str = "off"
-    wandb: str = "off"
-    tensorboard: bool = False
-    sinks: list[str] = field(default_factory=list)
-    rollouts_per_step: int = 16
+def Settings(**changes: Any) -> MonitorConfig:
+    return MonitorConfig(console="off").model_copy(update=changes)
 
 
 class BrokenSink(Sink):
@@ -385,33 +380,28 @@ def test_a_run_that_goes_on_is_the_same_run_to_wandb(tmp_path: Path, monkeypatch
     assert asked == [(None, None), ("new-1", "allow"), (None, None)]
 
 
-@pytest.mark.parametrize(
-    ("settings", "package"), [(Settings(wandb="offline"), "wandb"), (Settings(tensorboard=True), "tensorboard")]
-)
-def test_a_missing_package_is_refused_before_any_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: Settings, package: str
-) -> None:
-    import importlib.machinery
-    import importlib.util
-
+@pytest.mark.parametrize("setting", ["wandb=offline", "tensorboard=true"])
+def test_a_missing_package_is_said_before_a_run(monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+    package = setting.partition("=")[0]
     # What Python finds when the package is missing and the working directory holds a folder of that name.
     folder = importlib.machinery.ModuleSpec(package, None, is_package=True)
+    config = load_config("quickstart", [f"monitor.{setting}", "rollout.engine.name=hf"])
+    machine = Hardware(cores=(0, 1), num_gpus=0, memory_gib=16.0)
     for found in (None, folder):
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, found=found: found)
-        with pytest.raises(
-            MonitorError, match=rf"monitor\.{package}: .*pip install {package}.*or set monitor\.{package}="
-        ):
-            build_monitor(tmp_path / "run", settings, {}, None, "rl")
-    assert not (tmp_path / "run").exists()
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, found=found: found)
+        monkeypatch.setattr("importlib.machinery.PathFinder.find_spec", lambda name, path: None)
+        problems = [str(problem) for problem in check_run(config, find_recipe("async_rl"), machine)]
+        assert problems == [f'monitor.{package}: missing package {package}; install it: pip install "leeway[monitor]"']
 
 
 @pytest.mark.slow
 def test_importing_and_running_the_monitor_loads_nothing_heavy(tmp_path: Path) -> None:
     code = f"""
-import sys, types
+import sys
 from pathlib import Path
+from leeway.config.running import MonitorConfig
 from leeway.monitor import build_monitor, write_summary
-settings = types.SimpleNamespace(console="plain", wandb="off", tensorboard=True, sinks=(), rollouts_per_step=1)
+settings = MonitorConfig(console="plain", tensorboard=True, rollouts_per_step=1)
 monitor = build_monitor(Path({str(tmp_path)!r}), settings, {{}}, 1, "rl")
 monitor.log(1, {{"x": 1.0}})
 monitor.close("done")

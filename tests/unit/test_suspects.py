@@ -241,3 +241,4 @@ def test_a_run_names_them_above_the_share_that_is_set() -> None:
         warnings = watching.verdict().warnings
         assert len(said) == len(warnings) == named
         assert all("8.0% of the 600 full scores" in w and "(mostly equality)" in w for w in [*warnings])
+        assert all("read the/run/suspects.jsonl" in w for w in warnings)
