@@ -113,6 +113,16 @@ class ReplayConfig(Section):
     priority_decay: Annotated[NonNegativeFloat, RANKED] = Field(
         default=0.1, description="subtracted from a group's priority each time it is used"
     )
+    sampler: str | None = Field(
+        default=None,
+        description="your own torchrl Sampler, which chooses among the groups that may come next: pkg.mod:function, "
+        "called with the most groups it will hold; null: replay.sampling alone",
+    )
+    storage: str | None = Field(
+        default=None,
+        description="your own torchrl Storage of ragged TensorDicts, one per group: pkg.mod:function, called with the "
+        "most groups it will hold; null: in memory",
+    )
     operators: list[str | dict[str, dict[str, Any]]] = Field(
         default_factory=list,
         description="operators applied to finished groups, in order: names, or {name: {option: value}}",

@@ -62,4 +62,15 @@ def a_priority_has_something_to_choose_from(config: Config, named: Named) -> Non
         )
 
 
-REPLAY_RULES = (uses_divide_the_batch, uses_fit_the_bound, a_priority_has_something_to_choose_from)
+def parts_of_torchrl_exist(config: Config, named: Named) -> None:
+    for key, name in (("replay.sampler", config.replay.sampler), ("replay.storage", config.replay.storage)):
+        if name is not None:
+            check_name(named(key), name, (), kind="function")
+
+
+REPLAY_RULES = (
+    uses_divide_the_batch,
+    uses_fit_the_bound,
+    a_priority_has_something_to_choose_from,
+    parts_of_torchrl_exist,
+)

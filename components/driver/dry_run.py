@@ -32,6 +32,14 @@ def check_plugins(config: Config) -> None:
     build_environment(config.env)
     Pipeline(config.replay.operators)
     priority_of(config.replay.priority)
+    if config.replay.sampler or config.replay.storage:
+        from torchrl.data.replay_buffers.samplers import Sampler
+        from torchrl.data.replay_buffers.storages import Storage
+
+        from ..replay.storage import own_part
+
+        own_part("replay.sampler", config.replay.sampler, Sampler, 1)
+        own_part("replay.storage", config.replay.storage, Storage, 1)
 
 
 def dry_run(config: Config, task: Task) -> None:

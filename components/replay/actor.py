@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.data.replay_buffers.storages import Storage
 
 from ..config import Config, derive
 from ..failures import Watched, as_text
@@ -29,6 +31,7 @@ from .operators import Pipeline
 from .position import Position
 from .reuse import ReusePool, priority_of
 from .saved_groups import groups_as_text, groups_from_text
+from .storage import own_part
 from .stream import TaskStream
 from .suspects import SuspectWatch
 
@@ -109,6 +112,7 @@ class ReplayBufferActor(Watched):
             start=groups_from_text(used) if used else (),
             num_batches=position.num_batches,
         )
+        capacity = numbers.max_outstanding_groups + train.groups_per_step
         self._buffer = ReplayBuffer(
             tasks=self._stream,
             start=position,
@@ -121,7 +125,9 @@ class ReplayBufferActor(Watched):
                 max_lag=numbers.first_use_policy_lag,
             ),
             num_batches=numbers.num_batches,
-            capacity=numbers.max_outstanding_groups + train.groups_per_step,
+            capacity=capacity,
+            sampler=own_part("replay.sampler", replay.sampler, Sampler, capacity),
+            storage=own_part("replay.storage", replay.storage, Storage, capacity),
             operators=[self._pipeline],
             reuse=self._reuse,
             priority=priority,

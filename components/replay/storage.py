@@ -1,7 +1,8 @@
 """torchrl's storage, writer and sampler, for groups that are written once, read once and never overwritten.
 
-Each can be exchanged: any torchrl storage that takes ragged TensorDicts, any torchrl sampler. What a batch must hold
-and what it may hold is the window's to say; a sampler prefers among the latter.
+Each can be exchanged: any torchrl storage that takes ragged TensorDicts (`replay.storage`), any torchrl sampler
+(`replay.sampler`). What a batch must hold and what it may hold is the window's to say; a sampler prefers among the
+latter.
 """
 
 from __future__ import annotations
@@ -9,15 +10,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
 from tensordict import TensorDict, lazy_stack
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 from torchrl.data.replay_buffers.samplers import Sampler
+from torchrl.data.replay_buffers.storages import Storage
 from torchrl.data.replay_buffers.writers import Writer
 
+from ..importing import import_user_object
 from ..samples import by_path, nested
 
 ROUNDS = 16
@@ -162,6 +165,28 @@ class WindowSampler(Sampler):
     def loads(self, path: str | Path) -> None:
         if self.inner is not None:
             self.inner.loads(path)
+
+
+P = TypeVar("P", Sampler, Storage)
+
+
+def own_part(key: str, name: str | None, kind: type[P], capacity: int) -> P | None:
+    """What the user's function `name` makes of the most groups that the buffer holds; None where there is no name.
+
+    Raises a one-line ValueError for a function that is not there, fails, or makes something else.
+    """
+    if name is None:
+        return None
+    expected = f"a function (capacity) -> torchrl {kind.__name__}"
+    function = import_user_object(name, key=key, expected=expected)
+    try:
+        part = function(capacity)
+    except Exception as error:
+        cause = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"{key}: {name}({capacity}) fails: {cause}; expected {expected}") from error
+    if not isinstance(part, kind):
+        raise ValueError(f"{key}: {name}({capacity}) made a {type(part).__name__}; expected {expected}")
+    return part
 
 
 def stacked(groups: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from leeway.config import load_config
+from leeway.config import ConfigError, load_config
+from leeway.driver.dry_run import check_plugins
 from leeway.replay import actor as replay_actor
 from leeway.replay.actor import ReplayBufferActor
 from leeway.replay.assemble import Assembler
@@ -107,3 +109,63 @@ def test_a_delivery_that_was_superseded_says_nothing_about_its_task(actor, monke
         assert recorded == ["task-1"]
 
     asyncio.run(scenario())
+
+
+OWN_PARTS = """
+import torch
+from torchrl.data import LazyStackStorage
+from torchrl.data.replay_buffers.samplers import Sampler
+
+made = []
+
+class Counted(LazyStackStorage):
+    def set(self, index, data, **options):
+        made.append(int(index))
+        super().set(index, data, **options)
+
+class NewestFirst(Sampler):
+    def __init__(self, capacity):
+        super().__init__()
+
+    def sample(self, storage, batch_size):
+        return torch.arange(len(storage)).flip(0)[:batch_size], {}
+
+    def _empty(self): ...
+    def state_dict(self): return {}
+    def load_state_dict(self, state): ...
+    def dumps(self, path): ...
+    def loads(self, path): ...
+
+def wrong(capacity): return capacity
+"""
+
+
+def test_a_sampler_and_a_storage_of_ones_own_are_named_in_the_config(actor, tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "own_parts.py").write_text(OWN_PARTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = ["replay.sampler=own_parts:NewestFirst", "replay.storage=own_parts:Counted", "staleness.reorder_window=9"]
+
+    async def batch_of(*overrides: str) -> list[int]:
+        buffer = actor("staleness.max_policy_lag=9", *overrides)
+        await buffer.published(0)
+        held = await buffer.admit(6, SOON_S, "generator-0")
+        await buffer.put([group(a.group_id) for a in held])
+        served = await buffer.take_batch(SOON_S)
+        assert served is not None
+        return sorted(served.group_ids)
+
+    assert asyncio.run(batch_of(own[2])) == [0, 1]
+    assert asyncio.run(batch_of(*own)) == [4, 5]
+    import own_parts  # type: ignore[import-not-found]
+
+    assert own_parts.made[:6] == list(range(6))
+    for key, name, part in (
+        ("sampler", "own_parts:wrong", "made a int; expected a function (capacity) -> torchrl Sampler"),
+        ("storage", "own_parts:NewestFirst", "made a NewestFirst; expected a function (capacity) -> torchrl Storage"),
+        ("storage", "own_parts:made", "fails: TypeError: 'list' object is not callable"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(part)):
+            check_plugins(load_config(str(tmp_path / "c.yaml"), [f"replay.{key}={name}"]))
+    for key, got in (("sampler", "own_parts:gone"), ("storage", "list")):
+        with pytest.raises(ConfigError, match=f"replay.{key}: got "):
+            load_config(str(tmp_path / "c.yaml"), [f"replay.{key}={got}"])
