@@ -1,14 +1,17 @@
-"""Everything is in pyproject.toml. Here: a checkout without its links is refused, not installed as an empty package."""
+"""Which folder is which package; everything else is in pyproject.toml.
 
+`leeway` is components/, and in what is built recipes/ and configs/ are inside of it.
+"""
+
+import sys
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 
-for link in ("src/leeway", "components/recipes", "components/configs"):
-    place = Path(__file__).resolve().parent / link
-    if place.is_file():
-        raise SystemExit(
-            f"leeway: {link}: got a text file, expected a link to a folder: this checkout was made without symbolic "
-            "links; run: git config core.symlinks true && git checkout -- src components"
-        )
-setup()
+packages = ["leeway", *(f"leeway.{name}" for name in find_packages("components"))]
+if "editable_wheel" in sys.argv and Path("src/leeway").is_dir():
+    # One line in a .pth file, which editors follow. The other two folders are found by leeway/__init__.py.
+    setup(packages=packages, package_dir={"": "src"})
+else:
+    folders = {"leeway": "components", "leeway.recipes": "recipes", "leeway.configs": "configs"}
+    setup(packages=[*packages, "leeway.recipes", "leeway.configs"], package_dir=folders)

@@ -8,12 +8,31 @@ from leeway import Config, load_config                        # read settings
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if __name__ != "leeway":  # a second copy of every class, of which none is the other's
     raise ImportError(f"{__name__}: got an import of the folder, expected the package: import leeway")
 
-from .lazy import offered
+_FOLDER = Path(__file__).resolve().parent
+__path__ = [str(_FOLDER)]  # the real one: a module has one path, in tracebacks too, however the package was found
+
+
+class _Checkout:
+    """Finds the two packages that are inside of this folder in a wheel, and beside it in a checkout."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        beside = name in ("leeway.recipes", "leeway.configs")
+        return PathFinder.find_spec(name, [str(_FOLDER.parent)]) if beside else None
+
+
+if not (_FOLDER / "recipes").is_dir():
+    sys.meta_path.append(_Checkout)
+
+from .lazy import offered  # noqa: E402 (through that path)
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time names are loaded when they are first used
     from .algorithms.advantages import Advantage as Advantage

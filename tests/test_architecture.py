@@ -28,11 +28,8 @@ RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 
 
 def files() -> list[Path]:
-    """Our own source, each file once (links are not followed)."""
-    inside = [
-        p for p in COMPONENTS.rglob("*.py") if not {"recipes", "configs"} & {*p.relative_to(COMPONENTS).parts[:1]}
-    ]
-    return sorted([*inside, *(ROOT / "recipes").rglob("*.py")])
+    """Our own source."""
+    return sorted([*COMPONENTS.rglob("*.py"), *(ROOT / "recipes").rglob("*.py")])
 
 
 def part_of(file: Path) -> str:

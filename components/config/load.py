@@ -21,7 +21,7 @@ from .errors import ConfigError, words
 from .keys import check_known, default_of
 from .names import nearest
 from .overrides import Tree
-from .paths import is_file, user_path
+from .paths import bundled_folder, is_file, user_path
 from .recipe import Named, Recipe
 from .rules import check_rules
 from .run_weights import newest_weights
@@ -41,12 +41,11 @@ _WORDING = {
     "a dictionary or instance of ": "a mapping of settings, ",
     "a dictionary": "a mapping",
 }
-_BUNDLED = Path(__file__).parent.parent / "configs"
 
 
 def bundled_configs() -> dict[str, Path]:
     """Name -> file of the configs that come with the package."""
-    return {file.stem: file for file in sorted(_BUNDLED.glob("*.yaml"))}
+    return {file.stem: file for file in sorted(bundled_folder("configs").glob("*.yaml"))}
 
 
 def config_path(name_or_file: str) -> Path:

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 MAX_NAME_BYTES = 120
 """File systems allow 255; files next to a folder are named after it with a suffix."""
+
+
+def bundled_folder(name: str) -> Path:
+    """The folder of `leeway.<name>`: in a checkout it is beside the package, not inside."""
+    spec = find_spec(f"leeway.{name}")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    return Path(spec.submodule_search_locations[0])
 
 
 def user_path(text: str | Path) -> Path:

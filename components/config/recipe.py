@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..algorithms.presets import PRESETS
 from .errors import ConfigError, words
 from .names import find_module, nearest
-from .paths import is_file, user_path
+from .paths import bundled_folder, is_file, user_path
 from .vocabulary import RECIPE_OF
 
 if TYPE_CHECKING:
     from .schema import Config
 
 OBJECT = "RECIPE"
-_BUNDLED = Path(__file__).parent.parent / "recipes"
 _PACKAGE = "leeway.recipes"
 
 Named = Callable[[str], str]
@@ -123,7 +122,7 @@ class Recipe(Needs):
 @cache
 def bundled_recipes() -> dict[str, str]:
     """Name -> what it does, of the recipes that come with the package. Nothing is imported."""
-    texts = {file.stem: file.read_text(encoding="utf-8") for file in sorted(_BUNDLED.glob("*.py"))}
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in sorted(bundled_folder("recipes").glob("*.py"))}
     return {
         name: first[1].rstrip('."') if (first := re.match(r'"""(.+)', text)) else ""
         for name, text in texts.items()
@@ -133,7 +132,7 @@ def bundled_recipes() -> dict[str, str]:
 
 def bundled_recipe_path(name: str) -> Path:
     """The file of a bundled recipe."""
-    return _BUNDLED / f"{name}.py"
+    return bundled_folder("recipes") / f"{name}.py"
 
 
 def find_recipe(given: Any, *, key: str = "RECIPE") -> Recipe:

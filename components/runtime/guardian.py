@@ -35,7 +35,7 @@ class Guardian:
         self._process = subprocess.Popen(
             # -P: no module in the working directory can shadow one of Python's own.
             [sys.executable, "-P", "-m", "leeway.runtime.guardian", json.dumps(settings)],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).absolute().parents[2])},
+            env={**os.environ, "PYTHONPATH": str(Path(sys.modules["leeway"].__file__ or "").absolute().parents[1])},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the driver

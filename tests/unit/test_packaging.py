@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -50,58 +51,99 @@ def probe(path: Path, cwd: Path) -> Path:
     return Path(done.stdout.strip())
 
 
+def build(hook: str, where: Path, out: Path) -> Path:
+    """What `pip` and `python -m build` call, in a process of its own: setuptools reads settings from the folder."""
+    code = f"import sys; from setuptools import build_meta; print(build_meta.{hook}(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(out)], cwd=where, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return out / done.stdout.split()[-1]
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A copy without what is in no repository, because building leaves files behind."""
+    pytest.importorskip("setuptools", minversion="77", reason="built with the setuptools that is installed")
+    for name in ("components", "recipes", "configs", "docs", "examples", "src", "typings"):
+        shutil.copytree(
+            ROOT / name,
+            tmp_path / "clone" / name,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"),
+        )
+    for file in ROOT.iterdir():
+        if file.is_file():
+            shutil.copy(file, tmp_path / "clone")
+    return tmp_path / "clone"
+
+
+def ours() -> set[str]:
+    """Our own files, as they are in the package."""
+    files = {str(p.relative_to(ROOT / "components")) for p in (ROOT / "components").rglob("*.py")}
+    files |= {f"recipes/{p.name}" for p in (ROOT / "recipes").glob("*.py")}
+    return (
+        files | {f"configs/{p.name}" for p in (ROOT / "configs").glob("*.yaml")} | {"monitor/metrics.yaml", "py.typed"}
+    )
+
+
 @pytest.mark.slow
 def test_a_checkout_works_beside_folders_of_the_same_names(users_folder: Path) -> None:
     assert probe(ROOT / "src", users_folder).resolve() == ROOT / "components/__init__.py"
 
 
-def test_links_lead_to_the_folders() -> None:
-    assert (ROOT / "src/leeway").readlink() == Path("../components")
-    assert (ROOT / "components/recipes").readlink() == Path("../recipes")
-    assert (ROOT / "components/configs").readlink() == Path("../configs")
+def test_a_module_has_one_path_however_leeway_was_found() -> None:
+    from leeway.config import paths
+    from leeway.recipes import async_rl
+
+    assert paths.__file__ == str(ROOT / "components/config/paths.py")
+    assert async_rl.__file__ == str(ROOT / "recipes/async_rl.py")
 
 
 @pytest.mark.slow
-def test_a_wheel_works_outside_the_clone(users_folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip(
-        "setuptools", minversion="77", reason="the wheel is built with the setuptools that is installed"
-    )
-    clone = tmp_path / "clone"  # a copy, because building leaves files behind
-    clone.mkdir()
-    for name in ("pyproject.toml", "setup.py", "LICENSE", "README.md"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, clone / name)
-    for name in ("components", "recipes", "configs", "src"):
-        shutil.copytree(
-            ROOT / name, clone / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
-        )
-    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
-    built = subprocess.run(
-        [sys.executable, "-c", build, str(tmp_path)], cwd=clone, capture_output=True, text=True, timeout=120
-    )
-    assert built.returncode == 0, built.stderr
-    (wheel,) = tmp_path.glob("*.whl")
-    site = tmp_path / "site"
+def test_a_wheel_made_from_the_source_distribution_works_outside_the_clone(
+    clone: Path, users_folder: Path, tmp_path: Path
+) -> None:
+    with tarfile.open(build("build_sdist", clone, tmp_path)) as archive:
+        archive.extractall(tmp_path / "sdist", filter="data")
+    shutil.rmtree(clone)
+    (source,) = (tmp_path / "sdist").iterdir()
+    folders = {p.name for p in source.iterdir() if p.is_dir() and not p.name.endswith(".egg-info")}
+    assert folders == {"components", "recipes", "configs", "docs", "examples"}
+    wheel, site = build("build_wheel", source, tmp_path), tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
-    shutil.rmtree(clone)
+    shutil.rmtree(source)
     assert {p.name for p in site.iterdir() if p.is_dir()} == {"leeway", wheel.name.split("-py3")[0] + ".dist-info"}
-    ours = {str(p.relative_to(ROOT / "components")) for p in (ROOT / "components").rglob("*.py")}
-    ours |= {f"recipes/{p.relative_to(ROOT / 'recipes')}" for p in (ROOT / "recipes").rglob("*.py")}
-    ours |= {f"configs/{p.name}" for p in (ROOT / "configs").glob("*.yaml")}
     packed = {str(p.relative_to(site / "leeway")) for p in (site / "leeway").rglob("*") if p.is_file()}
-    assert ours <= packed, f"missing from the wheel: {sorted(ours - packed)}"
+    assert ours() <= packed, f"missing from the wheel: {sorted(ours() - packed)}"
     assert probe(site, users_folder) == site / "leeway/__init__.py"
 
 
-def test_a_checkout_without_links_is_refused_before_it_is_installed(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "setup.py", tmp_path)
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src/leeway").write_text("../components")
-    build = "from setuptools import build_meta; build_meta.get_requires_for_build_wheel()"
-    done = subprocess.run([sys.executable, "-c", build], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0
-    assert "leeway: src/leeway: got a text file, expected a link to a folder" in done.stderr
+@pytest.mark.slow
+@pytest.mark.parametrize("links", [True, False])
+def test_an_editable_install_works_with_links_and_without(
+    clone: Path, users_folder: Path, tmp_path: Path, links: bool
+) -> None:
+    """Without: an archive, or a clone by a git that writes links as text files."""
+    if not links:
+        for link in ("src/leeway", "typings/leeway/recipes"):
+            target = os.readlink(clone / link)
+            (clone / link).unlink()
+            (clone / link).write_text(target)
+    site = tmp_path / "site"
+    with zipfile.ZipFile(build("build_editable", clone, tmp_path)) as archive:
+        archive.extractall(site)
+    if links:
+        (line,) = next(site.glob("*.pth")).read_text().split()
+        assert Path(line) == clone / "src"
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook/sitecustomize.py").write_text(
+        "import os, site, sys\n"
+        "sys.path = [p for p in sys.path if not os.path.exists(p + '/leeway')]\n"  # what is installed here
+        f"site.addsitedir({str(site)!r})\n"  # runs what is in its *.pth
+    )
+    assert probe(tmp_path / "hook", users_folder).resolve() == clone / "components/__init__.py"
 
 
 @pytest.mark.parametrize("folder", ["components", "recipes"])
