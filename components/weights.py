@@ -56,7 +56,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class CanaryPrompts:
-    """Fixed token sequences that every published version is scored on.
+    """Fixed token sequences that every published version is scored on, all of them or the first few.
 
     `scored`: realistic sequences (a prompt and its answer), of any lengths. `cached`: contexts longer than one block of
     the engine's prefix cache, after which one further token is requested.
@@ -64,6 +64,14 @@ class CanaryPrompts:
 
     scored: list[list[int]]
     cached: list[list[int]]
+
+    def within(self, num_tokens: float) -> CanaryPrompts:
+        """As many of each kind as fit into so many tokens together, and at least the first of each."""
+        for number in range(max(len(self.scored), len(self.cached)), 1, -1):
+            fewer = CanaryPrompts(self.scored[:number], self.cached[:number])
+            if sum(map(len, [*fewer.scored, *fewer.cached])) <= num_tokens:
+                return fewer
+        return CanaryPrompts(self.scored[:1], self.cached[:1])
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ SECTIONS = {
     # So that every test has several chunks.
     "train": TrainConfig(max_tokens_per_microbatch=10_000, logprob_chunk_tokens=7),
     "checkpoint": CheckpointConfig(),
-    "param_server": ParamServerConfig(bucket_mb=1),
+    "param_server": ParamServerConfig(bucket_mb=1, canary_frac=10.0),  # the whole canary, however small the batches
     "cluster": ClusterConfig(device="cpu", step_timeout_s=40.0),
 }
 

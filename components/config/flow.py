@@ -151,7 +151,12 @@ class ParamServerConfig(Section):
         "its own bucket); rank 0 of several needs memory for one",
     )
     canary_prompts: PositiveInt = Field(
-        default=4, description="number of prompts that check the served weights after each pull"
+        default=4, description="number of prompts that check the served weights after each pull, at most"
+    )
+    canary_frac: PositiveFloat = Field(
+        default=0.05,
+        description="share of a step's computation that the trainer may spend on these prompts: where that is not "
+        "enough for all of them, fewer are scored, but always one of each kind",
     )
     canary_tokens: PositiveInt = Field(
         default=160,

@@ -65,6 +65,8 @@ def _memory(config: Config, recipe: Recipe, shape: ModelShape) -> tuple[list[tup
             parts["reference"] = MASTER_BYTES
         if config.checkpoint.every and config.checkpoint.in_background:
             parts["copy while saving"] = MASTER_BYTES + OPTIMIZER_BYTES
+        if need.processes["generator"]:
+            parts["copy while publishing"] = served_bytes
         rows.append(_row("memory of a trainer rank", {name: size * n // ranks for name, n in parts.items()}))
         total += size * sum(parts.values())
     if engines := need.processes["generator"]:

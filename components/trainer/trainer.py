@@ -155,6 +155,7 @@ class Trainer:
             self._gatherer, transport=self._transport, checksum=weights.checked_with, timeout_s=timeout_s
         )
         self.policy_version = 0
+        self._tokens_of_step: int | None = None
 
     def forward_backward(self, batch: TrainBatch, *, proximal_logprobs: torch.Tensor | None = None) -> dict[str, float]:
         """Add this step's gradient; returns metrics of the whole step (the same on every rank).
@@ -183,7 +184,7 @@ class Trainer:
         sums = self._reduce(sums, dist.ReduceOp.SUM)
         maxima = self._reduce(maxima, dist.ReduceOp.MAX)
         elapsed = time.monotonic() - started
-        num_tokens = int(batch.num_tokens)
+        num_tokens = self._tokens_of_step = int(batch.num_tokens)
         metrics = objective.metrics(sums, maxima)
         self._objective = self._objective.after_step(metrics)
         return {
@@ -247,7 +248,7 @@ class Trainer:
     @torch.no_grad()
     def score_canary(self) -> None:
         """One pass with the weights of the last `begin_publish` (a collective). Its failure is the publication's."""
-        self._publisher.score(lambda: score_canary(self._model, self._settings.canary, self._device))
+        self._publisher.score(lambda: score_canary(self._model, self._canary_prompts(), self._device))
 
     def publish(self) -> None:
         """Both (a collective)."""
@@ -336,6 +337,15 @@ class Trainer:
         self._publisher.close()
         self._saver.close()
         dist.destroy_process_group()
+
+    def _canary_prompts(self) -> CanaryPrompts:
+        """Those that are worth their share of the last step; all of them before the first."""
+        prompts, step_tokens = self._settings.canary, self._tokens_of_step
+        if step_tokens is None:
+            return prompts
+        # Every rank scores all of them. A token that is trained on costs three that are scored.
+        own_tokens = step_tokens / self._settings.train.num_ranks
+        return prompts.within(3 * own_tokens * self._settings.param_server.canary_frac)
 
     def _saved_modules(self) -> SavedModules:
         """What checkpoints hold."""

@@ -19,7 +19,7 @@ from leeway.trainer.microbatch import split_into_microbatches
 from leeway.trainer.optimizer import learning_rate
 from leeway.trainer.trainer import StalenessError, Trainer
 from leeway.types import NO_VERSION, Trajectory, batch_trajectories
-from leeway.weights import Manifest, WeightSyncError, check_bucket, digest_of, read_bucket
+from leeway.weights import CanaryPrompts, Manifest, WeightSyncError, check_bucket, digest_of, read_bucket
 
 from ..tiers import slow_but_for
 from ..trainers import (
@@ -347,6 +347,24 @@ def test_the_canary_belongs_to_the_published_version(make, model_path):
     model = reference_model(model_path)
     model.load_state_dict(dict(read_bucket(manifest, 0, torch.from_numpy(buckets[0]))))
     check_canary(manifest, model)
+
+
+def test_the_canary_is_no_larger_than_its_share_of_a_step(make, model_path):
+    batch = batch_of(random_trajectories(0, 8))
+    sizes = {}
+    for share in (0.01, 0.6, 10.0):
+        trainer = make(canary_frac=share)
+        assert published(trainer)[0].canary.prompts == CANARY, "before the first step, when nothing is known"
+        trainer.forward_backward(batch)
+        trainer.optim_step()
+        canary = published(trainer)[0].canary
+        sizes[share] = len(canary.prompts.scored), len(canary.prompts.cached)
+        budget = 3 * int(batch.num_tokens) * share
+        sequences = canary.prompts.scored + canary.prompts.cached
+        assert sizes[share] == (1, 1) or sum(map(len, sequences)) <= budget
+        assert canary.prompts == CanaryPrompts(CANARY.scored[: sizes[share][0]], CANARY.cached[: sizes[share][1]])
+        assert (len(canary.logprobs), len(canary.next_tokens)) == sizes[share]
+    assert sizes == {0.01: (1, 1), 0.6: (2, 2), 10.0: (3, 2)}
 
 
 def test_entries_that_were_changed_after_publishing_are_refused(make):
