@@ -28,8 +28,8 @@ from leeway.algorithms.presets import PRESETS
 from leeway.config import Config, Stage, find_recipe, plan_run
 from leeway.driver import EvalPoint
 from leeway.driver.context import StageContext, StageResult
-from leeway.driver.frontier_report import Interval
-from leeway.recipes.frontier import run_cells
+from leeway.recipes.async_rl import train
+from leeway.studies import Interval, run_trials
 
 TEACHERS: tuple[str, ...] = ("on_policy_distill", "jsd")
 EXPERTS: tuple[str, ...] = ("mix",)
@@ -41,7 +41,7 @@ EVALUATIONS = 3
 
 
 @dataclass(frozen=True, eq=False)
-class Cell:
+class Trial:
     preset: str
     seed: int
     config: Config
@@ -51,14 +51,14 @@ class Cell:
         return f"{self.preset}-seed-{self.seed}"
 
 
-def cells_of(
+def trials_of(
     presets: Sequence[str],
     *,
     seeds: int,
     steps: int,
     overrides: Sequence[str] = (),
     needs: Mapping[str, str] | None = None,
-) -> list[Cell]:
+) -> list[Trial]:
     """All runs, seed by seed, so that a study cut short has compared something. Raises ConfigError for a wrong one.
 
     `needs`: by preset, one more override for it alone.
@@ -73,17 +73,17 @@ def cells_of(
         own = [needs[preset]] if needs and preset in needs else []
         return plan_run("quickstart", None, [*common, *own, f"algorithm.name={preset}", f"seed={seed}"])[-1].config
 
-    return [Cell(preset, seed, config(preset, seed)) for seed in range(seeds) for preset in presets]
+    return [Trial(preset, seed, config(preset, seed)) for seed in range(seeds) for preset in presets]
 
 
-def table(curves: dict[Cell, Sequence[EvalPoint]]) -> tuple[list[str], list[str]]:
+def table(curves: dict[Trial, Sequence[EvalPoint]]) -> tuple[list[str], list[str]]:
     """(lines of the table, presets that did not end above where they began)."""
     lines, failed = (
         ["| preset | seeds | before | after | change, 95 % interval | best |", "|---|---|---|---|---|---|"],
         [],
     )
-    for preset in dict.fromkeys(cell.preset for cell in curves):
-        of_preset = [[p.accuracy for p in points] for cell, points in curves.items() if cell.preset == preset]
+    for preset in dict.fromkeys(trial.preset for trial in curves):
+        of_preset = [[p.accuracy for p in points] for trial, points in curves.items() if trial.preset == preset]
         before, after = (Interval.of([curve[i] for curve in of_preset]).mean for i in (0, -1))
         change = Interval.of([curve[-1] - curve[0] for curve in of_preset])
         best = sum(max(curve) for curve in of_preset) / len(of_preset)
@@ -96,33 +96,35 @@ def table(curves: dict[Cell, Sequence[EvalPoint]]) -> tuple[list[str], list[str]
     return lines, failed
 
 
-def csv_lines(curves: dict[Cell, Sequence[EvalPoint]]) -> list[str]:
+def csv_lines(curves: dict[Trial, Sequence[EvalPoint]]) -> list[str]:
     return ["preset,seed,policy_version,train_s,accuracy"] + [
-        f"{cell.preset},{cell.seed},{p.policy_version},{p.train_s:.2f},{p.accuracy:.4f}"
-        for cell, points in curves.items()
+        f"{trial.preset},{trial.seed},{p.policy_version},{p.train_s:.2f},{p.accuracy:.4f}"
+        for trial, points in curves.items()
         for p in points
     ]
 
 
-def study(cells: Sequence[Cell], folder: Path) -> dict[Cell, Sequence[EvalPoint]]:
+def study(trials: Sequence[Trial], folder: Path) -> dict[Trial, Sequence[EvalPoint]]:
     """Run them; algorithms.csv is written anew after each, so that a study that is cut short leaves one."""
     from leeway.runtime.cluster import connect, disconnect
 
     folder.mkdir(parents=True, exist_ok=True)
-    stage = Stage(name="algorithms", recipe=find_recipe("async_rl"), config=cells[0].config, dir=folder)
+    stage = Stage(name="algorithms", recipe=find_recipe("async_rl"), config=trials[0].config, dir=folder)
     context = StageContext(name=stage.name, recipe=stage.recipe, config=stage.config, dir=folder)
-    curves: dict[Cell, Sequence[EvalPoint]] = {}
+    curves: dict[Trial, Sequence[EvalPoint]] = {}
     started = time.monotonic()
 
-    def finished(cell: Cell, result: StageResult, evals: Sequence[EvalPoint], run: Path) -> None:
-        curves[cell] = list(evals)
+    def finished(trial: Trial, result: StageResult, evals: Sequence[EvalPoint], run: Path) -> None:
+        curves[trial] = list(evals)
         (folder / "algorithms.csv").write_text("\n".join(csv_lines(curves)) + "\n")
         shown = " -> ".join(f"{p.accuracy:.3f}" for p in evals)
-        print(f"{len(curves)}/{len(cells)} {cell.name}: {shown}, {time.monotonic() - started:.0f} s in all", flush=True)
+        print(
+            f"{len(curves)}/{len(trials)} {trial.name}: {shown}, {time.monotonic() - started:.0f} s in all", flush=True
+        )
 
     connect([stage], scratch=folder)
     try:
-        asyncio.run(run_cells(context, cells, finished))
+        asyncio.run(run_trials(context, trials, train, finished))
     finally:
         disconnect([])
     return curves
@@ -152,8 +154,8 @@ def main() -> int:
         | dict.fromkeys(EXPERTS, f"algorithm.expert.path={options.experts}")
         | ON_POLICY
     )
-    cells = cells_of(presets, seeds=options.seeds, steps=options.steps, overrides=overrides, needs=needs)
-    curves = study(cells, out / "algorithms" / time.strftime("%Y%m%d-%H%M%S"))
+    trials = trials_of(presets, seeds=options.seeds, steps=options.steps, overrides=overrides, needs=needs)
+    curves = study(trials, out / "algorithms" / time.strftime("%Y%m%d-%H%M%S"))
     lines, failed = table(curves)
     print("\n".join(lines))
     if failed:

@@ -21,6 +21,7 @@ LAYERS = [
     {"collector", "replay", "param_server", "trainer"},
     {"runtime", "planning", "auxiliary", "engines"},
     {"driver"},
+    {"studies"},
     {"recipes", "cli"},
 ]
 MIDDLE = LAYERS[4]
@@ -106,6 +107,15 @@ def test_imports_inside_components_are_relative() -> None:
                 assert level or first != "leeway", f"{where(file, line)}: write a relative import"
             else:
                 assert first != "recipes", f"{where(file, line)}: write leeway.recipes"
+
+
+def test_a_run_knows_the_planner_by_its_closing_advice_alone() -> None:
+    for file in SOURCES:
+        if part_of(file) in ("planning", "cli"):
+            continue
+        for line, module, _ in imports(file):
+            if module.startswith("leeway.planning"):
+                assert module == "leeway.planning.advice.advice_after", f"{where(file, line)}: {module}"
 
 
 RUNS_WHAT_IT_READS = {"pickle", "_pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle"}

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from .stages import plan_run as plan_run
     from .stages import resolve_stages as resolve_stages
     from .stages import run_yaml as run_yaml
-    from .study import Cell as Cell
-    from .study import frontier_cells as frontier_cells
 
 __getattr__ = offered(
     __name__,
@@ -46,6 +44,5 @@ __getattr__ = offered(
         ".recipe": "ONLINE_RL Needs Recipe bundled_recipe_path bundled_recipes find_recipe",
         ".schema": "Config",
         ".stages": "Stage plan_run resolve_stages run_yaml",
-        ".study": "Cell frontier_cells",
     },
 )

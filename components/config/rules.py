@@ -206,22 +206,6 @@ def pairs_fill_batches(config: Config, named: Named) -> None:
         )
 
 
-def studies_start_anew(config: Config, named: Named) -> None:
-    if config.checkpoint.resume != "never":
-        raise ConfigError(
-            named("checkpoint.resume"),
-            got=config.checkpoint.resume,
-            expected="never: all runs of a study start from the same weights",
-            fix="set checkpoint.resume=never, and another name",
-        )
-
-
-def every_run_of_the_study_is_possible(config: Config, named: Named) -> None:
-    from .study import frontier_cells  # it checks each of its runs by the rules of this module
-
-    frontier_cells(config)
-
-
 def staleness_is_possible(config: Config, named: Named) -> None:
     """The least lag at which admission never deadlocks must fit within the target, and the target within the bound."""
     d = derive(config)
@@ -335,9 +319,3 @@ RL_RULES: tuple[Rule, ...] = (
 SUPERVISED_RULES: tuple[Rule, ...] = (*TRAINING_RULES, a_queue_feeds_rollouts)
 PREFERENCE_RULES: tuple[Rule, ...] = (*SUPERVISED_RULES, pairs_fill_batches)
 EVALUATION_RULES: tuple[Rule, ...] = (something_is_held_out,)
-STUDY_RULES: tuple[Rule, ...] = (
-    a_queue_feeds_rollouts,
-    something_is_held_out,
-    studies_start_anew,
-    every_run_of_the_study_is_possible,
-)

@@ -42,11 +42,6 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .context import timed as timed
     from .evaluation import evaluate as evaluate
     from .evaluation import of_set as of_set
-    from .frontier_picture import draw_frontier as draw_frontier
-    from .frontier_report import FrontierRun as FrontierRun
-    from .frontier_report import conclusions as conclusions
-    from .frontier_report import summarise as summarise
-    from .frontier_report import write_csv as write_csv
     from .models import check_weights as check_weights
     from .offline import Feed as Feed
     from .offline import Measure as Measure
@@ -70,11 +65,6 @@ _WHERE = {
     "timed": ".context",
     "evaluate": ".evaluation",
     "of_set": ".evaluation",
-    "draw_frontier": ".frontier_picture",
-    "FrontierRun": ".frontier_report",
-    "conclusions": ".frontier_report",
-    "summarise": ".frontier_report",
-    "write_csv": ".frontier_report",
     "check_weights": ".models",
     "Feed": ".offline",
     "Measure": ".offline",

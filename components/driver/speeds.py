@@ -18,9 +18,8 @@ from typing import Any
 from ..config import Config, derive
 from ..failures import PartFailed
 from ..monitor.jsonl import write_text_atomically
-from ..planning.model import PROBE_TOKENS
 from ..runtime.launch import Parts
-from ..runtime.limit import Speeds
+from ..runtime.limit import PROBE_TOKENS, Speeds
 from ..runtime.supervisor import together
 from ..types import Task, Trajectory
 

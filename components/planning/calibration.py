@@ -21,8 +21,9 @@ from ..config import Config, ConfigError, Stage, resolve_stages
 from ..config.errors import words
 from ..config.load import read_tree
 from ..monitor import read_metrics
+from ..runtime.limit import PROBE_TOKENS
 from .lengths import Distribution, from_samples, lognormal
-from .model import PROBE_TOKENS, Calibration, Settings
+from .model import Calibration, Settings
 from .predict import predict
 
 MIN_STEPS = 10

@@ -9,8 +9,6 @@ from ..replay.admission import AdmissionRule
 from .lengths import Distribution
 
 IN_FLIGHT = ("recompute", "keep", "off")
-PROBE_TOKENS = 64
-"""Engine speeds are measured on answers cut at this many tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+PROBE_TOKENS = 64
+"""Engine speeds are measured on answers cut at this many tokens."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:

@@ -77,18 +77,18 @@ def test_the_study_of_presets_has_one_run_each_and_says_which_did_not_learn(monk
     script = runpy.run_path(str(ROOT / "benchmarks/algorithms.py"), run_name="algorithms")
     needs = {"jsd": "algorithm.reference_path=/teacher", "mix": "algorithm.expert.path=/experts.jsonl"}
     start = ["model.init=null", "model.path=/warm"]
-    cells = script["cells_of"](["grpo", "jsd", "mix"], seeds=2, steps=40, overrides=start, needs=needs)
-    assert [c.name for c in cells] == [f"{p}-seed-{s}" for s in (0, 1) for p in ("grpo", "jsd", "mix")]
-    for cell in cells:
-        config = cell.config
-        assert (config.algorithm.name, config.seed, config.model.path) == (cell.preset, cell.seed, "/warm")
+    trials = script["trials_of"](["grpo", "jsd", "mix"], seeds=2, steps=40, overrides=start, needs=needs)
+    assert [c.name for c in trials] == [f"{p}-seed-{s}" for s in (0, 1) for p in ("grpo", "jsd", "mix")]
+    for trial in trials:
+        config = trial.config
+        assert (config.algorithm.name, config.seed, config.model.path) == (trial.preset, trial.seed, "/warm")
         assert (config.train.steps, config.eval.every) == (40, 14)
-        assert (config.algorithm.reference_path is not None) is (cell.preset == "jsd")
+        assert (config.algorithm.reference_path is not None) is (trial.preset == "jsd")
 
     def curve(*accuracies: float) -> list[EvalPoint]:
         return [EvalPoint(14 * i, 2.0 * i, a) for i, a in enumerate(accuracies)]
 
-    curves = dict(zip(cells, [curve(0.2, 0.6, 0.5), curve(0.2, 0.3, 0.1), curve(0.25, 0.5)] * 2, strict=True))
+    curves = dict(zip(trials, [curve(0.2, 0.6, 0.5), curve(0.2, 0.3, 0.1), curve(0.25, 0.5)] * 2, strict=True))
     lines, failed = script["table"](curves)
     assert failed == ["jsd"]
     assert lines[2] == "| `grpo` | 2 | 0.200 | 0.500 | +0.300 (+0.300 to +0.300) | 0.600 |"

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..algorithms.presets import CORRECTIONS
-from .derived import least_target_policy_lag
-from .rules import RL_RULES, check_rules
-from .schema import Config
+from ..config import Config, ConfigError
+from ..config.derived import least_target_policy_lag
+from ..config.rules import RL_RULES, Named, Rule, a_queue_feeds_rollouts, check_rules, something_is_held_out
 
-WHEN_A_FLOOR_ASKS = 1_000_000_000
+ON_DEMAND = 1_000_000_000
 """`rollout.pull_every` for runs whose engines pull only what a group cannot start without: the lag is the bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class Trial:
     """One run of the study. `lockstep`: its bound is the smallest that its batches allow."""
 
     name: str
@@ -26,7 +26,7 @@ class Cell:
     config: Config
 
 
-def frontier_cells(config: Config) -> list[Cell]:
+def lag_trials(config: Config) -> list[Trial]:
     """All runs, seed by seed (so that an interrupted study still allows comparisons), the smallest bound first.
 
     In each run the real lag is forced to the bound: strict order, target at the bound, each group generated entirely by
@@ -39,14 +39,14 @@ def frontier_cells(config: Config) -> list[Cell]:
     )
     lags = sorted({least if lag == "lockstep" else lag for lag in study.max_policy_lags})
     return [
-        _cell(config, lag=lag, least=least, correction=correction, seed=config.seed + i)
+        _trial(config, lag=lag, least=least, correction=correction, seed=config.seed + i)
         for i in range(study.seeds)
         for lag in lags
         for correction in dict.fromkeys(study.corrections)
     ]
 
 
-def _cell(config: Config, *, lag: int, least: int, correction: str, seed: int) -> Cell:
+def _trial(config: Config, *, lag: int, least: int, correction: str, seed: int) -> Trial:
     lockstep = lag == least
     changed = _updated(
         config,
@@ -59,14 +59,14 @@ def _cell(config: Config, *, lag: int, least: int, correction: str, seed: int) -
                 "in_flight": "off",
             },
             "algorithm": {"correction": CORRECTIONS[correction]()},
-            "rollout": {"pull_every": WHEN_A_FLOOR_ASKS, "pull": "oldest"},
+            "rollout": {"pull_every": ON_DEMAND, "pull": "oldest"},
             "eval": {"at_start": True, "at_end": True, "every": _eval_every(config) if lockstep else 0},
             "checkpoint": {"save_hf": "never", "save_state": "never", "every": 0},
             "monitor": {"console": "off", "wandb": "off", "tensorboard": False, "sinks": [], "rollouts_per_step": 0},
         },
     )
     check_rules(changed, RL_RULES, lambda key: "frontier.max_policy_lags" if key.startswith("staleness") else key)
-    return Cell(
+    return Trial(
         name=f"lag-{lag}-{correction}-seed-{seed}",
         max_policy_lag=lag,
         lockstep=lockstep,
@@ -88,3 +88,25 @@ def _eval_every(config: Config) -> int:
 def _updated(config: Config, seed: int, changes: dict[str, dict[str, Any]]) -> Config:
     sections = {name: getattr(config, name).model_copy(update=change) for name, change in changes.items()}
     return config.model_copy(update={"seed": seed, **sections})
+
+
+def studies_start_anew(config: Config, named: Named) -> None:
+    if config.checkpoint.resume != "never":
+        raise ConfigError(
+            named("checkpoint.resume"),
+            got=config.checkpoint.resume,
+            expected="never: all runs of a study start from the same weights",
+            fix="set checkpoint.resume=never, and another name",
+        )
+
+
+def every_trial_is_possible(config: Config, named: Named) -> None:
+    lag_trials(config)
+
+
+LAG_STUDY_RULES: tuple[Rule, ...] = (
+    a_queue_feeds_rollouts,
+    something_is_held_out,
+    studies_start_anew,
+    every_trial_is_possible,
+)

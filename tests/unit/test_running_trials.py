@@ -13,7 +13,7 @@ import pytest
 from leeway import driver
 from leeway.config import Config, Recipe, find_recipe
 from leeway.driver.context import StageContext, StageResult
-from leeway.recipes import frontier
+from leeway.studies import run_trials
 
 
 @dataclass
@@ -51,10 +51,13 @@ def study(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, breaks: str = "") 
     wanted: list[Any] = [SimpleNamespace(name=f"run-{seed}", config=Config(seed=seed)) for seed in (3, 4)]
     heard: list[Any] = []
 
-    def finished(cell: Any, result: StageResult, evals: Any, folder: Path) -> None:
-        heard.append((cell.name, result.summary["of"], list(evals), folder.relative_to(tmp_path).as_posix()))
+    def finished(trial: Any, result: StageResult, evals: Any, folder: Path) -> None:
+        heard.append((trial.name, result.summary["of"], list(evals), folder.relative_to(tmp_path).as_posix()))
 
-    return parts, frontier.run_cells(context, wanted, finished), heard
+    async def loop(run: Any) -> None:
+        raise AssertionError("the stage runs it")
+
+    return parts, run_trials(context, wanted, loop, finished), heard
 
 
 def test_each_run_has_its_folder_and_settings_and_speeds_are_measured_once(monkeypatch, tmp_path: Path) -> None:

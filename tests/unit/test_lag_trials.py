@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from leeway.cli.main import app
-from leeway.config import Cell, ConfigError, derive, frontier_cells, load_config, plan_run
+from leeway.config import ConfigError, derive, load_config, plan_run
 from leeway.config.rules import RL_RULES, check_rules
-from leeway.config.study import WHEN_A_FLOOR_ASKS
+from leeway.studies.lag_trials import ON_DEMAND, Trial, lag_trials
 
 TWO_UPDATES = "stages.async_rl.train.updates_per_batch=2"
 
 
-def cells_of(*overrides: str) -> list[Cell]:
-    return frontier_cells(load_config("quickstart", [TWO_UPDATES, *overrides], recipe="frontier"))
+def trials_of(*overrides: str) -> list[Trial]:
+    return lag_trials(load_config("quickstart", [TWO_UPDATES, *overrides], recipe="frontier"))
 
 
 def refused(*overrides: str) -> str:
@@ -25,39 +25,39 @@ def refused(*overrides: str) -> str:
 
 
 def test_one_run_per_seed_bound_and_correction_the_smallest_bound_first_within_a_seed() -> None:
-    cells = cells_of("seed=7", "frontier.max_policy_lags=[8,lockstep,2]", "frontier.seeds=2")
+    trials = trials_of("seed=7", "frontier.max_policy_lags=[8,lockstep,2]", "frontier.seeds=2")
     # Two updates of a batch: the second one's tokens are one step old at least, which is what lockstep means then.
-    assert [(c.seed, c.max_policy_lag, c.correction) for c in cells] == [
+    assert [(c.seed, c.max_policy_lag, c.correction) for c in trials] == [
         (seed, lag, correction) for seed in (7, 8) for lag in (1, 2, 8) for correction in ("none", "decoupled", "tis")
     ]
-    assert cells[0].name == "lag-1-none-seed-7"
-    assert len({c.name for c in cells}) == len(cells)
-    assert {c.max_policy_lag for c in cells if c.lockstep} == {1}
-    assert len(cells_of()) == 4 * 3 * 5
+    assert trials[0].name == "lag-1-none-seed-7"
+    assert len({c.name for c in trials}) == len(trials)
+    assert {c.max_policy_lag for c in trials if c.lockstep} == {1}
+    assert len(trials_of()) == 4 * 3 * 5
 
 
 def test_each_runs_settings_are_what_its_name_says_and_pass_the_rules_of_the_recipe() -> None:
     of_the_run = ("staleness.max_policy_lag=6", "staleness.target_policy_lag=5", "staleness.reorder_window=48")
-    for cell in cells_of("frontier.seeds=2", *of_the_run):
-        config, numbers = cell.config, derive(cell.config)
+    for trial in trials_of("frontier.seeds=2", *of_the_run):
+        config, numbers = trial.config, derive(trial.config)
         check_rules(config, RL_RULES)
-        assert (config.seed, config.algorithm.correction.name) == (cell.seed, cell.correction)
+        assert (config.seed, config.algorithm.correction.name) == (trial.seed, trial.correction)
         assert (numbers.max_policy_lag, numbers.target_policy_lag, numbers.reorder_window) == (
-            cell.max_policy_lag,
+            trial.max_policy_lag,
         ) * 2 + (1,)
-        assert numbers.lockstep == cell.lockstep
-        assert config.rollout.pull_every == WHEN_A_FLOOR_ASKS > (config.train.steps or 0)
+        assert numbers.lockstep == trial.lockstep
+        assert config.rollout.pull_every == ON_DEMAND > (config.train.steps or 0)
         assert config.eval.at_start
         assert config.eval.at_end
         assert config.checkpoint.save_hf == "never"
 
 
 def test_a_bound_that_is_lockstep_by_number_is_not_run_twice() -> None:
-    cells = cells_of(
+    trials = trials_of(
         "frontier.max_policy_lags=[1,lockstep,1]", "frontier.corrections=[tis,none,tis]", "frontier.seeds=1"
     )
-    assert [c.name for c in cells] == ["lag-1-tis-seed-0", "lag-1-none-seed-0"]
-    assert all(c.lockstep for c in cells)
+    assert [c.name for c in trials] == ["lag-1-tis-seed-0", "lag-1-none-seed-0"]
+    assert all(c.lockstep for c in trials)
 
 
 @pytest.mark.parametrize("publish_every", [1, 3])
@@ -66,14 +66,14 @@ def test_a_bound_that_is_lockstep_by_number_is_not_run_twice() -> None:
 def test_held_out_tasks_are_evaluated_no_more_often_than_asked_for(
     steps: int, evaluations: int, publish_every: int
 ) -> None:
-    cell = cells_of(
+    trial = trials_of(
         f"stages.async_rl.train.steps={steps}",
         f"frontier.evaluations={evaluations}",
         f"param_server.publish_every={publish_every}",
         "frontier.max_policy_lags=[lockstep]",
         "frontier.seeds=1",
     )[0]
-    every = cell.config.eval.every
+    every = trial.config.eval.every
     in_mid_run = [v for v in range(1, steps) if every and v % every == 0]
     assert len(in_mid_run) + 1 <= evaluations  # and one at the end
     assert all(v % 2 == 0 and v % publish_every == 0 for v in in_mid_run)

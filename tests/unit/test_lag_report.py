@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
 
-from leeway.driver import frontier_picture
-from leeway.driver.frontier_picture import draw_frontier
-from leeway.driver.frontier_report import FrontierRun, Interval, conclusions, summarise, write_csv
+from leeway.studies import lag_picture
+from leeway.studies.lag_picture import draw_frontier
+from leeway.studies.lag_report import FrontierRun, Interval, conclusions, summarise, write_csv
 
 MARGIN = 0.02
 
@@ -263,11 +263,11 @@ def test_a_picture_is_drawn_also_of_one_seed(tmp_path: Path, num_seeds: int) -> 
 def test_the_line_in_the_picture_is_what_the_verdicts_compare_with() -> None:
     runs = [run_of(a, correction=c, seed=seed) for seed in (0, 1) for c, a in (("decoupled", 0.9), ("none", 0.7))]
     summaries = summarise([*runs, run_of(0.6, lag=4)], margin=MARGIN)
-    reference = frontier_picture._reference(summaries)
+    reference = lag_picture._reference(summaries)
     assert reference is not None
     assert (reference.correction, reference.accuracy.mean) == ("none", 0.7)
     lockstep = [s for s in summaries if s.lockstep]
-    assert frontier_picture._reference(lockstep[:1]) is lockstep[0]
+    assert lag_picture._reference(lockstep[:1]) is lockstep[0]
     tis = summarise([run_of(0.6, correction="tis")], margin=MARGIN)
-    assert frontier_picture._reference([lockstep[0], *tis]) is None
-    assert frontier_picture._reference([s for s in summaries if not s.lockstep]) is None
+    assert lag_picture._reference([lockstep[0], *tis]) is None
+    assert lag_picture._reference([s for s in summaries if not s.lockstep]) is None

@@ -12,7 +12,7 @@ matplotlib.use("Agg")
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .frontier_report import CellSummary, FrontierRun, Interval
+from .lag_report import CellSummary, FrontierRun, Interval
 
 COLORS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8d6a9f", "#e09f3e", "#444444", "#3bb3b3", "#a0522d")
 NAMES = {"none": "uncorrected", "decoupled": "decoupled", "tis": "truncated importance sampling"}
