@@ -49,7 +49,8 @@ from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.families import ModelRefusedError, load_model
 from leeway.trainer.microbatch import split_into_microbatches
 from leeway.trainer.scoring import ScoringModel
-from leeway.trainer.trainer import Trainer, TrainerSettings
+from leeway.trainer.settings import TrainerSettings
+from leeway.trainer.trainer import Trainer
 from leeway.types import TrainBatch, Trajectory, batch_trajectories
 from leeway.weights import CanaryPrompts
 

@@ -40,7 +40,8 @@ from leeway.trainer.families import load_model
 from leeway.trainer.memory import peak_memory_gib
 from leeway.trainer.microbatch import split_into_microbatches
 from leeway.trainer.optimizer import make_optimizer
-from leeway.trainer.trainer import Trainer, TrainerSettings
+from leeway.trainer.settings import TrainerSettings
+from leeway.trainer.trainer import Trainer
 from leeway.weights import CanaryPrompts
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -25,7 +25,8 @@ from leeway.config.inputs import ModelConfig
 from leeway.config.learning import CheckpointConfig, OptimizerConfig, TrainConfig
 from leeway.config.running import ClusterConfig
 from leeway.tasks.tiny_tokenizer import build_tokenizer
-from leeway.trainer.trainer import Trainer, TrainerSettings
+from leeway.trainer.settings import TrainerSettings
+from leeway.trainer.trainer import Trainer
 from leeway.types import NO_VERSION, TrainBatch, Trajectory, batch_trajectories
 from leeway.weights import CanaryPrompts, Manifest, check_bucket, read_bucket
 

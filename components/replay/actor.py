@@ -8,11 +8,9 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-from torchrl.data.replay_buffers.samplers import Sampler
-from torchrl.data.replay_buffers.storages import Storage
 
 from ..config import Config, derive
 from ..failures import Watched, as_text
@@ -25,15 +23,15 @@ from ..tasks.taskset import build_taskset
 from ..tasks.truncate import truncated
 from ..types import Admission, Task, Trajectory
 from .admission import AdmissionRule
-from .assemble import Assembler, RewardShaping, pass_rate
-from .buffer import ReplayBuffer, ServedBatch
 from .operators import Pipeline
 from .position import Position
 from .reuse import ReusePool, priority_of
 from .saved_groups import groups_as_text, groups_from_text
-from .storage import own_part
 from .stream import TaskStream
 from .suspects import SuspectWatch
+
+if TYPE_CHECKING:
+    from .buffer import ServedBatch
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +62,14 @@ class ReplayBufferActor(Watched):
 
     def _begin(self, config: Config, start: dict[str, Any] | None = None) -> None:
         """`start`: what `position` returned in the run that this one resumes."""
+        # Here, because torchrl and tensordict load a compiler: seconds of the driver, which only names this class.
+        from torchrl.data.replay_buffers.samplers import Sampler
+        from torchrl.data.replay_buffers.storages import Storage
+
+        from .assemble import Assembler, RewardShaping, pass_rate
+        from .buffer import ReplayBuffer
+        from .storage import own_part
+
         own = dict(start or {})
         stream, used = own.pop("stream", None), own.pop("used_groups", None)
         position = Position(**own)
@@ -98,6 +104,7 @@ class ReplayBufferActor(Watched):
             start=stream,
         )
         self._suspects = SuspectWatch(solved=config.eval.solved) if config.monitor.suspects else None
+        self._pass_rate = pass_rate
         self._pipeline = Pipeline(config.replay.operators)
         replay = config.replay
         priority = priority_of(replay.priority) if replay.sampling == "priority" else None
@@ -137,7 +144,7 @@ class ReplayBufferActor(Watched):
         )
 
     def _delivered(self, task: Task, group: Group) -> None:
-        self._taskset.record(group.task_id, pass_rate(group))
+        self._taskset.record(group.task_id, self._pass_rate(group))
         if self._suspects is not None:
             self._suspects.delivered(task, group)
 

@@ -24,7 +24,7 @@ from ..config.objective import objective_of
 from ..param_server.actor import ParameterServerRemote
 from ..replay.actor import ReplayBufferRemote
 from ..trainer.actor import TrainerRank
-from ..trainer.trainer import TrainerSettings
+from ..trainer.settings import TrainerSettings
 from ..transports.transport import TransportSettings
 from ..weights import CanaryPrompts
 from .placement import Cores, assign_cores, beside_engines, keep_on

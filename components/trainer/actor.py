@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import ray
@@ -20,8 +20,10 @@ import ray
 from ..failures import Watched, as_text
 from ..monitor.logs import log_to_file
 from ..transports.transport import TransportSettings, open_transport
-from ..types import TrainBatch
 from ..weights import Publication
+
+if TYPE_CHECKING:
+    from ..types import TrainBatch
 
 T = TypeVar("T")
 

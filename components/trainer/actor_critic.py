@@ -17,8 +17,9 @@ import torch.distributed as dist
 from ..algorithms.critic import gae, outcome_rewards, value_metrics, whitened, whitening_sums
 from .checkpoint import SavedModules
 from .critic import NUM_SUMS, Critic, Estimates
+from .settings import TrainerSettings
 from .sharding import make_mesh
-from .trainer import Trainer, TrainerSettings
+from .trainer import Trainer
 from .vocabulary import check_vocabulary
 
 if TYPE_CHECKING:

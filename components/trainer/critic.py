@@ -26,7 +26,7 @@ from .scoring import is_packed, pass_arguments
 from .sharding import shard
 
 if TYPE_CHECKING:
-    from .trainer import TrainerSettings
+    from .settings import TrainerSettings
 
 NUM_SUMS = 8
 """The value loss, then `value_sums`."""

@@ -12,7 +12,7 @@ from .scoring import ScoringModel
 from .sharding import shard
 
 if TYPE_CHECKING:
-    from .trainer import TrainerSettings
+    from .settings import TrainerSettings
 
 
 def load_reference(path: str, settings: TrainerSettings, mesh: DeviceMesh, *, device: torch.device) -> ScoringModel:

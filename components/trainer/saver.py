@@ -18,7 +18,7 @@ from .writing import on_all_ranks
 
 if TYPE_CHECKING:
     from .export import HFWriter
-    from .trainer import TrainerSettings
+    from .settings import TrainerSettings
 
 
 class Saver:

@@ -8,11 +8,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,11 +21,6 @@ import torch
 import torch.distributed as dist
 
 from ..algorithms.objective import Loss, Objective
-from ..config.critic import CriticConfig
-from ..config.flow import ParamServerConfig
-from ..config.inputs import ModelConfig
-from ..config.learning import CheckpointConfig, OptimizerConfig, TrainConfig
-from ..config.running import ClusterConfig
 from ..transports.object_store import ObjectStore
 from ..transports.transport import WeightTransport
 from ..weights import CanaryPrompts, Manifest, Publication
@@ -44,49 +38,12 @@ from .publish import Publisher
 from .reference import load_reference
 from .saver import Saver
 from .scoring import ScoringModel
+from .settings import TrainerSettings
 from .sharding import make_mesh, shard
 from .vocabulary import check_vocabulary
 
 if TYPE_CHECKING:  # the benchmark runs where tensordict is not installed
     from ..types import TrainBatch
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerSettings:
-    """What a rank is made from, the same for all ranks: its sections of the config, and what follows from others.
-
-    `critic` None: there is no critic. `objective` is minimised for `total_steps`, over which the learning rate runs.
-    `max_policy_lag` None: batches carry no policy tokens (supervised training). `max_length`: of the longest sequence,
-    where a model's rotary embedding goes by that. `reference_path` None: where an objective needs a reference policy,
-    it is the weights at `model.path`. `num_threads` 0: as many as torch takes.
-    """
-
-    model: ModelConfig
-    optimizer: OptimizerConfig
-    train: TrainConfig
-    checkpoint: CheckpointConfig
-    param_server: ParamServerConfig
-    cluster: ClusterConfig
-    critic: CriticConfig | None = None
-    objective: Objective
-    canary: CanaryPrompts
-    total_steps: int
-    temperature: float
-    max_policy_lag: int | None
-    max_length: int | None = None
-    reference_path: str | None = None
-    num_threads: int
-    seed: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What passes compute in, and what is published."""
-        return getattr(torch, self.model.dtype)
-
-    def path_of(self, model: str | None) -> str:
-        """The folder or hub id of another model of this run; None: the policy's own."""
-        assert self.model.path is not None, "a model is built before ranks start"
-        return self.model.path if model is None else os.path.expanduser(model)
 
 
 class Trainer:

@@ -32,8 +32,9 @@ from leeway.trainer.actor import TrainerActor
 from leeway.trainer.checkpoint import CheckpointError, read_state
 from leeway.trainer.convert import convert
 from leeway.trainer.export import HFWriter
+from leeway.trainer.settings import TrainerSettings
 from leeway.trainer.shards import write_safetensors
-from leeway.trainer.trainer import Trainer, TrainerSettings
+from leeway.trainer.trainer import Trainer
 from leeway.trainer.writing import CheckpointWriteError
 from leeway.types import TrainBatch, Trajectory, batch_trajectories
 from leeway.weights import CanaryPrompts
@@ -224,6 +225,7 @@ def refused(trainer: Trainer, folder: Path, match: str) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(trainer).items())
 
 
+@pytest.mark.slow
 def test_what_was_not_completed_or_was_changed_is_refused(make, saved):
     trainer = make()
     shard = saved / "shard-00000.safetensors"
@@ -415,6 +417,7 @@ def test_weights_for_others_that_cannot_be_written_leave_no_folder_and_are_told_
 # --------------------------------------------------------------------------------------------------- interrupted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_the_end", [False, True], ids=["in mid-run", "in the final save"])
 def test_an_interrupt_while_a_rank_copies_ends_with_a_whole_checkpoint_of_it(make, tmp_path, monkeypatch, at_the_end):
     """A real rank goes on with the copy that it was asked for, whoever has stopped waiting for it."""

@@ -15,7 +15,7 @@ from leeway.config import Config, ConfigError, derive, find_recipe, load_config
 from leeway.replay.assemble import Assembler, RewardShaping
 from leeway.replay.operators import Pipeline
 from leeway.runtime.launch import trainer_settings
-from leeway.trainer.trainer import TrainerSettings
+from leeway.trainer.settings import TrainerSettings
 from leeway.types import Group, Trajectory
 from leeway.weights import CanaryPrompts
 
