@@ -44,23 +44,19 @@ quickstart: $(STAMP)  ## train a tiny model on two-digit arithmetic, on CPU, in 
 # A run starts six processes: where no compiled files are kept, each of them compiles all of ours again.
 test test-long test-unit test-security test-gpu: export PYTHONDONTWRITEBYTECODE =
 
-# Quick tests are dealt out one by one. A real run keeps two cores busy now and then and waits for a process to start in
-# between, so two go on at a time; those that share an engine or a model stay together (TOGETHER in tests/tiers.py).
-UNIT  := tests/unit tests/test_architecture.py
+# Tests are dealt out one by one. A real run keeps two cores busy now and then and waits in between, so three go on at a
+# time; those that share an engine or a model stay together (TOGETHER in tests/tiers.py).
 QUICK := -m "not slow" --numprocesses=logical --maxprocesses=4 --dist=worksteal
-REST  := -m "slow or integration" --numprocesses=2 --dist=loadscope --no-loadscope-reorder
-# 5: nothing was selected, as when ARGS asks for tests of the other tier alone.
-PYTEST = $(BIN)/python -m pytest $(1) $(ARGS) || [ $$? -eq 5 ]
+ALL   := --numprocesses=3 --dist=loadscope --no-loadscope-reorder
 
 test: $(STAMP)  ## every test this machine can run, but for the comparisons that take minutes
-	@$(call PYTEST,$(UNIT) tests/security $(QUICK))
-	@$(call PYTEST,tests $(REST))
+	@$(BIN)/python -m pytest tests $(ALL) $(ARGS)
 
 test-long: export LEEWAY_LONG_TESTS = 1
 test-long: test  ## the same, and those comparisons
 
 test-unit: $(STAMP)  ## tests without Ray, vLLM, real runs and attacks: under a minute
-	@$(BIN)/python -m pytest $(UNIT) $(QUICK) $(ARGS)
+	@$(BIN)/python -m pytest tests/unit tests/test_architecture.py $(QUICK) $(ARGS)
 
 test-security: $(STAMP)  ## the attack suite
 	@$(BIN)/python -m pytest tests/security $(QUICK) $(ARGS)

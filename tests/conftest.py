@@ -28,16 +28,11 @@ settings.load_profile("leeway")
 # Imports make millions of objects that all stay: searching them for garbage is a third of the time that they take.
 gc.disable()
 
+# torchrl loads vLLM wherever it is: a third of all that tests import, of no use to them. Until they are imported, it
+# is not there; those that start an engine load it then.
+sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]  # the import system's own sign for "not there"
+
 INTEGRATION = Path(__file__).parent / "integration"
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Where no integration test is asked for nobody needs vLLM, but torchrl loads it wherever it is: a third of what
-    unit tests import. Until they are imported, it is not there.
-    """
-    asked = [(config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args]
-    if not any(INTEGRATION.is_relative_to(path) or path.is_relative_to(INTEGRATION) for path in asked):
-        sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]  # the import system's own sign for "not there"
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m takes items away
@@ -47,8 +42,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("integration")
         if not LONG and (mark := item.get_closest_marker("long")):
             item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]}: make test-long"))
-    # Those of TOGETHER first, so that no worker still has one when the others are done; the others keep their order.
-    items.sort(key=lambda item: [*TOGETHER, item.path.name].index(item.path.name))
+    if items and hasattr(items[0].config, "workerinput"):
+        items.sort(key=_when)
+
+
+def _when(item: pytest.Item) -> int:
+    """Long tests first, so that no worker still has one when the others are done: TOGETHER, whole runs, slow ones."""
+    if item.path.name in TOGETHER:
+        return [*TOGETHER].index(item.path.name)
+    later = ("integration", "slow")
+    return len(TOGETHER) + next((i for i, name in enumerate(later) if item.get_closest_marker(name)), len(later))
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's

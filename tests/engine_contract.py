@@ -258,7 +258,7 @@ class EngineContract:
 
     @pytest.mark.parametrize("scale", [1e-4, 0.02])
     def test_clean_weight_syncs_raise_no_alarm(self, served: Served, scale: float) -> None:
-        gaps = [served.give(*served.publisher.next(scale)) for _ in range(8)]
+        gaps = [served.give(*served.publisher.next(scale)) for _ in range(5)]
         assert 0 < max(gaps) <= TOLERANCE
 
     @pytest.mark.slow
@@ -342,6 +342,7 @@ class EngineContract:
         with pytest.raises(TimeoutError, match=f"weights of version {needed}; .* serves version {needed - 1}"):
             served.run(weight_sync.until_verified(needed))
 
+    @pytest.mark.slow
     def test_where_the_cache_is_kept_a_version_that_failed_can_be_loaded_again(self, served: Served) -> None:
         """What the failed load left in a prefix cache, the canary's contexts among it, is never looked at again."""
         served.give(*served.publisher.next(), in_flight="keep")
@@ -352,6 +353,7 @@ class EngineContract:
             assert served.give(manifest, buckets, in_flight="keep") <= TOLERANCE
         served.recover()
 
+    @pytest.mark.slow
     def test_a_seed_decides_what_is_sampled_whatever_else_is_generated(self, served: Served) -> None:
         """The same tokens and the very same logprobs, alone and among others that come and go."""
         engine = served.engine
@@ -431,6 +433,7 @@ class EngineContract:
         assert [len(c.tokens) for c in served.run(cancel_one())] == [150] * 4
         assert engine.progress.num_sequences == 0
 
+    @pytest.mark.slow
     def test_under_off_what_is_in_flight_finishes_before_the_load(self, served: Served) -> None:
         """And what is asked for meanwhile waits for the new weights."""
         engine, before = served.engine, served.publisher.version

@@ -9,6 +9,7 @@ Each run has FOLDER/HOW, with its temporary folder `tmp`, its `output`, its proc
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import subprocess
 import sys
@@ -86,6 +87,7 @@ def run(folder: Path) -> int | None:
 
 def main() -> None:
     pids = {}
+    importlib.import_module("leeway.monitor.curves")  # once, not in each run
     for how in sys.argv[2:]:
         folder = Path(sys.argv[1]) / how
         (folder / "tmp").mkdir(parents=True)

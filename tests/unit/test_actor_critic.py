@@ -20,7 +20,8 @@ from leeway.config.critic import CriticConfig
 from leeway.trainer.actor import TrainerActor
 from leeway.trainer.actor_critic import ActorCriticTrainer, make_trainer, step_inputs
 from leeway.trainer.checkpoint import CheckpointError
-from leeway.trainer.trainer import StalenessError, Trainer, TrainerSettings
+from leeway.trainer.settings import TrainerSettings
+from leeway.trainer.trainer import StalenessError, Trainer
 from leeway.transports.transport import TransportSettings
 from leeway.types import TrainBatch
 
@@ -130,6 +131,7 @@ def test_values_are_those_of_the_state_before_each_token(make, model_path, packi
     torch.testing.assert_close(estimates.values, expected.detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_critics_gradient_is_that_of_the_formula_and_does_not_depend_on_microbatches(make, model_path):
     trajectories = in_pairs(random_trajectories(5, 10))
     batch = batch_of(trajectories)
@@ -217,6 +219,7 @@ def test_in_its_warm_up_only_the_critic_learns(make):
     assert not any(torch.equal(start[name], now) for name, now in weights(trainer._model).items())
 
 
+@pytest.mark.slow
 def test_a_batch_of_two_steps_is_estimated_and_whitened_once_under_the_weights_that_took_it(make):
     batches = [batch_of(in_pairs(random_trajectories(seed, 6)), seed=seed) for seed in (1, 2)]
     trainer = make(critic={"value_clip": 0.01})

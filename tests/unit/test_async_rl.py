@@ -146,6 +146,7 @@ def run_over(trainer: Any, elsewhere: Elsewhere, *, total_steps: int, tmp_path: 
     return RLRun(config, parts, name="rl", version=0, total_steps=total_steps, report=there, checkpoints=there)
 
 
+@pytest.mark.slow
 def test_steps_that_take_no_time_are_all_published_each_with_its_own_weights(tmp_path: Path) -> None:
     async def main() -> None:
         elsewhere = Elsewhere()

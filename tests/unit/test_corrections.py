@@ -25,6 +25,7 @@ from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import PolicyObjective
 from leeway.algorithms.presets import CORRECTIONS
 
+from ..tiers import sample
 from ..trainers import batch_of, random_trajectories
 
 f64 = torch.float64
@@ -44,7 +45,7 @@ def weight_formula(kind: str, ratio: float, *, cap: float, low: float, high: flo
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=sample(10, 30), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4),
     seed=st.integers(0, 10_000),

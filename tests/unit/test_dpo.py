@@ -107,6 +107,7 @@ def test_pairs_stay_together_in_their_order(packing: Packing) -> None:
         assert sorted(found) == sorted(expected)
 
 
+@pytest.mark.slow
 def test_training_raises_the_margin_from_log_2(make) -> None:
     trajectories = in_pairs(random_trajectories(1, 8))
     batch = batch_trajectories(trajectories, [0.0] * 8, num_sequences=8, num_tokens=40)
@@ -237,6 +238,7 @@ def test_the_recipe_needs_no_engine_and_whole_pairs(file: str) -> None:
         load_config(file, ["train.batch_size=7"], recipe="dpo")
 
 
+@pytest.mark.slow
 def test_the_picture_of_a_dpo_stage_shows_loss_and_margin() -> None:
     steps = np.arange(1.0, 30.0)
     metrics = {

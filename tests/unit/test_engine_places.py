@@ -175,6 +175,7 @@ def test_long_answers_do_not_leave_places_empty():
     assert rig.engine.most_waiting <= 8
 
 
+@pytest.mark.slow
 def test_slow_environments_hold_no_place():
     """Each group thinks for three times as long as it generates: four times as many are in flight."""
     rig = to_the_end(Thinks(3 * ANSWER_S), groups=80)

@@ -225,6 +225,7 @@ def test_the_comparison_sees_a_token_that_depends_on_the_length_of_another_seque
         load_model(longrope(save), max_length=64)
 
 
+@pytest.mark.slow
 def test_checkpointed_layers_give_the_same_gradient_without_noise(save):
     folder, batch = save("seed_oss", attention_dropout=0.2, residual_dropout=0.2), batch_of(groups(1))
     expected, model = score(load_model(folder), batch, "shared"), load_model(folder)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -152,18 +150,3 @@ def test_experts_are_joined_from_their_parts_and_each_part_is_needed(tmp_path: P
     tensors.tensors[tensors.owner[expert]].view(-1)[-1] += 1
     with pytest.raises(WeightSyncError, match=r"after the load, weights differ from those published in .*experts"):
         list(read_back(changed, tensors))
-
-
-@pytest.mark.slow
-def test_a_collector_of_this_engine_loads_no_vllm() -> None:
-    program = (
-        "import sys\n"
-        "from leeway.collector.actor import CollectorActor, not_loading\n"
-        "from leeway.config.engines import engine_kind\n"
-        "import leeway.engines.hf_engine\n"
-        "with not_loading(*engine_kind('hf').without):\n"
-        "    from leeway.collector.collector import Collector\n"
-        "sys.exit(any(name.split('.')[0] == 'vllm' for name in sys.modules))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-2000:]

@@ -228,6 +228,7 @@ def test_any_row_is_a_task_or_refused_by_its_place(form: RowFormat, item: Any) -
             difficulty_of(task, "level")
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(
     st.one_of(

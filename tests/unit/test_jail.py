@@ -129,6 +129,7 @@ def test_a_jail_that_was_killed_starts_again(jail: Jail) -> None:
     assert jail.run("functions_of_a_test:same", 2) == 2
 
 
+@pytest.mark.slow
 @needs_jail
 def test_what_cannot_be_imported_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(NoJailError, match=r"no_such_module cannot be imported: ModuleNotFoundError"):
@@ -202,6 +203,7 @@ atexit.register(print, "last")
     assert len(psutil.Process().children(recursive=True)) < len(before)
 
 
+@pytest.mark.slow
 @needs_jail
 def test_a_program_has_its_time_whatever_else_the_machine_does(jail: Jail) -> None:
     """Time in which it waits for a processor counts for nobody, nor does that in which its jail was stopped."""

@@ -9,6 +9,8 @@ from leeway.config import ConfigError, derive, load_config, plan_run
 from leeway.config.rules import RL_RULES, check_rules
 from leeway.studies.lag_trials import ON_DEMAND, Trial, lag_trials
 
+from ..tiers import slow_but_for
+
 TWO_UPDATES = "stages.async_rl.train.updates_per_batch=2"
 
 
@@ -24,6 +26,7 @@ def refused(*overrides: str) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_one_run_per_seed_bound_and_correction_the_smallest_bound_first_within_a_seed() -> None:
     trials = trials_of("seed=7", "frontier.max_policy_lags=[8,lockstep,2]", "frontier.seeds=2")
     # Two updates of a batch: the second one's tokens are one step old at least, which is what lockstep means then.
@@ -62,7 +65,7 @@ def test_a_bound_that_is_lockstep_by_number_is_not_run_twice() -> None:
 
 @pytest.mark.parametrize("publish_every", [1, 3])
 @pytest.mark.parametrize("steps", [6, 100, 180])
-@pytest.mark.parametrize("evaluations", [1, 2, 3, 7])
+@pytest.mark.parametrize("evaluations", slow_but_for([3], [1, 2, 3, 7]))
 def test_held_out_tasks_are_evaluated_no_more_often_than_asked_for(
     steps: int, evaluations: int, publish_every: int
 ) -> None:
@@ -132,6 +135,7 @@ def test_of_several_such_stages_it_is_the_last_and_the_earlier_ones_train(tmp_pa
     assert stages[-1].config.optimizer.lr == 0.5
 
 
+@pytest.mark.slow
 def test_validate_speaks_of_the_study(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["validate", "quickstart", "--recipe", "frontier", TWO_UPDATES, "task.size=500"]
     app(command, standalone_mode=False)

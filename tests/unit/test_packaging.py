@@ -19,6 +19,11 @@ PROBE = (
     "from leeway import load_config\n"
     "assert load_config('quickstart').name == 'quickstart'\n"
     "print(leeway.__file__)\n"
+    "from leeway.cli.main import main\n"
+    "for command in (['ls'], ['cp', 'async_rl', 'copied_rl.py'],\n"
+    "                ['validate', '--quick', 'quickstart', '--recipe', './copied_rl.py']):\n"
+    "    try:\n        main(command)\n"
+    "    except SystemExit as end:\n        assert not end.code, command\n"
 )
 
 
@@ -38,17 +43,14 @@ def probe(path: Path, cwd: Path) -> Path:
     env = {**os.environ, "PYTHONPATH": str(path)}
     done = subprocess.run([sys.executable, "-c", PROBE], cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    command = "from leeway.cli.main import main; import sys; main(sys.argv[1:])"
-    for arguments, says in (
-        (["ls"], "quickstart"),
-        (["cp", "async_rl", "copied_rl.py"], "run it: leeway run ./copied_rl.py --config quickstart"),
-        (["validate", "--quick", "quickstart", "--recipe", "./copied_rl.py"], "async_rl (recipe ./copied_rl.py)"),
+    file, *_ = done.stdout.splitlines()
+    for says in (
+        "quickstart",
+        "run it: leeway run ./copied_rl.py --config quickstart",
+        "async_rl (recipe ./copied_rl.py)",
     ):
-        done_too = subprocess.run(
-            [sys.executable, "-c", command, *arguments], cwd=cwd, env=env, capture_output=True, text=True, timeout=60
-        )
-        assert says in done_too.stdout, done_too.stderr
-    return Path(done.stdout.strip())
+        assert says in done.stdout, done.stderr
+    return Path(file)
 
 
 def build(hook: str, where: Path, out: Path) -> Path:

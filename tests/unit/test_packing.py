@@ -20,6 +20,8 @@ from leeway.trainer.microbatch import Microbatch, split_into_microbatches
 from leeway.trainer.scoring import ScoringModel
 from leeway.types import TrainBatch, Trajectory, batch_trajectories
 
+from ..tiers import slow_but_for
+
 VOCAB = 64
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -47,8 +49,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "granite": {},
 }
-QUICK = ("qwen2", "gemma2", "qwen3_moe")  # tied heads; windows and capped scores; experts
-EACH = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
+EACH = slow_but_for(["gemma2"], ARCHITECTURES)  # windows and capped scores
 
 
 def trajectory(rng: random.Random, prompt: list[int], response: int) -> Trajectory:
@@ -148,6 +149,7 @@ def test_packed_rows_say_what_transformers_says_of_each_sequence_alone(load, nam
             torch.testing.assert_close(logprobs.double(), expected[:, 0], rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2", "mistral"])
 def test_responses_too_long_for_a_mask_of_their_own(load, name, monkeypatch):
     batch = batch_of(groups(1))

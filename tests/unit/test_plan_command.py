@@ -111,6 +111,7 @@ def test_the_speeds_of_a_run_are_found_again(run: Path) -> None:
     assert 0.9 < found.generate_slowdown < 1.1
 
 
+@pytest.mark.slow
 def test_the_speeds_of_a_run_with_long_answers_are_found_again(run: Path) -> None:
     """Of those only the first tokens are measured, of one wave that fills the engine: 32 groups, all equally long."""
     config, stage = run / "config.yaml", run / "stages/async_rl"

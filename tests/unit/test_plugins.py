@@ -80,7 +80,11 @@ def test_what_is_right_or_needs_a_run_passes(mine, line, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "reward"),
     # The stand-in says the task's answer; the game hides another number.
-    [("my_env:MyEnv", 1.0), ("guess_number:GuessNumber", 0.0), ("openai_agent:Careful", 1.0)],
+    [
+        ("my_env:MyEnv", 1.0),
+        ("guess_number:GuessNumber", 0.0),
+        pytest.param("openai_agent:Careful", 1.0, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("answer", ["46", " 46\n"])
 def test_the_examples_pass(name, reward, answer, monkeypatch):

@@ -6,6 +6,7 @@ central difference over everything else.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from hypothesis import strategies as st
 from leeway.algorithms.aggregation import AGGREGATIONS, aggregate
 from leeway.algorithms.losses import LossInputs
 from leeway.algorithms.presets import POLICY_LOSSES
+
+from ..tiers import slow_but_for
 
 f64 = torch.float64
 LOW, HIGH = 0.2, 0.28
@@ -191,22 +194,21 @@ def test_losses_without_a_stopped_gradient_pass_gradcheck(name: str) -> None:
 
 
 @pytest.mark.parametrize("which", FORMULAS)
-@pytest.mark.parametrize("log_ratio", [-500.0, -80.0, 80.0, 500.0])
-@pytest.mark.parametrize("advantage", [1.0, 0.0, -1.0])
-def test_huge_log_ratios_stay_finite(which: str, log_ratio: float, advantage: float) -> None:
+def test_huge_log_ratios_stay_finite(which: str) -> None:
     name, options, _ = FORMULAS[which]
-    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    losses = loss_of(name, options)(
-        logprobs,
-        logprobs.detach() - log_ratio,
-        torch.full((2,), advantage),
-        torch.tensor([True, True]),
-        torch.tensor([0, 0]),
-    )
-    losses.sum().backward()
-    assert torch.isfinite(losses).all()
-    assert logprobs.grad is not None
-    assert torch.isfinite(logprobs.grad).all()
+    for log_ratio, advantage in itertools.product([-500.0, -80.0, 80.0, 500.0], [1.0, 0.0, -1.0]):
+        logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+        losses = loss_of(name, options)(
+            logprobs,
+            logprobs.detach() - log_ratio,
+            torch.full((2,), advantage),
+            torch.tensor([True, True]),
+            torch.tensor([0, 0]),
+        )
+        losses.sum().backward()
+        assert torch.isfinite(losses).all(), (log_ratio, advantage)
+        assert logprobs.grad is not None
+        assert torch.isfinite(logprobs.grad).all(), (log_ratio, advantage)
 
 
 @pytest.mark.parametrize("which", FORMULAS)
@@ -229,7 +231,7 @@ def test_nothing_to_train_on_and_one_token(which: str) -> None:
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10_000), order=st.randoms(use_true_random=False))
-@pytest.mark.parametrize("which", FORMULAS)
+@pytest.mark.parametrize("which", slow_but_for([*FORMULAS][:3], FORMULAS))
 def test_the_order_of_sequences_and_what_stands_at_masked_tokens_change_nothing(which: str, seed: int, order) -> None:
     name, options, _ = FORMULAS[which]
     case = Case(seed, lengths=[2, 1, 4, 3])

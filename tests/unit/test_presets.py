@@ -19,6 +19,8 @@ from leeway.config.load import to_yaml
 from leeway.config.objective import objective_of
 from leeway.config.overrides import leaves
 
+from ..tiers import slow_but_for
+
 MINIMAL = "model: {path: org/model}\ntask: {path: t.jsonl}\ntrain: {steps: 12}\n"
 
 
@@ -61,7 +63,7 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", slow_but_for(["grpo", "rloo", "ppo", "remax"], PRESETS))
 def test_every_preset_loads_and_makes_an_objective(minimal: str, name: str, tmp_path: Path) -> None:
     config = load_config(minimal, [f"algorithm.name={name}", *NEEDS.get(name, [])])
     dumped = config.model_dump()

@@ -149,6 +149,7 @@ def test_experts_of_an_older_version_come_back(make, tmp_path, bucket_bytes):
 # ------------------------------------------------------------------------------------------------------- buffers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", WITH_BUFFERS)
 def test_buffers_are_saved_and_converted_as_they_are_in_any_type(make, tmp_path, family):
     """In bfloat16 too: a router's correction of its scores stays float32."""

@@ -193,6 +193,7 @@ def test_a_recipe_may_have_an_objective_of_its_own(here: Path) -> None:
     assert objective_of(config, made) == config.seed
 
 
+@pytest.mark.slow
 def test_resume_finds_the_file_of_the_run_from_anywhere(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy("async_rl", here / "to_resume.py")
     stages = plan_run("quickstart", "./to_resume.py", [f"output_dir={here}/runs", *QUICK])

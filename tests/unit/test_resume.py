@@ -112,6 +112,7 @@ def refused(folder: Path, *overrides: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_what_there_is_nothing_to_go_on_with_is_refused(tmp_path: Path) -> None:
     assert "nothing there" in refused(tmp_path / "none")
     assert "no config.yaml in it" in refused(tmp_path)

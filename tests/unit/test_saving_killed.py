@@ -21,7 +21,7 @@ from leeway.driver.checkpoints import newest_state
 from ..tiers import sample
 
 HERE = Path(__file__).parent
-KILLS = sample(6, 20)
+KILLS = sample(4, 20)
 pytestmark = pytest.mark.slow
 
 

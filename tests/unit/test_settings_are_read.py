@@ -78,10 +78,12 @@ NOT_YET = {"param_server.transport"}
 """Of one value so far."""
 
 
+@pytest.mark.slow
 def test_every_setting_is_read(found: set[Read]) -> None:
     assert {*unread(found)} - NOT_YET == SHAPE_THE_TREE
 
 
+@pytest.mark.slow
 def test_a_setting_that_nothing_reads_is_found(found: set[Read]) -> None:
     for section, field in (("train", "audit_every"), ("optimizer", "betas"), ("TIS", "cap"), ("rollout", "pull")):
         assert any(field == read for _, read in found)

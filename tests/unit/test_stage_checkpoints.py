@@ -324,6 +324,7 @@ def test_other_settings_are_refused_with_the_difference_and_other_machines_are_n
         resume_point(saved, config_of(tmp_path, resume, "stages.sft.optimizer.lr=0.002", "seed=7"))
 
 
+@pytest.mark.slow
 def test_other_settings_and_other_tasks_are_refused_before_anything_starts(tmp_path):
     def stage(*overrides: str) -> Stage:
         config = config_of(tmp_path, "task.limit=20", "checkpoint.resume=auto", *overrides)

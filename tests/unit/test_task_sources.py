@@ -41,6 +41,7 @@ def letters(n, **kwargs):
 # Sources
 
 
+@pytest.mark.slow
 def test_parquet_file_and_folder(tmp_path):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     (tmp_path / "d").mkdir()

@@ -254,6 +254,7 @@ def test_learning_rates_in_closed_form():
     assert after == pytest.approx([0.1, 0.1])
 
 
+@pytest.mark.slow
 def test_measuring_leaves_no_trace(make):
     batch = batch_of(random_trajectories(0, 8))
     digests = []

@@ -75,6 +75,7 @@ def files(folder: Path, keep: int = 2) -> Files:
     return Files(folder, keep=keep)
 
 
+@pytest.mark.slow
 def test_another_job_reads_the_newest_version_from_the_folder_alone(tmp_path: Path) -> None:
     writer = files(tmp_path)
     assert newest_publication(tmp_path) is None

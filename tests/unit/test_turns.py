@@ -107,7 +107,7 @@ def random_episodes(rng: random.Random) -> list[list[Episode]]:
 @pytest.mark.parametrize(("omega", "gamma"), [(1.0, 0.5), (0.25, 1.0), (0.0, 0.5)])
 def test_gigpo_is_the_formula(omega: float, gamma: float, std: bool) -> None:
     rng = random.Random(0)
-    for _ in range(20):
+    for _ in range(8):
         episodes = random_episodes(rng)
         expected = formula(episodes, omega=omega, gamma=gamma, std=std)
         assert ours(episodes, omega=omega, gamma=gamma, std=std) == pytest.approx(expected, abs=1e-6)
