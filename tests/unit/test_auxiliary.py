@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,12 +104,10 @@ def test_a_server_that_recovers_is_asked_again_and_one_that_refuses_is_not():
 
 @pytest.mark.slow
 def test_deadlines_times_tries_is_the_longest_wait():
-    server = Server(slow_s=30)
-    started = time.monotonic()
+    server = Server(slow_s=3600)  # were its own time waited for, this test would not end
     with pytest.raises(AuxiliaryError, match=r"no answer within timeout_s = 0\.2 s|timed out"):
         play(server, lambda c: c.complete("x"), model="m", timeout_s=0.2, retries=2)
     assert len(server.requests) == 3
-    assert time.monotonic() - started < 20, "the server's own time is not waited for"
 
 
 def test_nobody_there_and_nonsense_are_said_by_name():
