@@ -245,10 +245,13 @@ class BucketPlan:
         """Memory for it, uint8 [num_bytes]; the gaps between tensors are zero, the tensors uninitialized."""
         import torch
 
-        memory = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        return self.lay_out(torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=pinned))
+
+    def lay_out(self, memory: torch.Tensor) -> torch.Tensor:
+        """The first bytes of `memory` for it; the gaps between tensors become zero."""
         for span, next_span in itertools.pairwise(self.spans):
             memory[span.offset + span.num_bytes : next_span.offset] = 0
-        return memory
+        return memory[: self.num_bytes]
 
     def entries(self, checksums: Iterable[str]) -> list[TensorEntry]:
         """The manifest's entries for it; `checksums`: of each span."""

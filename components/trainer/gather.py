@@ -52,6 +52,11 @@ class Gatherer:
         """Memory for this rank's part of every bucket, for `copy_parts`; pinned, so that a GPU copies by itself."""
         return [part.empty(pinned=self._on_gpu) for part in self._parts]
 
+    def new_bucket(self) -> torch.Tensor:
+        """Memory for each bucket in turn, for `gather`: of no bytes, but on rank 0 of several."""
+        largest = max(plan.num_bytes for plan in self.plans)
+        return torch.empty(largest if self._rank == 0 and self._num_ranks > 1 else 0, dtype=torch.uint8)
+
     @torch.no_grad()
     def copy_parts(self, into: Sequence[torch.Tensor]) -> Callable[[], None]:
         """Copy this rank's part of every bucket aside, as it is now.
@@ -64,12 +69,12 @@ class Gatherer:
             self._copy_part(part, tensors, memory)
         return _when_copied()
 
-    def gather(self, index: int, part: torch.Tensor) -> tuple[BucketPlan, torch.Tensor | None]:
+    def gather(self, index: int, part: torch.Tensor, into: torch.Tensor) -> tuple[BucketPlan, torch.Tensor | None]:
         """One bucket (uint8) on rank 0, None elsewhere, of all ranks' parts of it (a collective), in any one thread.
 
-        A rank that is alone has the bucket in its part already, and gets that very memory.
+        It lies in `into`. A rank that is alone has the bucket in its part already, and gets that very memory.
         """
-        return self._gather(index, part, self._beside)
+        return self._gather(index, part, into, self._beside)
 
     @torch.no_grad()
     def buckets(self) -> Iterator[tuple[BucketPlan, torch.Tensor | None]]:
@@ -77,7 +82,7 @@ class Gatherer:
         tensors = self._live()
         for index, part in enumerate(self._parts):
             # Not kept in a variable, which would keep it alive while the next one is gathered.
-            yield self._gather(index, self._copy_part(part, tensors, part.empty()), None)
+            yield self._gather(index, self._part_now(part, tensors), self.new_bucket(), None)
 
     def as_published(self, plan: BucketPlan, memory: torch.Tensor) -> tuple[BucketPlan, torch.Tensor]:
         """The same weights under the names of the model's files: a layer's experts apart, which costs another copy."""
@@ -113,22 +118,27 @@ class Gatherer:
         (part,) = plan_buckets(own, bucket_bytes=plan.num_bytes)
         return part
 
-    def _copy_part(self, part: BucketPlan, tensors: dict[str, torch.Tensor], into: torch.Tensor) -> torch.Tensor:
+    def _part_now(self, part: BucketPlan, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        memory = part.empty()
+        self._copy_part(part, tensors, memory)
+        _when_copied()()
+        return memory
+
+    def _copy_part(self, part: BucketPlan, tensors: dict[str, torch.Tensor], into: torch.Tensor) -> None:
         for span in part.spans:
             if span.num_bytes:
                 _, rows = local_rows(tensors[span.names[0]], rank=self._rank, num_ranks=self._num_ranks)
                 # Cast where the weights are: between devices torch would cast on the CPU, and wait for it.
                 rows = rows.to(span.dtype) if rows.is_cuda else rows
                 span.tensor(into).copy_(rows, non_blocking=True)
-        return into
 
     def _gather(
-        self, index: int, part: torch.Tensor, group: dist.ProcessGroup | None
+        self, index: int, part: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup | None
     ) -> tuple[BucketPlan, torch.Tensor | None]:
         plan = self.plans[index]
         if self._num_ranks == 1:
             return plan, part
-        memory = plan.empty() if self._rank == 0 else None
+        memory = plan.lay_out(into) if self._rank == 0 else None
         messages: list[dist.P2POp] = []
         for span, own in zip(plan.spans, self._parts[index].spans, strict=True):
             if memory is not None:

@@ -52,14 +52,14 @@ class Publisher:
             min(MAX_HASHING_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="hash"
         )
         self._copy: list[torch.Tensor] = []
-        self._largest_bucket = 0
+        self._bucket = torch.empty(0)
         self._last: _Version | None = None
         self._unclaimed: Future[Publication | None] | None = None
 
     @property
     def memory_bytes(self) -> int:
-        """What publishing holds at once: the copy, and the largest bucket that was gathered apart from it."""
-        return sum(part.nbytes for part in self._copy) + self._largest_bucket
+        """What publishing holds: the copy, and a bucket."""
+        return sum(part.nbytes for part in self._copy) + self._bucket.nbytes
 
     def begin(self, policy_version: int) -> None:
         """Copy the current weights aside and send them beside what comes next.
@@ -68,7 +68,8 @@ class Publisher:
         """
         if self._last is not None:
             self._wait_for(self._last)
-        self._copy = self._copy or self._gatherer.new_parts()
+        if not self._copy:
+            self._copy, self._bucket = self._gatherer.new_parts(), self._gatherer.new_bucket()
         copied = self._gatherer.copy_parts(self._copy)
         self._last = _Version(policy_version)
         self._unclaimed = self._beside.submit(self._send, self._last, copied)
@@ -112,16 +113,13 @@ class Publisher:
         try:
             copied()
             for index, part in enumerate(self._copy):
-                plan, memory = self._gatherer.gather(index, part)
+                plan, memory = self._gatherer.gather(index, part, self._bucket)
                 if memory is not None and failure is None:
                     try:
                         outgoing = outgoing or self._transport.begin(version.policy_version)
                         uploaded.append(self._upload(outgoing, plan, memory))
                     except Exception as error:  # raised later: the others are still sending
                         failure = error
-                if memory is not None and memory is not part:
-                    self._largest_bucket = max(self._largest_bucket, memory.nbytes)
-                del memory
             version.gathered.set_result(None)
             if failure is not None:
                 raise failure

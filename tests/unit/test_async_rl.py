@@ -46,7 +46,10 @@ class OneWeight:
         self._plan.spans[0].tensor(into[0]).fill_(self._trainer.policy_version)
         return lambda: None
 
-    def gather(self, index: int, part: torch.Tensor) -> tuple[BucketPlan, torch.Tensor]:
+    def new_bucket(self) -> torch.Tensor:
+        return torch.empty(0)
+
+    def gather(self, index: int, part: torch.Tensor, into: torch.Tensor) -> tuple[BucketPlan, torch.Tensor]:
         return self._plan, part
 
     def as_published(self, plan: BucketPlan, memory: torch.Tensor) -> tuple[BucketPlan, torch.Tensor]:
