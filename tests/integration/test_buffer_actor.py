@@ -15,8 +15,8 @@ from leeway.config import Config, load_config
 from leeway.replay.actor import ReplayBufferRemote
 from leeway.runtime.launch import calls_at_once
 
+from ..fakes import group
 from ..trainers import save_model
-from ..unit.test_replay_buffer import group
 
 pytestmark = pytest.mark.timeout(300)
 NUM_COLLECTORS = 1100

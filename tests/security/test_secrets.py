@@ -26,7 +26,7 @@ from leeway.monitor.logs import Printable
 from leeway.runtime.supervisor import Supervisor
 from leeway.trainer.checkpoint import CheckpointError
 
-from ..unit.test_stage_checkpoints import FakeRank
+from ..fakes import FakeRank
 
 KEY, ROTATED, TYPED, PASSWORD = "sk-from-the-shell-81", "sk-rotated-4711", "hunter2-typed-in", "pa55-in-an-address"
 SECRETS = (KEY, ROTATED, TYPED, PASSWORD)

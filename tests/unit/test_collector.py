@@ -8,9 +8,8 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -22,229 +21,15 @@ from torchrl.modules.distributions.discrete import LLMMaskedCategorical
 from torchrl.objectives.llm import GRPOLoss
 from torchrl.objectives.llm.grpo import MCAdvantage
 
-from leeway.collector.clock import ACTIVITIES, ActivityClock
-from leeway.collector.collector import Collector
+from leeway.collector.clock import ACTIVITIES
 from leeway.collector.engine import EngineLost, StagedWeights
-from leeway.collector.progress import Progress
-from leeway.collector.weight_sync import WeightSync
-from leeway.config.algorithm import AlgorithmConfig
-from leeway.config.flow import RolloutConfig
 from leeway.config.inputs import EvalSampling
 from leeway.envs.base import all_or_none
 from leeway.envs.single_turn import SingleTurn
-from leeway.param_server.server import ParameterServer
-from leeway.types import NO_VERSION, Admission, Completion, Group, Task, Trajectory
-from leeway.weights import Canary, CanaryGap, CanaryPrompts, Manifest, Publication, WeightSyncError, digest_of
+from leeway.types import NO_VERSION, Admission, Completion, Task, Trajectory
+from leeway.weights import Canary, CanaryGap, Manifest, Publication, WeightSyncError, digest_of
 
-CANARY = Canary(CanaryPrompts(scored=[], cached=[]), [], [], [])
-GREEDY = EvalSampling()
-PROMPTER = SimpleNamespace(
-    encode=lambda prompt: [1] * len(prompt), decode=lambda tokens: "".join(map(str, tokens)), stop_token_ids=[0]
-)
-
-
-class FakeEngine:
-    """Samples two tokens per completion, all under the version that is loaded when it answers."""
-
-    def __init__(self) -> None:
-        self.version = -1
-        self.requests: list[dict[str, Any]] = []
-        self.canary_gate: asyncio.Event | None = None
-        self.gap = 0.0
-        self.dead = False
-        self.shut_down = False
-        self.progress, self.places, self.cache_tokens = Progress(), 256, 0
-
-    async def generate(self, prompt_tokens: list[int], *, clock: Any = None, **sampling: Any) -> list[Any]:
-        self.requests.append({"prompt": prompt_tokens, "version": self.version, **sampling})
-        await asyncio.sleep(0)
-        if self.dead:
-            raise EngineLost("the inference engine died: core process exited")
-        one = SimpleNamespace(
-            tokens=[7, 0], logprobs=[-1.0, -0.1], policy_versions=[self.version] * 2, finish_reason="stop"
-        )
-        return [one] * sampling["n"]
-
-    def stage(self, manifest: Manifest) -> StagedWeights:
-        return StagedWeights(manifest, [])
-
-    async def load_weights(self, staged: StagedWeights, *, in_flight: str, paused: Any) -> Any:
-        with paused():
-            self.version = staged.manifest.policy_version
-        return SimpleNamespace(pause_s=0.5, drain_s=0.0)
-
-    async def read_back(self, staged: StagedWeights) -> None: ...
-
-    async def score(self, canary: Canary) -> CanaryGap:
-        if self.canary_gate is not None:
-            await self.canary_gate.wait()
-        return CanaryGap(self.gap, self.gap)
-
-    def shutdown(self) -> None:
-        self.shut_down = True
-
-
-class Slots:
-    """Hands out admissions as they are added; ends when told to."""
-
-    def __init__(self) -> None:
-        self.waiting: asyncio.Queue[Admission | None] = asyncio.Queue()
-        self.ended = False
-        self.limits: list[int] = []
-        self.retried_ids: list[int] = []
-        self.failures: dict[int, str] = {}
-        self.given_back: list[str] = []
-
-    async def give_back(self, reason: str) -> None:
-        self.given_back.append(reason)
-
-    def add(self, *min_policy_versions: int, first: int = 0) -> None:
-        for i, version in enumerate(min_policy_versions, start=first):
-            self.waiting.put_nowait(
-                Admission(group_id=i, task=Task(task_id=f"task-{i}", prompt="2 + 2"), min_policy_version=version)
-            )
-
-    def end(self) -> None:
-        self.waiting.put_nowait(None)
-
-    async def admit(self, limit: int) -> list[Admission]:
-        self.limits.append(limit)
-        if self.ended:
-            return []
-        given = [await self.waiting.get()]
-        while given[-1] is not None and len(given) < limit and not self.waiting.empty():
-            given.append(self.waiting.get_nowait())
-        self.ended = given[-1] is None
-        admissions = [a for a in given if a is not None]
-        return admissions if admissions or self.ended else await self.admit(limit)
-
-    async def retried(self, admission: Admission) -> None:
-        self.retried_ids.append(admission.group_id)
-
-    async def fail(self, admission: Admission, reason: str) -> None:
-        self.failures[admission.group_id] = reason
-
-
-class Answer:
-    """An environment: one request, one trajectory per completion. Subclasses misbehave."""
-
-    async def rollout(self, task: Task, policy: Any) -> Any:
-        prompt = policy.encode(task.prompt)
-        return [Trajectory.from_completion(prompt, c, reward=1.0) for c in await policy.generate(task.prompt)]
-
-
-async def nothing_to_fetch(*_: Any) -> None:
-    raise AssertionError("these publications have no buckets")
-
-
-class Rig:
-    def __init__(
-        self, environment: Any = None, *, engine: Callable[[], FakeEngine] = FakeEngine, **changes: Any
-    ) -> None:
-        self.engine: Any = engine()
-        self.server, self.slots = ParameterServer(), changes.pop("slots", None) or Slots()
-        self.clock = ActivityClock()
-        self.environment = environment or Answer()
-        pull_settings = {
-            "in_flight": "recompute",
-            "tolerance": 1e-4,
-            "pull_every": 1,
-            "deadline_s": 5.0,
-            "max_failures": 0,
-        }
-        self.weight_sync = WeightSync(
-            self.engine,
-            self._pull,
-            nothing_to_fetch,
-            paused=lambda: self.clock.doing("pause"),
-            on_quarantine=lambda error: self.collector.discard(str(error)),
-            **{k: changes.pop(k, v) for k, v in pull_settings.items()},  # type: ignore[arg-type]
-        )
-        rollout: dict[str, Any] = {
-            "temperature": 0.7,
-            "max_prompt_tokens": 8,
-            "max_response_tokens": 4,
-            "max_model_len": 12,
-            "timeout_s": 5.0,
-            "engine_stall_s": 5.0,
-            "retries": 2,
-        }
-        algorithm = {"group_size": 2, "greedy_baseline": False}
-        own = {"max_in_flight": 4, "seed": 11, "seeded": True}
-        given = {**rollout, **algorithm, **own, **changes}
-        self.collector = Collector(
-            engine=self.engine,
-            environment=self.environment,
-            prompter=PROMPTER,
-            weight_sync=self.weight_sync,
-            clock=self.clock,
-            admit=self.slots.admit,
-            retried=self.slots.retried,
-            give_back=self.slots.give_back,
-            fail=self.slots.fail,
-            rollout=RolloutConfig(**{name: given.pop(name) for name in rollout}),
-            algorithm=AlgorithmConfig().model_copy(update={name: given.pop(name) for name in algorithm}),
-            **given,
-        )
-        self.out: list[list[Group]] = []
-
-    @property
-    def group_ids(self) -> list[int]:
-        return [g.group_id for batch in self.out for g in batch]
-
-    async def _pull(self, newer_than: int, timeout_s: float) -> Publication | None:
-        return await self.server.pull(newer_than=newer_than, timeout_s=timeout_s)
-
-    async def publish(self, version: int) -> None:
-        await self.server.publish(Publication(Manifest(version, [], [], CANARY, digest_of([])), []))
-        await settle()
-
-    async def collect(self) -> None:
-        async for batch in self.collector.groups():
-            self.out.append(batch)
-
-
-async def settle() -> None:
-    for _ in range(50):
-        await asyncio.sleep(0)
-
-
-def play(
-    scenario: Callable[[Rig, asyncio.Task[None]], Awaitable[None]],
-    environment: Any = None,
-    *,
-    loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
-    limit_s: float = 8,
-    **changes: Any,
-) -> Rig:
-    """Run `scenario` beside a collector and its weight sync, version 0 being served."""
-
-    async def main() -> Rig:
-        rig = Rig(environment, **changes)
-        pulling = asyncio.create_task(rig.weight_sync.run())
-        collecting = asyncio.create_task(rig.collect())
-        try:
-            async with asyncio.timeout(limit_s):
-                await rig.publish(0)
-                await scenario(rig, collecting)
-        finally:
-            pulling.cancel()
-            collecting.cancel()
-            await asyncio.gather(pulling, collecting, return_exceptions=True)
-        return rig
-
-    with asyncio.Runner(loop_factory=loop) as runner:
-        return runner.run(main())
-
-
-def play_to_the_end(environment: Any, *, min_policy_versions: tuple[int, ...] = (0,), **changes: Any) -> Rig:
-    async def scenario(rig, collecting):
-        rig.slots.add(*min_policy_versions)
-        rig.slots.end()
-        await collecting
-
-    return play(scenario, environment, **changes)
-
+from ..fakes import CANARY, GREEDY, Answer, FakeEngine, Rig, play, play_to_the_end, settle
 
 # ------------------------------------------------------------------------------------------------ a group's life
 

@@ -23,7 +23,7 @@ from leeway.collector.room import Room
 from leeway.types import Task
 from leeway.weights import Manifest
 
-from .test_collector import GREEDY, Answer, FakeEngine, Rig, play
+from ..fakes import GREEDY, Answer, FakeEngine, Rig, play
 from .virtual_clock import VirtualClock
 
 ANSWER_S = 60

@@ -19,9 +19,9 @@ from leeway.trainer.settings import TrainerSettings
 from leeway.types import Group, Trajectory
 from leeway.weights import CanaryPrompts
 
+from ..fakes import Answer, play, play_to_the_end, settle
 from .test_assemble import random_groups
 from .test_assemble import rows as rows_of
-from .test_collector import Answer, play, play_to_the_end, settle
 
 PLAIN = RewardShaping(rank_penalty=0.0, overlong_buffer_tokens=0.0, max_response_tokens=9)
 

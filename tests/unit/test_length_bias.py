@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from leeway.replay.length_bias import LengthBiasMeter
 from leeway.types import Group
 
-from .test_replay_buffer import admit, buffer_of, take_batch, trajectory
+from ..fakes import admit, buffer_of, take_batch, trajectory
 
 DISTANCE, MEAN = "replay/length_bias/distance", "replay/length_bias/mean_tokens"
 

@@ -18,7 +18,7 @@ from leeway.replay import actor as replay_actor
 from leeway.replay.actor import ReplayBufferActor
 from leeway.replay.assemble import Assembler
 
-from .test_replay_buffer import group
+from ..fakes import group
 
 SOON_S = 5.0
 

@@ -3,103 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import pickle
 import random
-from collections.abc import Coroutine, Iterator
-from typing import Any
 
 import pytest
 import torchrl.data
 
-from leeway.replay.admission import AdmissionRule
 from leeway.replay.buffer import NO_PROGRESS_BATCHES, NoProgressError, ReplayBuffer
 from leeway.replay.ledger import GroupState, Ledger
 from leeway.replay.operators import filter_zero_variance
 from leeway.replay.position import Position
 from leeway.replay.storage import FreeSlotWriter
-from leeway.types import Group, Task, Trajectory
 
-SOON_S = 5.0
-
-
-def trajectory(reward: float = 0.0, version: int = 0) -> Trajectory:
-    return Trajectory(
-        prompt_tokens=[1],
-        response_tokens=[2, 3],
-        loss_mask=[True, True],
-        behavior_logprobs=[-1.0, -1.0],
-        policy_versions=[version, version],
-        reward=reward,
-        finish_reason="stop",
-        text="",
-    )
-
-
-def group(group_id: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> Group:
-    return Group.of(group_id=group_id, task_id=f"task-{group_id}", trajectories=[trajectory(r) for r in rewards])
-
-
-def tasks_from(position: Position, stream: Iterator[Task]) -> Iterator[Task]:
-    return (t for draw, t in enumerate(stream) if draw >= position.next_draw or draw in position.open_draws)
-
-
-def buffer_of(
-    *,
-    num_tasks: int | None = None,
-    num_batches: int | None = None,
-    capacity: int = 64,
-    operators=(),
-    start: Position | None = None,
-    num_collectors: int = 1,
-    P=2,
-    W=1,
-    T=1,
-    **rule,
-) -> ReplayBuffer:
-    ids = itertools.count() if num_tasks is None else range(num_tasks)
-    settings: dict[str, int] = {
-        "groups_per_batch": P,
-        "updates_per_batch": 1,
-        "publish_every": 1,
-        "reorder_window": W,
-        "target_lag": T,
-        "max_lag": T,
-    }
-    return ReplayBuffer(
-        tasks=tasks_from(start or Position(), (Task(task_id=f"task-{i}", prompt="") for i in ids)),
-        start=start,
-        rule=AdmissionRule(**(settings | rule)),
-        num_batches=num_batches,
-        capacity=capacity,
-        operators=operators,
-        num_collectors=num_collectors,
-    )
-
-
-async def admit(buffer: ReplayBuffer, limit: int = 100, collector: str = "") -> list[int]:
-    return [a.group_id for a in await buffer.admit(limit, timeout_s=SOON_S, collector=collector)]
-
-
-async def take_batch(buffer: ReplayBuffer) -> Any:
-    return await buffer.take_batch(timeout_s=SOON_S)
-
-
-async def waits(call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-    """Start a waiter and see that it waits."""
-    task = asyncio.create_task(call)
-    await still_waits(task)
-    return task
-
-
-async def still_waits(task: asyncio.Task[Any]) -> None:
-    for _ in range(20):
-        await asyncio.sleep(0)
-    assert not task.done(), f"expected to wait, but got {task.result()!r}"
-
-
-async def goes_on(task: asyncio.Task[Any]) -> Any:
-    return await asyncio.wait_for(task, 1.0)
+from ..fakes import SOON_S, admit, buffer_of, goes_on, group, still_waits, take_batch, waits
 
 
 def test_it_is_a_torchrl_replay_buffer():

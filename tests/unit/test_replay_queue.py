@@ -19,7 +19,7 @@ from leeway.replay.stream import TaskStream
 from leeway.runtime import launch
 from leeway.runtime.supervisor import Supervisor
 
-from .test_replay_buffer import SOON_S, admit, goes_on, group, still_waits, take_batch, waits
+from ..fakes import SOON_S, admit, goes_on, group, still_waits, take_batch, waits
 from .test_task_feeds import build, close, feed
 
 

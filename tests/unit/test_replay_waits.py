@@ -15,9 +15,8 @@ import pytest
 from leeway.replay.buffer import FIRST_SLOTS_S, NO_PROGRESS_BATCHES, NoProgressError, ReplayBuffer
 from leeway.types import Admission
 
+from ..fakes import Answer, Rig, admit, buffer_of, goes_on, group, waits
 from . import test_staleness_property as property_test
-from .test_collector import Answer, Rig
-from .test_replay_buffer import admit, buffer_of, goes_on, group, waits
 from .test_staleness_property import PLAIN, Generator, Schedule, VirtualClock, check, play
 from .test_window import steps_of
 

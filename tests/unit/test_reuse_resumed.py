@@ -22,9 +22,9 @@ from leeway.replay.saved_groups import groups_as_text, groups_from_text
 from leeway.runtime.supervisor import Supervisor
 from leeway.types import Admission, Group, Turn
 
+from ..fakes import FakeRank
 from ..tiers import slow_but_for
 from .test_reuse import group, steady
-from .test_stage_checkpoints import FakeRank
 
 P, L = 6, 9
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,59 +23,13 @@ from leeway.driver.checkpoints import (
 from leeway.driver.checks import check_resume
 from leeway.driver.context import StageContext, StageResult, finished_stage, mark_finished
 from leeway.failures import PartFailed
-from leeway.integrity import read_sealed, sealed
+from leeway.integrity import read_sealed
 from leeway.runtime.supervisor import Supervisor
 from leeway.tasks.taskset import TaskSet
 from leeway.trainer.checkpoint import CheckpointError
-from leeway.trainer.shards import write_safetensors
 from leeway.types import Task
 
-
-class FakeRank:
-    """Saves like a trainer rank, or fails of `fault` with what it saves half written.
-
-    With `slow` nothing is on disk before `go_on` is set; what is written is what it held when saving began. With
-    `copies` set, saving holds training up until `copied` is set.
-    """
-
-    def __init__(self, *, slow: bool = False) -> None:
-        self.step, self.fault, self.slow, self.go_on = 0, None, slow, asyncio.Event()
-        self.copies, self.copied = False, asyncio.Event()
-        self.policy_version = SimpleNamespace(remote=self._version)
-        self.begin_save = SimpleNamespace(remote=self._begin_save)
-        self.finish_save = SimpleNamespace(remote=self._finish_save)
-        self._begun: list[tuple[int, str | None, str | None]] = []
-
-    async def _version(self) -> int:
-        return self.step
-
-    async def _begin_save(self, state: str | None, hf: str | None) -> dict[str, float]:
-        assert not self._begun, "one save at a time"
-        self._begun.append((self.step, state, hf))
-        if self.copies:
-            await self.copied.wait()
-        return {"checkpoint/copy_s": 0.25}
-
-    async def _finish_save(self) -> dict[str, float]:
-        if self.slow:
-            await self.go_on.wait()
-        step, state, hf = self._begun.pop()
-        if state is not None:
-            self._write_state(Path(state), step)
-        if hf is not None:
-            Path(hf).mkdir(parents=True)
-            if self.fault == "hf":
-                raise OSError(28, "No space left on device")
-            (Path(hf) / "model.safetensors").write_text(str(step))
-        return {"checkpoint/write_s": 2.0}
-
-    def _write_state(self, folder: Path, step: int) -> None:
-        folder.mkdir(parents=True)
-        if self.fault == "state":
-            raise OSError(28, "No space left on device")
-        sums = write_safetensors(folder / "shard-00000.safetensors", {}, metadata={"of": str(step)})[0]
-        about = {"format": 2, "policy_version": step, "num_ranks": 1, "objective": {}}
-        (folder / "state.json").write_text(sealed(about | {"files": [sums.as_json()], "tensors": {}}))
+from ..fakes import FakeRank
 
 
 def config_of(tmp_path: Path, *overrides: str) -> Any:

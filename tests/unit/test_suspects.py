@@ -16,9 +16,9 @@ from leeway.monitor.suspects import SuspectList
 from leeway.replay.suspects import MAX_ROWS, SAME_ANSWERS, SIGNS, SuspectWatch
 from leeway.types import Group, Task, Trajectory
 
+from ..fakes import group as stored_group
 from .test_learned import batch, watch
 from .test_replay_actor import actor  # noqa: F401  (a fixture)
-from .test_replay_buffer import group as stored_group
 
 WORK = "Because three and four make seven, and seven less two is five, the result is"
 
