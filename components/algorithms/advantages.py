@@ -124,7 +124,7 @@ class AsymRE(GroupAdvantage):
 
     name: Literal["asymre"] = "asymre"
     delta: float = Field(
-        default=-0.1, lt=0.0, description="below 0: how far the baseline lies under the group's mean reward"
+        default=-0.1, lt=0.0, description="negative: how far the baseline lies below the group's mean reward"
     )
     works_off_policy: ClassVar[bool] = True
 
@@ -168,7 +168,7 @@ class Best(GroupAdvantage):
     """
 
     name: Literal["best"] = "best"
-    least: float = Field(default=0.0, description="rewards up to this are not learned from")
+    least: float = Field(default=0.0, description="answers with a reward up to this are not learned from")
     works_off_policy: ClassVar[bool] = True
 
     def of_group(self, rewards: torch.Tensor) -> torch.Tensor:

@@ -123,8 +123,10 @@ class SAPO(PolicyLoss):
     """
 
     name: Literal["sapo"] = "sapo"
-    tau_pos: PositiveFloat = Field(default=1.0, description="how fast good answers fade away from ratio 1")
-    tau_neg: PositiveFloat = Field(default=1.05, description="how fast bad answers fade")
+    tau_pos: PositiveFloat = Field(
+        default=1.0, description="how fast the weight of good answers fades as their ratio leaves 1"
+    )
+    tau_neg: PositiveFloat = Field(default=1.05, description="the same for bad answers")
     is_proportional: ClassVar[bool] = True
 
     def __call__(self, x: LossInputs) -> torch.Tensor:

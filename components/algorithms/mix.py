@@ -23,8 +23,8 @@ class ExpertData(Section):
     decay_steps: PositiveInt = Field(default=100, description="optimizer steps over which mu decays, linearly")
     token_weights: bool = Field(
         default=False,
-        description="weight each expert token by p (1 - p), which is small for what the policy knows "
-        "already and for what it finds absurd",
+        description="weight each expert token by p (1 - p), small for what the policy already knows "
+        "and for what it finds absurd",
     )
 
     def weight_at(self, policy_version: int) -> float:

@@ -105,7 +105,7 @@ class Objective:
         return self
 
     def after_step(self, metrics: dict[str, float]) -> Self:
-        """The objective of the next step, given what `metrics` said of this one."""
+        """The objective of the next step, given the `metrics` of this one."""
         return self
 
     def state_dict(self) -> dict[str, float]:

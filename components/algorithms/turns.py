@@ -56,7 +56,7 @@ class Turns:
 def num_turns(loss_mask: torch.Tensor, lengths: torch.Tensor) -> int:
     """Runs of tokens that the policy sampled, of all conversations: mask [S] and response lengths [C] of samples."""
     before = torch.cat([loss_mask.new_zeros(1), loss_mask])[:-1]
-    before[(torch.cumsum(lengths, 0) - lengths)[lengths > 0]] = False  # a conversation does not go on from another
+    before[(torch.cumsum(lengths, 0) - lengths)[lengths > 0]] = False  # a conversation does not continue another
     return int((loss_mask & ~before).sum())
 
 

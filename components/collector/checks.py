@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GRACE_S = 5.0
-"""So long a rollout that is cancelled may take to clean up; then it is left to itself, and its group goes on."""
+"""How long a cancelled rollout may take to clean up. After that nobody waits for it, and its group continues."""
 
 
 class TookTooLong(Exception):
@@ -45,8 +45,8 @@ async def within(
     """What `rollout` returns; it is cancelled when `counted_s` has grown by `timeout_s`.
 
     Raises TookTooLong then, and what the rollout raised, always as an ordinary exception: in asyncio a CancelledError
-    would pass for a cancelled group, and a SystemExit would end the event loop. A rollout that goes on although it was
-    cancelled is in `going_on` until it ends.
+    would pass for a cancelled group, and a SystemExit would end the event loop. A rollout that continues although it
+    was cancelled is in `going_on` until it ends.
     """
     begun_s = counted_s()
     _contain_new_tasks(asyncio.get_running_loop())
@@ -76,7 +76,7 @@ async def _cancel(task: asyncio.Task[Any], going_on: set[asyncio.Task[Any]]) -> 
     task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else asks
     await asyncio.wait({task}, timeout=GRACE_S)
     if not task.done():
-        logger.error("a rollout goes on after it was cancelled; it must let asyncio.CancelledError through")
+        logger.error("a rollout still runs after it was cancelled; it must let asyncio.CancelledError through")
 
 
 async def until_ended(going_on: set[asyncio.Task[Any]]) -> None:

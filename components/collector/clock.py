@@ -36,7 +36,7 @@ class ActivityClock:
         self._doing = {activity: _Doing(self, activity) for activity in ACTIVITIES[:-1]}
 
     def doing(self, activity: str) -> AbstractContextManager[None]:
-        """Inside of it, `activity` goes on. Always the same object: it is entered for every request."""
+        """A context in which `activity` is going on. Always the same object, as it is entered for every request."""
         return self._doing[activity]
 
     def drain(self) -> dict[str, float]:
@@ -66,7 +66,7 @@ class ActivityClock:
 
 
 class IdleClock(AbstractContextManager[None]):
-    """Adds up the seconds, since it was made, in which nothing is inside of it; several things may be at once."""
+    """Adds up the seconds since it was made in which nobody was inside this context; several may be at once."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now

@@ -143,8 +143,8 @@ class Collector(BaseCollector):
     async def discard(self, reason: str) -> None:
         """Give away everything in flight: what this engine generated is not to be trusted.
 
-        Returns when no rollout is left at work, those that were cancelled before among them; one that goes on for
-        `checks.GRACE_S` all the same is answered no more.
+        Returns when no rollout is running any more, including those that were cancelled before. One that still runs
+        after `checks.GRACE_S` gets no more answers.
         """
         unfinished = [task for task in self._in_flight if not task.done()]
         self._given_away.update(unfinished)
@@ -416,8 +416,8 @@ class Collector(BaseCollector):
         """The trajectories of one task, also as tensors, tried again `retries` times; then raises `RolloutFailed`.
 
         `admission`: of an admitted group, whose retries are counted and whose samples may be seeded. `policy_of`: what
-        each attempt samples from, where that is not the policy as it is trained. `clock` hears of
-        requests to the engine, and says how much of the time limit is used up.
+        each attempt samples from, where that is not the policy as it is trained. `clock` is notified of
+        requests to the engine, and knows how much of the time limit is used up.
         """
         r = self._rollout
         reason, last_error = "", None

@@ -94,7 +94,7 @@ class Generates(Protocol):
         """Sample n completions of one prompt. Cancelling the call aborts them.
 
         `temperature` 0: n times the likeliest one. `seed` makes the samples a function of (weights, prompt, seed),
-        whatever else is being generated. `clock` is told of the passes that worked on them. Raises EngineLost.
+        whatever else is being generated. `clock` is notified of the passes that worked on them. Raises EngineLost.
         """
         ...
 
@@ -129,10 +129,10 @@ class LoadsWeights(Protocol):
     ) -> LoadTimes:
         """Replace the weights by what was staged, and checked, in flight.
 
-        Requests in flight are kept and go on under the new weights: with "recompute" their KV cache is rebuilt first,
-        with "keep" it is not, with "off" they finish before the load. `paused()` is entered while nothing is generated.
-        Raises `WeightSyncError` with the check "load" unless every weight of the engine was published. The engine stays
-        paused then, until a later load succeeds.
+        Requests in flight are kept and continue under the new weights: with "recompute" their KV cache is rebuilt
+        first, with "keep" it is not, with "off" they finish before the load. `paused()` is entered while nothing is
+        generated. Raises `WeightSyncError` with the check "load" unless every weight of the engine was published. The
+        engine stays paused then, until a later load succeeds.
         """
         ...
 
@@ -154,7 +154,8 @@ class LoadsWeights(Protocol):
 
 
 class Engine(Generates, LoadsWeights, Protocol):
-    """An engine that runs. `progress` hears of every request, call and pass: what it works on, and whether it lives.
+    """An engine that runs. `progress` is notified of every request, call and pass: what it works on, and whether it is
+    alive.
 
     `places`: sequences that it works on at the same time. `cache_tokens`: what fits into its KV cache (0: not known).
     """

@@ -1,10 +1,10 @@
-"""What an engine works on: whose sequences it made tokens for, what waits for a place, and whether it still lives.
+"""What an engine works on: whose sequences it made tokens for, what waits for a place, and whether it is still alive.
 
-An engine tells it of every request, of every other call, and of every pass that made tokens. Three things follow:
+An engine reports every request, every other call, and every pass that made tokens. Three things follow:
 
 - a rollout's time limit counts the passes that worked on it, and not the time that it waited in the engine's queue;
 - groups start while the engine has places for them (`room.py`);
-- an engine that is asked for something and gives no sign of life is found out, whatever it is asked for.
+- an engine that has been asked for something and shows no sign of life is noticed, whatever it was asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LONGEST_NAP_S = 5.0
 
 
 class EngineHung(RuntimeError):
-    """The engine is there, has work, and gives no sign of life."""
+    """The engine has work and shows no sign of life."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Progress:
     def request(
         self, request_id: str, *, num_sequences: int, prompt_tokens: int, clock: RolloutClock | None = None
     ) -> Iterator[None]:
-        """Around a request: `clock` is told how much of the engine's time its sequences get."""
+        """Enter this around a request: `clock` learns how much of the engine's time its sequences get."""
         self._something_is_asked()
         request = _Request(num_sequences, prompt_tokens / num_sequences, clock)
         self._requests[request_id] = request

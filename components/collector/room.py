@@ -1,4 +1,4 @@
-"""How many groups an engine has room for, so that it is always full and nobody waits long in its queue."""
+"""How many groups an engine has room for, so that it is always full and its queue stays short."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .clock import RolloutClock
 from .progress import Progress
 
 YOUNG_S = 1.0
-"""A group that has begun is expected to ask for its places within so long; after that it is at work elsewhere."""
+"""A new group is expected to ask for its places within this time; after that it is busy elsewhere."""
 
 FULL_FRAC = 0.9
 """Share of the KV cache from which nothing new is begun: what is there already grows."""
@@ -42,7 +42,7 @@ class Room:
     def begin(self, clock: RolloutClock, num_sequences: int) -> None:
         """A group of so many sequences begins; `clock` knows of its requests."""
         self._young[clock] = (num_sequences, asyncio.get_running_loop().time() + YOUNG_S)
-        self._more.set()  # whoever waits must wait no longer than it is young
+        self._more.set()  # the waiting call may wait only as long as this group is young
 
     async def more(self) -> None:
         """Wait until there may be more room; perhaps there is not."""

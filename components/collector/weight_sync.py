@@ -4,9 +4,10 @@
     the pause                   load: copy into the engine's tensors, every one of them was published
     after, while it generates   read back what it computes with; score the canary -> `verified_version`
 
-What fails ahead never reached the engine: it goes on with what was proven before, and the version is fetched again.
-After the pause there are tokens of a version that is not verified yet. Whoever holds them waits in `until_verified`; if
-the proof fails the engine is quarantined, and they are discarded.
+What fails before the pause never reached the engine: it continues with the weights proven before, and the version is
+fetched again.
+After the pause there are tokens of a version that is not verified yet. Their holders wait in `until_verified`; if
+the proof fails, the engine is quarantined and they are discarded.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ async def _at_once() -> None: ...
 
 
 async def _beside(num_bytes: int, work: Callable[..., T], *args: Any) -> T:
-    """Work on so many bytes, while the event loop goes on."""
+    """Work on this many bytes without blocking the event loop."""
     return work(*args) if num_bytes < SMALL_BYTES else await asyncio.to_thread(work, *args)
 
 
@@ -303,7 +304,7 @@ class WeightSync:
         return gap
 
     def _refuse(self, error: WeightSyncError) -> None:
-        """It never reached the engine, which goes on with what was proven."""
+        """It never reached the engine, which continues with what was proven."""
         self._count_failure(error)
         self.num_refused += 1
         logger.error("refused, failure %d in a row: %s", self._num_failures, error)

@@ -54,8 +54,8 @@ class AlgorithmConfig(Section):
         default=0.0,
         ge=0.0,
         le=1.0,
-        description="share of max_response_tokens, at its end, that costs reward: a penalty that grows "
-        "to 1 at the limit; 0: no penalty",
+        description="responses that reach into this last share of max_response_tokens lose reward, up to 1 "
+        "at the limit; 0: no penalty",
     )
     rank_penalty: float = Field(
         default=0.0,

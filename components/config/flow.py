@@ -44,19 +44,19 @@ class RolloutConfig(Section):
     retries: NonNegativeInt = Field(default=2, description="how often a group is retried before it fails for good")
     engine_stall_s: PositiveFloat = Field(
         default=300.0,
-        description="seconds without a token or an answer after which an engine that has work counts as hung; the run "
-        "ends then",
+        description="an engine that has work but gives neither a token nor an answer for this many seconds counts as "
+        "hung, and the run ends",
     )
     pull_every: PositiveInt = Field(default=1, description="pull weights at most once every N published versions")
     pull: Literal["newest", "oldest"] = Field(
         default="newest",
-        description="which published version a pull takes: the newest, or, to study lag, the oldest that groups "
-        "waiting for weights may start under",
+        description="which published version a pull takes: the newest or, to study lag, the oldest that "
+        "waiting groups may start under",
     )
     engine: dict[str, Any] = Field(
         default_factory=dict,
-        description="name: which inference engine (vllm where it is left out, hf, or your own pkg.module:Class); the "
-        "rest: its own settings, of vllm the arguments of its AsyncEngineArgs",
+        description="name: the inference engine: vllm (the default), hf, or your own pkg.module:Class; the rest: "
+        "its own settings (for vllm, the arguments of AsyncEngineArgs)",
     )
 
     @property
@@ -94,7 +94,7 @@ class ReplayConfig(Section):
 
     max_uses: PositiveInt = Field(
         default=1,
-        description="how many batches may use a group, each within the lag bound; a batch has groups_per_step / "
+        description="in how many batches a group may be used, each within the lag bound; a batch has groups_per_step / "
         "max_uses new groups",
     )
     cooldown: Annotated[NonNegativeInt, REUSED] = Field(
@@ -151,7 +151,7 @@ class ParamServerConfig(Section):
         "its own bucket); rank 0 of several needs memory for one",
     )
     canary_prompts: PositiveInt = Field(
-        default=4, description="number of prompts that check the served weights after each pull, at most"
+        default=4, description="at most this many prompts check the weights an engine serves after each pull"
     )
     canary_frac: PositiveFloat = Field(
         default=0.05,
@@ -168,7 +168,7 @@ class ParamServerConfig(Section):
     )
     quarantine_pulls: NonNegativeInt = Field(
         default=2,
-        description="how many more pulls an engine gets to recover after it failed a check",
+        description="how many more pulls an engine gets to recover after it fails a check",
     )
     served_tolerance: PositiveFloat | None = Field(
         default=None,

@@ -54,7 +54,7 @@ class TrainConfig(Section):
         default=1, description="optimizer steps per batch; divides groups_per_step"
     )
     batch_size: Annotated[PositiveInt, BATCHES] = Field(
-        default=128, description="sequences per optimizer step (recipes sft and dpo; two for each pair)"
+        default=128, description="sequences per optimizer step (recipes sft and dpo; a pair counts as two)"
     )
     stop_below_loss: Annotated[PositiveFloat | None, DATA] = Field(
         default=None,
@@ -73,7 +73,7 @@ class TrainConfig(Section):
     packing: Literal["auto", "padded"] = Field(
         default="auto",
         description="auto: pack sequences back to back and compute a group's prompt once, where model.attn is auto or "
-        "sdpa and packing is exact for the model (tried at the start); padded: one row each",
+        "sdpa and packing is exact for the model (checked at the start); padded: one row each",
     )
     logprob_chunk_tokens: PositiveInt | None = Field(
         default=None,
@@ -81,7 +81,7 @@ class TrainConfig(Section):
         "vocabulary; null: as many as fit in 128 MiB (on a GPU, 256 MiB in bfloat16)",
     )
     skip_zero_advantage: Annotated[bool, ROLLOUTS] = Field(
-        default=True, description="skip trajectories whose advantage is zero, where they have no gradient"
+        default=True, description="skip trajectories whose advantage is zero, if that leaves them no gradient"
     )
     gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")
     compile: bool = Field(

@@ -96,7 +96,7 @@ class Recipe(Needs):
 
     @property
     def can_resume(self) -> bool:
-        """It saves its state on the way, and goes on from it."""
+        """It saves its state on the way, and can resume from it."""
         return self.trains and self.study_of is None
 
     @property

@@ -32,7 +32,7 @@ class MonitorConfig(Section):
     )
     suspects: Annotated[bool, ROLLOUTS] = Field(
         default=True,
-        description="count answers that scored full and look as if they were paid without a solution, and list them in "
+        description="count full-score answers that look as if they were rewarded without a solution, and list them in "
         "suspects.jsonl",
     )
     suspects_warn_frac: Annotated[float, WATCHED] = Field(

@@ -58,8 +58,8 @@ FREE_KEYS = {"train.steps", "train.epochs", "train.num_ranks", "train.max_tokens
 class Checkpoints:
     """Saves through all trainer ranks (a collective), points `latest.json` at the result, then removes old ones.
 
-    Training goes on while files are written; one save is under way at most. One that fails ends the run, by name, at
-    the next thing that the run waits for. `config` is kept with each checkpoint. `position(policy_version)` returns the
+    Training continues while files are written; at most one save is under way. If one fails, the run ends, naming it, at
+    the next thing that it waits for. `config` is kept with each checkpoint. `position(policy_version)` returns the
     position in the data at that version, as JSON-able data; None: it is in the middle of a batch, from where no run can
     be resumed. `resumed`: the checkpoint that this run was resumed from.
     """

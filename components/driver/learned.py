@@ -147,7 +147,7 @@ class LearningWatch:
         return f"{share:.0%} of the answers were cut off; raise rollout.max_response_tokens (now {limit})"
 
     def _suspects(self) -> str | None:
-        """Full scores that look as if they had been paid without a solution."""
+        """Full scores that look as if they were given without a solution."""
         full = sum(b.get("reward_hacking/full", 0.0) for b in self._batches)
         suspects = sum(b.get("reward_hacking/suspects", 0.0) for b in self._batches)
         share = suspects / full if full else 0.0

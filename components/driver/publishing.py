@@ -37,7 +37,7 @@ class Publishing:
         self.published = -1
 
     async def gather(self, version: int) -> None:
-        """Publish `version`, the weights of now; returns when they can be pulled."""
+        """Publish the current weights as `version`; returns when they can be pulled."""
         await self._wait(together(t.publish.remote() for t in self._parts.trainers), "trainer")
         await self._publish_to_engines(version, self._uploads())
 

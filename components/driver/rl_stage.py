@@ -206,7 +206,7 @@ class RLStage:
 
 
 def goodbye(summary: dict[str, Any]) -> list[str]:
-    """What an RL run says of itself at its end, a line each."""
+    """The closing lines of an RL run."""
     first, last, evals = summary["reward_first"], summary["reward_last"], summary["eval"]
     lines = [f"reward {first:.3f} -> {last:.3f}" if first is not None and last is not None else "no reward was seen"]
     if "before" in evals and "after" in evals and evals["before"]:

@@ -185,7 +185,7 @@ class HfEngine:
         return LoadTimes(drain_s=stopped - started, pause_s=time.monotonic() - stopped)
 
     async def read_back(self, staged: StagedWeights) -> None:
-        """Some tensors between two passes, so that generation goes on."""
+        """Some tensors between two passes, so that generation continues."""
         if not self._settings.read_back:
             return
         reading, done = read_back(staged, self._tensors), False
@@ -214,7 +214,7 @@ class HfEngine:
 
     def _put(self, command: Callable[[], None]) -> None:
         self._commands.put(command)
-        if not self._thread.is_alive() and self._death is not None:  # nobody is there to see it
+        if not self._thread.is_alive() and self._death is not None:  # no call is there to see it
             raise self._death
 
     # --------------------------------------------------------------------------------------------- in the thread
@@ -234,7 +234,7 @@ class HfEngine:
                         self._die(EngineLost(f"the inference engine died: {type(error).__name__}: {error}"))
                     continue
                 command()
-            while not self._commands.empty():  # what was asked for meanwhile hears of the end
+            while not self._commands.empty():  # calls that came in meanwhile are answered too
                 self._commands.get()()
 
     def _is_idle(self) -> bool:
@@ -362,7 +362,7 @@ class HfEngine:
         self._running = [placed[row] for row in range(len(sequences))]
 
     def _score(self, canary: Canary) -> CanaryGap:
-        decoder = Decoder(self._decoder.model)  # with a cache of its own: requests go on afterwards
+        decoder = Decoder(self._decoder.model)  # with a cache of its own: requests continue afterwards
         scored = decoder.score(canary.prompts.scored)
         gaps = [
             abs(a - b)
@@ -383,7 +383,7 @@ class HfEngine:
         self._closing = True
 
     def _die(self, death: EngineLost) -> None:
-        """Nothing is generated any more; whoever waits hears why."""
+        """Nothing is generated any more; every waiting call is told why."""
         self._death = death
         requests = {s.request.id: s.request for s in [*self._running, *self._waiting]}
         requests |= {request.id: request for request in self._held}

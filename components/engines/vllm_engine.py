@@ -101,8 +101,8 @@ class VllmEngine:
         )
 
     def _watch_passes(self) -> None:
-        """Tell `progress` of every pass. Outputs reach this process with each pass, though requests hear of their last
-        one only; vLLM's own statistics, which would say less, cost each token more.
+        """Tell `progress` of every pass. Outputs reach this process with each pass, though requests are given only
+        their last one; vLLM's own statistics, which would say less, cost each token more.
         """
         processor = self._llm.output_processor
         process, requests, passed = processor.process_outputs, processor.request_states, self.progress.passed
@@ -200,7 +200,7 @@ class VllmEngine:
         return LoadTimes(drain_s=stopped - started, pause_s=time.monotonic() - stopped)
 
     async def read_back(self, staged: StagedWeights) -> None:
-        """Some layers between two passes, so that generation goes on."""
+        """Some layers between two passes, so that generation continues."""
         done = False
         try:
             while not done:

@@ -223,7 +223,7 @@ class _Zygote:
 
 
 class _Job:
-    """One job: what it is told, what comes of it. `reason` is empty when all its processes ended by themselves."""
+    """One job: its input and its result. `reason` is empty when all its processes ended by themselves."""
 
     def __init__(
         self,

@@ -111,7 +111,7 @@ class CompletionRequest(_Request):
 
 
 def said(error: ValueError) -> str:
-    """What a client is told: the first thing that is wrong, and where. Never all: there may be a million."""
+    """The error message for a client: the first thing that is wrong, and where. Never all: there may be a million."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]

@@ -132,7 +132,7 @@ def _user_tool(name: str) -> Tool:
 
 
 def describe(tools: dict[str, Tool]) -> str:
-    """What the policy is told about its tools: each as one line of JSON, then the call format."""
+    """The description of its tools that the policy is given: each as one line of JSON, then the call format."""
     return describe_schemas(
         [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in tools.values()]
     )

@@ -23,7 +23,7 @@ class Monitor:
 
     A required sink (metrics.jsonl) and the rollouts are what a run leaves behind: their errors are raised and end the
     run. Any other sink only shows the same numbers elsewhere: its first error is logged as one warning, kept in
-    `failed_sinks` for summary.json, and the sink gets nothing more; the run goes on. Not thread-safe: one driver, one
+    `failed_sinks` for summary.json, and the sink gets nothing more; the run continues. Not thread-safe: one driver, one
     thread.
     """
 

@@ -17,7 +17,7 @@ from typing import Any
 from .jsonl import finite_or_null, read_metrics, set_aside
 
 MAX_ROWS = 20_000
-"""Rows in a file: some 25 MB. The last one then says that there are no more; the metrics go on counting."""
+"""Rows in a file: some 25 MB. The last one then says that there are no more; the metrics continue to count."""
 
 
 class SuspectList:

@@ -138,7 +138,7 @@ class ReplayBufferActor(Watched):
             operators=[self._pipeline],
             reuse=self._reuse,
             priority=priority,
-            # Before operators: the groups that these leave out are the most informative about how hard a task is.
+            # Before operators, because the groups that they leave out say most about how hard a task is.
             delivered=self._delivered,
             num_collectors=config.rollout.num_generators,
         )
@@ -293,7 +293,7 @@ class ReplayBufferActor(Watched):
             return await asyncio.to_thread(assembled)
 
     async def ping(self) -> None:
-        """An answer proves that this process is well, even while its callers wait for others."""
+        """An answer proves that this process responds, even while its callers wait for others."""
 
 
 ReplayBufferRemote = ray.remote(num_cpus=0)(ReplayBufferActor)

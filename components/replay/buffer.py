@@ -7,7 +7,7 @@ collectors --admit()--> [slots] --put()--> [storage] --take_batch()--> trainer
                            +------------- published(v) <----------+
 
 Every call that changes the state (`put`, `published`, ...) immediately serves the waiters that it unblocks: free slots
-go to the waiting collectors, and a complete batch wakes the trainer. Nobody else is woken.
+go to the waiting collectors, and a complete batch wakes the trainer. No other waiter is woken.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     `storage`, `writer`, `sampler`, `transform` and `collate_fn` are torchrl's and do here what they do there: a group
     is stored as one flat TensorDict (`Group.packed`), and a batch is sampled as a lazy stack of these. A sampler
     chooses among the groups that the window leaves to choose. `dumps` and `loads` (and `state_dict`) also hold what is
-    in flight, which is then issued again: a copy goes on exactly, with `tasks` from the next draw on.
+    in flight, which is then issued again: a copy continues exactly, with `tasks` from the next draw on.
 
     A deadline (`timeout_s`) limits a wait without progress: it restarts with every group that is admitted, delivered,
     retried, lost or issued again, every batch, and every publication. It does not run while the trainer works on a
@@ -255,7 +255,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             self._progressed()
 
     async def reissue(self, group_ids: Sequence[int], reason: str) -> None:
-        """Take these groups in flight from whoever holds them; the next `admit` calls hand them out, before new ones.
+        """Take these groups in flight from their collectors; the next `admit` calls hand them out, before new ones.
 
         They keep slot, queue index and `min_policy_version`: bound and order hold as if they had only taken longer.
         Later reports from the former holder are ignored. Raises RuntimeError, and changes nothing, if one of them is
@@ -371,7 +371,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         return bool(self._awaited_task)
 
     async def tasks_arrived(self) -> None:
-        """The source may have a task now, or have ended."""
+        """The source may now have a task, or may have ended."""
         self._draw()
         if not self._awaited_task:
             self._progressed()
@@ -421,7 +421,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         return max(0, limit - self._window.next_queue_index)
 
     def _progressed(self) -> None:
-        """Progress was made: restart the deadlines, and wake every waiter that can continue."""
+        """Restart the deadlines, and wake every waiter that can continue."""
         self._progress_at = asyncio.get_running_loop().time()
         self._hand_out_slots()
         self._wake_batch_waiter()
@@ -487,9 +487,9 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
     def _reclaim(self, request: _SlotRequest) -> None:
         """The call was cancelled before it received its groups."""
-        unheard = [a.group_id for a in request.issued if self._is_held(a, request.collector)]
-        if unheard:
-            self._reissue(unheard, "the call that asked for it was cancelled")
+        not_received = [a.group_id for a in request.issued if self._is_held(a, request.collector)]
+        if not_received:
+            self._reissue(not_received, "the call that asked for it was cancelled")
             self._progressed()
 
     def _is_held(self, admission: Admission, collector: str) -> bool:
@@ -610,7 +610,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         )
 
     def _is_over(self) -> bool:
-        """Nobody will be admitted any more."""
+        """No further group will be admitted."""
         # While a collector works on the last groups, one of them may be lost and then needs another collector.
         return self._closed or (self._all_admitted() and not self._in_flight)
 

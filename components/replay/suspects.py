@@ -1,6 +1,7 @@
 """Counts and lists answers that scored full and look as if they had been paid without a solution.
 
-Nothing here changes a reward or leaves out a group: the numbers stand beside the reward, and a person reads the list.
+Nothing here changes a reward or leaves out a group: the numbers are reported beside the reward, and a person reads the
+list.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class Footprint:
 def _mapped(pid: int) -> set[int]:
     """Inode numbers of the files of shared memory in a process's address space.
 
-    Not names: a semaphore gets its own when it is mapped already, and goes by another there.
+    Not names: a semaphore gets its name after it is mapped, and the map shows another.
     """
     found = set()
     try:

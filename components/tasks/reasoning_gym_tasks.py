@@ -1,7 +1,7 @@
 """Procedural tasks: any reasoning-gym dataset by name.
 
 Trap: item i of a dataset with seed s is drawn with seed s + i, so datasets with neighbouring seeds share nearly all
-items. That is harmless here: repeats are removed and the hold-out goes by the question's text, not by its index.
+items. That is harmless here: repeats are removed and questions are held out by their text, not by their index.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class TrainerActor(Watched):
 
     @as_text
     async def publish(self) -> None:
-        """Returns when the weights of now are copied aside.
+        """Returns when the current weights have been copied aside.
 
         The canary is scored in the same turn of every rank, while the driver gets the next batch.
         """
@@ -157,7 +157,7 @@ class TrainerActor(Watched):
 
     @as_text
     async def begin_save(self, state: str | None, hf: str | None) -> dict[str, float]:
-        """Returns when training may go on; see `Trainer.begin_save`."""
+        """Returns when training may continue; see `Trainer.begin_save`."""
         return await self._in_order(lambda: self._trainer.begin_save(state=state, hf=hf))
 
     @as_text

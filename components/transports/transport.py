@@ -4,7 +4,7 @@
                                                                                                     |  parameter server
     engine's side:      fetch(publication, 0, memory) ... fetch(publication, n, memory)  <----------+
 
-A transport moves bytes and knows nothing of tensors. The checks, deadlines and retries stand outside of it, in
+A transport moves bytes and knows nothing of tensors. The checks, deadlines and retries are outside it, in
 `collector/weight_sync.py`, and are the same for all: a transport may lose, delay and change bytes, and no engine will
 serve them. `tests/transport_contract.py` is what each one is held to.
 """
