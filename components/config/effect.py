@@ -64,14 +64,14 @@ def for_source(*names: str) -> OnlyWith:
     return OnlyWith(lambda c: c.task.name in (*names, "mix"), f"task.name is {' or '.join(names)}")
 
 
-def settings_have_an_effect(config: Config, recipe: Recipe, named: Named) -> None:
+def settings_have_an_effect(config: Config, recipe: Recipe) -> None:
     """Refuse a setting that `recipe` reads, other than its default, and that the others leave without any effect."""
     for key, value, markers in _set(config):
         if not all(marker.holds(recipe) for marker in markers if isinstance(marker, OnlyIn)):
             continue
         for marker in markers:
             if isinstance(marker, OnlyWith) and not marker.holds(config):
-                raise _refused(named(key), value, f"where {marker.where}")
+                raise _refused(key, value, f"where {marker.where}")
 
 
 def recipe_reads(

@@ -146,21 +146,19 @@ def devices_of(name: str, options: Mapping[str, Any]) -> int:
     return number
 
 
-def check_engine(
-    section: str, name: Any, options: Mapping[str, Any], *, on_cpu: bool, named: Callable[[str], str]
-) -> None:
+def check_engine(section: str, name: Any, options: Mapping[str, Any], *, on_cpu: bool) -> None:
     """Raise ConfigError for the first setting in `section` that its engine does not take."""
     if not isinstance(name, str):
         raise ConfigError(
-            named(f"{section}.name"),
+            f"{section}.name",
             got=name,
             expected=f'one of {", ".join(ENGINES)}, or "pkg.mod:Engine"',
             fix=f"leave it out for {DEFAULT}",
         )
-    check_name(named(f"{section}.name"), name, ENGINES, kind="Engine")
+    check_name(f"{section}.name", name, ENGINES, kind="Engine")
     kind = engine_kind(name)
     for option, value in options.items():
-        key = named(f"{section}.{option}")
+        key = f"{section}.{option}"
         if option in kind.refused:
             raise ConfigError(key, got=value, expected="an argument that Leeway does not set", fix=kind.refused[option])
         if option in kind.not_reproducible:
@@ -169,7 +167,7 @@ def check_engine(
             )
     known = kind.options() if options else set()
     for option, value in options.items():
-        key = named(f"{section}.{option}")
+        key = f"{section}.{option}"
         if known and option not in known:
             guess = nearest(option, known)
             fix = f"nearest: {section}.{guess}" if guess else "leave it out"

@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from ..redaction import redacted
 from ..section import Refused
 from .secrets import is_variable, names_a_secret
 
 
-class ConfigError(Refused):
-    """Refused settings, described in one line: the dotted key, its value, what was expected, how to fix it."""
+class _Words(str):
+    """Text that `got` shows as it is, instead of its repr."""
 
-    def __init__(self, key: str, *, got: object, expected: str, fix: str) -> None:
+
+VALUE = _Words("its value")
+
+
+class ConfigError(Refused):
+    """Refused settings, described in one line: the dotted key, its value, what was expected, how to fix it.
+
+    A rule may leave `got` out: the value of the setting is said.
+    """
+
+    def __init__(self, key: str, *, expected: str, fix: str, got: object = VALUE) -> None:
         if not isinstance(got, _Words) and got is not None and (names_a_secret(key) or is_variable(key)):
             got = words("a value that is not shown")
         got_text = got if isinstance(got, _Words) else _short(got)
         super().__init__(key, got=got, expected=expected, fix=fix)
         self.args = (redacted(" ".join(f"{key}: got {got_text}, expected {expected}; {fix}".split())),)
 
-
-class _Words(str):
-    """Text that `got` shows as it is, instead of its repr."""
+    def where_set(self, named: Callable[[str], str], config: Any = None) -> ConfigError:
+        """The same with the key as the user set it, and the value of the setting."""
+        got = self.got
+        if got is VALUE:
+            got = config
+            for name in self.key.split("."):
+                got = got[name] if isinstance(got, dict) else getattr(got, name)
+        key = named(self.key)
+        return ConfigError(key, got=got, expected=self.expected, fix=self.fix.replace(self.key, key))
 
 
 def words(text: str) -> _Words:

@@ -23,7 +23,7 @@ from .names import nearest
 from .overrides import Tree
 from .paths import bundled_folder, is_file, user_path
 from .recipe import Named, Recipe
-from .rules import check_rules
+from .rules import COMMON_RULES, check_rules
 from .run_weights import newest_weights
 from .schema import Config
 from .secrets import references_in, secret_values
@@ -117,16 +117,18 @@ def build_config(tree: Tree, *, recipe: Recipe, stage: str = "", stage_tree: Tre
     _take_newest_weights(resolved, named)
     try:
         config = Config.model_validate(resolved).from_environment(references)
+        settings_have_an_effect(config, recipe)
     except ValidationError as error:
         raise _first_error(error, named) from None
-    settings_have_an_effect(config, recipe, named)
+    except ConfigError as error:
+        raise error.where_set(named) from None
     _check_rules(config, recipe, named)
     return config
 
 
 def _check_rules(config: Config, recipe: Recipe, named: Named) -> None:
     try:
-        check_rules(config, recipe.rules, named)
+        check_rules(config, (*COMMON_RULES, *recipe.rules), named)
     except ConfigError:
         raise
     except Exception as error:  # in a rule of the user's own

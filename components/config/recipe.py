@@ -34,7 +34,7 @@ _PACKAGE = "leeway.recipes"
 
 Named = Callable[[str], str]
 """Where a key was set: "train.steps", or "stages.sft.train.steps"."""
-Rule = Callable[["Config", Named], None]
+Rule = Callable[["Config"], None]
 """Raises ConfigError for settings that break it. Its name is the sentence that it enforces."""
 
 
@@ -92,7 +92,7 @@ class Recipe(Needs):
         if not inspect.iscoroutinefunction(self.run):
             raise TypeError(f"Recipe.run: got {self.run!r}, expected `async def run(context)`")
         if not isinstance(self.rules, tuple) or not all(callable(rule) for rule in self.rules):
-            raise TypeError(f"Recipe.rules: got {self.rules!r}, expected a tuple of functions (config, named)")
+            raise TypeError(f"Recipe.rules: got {self.rules!r}, expected a tuple of functions (config)")
 
     @property
     def can_resume(self) -> bool:

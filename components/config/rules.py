@@ -5,81 +5,81 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from .algorithm_rules import ALGORITHM_RULES
 from .derived import derive, least_target_policy_lag
 from .engines import check_engine, is_local_path, split_options
 from .errors import ConfigError, words
-from .eval_rules import evaluation_samples_suffice, evaluation_tasksets_are_valid
 from .input_rules import (
-    Named,
     auxiliary_models_are_valid,
     environment_and_reward_exist,
     environment_options_are_valid,
     environment_variables_are_the_users,
     environments_by_taskset_are_valid,
+    evaluation_samples_suffice,
+    evaluation_tasksets_are_valid,
     operators_exist,
     prompt_template_holds_the_prompt,
     task_source_is_complete,
 )
-from .recipe import Rule
-from .replay_rules import REPLAY_RULES
+from .names import PRIORITIES, check_name
+from .recipe import Named, Rule
 from .schema import Config
 from .transports import check_transport
 
 
-def check_rules(config: Config, rules: Sequence[Rule] = (), named: Named = str) -> None:
-    """Raise ConfigError for the first rule that `config` breaks: those of every recipe, then a recipe's own `rules`."""
-    for rule in (*COMMON_RULES, *rules):
-        rule(config, named)
+def check_rules(config: Config, rules: Sequence[Rule], named: Named = str) -> None:
+    """Raise ConfigError for the first of `rules` that `config` breaks."""
+    for rule in rules:
+        try:
+            rule(config)
+        except ConfigError as error:
+            raise error.where_set(named, config) from None
 
 
-def states_on_the_way_mean_one_at_the_end(config: Config, named: Named) -> None:
+def states_on_the_way_mean_one_at_the_end(config: Config) -> None:
     every = config.checkpoint.every
     if every and config.checkpoint.save_state == "never":
         raise ConfigError(
-            named("checkpoint.save_state"),
+            "checkpoint.save_state",
             got="never",
             expected=f"last where checkpoint.every is {every}: intermediate checkpoints must be resumable",
             fix="set checkpoint.every=0, or leave checkpoint.save_state out",
         )
 
 
-def model_is_loaded_or_built(config: Config, named: Named) -> None:
+def model_is_loaded_or_built(config: Config) -> None:
     path, init = config.model.path, config.model.init
     if path is not None and init is not None:
         raise ConfigError(
-            named("model.path"),
+            "model.path",
             got=words(f"both model.path={path} and model.init"),
             expected="exactly one of them",
             fix="add model.init=null to load the model, or model.path=null to build one",
         )
     if path is None and init is None:
         raise ConfigError(
-            named("model.path"),
+            "model.path",
             got=None,
             expected="exactly one of model.path and model.init",
             fix="set model.path=/path/to/model or model.path=org/name",
         )
 
 
-def model_path_is_a_path_or_a_hub_id(config: Config, named: Named) -> None:
+def model_path_is_a_path_or_a_hub_id(config: Config) -> None:
     path = config.model.path
     if path is None or is_local_path(path) or re.fullmatch(r"[\w.\-]+/[\w.\-]+", path):
         return
     raise ConfigError(
-        named("model.path"),
-        got=path,
+        "model.path",
         expected="a folder or a hub id org/name",
         fix=f"write ./{path} for a folder of this name" if path else "give one",
     )
 
 
-def lengths_fit(config: Config, named: Named) -> None:
+def lengths_fit(config: Config) -> None:
     rollout = config.rollout
     if rollout.max_prompt_tokens + rollout.max_response_tokens > rollout.max_model_len:
         raise ConfigError(
-            named("rollout.max_model_len"),
-            got=rollout.max_model_len,
+            "rollout.max_model_len",
             expected=f"at least max_prompt_tokens {rollout.max_prompt_tokens} + max_response_tokens "
             f"{rollout.max_response_tokens} = {rollout.max_prompt_tokens + rollout.max_response_tokens}",
             fix="raise it, or lower one of the two",
@@ -87,23 +87,23 @@ def lengths_fit(config: Config, named: Named) -> None:
     positions = config.model.init.options.get("max_position_embeddings") if config.model.init else None
     if isinstance(positions, int) and positions < rollout.max_model_len:
         raise ConfigError(
-            named("model.init.options.max_position_embeddings"),
+            "model.init.options.max_position_embeddings",
             got=positions,
             expected=f"at least rollout.max_model_len {rollout.max_model_len}",
             fix="raise it, or lower rollout.max_model_len",
         )
 
 
-def engines_take_their_settings(config: Config, named: Named) -> None:
+def engines_take_their_settings(config: Config) -> None:
     engines = {"rollout.engine": config.rollout.engine}
     engines |= {f"env.models.{name}.engine": own.get("engine", {}) for name, own in config.env.models.items()}
     for section, engine in engines.items():
         name, options = split_options(engine)
-        check_engine(section, name, options, on_cpu=config.cluster.device == "cpu", named=named)
+        check_engine(section, name, options, on_cpu=config.cluster.device == "cpu")
 
 
-def the_transport_takes_its_options(config: Config, named: Named) -> None:
-    check_transport(config.param_server.transport, config.param_server.transport_options, named=named)
+def the_transport_takes_its_options(config: Config) -> None:
+    check_transport(config.param_server.transport, config.param_server.transport_options)
 
 
 def has_heldout_tasks(config: Config) -> bool:
@@ -112,13 +112,12 @@ def has_heldout_tasks(config: Config) -> bool:
     return config.eval.path is not None or bool(config.eval.tasksets) or any(share > 0 for share in shares)
 
 
-def evaluation_has_tasks(config: Config, named: Named) -> None:
+def evaluation_has_tasks(config: Config) -> None:
     if config.eval.every and not has_heldout_tasks(config):
-        raise _no_heldout(config, named("eval.every"))
+        raise _no_heldout(config, "eval.every")
     if config.eval.path is not None and config.task.holdout_frac > 0:
         raise ConfigError(
-            named("task.holdout_frac"),
-            got=config.task.holdout_frac,
+            "task.holdout_frac",
             expected="0 where eval.path names the held-out tasks",
             fix="set task.holdout_frac=0 or eval.path=null",
         )
@@ -133,86 +132,82 @@ def _no_heldout(config: Config, key: str) -> ConfigError:
     )
 
 
-def something_is_held_out(config: Config, named: Named) -> None:
+def something_is_held_out(config: Config) -> None:
     if not has_heldout_tasks(config):
-        raise _no_heldout(config, named("task.holdout_frac"))
+        raise _no_heldout(config, "task.holdout_frac")
 
 
-def a_queue_feeds_rollouts(config: Config, named: Named) -> None:
+def a_queue_feeds_rollouts(config: Config) -> None:
     if config.task.name == "queue":
         raise ConfigError(
-            named("task.name"),
+            "task.name",
             got="queue",
             expected="a source that ends: only rollouts of the recipe async_rl wait for tasks",
             fix="use task.name=jsonl here, and the queue in a stage of async_rl",
         )
 
 
-def steps_or_epochs_is_set(config: Config, named: Named) -> None:
+def steps_or_epochs_is_set(config: Config) -> None:
     steps, epochs = config.train.steps, config.train.epochs
     if (steps is None) == (epochs is None):
         raise ConfigError(
-            named("train.steps"),
+            "train.steps",
             got=words("neither train.steps nor train.epochs" if steps is None else "both train.steps and train.epochs"),
             expected="exactly one of them",
             fix="set train.steps=100" if steps is None else "set one of the two to null",
         )
 
 
-def only_a_gpu_is_offloaded(config: Config, named: Named) -> None:
+def only_a_gpu_is_offloaded(config: Config) -> None:
     if config.train.cpu_offload and config.cluster.device == "cpu":
         raise ConfigError(
-            named("train.cpu_offload"),
+            "train.cpu_offload",
             got=True,
             expected="false where cluster.device is cpu: the weights are already in the CPU's memory",
             fix="set train.cpu_offload=false",
         )
 
 
-def batches_divide(config: Config, named: Named) -> None:
+def batches_divide(config: Config) -> None:
     train = config.train
     if train.groups_per_step % train.updates_per_batch:
         raise ConfigError(
-            named("train.updates_per_batch"),
-            got=train.updates_per_batch,
+            "train.updates_per_batch",
             expected=f"a divisor of train.groups_per_step {train.groups_per_step}",
             fix="change one of the two",
         )
     if train.steps is not None and train.steps % train.updates_per_batch:
         raise ConfigError(
-            named("train.steps"),
-            got=train.steps,
+            "train.steps",
             expected=f"a multiple of train.updates_per_batch {train.updates_per_batch}",
             fix=f"use {max(1, round(train.steps / train.updates_per_batch)) * train.updates_per_batch}",
         )
     sequences = train.groups_per_step // train.updates_per_batch * config.algorithm.group_size
     if sequences < train.num_ranks:
         raise ConfigError(
-            named("train.num_ranks"),
-            got=train.num_ranks,
+            "train.num_ranks",
             expected=f"at most the {sequences} sequences of one optimizer step",
             fix="use fewer ranks or a larger train.groups_per_step",
         )
 
 
-def pairs_fill_batches(config: Config, named: Named) -> None:
+def pairs_fill_batches(config: Config) -> None:
     size, ranks = config.train.batch_size, config.train.num_ranks
     if size % 2 or size < 2 * ranks:
         raise ConfigError(
-            named("train.batch_size"),
-            got=size,
+            "train.batch_size",
             expected=f"an even number of answers, two for each pair, and a pair for each of {ranks} ranks",
             fix=f"use {max(2 * ranks, size + size % 2)}",
         )
 
 
-def staleness_is_possible(config: Config, named: Named) -> None:
+def staleness_is_possible(config: Config) -> None:
     """The least lag at which admission never deadlocks must fit within the target, and the target within the bound."""
     d = derive(config)
     P, u, n = d.fresh_groups_per_batch, config.train.updates_per_batch, config.param_server.publish_every
     if d.target_policy_lag > d.max_policy_lag:
         raise ConfigError(
-            named("staleness.target_policy_lag"),
+            "staleness.target_policy_lag",
             got=d.target_policy_lag,
             expected=f"at most staleness.max_policy_lag {d.max_policy_lag}",
             fix=f"set staleness.target_policy_lag=null, or raise staleness.max_policy_lag to {d.target_policy_lag}",
@@ -220,7 +215,7 @@ def staleness_is_possible(config: Config, named: Named) -> None:
     needed = least_target_policy_lag(P, u, n, d.reorder_window)
     if needed <= d.target_policy_lag:
         return
-    key = named(
+    key = (
         "staleness.target_policy_lag" if config.staleness.target_policy_lag is not None else "staleness.max_policy_lag"
     )
     ways = [f"raise {key} to >= {needed}"]
@@ -242,30 +237,28 @@ def staleness_is_possible(config: Config, named: Named) -> None:
     )
 
 
-def evaluations_meet_published_weights(config: Config, named: Named) -> None:
+def evaluations_meet_published_weights(config: Config) -> None:
     every, n = config.eval.every, config.param_server.publish_every
     if every % n:
         raise ConfigError(
-            named("eval.every"),
-            got=every,
+            "eval.every",
             expected=f"a multiple of param_server.publish_every {n}: only published weights are evaluated",
             fix=f"use {max(1, round(every / n)) * n}",
         )
 
 
-def every_generator_has_a_group(config: Config, named: Named) -> None:
+def every_generator_has_a_group(config: Config) -> None:
     d, generators = derive(config), config.rollout.num_generators
     if generators > d.max_outstanding_groups:
         raise ConfigError(
-            named("rollout.num_generators"),
-            got=generators,
+            "rollout.num_generators",
             expected=f"at most {d.max_outstanding_groups}: only that many groups can be in flight at once, and each is "
             "generated by one generator; further generators would be idle",
             fix=f"use {d.max_outstanding_groups}, or raise train.groups_per_step or staleness.max_policy_lag",
         )
 
 
-def a_step_outlasts_its_rollouts(config: Config, named: Named) -> None:
+def a_step_outlasts_its_rollouts(config: Config) -> None:
     """The deadline covers a time without progress. That is one attempt of a group, because its end is reported."""
     rollout, step_s = config.rollout, config.cluster.step_timeout_s
     # An engine that serves the oldest weights lets its groups finish first, and other groups wait for them.
@@ -274,13 +267,114 @@ def a_step_outlasts_its_rollouts(config: Config, named: Named) -> None:
     counted = "rollout.timeout_s * (rollout.retries + 1)" if attempts > 1 else "rollout.timeout_s"
     if step_s <= longest_s:
         raise ConfigError(
-            named("cluster.step_timeout_s"),
-            got=step_s,
+            "cluster.step_timeout_s",
             expected=f"more than {counted} = {longest_s:g}: a step waits for its slowest group",
             fix=f"use {2 * longest_s:g}, or lower rollout.timeout_s",
         )
 
 
+def a_loss_without_a_ratio_is_on_policy(config: Config) -> None:
+    a, bound = config.algorithm, config.staleness.max_policy_lag
+    if bound > 0 and not a.works_off_policy:
+        raise ConfigError(
+            "staleness.max_policy_lag",
+            expected=f"0, or a correction: algorithm.loss {a.loss.name} with advantage {a.advantage.name} has no "
+            "ratio, and treats samples of older policies as its own",
+            fix="set staleness.max_policy_lag=0 (with train.updates_per_batch=1), or algorithm.correction.name=tis",
+        )
+
+
+def filters_leave_something(config: Config) -> None:
+    if "filter_zero_variance" in config.replay.operators and config.algorithm.group_size < 2:
+        raise ConfigError(
+            "replay.operators",
+            got=words("filter_zero_variance"),
+            expected="something else where algorithm.group_size is 1: the rewards of a group of one are all equal",
+            fix="leave filter_zero_variance out of replay.operators",
+        )
+
+
+def a_reference_is_used(config: Config) -> None:
+    a = config.algorithm
+    if a.reference_path is not None and not a.kl.coef:
+        raise ConfigError(
+            "algorithm.kl.coef",
+            expected="more than 0 where algorithm.reference_path names a reference policy",
+            fix="set algorithm.kl.coef=0.01, or algorithm.reference_path=null",
+        )
+
+
+def a_critic_leaves_the_policy_time(config: Config) -> None:
+    steps, warmup = config.train.steps, config.critic.warmup_steps
+    if steps is not None and warmup >= steps:
+        raise ConfigError(
+            "critic.warmup_steps",
+            expected=f"less than train.steps {steps}: the policy does not learn during the critic's warm-up",
+            fix=f"use {steps // 10}",
+        )
+
+
+def uses_divide_the_batch(config: Config) -> None:
+    P, u, uses = config.train.groups_per_step, config.train.updates_per_batch, config.replay.max_uses
+    if P % uses or P // uses < u:
+        raise ConfigError(
+            "replay.max_uses",
+            expected=f"a divisor of train.groups_per_step {P} that leaves at least train.updates_per_batch {u} new "
+            "groups in each batch",
+            fix="change one of them",
+        )
+
+
+def uses_fit_the_bound(config: Config) -> None:
+    """The lag of a group's first use, plus what is added until its last use, must fit within the bound."""
+    uses, stride = config.replay.max_uses, config.replay.cooldown + 1
+    if uses == 1:
+        return
+    d, u, n = derive(config), config.train.updates_per_batch, config.param_server.publish_every
+    later = u * stride * (uses - 1)
+    least = least_target_policy_lag(d.fresh_groups_per_batch, u, n, d.reorder_window)
+    if d.first_use_policy_lag < least:
+        raise ConfigError(
+            "staleness.max_policy_lag",
+            got=d.max_policy_lag,
+            expected=f"at least {least + later}: {least} for a group's first use and {later} more until its last one "
+            f"(replay.max_uses {uses}, {stride} batches apart, of {u} steps)",
+            fix=f"raise it to {least + later}, or lower replay.max_uses or replay.cooldown",
+        )
+    if d.target_policy_lag > d.first_use_policy_lag:
+        raise ConfigError(
+            "staleness.target_policy_lag",
+            got=d.target_policy_lag,
+            expected=f"at most {d.first_use_policy_lag}: replay.max_uses {uses} needs the other {later} of "
+            f"staleness.max_policy_lag {d.max_policy_lag}",
+            fix="set staleness.target_policy_lag=null",
+        )
+
+
+def a_priority_has_something_to_choose_from(config: Config) -> None:
+    replay = config.replay
+    check_name("replay.priority", replay.priority, PRIORITIES, kind="function")
+    if replay.sampling == "priority" and replay.max_uses == 1 and derive(config).reorder_window == 1:
+        raise ConfigError(
+            "replay.sampling",
+            got=words("priority with staleness.reorder_window 1 and replay.max_uses 1"),
+            expected="a reorder window, or several uses: in strict order there is nothing to choose from",
+            fix="set staleness.reorder_window=8, or replay.sampling=admission",
+        )
+
+
+def parts_of_torchrl_exist(config: Config) -> None:
+    for key, name in (("replay.sampler", config.replay.sampler), ("replay.storage", config.replay.storage)):
+        if name is not None:
+            check_name(key, name, (), kind="function")
+
+
+ALGORITHM_RULES: tuple[Rule, ...] = (
+    a_loss_without_a_ratio_is_on_policy,
+    filters_leave_something,
+    a_reference_is_used,
+    a_critic_leaves_the_policy_time,
+)
 COMMON_RULES: tuple[Rule, ...] = (
     model_is_loaded_or_built,
     model_path_is_a_path_or_a_hub_id,
@@ -309,7 +403,10 @@ RL_RULES: tuple[Rule, ...] = (
     *TRAINING_RULES,
     *ALGORITHM_RULES,
     batches_divide,
-    *REPLAY_RULES,
+    uses_divide_the_batch,
+    uses_fit_the_bound,
+    a_priority_has_something_to_choose_from,
+    parts_of_torchrl_exist,
     staleness_is_possible,
     evaluations_meet_published_weights,
     a_step_outlasts_its_rollouts,

@@ -64,14 +64,14 @@ def transport_kind(name: str) -> TransportKind:
     return TransportKind(target=name, needs=lambda config: "what its class says", options=None)
 
 
-def check_transport(name: str, options: Mapping[str, Any], *, named: Callable[[str], str]) -> None:
+def check_transport(name: str, options: Mapping[str, Any]) -> None:
     """Raise ConfigError for a transport that does not exist, or an option that it does not take."""
-    check_name(named("param_server.transport"), name, TRANSPORTS, kind="Transport")
+    check_name("param_server.transport", name, TRANSPORTS, kind="Transport")
     known = transport_kind(name).options
     if known is None:
         return
     for option, value in options.items():
-        key = named(f"param_server.transport_options.{option}")
+        key = f"param_server.transport_options.{option}"
         if option not in known:
             guess = nearest(option, known)
             raise ConfigError(

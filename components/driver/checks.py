@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import Hardware, Stage, check_run, derive, this_machine
-from ..config.algorithm_rules import ALGORITHM_RULES
 from ..config.auxiliary import AuxiliaryModel
 from ..config.check import earlier_run
 from ..config.engines import is_local_path
 from ..config.names import user_names
+from ..config.rules import ALGORITHM_RULES, check_rules
 from .dry_run import check_plugins, dry_run
 from .estimate import memory_problem
 from .models import (
@@ -137,8 +137,7 @@ def _check_pieces(stage: Stage) -> None:
         from ..algorithms.trial import try_pieces  # loads torch
 
         made = config.algorithm.made()
-        for rule in ALGORITHM_RULES:
-            rule(config.model_copy(update={"algorithm": made.settings}), str)
+        check_rules(config.model_copy(update={"algorithm": made.settings}), ALGORITHM_RULES)
         try_pieces(made.advantage, made.loss, made.correction, made.estimator)
 
 

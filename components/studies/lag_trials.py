@@ -8,7 +8,7 @@ from typing import Any
 from ..algorithms.presets import CORRECTIONS
 from ..config import Config, ConfigError
 from ..config.derived import least_target_policy_lag
-from ..config.rules import RL_RULES, Named, Rule, a_queue_feeds_rollouts, check_rules, something_is_held_out
+from ..config.rules import COMMON_RULES, RL_RULES, Rule, a_queue_feeds_rollouts, check_rules, something_is_held_out
 
 ON_DEMAND = 1_000_000_000
 """`rollout.pull_every` for runs whose engines pull only what a group cannot start without: the lag is the bound."""
@@ -65,7 +65,8 @@ def _trial(config: Config, *, lag: int, least: int, correction: str, seed: int) 
             "monitor": {"console": "off", "wandb": "off", "tensorboard": False, "sinks": [], "rollouts_per_step": 0},
         },
     )
-    check_rules(changed, RL_RULES, lambda key: "frontier.max_policy_lags" if key.startswith("staleness") else key)
+    rules = (*COMMON_RULES, *RL_RULES)
+    check_rules(changed, rules, lambda key: "frontier.max_policy_lags" if key.startswith("staleness") else key)
     return Trial(
         name=f"lag-{lag}-{correction}-seed-{seed}",
         max_policy_lag=lag,
@@ -90,17 +91,16 @@ def _updated(config: Config, seed: int, changes: dict[str, dict[str, Any]]) -> C
     return config.model_copy(update={"seed": seed, **sections})
 
 
-def studies_start_anew(config: Config, named: Named) -> None:
+def studies_start_anew(config: Config) -> None:
     if config.checkpoint.resume != "never":
         raise ConfigError(
-            named("checkpoint.resume"),
-            got=config.checkpoint.resume,
+            "checkpoint.resume",
             expected="never: all runs of a study start from the same weights",
             fix="set checkpoint.resume=never, and another name",
         )
 
 
-def every_trial_is_possible(config: Config, named: Named) -> None:
+def every_trial_is_possible(config: Config) -> None:
     lag_trials(config)
 
 

@@ -19,8 +19,8 @@ from leeway.algorithms.objective import PolicyObjective
 from leeway.algorithms.trial import try_pieces
 from leeway.config import Config, ConfigError, derive, find_recipe, load_config
 from leeway.config.algorithm import AlgorithmConfig, Pieces
-from leeway.config.algorithm_rules import a_loss_without_a_ratio_is_on_policy
 from leeway.config.objective import objective_of
+from leeway.config.rules import a_loss_without_a_ratio_is_on_policy, check_rules
 from leeway.replay.assemble import Assembler
 from leeway.types import Group, Trajectory
 
@@ -153,7 +153,7 @@ def test_what_a_class_of_ones_own_needs_is_asked_once_it_is_imported() -> None:
     whole = Config.model_validate({"algorithm": {"loss": {"name": "mine:OnPolicy"}}})
     made = whole.model_copy(update={"algorithm": whole.algorithm.made().settings})
     with pytest.raises(ConfigError, match=r"staleness.max_policy_lag: got 2, .*mine:OnPolicy with advantage grpo"):
-        a_loss_without_a_ratio_is_on_policy(made, str)
+        check_rules(made, [a_loss_without_a_ratio_is_on_policy])
     with pytest.raises(ValueError, match=r"algorithm.group_size: got 1.*mine:InGroups"):
         section(group_size=1, advantage={"name": "mine:InGroups"}).made()
     loud = {"coef": 0.1, "where": "token", "estimator": {"name": "mine:Loud"}}

@@ -35,9 +35,9 @@ from leeway.config.rules import RL_RULES
 async def run(context):
     return 3
 
-def steps_are_even(config, named):
+def steps_are_even(config):
     if config.train.steps % 2:
-        raise ConfigError(named("train.steps"), got=config.train.steps, expected="an even number", fix="add one")
+        raise ConfigError("train.steps", expected="an even number", fix="add one")
 
 RECIPE = Recipe(run=run, generates=True, trains_on="rollouts", rules=(*RL_RULES, steps_are_even))
 """

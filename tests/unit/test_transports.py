@@ -227,7 +227,7 @@ class OfTheUser:
 
 def test_a_transport_of_the_users_own_is_opened_with_its_options(tmp_path: Path) -> None:
     settings = TransportSettings(name=f"{__name__}:OfTheUser", folder=tmp_path, options={"any": 1})
-    check_transport(settings.name, settings.options, named=str)
+    check_transport(settings.name, settings.options)
     assert open_transport(settings).settings is settings  # type: ignore[attr-defined]
 
 
@@ -244,7 +244,7 @@ def test_a_transport_of_the_users_own_is_opened_with_its_options(tmp_path: Path)
 )
 def test_a_transport_takes_its_own_options_only(name: str, options: dict[str, Any], names: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
-        check_transport(name, options, named=str)
+        check_transport(name, options)
     assert all(part in str(refused.value) for part in names)
 
 
