@@ -327,15 +327,15 @@ def of_ours(model: ScoringModel, batch: TrainBatch, packing: Any, weights: torch
     for piece in split_into_microbatches(batch, max_tokens=150, packing=packing):
         scored, _ = model(
             piece.input_ids,
-            piece.rows,
+            piece.logit_positions,
             piece.targets,
             TEMPERATURE,
             position_ids=piece.position_ids,
             layout=piece.layout,
             attention_mask=piece.attention_mask,
         )
-        (scored * weights[piece.places]).sum().backward()
-        logprobs[piece.places] = scored.detach()
+        (scored * weights[piece.batch_positions]).sum().backward()
+        logprobs[piece.batch_positions] = scored.detach()
     return logprobs, gradients(model.lm)
 
 

@@ -206,7 +206,7 @@ def bare_step(args: argparse.Namespace, folder: str, packing: str, batch: Any) -
             packed = {} if piece.layout is None else {"position_ids": piece.position_ids, "layout": piece.layout}
             with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bfloat16"):
                 hidden = model.lm.base_model(input_ids=piece.input_ids, use_cache=False, **packed).last_hidden_state
-                logits = model.lm.lm_head(hidden.flatten(0, 1)[piece.rows])
+                logits = model.lm.lm_head(hidden.flatten(0, 1)[piece.logit_positions])
             loss = torch.nn.functional.cross_entropy(logits.float(), piece.targets, reduction="sum")
             (loss / len(batch.response_tokens)).backward()
         synchronize(args)

@@ -164,7 +164,7 @@ class Recorder(Objective):
     entropies: dict[int, float] = dataclasses.field(default_factory=dict)
 
     def loss(self, logprobs, entropy, tokens: Any, *, policy_version, num_sequences, num_tokens) -> Loss:
-        places = tokens.places.tolist()
+        places = tokens.batch_positions.tolist()
         assert not self.seen.keys() & set(places), "a token was trained on twice"
         self.seen |= dict(zip(places, logprobs.tolist(), strict=True))
         self.entropies |= dict(zip(places, entropy.tolist(), strict=True))

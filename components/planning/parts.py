@@ -13,7 +13,7 @@ _BLOCK = 512
 """Groups whose lengths are drawn at a time."""
 
 
-class Group:
+class SimulatedGroup:
     __slots__ = (
         "collector",
         "environment_s",
@@ -25,7 +25,7 @@ class Group:
         "versions",
     )
 
-    def __init__(self, group_id: int, min_policy_version: int, collector: Collector) -> None:
+    def __init__(self, group_id: int, min_policy_version: int, collector: SimulatedCollector) -> None:
         self.group_id = group_id
         self.min_policy_version = min_policy_version
         self.collector = collector
@@ -36,7 +36,7 @@ class Group:
         self.versions: dict[int, float] = {}
 
 
-class Collector:
+class SimulatedCollector:
     """One engine, with the state of its collector and its weight sync."""
 
     __slots__ = (
@@ -61,8 +61,8 @@ class Collector:
         self.wanted = 0
         self.pulling: int | None = None  # the version that is being pulled
         self.draining = False  # running sequences finish before the pause
-        self.waiting: list[Group] = []  # for newer weights
-        self.withheld: list[Group] = []
+        self.waiting: list[SimulatedGroup] = []  # for newer weights
+        self.withheld: list[SimulatedGroup] = []
         self.generating_s = 0.0
         self.changed_at = 0.0
 
@@ -89,7 +89,7 @@ class PacedWork:
 
 
 @dataclass
-class Record:
+class SimulatedRun:
     """What was recorded, from `started_at` on; in seconds."""
 
     steps: list[float] = field(default_factory=list)

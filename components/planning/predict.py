@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from .model import Calibration, Settings
-from .simulate import Record, Simulation
+from .simulate import SimulatedRun, Simulation
 
 _EVENTS = 40_000
 """Group parts simulated per prediction; takes about 0.1 s."""
@@ -97,7 +97,7 @@ def group_work_s(c: Calibration, s: Settings) -> float:
     return (tokens * (c.pass_s / at_once + c.token_s) + c.prefill_tokens(s.group_size) * c.token_s) / c.kept_frac
 
 
-def _sum_up(c: Calibration, s: Settings, record: Record) -> Prediction:
+def _sum_up(c: Calibration, s: Settings, record: SimulatedRun) -> Prediction:
     elapsed = record.ended_at - record.started_at
     step_s = math.fsum(record.steps) / len(record.steps)
     total = math.fsum(record.lag_tokens.values()) or 1.0

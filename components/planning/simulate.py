@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from .batch_order import BatchOrder
 from .engine_model import Chunk, SimulatedEngine
 from .model import Calibration, Settings
-from .parts import Collector, Draws, Group, PacedWork, Record
+from .parts import Draws, PacedWork, SimulatedCollector, SimulatedGroup, SimulatedRun
 
 _MAX_AT_ONCE = 1_000_000
 """Events at one moment; a fleet that does everything together has thousands."""
@@ -48,7 +48,7 @@ class Simulation:
         self._max_in_flight = max(1, -(-settings.max_outstanding_groups // settings.generators))
         keep = calibration.kept_frac  # filtered groups are generated too, but never trained on
         self._collectors = [
-            Collector(
+            SimulatedCollector(
                 SimulatedEngine(
                     pass_s=calibration.pass_s / keep,
                     token_s=calibration.token_s / keep,
@@ -58,7 +58,7 @@ class Simulation:
             )
             for _ in range(settings.generators)
         ]
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, SimulatedGroup] = {}
         self._heap: list[tuple[float, int, Callable[..., None], tuple]] = []
         self._num_pushed = 0
         self._published = 0
@@ -74,9 +74,9 @@ class Simulation:
         self._after_training: Callable[[], None] = lambda: None
         self._last_end = 0.0
         self._now = 0.0
-        self.record = Record()
+        self.record = SimulatedRun()
 
-    def run(self) -> Record:
+    def run(self) -> SimulatedRun:
         self._admit()
         if self._skip == 0:
             self._start_recording()
@@ -107,7 +107,7 @@ class Simulation:
             collector = self._collectors[index]
             given[index] = None
             group_id, min_policy_version = self._order.admit()
-            group = self._groups[group_id] = Group(group_id, min_policy_version, collector)
+            group = self._groups[group_id] = SimulatedGroup(group_id, min_policy_version, collector)
             if collector.verified >= min_policy_version:
                 self._submit(group)
             else:
@@ -124,7 +124,7 @@ class Simulation:
             if collector.waiting:
                 self._pull([collector])
 
-    def _submit(self, group: Group) -> None:
+    def _submit(self, group: SimulatedGroup) -> None:
         lengths, environment_s = self._draws.of(group.group_id)
         group.environment_s = environment_s + self._c.latency_s
         group.open_chunks = len(lengths)
@@ -136,20 +136,20 @@ class Simulation:
             [Chunk(group, size, tokens, prompt * size) for size, tokens in zip(self._draws.sizes, lengths, strict=True)]
         )
 
-    def _reschedule(self, collector: Collector) -> None:
+    def _reschedule(self, collector: SimulatedCollector) -> None:
         engine = collector.engine
         engine.epoch += 1
         end = engine.next_end()
         if end < float("inf"):
             self._at(end, self._engine_done, collector, engine.epoch)
 
-    def _engine_done(self, collector: Collector, epoch: int) -> None:
+    def _engine_done(self, collector: SimulatedCollector, epoch: int) -> None:
         engine = collector.engine
         if epoch != engine.epoch:
             return
         engine.advance(self._now)
         for chunk in engine.finished():
-            group: Group = chunk.group
+            group: SimulatedGroup = chunk.group
             spans = engine.versions_of(chunk)
             for version, tokens in spans:
                 group.versions[version] = group.versions.get(version, 0.0) + tokens * chunk.size
@@ -168,7 +168,7 @@ class Simulation:
             self._pause([collector])
         self._reschedule(collector)
 
-    def _group_done(self, group: Group) -> None:
+    def _group_done(self, group: SimulatedGroup) -> None:
         collector = group.collector
         if group.newest > collector.verified:
             collector.withheld.append(group)
@@ -202,7 +202,7 @@ class Simulation:
         self._serve_batch()
         self._train([self._groups.pop(g) for g in batch], 0, waited)
 
-    def _train(self, groups: list[Group], update: int, waited: float) -> None:
+    def _train(self, groups: list[SimulatedGroup], update: int, waited: float) -> None:
         c, u = self._c, self._s.updates_per_batch
         share = groups[update::u]
         tokens = sum(g.tokens for g in share) + len(share) * c.prompt_tokens * self._s.group_size
@@ -235,7 +235,7 @@ class Simulation:
     def _publishes_after(self, version: int) -> bool:
         return version % self._s.publish_every == 0
 
-    def _step_done(self, groups: list[Group], update: int, waited: float) -> None:
+    def _step_done(self, groups: list[SimulatedGroup], update: int, waited: float) -> None:
         self._version += 1
         go_on = lambda: self._after_step(groups, update, waited)  # noqa: E731
         if not self._publishes_after(self._version):
@@ -260,7 +260,7 @@ class Simulation:
             self._upload(self._version)
             go_on()
 
-    def _after_step(self, groups: list[Group], update: int, waited: float) -> None:
+    def _after_step(self, groups: list[SimulatedGroup], update: int, waited: float) -> None:
         end = self._now + self._c.overhead_s
         record = self.record
         if self._version > self._skip:
@@ -291,7 +291,7 @@ class Simulation:
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
-    def _pull(self, collectors: Iterable[Collector]) -> None:
+    def _pull(self, collectors: Iterable[SimulatedCollector]) -> None:
         """Collectors pull the newest version if it is worth a pause, or if a group waits for it.
 
         Whatever they do at the same moment is one event for all of them: a fleet pulls together.
@@ -314,14 +314,14 @@ class Simulation:
         if pausing:
             self._pause(pausing)
 
-    def _pause(self, collectors: list[Collector]) -> None:
+    def _pause(self, collectors: list[SimulatedCollector]) -> None:
         for collector in collectors:
             self._account(collector)
             collector.engine.paused = True
             collector.engine.epoch += 1  # scheduled completions are now invalid
         self._at(self._now + self._c.pause_s, self._loaded, collectors)
 
-    def _loaded(self, collectors: list[Collector]) -> None:
+    def _loaded(self, collectors: list[SimulatedCollector]) -> None:
         recompute = self._s.in_flight == "recompute"
         for collector in collectors:
             assert collector.pulling is not None
@@ -336,7 +336,7 @@ class Simulation:
         beside_s = sum(c.engine.passes_s(2) for c in collectors) / len(collectors)
         self._at(self._now + self._c.canary_s + beside_s, self._verified, collectors)
 
-    def _verified(self, collectors: list[Collector]) -> None:
+    def _verified(self, collectors: list[SimulatedCollector]) -> None:
         for collector in collectors:
             assert collector.pulling is not None
             collector.verified, collector.pulling = collector.pulling, None
@@ -348,7 +348,7 @@ class Simulation:
                     self._group_done(group)
         self._pull(collectors)
 
-    def _start_waiting(self, collector: Collector) -> None:
+    def _start_waiting(self, collector: SimulatedCollector) -> None:
         ready = [g for g in collector.waiting if g.min_policy_version <= collector.verified]
         if ready:
             collector.waiting = [g for g in collector.waiting if g.min_policy_version > collector.verified]
@@ -362,7 +362,7 @@ class Simulation:
         self._num_pushed += 1
         heapq.heappush(self._heap, (time, self._num_pushed, function, arguments))
 
-    def _set_in_engine(self, collector: Collector, count: int) -> None:
+    def _set_in_engine(self, collector: SimulatedCollector, count: int) -> None:
         self._account(collector)
         changed = bool(count) - bool(collector.in_engine)
         collector.in_engine = count
@@ -370,7 +370,7 @@ class Simulation:
             self._num_generating += changed
             self._pace()
 
-    def _account(self, collector: Collector) -> None:
+    def _account(self, collector: SimulatedCollector) -> None:
         """Seconds in which a collector counts itself as generating: a request is in the engine and nothing is loading.
 
         Call it before either of the two changes.

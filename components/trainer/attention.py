@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from .layout import Bucket, Layout
+from .layout import AttentionGroup, Layout
 
 NAME = "leeway_packed"
 # Layers that see other tokens through attention only, whose window the layer itself hands to its attention.
@@ -89,7 +89,7 @@ def _padded(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    bucket: Bucket,
+    bucket: AttentionGroup,
     scaling: float | None,
     window: int | None,
     softcap: float | None,
@@ -116,7 +116,7 @@ def _capped(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    bucket: Bucket,
+    bucket: AttentionGroup,
     window: int | None,
     scaling: float | None,
     softcap: float,

@@ -132,7 +132,7 @@ class Critic:
         """Values [S], S = `count`, of the states before each response token of a rank's share, on the CPU."""
         values = torch.zeros(count)
         for microbatch in passes:
-            values[microbatch.places.cpu()] = self._run(microbatch).cpu()
+            values[microbatch.batch_positions.cpu()] = self._run(microbatch).cpu()
         return values
 
     def forward_backward(self, passes: Iterable[Microbatch], estimates: Estimates, *, num_tokens: int) -> torch.Tensor:
@@ -143,7 +143,7 @@ class Critic:
         sums = torch.zeros(NUM_SUMS, dtype=torch.float64)
         clip = self._value_clip
         for microbatch in passes:
-            values, places = self._run(microbatch), microbatch.places.cpu()
+            values, places = self._run(microbatch), microbatch.batch_positions.cpu()
             old, returns = (x[places].to(values.device) for x in (estimates.values, estimates.returns))
             per_token = value_loss(values, old, returns, clip=clip)
             loss = torch.where(microbatch.mask, per_token, 0.0).sum() / num_tokens
@@ -168,7 +168,7 @@ class Critic:
     def _run(self, microbatch: Microbatch) -> torch.Tensor:
         return self.model(
             microbatch.input_ids,
-            microbatch.rows,
+            microbatch.logit_positions,
             position_ids=microbatch.position_ids,
             layout=microbatch.layout,
             attention_mask=microbatch.attention_mask,

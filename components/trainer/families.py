@@ -362,7 +362,7 @@ class _Probe:
         try:
             scored, _ = model(
                 pass_.input_ids,
-                pass_.rows,
+                pass_.logit_positions,
                 pass_.targets,
                 1.0,
                 position_ids=None if position_ids is None else position_ids.to(model.lm.device),
@@ -374,7 +374,7 @@ class _Probe:
         if learns:  # only to the embedded tokens, which takes no memory for weight gradients
             torch.autograd.grad(scored.sum(), embedded[0], allow_unused=True)
         scored = scored.detach()
-        return torch.zeros(len(compared)).scatter(0, pass_.places.cpu(), scored.float().cpu()), compared
+        return torch.zeros(len(compared)).scatter(0, pass_.batch_positions.cpu(), scored.float().cpu()), compared
 
     def _batch(self) -> Any:
         """As much of a `TrainBatch` as a pass is cut from."""

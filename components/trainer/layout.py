@@ -41,7 +41,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class AttentionGroup:
     """n segments of similar shape, padded to Q queries and K keys; indices into the row.
 
     Padded entries point at token 0: as keys they lie after every query, and as queries they are never read. `offsets`
@@ -74,9 +74,9 @@ class Bucket:
             self._masks[window, dtype] = mask[:, None]
         return self._masks[window, dtype]
 
-    def to(self, device: torch.device) -> Bucket:
+    def to(self, device: torch.device) -> AttentionGroup:
         offsets = None if self.offsets is None else self.offsets.to(device)
-        return Bucket(self.query_index.to(device), self.key_index.to(device), offsets)
+        return AttentionGroup(self.query_index.to(device), self.key_index.to(device), offsets)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Layout:
     `key_starts` [n + 1], causal from the lower right.
     """
 
-    buckets: list[Bucket]
+    buckets: list[AttentionGroup]
     restore: torch.Tensor  # int64 [T]
     query_starts: torch.Tensor  # int32 [n + 1]
     key_starts: torch.Tensor  # int32 [n + 1]
@@ -115,7 +115,7 @@ def padded_layout(num_rows: int, width: int, device: torch.device) -> Layout:
     index = torch.arange(num_rows * width, device=device)
     starts = torch.arange(0, num_rows * width + 1, width, dtype=torch.int32, device=device)
     rows = index.view(num_rows, width)
-    return Layout([Bucket(rows, rows, None)], index, starts, starts, None, width, width)
+    return Layout([AttentionGroup(rows, rows, None)], index, starts, starts, None, width, width)
 
 
 def make_layout(segments: Sequence[Segment]) -> Layout:
@@ -164,7 +164,7 @@ def _bucket(segments: Sequence[Segment]) -> list[list[Segment]]:
     return buckets
 
 
-def _pad(segments: Sequence[Segment]) -> tuple[Bucket, torch.Tensor]:
+def _pad(segments: Sequence[Segment]) -> tuple[AttentionGroup, torch.Tensor]:
     """The bucket of these segments, and where in its flattened queries the row's own tokens are."""
     starts = torch.tensor([s.start for s in segments])[:, None]
     own = torch.tensor([s.num_queries for s in segments])[:, None]
@@ -177,10 +177,10 @@ def _pad(segments: Sequence[Segment]) -> tuple[Bucket, torch.Tensor]:
     if not int(prompts.max()) or width * len(keys) > MAX_MASKED_AREA:
         # A mask for such a long response costs more than computing the prompt's queries again and dropping them.
         real = (keys >= prompts) & (keys < prompts + own)
-        return Bucket(key_index, key_index, None), real.flatten().nonzero()[:, 0]
+        return AttentionGroup(key_index, key_index, None), real.flatten().nonzero()[:, 0]
     queries = torch.arange(width)
     query_index = torch.where(queries < own, starts + queries, 0)
-    return Bucket(query_index, key_index, prompts[:, 0]), (queries < own).flatten().nonzero()[:, 0]
+    return AttentionGroup(query_index, key_index, prompts[:, 0]), (queries < own).flatten().nonzero()[:, 0]
 
 
 def _starts(lengths: torch.Tensor) -> torch.Tensor:

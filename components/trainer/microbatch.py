@@ -30,16 +30,16 @@ class PromptRows:
 class Microbatch:
     """B rows of T tokens, and where their S trained tokens are.
 
-    The logprob of response token s is read at `rows[s]` of the flattened [B * T] positions: where the token before it
-    stands. Packed: one row, `position_ids` and `layout` say what stands where. Padded: `attention_mask` does, for the
-    few models that need it: under causal attention no real token looks at the padding on its right.
+    The logprob of response token s is read at `logit_positions[s]` of the flattened [B * T] positions: where the token
+    before it stands. Packed: one row, `position_ids` and `layout` say what stands where. Padded: `attention_mask` does,
+    for the few models that need it: under causal attention no real token looks at the padding on its right.
     """
 
     input_ids: torch.Tensor  # int64 [B, T]
     position_ids: torch.Tensor | None  # int64 [B, T]
     layout: Layout | None
     attention_mask: torch.Tensor | None  # int64 [B, T], 1 where there is a token
-    rows: torch.Tensor  # int64 [S]
+    logit_positions: torch.Tensor  # int64 [S]
     targets: torch.Tensor  # int64 [S]
     segments: torch.Tensor  # int64 [S], index of the sequence in this microbatch
     mask: torch.Tensor  # bool [S]
@@ -48,7 +48,7 @@ class Microbatch:
     advantages: torch.Tensor  # float32 [S]
     proximal_logprobs: torch.Tensor  # float32 [S]; the behaviour ones where no objective asks for them
     reference_logprobs: torch.Tensor  # float32 [S]; the behaviour ones where no objective asks for them
-    places: torch.Tensor  # int64 [S], where each token is in the batch
+    batch_positions: torch.Tensor  # int64 [S], where each token is in the batch
     token_tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # [S, ...]
     prompt_tensors: dict[str, PromptRows] = field(default_factory=dict)
 
@@ -107,7 +107,7 @@ def empty_microbatch(*, packed: bool) -> Microbatch:
         position_ids=token if packed else None,
         layout=make_layout([Segment(0, 1)]) if packed else None,
         attention_mask=None if packed else torch.ones_like(token),
-        rows=none,
+        logit_positions=none,
         targets=none,
         segments=none,
         mask=none.bool(),
@@ -116,7 +116,7 @@ def empty_microbatch(*, packed: bool) -> Microbatch:
         advantages=none.float(),
         proximal_logprobs=none.float(),
         reference_logprobs=none.float(),
-        places=none,
+        batch_positions=none,
     )
 
 
@@ -158,17 +158,17 @@ class _Sequences:
     def fields(self, chunk: Sequence[int]) -> dict[str, Any]:
         """The per-token fields of a microbatch of these sequences, in this order."""
         lengths = [self.response_lengths[i] for i in chunk]
-        places = ranges([self.response_starts[i] for i in chunk], lengths)
+        positions = ranges([self.response_starts[i] for i in chunk], lengths)
         return {
-            "targets": self.batch.response_tokens[places].long(),
+            "targets": self.batch.response_tokens[positions].long(),
             "segments": torch.repeat_interleave(torch.arange(len(chunk)), torch.tensor(lengths)),
-            "mask": self.batch.loss_mask[places],
-            "behavior_logprobs": self.batch.behavior_logprobs[places],
-            "policy_versions": self.batch.policy_versions[places].long(),
-            "advantages": self.batch.advantages[places],
-            "places": places,
-            **{name: logprobs[places] for name, logprobs in self.scored.items()},
-            "token_tensors": {name: tensor[places] for name, tensor in further(self.batch, "token_tensors").items()},
+            "mask": self.batch.loss_mask[positions],
+            "behavior_logprobs": self.batch.behavior_logprobs[positions],
+            "policy_versions": self.batch.policy_versions[positions].long(),
+            "advantages": self.batch.advantages[positions],
+            "batch_positions": positions,
+            **{name: logprobs[positions] for name, logprobs in self.scored.items()},
+            "token_tensors": {name: tensor[positions] for name, tensor in further(self.batch, "token_tensors").items()},
         }
 
     def prompt_tensors(self, prompts: Sequence[int]) -> dict[str, PromptRows]:
@@ -255,7 +255,7 @@ def _pack(sequences: _Sequences, clusters: list[list[int]]) -> Microbatch:
         position_ids=ranges(positions, lengths)[None],
         layout=make_layout(segments),
         attention_mask=None,
-        rows=_rows(firsts, others, [sequences.response_lengths[i] for i in order]),
+        logit_positions=_rows(firsts, others, [sequences.response_lengths[i] for i in order]),
         **sequences.fields(order),
         prompt_tensors=sequences.prompt_tensors([cluster[0] for cluster in clusters]),
     )
@@ -304,7 +304,7 @@ def _pad(sequences: _Sequences, chunk: list[int]) -> Microbatch:
         position_ids=None,
         layout=None,
         attention_mask=mask,
-        rows=rows,
+        logit_positions=rows,
         **sequences.fields(chunk),
         prompt_tensors=sequences.prompt_tensors(chunk),
     )

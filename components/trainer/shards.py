@@ -47,7 +47,7 @@ MAX_RANKS = 65_536
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """Some rows of a tensor: which file has them, and from which byte on. A scalar is one row."""
 
     file: int
@@ -60,7 +60,7 @@ class Piece:
 class SavedTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ShardPiece, ...]
 
     @property
     def num_rows(self) -> int:
@@ -79,7 +79,7 @@ class Index:
     tensors: dict[str, SavedTensor]
 
 
-Written = tuple[FileSums, dict[str, tuple[torch.dtype, tuple[int, ...], Piece]]]
+Written = tuple[FileSums, dict[str, tuple[torch.dtype, tuple[int, ...], ShardPiece]]]
 """One rank's file, and of each tensor in it: type, whole shape, and the rows that are here."""
 
 
@@ -124,7 +124,7 @@ def write_shard(directory: Path, tensors: Mapping[str, torch.Tensor], *, rank: i
     written = {}
     for name, start in starts.items():
         (first, part), whole = parts[name], tensors[name]
-        piece = Piece(rank, first, part.shape[0] if part.dim() else 1, start)
+        piece = ShardPiece(rank, first, part.shape[0] if part.dim() else 1, start)
         written[name] = (whole.dtype, tuple(whole.shape), piece)
     return sums, written
 
@@ -217,7 +217,7 @@ def _tensor(name: str, value: Any, whose: str) -> SavedTensor:
         or not all(_are_sizes(piece) and len(piece) == 4 for piece in pieces)
     ):
         raise DamagedFileError(f"{whose}: got {str(value)[:80]} as {name[:80]}, expected a type, a shape and pieces")
-    ordered = tuple(sorted((Piece(*piece) for piece in pieces), key=lambda piece: piece.first_row))
+    ordered = tuple(sorted((ShardPiece(*piece) for piece in pieces), key=lambda piece: piece.first_row))
     saved = SavedTensor(_DTYPES[dtype], tuple(shape), ordered)
     next_row = 0
     for piece in ordered:

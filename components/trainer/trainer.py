@@ -168,7 +168,7 @@ class Trainer:
         logprobs = torch.zeros(len(batch.response_tokens))
         for microbatch in self._passes(batch):
             scored, _ = self._run(model, microbatch)
-            logprobs[microbatch.places.cpu()] = scored.cpu()
+            logprobs[microbatch.batch_positions.cpu()] = scored.cpu()
         return logprobs
 
     @torch.no_grad()
@@ -343,7 +343,7 @@ class Trainer:
         """Logprobs and entropies [S] of a microbatch's tokens (a collective)."""
         return model(
             microbatch.input_ids,
-            microbatch.rows,
+            microbatch.logit_positions,
             microbatch.targets,
             self._settings.temperature,
             position_ids=microbatch.position_ids,

@@ -222,7 +222,7 @@ def test_further_tensors_reach_the_trainer_untouched(packing: Any) -> None:
     seen = torch.zeros_like(routed)
     pictures: list[list[float]] = []
     for microbatch in split_into_microbatches(batch, max_tokens=9, packing=packing):
-        seen[microbatch.places] = microbatch.token_tensors["routed_experts"]
+        seen[microbatch.batch_positions] = microbatch.token_tensors["routed_experts"]
         pixels = microbatch.prompt_tensors["pixels"]
         assert pixels.values.dtype is torch.bfloat16
         pictures += [p.flatten().tolist() for p in pixels.values.split(pixels.lengths.tolist())]

@@ -108,10 +108,15 @@ def score(model: ScoringModel, batch: TrainBatch, packing: str, max_tokens: int 
     model.zero_grad()
     for piece in split_into_microbatches(batch, max_tokens=max_tokens, packing=packing):  # type: ignore[arg-type]
         scored, _ = model(
-            piece.input_ids, piece.rows, piece.targets, 0.7, position_ids=piece.position_ids, layout=piece.layout
+            piece.input_ids,
+            piece.logit_positions,
+            piece.targets,
+            0.7,
+            position_ids=piece.position_ids,
+            layout=piece.layout,
         )
-        (scored * weights[piece.places]).sum().backward()
-        logprobs[piece.places] = scored.detach()
+        (scored * weights[piece.batch_positions]).sum().backward()
+        logprobs[piece.batch_positions] = scored.detach()
     return logprobs, {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -191,7 +196,9 @@ def test_a_prompt_is_in_the_row_once_and_every_response_follows_it():
             assert t.prompt_tokens + t.response_tokens[:-1] in seen
         # A logprob is read where the token before its target stands.
         assert piece.position_ids is not None
-        for i, target, place in zip(piece.rows.tolist(), piece.targets.tolist(), piece.places.tolist(), strict=True):
+        for i, target, place in zip(
+            piece.logit_positions.tolist(), piece.targets.tolist(), piece.batch_positions.tolist(), strict=True
+        ):
             where = torch.tensor([t for tr in trajectories for t in tr.response_tokens])
             assert where[place] == target
             before = [
@@ -209,7 +216,7 @@ def test_microbatches_keep_to_the_limit_and_hold_every_token_once(packing):
         trajectories = groups(seed, number=6)
         limit = random.Random(seed).randint(10, 150)
         pieces = split_into_microbatches(batch_of(trajectories), max_tokens=limit, packing=packing)
-        places = torch.cat([piece.places for piece in pieces])
+        places = torch.cat([piece.batch_positions for piece in pieces])
         assert sorted(places.tolist()) == list(range(sum(len(t.response_tokens) for t in trajectories)))
         for piece in pieces:
             alone = len(set(piece.segments.tolist())) == 1

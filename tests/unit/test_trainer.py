@@ -73,7 +73,7 @@ def test_padded_microbatches_keep_to_the_limit_and_hold_everything_once():
                 where = piece.segments == i
                 found.append((piece.targets[where].tolist(), piece.mask[where].tolist()))
                 # The token before each target is where its logprob is read.
-                positions = piece.rows[where] - i * width
+                positions = piece.logit_positions[where] - i * width
                 assert piece.input_ids[i, positions + 1].tolist() == piece.targets[where].tolist()
         assert sorted(found) == sorted((t.response_tokens, t.loss_mask) for t in trajectories)
 
