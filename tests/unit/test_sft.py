@@ -41,6 +41,8 @@ class FakeRank:
 class Recorder:
     """Stands for the monitor and for the checkpoints."""
 
+    run_dir = Path("run")
+
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.saved_after: list[int] = []

@@ -499,6 +499,6 @@ def test_a_dead_generator_whose_groups_are_not_issued_again_would_be_seen(monkey
     async def forget(self: ReplayBuffer, collector: str, reason: str) -> list[int]:
         return []
 
-    monkeypatch.setattr(ReplayBuffer, "lost", forget)
+    monkeypatch.setattr(ReplayBuffer, "mark_dead", forget)
     with pytest.raises(TimeoutError, match="group 0 and 2 more that must be in batch 0"):
         play(schedule, 0)
