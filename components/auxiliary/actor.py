@@ -9,8 +9,8 @@ from typing import Any
 import ray
 
 from ..collector.engine import Engine, EngineSettings, start_engine
-from ..config.auxiliary import AuxiliaryModel
 from ..config.engines import split_options
+from ..config.inputs import AuxiliaryModel
 from ..envs.server import Server, body_room
 from ..failures import PartFailed, Watched, as_text
 from ..monitor.logs import log_to_file, tail

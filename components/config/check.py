@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from .derived import derive
@@ -28,14 +30,19 @@ class Problem:
         return f"{self.key}: {self.text}"
 
 
+Found = Iterator[tuple[str, str]]
+"""(key, text) of each problem."""
+
+
 def check_run(config: Config, recipe: Needs, hardware: Hardware) -> list[Problem]:
     """Everything that keeps `recipe` from running here, in the order in which a user would fix it."""
-    return [
-        *_missing_files(config),
-        *_of_the_engine(config, recipe),
-        *_missing_hardware(config, recipe, hardware),
-        *_missing_packages(config, recipe),
-    ]
+    found = chain(
+        _missing_files(config),
+        engine_kind(config.rollout.engine_name).problems(config) if recipe.generates else (),
+        _missing_hardware(config, recipe, hardware),
+        _missing_packages(config, recipe),
+    )
+    return [Problem(key=key, text=text) for key, text in found]
 
 
 def earlier_run(config: Config, folder: Path | None = None) -> Problem | None:
@@ -53,8 +60,7 @@ def earlier_run(config: Config, folder: Path | None = None) -> Problem | None:
     )
 
 
-def _missing_files(config: Config) -> list[Problem]:
-    problems = []
+def _missing_files(config: Config) -> Found:
     models = {"model.path": config.model.path, "algorithm.reference_path": config.algorithm.reference_path}
     models |= {"critic.path": config.critic.path}
     models |= {f"env.models.{name}.path": own.get("path") for name, own in config.env.models.items()}
@@ -63,110 +69,85 @@ def _missing_files(config: Config) -> list[Problem]:
             continue
         if not is_file(f"{model}/config.json"):
             what = "a folder without config.json" if is_folder(model) else "nothing there"
-            problems.append(
-                Problem(
-                    key=key,
-                    text=f"missing model path: got {model} ({what}), expected a folder with a Hugging Face model; "
-                    f"set {key}=/path/to/model or a hub id org/name",
-                )
+            yield (
+                key,
+                f"missing model path: got {model} ({what}), expected a folder with a Hugging Face model; "
+                f"set {key}=/path/to/model or a hub id org/name",
             )
         elif (what := damage(Path(model).expanduser())) is not None:
-            problems.append(
-                Problem(key=key, text=f"damaged weights: got {what}, expected whole files; copy the model again")
-            )
+            yield key, f"damaged weights: got {what}, expected whole files; copy the model again"
     resume = config.checkpoint.resume
-    is_there = is_file(f"{resume}/trainer/state.json") or is_folder(
-        f"{resume}/dcp"
-    )  # of an earlier version: read later
+    # The folder dcp is of an earlier version, and read later.
+    is_there = is_file(f"{resume}/trainer/state.json") or is_folder(f"{resume}/dcp")
     if resume not in ("never", "auto") and not is_there:
-        problems.append(
-            Problem(
-                key="checkpoint.resume",
-                text=f"no checkpoint: got {resume}, expected never, auto, or a folder like checkpoints/step-000050 "
-                "with trainer/state.json in it",
-            )
+        yield (
+            "checkpoint.resume",
+            f"no checkpoint: got {resume}, expected never, auto, or a folder like checkpoints/step-000050 with "
+            "trainer/state.json in it",
         )
     paths = [("task.path", config.task.name, config.task.path), ("eval.path", "jsonl", config.eval.path)]
     expert = config.algorithm.expert
     paths += [("algorithm.expert.path", "jsonl", None if expert is None else expert.path)]
     paths += [(f"task.mix.{n}.path", p.get("name", "jsonl"), p.get("path")) for n, p in config.task.mix.items()]
     paths += [(f"eval.tasksets.{n}.path", p.get("name"), p.get("path")) for n, p in config.eval.tasksets.items()]
-    problems += [problem for path in paths for problem in _missing_data(*path)]
-    return problems
+    for path in paths:
+        yield from _missing_data(*path)
 
 
-def _missing_data(key: str, kind: str | None, path: str | None) -> list[Problem]:
+def _missing_data(key: str, kind: str | None, path: str | None) -> Found:
     """Whether the file or folder that tasks of this kind are read from is missing."""
     if path is None or (kind == "hf" and not is_local_path(path)):
-        return []
+        return
     if kind in ("parquet", "hf"):
         expected, there = "a file or a folder", is_file(path) or is_folder(path)
     elif kind in _DATA_FILES:
         expected, there = _DATA_FILES[kind], is_file(path)
     else:
-        return []
-    if there:
-        return []
-    what = "a folder" if is_folder(path) else "nothing there"
-    return [Problem(key=key, text=f"missing file: got {path[:120]} ({what}), expected {expected}; set {key}=FILE")]
+        return
+    if not there:
+        what = "a folder" if is_folder(path) else "nothing there"
+        yield key, f"missing file: got {path[:120]} ({what}), expected {expected}; set {key}=FILE"
 
 
-def _of_the_engine(config: Config, recipe: Needs) -> list[Problem]:
-    if not recipe.generates:
-        return []
-    kind = engine_kind(config.rollout.engine_name)
-    return [Problem(key=key, text=text) for key, text in kind.problems(config)]
-
-
-def _missing_hardware(config: Config, recipe: Needs, hardware: Hardware) -> list[Problem]:
-    if config.cluster.address is not None:  # the cluster's nodes are elsewhere; Ray's placement reports what is missing
-        return []
+def _missing_hardware(config: Config, recipe: Needs, hardware: Hardware) -> Found:
+    cluster = config.cluster
+    if cluster.address is not None:  # the cluster's nodes are elsewhere; Ray's placement reports what is missing
+        return
     need = derive(config, recipe)
-    problems = []
     if need.gpus_needed > hardware.num_gpus:
         split = " + ".join(f"{count} for {role}s" for role, count in need.gpus.items() if count)
-        problems.append(
-            Problem(
-                key="cluster.device",
-                text=f"missing hardware: got {hardware.num_gpus} GPUs, expected {need.gpus_needed} ({split}); "
-                "lower rollout.num_generators and train.num_ranks, or set cluster.device=cpu (slow)",
-            )
+        yield (
+            "cluster.device",
+            f"missing hardware: got {hardware.num_gpus} GPUs, expected {need.gpus_needed} ({split}); lower "
+            "rollout.num_generators and train.num_ranks, or set cluster.device=cpu (slow)",
         )
-    cores = [*(config.cluster.engine_cores or []), *(config.cluster.trainer_cores or [])]
-    absent = sorted(set(cores) - set(hardware.cores))
+    absent = sorted({*(cluster.engine_cores or ()), *(cluster.trainer_cores or ())} - set(hardware.cores))
     if absent:
-        problems.append(
-            Problem(
-                key="cluster.engine_cores"
-                if absent[0] in (config.cluster.engine_cores or [])
-                else "cluster.trainer_cores",
-                text=f"missing hardware: got core {absent[0]}, expected cores of this machine "
-                f"({', '.join(map(str, hardware.cores))}); change it, or set it to null",
-            )
+        yield (
+            "cluster.engine_cores" if absent[0] in (cluster.engine_cores or ()) else "cluster.trainer_cores",
+            f"missing hardware: got core {absent[0]}, expected cores of this machine "
+            f"({', '.join(map(str, hardware.cores))}); change it, or set it to null",
         )
-    crowded = [role for role in ("generator", "trainer") if need.processes[role] > hardware.num_cpus]
-    if config.cluster.device == "cpu" and crowded:
-        key = "rollout.num_generators" if crowded[0] == "generator" else "train.num_ranks"
-        problems.append(
-            Problem(
-                key=key,
-                text=f"missing hardware: got {hardware.num_cpus} cores for {need.processes[crowded[0]]} {crowded[0]}s, "
-                f"expected a core for each; set {key}={hardware.num_cpus} or less",
+    if cluster.device != "cpu":
+        return
+    for role, key in (("generator", "rollout.num_generators"), ("trainer", "train.num_ranks")):
+        if need.processes[role] > hardware.num_cpus:
+            yield (
+                key,
+                f"missing hardware: got {hardware.num_cpus} cores for {need.processes[role]} {role}s, expected a core "
+                f"for each; set {key}={hardware.num_cpus} or less",
             )
+            break
+    cache_gib = need.processes["generator"] * cluster.kv_cache_gib
+    if cache_gib > 0.8 * hardware.memory_gib:
+        yield (
+            "cluster.kv_cache_gib",
+            f"missing hardware: got {hardware.memory_gib:.1f} GiB of memory, expected more than the {cache_gib:.1f} "
+            "GiB of the KV caches; lower cluster.kv_cache_gib",
         )
-    cache_gib = need.processes["generator"] * config.cluster.kv_cache_gib
-    if config.cluster.device == "cpu" and cache_gib > 0.8 * hardware.memory_gib:
-        problems.append(
-            Problem(
-                key="cluster.kv_cache_gib",
-                text=f"missing hardware: got {hardware.memory_gib:.1f} GiB of memory, expected more than the "
-                f"{cache_gib:.1f} GiB of the KV caches; lower cluster.kv_cache_gib",
-            )
-        )
-    return problems
 
 
-def _missing_packages(config: Config, recipe: Needs) -> list[Problem]:
+def _missing_packages(config: Config, recipe: Needs) -> Found:
     needed = {}
     engine = engine_kind(config.rollout.engine_name)
     if recipe.generates and engine.package is not None:
@@ -175,8 +156,6 @@ def _missing_packages(config: Config, recipe: Needs) -> list[Problem]:
         needed["wandb"] = ("monitor.wandb", "monitor")
     if config.monitor.tensorboard:
         needed["tensorboard"] = ("monitor.tensorboard", "monitor")
-    return [
-        Problem(key=key, text=f'missing package {package}; install it: pip install "leeway[{extra}]"')
-        for package, (key, extra) in needed.items()
-        if find_module(package) is None
-    ]
+    for package, (key, extra) in needed.items():
+        if find_module(package) is None:
+            yield key, f'missing package {package}; install it: pip install "leeway[{extra}]"'

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import re
 
-from .auxiliary import AuxiliaryModel
 from .environments import ENVIRONMENT_OPTIONS, checked_options
 from .errors import ConfigError, words
 from .evalsets import SAMPLING_KEYS, evalset_sampling, evalset_settings
-from .inputs import EnvConfig, EvalSampling, TaskConfig
+from .inputs import AuxiliaryModel, EnvConfig, EvalSampling, TaskConfig
 from .names import ENVIRONMENTS, OPERATORS, REWARDS, check_name
 from .schema import Config
 

@@ -10,11 +10,10 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PrivateAttr, model_v
 from ..redaction import hide
 from ..section import Section
 from .algorithm import AlgorithmConfig, with_preset
-from .critic import CriticConfig
 from .effect import GENERATION, ROLLOUTS, STUDY, TRAINING, OnlyWith
 from .flow import ParamServerConfig, ReplayConfig, RolloutConfig, StalenessConfig
 from .inputs import EnvConfig, EvalConfig, ModelConfig, TaskConfig
-from .learning import CheckpointConfig, FrontierConfig, OptimizerConfig, TrainConfig
+from .learning import CheckpointConfig, CriticConfig, FrontierConfig, OptimizerConfig, TrainConfig
 from .paths import folder_name, user_path
 from .plugins import use_folders, with_entry_points
 from .running import ClusterConfig, LogConfig, MonitorConfig

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import Hardware, Stage, check_run, derive, this_machine
-from ..config.auxiliary import AuxiliaryModel
 from ..config.check import earlier_run
 from ..config.engines import is_local_path
+from ..config.inputs import AuxiliaryModel
 from ..config.names import user_names
 from ..config.rules import ALGORITHM_RULES, check_rules
 from .dry_run import check_plugins, dry_run

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from ..config.auxiliary import AuxiliaryModel
+from ..config.inputs import AuxiliaryModel
 from ..redaction import MASK, hide, redacted
 from ..types import Message
 

@@ -18,8 +18,8 @@ from ..auxiliary.actor import AuxiliaryRemote
 from ..collector.actor import CollectorRemote
 from ..collector.engine import EngineSettings
 from ..config import Config, Recipe, derive
-from ..config.auxiliary import AuxiliaryModel
 from ..config.evalsets import evalset_sampling
+from ..config.inputs import AuxiliaryModel
 from ..config.objective import objective_of
 from ..param_server.actor import ParameterServerRemote
 from ..replay.actor import ReplayBufferRemote

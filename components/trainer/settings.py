@@ -6,10 +6,9 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..config.critic import CriticConfig
 from ..config.flow import ParamServerConfig
 from ..config.inputs import ModelConfig
-from ..config.learning import CheckpointConfig, OptimizerConfig, TrainConfig
+from ..config.learning import CheckpointConfig, CriticConfig, OptimizerConfig, TrainConfig
 from ..config.running import ClusterConfig
 from ..lazy import torch
 

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from leeway.config.auxiliary import AuxiliaryModel
+from leeway.config.inputs import AuxiliaryModel
 from leeway.envs import auxiliary
 from leeway.envs.auxiliary import AuxiliaryClient, AuxiliaryError
 

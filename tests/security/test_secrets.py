@@ -15,7 +15,7 @@ import pytest
 from leeway import redaction
 from leeway.cli.show import describe
 from leeway.config import ConfigError, Stage, find_recipe, plan_run, run_yaml, this_machine, to_yaml
-from leeway.config.auxiliary import AuxiliaryModel
+from leeway.config.inputs import AuxiliaryModel
 from leeway.driver.checkpoints import Checkpoints, check_same_settings
 from leeway.driver.resume import plan_resume
 from leeway.driver.run_record import RunRecord

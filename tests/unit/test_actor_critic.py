@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from leeway.algorithms.critic import gae, outcome_rewards, value_loss
 from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import PolicyObjective
-from leeway.config.critic import CriticConfig
+from leeway.config.learning import CriticConfig
 from leeway.trainer.actor import TrainerActor
 from leeway.trainer.actor_critic import ActorCriticTrainer, make_trainer, step_inputs
 from leeway.trainer.checkpoint import CheckpointError

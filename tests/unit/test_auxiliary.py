@@ -12,7 +12,7 @@ from aiohttp import web
 from aiohttp.test_utils import RawTestServer
 
 from leeway.config import ConfigError, load_config
-from leeway.config.auxiliary import AuxiliaryModel
+from leeway.config.inputs import AuxiliaryModel
 from leeway.envs import build_environment
 from leeway.envs.auxiliary import AuxiliaryClient, AuxiliaryError, build_models
 from leeway.envs.judges import judge, reward_model, rubric

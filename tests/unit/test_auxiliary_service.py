@@ -12,7 +12,7 @@ import torch
 from leeway.auxiliary.classifier import Classifier
 from leeway.auxiliary.service import Service
 from leeway.config import derive, find_recipe, load_config
-from leeway.config.auxiliary import AuxiliaryModel
+from leeway.config.inputs import AuxiliaryModel
 from leeway.envs.auxiliary import AuxiliaryClient, AuxiliaryError
 from leeway.envs.server import Server
 from leeway.tasks import Prompter
