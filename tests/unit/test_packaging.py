@@ -67,7 +67,7 @@ def build(hook: str, where: Path, out: Path) -> Path:
 def clone(tmp_path: Path) -> Path:
     """A copy without what is in no repository, because building leaves files behind."""
     pytest.importorskip("setuptools", minversion="77", reason="built with the setuptools that is installed")
-    for name in ("components", "recipes", "configs", "docs", "examples", "src", "typings"):
+    for name in ("components", "recipes", "configs", "docs", "examples", "src", "typings", "tests"):
         shutil.copytree(
             ROOT / name,
             tmp_path / "clone" / name,
