@@ -250,13 +250,15 @@ def test_a_publication_that_fails_leaves_nothing_and_the_next_one_is_whole(train
 
 OTHER = """
 from leeway.trainer.trainer import Trainer
-settings, address, rank, batch, num_steps, fails = work
+settings, address, rank, batch, folder = work
 trainer = Trainer(settings, rank=rank, init_method=address)
 trainer.publish()
 first = trainer.claim_publication()
-for _ in range(num_steps):
-    trainer.forward_backward(batch), trainer.optim_step()
-if fails:
+if folder:
+    for _ in range(2):
+        trainer.forward_backward(batch), trainer.optim_step()
+    trainer.save(folder)
+else:
     trainer.publish()
 trainer.close()
 result = first.result(30)
@@ -265,27 +267,31 @@ result = first.result(30)
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_ranks_send_a_version_beside_the_collectives_of_the_next_steps(model_path, other_ranks, monkeypatch):
-    """Every bucket waits until two steps are taken: what arrives is what was copied, a bucket at a time."""
+def test_ranks_send_a_version_beside_the_collectives_of_the_next_steps(model_path, tmp_path, other_ranks, monkeypatch):
+    """Every bucket waits until two steps are taken and saved: what arrives is what was copied."""
     settings, address = settings_of(model_path, num_ranks=2, bucket_bytes=SMALL), free_address()
     trajectories = random_trajectories(0, 8)
     own, others = batch_of(trajectories, share=slice(0, 5)), batch_of(trajectories, share=slice(5, None))
-    other_ranks.begin(OTHER, {1: (settings, address, 1, others, 2, False)})
+    other_ranks.begin(OTHER, {1: (settings, address, 1, others, str(tmp_path / "hf"))})
     store = Closed()
     trainer = Trainer(settings, rank=0, init_method=address, transport=ObjectStore(store, store))  # type: ignore[arg-type]
-    expected = {name: tensor for name, tensor in reference_model(model_path).state_dict().items()}
+    expected = reference_model(model_path).state_dict()
     made = counted_memory(monkeypatch)
     trainer.publish()
     claimed = trainer.claim_publication()
     step(trainer, own)
     step(trainer, own)
+    trainer.save(str(tmp_path / "hf"))
+    assert store.num_puts == 0
     store.opened.set()
     publication = claimed.result(30)
     trainer.close()
+    saved = reference_model(tmp_path / "hf").state_dict()
+    assert [name for name in expected if torch.equal(saved[name], expected[name])] == [], "the last step's"
     assert publication is not None
     num_buckets = len(publication.manifest.bucket_bytes)
     assert num_buckets > 10
-    assert len(made) == num_buckets, "the copy, once; all buckets lie in the same memory, one after the other"
+    assert len(made) == 2 * num_buckets, "the copy, and what was saved; all buckets lie in one memory, in turn"
     assert publication.manifest.policy_version == 0
     assert_same(store.tensors(publication.manifest), expected)
     assert other_ranks.results() == [None]
@@ -296,7 +302,7 @@ def test_ranks_send_a_version_beside_the_collectives_of_the_next_steps(model_pat
 def test_a_bucket_that_cannot_be_uploaded_fails_the_version_and_leaves_no_rank_waiting(model_path, other_ranks):
     settings, address = settings_of(model_path, num_ranks=2, bucket_bytes=SMALL), free_address()
     batch = batch_of(random_trajectories(0, 8))
-    other_ranks.begin(OTHER, {1: (settings, address, 1, batch, 0, True)})
+    other_ranks.begin(OTHER, {1: (settings, address, 1, batch, None)})
     store = Store(broken={2})
     trainer = Trainer(settings, rank=0, init_method=address, transport=ObjectStore(store, store))  # type: ignore[arg-type]
     trainer.publish()
