@@ -252,7 +252,7 @@ def plan(
         environment_s=environment_s,
         generator_speed=generator_speed,
     )
-    sweep = planning.Sweep(
+    grid = planning.Grid(
         max_policy_lag=max_policy_lag,
         reorder_window=reorder_window,
         generators=generators,
@@ -261,7 +261,7 @@ def plan(
         gpus_per_generator=gpus_per_generator,
     )
     shape = {"groups_per_step": groups_per_step, "group_size": group_size}
-    planning.plan(run, config, overrides or [], numbers, shape, sweep, out=out, as_json=as_json)
+    planning.plan(run, config, overrides or [], numbers, shape, grid, out=out, as_json=as_json)
 
 
 @app.command()

@@ -39,7 +39,7 @@ class SpeedOverrides:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep:
+class Grid:
     """What to vary, as typed; None: do not vary it."""
 
     max_policy_lag: str | None
@@ -56,7 +56,7 @@ def plan(
     overrides: Sequence[str],
     numbers: SpeedOverrides,
     shape: dict[str, int | None],
-    sweep: Sweep,
+    grid: Grid,
     *,
     out: Path | None,
     as_json: bool,
@@ -65,7 +65,7 @@ def plan(
     folder = Path(out).expanduser() if out is not None else run if run is not None else Path()
     _refuse_if(folder.exists() and not folder.is_dir(), "--out", f"{folder} (a file)", "a folder", "choose another")
     calibration = known(run, config, overrides, numbers, shape)
-    predictions, own = answer(calibration, sweep)
+    predictions, own = answer(calibration, grid)
     chosen = best(predictions)
     if as_json:
         print(_json(calibration, predictions, chosen, own))
@@ -180,9 +180,9 @@ def _with_numbers(calibration: Calibration, numbers: SpeedOverrides) -> Calibrat
     return calibration if n.generator_speed is None else calibration.faster_generators(n.generator_speed)
 
 
-def answer(calibration: Calibration, sweep: Sweep) -> tuple[list[Prediction], Prediction | None]:
+def answer(calibration: Calibration, grid: Grid) -> tuple[list[Prediction], Prediction | None]:
     """(requested predictions, prediction for the present settings: None if the admission rule refuses them)."""
-    base, q = calibration.settings, sweep
+    base, q = calibration.settings, grid
     if q.gpus_per_generator is not None:
         _refuse_if(
             q.gpus_per_generator < 1, "--gpus-per-generator", f"{q.gpus_per_generator}", "1 or more", "change it"
