@@ -59,7 +59,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """One Axes, `width` wide, drawn when any metric of `needs` (a name, or a prefix ending in "/") was logged."""
+    """One Axes, `width` wide, drawn when any metric of `needs` (a name, or the end of one from a "/" on) was logged."""
 
     needs: tuple[str, ...]
     width: float
@@ -67,7 +67,7 @@ class Panel:
 
     def has_data(self, metrics: Mapping[str, Series]) -> bool:
         return any(
-            name == need or (need.endswith("/") and name.startswith(need)) for need in self.needs for name in metrics
+            name == need or (need.startswith("/") and name.endswith(need)) for need in self.needs for name in metrics
         )
 
 
@@ -194,7 +194,7 @@ def draw_dpo(ax: Axes, stage: Stage) -> None:
     _finish(ax, "Preference loss and margin (nats per pair)", ncols=2)
 
 
-_REWARD = Panel(needs=("train/reward/mean", "train/accuracy/exact_match", "eval/"), width=2, draw=draw_reward)
+_REWARD = Panel(needs=("train/reward/mean", "/exact_match", "/reward"), width=2, draw=draw_reward)
 _LAG = Panel(needs=("train/policy_lag/mean", "train/policy_lag/max"), width=1, draw=draw_policy_lag)
 _TRAINER = Panel(needs=("step/wait_for_batch_s", "step/forward_backward_s"), width=1, draw=draw_trainer_time)
 _COLLECTOR = Panel(needs=("collector/wait_for_slot_frac", "collector/pause_frac"), width=1, draw=draw_collector_time)

@@ -542,6 +542,7 @@ def test_no_text_of_the_picture_overlaps_another() -> None:
     [
         ([{"step": 1, "train/reward/mean": 0.5}], ["Reward and held-out evaluation"]),
         ([{"step": 0, "eval/a/exact_match": 0.5}], ["Reward and held-out evaluation"]),
+        ([{"step": 0, "eval/a/loss_sft": 5.8}], []),  # sft that ended before its first step
         ([{"step": 1, "step/total_s": 1.0, "train/reward/mean": None}], ["Time per step"]),
         ([{"step": 1, "collector/pause_frac": 0.5}, {"step": 900, "collector/pause_frac": 0.1}], ["Collectors"]),
         ([{"step": 1, "step/wait_for_batch_s": 0.0, "step/forward_backward_s": 0.0}], ["Trainer"]),
