@@ -46,7 +46,9 @@ class Gatherer:
         self._sharded = {name for name, tensor in live.items() if isinstance(tensor, DTensor)}
         self._parts = [self._part_of(plan, live) for plan in self.plans]
         self._on_gpu = any(tensor.is_cuda for tensor in live.values())
-        self._beside = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        beside = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        assert isinstance(beside, dist.ProcessGroup)
+        self._beside = beside
 
     def new_parts(self) -> list[torch.Tensor]:
         """Memory for this rank's part of every bucket, for `copy_parts`; pinned, so that a GPU copies by itself."""

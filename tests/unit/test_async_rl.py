@@ -277,8 +277,8 @@ def test_a_step_is_over_before_its_canary_is_scored_and_the_next_one_waits_for_i
         actor._trainer = trainer = SlowCanary()
         batch: Any = "batch"
         await asyncio.wait_for(actor.train_step(batch, True), 20)
-        published = asyncio.create_task(actor.publication())
-        second = asyncio.create_task(actor.train_step(batch, False))
+        published = asyncio.ensure_future(actor.publication())
+        second = asyncio.ensure_future(actor.train_step(batch, False))
         await asyncio.sleep(0.1)
         assert (trainer.policy_version, trainer.scored) == (1, [])
         assert not published.done()
