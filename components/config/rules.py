@@ -191,6 +191,22 @@ def batches_divide(config: Config) -> None:
         )
 
 
+def a_loop_of_ones_own_is_one_process(config: Config) -> None:
+    """Such a loop trains in the driver's process, one step on a batch, for a number of steps that is stated."""
+    t = config.train
+    if t.steps is None:
+        raise ConfigError(
+            "train.steps", expected="a number for a training loop of one's own", fix="set train.steps=100"
+        )
+    for key, value in {"num_ranks": 1, "updates_per_batch": 1, "audit_every": 0}.items():
+        if getattr(t, key) != value:
+            raise ConfigError(
+                f"train.{key}",
+                expected=f"{value} for a training loop of one's own",
+                fix=f"set train.{key}={value}, or use async_rl",
+            )
+
+
 def pairs_fill_batches(config: Config) -> None:
     size, ranks = config.train.batch_size, config.train.num_ranks
     if size % 2 or size < 2 * ranks:
@@ -413,6 +429,8 @@ RL_RULES: tuple[Rule, ...] = (
     every_generator_has_a_group,
 )
 """Training on rollouts within the lag bound."""
+OWN_LOOP_RULES: tuple[Rule, ...] = (*RL_RULES, a_loop_of_ones_own_is_one_process)
+"""Rollouts for a training loop that a recipe brings itself, `driver.Rollouts`."""
 SUPERVISED_RULES: tuple[Rule, ...] = (*TRAINING_RULES, a_queue_feeds_rollouts)
 PREFERENCE_RULES: tuple[Rule, ...] = (*SUPERVISED_RULES, pairs_fill_batches)
 EVALUATION_RULES: tuple[Rule, ...] = (something_is_held_out,)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .context import say as say
     from .context import timed as timed
     from .evaluation import evaluate as evaluate
+    from .evaluation import in_one_line as in_one_line
     from .evaluation import of_set as of_set
     from .models import check_weights as check_weights
     from .offline import Feed as Feed
@@ -50,6 +51,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .rl_run import EvalPoint as EvalPoint
     from .rl_run import RLRun as RLRun
     from .rl_stage import RLStage as RLStage
+    from .rollouts import Rollouts as Rollouts
     from .saved_weights import saved_models as saved_models
 
 _WHERE = {
@@ -65,6 +67,7 @@ _WHERE = {
     "timed": ".context",
     "evaluate": ".evaluation",
     "of_set": ".evaluation",
+    "in_one_line": ".evaluation",
     "check_weights": ".models",
     "Feed": ".offline",
     "Measure": ".offline",
@@ -73,6 +76,7 @@ _WHERE = {
     "EvalPoint": ".rl_run",
     "RLRun": ".rl_run",
     "RLStage": ".rl_stage",
+    "Rollouts": ".rollouts",
     "saved_models": ".saved_weights",
     "Launcher": "..runtime.launch",
     "Speeds": "..runtime.limit",

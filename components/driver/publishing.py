@@ -13,12 +13,16 @@ from ..runtime.supervisor import together
 from ..weights import Publication
 from .rl_report import StepReport
 
+Uploads = Callable[[], Awaitable[list[Publication | None]]]
+"""Every rank's part in what the ranks copied last; rank 0 has the publication."""
+
 
 class Publishing:
     """Publishes one version at a time, beside the training step that follows it.
 
     `published`: the newest version that engines can pull; -1 before the first. `report` receives how long each took,
-    `keep` each publication, for audits. A publication that fails ends the run by name.
+    `keep` each publication, for audits. `uploads`: None: those of the trainer's ranks. A publication that fails ends
+    the run by name.
     """
 
     def __init__(
@@ -28,8 +32,10 @@ class Publishing:
         *,
         report: Callable[[StepReport], Awaitable[None]],
         keep: Callable[[Publication], None],
+        uploads: Uploads | None = None,
     ) -> None:
         self._parts = parts
+        self._uploads = uploads or (lambda: together([t.publication.remote() for t in parts.trainers]))
         self._timeout_s = config.cluster.step_timeout_s
         self._report = report
         self._keep = keep
@@ -58,10 +64,6 @@ class Publishing:
         """Wait until every engine has loaded and proven `version`."""
         calls = [c.until_verified.remote(version) for c in self._parts.collectors]
         await self._wait(together(calls), "generators")
-
-    def _uploads(self) -> asyncio.Future[list[Publication | None]]:
-        """Every rank's part in what the ranks copied last; rank 0 has the publication."""
-        return together([t.publication.remote() for t in self._parts.trainers])
 
     async def _publish_to_engines(self, version: int, uploads: Awaitable[list[Publication | None]]) -> None:
         """Make the upload of `version` available, and let more groups start."""

@@ -10,9 +10,10 @@ from typing import Any
 from ..config import Config, derive
 from ..replay.actor import BatchRefs
 from ..runtime.launch import Parts
-from ..runtime.supervisor import as_coroutine, together
+from ..runtime.supervisor import together
 from ..tasks.evalsets import EvalSet
 from .audit import Audits
+from .batch_feed import BatchFeed
 from .checkpoints import Checkpoints
 from .context import say
 from .evaluation import evaluate, in_one_line, measured_by, of_set
@@ -64,6 +65,7 @@ class RLRun:
         self._numbers = derive(config)
         self._timeout_s = config.cluster.step_timeout_s
         self._audits = Audits(config, parts)
+        self._feed = BatchFeed(config, parts)
         self._publishing = Publishing(config, parts, report=report.put, keep=self._audits.keep)
         self._clock = StepClock()
         self._train_s = 0.0
@@ -77,14 +79,14 @@ class RLRun:
         """Batches in admission order, until `total_steps` or the end of the tasks. The next one is collected while one
         is trained on.
         """
-        upcoming = self._ask_for_batch()
+        upcoming = self._feed.ask()
         self._clock = StepClock()
         while self.version < self.total_steps:
             with self._clock.waiting("wait_for_batch"):
-                batch = await self._complete(upcoming)
+                batch = await self._feed.complete(upcoming)
             if batch is None:
                 return
-            upcoming = self._ask_for_batch()
+            upcoming = self._feed.ask()
             self._batch, self._metrics, self._is_first = batch, {}, True
             yield batch
             replay = await self._wait(self._parts.buffer.trained.remote(batch.group_ids), "replay")
@@ -190,25 +192,6 @@ class RLRun:
             batch.rollouts if self._is_first else None,
             batch.suspects if self._is_first else (),
         )
-
-    def _ask_for_batch(self) -> asyncio.Future[BatchRefs | None]:
-        upcoming = asyncio.ensure_future(as_coroutine(self._parts.buffer.take_batch.remote(self._timeout_s)))
-        # Whoever awaits it gets its exception; when the run is ending, nobody does.
-        upcoming.add_done_callback(lambda call: None if call.cancelled() else call.exception())
-        return upcoming
-
-    async def _complete(self, upcoming: asyncio.Future[BatchRefs | None]) -> BatchRefs | None:
-        """Waits as long as the buffer's groups make progress: the buffer itself ends a standstill, and names the cause.
-
-        A buffer that does not respond at all is detected here.
-        """
-        wait = self._parts.supervisor.wait
-        while not upcoming.done():
-            half_s = self._timeout_s / 2
-            await wait(asyncio.wait({upcoming}, timeout=half_s), what="replay", timeout_s=half_s + 60)
-            if not upcoming.done():
-                await wait(self._parts.buffer.ping.remote(), what="replay", timeout_s=half_s)
-        return await self._wait(upcoming, "replay")
 
     async def _wait(self, call: Any, what: str) -> Any:
         return await self._parts.supervisor.wait(call, what=what, timeout_s=self._timeout_s)
