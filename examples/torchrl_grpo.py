@@ -36,7 +36,7 @@ async def run(context: driver.StageContext) -> driver.StageResult:
             out.loss_objective.backward()
             optimizer.step()
             optimizer.zero_grad()
-            return {"train/loss": float(out.loss_objective), "train/kl/mean": float(out.kl_approx)}
+            return {"train/loss/policy": float(out.loss_objective), "train/kl/mean": float(out.kl_approx)}
 
         before = await rollouts.evaluate()
         async for batch in rollouts.batches():

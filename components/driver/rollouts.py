@@ -44,7 +44,7 @@ class Rollouts:
         async with driver.Rollouts(context) as rollouts:
             async for batch in rollouts.batches():
                 ...  # one optimizer step on rollouts.model
-                await rollouts.publish({"train/loss": loss})
+                await rollouts.publish({"train/loss/policy": loss})
 
     Everything that the buffer and the weight sync guarantee holds for such a loop too: the bound on the lag, each group
     once, weights proven on both sides. It is one process on one device, takes one step on a batch, and neither saves
