@@ -58,7 +58,7 @@ def original(trainer: Trainer, tmp_path_factory: pytest.TempPathFactory) -> Path
         here = folder / f"step-{step:06d}"
         trainer.begin_save(state=str(here / "trainer"), hf=str(here / "hf"))
         trainer.finish_save()
-        about = {"policy_version": step, "base_model": trainer._settings.model_path, "config": {"seed": 0}}
+        about = {"policy_version": step, "base_model": trainer._settings.model.path, "config": {"seed": 0}}
         about |= {"position": {"next_draw": 3}, "state_sha256": read_sealed(here / "trainer/state.json")["sha256"]}
         (here / "state.json").write_text(sealed(about))
     (folder / "latest.json").write_text(sealed({"step": 2, "path": STEP}))
@@ -76,7 +76,8 @@ def everything(trainer: Trainer, folder: Path) -> dict[str, Any]:
     check_whole(step)
     check_folder(step / "hf")
     version = trainer.load_state(str(step / "trainer"))
-    tensors = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in _tensors(trainer._parts()).items()}
+    saved = _tensors(trainer._saved_modules())
+    tensors = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in saved.items()}
     tensors |= rng_state(torch.device("cpu"))
     contents = {name: tensor.clone().reshape(-1).view(torch.uint8).tolist() for name, tensor in tensors.items()}
     weights = newest_weights("model.path", str(folder)).removeprefix(str(folder))

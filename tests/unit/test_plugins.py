@@ -122,7 +122,8 @@ def test_who_listens_wins_the_game_and_only_then(monkeypatch):
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
 def test_examples_are_short(example):
-    assert len(example.read_text().splitlines()) < 40
+    whole_recipe = "RECIPE = " in example.read_text()
+    assert len(example.read_text().splitlines()) < (60 if whole_recipe else 40)
 
 
 def test_validate_and_try_refuse_a_broken_module_before_anything_starts(leeway, tmp_path):
