@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 MARK_ENV = "LEEWAY_RUN"
@@ -63,11 +64,15 @@ class Footprint:
             os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
 
     def process_ids(self) -> list[int]:
-        """Living processes that were started with the mark; never the caller."""
+        """Living processes that were started with the mark; never the caller, nor its resource tracker.
+
+        That one ends with the caller. If it is killed before, the caller complains at its end.
+        """
         wanted = f"{MARK_ENV}={self.mark}".encode()
+        own = {os.getpid(), getattr(resource_tracker._resource_tracker, "_pid", None)}
         found = []
         for entry in os.scandir("/proc"):
-            if entry.name.isdigit() and int(entry.name) != os.getpid():
+            if entry.name.isdigit() and int(entry.name) not in own:
                 try:
                     with open(f"/proc/{entry.name}/environ", "rb") as file:
                         if wanted in file.read().split(b"\0"):

@@ -123,6 +123,22 @@ tempfile.mkdtemp(); print("ready", flush=True); time.sleep(600)
     other.remove()
 
 
+def test_a_process_keeps_its_own_resource_tracker_to_its_end() -> None:
+    """Killed earlier, it is started again at the end, and prints a traceback for each lock that it never heard of."""
+    program = (
+        "import multiprocessing as mp, os\n"
+        "from multiprocessing import resource_tracker\n"
+        "from leeway.runtime.footprint import Footprint\n"
+        "footprint = Footprint.make()\n"
+        "with footprint.applied():\n"
+        "    lock = mp.get_context('spawn').Lock()\n"
+        "    assert resource_tracker._resource_tracker._pid is not None\n"
+        "    assert footprint.remove() == []\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_process_that_gives_itself_a_title_is_still_one_of_the_run() -> None:
     """As Ray's actors and vLLM's engines do."""
     pytest.importorskip("setproctitle", reason="vLLM brings it")
