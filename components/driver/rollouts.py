@@ -116,8 +116,10 @@ class Rollouts:
             check_versions(batch, policy_version=version, bound=self._numbers.max_policy_lag, with_expert_tokens=False)
             self._metrics = refs.metrics | _lags(batch, version)
             self._monitor.rollouts(version + 1, refs.rollouts)
+            self._monitor.suspects(version + 1, refs.suspects)
             yield batch_under_torchrl_keys(batch)
-            self._metrics |= await self._wait(self._parts.buffer.trained.remote(refs.group_ids), "replay")
+            replay = await self._wait(self._parts.buffer.trained.remote(refs.group_ids), "replay")
+            await self._log(StepReport(self.version, replay))
         await self._wait(self._parts.buffer.close.remote(), "replay")
         await self._wait(asyncio.gather(*collecting), "generators")
 

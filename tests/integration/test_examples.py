@@ -33,6 +33,9 @@ def test_a_training_loop_of_ones_own_gets_each_group_once_and_within_the_bound(
     assert run.code == 0, run.output
     assert run.summary["steps"] == 6
     assert max(run.series("train/policy_lag/max")) in (1, 2)
+    assert len(taken := run.series("replay/groups_taken")) == 6
+    assert taken[-1] == 6 * 8
+    assert set(run.series("replay/dropped_stale")) == {0.0}
     # torchrl's loss and the engine agree about weights that are the same, and not about those that have moved on.
     distances = [abs(kl) for kl in run.series("train/kl/mean")]
     assert distances[0] < 1e-5 < max(distances)
