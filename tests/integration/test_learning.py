@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from statistics import mean
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -20,10 +21,12 @@ def test_asynchronous_rl_learns_within_the_bound(quickstart: Started) -> None:
     assert summary["status"] == "completed"
     assert summary["steps"] == 40
 
-    # It learns: sampled reward in training, greedy accuracy on questions that it never trained on.
+    # It learns: sampled reward in training, greedy accuracy on questions it never trained on. Ten steps at each end:
+    # the mean of the first four, which the summary has, moves by 0.02 with the order of the groups alone.
+    rewards = run.series("train/reward/mean")
     assert 0.2 <= summary["reward_first"] <= 0.55
-    assert summary["reward_last"] >= summary["reward_first"] + 0.08
-    assert summary["eval"]["after"]["exact_match"] > summary["eval"]["before"]["exact_match"] + 0.05
+    assert mean(rewards[-10:]) >= mean(rewards[:10]) + 0.04
+    assert summary["eval"]["after"]["exact_match"] > summary["eval"]["before"]["exact_match"] + 0.08
 
     # It is asynchronous, and inside the bound at every step.
     assert max(run.series("train/policy_lag/max")) in (1, 2)
