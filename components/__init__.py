@@ -65,19 +65,5 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time names are loaded
 
 __version__ = "0.1.0"
 
-_OFFERED = {
-    ".algorithms.advantages": "Advantage GroupAdvantage TurnAdvantage",
-    ".algorithms.corrections": "Correction CorrectionInputs RatioCorrection",
-    ".algorithms.kl": "KLEstimator",
-    ".algorithms.losses": "LossInputs PolicyLoss",
-    ".config": "Config ConfigError Recipe load_config",
-    ".envs": "AgentEnvironment Endpoint Environment Policy StepEnvironment Transcript",
-    ".monitor": "Record Sink",
-    ".types": "Completion Group Message Task TrainBatch Trajectory",
-}
-__getattr__ = offered(__name__, _OFFERED)
-__all__ = ["__version__", *sorted(" ".join(_OFFERED.values()).split())]  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, _offered = offered(__name__)
+__all__ = ["__version__", *_offered]  # pyright: ignore[reportUnsupportedDunderAll]

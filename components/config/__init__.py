@@ -33,16 +33,4 @@ if TYPE_CHECKING:
     from .stages import resolve_stages as resolve_stages
     from .stages import run_yaml as run_yaml
 
-__getattr__ = offered(
-    __name__,
-    {
-        ".check": "Problem check_run",
-        ".derived": "Derived derive",
-        ".errors": "ConfigError",
-        ".hardware": "Hardware this_machine",
-        ".load": "bundled_configs config_path load_config to_yaml",
-        ".recipe": "ONLINE_RL Needs Recipe bundled_recipe_path bundled_recipes find_recipe",
-        ".schema": "Config",
-        ".stages": "Stage plan_run resolve_stages run_yaml",
-    },
-)
+__getattr__, __dir__, __all__ = offered(__name__)

@@ -6,8 +6,9 @@ are, without loading torch or Ray.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy import offered
 
 if TYPE_CHECKING:  # for editors and type checkers
     from ..planning.advice import advice_after as advice_after
@@ -54,62 +55,4 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .rollouts import Rollouts as Rollouts
     from .saved_weights import saved_models as saved_models
 
-_WHERE = {
-    "advice_after": "..planning.advice",
-    "Checkpoints": ".checkpoints",
-    "STATE_DIR": ".checkpoints",
-    "resume_point": ".checkpoints",
-    "saved_position": ".checkpoints",
-    "saved_version": ".checkpoints",
-    "StageContext": ".context",
-    "StageResult": ".context",
-    "say": ".context",
-    "timed": ".context",
-    "evaluate": ".evaluation",
-    "of_set": ".evaluation",
-    "in_one_line": ".evaluation",
-    "check_weights": ".models",
-    "Feed": ".offline",
-    "Measure": ".offline",
-    "OfflineReport": ".offline",
-    "changes": ".offline",
-    "EvalPoint": ".rl_run",
-    "RLRun": ".rl_run",
-    "RLStage": ".rl_stage",
-    "Rollouts": ".rollouts",
-    "saved_models": ".saved_weights",
-    "Launcher": "..runtime.launch",
-    "Speeds": "..runtime.limit",
-    "Supervisor": "..runtime.supervisor",
-    "together": "..runtime.supervisor",
-    "Batches": "..tasks.batches",
-    "EvalSet": "..tasks.evalsets",
-    "build_evalsets": "..tasks.evalsets",
-    "check_examples": "..tasks.examples",
-    "example_of": "..tasks.examples",
-    "pair_of": "..tasks.examples",
-    "MixedTaskSet": "..tasks.mixed",
-    "pairs_among": "..tasks.preferences",
-    "rejected_key": "..tasks.preferences",
-    "Prompter": "..tasks.prompting",
-    "QueueTaskSet": "..tasks.queue_tasks",
-    "TaskSet": "..tasks.taskset",
-    "build_taskset": "..tasks.taskset",
-    "TrainBatch": "..types",
-    "batch_trajectories": "..types",
-    "CanaryPrompts": "..weights",
-}
-
-__all__ = sorted(_WHERE)  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_WHERE[name], __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_WHERE})
+__getattr__, __dir__, __all__ = offered(__name__)

@@ -22,12 +22,4 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .lag_trials import lag_trials as lag_trials
     from .running import run_trials as run_trials
 
-__getattr__ = offered(
-    __name__,
-    {
-        ".lag_picture": "draw_frontier",
-        ".lag_report": "FrontierRun Interval conclusions summarise write_csv",
-        ".lag_trials": "LAG_STUDY_RULES Trial lag_trials",
-        ".running": "run_trials",
-    },
-)
+__getattr__, __dir__, __all__ = offered(__name__)
