@@ -10,23 +10,14 @@ Shapes: S response tokens of N sequences laid end to end.
 from __future__ import annotations
 
 import math
-from typing import ClassVar, Literal, NamedTuple, Protocol
+from typing import ClassVar, Literal, NamedTuple
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from ..lazy import torch
 from .losses import MAX_LOG_RATIO
 from .piece import Piece
-from .sequences import sequence_means, sequence_sums
-
-
-class Scored(Protocol):
-    """Tokens with the logprobs [S] of the policies that have scored them."""
-
-    @property
-    def behavior_logprobs(self) -> torch.Tensor: ...
-    @property
-    def proximal_logprobs(self) -> torch.Tensor: ...
+from .sequences import Tokens, sequence_means, sequence_sums
 
 
 class CorrectionInputs(NamedTuple):
@@ -71,7 +62,7 @@ class Correction(Piece):
         """Whether the trainer must score a batch under the weights that take it."""
         return True
 
-    def old_logprobs(self, logprobs: torch.Tensor, tokens: Scored, policy_lags: torch.Tensor) -> torch.Tensor:
+    def old_logprobs(self, logprobs: torch.Tensor, tokens: Tokens, policy_lags: torch.Tensor) -> torch.Tensor:
         """Those of the policy that the loss's ratio is taken to, [S]."""
         return tokens.proximal_logprobs
 
@@ -98,7 +89,7 @@ class NoCorrection(Correction):
     def needs_proximal(self) -> bool:
         return False
 
-    def old_logprobs(self, logprobs: torch.Tensor, tokens: Scored, policy_lags: torch.Tensor) -> torch.Tensor:
+    def old_logprobs(self, logprobs: torch.Tensor, tokens: Tokens, policy_lags: torch.Tensor) -> torch.Tensor:
         return tokens.behavior_logprobs
 
     def weights(self, x: CorrectionInputs) -> torch.Tensor:
@@ -121,7 +112,7 @@ class RatioCorrection(Correction):
     def needs_proximal(self) -> bool:
         return self.proximal == "recompute"
 
-    def old_logprobs(self, logprobs: torch.Tensor, tokens: Scored, policy_lags: torch.Tensor) -> torch.Tensor:
+    def old_logprobs(self, logprobs: torch.Tensor, tokens: Tokens, policy_lags: torch.Tensor) -> torch.Tensor:
         if self.proximal == "interpolate":
             return interpolated_proximal(logprobs, tokens.behavior_logprobs, policy_lags)
         return tokens.proximal_logprobs

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import Unpack
 
 from pydantic import Field, PositiveInt
 
 from ..lazy import torch
 from ..section import Section
 from ..versions import NO_VERSION
-from .objective import Loss, Objective, PolicyObjective, ScoredTokens, Tokens
+from .objective import Loss, PolicyObjective
+from .sequences import StepCounts, Tokens
 
 
 class ExpertData(Section):
@@ -34,7 +35,7 @@ class ExpertData(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixedObjective(Objective):
+class MixedObjective(PolicyObjective):
     """`(1 - mu) L_policy + mu L_expert`, `L_expert` the mean over the step's expert tokens of `-w logp`.
 
     Expert tokens are those in the mask that no policy sampled (version NO_VERSION). Their `advantages` hold 1 / (their
@@ -43,72 +44,15 @@ class MixedObjective(Objective):
     Source: CHORD, arXiv 2508.11408 (its phi is w).
     """
 
-    policy: PolicyObjective
     experts: ExpertData
     takes_expert_tokens: bool = True
+    num_sums: int = PolicyObjective.num_sums + 4
 
-    @property
-    def needs_proximal(self) -> bool:
-        return self.policy.needs_proximal
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.policy.needs_reference
-
-    @property
-    def needs_entropy_gradient(self) -> bool:
-        return self.policy.needs_entropy_gradient
-
-    @property
-    def needs_step_values(self) -> bool:
-        return self.policy.needs_step_values
-
-    @property
-    def num_sums(self) -> int:
-        return self.policy.num_sums + 4
-
-    @property
-    def num_maxima(self) -> int:
-        return self.policy.num_maxima
-
-    def step_values(self, batch: ScoredTokens, proximal_logprobs: torch.Tensor) -> torch.Tensor:
-        return self.policy.step_values(batch, proximal_logprobs)
-
-    def for_step(self, values: torch.Tensor) -> Self:
-        return replace(self, policy=self.policy.for_step(values))
-
-    def after_step(self, metrics: dict[str, float]) -> Self:
-        return replace(self, policy=self.policy.after_step(metrics))
-
-    def state_dict(self) -> dict[str, float]:
-        return self.policy.state_dict()
-
-    def with_state(self, state: dict[str, float]) -> Self:
-        return replace(self, policy=self.policy.with_state(state))
-
-    def loss(
-        self,
-        logprobs: torch.Tensor,
-        entropy: torch.Tensor,
-        tokens: Tokens,
-        *,
-        policy_version: int,
-        num_sequences: int,
-        num_tokens: int,
-    ) -> Loss:
-        mu = self.experts.weight_at(policy_version)
+    def loss(self, logprobs: torch.Tensor, entropy: torch.Tensor, tokens: Tokens, **step: Unpack[StepCounts]) -> Loss:
+        mu = self.experts.weight_at(step["policy_version"])
         sampled = tokens.policy_versions != NO_VERSION
         expert = tokens.mask & ~sampled
-        same = {name: getattr(tokens, name) for name in _TOKEN_FIELDS}
-        rollouts = _Rollouts(**same | {"mask": tokens.mask & sampled})
-        policy = self.policy.loss(
-            logprobs,
-            entropy,
-            rollouts,
-            policy_version=policy_version,
-            num_sequences=num_sequences,
-            num_tokens=num_tokens,
-        )
+        policy = super().loss(logprobs, entropy, replace(tokens, mask=tokens.mask & sampled), **step)
         losses = -tokens.advantages * expert_token_weights(logprobs, on=self.experts.token_weights) * logprobs
         supervised = torch.where(expert, losses, 0.0).sum()
         with torch.no_grad():
@@ -119,7 +63,7 @@ class MixedObjective(Objective):
         return Loss((1 - mu) * policy.total + mu * supervised, torch.cat([own, policy.sums]), policy.maxima)
 
     def metrics(self, sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
-        metrics = self.policy.metrics(sums[4:], maxima)
+        metrics = super().metrics(sums[4:], maxima)
         supervised, nll, count, weighed = sums[:4].tolist()
         if count:
             metrics |= {
@@ -135,19 +79,3 @@ def expert_token_weights(logprobs: torch.Tensor, *, on: bool) -> torch.Tensor:
     """`p (1 - p)` of each token without gradient, or 1: [S] -> [S]."""
     p = logprobs.detach().exp()
     return p * (1 - p) if on else torch.ones_like(p)
-
-
-@dataclass(frozen=True)
-class _Rollouts:
-    """`Tokens` whose mask leaves expert tokens out."""
-
-    segments: torch.Tensor
-    mask: torch.Tensor
-    behavior_logprobs: torch.Tensor
-    policy_versions: torch.Tensor
-    advantages: torch.Tensor
-    proximal_logprobs: torch.Tensor
-    reference_logprobs: torch.Tensor
-
-
-_TOKEN_FIELDS = tuple(field.name for field in fields(_Rollouts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self, Unpack
 
 from ..lazy import torch
 from ..versions import NO_VERSION
@@ -14,40 +14,10 @@ from .diagnostics import MAXIMA, SUMS, step_metrics, token_sums
 from .grpo import PPOClip
 from .kl import KLEstimator, KLPenalty, adapted_coefficient, penalties_to_go
 from .losses import LossInputs, PolicyLoss
+from .sequences import StepCounts, Tokens
 
-
-class Tokens(Protocol):
-    """S response tokens as an objective sees them; see `trainer.microbatch.Microbatch`."""
-
-    @property
-    def segments(self) -> torch.Tensor: ...
-    @property
-    def mask(self) -> torch.Tensor: ...
-    @property
-    def behavior_logprobs(self) -> torch.Tensor: ...
-    @property
-    def policy_versions(self) -> torch.Tensor: ...
-    @property
-    def advantages(self) -> torch.Tensor: ...
-    @property
-    def proximal_logprobs(self) -> torch.Tensor: ...
-    @property
-    def reference_logprobs(self) -> torch.Tensor: ...
-
-
-class ScoredTokens(Protocol):
-    """Response tokens of a rank's whole share of a step; see `types.TrainBatch`."""
-
-    @property
-    def response_lengths(self) -> torch.Tensor: ...
-    @property
-    def loss_mask(self) -> torch.Tensor: ...
-    @property
-    def behavior_logprobs(self) -> torch.Tensor: ...
-    @property
-    def advantages(self) -> torch.Tensor: ...
-    @property
-    def policy_versions(self) -> torch.Tensor: ...
+if TYPE_CHECKING:
+    from ..types import TrainBatch
 
 
 @dataclass(frozen=True)
@@ -81,22 +51,13 @@ class Objective:
     takes_expert_tokens: bool = False
     sequences_per_unit: int = 1
 
-    def loss(
-        self,
-        logprobs: torch.Tensor,
-        entropy: torch.Tensor,
-        tokens: Tokens,
-        *,
-        policy_version: int,
-        num_sequences: int,
-        num_tokens: int,
-    ) -> Loss:
+    def loss(self, logprobs: torch.Tensor, entropy: torch.Tensor, tokens: Tokens, **step: Unpack[StepCounts]) -> Loss:
         raise NotImplementedError
 
     def metrics(self, sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
         raise NotImplementedError
 
-    def step_values(self, batch: ScoredTokens, proximal_logprobs: torch.Tensor) -> torch.Tensor:
+    def step_values(self, batch: TrainBatch, proximal_logprobs: torch.Tensor) -> torch.Tensor:
         """Numbers [K] of one rank's share of a step; see `needs_step_values`."""
         raise NotImplementedError
 
@@ -151,7 +112,7 @@ class PolicyObjective(Objective):
     def needs_step_values(self) -> bool:
         return self.correction.needs_step_values
 
-    def step_values(self, batch: ScoredTokens, proximal_logprobs: torch.Tensor) -> torch.Tensor:
+    def step_values(self, batch: TrainBatch, proximal_logprobs: torch.Tensor) -> torch.Tensor:
         sampled = batch.loss_mask & (batch.policy_versions != NO_VERSION)
         lengths = batch.response_lengths
         segments = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
@@ -162,17 +123,8 @@ class PolicyObjective(Objective):
     def for_step(self, values: torch.Tensor) -> Self:
         return replace(self, limit=self.correction.limit_of_step(values))
 
-    def loss(
-        self,
-        logprobs: torch.Tensor,
-        entropy: torch.Tensor,
-        tokens: Tokens,
-        *,
-        policy_version: int,
-        num_sequences: int,
-        num_tokens: int,
-    ) -> Loss:
-        lags = policy_version - tokens.policy_versions
+    def loss(self, logprobs: torch.Tensor, entropy: torch.Tensor, tokens: Tokens, **step: Unpack[StepCounts]) -> Loss:
+        lags = step["policy_version"] - tokens.policy_versions
         old = self.correction.old_logprobs(logprobs, tokens, lags)
         advantages, kl = self._penalised(logprobs, tokens)
         weights = self._weights(logprobs, old, advantages, tokens)
@@ -185,8 +137,8 @@ class PolicyObjective(Objective):
                 tokens.mask,
                 tokens.segments,
                 how=self.aggregation,
-                num_sequences=num_sequences,
-                num_tokens=num_tokens,
+                num_sequences=step["num_sequences"],
+                num_tokens=step["num_tokens"],
                 length=self.aggregation_length,
             )
 
@@ -272,24 +224,8 @@ class SupervisedObjective(Objective):
     num_sums: int = 3
     num_maxima: int = 0
 
-    def loss(
-        self,
-        logprobs: torch.Tensor,
-        entropy: torch.Tensor,
-        tokens: Tokens,
-        *,
-        policy_version: int,
-        num_sequences: int,
-        num_tokens: int,
-    ) -> Loss:
-        total = aggregate(
-            -logprobs,
-            tokens.mask,
-            tokens.segments,
-            how="token_mean",
-            num_sequences=num_sequences,
-            num_tokens=num_tokens,
-        )
+    def loss(self, logprobs: torch.Tensor, entropy: torch.Tensor, tokens: Tokens, **step: Unpack[StepCounts]) -> Loss:
+        total = torch.where(tokens.mask, -logprobs, 0.0).sum() / step["num_tokens"]
         with torch.no_grad():
             count = tokens.mask.sum().double()
             sums = torch.stack([total.double(), (entropy * tokens.mask).sum().double(), count])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Unpack
 
 from pydantic import Field, PositiveFloat
 
 from ..lazy import torch
 from ..section import Section
-from .objective import Loss, Objective, Tokens
-from .sequences import sequence_sums
+from .objective import Loss, Objective
+from .sequences import StepCounts, Tokens, sequence_sums
 
 
 class DPO(Section):
@@ -38,17 +39,8 @@ class PreferenceObjective(Objective):
     needs_reference: bool = True
     sequences_per_unit: int = 2
 
-    def loss(
-        self,
-        logprobs: torch.Tensor,
-        entropy: torch.Tensor,
-        tokens: Tokens,
-        *,
-        policy_version: int,
-        num_sequences: int,
-        num_tokens: int,
-    ) -> Loss:
-        num_pairs = num_sequences // 2
+    def loss(self, logprobs: torch.Tensor, entropy: torch.Tensor, tokens: Tokens, **step: Unpack[StepCounts]) -> Loss:
+        num_pairs = step["num_sequences"] // 2
         gains = sequence_sums(
             torch.where(tokens.mask, logprobs - tokens.reference_logprobs, 0.0), tokens.segments
         ).reshape(-1, 2)

@@ -2,7 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TypedDict
+
 from ..lazy import torch
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """S response tokens as an objective sees them."""
+
+    segments: torch.Tensor  # int64 [S], index of the sequence among these
+    mask: torch.Tensor  # bool [S], True where a token is trained on
+    behavior_logprobs: torch.Tensor  # float32 [S]
+    policy_versions: torch.Tensor  # int64 [S]
+    advantages: torch.Tensor  # float32 [S]
+    proximal_logprobs: torch.Tensor  # float32 [S]; the behaviour ones where no objective asks for them
+    reference_logprobs: torch.Tensor  # float32 [S]; the behaviour ones where no objective asks for them
+
+
+class StepCounts(TypedDict):
+    """Of a whole optimizer step: the version of its weights, its sequences, and its trained tokens."""
+
+    policy_version: int
+    num_sequences: int
+    num_tokens: int
 
 
 def sequence_sums(values: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:

@@ -19,12 +19,12 @@ def objective_of(config: Config, recipe: Recipe) -> Objective:
         return PreferenceObjective(dpo=config.algorithm.dpo)
     pieces = config.algorithm.made()
     a = pieces.settings
-    policy = PolicyObjective(
-        policy_loss=pieces.loss,
-        aggregation=a.aggregation,
-        aggregation_length=config.rollout.max_response_tokens,
-        correction=pieces.correction,
-        kl=a.kl,
-        entropy_coef=a.entropy_coef,
-    )
-    return policy if a.expert is None else MixedObjective(policy=policy, experts=a.expert)
+    policy = {
+        "policy_loss": pieces.loss,
+        "aggregation": a.aggregation,
+        "aggregation_length": config.rollout.max_response_tokens,
+        "correction": pieces.correction,
+        "kl": a.kl,
+        "entropy_coef": a.entropy_coef,
+    }
+    return PolicyObjective(**policy) if a.expert is None else MixedObjective(**policy, experts=a.expert)

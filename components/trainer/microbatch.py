@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from ..algorithms.sequences import Tokens
 from ..samples import further, prompt_keys, ranges, starts
 from .layout import Layout, Segment, make_layout
 
@@ -27,7 +28,7 @@ class PromptRows:
 
 
 @dataclass(frozen=True)
-class Microbatch:
+class Microbatch(Tokens):
     """B rows of T tokens, and where their S trained tokens are.
 
     The logprob of response token s is read at `logit_positions[s]` of the flattened [B * T] positions: where the token
@@ -41,13 +42,6 @@ class Microbatch:
     attention_mask: torch.Tensor | None  # int64 [B, T], 1 where there is a token
     logit_positions: torch.Tensor  # int64 [S]
     targets: torch.Tensor  # int64 [S]
-    segments: torch.Tensor  # int64 [S], index of the sequence in this microbatch
-    mask: torch.Tensor  # bool [S]
-    behavior_logprobs: torch.Tensor  # float32 [S]
-    policy_versions: torch.Tensor  # int64 [S]
-    advantages: torch.Tensor  # float32 [S]
-    proximal_logprobs: torch.Tensor  # float32 [S]; the behaviour ones where no objective asks for them
-    reference_logprobs: torch.Tensor  # float32 [S]; the behaviour ones where no objective asks for them
     batch_positions: torch.Tensor  # int64 [S], where each token is in the batch
     token_tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # [S, ...]
     prompt_tensors: dict[str, PromptRows] = field(default_factory=dict)

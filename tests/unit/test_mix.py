@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.mix import ExpertData, MixedObjective
 from leeway.algorithms.objective import PolicyObjective
 from leeway.algorithms.presets import ADVANTAGES
+from leeway.algorithms.sequences import StepCounts, Tokens
 from leeway.config import find_recipe, load_config
 from leeway.config.objective import objective_of
 from leeway.replay.assemble import Assembler
@@ -25,21 +25,25 @@ from leeway.types import NO_VERSION, Group, Trajectory, batch_trajectories
 from ..trainers import random_trajectories
 
 f64 = torch.float64
-POLICY = PolicyObjective(policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation="seq_mean_token_mean")
+SETTINGS: dict[str, Any] = {
+    "policy_loss": PPOClip(clip_low=0.2, clip_high=0.28),
+    "aggregation": "seq_mean_token_mean",
+}
+POLICY = PolicyObjective(**SETTINGS)
 
 
 def mixed(mu: float, **changes: Any) -> MixedObjective:
-    return MixedObjective(policy=POLICY, experts=ExpertData(path="e.jsonl", weight=mu, **changes))
+    return MixedObjective(**SETTINGS, experts=ExpertData(path="e.jsonl", weight=mu, **changes))
 
 
-def tokens_of(seed: int) -> tuple[Any, torch.Tensor, list[bool]]:
+def tokens_of(seed: int) -> tuple[Tokens, torch.Tensor, list[bool]]:
     """Two rollouts and two expert answers, masks everywhere; expert tokens share 1 / 7 each."""
     rng = random.Random(seed)
     segments = [0, 0, 0, 1, 1, 2, 2, 2, 3, 3]
     expert = [s >= 2 for s in segments]
     mask = [True, False, True, True, True, True, False, True, True, True]
     count = len(segments)
-    tokens = SimpleNamespace(
+    tokens = Tokens(
         segments=torch.tensor(segments),
         mask=torch.tensor(mask),
         behavior_logprobs=torch.tensor([0.0 if e else rng.uniform(-2, 0) for e in expert], dtype=f64),
@@ -54,19 +58,19 @@ def tokens_of(seed: int) -> tuple[Any, torch.Tensor, list[bool]]:
     return tokens, logprobs, [e and m for e, m in zip(expert, mask, strict=True)]
 
 
-COUNTS = {"policy_version": 4, "num_sequences": 2, "num_tokens": 4}
+COUNTS: StepCounts = {"policy_version": 4, "num_sequences": 2, "num_tokens": 4}
 
 
 @pytest.mark.parametrize("token_weights", [False, True])
 def test_the_loss_is_the_mixture_and_its_gradient_too(token_weights: bool) -> None:
     tokens, start, is_target = tokens_of(0)
     first = slice(0, 5)
-    rollouts = SimpleNamespace(**{name: value[first] for name, value in vars(tokens).items()})
+    rollouts = Tokens(**{name: value[first] for name, value in vars(tokens).items()})
     x = start.clone().requires_grad_()
     loss = mixed(0.3, token_weights=token_weights).loss(x, torch.ones(10), tokens, **COUNTS)
     loss.total.backward()
     y = start[first].clone().requires_grad_()
-    alone = POLICY.loss(y, torch.ones(5), rollouts, **COUNTS)  # type: ignore[arg-type]
+    alone = POLICY.loss(y, torch.ones(5), rollouts, **COUNTS)
     alone.total.backward()
     weights = [p * (1 - p) if token_weights else 1.0 for p in start.exp().tolist()]
     supervised = sum(-w * lp / 7 for w, lp, t in zip(weights, start.tolist(), is_target, strict=True) if t)
