@@ -20,54 +20,27 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 _ROUNDING = 1e-6
 """Seconds and tokens below this are rounding of the clock: far less than anything measured."""
 
 
+@dataclass(slots=True, eq=False)
 class Chunk:
     """Sequences of one group that are simulated as equally long: `size` sequences of `tokens` tokens each."""
 
-    __slots__ = ("group", "prompt_tokens", "size", "started_at", "tokens", "version")
-
-    def __init__(self, group: Any, size: int, tokens: float, prompt_tokens: float) -> None:
-        self.group = group
-        self.size = size
-        self.tokens = tokens
-        self.prompt_tokens = prompt_tokens  # to be prefilled for the whole chunk
-        self.started_at = 0.0
-        self.version = 0  # the version it was started under, which samples its first token
+    group: Any
+    size: int
+    tokens: float
+    prompt_tokens: float  # to be prefilled for the whole chunk
+    started_at: float = 0.0
+    version: int = 0  # the version it was started under, which samples its first token
 
 
 class SimulatedEngine:
     """Time moves only by `advance`; every other method refers to the current time."""
-
-    __slots__ = (
-        "_ahead",
-        "_budget",
-        "_ends",
-        "_loads",
-        "_more",
-        "_num_pushed",
-        "_pass_s",
-        "_portion",
-        "_prefilled",
-        "_queue",
-        "_room",
-        "_running_starts",
-        "_stall_s",
-        "_token_s",
-        "busy_s",
-        "epoch",
-        "held",
-        "now",
-        "paused",
-        "position",
-        "running",
-        "slowdown",
-        "version",
-    )
 
     def __init__(self, *, pass_s: float, token_s: float, max_sequences: int, prefill_budget: float = math.inf) -> None:
         self._pass_s = pass_s

@@ -8,8 +8,6 @@ from ..config import Config, derive
 from ..replay.admission import AdmissionRule
 from .lengths import Distribution
 
-IN_FLIGHT = ("recompute", "keep", "off")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
@@ -132,11 +130,6 @@ class Calibration:
     def faster_generators(self, factor: float) -> Calibration:
         """The same calibration with engines that are `factor` times as fast (below 1: slower)."""
         return replace(self, pass_s=self.pass_s / factor, token_s=self.token_s / factor)
-
-    @property
-    def group_tokens(self) -> float:
-        """Mean response tokens of a group."""
-        return self.lengths.mean * self.settings.group_size
 
     def prefill_tokens(self, group_size: int) -> float:
         """Prompt tokens that a group's start puts through the engine."""

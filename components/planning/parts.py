@@ -13,58 +13,33 @@ _BLOCK = 512
 """Groups whose lengths are drawn at a time."""
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedGroup:
-    __slots__ = (
-        "collector",
-        "environment_s",
-        "group_id",
-        "min_policy_version",
-        "newest",
-        "open_chunks",
-        "tokens",
-        "versions",
-    )
-
-    def __init__(self, group_id: int, min_policy_version: int, collector: SimulatedCollector) -> None:
-        self.group_id = group_id
-        self.min_policy_version = min_policy_version
-        self.collector = collector
-        self.tokens = 0.0
-        self.newest = 0
-        self.open_chunks = 0
-        self.environment_s = 0.0
-        self.versions: dict[int, float] = {}
+    group_id: int
+    min_policy_version: int
+    collector: SimulatedCollector
+    tokens: float = 0.0
+    newest: int = 0
+    open_chunks: int = 0
+    environment_s: float = 0.0
+    versions: dict[int, float] = field(default_factory=dict)
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedCollector:
     """One engine, with the state of its collector and its weight sync."""
 
-    __slots__ = (
-        "changed_at",
-        "draining",
-        "engine",
-        "generating_s",
-        "in_engine",
-        "in_flight",
-        "pulling",
-        "verified",
-        "waiting",
-        "wanted",
-        "withheld",
-    )
-
-    def __init__(self, engine: SimulatedEngine) -> None:
-        self.engine = engine
-        self.in_flight = 0
-        self.in_engine = 0  # of those, groups with sequences still being sampled
-        self.verified = 0
-        self.wanted = 0
-        self.pulling: int | None = None  # the version that is being pulled
-        self.draining = False  # running sequences finish before the pause
-        self.waiting: list[SimulatedGroup] = []  # for newer weights
-        self.withheld: list[SimulatedGroup] = []
-        self.generating_s = 0.0
-        self.changed_at = 0.0
+    engine: SimulatedEngine
+    in_flight: int = 0
+    in_engine: int = 0  # of those, groups with sequences still being sampled
+    verified: int = 0
+    wanted: int = 0
+    pulling: int | None = None  # the version that is being pulled
+    draining: bool = False  # running sequences finish before the pause
+    waiting: list[SimulatedGroup] = field(default_factory=list)  # for newer weights
+    withheld: list[SimulatedGroup] = field(default_factory=list)
+    generating_s: float = 0.0
+    changed_at: float = 0.0
 
 
 class PacedWork:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 
-from .batch_order import BatchOrder
+from ..replay.window import Window
 from .engine_model import Chunk, SimulatedEngine
 from .model import Calibration, Settings
 from .parts import Draws, PacedWork, SimulatedCollector, SimulatedGroup, SimulatedRun
@@ -42,7 +42,7 @@ class Simulation:
         self._num_steps = num_steps
         self._skip = skip
         self._rule = settings.rule
-        self._order = BatchOrder(self._rule)
+        self._window = Window(self._rule)  # no group is filtered or fails: its queue index is its number
         self._draws = Draws(calibration, settings.group_size, chunks_per_group, seed)
         self._factors = self._draws.train_factors(num_steps)
         self._max_in_flight = max(1, -(-settings.max_outstanding_groups // settings.generators))
@@ -96,7 +96,7 @@ class Simulation:
 
     def _admit(self) -> None:
         """Free slots go one at a time to the collector with the fewest groups, as in the real buffer."""
-        free = self._order.num_free_slots(published=self._published)
+        free = self._num_free_slots()
         emptiest = [(c.in_flight, i) for i, c in enumerate(self._collectors) if c.in_flight < self._max_in_flight]
         heapq.heapify(emptiest)
         given: dict[int, None] = {}
@@ -106,7 +106,8 @@ class Simulation:
             held, index = emptiest[0]
             collector = self._collectors[index]
             given[index] = None
-            group_id, min_policy_version = self._order.admit()
+            group_id = self._window.next_queue_index
+            min_policy_version = self._window.admit(group_id)
             group = self._groups[group_id] = SimulatedGroup(group_id, min_policy_version, collector)
             if collector.verified >= min_policy_version:
                 self._submit(group)
@@ -123,6 +124,9 @@ class Simulation:
             self._reschedule(collector)
             if collector.waiting:
                 self._pull([collector])
+
+    def _num_free_slots(self) -> int:
+        return max(0, self._rule.num_admissible(published=self._published) - self._window.next_queue_index)
 
     def _submit(self, group: SimulatedGroup) -> None:
         lengths, environment_s = self._draws.of(group.group_id)
@@ -174,8 +178,8 @@ class Simulation:
             collector.withheld.append(group)
             return
         collector.in_flight -= 1
-        self._order.finish(group.group_id)
-        if self._order.num_free_slots(published=self._published):
+        self._window.finish(group.group_id)
+        if self._num_free_slots():
             self._admit()
         self._serve_batch()
 
@@ -183,9 +187,9 @@ class Simulation:
 
     def _serve_batch(self) -> None:
         """At most one batch is prepared ahead of the trainer."""
-        if self._batch_is_wanted and self._order.is_complete():
+        if self._batch_is_wanted and self._window.is_ready(last=False):
             self._batch_is_wanted = False
-            self._at(self._now + self._c.hand_off_s, self._batch_arrived, self._order.take_batch())
+            self._at(self._now + self._c.hand_off_s, self._batch_arrived, self._window.take_batch(last=False))
 
     def _batch_arrived(self, batch: list[int]) -> None:
         self._batch = batch

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..config.derived import least_target_policy_lag
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdmissionRule:
@@ -35,8 +37,9 @@ class AdmissionRule:
     @property
     def min_target_lag(self) -> int:
         """The smallest target lag with which the next batch can always be filled before the next publication."""
-        ceil_batches = -(-(self.reorder_window - 1) // self.groups_per_batch)
-        return self.updates_per_batch * (ceil_batches + 1) + self.publish_every - 2
+        return least_target_policy_lag(
+            self.groups_per_batch, self.updates_per_batch, self.publish_every, self.reorder_window
+        )
 
     def last_batch(self, queue_index: int) -> int:
         """The latest batch that a group of this queue index can be in (batches count from 0)."""

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from ..types import Task
 
-ORDERS = ("shuffle", "sequential", "easy_to_hard", "adaptive")
-
 LEAST_CHANCE = 0.1
 """A task that is always or never solved still comes up in this share of the epochs, because that may change."""
 

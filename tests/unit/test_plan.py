@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 
 from leeway.planning import lengths
-from leeway.planning.batch_order import BatchOrder
 from leeway.planning.engine_model import Chunk, SimulatedEngine
 from leeway.planning.lengths import Distribution
 from leeway.planning.model import Calibration, Settings
 from leeway.planning.predict import limit_s, predict
 from leeway.planning.search import advise, best, best_split, fitting, splits_of, sweep, variants
-from leeway.replay.admission import AdmissionRule
-from leeway.replay.window import Window
 
 FIXED = Distribution((101.0,))  # the first token comes with the prompt, 100 are decoded
 
@@ -182,41 +175,6 @@ def test_a_wider_window_uses_finished_groups_while_they_are_fresh() -> None:
     strict, wide = (predict(calibration, replace(settings, reorder_window=w)) for w in (1, 17))
     assert wide.lag_mean < 0.9 * strict.lag_mean
     assert wide.step_s < 1.02 * strict.step_s
-
-
-@pytest.mark.slow
-@hypothesis_settings(max_examples=60, deadline=None)
-@given(
-    st.integers(1, 6),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 12),
-    st.integers(0, 9),
-    st.integers(0, 10**6),
-)
-def test_batches_are_those_of_the_systems_own_window(P: int, u: int, n: int, W: int, extra: int, seed: int) -> None:
-    target = u * (-(-(W - 1) // P) + 1) + n - 2 + extra
-    rule = AdmissionRule(
-        groups_per_batch=P, updates_per_batch=u, publish_every=n, reorder_window=W, target_lag=target, max_lag=target
-    )
-    order, window, rng = BatchOrder(rule), Window(rule), random.Random(seed)
-    running: list[int] = []
-    published = 0
-    for _ in range(300):
-        for _ in range(rng.randint(0, order.num_free_slots(published=published))):
-            group, min_policy_version = order.admit()
-            assert window.admit(group) == min_policy_version
-            running.append(group)
-        if running and rng.random() < 0.8:
-            group = running.pop(rng.randrange(len(running)))
-            order.finish(group)
-            window.finish(group)
-        complete = window.missing_for_batch(last=False) is None
-        assert order.is_complete() == complete
-        if complete and rng.random() < 0.7:
-            assert order.take_batch() == window.take_batch(last=False)
-            published = max(published, window.num_batches * u - rng.randint(0, n))
-        assert order.num_outstanding == window.num_outstanding
 
 
 def test_tokens_belong_to_the_version_that_was_loaded_when_they_were_sampled() -> None:
