@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    field_validator,
+    model_serializer,
+)
 
 
 class Refused(ValueError):
@@ -32,6 +39,14 @@ class Section(BaseModel):
         if bool not in kinds and (int in kinds or float in kinds):
             raise ValueError("a number")
         return value
+
+
+class Partial(Section):
+    """Settings of which one part is set here; another section has the rest. Only what is set is written."""
+
+    @model_serializer(mode="wrap")
+    def _what_is_set(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in handler(self).items() if name in self.model_fields_set}
 
 
 def leaf_types(annotation: Any) -> set[Any]:

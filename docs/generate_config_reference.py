@@ -54,6 +54,9 @@ A config is one YAML file that says only what differs from the defaults below. `
 `param_server.transport` has one possible value so far, object_store.
 """
 
+PARTIAL = ("MixedTasks", "EvalTasks", "EnvPart")
+"""Sections that take the settings of others, which have a table of their own."""
+
 ENGINE = """\
 `rollout.engine.name` is one of {engines}, or your own `pkg.module:Class`; another name in a higher layer takes the
 other settings of `rollout.engine` with it. `hf` has one, `max_num_seqs` (256): sequences that it works on at a time.
@@ -90,6 +93,10 @@ def _sections(schema: Schema, fields: Schema, *, prefix: str) -> Iterator[tuple[
             definition = schema["$defs"][section]
             yield f"{prefix}{name}", definition
             yield from _sections(schema, definition["properties"], prefix=f"{prefix}{name}.")
+        elif isinstance(each := field.get("additionalProperties"), dict) and (of := _section_of(each)):
+            definition = schema["$defs"][of]
+            if definition["title"] not in PARTIAL:
+                yield f"{prefix}{name}.<name>", definition
 
 
 def _choice(schema: Schema, field: Schema) -> Schema:
@@ -150,7 +157,8 @@ def _range(field: Schema) -> str:
 
 
 def _default(key: str, field: Schema) -> str:
-    default = field.get("default") if " " in key else default_of(key)
+    is_apart = " " in key or ".<name>." in key
+    default = field.get("default", {} if field.get("type") == "object" else None) if is_apart else default_of(key)
     if default is PydanticUndefined:
         return "required"
     if isinstance(default, Section):

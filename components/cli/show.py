@@ -109,7 +109,7 @@ def _tasks(config: Config) -> str:
     task = config.task
     source = f"{task.dataset} ({_arguments(task.options)})" if task.name == "reasoning_gym" else str(task.path)
     if task.name == "mix":
-        parts = [f"{n} ({p.get('name', 'jsonl')}, weight {p.get('weight', 1):g})" for n, p in task.mix.items()]
+        parts = [f"{name} ({own.name}, weight {own.weight:g})" for name, own in task.mix.items()]
         source = ", ".join(parts)
     held_out = config.eval.path or (f"{task.holdout_frac:g} held out" if task.holdout_frac else "")
     parts = [held_out, ", ".join(f"taskset {name}" for name in config.eval.tasksets)]

@@ -63,7 +63,7 @@ def earlier_run(config: Config, folder: Path | None = None) -> Problem | None:
 def _missing_files(config: Config) -> Found:
     models = {"model.path": config.model.path, "algorithm.reference_path": config.algorithm.reference_path}
     models |= {"critic.path": config.critic.path}
-    models |= {f"env.models.{name}.path": own.get("path") for name, own in config.env.models.items()}
+    models |= {f"env.models.{name}.path": own.path for name, own in config.env.models.items()}
     for key, model in models.items():
         if model is None or not is_local_path(model):
             continue
@@ -88,8 +88,8 @@ def _missing_files(config: Config) -> Found:
     paths = [("task.path", config.task.name, config.task.path), ("eval.path", "jsonl", config.eval.path)]
     expert = config.algorithm.expert
     paths += [("algorithm.expert.path", "jsonl", None if expert is None else expert.path)]
-    paths += [(f"task.mix.{n}.path", p.get("name", "jsonl"), p.get("path")) for n, p in config.task.mix.items()]
-    paths += [(f"eval.tasksets.{n}.path", p.get("name"), p.get("path")) for n, p in config.eval.tasksets.items()]
+    paths += [(f"task.mix.{n}.path", own.name, own.path) for n, own in config.task.mix.items()]
+    paths += [(f"eval.tasksets.{n}.path", own.name, own.path) for n, own in config.eval.tasksets.items()]
     for path in paths:
         yield from _missing_data(*path)
 

@@ -75,7 +75,7 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
         "generator": rollout.num_generators if recipe.generates else 0,
         "trainer": train.num_ranks if recipe.trains else 0,
     }
-    served = sum(own.get("path") is not None for own in config.env.models.values()) if recipe.generates else 0
+    served = sum(own.path is not None for own in config.env.models.values()) if recipe.generates else 0
     auxiliary = {"auxiliary model": served} if served else {}
     gpus_per_engine = devices_of(rollout.engine_name, rollout.engine_options)
     on_gpu = cluster.device == "cuda"

@@ -11,6 +11,7 @@ from ..weights import Checksum
 from .effect import ANY, OnlyWith
 from .engines import HIGHEST_TEMPERATURE, LEAST_TEMPERATURE, split_options
 from .names import PRIORITIES
+from .plugins import OperatorName
 from .transports import transport_kind
 
 REUSED = OnlyWith(lambda c: c.replay.max_uses > 1, "replay.max_uses is above 1")
@@ -123,7 +124,7 @@ class ReplayConfig(Section):
         description="your own torchrl Storage of ragged TensorDicts, one per group: pkg.mod:function, called with the "
         "most groups it will hold; null: in memory",
     )
-    operators: list[str | dict[str, dict[str, Any]]] = Field(
+    operators: list[OperatorName | dict[OperatorName, dict[str, Any]]] = Field(
         default_factory=list,
         description="operators applied to finished groups, in order: names, or {name: {option: value}}",
     )

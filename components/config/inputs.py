@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from ..section import Section
+from ..section import Partial, Section
 from .effect import EVALUATION, GENERATION, PAIRS, TRAINING, OnlyWith, for_source
 from .engines import Temperature
+from .plugins import EnvironmentName, RewardName, target
 
 BY_DIFFICULTY = OnlyWith(lambda c: c.task.order == "easy_to_hard", "task.order is easy_to_hard")
 
@@ -40,10 +42,10 @@ class ModelConfig(Section):
     )
 
 
-class TaskConfig(Section):
-    """Where prompts come from."""
+class TaskSource(Section):
+    """Where prompts come from: one source."""
 
-    name: Literal["reasoning_gym", "jsonl", "parquet", "hf", "python", "sql", "queue", "mix"] = Field(
+    name: Literal["reasoning_gym", "jsonl", "parquet", "hf", "python", "sql", "queue"] = Field(
         default="jsonl", description="kind of source"
     )
     path: str | None = Field(
@@ -59,10 +61,6 @@ class TaskConfig(Section):
     )
     size: Annotated[PositiveInt, for_source("reasoning_gym", "python")] = Field(
         default=20000, description="reasoning_gym, python: number of problems to draw"
-    )
-    mix: dict[str, dict[str, Any]] = Field(
-        default_factory=dict,
-        description="mix: tasksets by name, each with a weight (default 1) and the settings that differ",
     )
     holdout_frac: float = Field(
         default=0.0,
@@ -103,10 +101,44 @@ class TaskConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _queues_have_the_order_of_the_file(cls, given: Any) -> Any:
+    def _completed(cls, given: Any) -> Any:
+        """A queue has the order of its file; a name that an installed package offers is that of its function."""
         if isinstance(given, dict) and given.get("name") == "queue":
             return {"order": "sequential", **given}
+        if isinstance(given, dict) and given.get("name") == "python" and "path" in given:
+            return {**given, "path": target(given["path"], "tasks")}
         return given
+
+
+class MixedTasks(Partial, TaskSource):
+    """One taskset of `task.mix`. Anything it does not set comes from `task`, except where its tasks come from."""
+
+    weight: PositiveFloat = Field(default=1.0, description="its share of the tasks is its weight over all weights")
+
+
+class TaskConfig(TaskSource):
+    """Where prompts come from."""
+
+    name: Literal["reasoning_gym", "jsonl", "parquet", "hf", "python", "sql", "queue", "mix"] = Field(
+        default="jsonl", description="kind of source"
+    )
+    mix: dict[str, MixedTasks] = Field(
+        default_factory=dict,
+        description="mix: tasksets by name, each with a weight (default 1) and the settings that differ",
+    )
+
+    def parts(self) -> dict[str, TaskSource]:
+        """The tasksets of `mix`, each with all of its settings."""
+        return {name: self._with(own.model_dump(exclude={"weight"})) for name, own in self.mix.items()}
+
+    def evaluated(self, own: EvalTasks) -> TaskSource:
+        """One of `eval.tasksets`, with all of its task settings. All of its rows are evaluated on, in their order."""
+        settings = own.model_dump(exclude=set(EvalSampling.model_fields))
+        return self._with({"limit": None, "holdout_frac": 0.0, "order": "shuffle", "difficulty_key": None} | settings)
+
+    def _with(self, own: dict[str, Any]) -> TaskSource:
+        shared = self.model_dump(exclude={"mix", "name", "path", "query", "dataset", "options"})
+        return TaskSource.model_validate(shared | own)
 
 
 class EvalSampling(Section):
@@ -130,6 +162,24 @@ class EvalSampling(Section):
         default=1.0, description="without an exact_match, an answer counts as right if its reward is at least this"
     )
 
+    def ks(self) -> list[int]:
+        """The values of k for pass@k and best@k: those requested, or powers of two up to `samples`, plus `samples`."""
+        if self.k is not None:
+            return sorted(set(self.k))
+        powers = [2**i for i in range(self.samples.bit_length()) if 2**i < self.samples]
+        return [*powers, self.samples]
+
+
+class EvalTasks(Partial, TaskSource, EvalSampling):
+    """One of `eval.tasksets`. Anything it does not set comes from `task` and `eval`, except where its tasks come from.
+
+    It does not train, so `holdout_frac`, `order` and `limit` do not come from there either.
+    """
+
+    name: Literal["reasoning_gym", "jsonl", "parquet", "hf", "python", "sql", "queue"] = Field(
+        description="kind of source"
+    )
+
 
 class EvalConfig(EvalSampling):
     """How the policy is evaluated on held-out tasks: before, during and after training."""
@@ -140,7 +190,7 @@ class EvalConfig(EvalSampling):
         default=0, description="optimizer steps between evaluations; 0: start and end only"
     )
     path: str | None = Field(default=None, description="jsonl file of held-out tasks, instead of task.holdout_frac")
-    tasksets: dict[str, dict[str, Any]] = Field(
+    tasksets: dict[str, EvalTasks] = Field(
         default_factory=dict,
         description="more tasksets to evaluate, by name, each with the task and eval settings that "
         "differ; never trained on",
@@ -150,11 +200,25 @@ class EvalConfig(EvalSampling):
         description="recipe evaluate: the folder of a run; all of its saved weights are evaluated, in order",
     )
 
+    def sampling(self, name: str | None) -> EvalSampling:
+        """How the tasks of a taskset are answered (None: the held-out ones)."""
+        fields = set(EvalSampling.model_fields)
+        own = {} if name is None else self.tasksets[name].model_dump(include=fields)
+        return EvalSampling.model_validate(self.model_dump(include=fields) | own)
+
+
+def _is_address(url: str) -> str:
+    if not re.match(r"https?://[^/]+", url):
+        raise ValueError("http://host:port/v1 or https://...")
+    return url
+
 
 class AuxiliaryModel(Section):
     """One of `env.models`. Exactly one of `url` and `path` is set."""
 
-    url: str | None = Field(default=None, description="an OpenAI-compatible address, e.g. http://host:8000/v1")
+    url: Annotated[str, AfterValidator(_is_address)] | None = Field(
+        default=None, description="an OpenAI-compatible address, e.g. http://host:8000/v1"
+    )
     path: str | None = Field(default=None, description="a model that the run serves itself: folder or hub id")
     kind: Literal["generate", "classify"] = Field(
         default="generate", description="what it does with text: continues it, or scores it (sequence classifier)"
@@ -172,22 +236,33 @@ class AuxiliaryModel(Section):
     engine: dict[str, Any] = Field(default_factory=dict, description="path: like rollout.engine")
 
 
-class EnvConfig(Section):
-    """What turns a task into trajectories and rewards."""
+class EnvSource(Section):
+    """What turns a task into trajectories and rewards, of one taskset."""
 
-    name: str = Field(default="single_turn", description='built-in name, or your class as "pkg.mod:Class"')
+    name: EnvironmentName = Field(default="single_turn", description='built-in name, or your class as "pkg.mod:Class"')
     options: dict[str, Any] = Field(default_factory=dict, description="options of the environment (docs/environments)")
-    reward: str = Field(default="exact_match", description='built-in name, or your function as "pkg.mod:function"')
-    rewards: dict[str, float] = Field(
+    reward: RewardName = Field(
+        default="exact_match", description='built-in name, or your function as "pkg.mod:function"'
+    )
+    rewards: dict[RewardName, float] = Field(
         default_factory=dict, description="several rewards with their weights, instead of env.reward"
     )
-    reward_options: dict[str, dict[str, Any]] = Field(
+    reward_options: dict[RewardName, dict[str, Any]] = Field(
         default_factory=dict, description="keyword arguments for each reward's function, by reward"
     )
-    by_taskset: dict[str, dict[str, Any]] = Field(
+
+
+class EnvPart(Partial, EnvSource):
+    """One of `env.by_taskset`. Anything it does not set comes from `env`."""
+
+
+class EnvConfig(EnvSource):
+    """What turns a task into trajectories and rewards."""
+
+    by_taskset: dict[str, EnvPart] = Field(
         default_factory=dict, description="environment settings that differ, by taskset of task.mix"
     )
-    models: dict[str, dict[str, Any]] = Field(
+    models: dict[str, AuxiliaryModel] = Field(
         default_factory=dict,
         description="other models that environments and rewards may call, by name (docs/environments)",
     )
@@ -195,3 +270,12 @@ class EnvConfig(Section):
         default_factory=dict,
         description="environment variables of the processes that run environments; secrets as ${oc.env:NAME}",
     )
+
+    def parts(self) -> dict[str, EnvSource]:
+        """Those of `by_taskset`, each with all of its settings."""
+        return {name: self.part(name) for name in self.by_taskset}
+
+    def part(self, taskset: str) -> EnvSource:
+        """The environment of a taskset."""
+        own = self.by_taskset[taskset].model_dump() if taskset in self.by_taskset else {}
+        return EnvSource.model_validate(self.model_dump(include=set(EnvSource.model_fields)) | own)

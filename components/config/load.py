@@ -6,7 +6,7 @@ import copy
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ..redaction import hide
-from ..section import Refused, Section
+from ..section import Refused, Section, sections_in
 from .algorithm import CHOICES
 from .effect import settings_have_an_effect
 from .errors import ConfigError, words
@@ -181,15 +181,17 @@ def _first_error(error: ValidationError, named: Any) -> ConfigError:
     if isinstance(refused, Refused):
         fix = refused.fix + more
         return ConfigError(named(refused.key), got=refused.got, expected=refused.expected, fix=fix)
-    key, piece = _key_of(first["loc"])
-    if first["type"] == "extra_forbidden" and piece is not None:
-        options = [name for name in piece.model_fields if name != "name"]
-        guess = nearest(key.rpartition(".")[2], options)
+    key, section = _key_of(first["loc"])
+    if first["type"] == "extra_forbidden":
+        parent, _, option = key.rpartition(".")
+        options = [name for name in section.model_fields if name != "name" or parent not in CHOICES]
+        guess = nearest(option, options)
+        owner = section.model_fields["name"].default if parent in CHOICES else parent
         return ConfigError(
             named(key),
             got=first["input"],
-            expected=f"an option of {piece.model_fields['name'].default} ({', '.join(options) or 'it has none'})",
-            fix=f"did you mean {guess}?" if guess else "leave it out",
+            expected=f"an option of {owner} ({', '.join(options) or 'it has none'})",
+            fix=(f"did you mean {guess}?" if guess else "leave it out") + more,
         )
     expected = first["msg"].split(", unable to")[0].split(", got a number")[0]
     for theirs, ours in _WORDING.items():
@@ -197,16 +199,24 @@ def _first_error(error: ValidationError, named: Any) -> ConfigError:
     default = default_of(key)
     plain = isinstance(default, bool | int | float | str | list | tuple)
     fix = f"leave it out for the default {default}" if plain else f"change or leave out {named(key)}"
-    got = None if first["type"] == "missing" else first["input"]
-    return ConfigError(named(key), got=got, expected=expected, fix=fix + more)
+    if first["type"] == "missing":
+        return ConfigError(named(key), got=None, expected=expected, fix=f"set {named(key)}{more}")
+    return ConfigError(named(key), got=first["input"], expected=expected, fix=fix + more)
 
 
-def _key_of(place: tuple[int | str, ...]) -> tuple[str, type[Section] | None]:
-    """The dotted key of pydantic's path, and the class whose options are there, where a name chose it."""
-    key, piece = "", None
-    for part in place:
-        if key in CHOICES and piece is None:  # the path names the choice too
-            piece = CHOICES[key].get(str(part))
+def _key_of(place: tuple[int | str, ...]) -> tuple[str, type[Section]]:
+    """The dotted key of pydantic's path, and the innermost section on it."""
+    key, section, held = "", Config, Config
+    for part in map(str, place):
+        sections = sections_in(held)
+        if len(sections) > 1:  # a name chose one of them, and the path names the choice too
+            held = CHOICES[key].get(part)
+            continue
+        key = f"{key}.{part}" if key else part
+        if sections:
+            section = sections[0]
+            field = section.model_fields.get(part)
+            held = field.annotation if field else None
         else:
-            key = f"{key}.{part}" if key else str(part)
-    return key or "config", piece
+            held = get_args(held)[1] if get_origin(held) is dict else None
+    return key or "config", section

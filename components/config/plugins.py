@@ -12,7 +12,9 @@ from __future__ import annotations
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
 
 from .errors import ConfigError
 from .names import ENVIRONMENTS, OPERATORS, REWARDS
@@ -32,26 +34,16 @@ def offered(kind: str) -> dict[str, str]:
     return {found.name: found.value.replace(" ", "") for found in entry_points(group=GROUPS[kind])}
 
 
-def with_entry_points(tree: Any) -> Any:
-    """The settings with names of entry points replaced by what they stand for. Built-in names are never replaced."""
-    if not isinstance(tree, dict):
-        return tree
-    out = dict(tree)
-    if isinstance(out.get("env"), dict):
-        out["env"] = _environment(out["env"])
-        parts = out["env"].get("by_taskset")
-        if isinstance(parts, dict):
-            resolved = {name: _environment(own) if isinstance(own, dict) else own for name, own in parts.items()}
-            out["env"] = {**out["env"], "by_taskset": resolved}
-    task = out.get("task")
-    if isinstance(task, dict):
-        mix = task.get("mix")
-        parts = {name: _tasks(own) for name, own in mix.items()} if isinstance(mix, dict) else None
-        out["task"] = _tasks(task) if parts is None else {**_tasks(task), "mix": parts}
-    replay = out.get("replay")
-    if isinstance(replay, dict) and isinstance(replay.get("operators"), list):
-        out["replay"] = {**replay, "operators": [_operator(step) for step in replay["operators"]]}
-    return out
+def target(name: Any, kind: str) -> Any:
+    """What the name of an entry point stands for; any other name as it is. Built-in names are never replaced."""
+    if not isinstance(name, str) or ":" in name or name in _BUILTIN[kind]:
+        return name
+    return offered(kind).get(name, name)
+
+
+EnvironmentName = Annotated[str, AfterValidator(lambda name: target(name, "environment"))]
+RewardName = Annotated[str, AfterValidator(lambda name: target(name, "reward"))]
+OperatorName = Annotated[str, AfterValidator(lambda name: target(name, "operator"))]
 
 
 def use_folders(folders: list[str]) -> list[str]:
@@ -74,32 +66,3 @@ def modules_in(folder: str | Path) -> list[Path]:
     path = user_path(folder).resolve()
     packages = [p.parent for p in path.glob("*/__init__.py")]
     return sorted([*path.glob("*.py"), *packages])
-
-
-def _environment(env: dict[str, Any]) -> dict[str, Any]:
-    out = dict(env)
-    for key, kind in (("name", "environment"), ("reward", "reward")):
-        if key in out:
-            out[key] = _target(out[key], kind)
-    for key in ("rewards", "reward_options"):
-        if isinstance(out.get(key), dict):
-            out[key] = {_target(name, "reward"): value for name, value in out[key].items()}
-    return out
-
-
-def _tasks(task: Any) -> Any:
-    if not isinstance(task, dict) or task.get("name") != "python" or "path" not in task:
-        return task
-    return {**task, "path": _target(task["path"], "tasks")}
-
-
-def _operator(step: Any) -> Any:
-    if isinstance(step, dict):
-        return {_target(name, "operator"): options for name, options in step.items()}
-    return _target(step, "operator")
-
-
-def _target(name: Any, kind: str) -> Any:
-    if not isinstance(name, str) or ":" in name or name in _BUILTIN[kind]:
-        return name
-    return offered(kind).get(name, name)

@@ -40,7 +40,6 @@ def states_on_the_way_mean_one_at_the_end(config: Config) -> None:
     if every and config.checkpoint.save_state == "never":
         raise ConfigError(
             "checkpoint.save_state",
-            got="never",
             expected=f"last where checkpoint.every is {every}: intermediate checkpoints must be resumable",
             fix="set checkpoint.every=0, or leave checkpoint.save_state out",
         )
@@ -58,7 +57,6 @@ def model_is_loaded_or_built(config: Config) -> None:
     if path is None and init is None:
         raise ConfigError(
             "model.path",
-            got=None,
             expected="exactly one of model.path and model.init",
             fix="set model.path=/path/to/model or model.path=org/name",
         )
@@ -88,7 +86,6 @@ def lengths_fit(config: Config) -> None:
     if isinstance(positions, int) and positions < rollout.max_model_len:
         raise ConfigError(
             "model.init.options.max_position_embeddings",
-            got=positions,
             expected=f"at least rollout.max_model_len {rollout.max_model_len}",
             fix="raise it, or lower rollout.max_model_len",
         )
@@ -96,7 +93,7 @@ def lengths_fit(config: Config) -> None:
 
 def engines_take_their_settings(config: Config) -> None:
     engines = {"rollout.engine": config.rollout.engine}
-    engines |= {f"env.models.{name}.engine": own.get("engine", {}) for name, own in config.env.models.items()}
+    engines |= {f"env.models.{name}.engine": own.engine for name, own in config.env.models.items()}
     for section, engine in engines.items():
         name, options = split_options(engine)
         check_engine(section, name, options, on_cpu=config.cluster.device == "cpu")
@@ -108,7 +105,7 @@ def the_transport_takes_its_options(config: Config) -> None:
 
 def has_heldout_tasks(config: Config) -> bool:
     """Whether there is anything to evaluate on."""
-    shares = [config.task.holdout_frac, *(part.get("holdout_frac", 0) for part in config.task.mix.values())]
+    shares = [config.task.holdout_frac, *(part.holdout_frac for part in config.task.mix.values())]
     return config.eval.path is not None or bool(config.eval.tasksets) or any(share > 0 for share in shares)
 
 
@@ -141,7 +138,6 @@ def a_queue_feeds_rollouts(config: Config) -> None:
     if config.task.name == "queue":
         raise ConfigError(
             "task.name",
-            got="queue",
             expected="a source that ends: only rollouts of the recipe async_rl wait for tasks",
             fix="use task.name=jsonl here, and the queue in a stage of async_rl",
         )
@@ -162,7 +158,6 @@ def only_a_gpu_is_offloaded(config: Config) -> None:
     if config.train.cpu_offload and config.cluster.device == "cpu":
         raise ConfigError(
             "train.cpu_offload",
-            got=True,
             expected="false where cluster.device is cpu: the weights are already in the CPU's memory",
             fix="set train.cpu_offload=false",
         )
@@ -352,7 +347,6 @@ def uses_fit_the_bound(config: Config) -> None:
     if d.first_use_policy_lag < least:
         raise ConfigError(
             "staleness.max_policy_lag",
-            got=d.max_policy_lag,
             expected=f"at least {least + later}: {least} for a group's first use and {later} more until its last one "
             f"(replay.max_uses {uses}, {stride} batches apart, of {u} steps)",
             fix=f"raise it to {least + later}, or lower replay.max_uses or replay.cooldown",

@@ -15,7 +15,7 @@ from .flow import ParamServerConfig, ReplayConfig, RolloutConfig, StalenessConfi
 from .inputs import EnvConfig, EvalConfig, ModelConfig, TaskConfig
 from .learning import CheckpointConfig, CriticConfig, FrontierConfig, OptimizerConfig, TrainConfig
 from .paths import folder_name, user_path
-from .plugins import use_folders, with_entry_points
+from .plugins import use_folders
 from .running import ClusterConfig, LogConfig, MonitorConfig
 from .secrets import fingerprints, secret_values, without_secrets
 
@@ -67,7 +67,7 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _preset_fills_in(cls, tree: Any) -> Any:
-        return with_preset(with_entry_points(tree))
+        return with_preset(tree)
 
     _references: dict[str, str] = PrivateAttr(default_factory=dict)
     """Dotted key -> text, of the settings that come from the environment; see `secrets`."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from .inputs import TaskConfig, TaskSource
 from .names import user_names
 from .schema import Config
 from .stages import Stage
@@ -24,10 +25,10 @@ def _lines(config: Config) -> Iterator[str]:
     for folder in config.plugins:
         yield f"plugins: modules of {folder} can be imported by their names, and run with your rights"
     for key, task in _tasks(config):
-        if task.get("name") == "sql":
-            query = " ".join(str(task.get("query")).split())
-            yield f"{key}.query: a SELECT that reads {task.get('path')}: {query[:200]}"
-    rewards = [config.env.reward, *config.env.rewards, *(own.get("reward") for own in config.env.by_taskset.values())]
+        if task.name == "sql":
+            query = " ".join(str(task.query).split())
+            yield f"{key}.query: a SELECT that reads {task.path}: {query[:200]}"
+    rewards = [config.env.reward, *config.env.rewards, *(own.reward for own in config.env.parts().values())]
     if "code_tests" in rewards:
         yield "env.reward: code_tests runs programs that the model wrote, in the sandbox"
     if "reasoning_gym" in rewards:
@@ -50,8 +51,8 @@ def _named(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield from ((key, name) for name in user_names(value))
 
 
-def _tasks(config: Config) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "task", config.task.model_dump()
+def _tasks(config: Config) -> Iterator[tuple[str, TaskSource | TaskConfig]]:
+    yield "task", config.task
     yield from ((f"task.mix.{name}", own) for name, own in config.task.mix.items())
     yield from ((f"eval.tasksets.{name}", own) for name, own in config.eval.tasksets.items())
 

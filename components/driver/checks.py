@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from ..config import Hardware, Stage, check_run, derive, this_machine
 from ..config.check import earlier_run
 from ..config.engines import is_local_path
-from ..config.inputs import AuxiliaryModel
 from ..config.names import user_names
 from ..config.rules import ALGORITHM_RULES, check_rules
 from .dry_run import check_plugins, dry_run
@@ -124,8 +123,7 @@ def _models_of(config: Config) -> Iterator[tuple[str, str, str, int]]:
     for key, path in (paths | {"critic.path": config.critic.path}).items():
         if path is not None:
             yield key, path, "rollout.max_model_len", longest
-    for name, own in config.env.models.items():
-        model = AuxiliaryModel.model_validate(own)
+    for name, model in config.env.models.items():
         if model.path is not None:
             yield f"env.models.{name}.path", model.path, f"env.models.{name}.max_model_len", model.max_model_len
 
@@ -161,10 +159,10 @@ def _check_tasks(stage: Stage, seen: set[str]) -> None:
     """Read the tasks: the user must fix a wrong dataset, option or line. `seen`: what other stages already read."""
     from ..tasks.evalsets import build_evalsets
     from ..tasks.queue_tasks import QueueTaskSet
-    from ..tasks.taskset import build_taskset, part_of_mix
+    from ..tasks.taskset import build_taskset
 
     config = stage.config
-    for task in (config.task, *(part_of_mix(config.task, name)[0] for name in config.task.mix)):
+    for task in (config.task, *config.task.mix.values()):
         if task.name == "hf" and task.path is not None and not is_local_path(task.path):
             check_dataset_exists(task.path)
     source = f"{config.task!r} {config.eval!r} {config.seed}"

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..config import Config
-from ..config.evalsets import ks
 from ..config.inputs import EvalSampling
 from ..failures import PartFailed
 from ..runtime.launch import Parts
@@ -131,7 +130,7 @@ def summarise(
     if sampling.samples > 1:
         rewards = [[t.reward for t in group] for group in answered]
         right = [[_is_right(t, sampling.solved) for t in group] for group in answered]
-        metrics |= at_k(rewards, right, ks(sampling))
+        metrics |= at_k(rewards, right, sampling.ks())
     return {f"eval/{name}/{metric}": value for metric, value in metrics.items()}
 
 

@@ -137,7 +137,6 @@ class AuxiliaryClient:
             ) from None
 
 
-def build_models(models: Mapping[str, Mapping[str, Any]]) -> dict[str, AuxiliaryClient]:
+def build_models(models: Mapping[str, AuxiliaryModel]) -> dict[str, AuxiliaryClient]:
     """Clients by name. A model of the run's own that is not served yet has no address, and no client."""
-    checked = {name: AuxiliaryModel.model_validate(own) for name, own in models.items()}
-    return {name: AuxiliaryClient(name, model) for name, model in checked.items() if model.url is not None}
+    return {name: AuxiliaryClient(name, model) for name, model in models.items() if model.url is not None}

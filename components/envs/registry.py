@@ -5,17 +5,18 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
 from pydantic import BaseModel
 
 from ..config.environments import checked_options
-from ..config.inputs import EnvConfig
+from ..config.inputs import EnvConfig, EnvSource
 from ..importing import import_user_object, is_user_name
 from ..redaction import hide
 from .agent import AgentEnvironment
-from .auxiliary import build_models
+from .auxiliary import AuxiliaryClient, build_models
 from .base import Environment
 from .by_taskset import ByTaskSet
 from .scoring import build_reward
@@ -33,22 +34,20 @@ ENVIRONMENTS = {
 _EXPECTED = "a class with `async def rollout(self, task, policy)` (leeway.Environment) or `step` (StepEnvironment)"
 
 
-def build_environment(env_config: Any) -> Environment:
+def build_environment(env: EnvConfig) -> Environment:
     """The environment of the `env` section, ready to use; sets the section's environment variables first.
 
     Needs no policy and starts nothing, so it also serves as the check before a run. Raises ValueError in one line.
     """
-    hide({value: f"${{oc.env:{name}}}" for name, value in env_config.variables.items()})
-    os.environ.update(env_config.variables)
-    by_taskset = getattr(env_config, "by_taskset", {})
-    if not by_taskset:
-        return _build_one(env_config)
-    shared = env_config.model_dump(exclude={"by_taskset"})
-    parts = {name: EnvConfig.model_validate({**shared, **own}) for name, own in by_taskset.items()}
-    return ByTaskSet(_build_one(env_config), {name: _build_one(part) for name, part in parts.items()})
+    hide({value: f"${{oc.env:{name}}}" for name, value in env.variables.items()})
+    os.environ.update(env.variables)
+    models = build_models(env.models)
+    default = _build_one(env, models)
+    parts = {name: _build_one(part, models) for name, part in env.parts().items()}
+    return ByTaskSet(default, parts) if parts else default
 
 
-def _build_one(env_config: Any) -> Environment:
+def _build_one(env_config: EnvSource, models: Mapping[str, AuxiliaryClient]) -> Environment:
     cls = _environment_class(env_config.name)
     options = dict(env_config.options)
     parameters = inspect.signature(cls).parameters
@@ -56,7 +55,6 @@ def _build_one(env_config: Any) -> Environment:
     arguments: dict[str, Any] = options
     if model is not None:
         arguments = {"options": checked_options(model, options, key="env.options", whose=_whose(cls, model))}
-    models = build_models(getattr(env_config, "models", {}))
     if "reward" in parameters and "reward" not in options:
         arguments["reward"] = build_reward(env_config, models)
     if "models" in parameters and "models" not in options:

@@ -18,8 +18,6 @@ from ..auxiliary.actor import AuxiliaryRemote
 from ..collector.actor import CollectorRemote
 from ..collector.engine import EngineSettings
 from ..config import Config, Recipe, derive
-from ..config.evalsets import evalset_sampling
-from ..config.inputs import AuxiliaryModel
 from ..config.objective import objective_of
 from ..param_server.actor import ParameterServerRemote
 from ..replay.actor import ReplayBufferRemote
@@ -135,7 +133,7 @@ def transport_settings(config: Config, run_dir: Path) -> TransportSettings:
 
 def evaluation_is_seeded(config: Config) -> bool:
     """Whether held-out tasks are sampled, not answered greedily: then each of their requests has a seed."""
-    return any(evalset_sampling(config.eval, name).temperature > 0 for name in (None, *config.eval.tasksets))
+    return any(config.eval.sampling(name).temperature > 0 for name in (None, *config.eval.tasksets))
 
 
 class Launcher:
@@ -262,8 +260,7 @@ class Launcher:
     async def _auxiliaries(self) -> None:
         """Serve the models of `env.models` that have a path, and tell the collectors where."""
         config, gpus = self._config, 1 if self._config.cluster.device == "cuda" else 0
-        models = {name: AuxiliaryModel.model_validate(own) for name, own in config.env.models.items()}
-        served = {name: model for name, model in models.items() if model.path is not None}
+        served = {name: model for name, model in config.env.models.items() if model.path is not None}
         actors = [AuxiliaryRemote.options(num_gpus=gpus).remote(**self._common(f"auxiliary-{name}")) for name in served]
         self.parts.auxiliaries = actors
         await self._meet({f"auxiliary-{name}": actor for name, actor in zip(served, actors, strict=True)})
@@ -286,10 +283,9 @@ class Launcher:
         """The settings with served models as models at an address; never written down, because it holds their key."""
         if not self._addresses:
             return config
-        models = {
-            name: {**own, "path": None, "url": self._addresses[name]} if name in self._addresses else own
-            for name, own in config.env.models.items()
-        }
+        models = dict(config.env.models)
+        for name, url in self._addresses.items():
+            models[name] = models[name].model_copy(update={"path": None, "url": url})
         return config.model_copy(update={"env": config.env.model_copy(update={"models": models})})
 
     def _common(self, role: str) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config.evalsets import evalset_sampling, evalset_settings
-from ..config.inputs import EvalSampling, TaskConfig
+from ..config.inputs import EvalSampling
 from ..config.schema import Config
 from ..types import Task
 from .taskset import build_evalset, build_taskset
@@ -23,10 +22,9 @@ class EvalSet:
 def build_evalsets(config: Config) -> list[EvalSet]:
     """All tasksets that have tasks, the held-out one first. Raises a one-line ValueError or FileNotFoundError."""
     held_out = build_taskset(config.task, seed=config.seed, split="eval", eval_config=config.eval)
-    sets = [EvalSet(held_out.name, tuple(held_out.tasks), evalset_sampling(config.eval, None))]
+    sets = [EvalSet(held_out.name, tuple(held_out.tasks), config.eval.sampling(None))]
     for name, own in config.eval.tasksets.items():
-        sampling = evalset_sampling(config.eval, name)
-        source = TaskConfig.model_validate(evalset_settings(config.task, own))
+        sampling, source = config.eval.sampling(name), config.task.evaluated(own)
         try:
             taskset = build_evalset(source, name=name, seed=config.seed, num_tasks=sampling.num_tasks)
         except (ValueError, FileNotFoundError) as error:

@@ -77,7 +77,7 @@ def expert_tasks(path: str, task_config: Any, eval_config: Any, *, seed: int) ->
     The keys are those of the `task` section. Questions held out for evaluation are left out here too.
     """
     # Questions held out by any taskset of a mixture are left out: the file does not say which taskset they belong to.
-    held_out = max([task_config.holdout_frac, *(part.get("holdout_frac", 0.0) for part in task_config.mix.values())])
+    held_out = max([task_config.holdout_frac, *(part.holdout_frac for part in task_config.mix.values())])
     changes = {"name": "jsonl", "path": path, "dataset": None, "limit": None, "mix": {}, "order": "shuffle"}
     config = task_config.model_copy(update=changes | {"holdout_frac": held_out})
     tasks = build_taskset(config, seed=seed, split="train", eval_config=eval_config)

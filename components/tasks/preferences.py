@@ -10,7 +10,8 @@ from ..types import Task
 
 def rejected_key(config: Config, taskset: str) -> str:
     """The key under which an evaluation taskset has its rejected answers."""
-    return config.eval.tasksets.get(taskset, {}).get("rejected_key", config.task.rejected_key)
+    own = config.eval.tasksets.get(taskset)
+    return (config.task if own is None else config.task.evaluated(own)).rejected_key
 
 
 def rejected_answer(task: Task, *, key: str) -> str:

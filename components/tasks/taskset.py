@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchdata.nodes import BaseNode
 
-from ..config.evalsets import evalset_settings
-from ..config.inputs import TaskConfig
+from ..config.inputs import EvalConfig, TaskConfig, TaskSource
 from ..types import Task
 from .jsonl_tasks import read_jsonl
 from .order import difficulty_of, order_of, updated
@@ -137,8 +136,11 @@ class TaskSet(BaseNode[Task]):
         )
 
 
+NO_EVALUATION = EvalConfig()
+
+
 def build_taskset(
-    task_config: Any, *, seed: int, split: Literal["train", "eval"], eval_config: Any = None
+    task_config: TaskConfig, *, seed: int, split: Literal["train", "eval"], eval_config: EvalConfig = NO_EVALUATION
 ) -> TaskSet | MixedTaskSet | QueueTaskSet:
     """The tasks of one split, as the `task` and `eval` sections describe them.
 
@@ -151,20 +153,20 @@ def build_taskset(
     if task_config.name == "mix":
         return _build_mix(task_config, seed=seed, split=split, eval_config=eval_config, kept_out=kept_out)
     if task_config.name == "queue" and split == "train":
-        return _build_queue(task_config, kept_out | _eval_digests(task_config, getattr(eval_config, "path", None)))
+        return _build_queue(task_config, kept_out | _eval_digests(task_config, eval_config.path))
     return _build(task_config, seed=seed, split=split, eval_config=eval_config, kept_out=kept_out)
 
 
 def _build(
-    task_config: Any, *, seed: int, split: Literal["train", "eval"], eval_config: Any, kept_out: set[str]
+    task_config: TaskSource, *, seed: int, split: Literal["train", "eval"], eval_config: EvalConfig, kept_out: set[str]
 ) -> TaskSet:
     """One source. `kept_out`: digests of questions that are not trained on, whatever holds them out."""
     template = task_config.prompt_template
     if template is not None and "{prompt}" not in template:
         raise ValueError(f'task.prompt_template: got {template!r}, expected text with "{{prompt}}" in it')
-    eval_path = getattr(eval_config, "path", None)
+    eval_path = eval_config.path
     if split == "eval":
-        num_tasks = getattr(eval_config, "num_tasks", None)
+        num_tasks = eval_config.num_tasks
         rows = _eval_rows(task_config, seed, eval_path)[:num_tasks]
         return TaskSet(_to_tasks(rows, task_config), seed=seed, order="sequential", name="held_out")
 
@@ -188,23 +190,20 @@ def _build(
     return TaskSet(tasks, seed=seed, order=task_config.order, difficulty_key=task_config.difficulty_key, name="train")
 
 
-def build_evalset(config: TaskConfig, *, name: str, seed: int, num_tasks: int) -> TaskSet:
+def build_evalset(config: TaskSource, *, name: str, seed: int, num_tasks: int) -> TaskSet:
     """The first `num_tasks` rows of an evaluation-only taskset, each question once, in the source's order."""
     tasks = _to_tasks(_unique(_read_rows(config, seed))[:num_tasks], config)
     tasks = [replace(t, task_id=f"{name}/{t.task_id}", info={**t.info, "taskset": name}) for t in tasks]
     return TaskSet(tasks, seed=seed, order="sequential", name=name)
 
 
-def _evalset_digests(task_config: Any, eval_config: Any, *, seed: int) -> set[str]:
+def _evalset_digests(task_config: TaskConfig, eval_config: EvalConfig, *, seed: int) -> set[str]:
     """The questions of `eval.tasksets`, which are not trained on, all of their rows."""
-    parts = [
-        TaskConfig.model_validate(evalset_settings(task_config, own))
-        for own in getattr(eval_config, "tasksets", {}).values()
-    ]
+    parts = [task_config.evaluated(own) for own in eval_config.tasksets.values()]
     return {row.digest for part in parts for row in _read_rows(part, seed)}
 
 
-def _build_queue(config: Any, kept_out: set[str]) -> QueueTaskSet:
+def _build_queue(config: TaskSource, kept_out: set[str]) -> QueueTaskSet:
     def make(row: Row, number: int) -> Task | None:
         if row.digest in kept_out:
             return None
@@ -213,80 +212,59 @@ def _build_queue(config: Any, kept_out: set[str]) -> QueueTaskSet:
             row, task_id=task_id, system_prompt=config.system_prompt, prompt_template=config.prompt_template
         )
 
-    return QueueTaskSet(config.path, form=_form(config), make=make, limit=config.limit)
+    return QueueTaskSet(str(config.path), form=_form(config), make=make, limit=config.limit)
 
 
 def _build_mix(
-    config: Any, *, seed: int, split: Literal["train", "eval"], eval_config: Any, kept_out: set[str]
+    config: TaskConfig, *, seed: int, split: Literal["train", "eval"], eval_config: EvalConfig, kept_out: set[str]
 ) -> TaskSet | MixedTaskSet:
     from .mixed import MixedTaskSet
 
     parts: dict[str, TaskSet] = {}
     weights: dict[str, float] = {}
-    for name in config.mix:
-        own, weights[name] = part_of_mix(config, name)
+    for name, own in config.parts().items():
+        weights[name] = config.mix[name].weight
         try:
             part = _build(own, seed=seed, split=split, eval_config=eval_config, kept_out=kept_out)
         except ValueError as error:
             raise ValueError(f"task.mix.{name}: {error}") from error
         tasks = [replace(t, task_id=f"{name}/{t.task_id}", info={**t.info, "taskset": name}) for t in part.tasks]
         parts[name] = TaskSet(tasks, seed=seed, order=own.order, difficulty_key=own.difficulty_key, name=name)
-        if split == "eval" and getattr(eval_config, "path", None) is not None:
+        if split == "eval" and eval_config.path is not None:
             return part  # one file of held-out tasks for all
     if split == "train":
         return MixedTaskSet(parts, weights, name="train")
-    num = getattr(eval_config, "num_tasks", None)
+    num = eval_config.num_tasks
     share = None if num is None else -(-num // len(parts))
     held_out = [task for part in parts.values() for task in part.tasks[:share]][:num]
     return TaskSet(held_out, seed=seed, order="sequential", name="held_out")
 
 
-def part_of_mix(config: TaskConfig, name: str) -> tuple[TaskConfig, float]:
-    """(its task section, its weight): what the taskset does not set itself comes from the rest of the section."""
-    own: Mapping[str, Any] = config.mix[name]
-    shared = config.model_dump(exclude={"mix", "name", "path", "dataset", "options"})
-    return TaskConfig.model_validate({**shared, **{k: v for k, v in own.items() if k != "weight"}}), own.get(
-        "weight", 1.0
-    )
+def _read_rows(config: TaskSource, seed: int) -> list[Row]:
+    path, form, limit, options = str(config.path), _form(config), config.limit, dict(config.options)
+    size = config.size if limit is None else min(config.size, limit)
+    match config.name:
+        case "reasoning_gym":
+            return generate_rows(str(config.dataset), options=options, size=size, seed=seed)
+        case "jsonl":
+            return _read_file(config, config.path, limit=limit)
+        case "parquet":
+            return read_parquet(path, form=form, limit=limit)
+        case "hf":
+            return read_hf(path, split=config.split, form=form, limit=limit)
+        case "sql":
+            return as_rows(sql_items(path, str(config.query)), form, limit)
+        case "queue":
+            return []  # all tasks of a queue are trained on; evaluate on eval.path
+        case "python":
+            return read_generator(path, options=options, size=size, seed=seed, form=form)
 
 
-def _read_rows(config: Any, seed: int) -> list[Row]:
-    if config.name == "reasoning_gym":
-        size = config.size if config.limit is None else min(config.size, config.limit)
-        return generate_rows(config.dataset, options=dict(config.options), size=size, seed=seed)
-    if config.name == "jsonl":
-        return _read_file(config, config.path, limit=config.limit)
-    if config.name == "parquet":
-        return read_parquet(config.path, form=_form(config), limit=config.limit)
-    if config.name == "hf":
-        return read_hf(config.path, split=config.split, form=_form(config), limit=config.limit)
-    if config.name == "sql":
-        return as_rows(sql_items(str(config.path), str(config.query)), _form(config), config.limit)
-    if config.name == "queue":
-        return []  # all tasks of a queue are trained on; evaluate on eval.path
-    if config.name == "python":
-        size = config.size if config.limit is None else min(config.size, config.limit)
-        return read_generator(config.path, options=dict(config.options), size=size, seed=seed, form=_form(config))
-    raise ValueError(
-        f"task.name: got {config.name!r}, expected 'jsonl', 'reasoning_gym', 'parquet', 'hf', 'python', "
-        "'sql', 'queue' or 'mix'"
-    )
+def _form(config: TaskSource) -> RowFormat:
+    return RowFormat(**{field.name: getattr(config, field.name) for field in fields(RowFormat)})
 
 
-def _form(config: Any) -> RowFormat:
-    return RowFormat(
-        prompt_key=config.prompt_key,
-        answer_key=config.answer_key,
-        answer_after=config.answer_after,
-        messages_key=config.messages_key,
-        role_key=config.role_key,
-        content_key=config.content_key,
-        roles=dict(config.roles),
-        tools_key=config.tools_key,
-    )
-
-
-def _read_file(config: Any, path: str | None, *, limit: int | None) -> list[Row]:
+def _read_file(config: TaskSource, path: str | None, *, limit: int | None) -> list[Row]:
     if path is None:
         raise ValueError(
             "task.path: got null, expected a .jsonl file, because task.name is 'jsonl'; set task.path=FILE"
@@ -294,7 +272,7 @@ def _read_file(config: Any, path: str | None, *, limit: int | None) -> list[Row]
     return read_jsonl(path, form=_form(config), limit=limit)
 
 
-def _eval_rows(config: Any, seed: int, eval_path: str | None) -> list[Row]:
+def _eval_rows(config: TaskSource, seed: int, eval_path: str | None) -> list[Row]:
     if eval_path is not None:
         rows = _read_file(config, eval_path, limit=None)
     elif config.holdout_frac > 0:
@@ -308,7 +286,7 @@ def _eval_rows(config: Any, seed: int, eval_path: str | None) -> list[Row]:
     return sorted(_unique(rows), key=lambda row: row.digest)
 
 
-def _eval_digests(config: Any, eval_path: str | None) -> set[str]:
+def _eval_digests(config: TaskSource, eval_path: str | None) -> set[str]:
     return set() if eval_path is None else {row.digest for row in _read_file(config, eval_path, limit=None)}
 
 
@@ -316,7 +294,7 @@ def _unique(rows: Iterable[Row]) -> list[Row]:
     return list({row.digest: row for row in reversed(list(rows))}.values())[::-1]
 
 
-def _to_tasks(rows: Iterable[Row], config: Any) -> list[Task]:
+def _to_tasks(rows: Iterable[Row], config: TaskSource) -> list[Task]:
     tasks, seen = [], set()
     for index, row in enumerate(rows):
         task_id = row.digest[:16]

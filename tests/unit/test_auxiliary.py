@@ -207,7 +207,7 @@ def test_settings_reach_rewards_and_environments(tmp_path, monkeypatch):
     env: Any = build_environment(config.env)
     assert set(env.models) == {"j"}
     assert env.reward.functions["asks_a_model:mine"](TASK, "x") == 1.0
-    assert build_models({"own": {"path": "/models/x"}}) == {}
+    assert build_models({"own": AuxiliaryModel(path="/models/x")}) == {}
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,10 @@ def test_settings_reach_rewards_and_environments(tmp_path, monkeypatch):
         ("env.models={j: {}}", r"env\.models\.j: got neither url nor path"),
         ("env.models={j: {url: 'http://a/v1', path: b}}", r"env\.models\.j: got both url and path"),
         ("env.models={j: {url: 'a:8000'}}", r"env\.models\.j\.url: got 'a:8000', expected http"),
-        ("env.models={j: {url: 'http://a/v1', wait: 3}}", r"env\.models\.j\.wait: got an unknown option"),
+        (
+            "env.models={j: {url: 'http://a/v1', wait: 3}}",
+            r"models\.j\.wait: got 3, expected an option of env",
+        ),
         ("env.models={j: {url: 'http://a/v1', key_variable: NO_SUCH}}", r"key_variable: got 'NO_SUCH'.*export NO_SUCH"),
         ("env.reward=judge", r"env\.reward_options\.judge\.model: got null, expected a model of .* \(none yet\)"),
     ],

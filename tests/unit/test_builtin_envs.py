@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from leeway.config.inputs import EnvConfig
 from leeway.envs import build_environment
 from leeway.envs.calculator import calculate
 from leeway.envs.corpus import Corpus
@@ -53,7 +54,7 @@ class ScriptedPolicy:
 
 
 def env_config(name, reward="exact_match", **options):
-    return SimpleNamespace(name=name, options=options, reward=reward, rewards={}, reward_options={}, variables={})
+    return EnvConfig(name=name, options=options, reward=reward)
 
 
 def play(env, *texts, task=TASK):

@@ -668,7 +668,7 @@ MIX = [
         (["env.variables={a b: x}"], "env.variables.a b"),
         (["task.name=mix", "task.dataset=null"], "task.mix: got {}, expected a value, because task.name is mix"),
         ([*MIX, "task.mix.b.weight=0"], "task.mix.b.weight: got 0"),
-        ([*MIX, "task.mix.b.pth=x"], "task.mix.b.pth: got an unknown option"),
+        ([*MIX, "task.mix.b.pth=x"], "task.mix.b.pth: got 'x', expected an option of task.mix.b .*did you mean path"),
         ([*MIX, "task.mix.b.path=null"], "task.mix.b.path: got null"),
         ([*MIX, "env.by_taskset={c: {}}"], "env.by_taskset.c: .*a taskset of task.mix or eval.tasksets \\(a, b\\)"),
         ([*MIX, "env.by_taskset={b: {name: nope}}"], "env.by_taskset.b.name: got 'nope'"),

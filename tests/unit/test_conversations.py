@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from leeway.config import load_config
+from leeway.config.inputs import EvalConfig
 from leeway.recipes import sft
 from leeway.tasks import Prompter
 from leeway.tasks.conversations import encode_conversation
@@ -119,7 +119,7 @@ def test_supervised_batches_count_only_what_is_trained_on(file: Path, tmp_path: 
         "train: {steps: 1, batch_size: 1}\n"
     )
     config = load_config(str(tmp_path / "c.yaml"), recipe="sft")
-    taskset: Any = build_taskset(config.task, seed=0, split="train", eval_config=SimpleNamespace(path=None))
+    taskset: Any = build_taskset(config.task, seed=0, split="train", eval_config=EvalConfig())
     assert "b b" in set(taskset.texts())
     [batch] = next(sft._batches(config, taskset, Prompter(tokenizer(CHATML))))
     assert int(batch.num_tokens) == int(batch.loss_mask.sum()) == 6

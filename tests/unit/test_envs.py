@@ -8,10 +8,10 @@ import re
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from leeway.config.inputs import EnvConfig
 from leeway.envs import SingleTurn, build_environment
 from leeway.envs.rewards import exact_match
 from leeway.tasks import Prompter
@@ -52,8 +52,7 @@ class ScriptedPolicy:
 
 
 def env_config(**changes):
-    defaults = {"name": "single_turn", "reward": "exact_match", "options": {}}
-    return SimpleNamespace(**{**defaults, "rewards": {}, "reward_options": {}, "variables": {}, **changes})
+    return EnvConfig.model_validate(changes)
 
 
 def rollout(env, *texts, task=TASK, group_size=3):

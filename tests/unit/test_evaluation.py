@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from leeway.config import ConfigError, load_config
-from leeway.config.evalsets import ks
 from leeway.config.inputs import EvalSampling
 from leeway.driver.eval_metrics import at_k, best_at_k, interval, pass_at_k
 from leeway.driver.evaluation import evaluate, in_one_line, measured_by, of_set, summarise
@@ -72,8 +71,8 @@ def test_k_beyond_the_samples_is_refused():
 
 
 def test_default_ks():
-    assert [ks(EvalSampling(samples=n)) for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
-    assert ks(EvalSampling(samples=8, k=[5, 1, 5])) == [1, 5]
+    assert [EvalSampling(samples=n).ks() for n in (1, 2, 6, 8)] == [[1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8]]
+    assert EvalSampling(samples=8, k=[5, 1, 5]).ks() == [1, 5]
 
 
 def trajectory(reward, **metrics):
@@ -162,8 +161,11 @@ def test_tasksets_to_measure_on_have_settings_of_their_own_and_are_not_trained_o
     ("override", "message"),
     [
         ("eval.tasksets={a: {name: jsonl}}", r"eval\.tasksets\.a\.path: got null, expected a value"),
-        ("eval.tasksets={a: {path: x.jsonl}}", r"eval\.tasksets\.a\.name: got null, expected a source"),
-        ("eval.tasksets={a: {name: jsonl, path: x, sample: 3}}", r"eval\.tasksets\.a\.sample: got an unknown option"),
+        ("eval.tasksets={a: {path: x.jsonl}}", r"eval\.tasksets\.a\.name: got null, expected a value; set"),
+        (
+            "eval.tasksets={a: {name: jsonl, path: x, sample: 3}}",
+            r"a\.sample: got 3, .*did you mean samples",
+        ),
         ("eval.tasksets={held_out: {name: jsonl, path: x}}", r"eval\.tasksets\.held_out: .*another name"),
         ("eval.samples=4", r"eval\.temperature: got 0, expected more than 0, because eval\.samples is 4"),
         ("eval.k=[1, 8]", r"eval\.k: .*expected numbers up to eval\.samples 1"),

@@ -89,8 +89,8 @@ def test_one_taskset_of_a_mixture_may_name_an_installed_environment(installed):
             "env.by_taskset={b: {name: their_game}}",
         ],
     )  # fmt: skip
-    assert config.env.by_taskset["b"]["name"] == "theirs_installed.game:Env"
-    assert config.task.mix["b"]["path"] == "theirs_installed.game:rows"
+    assert config.env.by_taskset["b"].name == "theirs_installed.game:Env"
+    assert config.task.mix["b"].path == "theirs_installed.game:rows"
 
 
 def test_a_built_in_name_stays_built_in_and_unknown_ones_are_refused(installed):

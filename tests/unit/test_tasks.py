@@ -7,10 +7,10 @@ import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from leeway.config.inputs import EvalConfig, TaskConfig
 from leeway.tasks import TaskSet, build_taskset
 from leeway.tasks.questions import is_held_out
 from leeway.types import Task
@@ -20,30 +20,7 @@ TWO_DIGITS = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
 
 
 def task_config(**changes):
-    defaults = {
-        "name": "jsonl",
-        "path": None,
-        "dataset": None,
-        "options": {},
-        "size": 3000,
-        "holdout_frac": 0.0,
-        "prompt_key": "question",
-        "answer_key": "answer",
-        "answer_after": None,
-        "messages_key": None,
-        "tools_key": None,
-        "system_prompt": None,
-        "prompt_template": None,
-        "order": "shuffle",
-        "difficulty_key": None,
-        "split": "train",
-        "mix": {},
-        "role_key": "role",
-        "content_key": "content",
-        "roles": {},
-        "limit": None,
-    }
-    return SimpleNamespace(**{**defaults, **changes})
+    return TaskConfig.model_validate({"size": 3000, **changes})
 
 
 def chain_sum(**changes):
@@ -51,7 +28,7 @@ def chain_sum(**changes):
 
 
 def eval_config(**changes):
-    return SimpleNamespace(**{"path": None, "num_tasks": 50, **changes})
+    return EvalConfig.model_validate({"num_tasks": 50, **changes})
 
 
 def write(path: Path, rows: list[dict]) -> str:
@@ -120,8 +97,8 @@ def test_eval_takes_the_first_in_hash_order_unshuffled():
 @pytest.mark.slow
 def test_task_ids_are_the_same_in_another_process():
     code = (
-        "from types import SimpleNamespace as N; from leeway.tasks import build_taskset;"
-        f"c = N(**{vars(chain_sum(size=50))!r}); tasks = build_taskset(c, seed=1, split='train').tasks;"
+        "from leeway.config.inputs import TaskConfig; from leeway.tasks import build_taskset;"
+        f"c = TaskConfig(**{chain_sum(size=50).model_dump()!r}); tasks = build_taskset(c, seed=1, split='train').tasks;"
         "print([t.task_id for t in tasks])"
     )
     out = subprocess.run(
@@ -149,7 +126,7 @@ def test_jsonl_keeps_repeats_under_own_ids_and_other_keys_in_info(tmp_path):
     assert tasks[0].info == {"level": "easy"}
 
     write(tmp_path / "x.jsonl", rows[2:])
-    config.answer_after = "####"
+    config = config.model_copy(update={"answer_after": "####"})
     (task,) = build_taskset(config, seed=0, split="train").tasks
     assert task.answer == "4"
     assert task.info["solution"].startswith("work")
@@ -219,9 +196,8 @@ def test_questions_of_an_eval_file_leave_the_training_split(tmp_path):
         (task_config(name="reasoning_gym", dataset="chain_sun"), "task.dataset.*'chain_sum'"),
         (task_config(name="reasoning_gym", dataset="chain_sum", options={"min_term": 2}), "task.options.*min_term"),
         (task_config(name="reasoning_gym", dataset="chain_sum", options={"min_terms": 9}), "task.options.*max_terms"),
-        (task_config(name="csv"), "task.name"),
         (task_config(), "task.path"),
-        (chain_sum(size=20, holdout_frac=1.0), "no training tasks are left"),
+        (chain_sum(size=20).model_copy(update={"holdout_frac": 1.0}), "no training tasks are left"),
     ],
 )
 def test_wrong_input_is_refused_in_one_line(config, message):
