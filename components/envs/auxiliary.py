@@ -1,6 +1,6 @@
 """Clients for models other than the policy, over OpenAI's HTTP protocol, with deadlines, retries and a request limit.
 
-Requests run in threads, on the standard library alone. What an environment or a reward sees:
+What an environment or a reward sees:
 
     models["judge"].chat([{"role": "user", "content": "..."}])    -> text
     models["judge"].complete("...")                               -> text
@@ -13,13 +13,11 @@ import asyncio
 import json
 import os
 import random
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
+
+import aiohttp
 
 from ..config.inputs import AuxiliaryModel
 from ..redaction import MASK, hide, redacted
@@ -28,13 +26,6 @@ from ..types import Message
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 8.0
 MAX_ANSWER_BYTES = 16 << 20
 _WORTH_ANOTHER_TRY = {408, 409, 425, 429, 500, 502, 503, 504}
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """urllib would send the key to wherever an answer points."""
-
-    def redirect_request(self, *args: Any, **more: Any) -> None:
-        return None
 
 
 class AuxiliaryError(RuntimeError):
@@ -56,10 +47,8 @@ class AuxiliaryClient:
             hide({key: f"${{oc.env:{settings.key_variable}}}" if settings.key_variable else MASK})
         # A model served by the run or by this machine is local and must not go through a proxy.
         is_near = parts.password is not None or parts.hostname in ("localhost", "127.0.0.1", "::1")
-        no_proxy = [urllib.request.ProxyHandler({})] if is_near else []
-        self._open = urllib.request.build_opener(_NoRedirects(), *no_proxy).open
-        self._headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
-        self._threads = ThreadPoolExecutor(settings.max_in_flight, thread_name_prefix=f"leeway-{name}")
+        self._takes_proxies = not is_near
+        self._headers = {"authorization": f"Bearer {key}"} if key else {}
         self._room = asyncio.Semaphore(settings.max_in_flight)
         self._model = settings.model
         self._finding_model = asyncio.Lock()
@@ -101,31 +90,32 @@ class AuxiliaryClient:
                 await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))  # many fail at once: spread out their retries
             try:
                 async with self._room, asyncio.timeout(s.timeout_s):
-                    return await asyncio.get_running_loop().run_in_executor(self._threads, self._request, url, body)
+                    status, answer = await self._request(url, body)
+                if status < 300:
+                    return json.loads(answer)
+                reason = f"HTTP {status}: {answer[:300].decode(errors='replace')}"
+                if status not in _WORTH_ANOTHER_TRY:
+                    break
             except TimeoutError:
                 reason = f"no answer within timeout_s = {s.timeout_s:g} s"
-            except urllib.error.HTTPError as error:
-                reason = f"HTTP {error.code}: {error.read(300).decode(errors='replace')}"
-                if error.code not in _WORTH_ANOTHER_TRY:
-                    break
-            except (OSError, ValueError, RecursionError) as error:
-                reason = f"{type(error).__name__}: {error}"
+            except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
+                cause = getattr(error, "os_error", error)
+                reason = f"{type(cause).__name__}: {cause}"
         raise AuxiliaryError(redacted(f"env.models.{self.name} at {url}: {' '.join(reason.split())}"))
 
-    def _request(self, url: str, body: dict[str, Any] | None) -> Any:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(url, data, self._headers)
-        until = time.monotonic() + self._settings.timeout_s  # of the whole answer: a slow one would keep its thread
-        with self._open(request, timeout=self._settings.timeout_s) as answer:
-            chunks, size = [], 0
-            while chunk := answer.read1(1 << 16):
-                chunks.append(chunk)
-                size += len(chunk)
-                if size > MAX_ANSWER_BYTES:
+    async def _request(self, url: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
+        """(status, answer). A redirect is an answer too: following it would send the key to wherever it points."""
+        method = "GET" if body is None else "POST"
+        async with (
+            aiohttp.ClientSession(trust_env=self._takes_proxies, timeout=aiohttp.ClientTimeout(None)) as session,
+            session.request(method, url, json=body, headers=self._headers, allow_redirects=False) as response,
+        ):
+            answer = bytearray()
+            async for chunk in response.content.iter_any():
+                answer += chunk
+                if len(answer) > MAX_ANSWER_BYTES:
                     raise ValueError(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
-                if time.monotonic() > until:
-                    raise TimeoutError
-            return json.loads(b"".join(chunks))
+            return response.status, bytes(answer)
 
     def _read(self, answer: Any, what: Any) -> Any:
         try:

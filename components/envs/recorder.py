@@ -10,7 +10,7 @@ from typing import Any
 from ..types import Completion, Message, Trajectory
 from .base import Policy
 from .tools import parse_calls
-from .transcript import Transcript
+from .transcript import Transcript, with_system
 
 Seen = tuple[str, str, str]
 """A message as it is compared: role, text, tool calls."""
@@ -66,7 +66,7 @@ class Recorder:
             transcript = found.transcript.copy()
             self._observe(transcript, _rendered(messages[len(found.seen) :]))
         else:
-            prompt_messages = _with_tools(_rendered(messages), tools_text)
+            prompt_messages = with_system(_rendered(messages), tools_text)
             found = _Conversation([], Transcript(self._policy.prompter, prompt_messages))
             transcript = found.transcript
         turn = await self._sample(found, transcript, max_tokens)
@@ -192,14 +192,6 @@ def _rendered(messages: list[dict[str, Any]]) -> list[Message]:
             text += f"<tool_call>{json.dumps(item)}</tool_call>"
         out.append({"role": "system" if role == "developer" else role, "content": text})
     return out
-
-
-def _with_tools(messages: list[Message], tools_text: str | None) -> list[Message]:
-    if tools_text is None:
-        return messages
-    if messages and messages[0]["role"] == "system":
-        return [{"role": "system", "content": f"{messages[0]['content']}\n\n{tools_text}"}, *messages[1:]]
-    return [{"role": "system", "content": tools_text}, *messages]
 
 
 def _turn(completion: Completion, num_prompt_tokens: int, *, number: int) -> ChatTurn:

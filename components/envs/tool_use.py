@@ -10,7 +10,7 @@ from .rewards import AnyReward, exact_match
 from .scoring import WeightedSum, says_right, score
 from .step import Observation, Step, StepEnvironment
 from .tools import Call, ToolError, build_tools, chosen, describe, parse_calls, run_call
-from .transcript import as_messages
+from .transcript import as_messages, with_system
 
 TOOL_TIMEOUT_S = 30.0
 
@@ -35,9 +35,9 @@ class ToolUse(StepEnvironment):
     async def reset(self, task: Task) -> Observation:
         self._task, self._num_calls, self._num_failed = task, 0, 0
         self._tools = chosen(self._tools, task.info.get("allowed_tools"))  # of this conversation's own copy
-        if not self._tools:
+        if not self._tools or not self.options.describe:
             return task.prompt
-        return _with_system(as_messages(task.prompt), describe(self._tools)) if self.options.describe else task.prompt
+        return with_system(as_messages(task.prompt), describe(self._tools))
 
     async def step(self, completion: Completion) -> Step:
         calls = parse_calls(completion.text)
@@ -73,9 +73,3 @@ class ToolUse(StepEnvironment):
             "env/failed_calls": float(self._num_failed),
             "env/answered": answered,
         }
-
-
-def _with_system(messages: list[Message], text: str) -> list[Message]:
-    if messages[0]["role"] == "system":
-        return [{"role": "system", "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
-    return [{"role": "system", "content": text}, *messages]

@@ -115,6 +115,15 @@ def as_messages(observation: Observation) -> list[Message]:
     return list(observation)  # type: ignore[arg-type]
 
 
+def with_system(messages: list[Message], text: str | None) -> list[Message]:
+    """The messages with `text` (None: nothing) in their system message, after what it says already."""
+    if text is None:
+        return messages
+    if messages and messages[0]["role"] == "system":
+        return [{"role": "system", "content": f"{messages[0]['content']}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
 def is_token_ids(observation: Any) -> bool:
     return (
         not isinstance(observation, str)

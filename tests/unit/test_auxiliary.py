@@ -112,7 +112,7 @@ def test_deadlines_times_tries_is_the_longest_wait():
 
 def test_nobody_there_and_nonsense_are_said_by_name():
     gone = AuxiliaryClient("gone", AuxiliaryModel(url="http://127.0.0.1:9/v1", model="m", retries=0))
-    with pytest.raises(AuxiliaryError, match=r"env\.models\.gone at http://127\.0\.0\.1:9/v1/completions: .*refused"):
+    with pytest.raises(AuxiliaryError, match=r"env\.models\.gone at http://127\.0\.0\.1:9/v1/completions: .*Refused"):
         asyncio.run(gone.complete("x"))
 
     async def nonsense(client):
