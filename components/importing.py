@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 
-def is_user_name(name: str) -> bool:
-    """Whether a name has the form "package.module:attribute"."""
-    module, colon, attribute = name.partition(":")
-    return bool(module and colon and attribute)
+def import_named(name: str, builtin: Mapping[str, str], *, key: str, expected: str) -> Any:
+    """The object of a built-in name, or as `import_user_object`."""
+    if name not in builtin and ":" not in name:
+        known = f"one of {', '.join(builtin)}, or {expected} as 'package.module:name'"
+        raise ValueError(f"{key}: got {name!r}, expected {known}")
+    return import_user_object(builtin.get(name, name), key=key, expected=expected)
 
 
 def import_user_object(name: str, *, key: str, expected: str) -> Any:

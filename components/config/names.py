@@ -15,24 +15,33 @@ from typing import Any
 
 from .errors import ConfigError, words
 
-ENVIRONMENTS = ("single_turn", "multi_turn", "tool_use", "frozen_lake", "torchrl", "gymnasium")
-REWARDS = (
-    "exact_match",
-    "math_verify",
-    "reasoning_gym",
-    "boxed",
-    "tagged",
-    "format",
-    "countdown",
-    "length",
-    "overlong",
-    "code_tests",
-    "judge",
-    "rubric",
-    "reward_model",
-)
-OPERATORS = ("filter_zero_variance", "filter_reward", "mask_truncated", "shape_reward", "prefer_short", "dedupe")
-PRIORITIES = ("spread", "reward", "newest")
+ENVIRONMENTS = {
+    "single_turn": "leeway.envs.single_turn:SingleTurn",
+    "multi_turn": "leeway.envs.multi_turn:MultiTurn",
+    "tool_use": "leeway.envs.tool_use:ToolUse",
+    "frozen_lake": "leeway.envs.frozen_lake:FrozenLake",
+    "torchrl": "leeway.envs.torchrl_env:TorchRLEnv",
+    "gymnasium": "leeway.envs.gymnasium_env:GymnasiumEnv",
+}
+REWARDS = {
+    "exact_match": "leeway.envs.answers:exact_match",
+    "math_verify": "leeway.envs.rewards:math_verify",
+    "reasoning_gym": "leeway.envs.rewards:reasoning_gym",
+    "boxed": "leeway.envs.answers:boxed",
+    "tagged": "leeway.envs.answers:tagged",
+    "format": "leeway.envs.answers:answer_format",
+    "countdown": "leeway.envs.answers:countdown",
+    "length": "leeway.envs.answers:length",
+    "overlong": "leeway.envs.answers:overlong",
+    "code_tests": "leeway.envs.code_tests:code_tests",
+    "judge": "leeway.envs.judges:judge",
+    "rubric": "leeway.envs.judges:rubric",
+    "reward_model": "leeway.envs.judges:reward_model",
+}
+_OPERATORS = ("filter_zero_variance", "filter_reward", "mask_truncated", "shape_reward", "prefer_short", "dedupe")
+OPERATORS = {name: f"leeway.replay.operators:{name}" for name in _OPERATORS}
+PRIORITIES = {name: f"leeway.replay.reuse:{name}" for name in ("spread", "reward", "newest")}
+"""Built-in names, and what each stands for: built-in and own parts are imported alike."""
 
 _TARGET = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 

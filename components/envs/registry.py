@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from pydantic import BaseModel
 
 from ..config.environments import checked_options
 from ..config.inputs import EnvConfig, EnvSource
-from ..importing import import_user_object, is_user_name
+from ..config.names import ENVIRONMENTS
+from ..importing import import_named
 from ..redaction import hide
 from .agent import AgentEnvironment
 from .auxiliary import AuxiliaryClient, build_models
@@ -21,15 +20,6 @@ from .base import Environment
 from .by_taskset import ByTaskSet
 from .scoring import build_reward
 from .step import StepEnvironment
-
-ENVIRONMENTS = {
-    "single_turn": ".single_turn:SingleTurn",
-    "multi_turn": ".multi_turn:MultiTurn",
-    "tool_use": ".tool_use:ToolUse",
-    "frozen_lake": ".frozen_lake:FrozenLake",
-    "torchrl": ".torchrl_env:TorchRLEnv",
-    "gymnasium": ".gymnasium_env:GymnasiumEnv",
-}
 
 _EXPECTED = "a class with `async def rollout(self, task, policy)` (leeway.Environment) or `step` (StepEnvironment)"
 
@@ -73,13 +63,7 @@ def _build_one(env_config: EnvSource, models: Mapping[str, AuxiliaryClient]) -> 
 
 
 def _environment_class(name: str) -> type:
-    if name in ENVIRONMENTS:
-        module, _, attribute = ENVIRONMENTS[name].partition(":")
-        return getattr(importlib.import_module(module, __package__), attribute)
-    if not is_user_name(name):
-        near = get_close_matches(name, ENVIRONMENTS, n=1, cutoff=0.0)[0]
-        raise ValueError(f"env.name: got {name!r}, expected {near!r} or your own 'package.module:Class'")
-    cls = import_user_object(name, key="env.name", expected=_EXPECTED)
+    cls = import_named(name, ENVIRONMENTS, key="env.name", expected=_EXPECTED)
     if not inspect.isclass(cls):
         raise ValueError(f"env.name: {name!r} is a {type(cls).__name__}; expected {_EXPECTED}")
     where = f"env.name: {name!r} in {_place(cls)}"

@@ -6,17 +6,17 @@ import functools
 import importlib.util
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
-from difflib import get_close_matches
 from typing import Any, cast
 
-from ..importing import import_user_object, is_user_name
+from ..config.names import REWARDS
+from ..importing import import_named
 from ..types import Task
 from . import gym_answers
-from .answers import answer_format, boxed, countdown, exact_match, length, overlong, tagged
+from .answers import boxed, countdown, exact_match, tagged
 from .code_tests import code_tests
 from .guarded import ScorerPool
 from .jail import why_not
-from .judges import judge, question_of, reward_model, rubric
+from .judges import question_of
 from .math_compare import is_right
 
 Reward = Callable[[Task, str], float]
@@ -56,21 +56,6 @@ reasoning_gym.blocking = True  # type: ignore[attr-defined]
 
 reasoning_gym.why_not = why_not  # type: ignore[attr-defined]
 
-REWARDS: dict[str, AnyReward] = {
-    "exact_match": exact_match,
-    "math_verify": math_verify,
-    "reasoning_gym": reasoning_gym,
-    "boxed": boxed,
-    "tagged": tagged,
-    "format": answer_format,
-    "countdown": countdown,
-    "length": length,
-    "overlong": overlong,
-    "code_tests": code_tests,
-    "judge": judge,
-    "rubric": rubric,
-    "reward_model": reward_model,
-}
 for _reward in (exact_match, math_verify, reasoning_gym, boxed, tagged, countdown, code_tests):
     _reward.says_right = True  # type: ignore[attr-defined]  # 1.0 is a right answer, see `scoring.says_right`
 _NEEDS = {"math_verify": "math_verify", "reasoning_gym": "reasoning_gym"}
@@ -87,24 +72,16 @@ def resolve_reward(
 
     Raises ValueError in one line when it is unknown, cannot be imported, or does not take the options.
     """
-    if is_user_name(name):
-        reward = import_user_object(name, key=key, expected="a function (task, text) -> float")
-        if not callable(reward):
-            raise ValueError(f"{key}: {name!r} is a {type(reward).__name__}; expected a function (task, text) -> float")
-    elif name in REWARDS:
-        package = _NEEDS.get(name)
-        if package is not None and importlib.util.find_spec(package) is None:
-            package = package.replace("_", "-")
-            raise ValueError(f"{key}: {name} needs the package {package}; pip install {package}")
-        reward = REWARDS[name]
-        missing = getattr(reward, "why_not", lambda: None)()
-        if missing:
-            raise ValueError(f"{key}: {name}: {missing}")
-    else:
-        near = get_close_matches(name, REWARDS, n=1, cutoff=0.0)[0]
-        raise ValueError(
-            f"{key}: got {name!r}, expected {near!r}, another of {sorted(REWARDS)}, or 'package.module:function'"
-        )
+    expected = "a function (task, text) -> float"
+    package = _NEEDS.get(name)
+    if package is not None and importlib.util.find_spec(package) is None:
+        package = package.replace("_", "-")
+        raise ValueError(f"{key}: {name} needs the package {package}; pip install {package}")
+    reward = import_named(name, REWARDS, key=key, expected=expected)
+    if not callable(reward):
+        raise ValueError(f"{key}: {name!r} is a {type(reward).__name__}; expected {expected}")
+    if missing := getattr(reward, "why_not", lambda: None)():
+        raise ValueError(f"{key}: {name}: {missing}")
     if "models" in _parameters(reward):
         options = {**(options or {}), "models": models or {}}
     _check_call(reward, name, options or {}, key)

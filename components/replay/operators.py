@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..config.names import OPERATORS
 from ..group import Group
-from ..importing import import_user_object, is_user_name
+from ..importing import import_named
 
 Operator = Callable[[Group], Group | str | None]
 
@@ -86,16 +87,6 @@ def dedupe(group: Group) -> Group | str | None:
     return group.selected(list(first.values())) if len(first) < len(group) else None
 
 
-OPERATORS: dict[str, Callable[..., Group | str | None]] = {
-    "filter_zero_variance": filter_zero_variance,
-    "filter_reward": filter_reward,
-    "mask_truncated": mask_truncated,
-    "shape_reward": shape_reward,
-    "prefer_short": prefer_short,
-    "dedupe": dedupe,
-}
-
-
 class Pipeline:
     """Operators in sequence, as one operator that counts what each did.
 
@@ -128,13 +119,8 @@ class Pipeline:
 
 def _resolve(name: str, options: dict[str, Any]) -> Operator:
     key = "replay.operators"
-    if is_user_name(name):
-        expected = "a function (group) -> group, None, or a text that says why it is left out"
-        function = import_user_object(name, key=key, expected=expected)
-    elif name in OPERATORS:
-        function = OPERATORS[name]
-    else:
-        raise ValueError(f"{key}: got {name!r}, expected one of {', '.join(OPERATORS)}, or 'package.module:function'")
+    expected = "a function (group) -> group, None, or a text that says why it is left out"
+    function = import_named(name, OPERATORS, key=key, expected=expected)
     try:
         inspect.signature(function).bind(None, **options)
     except TypeError as error:

@@ -12,8 +12,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from ..config.names import PRIORITIES
 from ..group import Group
-from ..importing import import_user_object, is_user_name
+from ..importing import import_named
 
 Priority = Callable[[Group], float]
 """How valuable a group is to train on; larger values come first."""
@@ -24,7 +25,7 @@ def spread(group: Group) -> float:
     return statistics.pstdev(group.rewards)
 
 
-def mean_reward(group: Group) -> float:
+def reward(group: Group) -> float:
     return statistics.fmean(group.rewards)
 
 
@@ -33,17 +34,10 @@ def newest(group: Group) -> float:
     return float(group.policy_versions()[0])
 
 
-PRIORITIES: dict[str, Priority] = {"spread": spread, "reward": mean_reward, "newest": newest}
-
-
 def priority_of(name: str) -> Priority:
     """The function called `name`, or a user's own. Raises a one-line ValueError."""
-    if name in PRIORITIES:
-        return PRIORITIES[name]
     key, expected = "replay.priority", "a function (group) -> number"
-    if not is_user_name(name):
-        raise ValueError(f"{key}: got {name!r}; expected one of {', '.join(PRIORITIES)}, or 'package.module:function'")
-    function = import_user_object(name, key=key, expected=expected)
+    function = import_named(name, PRIORITIES, key=key, expected=expected)
     try:
         inspect.signature(function).bind(None)
     except (TypeError, ValueError):

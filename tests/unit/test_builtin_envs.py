@@ -15,7 +15,6 @@ from leeway.envs import build_environment
 from leeway.envs.calculator import calculate
 from leeway.envs.corpus import Corpus
 from leeway.envs.frozen_lake import _has_a_way, make_lake
-from leeway.envs.rewards import REWARDS
 from leeway.envs.tools import ToolError, check_arguments, parse_calls
 from leeway.tasks import Prompter
 from leeway.tasks.tiny_tokenizer import build_tokenizer
@@ -75,7 +74,7 @@ def test_multi_turn_goes_on_until_it_is_right():
 
 
 def test_a_bad_answer_never_costs_less_for_being_late(monkeypatch):
-    monkeypatch.setitem(REWARDS, "exact_match", lambda task, text: 0.5 - len(text))
+    monkeypatch.setattr("leeway.envs.answers.exact_match", lambda task, text: 0.5 - len(text))
     env = build_environment(env_config("multi_turn", decay=0.5, max_turns=3, solved=-1.0))
     assert [play(env, *texts)[1].reward for texts in (["4"], ["46", "4"], ["46"] * 3)] == [-0.5, -0.5, -1.5]
 

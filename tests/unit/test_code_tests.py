@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from leeway.envs import rewards
 from leeway.envs.code_tests import code_tests, last_block
 from leeway.envs.jail import NoJailError, why_not
 from leeway.envs.rewards import resolve_reward
@@ -84,6 +83,6 @@ def test_a_system_without_a_jail_is_refused_with_the_reason(monkeypatch: pytest.
         raise NoJailError("no jail for code on this system: unshare is refused")
 
     monkeypatch.setattr("leeway.envs.jail.Jail._living", refuse)
-    monkeypatch.setattr(rewards.REWARDS["code_tests"], "why_not", why_not.__wrapped__)
+    monkeypatch.setattr(code_tests, "why_not", why_not.__wrapped__)
     with pytest.raises(ValueError, match=r"env\.reward: code_tests: no jail.*unshare is refused"):
         resolve_reward("code_tests")

@@ -263,7 +263,7 @@ def test_unusable_user_class_is_refused_in_one_line(user_module, source, message
 def test_missing_module_and_unknown_name():
     with pytest.raises(ValueError, match=r"no module 'nowhere'.*nowhere/env\.py"):
         build_environment(env_config(name="nowhere.env:Env"))
-    with pytest.raises(ValueError, match="'single_turn'"):
+    with pytest.raises(ValueError, match="expected one of single_turn, multi_turn"):
         build_environment(env_config(name="single_trun"))
 
 

@@ -10,10 +10,9 @@ import torch
 
 from leeway.algorithms.presets import ADVANTAGES
 from leeway.config import ConfigError, derive, load_config
-from leeway.config.names import PRIORITIES as NAMES
 from leeway.replay.admission import AdmissionRule
 from leeway.replay.assemble import Assembler
-from leeway.replay.reuse import PRIORITIES, ReusePool, priority_of
+from leeway.replay.reuse import ReusePool, priority_of
 from leeway.replay.window import Window
 from leeway.types import Group, Trajectory
 
@@ -94,7 +93,6 @@ def test_a_priority_reorders_inside_the_window_and_never_what_must_be_taken() ->
 
 
 def test_priorities_are_what_their_names_say() -> None:
-    assert tuple(PRIORITIES) == NAMES
     half, same = group(0, version=7), group(1, rewards=(1.0, 1.0))
     assert [priority_of("spread")(g) for g in (half, same)] == [0.5, 0.0]
     assert [priority_of("reward")(g) for g in (half, same)] == [0.5, 1.0]

@@ -217,7 +217,7 @@ def test_resolve():
     assert resolve_reward("exact_match") is exact_match
     assert resolve_reward("operator:eq") is operator.eq
     for name, message in [
-        ("exact_mtach", "'exact_match'"),
+        ("exact_mtach", "expected one of exact_match, math_verify"),
         ("no_such_pkg.rewards:f", "no module 'no_such_pkg'"),
         ("json:no_such", "has no 'no_such'"),
         ("json:__name__", "expected a function"),
