@@ -27,6 +27,7 @@ from ..algorithms.presets import (
 from ..section import Refused, Section
 from .effect import PAIRS, REFERENCE
 from .names import check_name, nearest
+from .tree import value_at
 
 CHOICES = {
     "algorithm.advantage": ADVANTAGES,
@@ -104,7 +105,7 @@ class AlgorithmConfig(Section):
     def _chosen_by_name(cls, tree: Any) -> Any:
         """A built-in name, or a class of the user's own that can be found; nothing is imported."""
         for key, known in CHOICES.items():
-            chosen = _at(tree, key.split(".")[1:])
+            chosen = value_at(tree, key.removeprefix("algorithm."))
             if isinstance(chosen, str):
                 raise Refused(key, got=chosen, expected="a mapping", fix=f"write {key}.name={chosen}")
             name = chosen.get("name") if isinstance(chosen, dict) else None
@@ -208,12 +209,6 @@ class Pieces(NamedTuple):
     correction: Correction
     estimator: KLEstimator
     settings: AlgorithmConfig
-
-
-def _at(tree: Any, path: list[str]) -> Any:
-    for name in path:
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree
 
 
 def with_preset(tree: Any) -> Any:

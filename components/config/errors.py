@@ -8,6 +8,7 @@ from typing import Any
 from ..redaction import redacted
 from ..section import Refused
 from .secrets import is_variable, names_a_secret
+from .tree import value_at
 
 
 class _Words(str):
@@ -32,7 +33,7 @@ class ConfigError(Refused):
 
     def where_set(self, named: Callable[[str], str], config: Any = None) -> ConfigError:
         """The same with the key as the user set it, and the value of the setting."""
-        got = _value_at(config, self.key) if self.got is VALUE else self.got
+        got = value_at(config.model_dump(), self.key) if self.got is VALUE else self.got
         key = named(self.key)
         return ConfigError(key, got=got, expected=self.expected, fix=self.fix.replace(self.key, key))
 
@@ -40,15 +41,6 @@ class ConfigError(Refused):
 def words(text: str) -> _Words:
     """Mark `text` as a phrase ("4 steps"), to be shown without quotes in an error's `got`."""
     return _Words(text)
-
-
-def _value_at(node: Any, key: str) -> object:
-    """The value at a dotted key of the settings; names in a mapping may have dots themselves."""
-    names = [key.partition(".")[0]]
-    if isinstance(node, dict):
-        names = sorted((name for name in node if f"{key}.".startswith(f"{name}.")), key=len)
-    value, rest = node[names[-1]] if isinstance(node, dict) else getattr(node, names[0]), key[len(names[-1]) + 1 :]
-    return _value_at(value, rest) if rest else value
 
 
 def _short(value: object, limit: int = 120) -> str:

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .engines import DEFAULT
-from .overrides import Override, Tree, apply_override, leaves, merge
+from .overrides import Override, apply_override
+from .tree import Tree, merge, settings_in, value_at
 
 RIVALS = (("train.steps", "train.epochs"), ("model.path", "model.init"), ("eval.path", "task.holdout_frac"))
 """At most one setting of each group is set."""
@@ -31,8 +32,8 @@ CHOICES = {
 def lay_over(base: Tree, own: Tree) -> Tree:
     """Merge `own` (a stage's settings) over `base`, removing the settings that it replaces."""
     shared = copy.deepcopy(base)
-    set_here = [key for key, value in leaves(own, "") if value]
-    drop_replaced(shared, set_here, chosen={key: _get(own, key) for key in CHOICES})
+    set_here = [key for key, value in settings_in(own, "") if value]
+    drop_replaced(shared, set_here, chosen={key: value_at(own, key) for key in CHOICES})
     return merge(shared, own)
 
 
@@ -50,7 +51,7 @@ def drop_replaced(
             if _is_set(set_keys, mine) and not _is_set(set_keys, other) and _take(tree, other):
                 dropped.append(other)
     for choice, default in CHOICES.items():
-        old, new = _get(tree, choice) or (default if is_base else None), chosen.get(choice)
+        old, new = value_at(tree, choice) or (default if is_base else None), chosen.get(choice)
         if new is not None and old is not None and new != old:
             dropped += [key for key in _meant_by(choice, tree) if not _is_set(set_keys, key) and _take(tree, key)]
     return dropped
@@ -61,7 +62,7 @@ def _meant_by(choice: str, tree: Tree) -> list[str]:
     if choice == "task.name":
         return [f"task.{name}" for name in OF_A_SOURCE]
     section = choice.rpartition(".")[0]
-    return [f"{section}.{name}" for name in (_get(tree, section) or {}) if name != "name"]
+    return [f"{section}.{name}" for name in (value_at(tree, section) or {}) if name != "name"]
 
 
 def apply_overrides(
@@ -108,7 +109,7 @@ def _holders(override: Override, stages: Mapping[str, Tree]) -> list[str]:
 
 
 def _holds(own: Tree, key: str) -> bool:
-    return any(_overlap(key, leaf) for leaf, value in leaves(own, "") if leaf != "recipe" and value is not None)
+    return any(_overlap(key, leaf) for leaf, value in settings_in(own, "") if leaf != "recipe" and value is not None)
 
 
 def _rivals(key: str) -> list[str]:
@@ -117,7 +118,7 @@ def _rivals(key: str) -> list[str]:
 
 def _parts(override: Override) -> list[Override]:
     """One override for each key that it sets."""
-    return [Override(text=f"{k}={_shown(v)}", key=k, value=v) for k, v in leaves(override.value, override.key)]
+    return [Override(text=f"{k}={_shown(v)}", key=k, value=v) for k, v in settings_in(override.value, override.key)]
 
 
 def _note(override: Override, holders: Sequence[str], stages: Mapping[str, Tree]) -> str:
@@ -128,7 +129,7 @@ def _note(override: Override, holders: Sequence[str], stages: Mapping[str, Tree]
         f"; {name} keeps {key}={_shown(value)} (change it with stages.{name}.{override.key}=...)"
         for name in holders[:-1]
         for key in keys
-        if (value := _get(stages[name], key)) is not None
+        if (value := value_at(stages[name], key)) is not None
     ]
     return f"{text} goes to the stage {holders[-1]}{rest}{''.join(keeps)}"
 
@@ -148,11 +149,11 @@ def _chooses(override: Override, choice: str, dropped: str) -> bool:
 
 
 def _leaf_keys(overrides: Iterable[Override]) -> list[str]:
-    return [key for o in overrides for key, value in leaves(o.value, o.key) if value]
+    return [key for o in overrides for key, value in settings_in(o.value, o.key) if value]
 
 
 def _last(overrides: Iterable[Override], wanted: str) -> Any:
-    found = [value for o in overrides for key, value in leaves(o.value, o.key) if key == wanted]
+    found = [value for o in overrides for key, value in settings_in(o.value, o.key) if key == wanted]
     return found[-1] if found else None
 
 
@@ -164,18 +165,10 @@ def _overlap(a: str, b: str) -> bool:
     return a == b or a.startswith(f"{b}.") or b.startswith(f"{a}.")
 
 
-def _get(tree: Any, key: str) -> Any:
-    for part in key.split("."):
-        if not isinstance(tree, dict) or part not in tree:
-            return None
-        tree = tree[part]
-    return tree
-
-
 def _take(tree: Tree, key: str) -> bool:
     """Remove `key` from `tree`; return whether it was there."""
     *sections, last = key.split(".")
-    node = _get(tree, ".".join(sections))
+    node = value_at(tree, ".".join(sections))
     return isinstance(node, dict) and bool(node.pop(last, None))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -20,7 +20,6 @@ from .effect import settings_have_an_effect
 from .errors import ConfigError, words
 from .keys import check_known, default_of
 from .names import nearest
-from .overrides import Tree
 from .paths import bundled_folder, is_file, user_path
 from .recipe import Named, Recipe
 from .rules import COMMON_RULES, check_rules
@@ -28,6 +27,7 @@ from .run_weights import newest_weights
 from .schema import Config
 from .secrets import references_in, secret_values
 from .text import MAX_BYTES, TextError, parse_yaml
+from .tree import Tree, nodes
 
 # pydantic's phrases, as they read after "expected".
 _WORDING = {
@@ -97,7 +97,7 @@ def build_config(tree: Tree, *, recipe: Recipe, stage: str = "", stage_tree: Tre
     check_known(tree)
     resolved = copy.deepcopy(tree)
     try:
-        if any(isinstance(leaf, str) and "${" in leaf for leaf in _leaves(resolved)):  # most files have none
+        if any(isinstance(leaf, str) and "${" in leaf for _, leaf in nodes(resolved)):  # most files have none
             resolved = OmegaConf.to_container(OmegaConf.create(resolved), resolve=True)
     except (OmegaConfBaseException, RecursionError, ValueError, TypeError) as error:
         key = str(getattr(error, "full_key", "") or "config")
@@ -110,7 +110,7 @@ def build_config(tree: Tree, *, recipe: Recipe, stage: str = "", stage_tree: Tre
     prefix = f"stages.{stage}." if stage else ""
 
     def named(key: str) -> str:
-        return f"{prefix}{key}" if stage_tree is not None and _sets(stage_tree, key) else key
+        return f"{prefix}{key}" if any(found == key for found, _ in nodes(stage_tree)) else key
 
     references = references_in(tree, resolved)
     hide(secret_values(resolved, references))
@@ -153,23 +153,6 @@ def _take_newest_weights(tree: Any, named: Any) -> None:
 def to_yaml(config: Config) -> str:
     """The settings, every default written out and secrets as references, as YAML that loads again."""
     return OmegaConf.to_yaml(OmegaConf.create(config.written(loads_again=True)))
-
-
-def _leaves(node: Any) -> Iterator[Any]:
-    if isinstance(node, dict | list):
-        for child in node.values() if isinstance(node, dict) else node:
-            yield from _leaves(child)
-    else:
-        yield node
-
-
-def _sets(tree: Tree, key: str) -> bool:
-    node: Any = tree
-    for part in key.split("."):
-        if not isinstance(node, dict) or part not in node:
-            return False
-        node = node[part]
-    return True
 
 
 def _first_error(error: ValidationError, named: Any) -> ConfigError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +12,7 @@ from .errors import ConfigError, words
 from .keys import all_keys, is_free_form, takes_text, unknown_key
 from .secrets import is_typed_secret, shown_argument, variable_of
 from .text import TextError, parse_yaml
-
-Tree = dict[str, Any]
+from .tree import Tree, merge, settings_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +25,7 @@ class Override:
 
     def leaves(self) -> list[str]:
         """The dotted keys it sets: itself, or those inside its mapping."""
-        return [key for key, _ in leaves(self.value, self.key)]
+        return [key for key, _ in settings_in(self.value, self.key)]
 
 
 def parse_overrides(texts: Sequence[str]) -> list[Override]:
@@ -60,26 +59,6 @@ def apply_override(tree: Tree, override: Override) -> None:
         node[last] = copy.deepcopy(override.value)
 
 
-def merge(base: Tree, over: Tree) -> Tree:
-    """A new tree: `over` merged over `base`. Mappings are merged, anything else is replaced."""
-    merged = copy.deepcopy(base)
-    for name, value in over.items():
-        if isinstance(value, dict) and isinstance(merged.get(name), dict):
-            merged[name] = merge(merged[name], value)
-        else:
-            merged[name] = copy.deepcopy(value)
-    return merged
-
-
-def leaves(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of everything that is set at or below `prefix`."""
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from leaves(inner, f"{prefix}.{name}" if prefix else str(name))
-    else:
-        yield prefix, value
-
-
 def _parse(text: str) -> Override:
     key, equals, raw = text.partition("=")
     key = key.strip()
@@ -90,7 +69,7 @@ def _parse(text: str) -> Override:
         raise unknown_key(key, value=raw)
     is_text = schema_key is not None and takes_text(schema_key)
     value = _text(key, raw) if is_text else _yaml(key, raw)
-    for name, leaf in leaves(value, key):
+    for name, leaf in settings_in(value, key):
         if is_typed_secret(name, leaf) and "${" not in leaf:
             raise ConfigError(
                 name,

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ..redaction import MASK
+from .tree import nodes, value_at
 
 _NAMES = re.compile(
     r"(?:^|_)(?:api_?keys?|secret(?:_?key)?s?|passw(?:or)?ds?|passphrases?|credentials?|authorization|bearer"
@@ -59,11 +60,11 @@ def references_in(raw: Any, resolved: Any) -> dict[str, str]:
     """Dotted key -> text of the settings whose value comes from the environment, directly or through another key."""
     interpolated = {key: value for key, value in _leaves(raw) if isinstance(value, str) and "${" in value}
     direct = {key: text for key, text in interpolated.items() if "oc.env" in text}
-    values = [value for key in direct for _, value in _leaves(_at(resolved, key)) if isinstance(value, str)]
+    values = [value for key in direct for _, value in _leaves(value_at(resolved, key)) if isinstance(value, str)]
     passed_on = {
         key: text
         for key, text in interpolated.items()
-        for _, value in _leaves(_at(resolved, key))
+        for _, value in _leaves(value_at(resolved, key))
         if isinstance(value, str) and any(len(v) > 3 and v in value for v in values)
     }
     return direct | passed_on
@@ -107,7 +108,7 @@ def fingerprints(settings: Any, references: Mapping[str, str]) -> dict[str, str]
     return {
         key: f"{text} (value {hashlib.sha256(value.encode()).hexdigest()[:8]})"
         for key, text in references.items()
-        if isinstance(value := _at(settings, key), str) and _IS_TYPED.match(key) and not names_a_secret(key)
+        if isinstance(value := value_at(settings, key), str) and _IS_TYPED.match(key) and not names_a_secret(key)
     }
 
 
@@ -121,25 +122,8 @@ def _as_reference(key: str) -> str:
     return f"${{oc.env:{variable_of(key)}}}"
 
 
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else None
-    if children is None:
-        yield prefix, node
-        return
-    for name, child in children:
-        yield from _leaves(child, f"{prefix}.{name}" if prefix else str(name))
-
-
-def _at(node: Any, key: str) -> Any:
-    """The value at a dotted key; names may themselves have dots."""
-    return next((value for k, value in _nodes(node) if k == key), None)
-
-
-def _nodes(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    yield prefix, node
-    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    for name, child in children:
-        yield from _nodes(child, f"{prefix}.{name}" if prefix else str(name))
+def _leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    return ((key, value) for key, value in nodes(tree, prefix) if not isinstance(value, dict | list))
 
 
 def _replace(node: Any, key: str, change: Callable[[Any], Any], prefix: str = "") -> None:

@@ -16,10 +16,11 @@ from .keys import check_known
 from .layers import apply_overrides, lay_over
 from .load import build_config, config_path, read_tree
 from .names import nearest
-from .overrides import Override, Tree, apply_override, leaves, parse_overrides
+from .overrides import Override, apply_override, parse_overrides
 from .paths import MAX_NAME_BYTES
 from .recipe import Recipe, find_recipe
 from .schema import Config
+from .tree import Tree, settings_in
 
 DEFAULT = "async_rl"
 """The recipe of a config without stages, where the user names none."""
@@ -97,7 +98,7 @@ def resolve_stages(
         notes += _weights_note(laid, config) if name == selected[0] else ()
         stage_dir = config.run_dir / "stages" / name
         if not of_a_run:
-            recipe_reads(config, recipes[name], {key for key, _ in leaves(own, "")}, f"stages.{name}.{{}}".format)
+            recipe_reads(config, recipes[name], {key for key, _ in settings_in(own, "")}, f"stages.{name}.{{}}".format)
         stages.append(Stage(name=name, recipe=recipes[name], config=config, dir=stage_dir, notes=notes))
     for keys in [{key} for key in typed] or [set[str]()]:
         _refuse_what_nobody_reads(keys, stages)

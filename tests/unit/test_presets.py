@@ -17,7 +17,7 @@ from leeway.config import Config, ConfigError, derive, find_recipe, load_config
 from leeway.config.algorithm import AlgorithmConfig
 from leeway.config.load import to_yaml
 from leeway.config.objective import objective_of
-from leeway.config.overrides import leaves
+from leeway.config.tree import settings_in
 
 from ..tiers import slow_but_for
 
@@ -67,8 +67,8 @@ NEEDS = {
 def test_every_preset_loads_and_makes_an_objective(minimal: str, name: str, tmp_path: Path) -> None:
     config = load_config(minimal, [f"algorithm.name={name}", *NEEDS.get(name, [])])
     dumped = config.model_dump()
-    for override in leaves(PRESETS[name], ""):
-        assert override in list(leaves(dumped, "")), "what a preset picks is what the config holds"
+    for override in settings_in(PRESETS[name], ""):
+        assert override in list(settings_in(dumped, "")), "what a preset picks is what the config holds"
     a = config.algorithm.made()
     try_pieces(a.advantage, a.loss, a.correction, a.estimator)
     objective = objective_of(config, find_recipe("async_rl"))
