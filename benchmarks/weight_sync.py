@@ -16,6 +16,7 @@ import contextlib
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,6 @@ import numpy as np
 import psutil
 import torch
 
-from leeway.collector.clock import ActivityClock
 from leeway.collector.engine import EngineSettings, start_engine
 from leeway.collector.weight_sync import WeightSync
 from leeway.transports.object_store import ObjectStore
@@ -105,7 +105,7 @@ class Pulled(NamedTuple):
     pause_s: float
     proof_s: float
     ahead_cpu_s: float
-    load_cpu_s: float
+    pause_cpu_s: float
     proof_cpu_s: float
     gap: float
 
@@ -113,7 +113,7 @@ class Pulled(NamedTuple):
 class Bench:
     def __init__(self, engine: Any, model: Model, transport: Any) -> None:
         self.engine, self.model, self.transport = engine, model, transport
-        self._loaded_at = 0.0
+        self._paused_at = self._resumed_at = 0.0
 
     async def group(self) -> None:
         prompt = torch.randint(2, 256, (PROMPT,)).tolist()
@@ -129,28 +129,23 @@ class Bench:
             tolerance=1e-3,
             pull_every=1,
             deadline_s=300,
-            paused=lambda: ActivityClock().doing("pause"),
+            paused=self._paused,
             on_quarantine=self._nothing,
             max_failures=0,
         )
-        load = self.engine.load_weights
-
-        async def timed(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return await load(*args, **kwargs)
-            finally:
-                self._loaded_at = cpu_s()
-
-        self.engine.load_weights = timed
         started, begun = time.monotonic(), cpu_s()
         staged = await sync._staged(publication)
-        ahead_s, ahead = time.monotonic() - started, cpu_s()
-        await sync._load_and_verify(staged, ahead_s)
+        await sync._load_and_verify(staged, time.monotonic() - started)
         staged.release()
-        self.engine.load_weights = load
         (report,) = sync.drain_reports()
-        cpu = ahead - begun, self._loaded_at - ahead, cpu_s() - self._loaded_at
-        return Pulled(ahead_s, report.pause_s, report.proof_s, *cpu, report.served_gap)
+        cpu = self._paused_at - begun, self._resumed_at - self._paused_at, cpu_s() - self._resumed_at
+        return Pulled(report.ahead_s, report.pause_s, report.proof_s, *cpu, report.served_gap)
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        self._paused_at = cpu_s()
+        yield
+        self._resumed_at = cpu_s()
 
     async def _nothing(self, *_: Any) -> None: ...
 

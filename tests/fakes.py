@@ -11,7 +11,7 @@ from typing import Any
 
 from leeway.collector.clock import ActivityClock
 from leeway.collector.collector import Collector
-from leeway.collector.engine import EngineLost, StagedWeights
+from leeway.collector.engine import EngineLost, LoadTimes, StagedWeights
 from leeway.collector.progress import Progress
 from leeway.collector.weight_sync import WeightSync
 from leeway.config.algorithm import AlgorithmConfig
@@ -67,7 +67,7 @@ class FakeEngine:
     async def load_weights(self, staged: StagedWeights, *, in_flight: str, paused: Any) -> Any:
         with paused():
             self.version = staged.manifest.policy_version
-        return SimpleNamespace(pause_s=0.5, drain_s=0.0)
+        return LoadTimes(drain_s=0.0, pause_s=0.5)
 
     async def read_back(self, staged: StagedWeights) -> None: ...
 

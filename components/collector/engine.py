@@ -67,13 +67,13 @@ class SampledTokens:
 
 @dataclass(frozen=True)
 class LoadTimes:
-    """`drain_s`: until the engine stood still (it generates to the end of its pass, with "off" of all requests).
-
-    `pause_s`: from there on, nothing was generated for this long.
+    """`ahead_s`: spent on the load beside generation. `drain_s`: until the engine stood still (it generates to the end
+    of its pass, with "off" of all requests). `pause_s`: from there on, nothing was generated for this long.
     """
 
     drain_s: float
     pause_s: float
+    ahead_s: float = 0.0
 
 
 class Generates(Protocol):

@@ -1,7 +1,7 @@
 """Which weights an engine serves, and the proof that they are the trainer's.
 
-    ahead, while it generates   pull -> stage -> fetch every bucket, check its bytes
-    the pause                   load: copy into the engine's tensors, every one of them was published
+    ahead, while it generates   pull -> stage -> fetch every bucket, check its bytes; load beside what it computes with
+    the pause                   what is left of the load; every one of the engine's tensors was published
     after, while it generates   read back what it computes with; score the canary -> `verified_version`
 
 What fails before the pause never reached the engine: it continues with the weights proven before, and the version is
@@ -52,8 +52,8 @@ async def _beside(num_bytes: int, work: Callable[..., T], *args: Any) -> T:
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One weight sync, in seconds: `ahead_s` to fetch and check, `drain_s` until the engine stood still, `pause_s`
-    without generation, `proof_s` from there to the end of the proof. It generates in all of them but the pause.
+    """One weight sync, in seconds: `ahead_s` to fetch, check and load ahead, `drain_s` until the engine stood still,
+    `pause_s` without generation, `proof_s` from there to the end of the proof. Only in the pause nothing is generated.
 
     `served_gap`: the largest on the canary.
     """
@@ -284,7 +284,7 @@ class WeightSync:
         self._prove(manifest.policy_version)
         self._reports.append(
             SyncReport(
-                ahead_s=ahead_s,
+                ahead_s=ahead_s + times.ahead_s,
                 drain_s=times.drain_s,
                 pause_s=times.pause_s,
                 proof_s=time.monotonic() - loaded,

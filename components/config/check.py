@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from .derived import derive
-from .engines import engine_kind, is_local_path
+from .engines import Served, engine_kind, is_local_path, split_options
 from .hardware import Hardware
-from .model_files import damage
+from .model_files import damage, model_config
 from .names import find_module
 from .paths import is_file, is_folder
 from .recipe import Needs
@@ -38,11 +39,28 @@ def check_run(config: Config, recipe: Needs, hardware: Hardware) -> list[Problem
     """Everything that keeps `recipe` from running here, in the order in which a user would fix it."""
     found = chain(
         _missing_files(config),
-        engine_kind(config.rollout.engine_name).problems(config) if recipe.generates else (),
+        *([engine_kind(engine.name).problems(engine) for engine in _engines(config)] if recipe.generates else ()),
         _missing_hardware(config, recipe, hardware),
         _missing_packages(config, recipe),
     )
     return [Problem(key=key, text=text) for key, text in found]
+
+
+def _engines(config: Config) -> Iterator[Served]:
+    """Each engine that the run starts, with its model."""
+
+    def of(section: str, engine: Mapping[str, Any], model_key: str, path: str | None) -> Served:
+        name, options = split_options(engine)
+        model = model_config(Path(path).expanduser()) if path is not None and is_local_path(path) else {}
+        on_cpu = config.cluster.device == "cpu"
+        return Served(section=section, name=name, options=options, model_key=model_key, model=model, on_cpu=on_cpu)
+
+    policy = of("rollout.engine", config.rollout.engine, "model.path", config.model.path)
+    init = config.model.init
+    yield policy if init is None else replace(policy, model_key="model.init.options", model=init.options)
+    for name, own in config.env.models.items():
+        if own.path is not None and own.kind == "generate":
+            yield of(f"env.models.{name}.engine", own.engine, f"env.models.{name}.path", own.path)
 
 
 def earlier_run(config: Config, folder: Path | None = None) -> Problem | None:
@@ -131,14 +149,17 @@ def _missing_hardware(config: Config, recipe: Needs, hardware: Hardware) -> Foun
     if cluster.device != "cpu":
         return
     for role, key in (("generator", "rollout.num_generators"), ("trainer", "train.num_ranks")):
-        if need.processes[role] > hardware.num_cpus:
+        each = need.devices_per_engine if role == "generator" else 1
+        if need.processes[role] * each > hardware.num_cpus:
+            of_ranks = f" of {each} ranks" if each > 1 else ""
             yield (
                 key,
-                f"missing hardware: got {hardware.num_cpus} cores for {need.processes[role]} {role}s, expected a core "
-                f"for each; set {key}={hardware.num_cpus} or less",
+                f"missing hardware: got {hardware.num_cpus} cores for {need.processes[role]} {role}s{of_ranks}, "
+                f"expected a core for each; set {key}={hardware.num_cpus // each} or less",
             )
             break
-    cache_gib = need.processes["generator"] * cluster.kv_cache_gib
+    engines = need.processes["generator"] + need.processes.get("auxiliary model", 0)
+    cache_gib = engines * cluster.kv_cache_gib
     if cache_gib > 0.8 * hardware.memory_gib:
         yield (
             "cluster.kv_cache_gib",

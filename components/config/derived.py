@@ -15,7 +15,8 @@ class Derived:
 
     Lags are in optimizer steps, the window in groups. `max_outstanding_groups` is the largest number of groups that are
     admitted and not yet taken at any time. `num_batches` and `total_groups` are None where train.epochs decides. CPUs
-    and GPUs are per role, for all its processes. `lockstep`: no group is in flight when weights change.
+    and GPUs are per role, for all its processes; on a CPU each rank of an engine has a core at least. `lockstep`: no
+    group is in flight when weights change.
     `fresh_groups_per_batch`: those of a batch that were not used before; `first_use_policy_lag`: the bound on their
     lag, which leaves room for replay.max_uses - 1 more uses within `max_policy_lag`. `skip_zero_advantage`:
     train.skip_zero_advantage, where it changes nothing. `scores_proximal`: whether the trainer scores a batch when it
@@ -37,6 +38,8 @@ class Derived:
     total_groups: int | None
     sequences_per_batch: int
     sequences_per_step: int
+    devices_per_engine: int
+    cores_per_engine: int
     processes: dict[str, int]
     cpus: dict[str, int]
     gpus: dict[str, int]
@@ -77,8 +80,9 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
     }
     served = sum(own.path is not None for own in config.env.models.values()) if recipe.generates else 0
     auxiliary = {"auxiliary model": served} if served else {}
-    gpus_per_engine = devices_of(rollout.engine_name, rollout.engine_options)
+    per_engine = devices_of(rollout.engine_name, rollout.engine_options)
     on_gpu = cluster.device == "cuda"
+    cores_per_engine = max(1 if on_gpu else per_engine, cluster.cpus_per_generator)
     offline = recipe.is_offline
     # At the least target, a group starts only once everything before its own batch has been published, unless the
     # window reaches into a part of the next batch; a bound above the target would let it start under weights older than
@@ -98,14 +102,16 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
         total_groups=total_groups,
         sequences_per_batch=train.batch_size if offline else train.groups_per_step * config.algorithm.group_size,
         sequences_per_step=train.batch_size if offline else train.groups_per_step // u * config.algorithm.group_size,
+        devices_per_engine=per_engine,
+        cores_per_engine=cores_per_engine,
         processes=processes | auxiliary,
         cpus={
-            "generator": processes["generator"] * cluster.cpus_per_generator,
+            "generator": processes["generator"] * cores_per_engine,
             "trainer": processes["trainer"] * cluster.cpus_per_trainer,
             **auxiliary,
         },
         gpus={
-            "generator": processes["generator"] * gpus_per_engine if on_gpu else 0,
+            "generator": processes["generator"] * per_engine if on_gpu else 0,
             "trainer": processes["trainer"] if on_gpu else 0,
             **{role: count if on_gpu else 0 for role, count in auxiliary.items()},
         },

@@ -5,22 +5,32 @@ An engine more is a file in `engines/` and an `EngineKind` in `ENGINES`. A user'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, NonNegativeFloat
 
 from .errors import ConfigError
-from .model_files import head_size, model_config
+from .model_files import head_size, of_the_text
 from .names import check_name, cpu_head_sizes, engine_options, nearest
 from .paths import is_folder
 
-if TYPE_CHECKING:
-    from .schema import Config
 
-Problems = Callable[["Config"], Iterator[tuple[str, str]]]
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """An engine and its model. `section`, `model_key`: where they are set; `model`: its config.json, {} if unknown."""
+
+    section: str
+    name: str
+    options: Mapping[str, Any]
+    model_key: str
+    model: Mapping[str, Any]
+    on_cpu: bool
+
+
+Problems = Callable[[Served], Iterator[tuple[str, str]]]
 """(key, text) of what keeps an engine from running this model on this machine."""
 
 
@@ -31,7 +41,8 @@ class EngineKind:
 
     `options` names the settings that it takes beside `name` (empty: any), `what` calls them in a message. `refused`
     maps settings to what to do instead; `not_reproducible` would change its probabilities. `parallel` multiply its
-    devices.
+    devices; on a CPU only those in `parallel_on_cpu`. `counts` are whole numbers. `load_ahead` is a switch, on by
+    default, with which it holds a second copy of the weights on a CPU.
     """
 
     target: str
@@ -42,8 +53,10 @@ class EngineKind:
     refused: Mapping[str, str] = field(default_factory=dict)
     not_reproducible: tuple[str, ...] = ()
     parallel: tuple[str, ...] = ()
+    parallel_on_cpu: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
-    problems: Problems = lambda config: iter(())
+    load_ahead: str | None = None
+    problems: Problems = lambda served: iter(())
 
 
 OWNED_BY_LEEWAY = {
@@ -71,27 +84,38 @@ NOT_REPRODUCIBLE = (
 """Arguments that make vLLM's probabilities differ from those of the trainer's weights."""
 
 
+TENSOR_PARALLEL = "tensor_parallel_size"
+VOCABULARY_BLOCK = 64
+"""vLLM fills a vocabulary up to a multiple of this before it is divided."""
+
+
 def is_local_path(path: str) -> bool:
     """Whether `path` is written as a path of this machine rather than as a hub id."""
     return path.startswith(("/", ".", "~")) or path.endswith("/") or path.count("/") > 1 or is_folder(path)
 
 
-def _vllm_problems(config: Config) -> Iterator[tuple[str, str]]:
-    """On a CPU, vLLM supports only some widths of attention heads."""
-    if config.cluster.device != "cpu" or not (sizes := cpu_head_sizes()):
-        return
-    if config.model.init is not None:
-        key, size = "model.init.options", head_size(config.model.init.options)
-    elif config.model.path is not None and is_local_path(config.model.path):
-        key, size = "model.path", head_size(model_config(Path(config.model.path).expanduser()))
-    else:
-        return
-    if size is not None and size not in sizes:
+def _vllm_problems(served: Served) -> Iterator[tuple[str, str]]:
+    """On a CPU, vLLM supports only some widths of attention heads; several ranks take equal shares of a model."""
+    size, sizes = head_size(dict(served.model)), cpu_head_sizes()
+    if served.on_cpu and sizes and size is not None and size not in sizes:
         yield (
-            key,
+            served.model_key,
             f"got attention heads of size {size}, expected one of {', '.join(map(str, sizes))}: vLLM on a CPU has no "
             "others; use another model, rollout.engine.name=hf, or cluster.device=cuda",
         )
+    text, ranks = of_the_text(dict(served.model)), served.options.get(TENSOR_PARALLEL, 1)
+    for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        if not isinstance(number := text.get(what), int):
+            continue
+        if what == "vocab_size":
+            number += -number % VOCABULARY_BLOCK
+        # Fewer heads of keys and values than ranks: several ranks have the same one.
+        if number % ranks and (what != "num_key_value_heads" or ranks % number):
+            yield (
+                f"{served.section}.{TENSOR_PARALLEL}",
+                f"got {ranks}, expected a number that divides {what} {number} of the model ({served.model_key}); set 1",
+            )
+            return
 
 
 ENGINES = {
@@ -99,10 +123,12 @@ ENGINES = {
         target="leeway.engines.vllm_engine:VllmEngine",
         what="an argument of vLLM's AsyncEngineArgs",
         package="vllm",
-        options=engine_options,
+        options=lambda: options | {"double_buffer"} if (options := engine_options()) else options,
         refused=OWNED_BY_LEEWAY,
         not_reproducible=NOT_REPRODUCIBLE,
-        parallel=("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
+        parallel=(TENSOR_PARALLEL, "pipeline_parallel_size", "data_parallel_size"),
+        parallel_on_cpu=(TENSOR_PARALLEL,),
+        load_ahead="double_buffer",
         problems=_vllm_problems,
     ),
     "hf": EngineKind(
@@ -139,11 +165,14 @@ def engine_kind(name: str) -> EngineKind:
 
 
 def devices_of(name: str, options: Mapping[str, Any]) -> int:
-    """How many devices one engine computes on."""
-    number = 1
-    for parallel in engine_kind(name).parallel:
-        number *= options.get(parallel, 1)
-    return number
+    """How many devices one engine computes on; on a CPU, how many processes compute."""
+    return math.prod(options.get(parallel, 1) for parallel in engine_kind(name).parallel)
+
+
+def loads_ahead(name: str, options: Mapping[str, Any]) -> bool:
+    """Whether an engine on a CPU holds a second copy of the weights."""
+    switch = engine_kind(name).load_ahead
+    return switch is not None and options.get(switch, True)
 
 
 def check_engine(section: str, name: Any, options: Mapping[str, Any], *, on_cpu: bool) -> None:
@@ -175,13 +204,15 @@ def check_engine(section: str, name: Any, options: Mapping[str, Any], *, on_cpu:
         is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
         if option in (*kind.parallel, *kind.counts) and not is_count:
             raise ConfigError(key, got=value, expected="a whole number from 1", fix="set 1")
-        if option in kind.parallel and value > 1 and on_cpu:
+        if option in kind.parallel and option not in kind.parallel_on_cpu and value > 1 and on_cpu:
             raise ConfigError(
                 key,
                 got=value,
-                expected="1 where cluster.device is cpu: engines of several processes are not supported on CPU yet",
-                fix=f"leave {option} out, and raise rollout.num_generators for more engines",
+                expected="1 where cluster.device is cpu",
+                fix=f"leave {option} out, and raise {section}.{TENSOR_PARALLEL} or rollout.num_generators",
             )
+        if option == kind.load_ahead and not isinstance(value, bool):
+            raise ConfigError(key, got=value, expected="true or false", fix="leave it out, which is true")
 
 
 def split_options(engine: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

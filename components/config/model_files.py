@@ -35,14 +35,19 @@ def damage(folder: Path) -> str | None:
 
 def head_size(config: dict[str, Any]) -> int | None:
     """The width of an attention head according to config.json; None if it does not say, or has no such heads."""
-    text = config.get("text_config")
-    config = {**config, **text} if isinstance(text, dict) else config
+    config = of_the_text(config)
     if config.get("kv_lora_rank") is not None:  # latent attention has its own kernels
         return None
     size, hidden, heads = (config.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
     if isinstance(size, int):
         return size
     return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
+
+
+def of_the_text(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json with what it says of the part that reads text, if it has several parts."""
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
 
 
 def model_config(folder: Path) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import psutil
@@ -16,8 +16,9 @@ import psutil
 from ..collector.clock import RolloutClock
 from ..collector.engine import EngineLost, EngineSettings, LoadTimes, SampledTokens, StagedWeights, largest
 from ..collector.progress import Progress, Sampled
-from ..weights import Canary, CanaryGap, Manifest, WeightSyncError
+from ..weights import Canary, CanaryGap, Manifest
 from . import vllm_worker_env as worker_env
+from .shards import left_out
 from .shared_memory import SharedFolder
 from .vllm_worker_env import MANIFEST
 
@@ -45,9 +46,8 @@ class VllmEngine:
             self._shared_memory.remove()
             raise
         self._request_ids = map(str, itertools.count())  # vLLM makes them unique
-        self._initialised = False
         self._read_back = settings.read_back
-        self._half_loaded = False
+        self._none_left_out = self._num_ranks == 1
         self._num_loads = 0
         self._cache_salt: str | None = None
 
@@ -56,11 +56,10 @@ class VllmEngine:
         worker_env.prepare(
             device=settings.device,
             cores=settings.cores,
-            kv_cache_gib=settings.kv_cache_gib,
+            num_ranks=settings.options.get("tensor_parallel_size", 1),
             eager=bool(settings.options.get("enforce_eager")),
         )
         from vllm import AsyncEngineArgs, SamplingParams
-        from vllm.config.weight_transfer import WeightTransferConfig
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -78,17 +77,22 @@ class VllmEngine:
             enable_prefix_caching=True,
             scheduling_policy="priority",  # a canary overtakes what waits: its time must not grow with the batch
             disable_log_stats=True,
-            weight_transfer_config=WeightTransferConfig(backend=worker_env.BACKEND),
             worker_extension_cls=worker_env.WORKER_EXTENSION,
             trust_remote_code=False,
         )
+        options = dict(settings.options)
+        self._double_buffer = options.pop("double_buffer", True)
+        self._num_ranks = options.get("tensor_parallel_size", 1)
         if settings.device == "cpu":
-            args |= dict(distributed_executor_backend="uni")
+            args |= dict(
+                distributed_executor_backend="mp" if self._num_ranks > 1 else "uni",
+                kv_cache_memory_bytes=int(settings.kv_cache_gib * 2**30) // self._num_ranks,  # of each rank
+            )
             if settings.seeded:
                 # Prefilling a prompt in parts throws a sampled token away; vLLM then rewinds the request's
                 # generator by an offset, which CPU generators do not have, and the engine dies.
                 args |= dict(enable_chunked_prefill=False)
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(args | settings.options)))
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(args | options)))
         vllm_config = self._llm.vllm_config
         self.places = vllm_config.scheduler_config.max_num_seqs * vllm_config.parallel_config.data_parallel_size
         self.cache_tokens = (vllm_config.cache_config.num_gpu_blocks or 0) * (vllm_config.cache_config.block_size or 0)
@@ -167,59 +171,50 @@ class VllmEngine:
         in_flight: str,
         paused: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> LoadTimes:
-        started = time.monotonic()
-        with self.progress.call():
-            if not self._initialised:
-                from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-                await self._llm.init_weight_transfer_engine(
-                    WeightTransferInitRequest(init_info={"read_back": self._read_back})
-                )
-                self._initialised = True
-            folder = self._shared_memory.path / staged.name
-            await asyncio.to_thread((folder / MANIFEST).write_text, staged.manifest.to_json())
-            await self._llm.collective_rpc("map_staged", args=(str(folder),))
-            self._num_loads += 1
+        manifest, started = staged.manifest, time.monotonic()
+        folder = self._shared_memory.path / staged.name
+        await asyncio.to_thread((folder / MANIFEST).write_text, manifest.to_json())
+        await self._ask("map_staged", manifest, str(folder), self._double_buffer)
+        while not all(await self._ask("load_ahead", manifest)):
+            pass
+        self._num_loads += 1
+        asked = time.monotonic()
+        with self._calling():
             await self._llm.pause_generation(
                 mode="wait" if in_flight == "off" else "keep", clear_cache=in_flight != "keep"
             )
         self.progress.pause()
         stopped = time.monotonic()
         with paused():
-            try:
-                await self._load(staged.manifest)
-            except Exception as error:
-                raise _as_weight_sync_error(error, staged.manifest) from error
+            await self._ask("load_staged", manifest)
             # Kept keys and values are for those who run. vLLM cannot clear a prefix cache that is in use: new requests
             # look for their prefixes under another name. Of the load, not of the version: the same version is loaded
             # again after a load that went wrong, and by another run on this engine.
             self._cache_salt = str(self._num_loads) if in_flight == "keep" else None
-            with self.progress.call():
+            with self._calling():
+                await self._llm.update_weight_version(str(manifest.policy_version))
                 await self._llm.resume_generation()
             self.progress.resume()
-        return LoadTimes(drain_s=stopped - started, pause_s=time.monotonic() - stopped)
+        return LoadTimes(ahead_s=asked - started, drain_s=stopped - asked, pause_s=time.monotonic() - stopped)
 
     async def read_back(self, staged: StagedWeights) -> None:
         """Some layers between two passes, so that generation continues."""
-        done = False
-        try:
-            while not done:
-                with self.progress.call():
-                    done = all(await self._llm.collective_rpc("read_back_some"))
-        except Exception as error:
-            raise _as_weight_sync_error(error, staged.manifest) from error
+        while not all(await self._ask("read_back_some", staged.manifest, self._read_back)):
+            pass
+        if not self._none_left_out:
+            if names := left_out(staged.manifest.entries, await self._ask("parts_taken", staged.manifest)):
+                raise staged.manifest.error("load", f"the ranks together did not take all of {', '.join(names)}")
+            self._none_left_out = True  # which part is whose never changes
 
-    async def _load(self, manifest: Manifest) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        with self.progress.call():
-            if self._half_loaded:
-                await self._llm.collective_rpc("abandon_weight_update")
-            self._half_loaded = True
-            await self._llm.start_weight_update()
-            await self._llm.update_weights(WeightTransferUpdateRequest(update_info={}))
-            await self._llm.finish_weight_update(weight_version=str(manifest.policy_version))
-        self._half_loaded = False
+    async def _ask(self, method: str, manifest: Manifest, *args: Any) -> list[Any]:
+        """The answers of all ranks. Raises WeightSyncError for the first that failed, EngineLost if one is gone."""
+        with self._calling():
+            answers = await self._llm.collective_rpc(method, args=args)
+        for rank, (_, failure) in enumerate(answers):
+            if failure is not None:
+                check, detail = failure
+                raise manifest.error(check, detail if self._num_ranks == 1 else f"rank {rank}: {detail}")
+        return [answer for answer, _ in answers]
 
     def process_ids(self) -> list[int]:
         return [child.pid for child in psutil.Process().children(recursive=True)]
@@ -231,6 +226,19 @@ class VllmEngine:
         self._llm.shutdown()
         del self._llm  # its finaliser needs modules that are gone at interpreter exit
         self._shared_memory.remove()
+
+    @contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Raises EngineLost where vLLM says that one of the engine's processes died."""
+        try:
+            yield
+        except self._dead_error as error:
+            raise EngineLost(f"the inference engine died: {error}") from None
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        with self.progress.call(), self._alive():
+            yield
 
     async def _scored_gap(self, sequence: list[int], expected: list[float]) -> float:
         params = self._params(max_tokens=1, temperature=1.0, prompt_logprobs=0)
@@ -252,12 +260,10 @@ class VllmEngine:
         if self._cache_salt is not None:
             prompt["cache_salt"] = self._cache_salt
         request_id = next(self._request_ids)
-        with self.progress.request(request_id, num_sequences=params.n, prompt_tokens=len(prompt_tokens), clock=clock):
-            try:
-                async for output in self._llm.generate(prompt, params, request_id=request_id, priority=priority):
-                    final = output
-            except self._dead_error as error:
-                raise EngineLost(f"the inference engine died: {error}") from None
+        work = self.progress.request(request_id, num_sequences=params.n, prompt_tokens=len(prompt_tokens), clock=clock)
+        with work, self._alive():
+            async for output in self._llm.generate(prompt, params, request_id=request_id, priority=priority):
+                final = output
         assert final is not None, "vLLM ended a request without an output"
         return final
 
@@ -270,13 +276,3 @@ def _sampled_tokens(output: Any) -> SampledTokens:
         versions += [int(span.version)] * (span.end - span.start)
     assert len(versions) == len(tokens), f"version spans cover {len(versions)} of {len(tokens)} tokens"
     return SampledTokens(tokens, flat.logprobs, versions, output.finish_reason or "unknown")
-
-
-def _as_weight_sync_error(error: Exception, manifest: Manifest) -> WeightSyncError:
-    """vLLM carries a worker's exception over as text only; find our own message in it again."""
-    text = str(error)
-    for check in ("bytes", "load"):
-        mark = f"failed the {check} check: "
-        if mark in text:
-            return manifest.error(check, text.split(mark, 1)[1].splitlines()[0].rstrip("'\")"))
-    return manifest.error("load", text)

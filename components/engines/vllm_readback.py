@@ -23,7 +23,6 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import torch
-from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.layernorm import LayerNorm, RMSNorm
@@ -208,17 +207,14 @@ def _shape(module: torch.nn.Module) -> tuple[int, int]:
 def _are_readable(module: RoutedExperts) -> bool:
     """Whether all of a layer's experts are here, one by one, and nothing else is."""
     return (
-        get_tensor_model_parallel_world_size() == 1
-        and type(module.quant_method) is UnquantizedFusedMoEMethod
+        type(module.quant_method) is UnquantizedFusedMoEMethod
         and {name for name, _ in module.named_parameters(recurse=False)} == {"w13_weight", "w2_weight"}
         and module.local_num_experts == module.moe_config.num_logical_experts == module.moe_config.num_experts
     )
 
 
 def _is_readable(module: torch.nn.Module) -> bool:
-    """Whether this module holds what was published as it was published: not quantised, not split over devices."""
-    if get_tensor_model_parallel_world_size() > 1:
-        return False
+    """Whether this module holds what was published as it was published: not quantised."""
     if isinstance(module, LinearBase):
         return type(module.quant_method) is UnquantizedLinearMethod
     if isinstance(module, VocabParallelEmbedding):

@@ -1,26 +1,25 @@
-"""Runs inside vLLM's own worker process: takes published weights in, and proves that all of the model was loaded.
+"""Runs inside vLLM's own worker processes: takes published weights in, and proves that all of the model was loaded.
 
-vLLM imports this module there because the engine names `WorkerExtension` as its `worker_extension_cls`; importing it
-registers the weight transfer backend "leeway".
+vLLM imports this module there because the engine names `WorkerExtension` as its `worker_extension_cls`. With tensor
+parallelism there is a worker for each rank. All map the same buckets; vLLM's loaders take each rank's own parts.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
-from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -31,13 +30,23 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
-from ..weights import Manifest, read_bucket
+from ..weights import Manifest, WeightSyncError, read_bucket
+from .shards import Part, PartsTaken
 from .shared_memory import bucket_name
 from .slices import SLICE_S, ends_within
 from .vllm_readback import read_back
-from .vllm_worker_env import BACKEND, CORES_ENV, MANIFEST, MEMORY_ENV, PARENT_ENV
+from .vllm_shadow import ShadowModel, can_be_shadowed
+from .vllm_worker_env import CORES_ENV, MANIFEST, MEMORY_ENV, PARENT_ENV
 
 logger = logging.getLogger(__name__)
+
+CHUNK_BYTES = 8 << 20
+"""Given to vLLM's loader at once, if no single tensor is larger: about what a slice has time for."""
+ROOM = 1.2
+"""A load ahead leaves this much of the weights' size free."""
+
+Failure = tuple[str, str]
+"""(check, detail) of a `WeightSyncError`."""
 
 
 def die_with_parent() -> None:
@@ -64,93 +73,183 @@ def pin_to_cores() -> None:
         os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
 
 
+def answered(method: Callable[..., Any]) -> Callable[..., tuple[Any, Failure | None]]:
+    """What a call to all ranks answers: (result, failure). Nothing is raised.
+
+    vLLM reads the answers of the ranks up to the first error. It would take the others for answers to its next call.
+    """
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any) -> tuple[Any, Failure | None]:
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                return method(weights_of(self), *args), None
+        except WeightSyncError as error:
+            return None, (error.check, error.detail)
+        except Exception as error:
+            logger.exception("%s failed", method.__name__)
+            return None, ("load", f"{type(error).__name__}: {error}")
+
+    return call
+
+
 class WorkerExtension:
     """Becomes part of vLLM's worker; naming this class is also what makes the worker import this module."""
 
-    def abandon_weight_update(self: Any) -> None:
-        """End a weight sync that failed half-way, so that the next one can start.
+    @answered
+    def map_staged(self: Any, folder: str, ahead: bool) -> None:
+        self.map_staged(Path(folder), ahead=ahead)
 
-        What is loaded now must not be served.
-        """
-        engine = self.weight_transfer_engine
-        finalize_layerwise_reload(engine.model, engine.model_config)
-        self._weight_update_active = False
+    @answered
+    def load_ahead(self: Any) -> bool:
+        return self.load_ahead()
 
-    def map_staged(self: Any, folder: str) -> None:
-        """Before the pause: what the next load takes."""
-        self.weight_transfer_engine.map_staged(Path(folder))
+    @answered
+    def load_staged(self: Any) -> None:
+        self.load_staged()
 
-    def read_back_some(self: Any) -> bool:
-        """After the pause: compare for a moment what was loaded; whether all of it was compared."""
-        return self.weight_transfer_engine.read_back_some()
+    @answered
+    def read_back_some(self: Any, compare: bool) -> bool:
+        return self.read_back_some(compare=compare)
 
-
-@dataclass
-class InitInfo(WeightTransferInitInfo):
-    read_back: bool = True
+    @answered
+    def parts_taken(self: Any) -> dict[str, list[Part]]:
+        return {name: sorted(parts) for name, parts in self.parts.items()}
 
 
-@dataclass
-class Nothing(WeightTransferUpdateInfo):
-    """What is to be loaded was said before the pause."""
+def weights_of(worker: Any) -> EngineWeights:
+    if not hasattr(worker, "leeway_weights"):
+        worker.leeway_weights = EngineWeights(worker.model_runner.get_model(), worker.vllm_config, worker.device)
+    return worker.leeway_weights
 
 
-class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, Nothing]):
-    """Loads buckets that lie, checked, in shared memory; every weight must be covered. Then reads the weights back."""
+class EngineWeights:
+    """Loads buckets that lie, checked, in shared memory; every weight must be covered. Then reads the weights back.
 
-    init_info_cls = InitInfo
-    update_info_cls = Nothing
+    map_staged -> load_ahead until it is done -> the pause: load_staged -> read_back_some until it is done
+    """
 
-    def __init__(
-        self, config: WeightTransferConfig, vllm_config: object, device: torch.device, model: torch.nn.Module
-    ) -> None:
-        super().__init__(config, vllm_config, device, model)  # type: ignore[arg-type]
+    def __init__(self, model: Any, vllm_config: VllmConfig, device: torch.device) -> None:
+        self.model = model
+        self._config, self._device = vllm_config, device
+        self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
+        self.parts: dict[str, set[Part]] = {}
+        """What this rank's loader takes of each published tensor, if there are several ranks."""
         self._manifest: Manifest | None = None
         self._buckets: list[torch.Tensor] = []
-        self._reads_back = True
+        self._shadow: ShadowModel | None = None
+        self._filling: Iterator[None] | None = None
         self._reading: Iterator[None] | None = None
-        self._was_read = True
+        self._half_loaded = False
         self._unread: list[str] = []
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        self._reads_back = init_info.read_back
+    def map_staged(self, folder: Path, *, ahead: bool) -> None:
+        """Before the pause: what the next load takes. `ahead`: load into a second set of tensors, if possible."""
+        self._forget()
+        self._manifest = manifest = Manifest.from_json((folder / MANIFEST).read_text())
+        self._buckets = [_mapped(folder / bucket_name(i)) for i in range(len(manifest.bucket_bytes))]
+        if ahead and not self._half_loaded and can_be_shadowed(self.model):
+            needed, free = ROOM * manifest.num_bytes / self._num_ranks, psutil.virtual_memory().available
+            if needed <= free:
+                self._shadow = ShadowModel(self.model)
+                self._filling = self._fill(self._shadow.model)
+            else:
+                logger.warning(
+                    "%.1f GiB of memory are free, a second copy of the weights needs %.1f: they are loaded in the "
+                    "pause; free some, or set rollout.engine.double_buffer=false",
+                    free / 2**30,
+                    needed / 2**30,
+                )
 
-    def map_staged(self, folder: Path) -> None:
-        self._reading, self._was_read = None, False
-        self._manifest = Manifest.from_json((folder / MANIFEST).read_text())
-        self._buckets = [_mapped(folder / bucket_name(i)) for i in range(len(self._manifest.bucket_bytes))]
+    @torch.no_grad()
+    def load_ahead(self) -> bool:
+        """Load for a moment beside generation; whether all is done that can be."""
+        if self._filling is None:
+            return True
+        assert self._shadow is not None
+        if not ends_within(SLICE_S, self._filling):
+            return False
+        self._filling = None
+        self._all_covered(self._shadow.model)
+        self._shadow.finish()
+        return True
 
-    def start_weight_update(self) -> None:
-        forget_packed_experts(self.model)
-        initialize_layerwise_reload(self.model)
-        forget_uncounted(self.model)
-
-    def receive_weights(self, update_info: Nothing) -> None:
-        self.model.load_weights(self._tensors())  # type: ignore[operator]
-
-    def finish_weight_update(self) -> None:
-        assert self._manifest is not None
-        missing = [*uncovered_parameters(self.model), *uncovered_uncounted(self.model)]
-        if missing:
-            raise self._manifest.error("load", f"no published tensor reached {', '.join(missing)}")
-        finalize_layerwise_reload(self.model, self.model_config)
+    @torch.no_grad()
+    def load_staged(self) -> None:
+        """In the pause."""
+        assert self._manifest is not None, "nothing was staged"
+        if self._shadow is not None:
+            self._shadow.swap()
+        else:
+            self._load_in_place()
         self._reading = self._read_back(self._manifest)
 
     @torch.no_grad()
-    def read_back_some(self) -> bool:
-        if not self._was_read:
+    def read_back_some(self, *, compare: bool) -> bool:
+        """After the pause: compare for a moment what was loaded, if at all; whether all is done."""
+        if self._shadow is not None:  # it holds the weights before these
+            self._shadow.drop()
+            self._shadow = None
+        if self._manifest is not None:
             assert self._reading is not None, "nothing was loaded since it was staged"
-            self._was_read = not self._reads_back or ends_within(SLICE_S, self._reading)
-            if self._was_read:
-                self._reading, self._manifest, self._buckets = None, None, []
-        return self._was_read
+            if compare and not ends_within(SLICE_S, self._reading):
+                return False
+            self._forget()
+        return True
+
+    def _forget(self) -> None:
+        if self._shadow is not None:
+            self._shadow.drop()
+        self._shadow, self._filling, self._reading = None, None, None
+        self._manifest, self._buckets = None, []
+
+    def _load_in_place(self) -> None:
+        if self._half_loaded:  # by a load that failed; what it left is not served
+            finalize_layerwise_reload(self.model, self._config.model_config)
+        self._half_loaded = True
+        forget_packed_experts(self.model)
+        initialize_layerwise_reload(self.model)
+        forget_uncounted(self.model)
+        for _ in self._fill(self.model):
+            pass
+        self._all_covered(self.model)
+        finalize_layerwise_reload(self.model, self._config.model_config)
+        self._half_loaded = False
+
+    def _fill(self, model: Any) -> Iterator[None]:
+        """Give all tensors to vLLM's loader, some at a time. The first load of several ranks notes what it takes."""
+        if self._num_ranks > 1 and not self.parts:
+            taken = PartsTaken()
+            for name, tensor in self._tensors():
+                with taken.of(name, tensor):
+                    model.load_weights([(name, tensor)])
+                yield
+            self.parts = taken.parts
+            return
+        chunk: list[tuple[str, torch.Tensor]] = []
+        num_bytes = 0
+        for name, tensor in self._tensors():
+            if chunk and num_bytes + tensor.nbytes > CHUNK_BYTES:
+                model.load_weights(chunk)
+                yield
+                chunk, num_bytes = [], 0
+            chunk.append((name, tensor))
+            num_bytes += tensor.nbytes
+        model.load_weights(chunk)
+        yield
+
+    def _all_covered(self, model: torch.nn.Module) -> None:
+        assert self._manifest is not None
+        missing = [*uncovered_parameters(model), *uncovered_uncounted(model)]
+        if missing:
+            raise self._manifest.error("load", f"no published tensor reached {', '.join(missing)}")
 
     def _read_back(self, manifest: Manifest) -> Iterator[None]:
         result = yield from read_back(
             self.model,
-            self._tensors(),
-            dtype=self.model_config.dtype,
-            device=self.device,
+            self._own_tensors(),
+            dtype=self._config.model_config.dtype,
+            device=self._device,
             turn=manifest.policy_version,
         )
         if result.differing:
@@ -165,8 +264,13 @@ class SharedMemoryWeightEngine(WeightTransferEngine[InitInfo, Nothing]):
         for index, bucket in enumerate(self._buckets):
             yield from read_bucket(self._manifest, index, bucket)
 
-    def shutdown(self) -> None:
-        pass
+    def _own_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Of each published tensor what belongs to this rank."""
+        for name, tensor in self._tensors():
+            if self._num_ranks == 1:
+                yield name, tensor
+            for offset, size, stride in sorted(self.parts.get(name, ())):
+                yield name, tensor.as_strided(size, stride, tensor.storage_offset() + offset)
 
 
 def _mapped(path: Path) -> torch.Tensor:
@@ -241,6 +345,5 @@ def _num_loadable(layer: torch.nn.Module) -> int:
     return total
 
 
-WeightTransferEngineFactory.register_engine(BACKEND, SharedMemoryWeightEngine)
 die_with_parent()
 pin_to_cores()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-BACKEND = "leeway"
 MANIFEST = "manifest.json"
 WORKER_EXTENSION = "leeway.engines.vllm_worker.WorkerExtension"
 PARENT_ENV = "LEEWAY_ENGINE_PARENT"
@@ -12,7 +11,7 @@ CORES_ENV = "LEEWAY_ENGINE_CORES"
 MEMORY_ENV = "LEEWAY_ENGINE_MEMORY"
 
 
-def prepare(*, device: str, cores: list[int], kv_cache_gib: float, eager: bool) -> None:
+def prepare(*, device: str, cores: list[int], num_ranks: int, eager: bool) -> None:
     os.environ[PARENT_ENV] = str(os.getpid())
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
@@ -22,11 +21,18 @@ def prepare(*, device: str, cores: list[int], kv_cache_gib: float, eager: bool) 
         os.environ["TORCH_COMPILE_DISABLE"] = "1"
     if device != "cpu":
         return
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would hold instead of what the engine is told
     # Without this, the "uni" executor silently becomes "mp" on CPU, whose worker process spins on a core even when
     # idle.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(kv_cache_gib)))
-    if cores:
+    if num_ranks > 1:
+        # "auto" wants a NUMA node for each rank. The ranks share the cores, or one if they are fewer.
+        each = max(1, len(cores) // num_ranks)
+        own = [[cores[(rank * each + i) % len(cores)] for i in range(each)] for rank in range(num_ranks) if cores]
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, c)) for c in own) or "nobind"
+        if not cores:
+            os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // num_ranks))
+    elif cores:
         # vLLM binds threads in its multi-process executor only; the worker module pins the engine's process itself.
         os.environ[CORES_ENV] = ",".join(map(str, cores))
         os.environ["OMP_NUM_THREADS"] = str(len(cores))

@@ -24,8 +24,8 @@ def assign_cores(config: Config, recipe: Needs, available: list[int] | None = No
 
     With two cores, one engine and one trainer: engine on the first, trainer on the second.
     """
-    need = derive(config, recipe).processes
-    num_engines, num_trainers = need["generator"], need["trainer"]
+    need = derive(config, recipe)
+    num_engines, num_trainers = need.processes["generator"], need.processes["trainer"]
     if not config.cluster.pin_cores or config.cluster.device != "cpu":
         return Cores([[]] * num_engines, [[]] * num_trainers)
     cores = sorted(os.sched_getaffinity(0)) if available is None else available
@@ -37,7 +37,7 @@ def assign_cores(config: Config, recipe: Needs, available: list[int] | None = No
     trainer_cores = config.cluster.trainer_cores or [c for c in cores[split:] if c not in taken] or cores[split:]
     engine_cores = config.cluster.engine_cores or [c for c in cores if c not in trainer_cores] or cores[:split]
     return Cores(
-        _deal(engine_cores, num_engines, config.cluster.cpus_per_generator),
+        _deal(engine_cores, num_engines, need.cores_per_engine),
         _deal(trainer_cores, num_trainers, config.cluster.cpus_per_trainer),
     )
 

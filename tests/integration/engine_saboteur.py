@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ def set_weight(layer: Any, weight: torch.Tensor) -> None:
 
 class Saboteur(vllm_worker.WorkerExtension):
     def _layer(self: Any, module: str) -> Any:
-        return self.weight_transfer_engine.model.get_submodule(module)
+        return vllm_worker.weights_of(self).model.get_submodule(module)
 
     def process_id(self: Any) -> int:
         return os.getpid()
@@ -46,16 +46,15 @@ class Saboteur(vllm_worker.WorkerExtension):
         set_weight(layer, weight)
         return before
 
-    def arm(self: Any, fault: str, module: str, index: int = 0, bit: int = 0) -> None:
-        """Let the next weight sync go wrong, once: "flip" or "half" after its load, "swap" during it."""
+    def arm(self: Any, fault: str, module: str, index: int = 0, bit: int = 0, rank: int = 0) -> None:
+        """Let the next weight sync of one rank go wrong, once: "flip" or "half" after its load, "swap" during it."""
+        if self.rank != rank:
+            return
         if fault == "swap":
             return self._arm_swap(module)
         old = weight_of(self._layer(module)).clone()
-        real = vllm_worker.finalize_layerwise_reload
 
-        def finalize(*args: Any) -> None:
-            vllm_worker.finalize_layerwise_reload = real
-            real(*args)
+        def break_it() -> None:
             if fault == "flip":
                 self.flip(module, index, bit)
             else:
@@ -64,30 +63,40 @@ class Saboteur(vllm_worker.WorkerExtension):
                 weight[: len(weight) // 2] = old[: len(weight) // 2]
                 set_weight(layer, weight)
 
-        vllm_worker.finalize_layerwise_reload = finalize
+        self._after_the_load(break_it)
 
     def arm_expert(self: Any, module: str, expert: int, index: int) -> None:
         """Let the next load end with the last bit of one packed weight of an expert flipped, once."""
-        real = vllm_worker.finalize_layerwise_reload
 
-        def finalize(*args: Any) -> None:
-            vllm_worker.finalize_layerwise_reload = real
-            real(*args)
+        def break_it() -> None:
             self._layer(module).w2_weight.data[expert].view(-1).view(torch.int32)[index] ^= 1
 
-        vllm_worker.finalize_layerwise_reload = finalize
+        self._after_the_load(break_it)
+
+    def _after_the_load(self: Any, break_it: Callable[[], None]) -> None:
+        weights = vllm_worker.weights_of(self)
+
+        def load() -> None:
+            self.disarm()
+            weights.load_staged()
+            with torch.no_grad():
+                break_it()
+
+        weights.load_staged = load
 
     def _arm_swap(self: Any, names: str) -> None:
         """Two tensors arrive in each other's place, after the checks of bytes."""
         a, b = names.split(" ")
         swapped = {a: b, b: a}
-        model = self.weight_transfer_engine.model
-        real = model.load_weights
+        weights = vllm_worker.weights_of(self)
 
-        def load(tensors: Iterator[tuple[str, torch.Tensor]]) -> Any:
-            return real((swapped.get(name, name), tensor) for name, tensor in tensors)
+        def fill(model: Any) -> Iterator[None]:
+            for name, tensor in weights._tensors():
+                model.load_weights([(swapped.get(name, name), tensor)])
+                yield
 
-        model.load_weights = load
+        weights._fill = fill
 
     def disarm(self: Any) -> None:
-        self.weight_transfer_engine.model.__dict__.pop("load_weights", None)
+        for name in ("_fill", "load_staged"):
+            vars(vllm_worker.weights_of(self)).pop(name, None)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,25 +36,31 @@ VLLM_OPTIONS = {"enforce_eager": True, "block_size": 32, "max_num_seqs": 64}
 
 
 class ServedByVllm(Served):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, lambda settings: VllmEngine(replace(settings, options=VLLM_OPTIONS)))
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        super().__init__(folder, lambda settings: VllmEngine(replace(settings, **{"options": VLLM_OPTIONS, **changes})))
 
     def rpc(self, method: str, *args: Any) -> Any:
-        """Call a method of the engine's own process; see `engine_saboteur`."""
+        """Call a method of the engine's own processes, and return the first one's answer; see `engine_saboteur`."""
         return self.run(self.engine._llm.collective_rpc(method, args=args))[0]
+
+
+@contextmanager
+def sabotaged(folder: Path, **changes: Any) -> Iterator[ServedByVllm]:
+    """An engine whose processes run our own extension with faults that can be armed; without one it is ours."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_worker_env, "WORKER_EXTENSION", "engine_saboteur.Saboteur")
+        patch.syspath_prepend(here := str(Path(__file__).parent))
+        patch.setenv("PYTHONPATH", os.pathsep.join([here, *sys.path]))
+        served = ServedByVllm(folder, **changes)
+        served.recover()
+        yield served
+        served.close()
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedByVllm]:
-    with pytest.MonkeyPatch.context() as patch:
-        # The engine's process runs our own extension with faults that can be armed; without one it is ours.
-        patch.setattr(vllm_worker_env, "WORKER_EXTENSION", "engine_saboteur.Saboteur")
-        patch.syspath_prepend(here := str(Path(__file__).parent))
-        patch.setenv("PYTHONPATH", os.pathsep.join([here, *sys.path]))
-        served = ServedByVllm(tmp_path_factory.mktemp("model"))
-        served.recover()
+    with sabotaged(tmp_path_factory.mktemp("model")) as served:
         yield served
-        served.close()
 
 
 class TestVllm(EngineContract):

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from leeway.collector.engine import EngineSettings
+from leeway.collector.engine import EngineLost, EngineSettings
 from leeway.collector.progress import Progress
 from leeway.engines import vllm_engine as engine_module
+from leeway.engines.shards import PartsTaken
 from leeway.engines.shared_memory import PREFIX, SharedFolder
 from leeway.engines.vllm_engine import VllmEngine
-from leeway.weights import Canary, CanaryPrompts, Manifest, WeightSyncError, digest_of
+from leeway.engines.vllm_worker_env import prepare
+from leeway.weights import Canary, CanaryPrompts, Manifest, TensorEntry, WeightSyncError, digest_of
 
 
 def folders(parent: Path) -> list[Path]:
@@ -60,33 +63,50 @@ def test_an_engine_that_does_not_start_leaves_no_folder(tmp_path, monkeypatch):
     assert folders(tmp_path) == []
 
 
-class PausedOnly:
-    """Of vLLM's engine only what a load calls."""
+class VllmOf:
+    """Of vLLM's engine only what a sync calls. `answers`: of each rank to a method, by turns; else all are done."""
 
-    async def pause_generation(self, **_: Any) -> None: ...
-    async def resume_generation(self) -> None: ...
-    async def collective_rpc(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *, ranks: int = 1, **answers: list[list[Any]]) -> None:
+        self._ranks, self._answers = ranks, answers
+        self.calls: list[str] = []
+
+    async def pause_generation(self, **_: Any) -> None:
+        self.calls.append("pause")
+
+    async def resume_generation(self) -> None:
+        self.calls.append("resume")
+
+    async def update_weight_version(self, version: str) -> None:
+        self.calls.append(f"version {version}")
+
+    async def collective_rpc(self, method: str, **_: Any) -> list[Any]:
+        self.calls.append(method)
+        return self._answers[method].pop(0) if self._answers.get(method) else [(True, None)] * self._ranks
+
+
+def front(folder: Path, llm: VllmOf, ranks: int = 1) -> Any:
+    engine: Any = object.__new__(VllmEngine)
+    engine._llm, engine._dead_error, engine.progress = llm, EOFError, Progress()
+    engine._num_loads, engine._cache_salt, engine._double_buffer, engine._read_back = 0, None, True, True
+    engine._num_ranks, engine._none_left_out = ranks, ranks == 1
+    engine._shared_memory = SharedFolder(folder)
+    return engine
+
+
+def manifest_of(*entries: TensorEntry) -> Manifest:
+    return Manifest(3, [*entries], [], Canary(CanaryPrompts(scored=[], cached=[]), [], [], []), digest_of(entries))
 
 
 def test_where_the_cache_is_kept_every_load_has_a_name_of_its_own(tmp_path):
     """The same version again, after a load that went wrong or in another run on this engine, meets no old cache."""
-    engine: Any = object.__new__(VllmEngine)
-    engine._initialised, engine._num_loads, engine._cache_salt, engine._llm = True, 0, None, PausedOnly()
-    engine.progress, engine._shared_memory = Progress(), SharedFolder(tmp_path)
-    outcomes = iter([None, WeightSyncError("load", 3, "a layer was left out"), None, None])
-
-    async def load(manifest: Manifest) -> None:
-        if (error := next(outcomes)) is not None:
-            raise error
-
-    engine._load = load
-    manifest = Manifest(3, [], [], Canary(CanaryPrompts(scored=[], cached=[]), [], [], []), digest_of([]))
+    refused = [(None, ("load", "a layer was left out"))]
+    engine = front(tmp_path, VllmOf(load_staged=[[(None, None)], refused]))
     salts = []
 
     async def loads() -> None:
         for _ in range(4):
             try:
-                await engine.load_weights(engine.stage(manifest), in_flight="keep")
+                await engine.load_weights(engine.stage(manifest_of()), in_flight="keep")
             except WeightSyncError:
                 continue
             salts.append(engine._cache_salt)
@@ -94,3 +114,67 @@ def test_where_the_cache_is_kept_every_load_has_a_name_of_its_own(tmp_path):
     asyncio.run(loads())
     assert len(set(salts)) == 3
     assert None not in salts
+
+
+def test_all_ranks_load_ahead_before_the_pause_and_the_version_changes_within_it(tmp_path):
+    llm = VllmOf(ranks=2, load_ahead=[[(True, None), (False, None)], [(True, None), (True, None)]])
+    engine = front(tmp_path, llm, ranks=2)
+    asyncio.run(engine.load_weights(engine.stage(manifest_of()), in_flight="recompute"))
+    assert llm.calls == ["map_staged", "load_ahead", "load_ahead", "pause", "load_staged", "version 3", "resume"]
+
+
+def test_what_one_rank_finds_wrong_refuses_the_version_by_the_ranks_name(tmp_path):
+    verdicts = [(True, None), (None, ("load", "model.norm differs"))]
+    engine = front(tmp_path, VllmOf(ranks=2, read_back_some=[verdicts]), ranks=2)
+    with pytest.raises(WeightSyncError, match=r"version 3 failed the load check: rank 1: model\.norm differs"):
+        asyncio.run(engine.read_back(engine.stage(manifest_of())))
+
+
+def test_a_tensor_of_which_no_rank_takes_the_rest_is_refused_by_name(tmp_path):
+    """As it comes over vLLM's wire: lists. Both halves once, and the same half twice."""
+    entry = TensorEntry("lm_head.weight", "float32", (4, 2), 0, 0, 32, "")
+    halves = [{"lm_head.weight": [[at, [2, 2], [2, 1]]]} for at in (0, 4)]
+    for of_ranks, whole in ((halves, True), (halves[:1] * 2, False)):
+        engine = front(tmp_path, VllmOf(ranks=2, parts_taken=[[(parts, None) for parts in of_ranks]]), 2)
+        reading = engine.read_back(engine.stage(manifest_of(entry)))
+        if whole:
+            asyncio.run(reading)
+        else:
+            with pytest.raises(WeightSyncError, match=r"did not take all of lm_head\.weight"):
+                asyncio.run(reading)
+
+
+def test_the_death_of_one_rank_is_the_loss_of_the_engine(tmp_path):
+    class Dying(VllmOf):
+        async def collective_rpc(self, method: str, **_: Any) -> list[Any]:
+            raise EOFError("worker died")
+
+    engine = front(tmp_path, Dying(ranks=2), 2)
+    with pytest.raises(EngineLost, match="worker died"):
+        asyncio.run(engine.load_weights(engine.stage(manifest_of()), in_flight="recompute"))
+
+
+def test_a_loader_is_watched_for_the_part_of_a_tensor_that_it_takes():
+    taken, memory = PartsTaken(), torch.arange(64, dtype=torch.uint8)
+    before = memory[:16].view(torch.float32).view(2, 2)
+    tensor = memory[16:48].view(torch.float32).view(4, 2)
+    with taken.of("rows", tensor):
+        torch.empty(2, 2, device="meta").copy_(tensor.narrow(0, 2, 2))
+        torch.empty(2, 2).copy_(before)  # what a loader kept from an earlier tensor
+    with taken.of("columns", tensor):
+        torch.empty(4, 1).copy_(tensor.narrow(1, 1, 1))
+    assert taken.parts == {"rows": {(4, (2, 2), (2, 1))}, "columns": {(1, (4, 1), (2, 1))}}
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "bound"),
+    [([0, 1], 2, "0|1"), ([2, 3, 4, 5], 2, "2,3|4,5"), ([1], 2, "1|1"), ([0, 1, 2], 2, "0|1"), ([], 2, "nobind")],
+)
+def test_the_ranks_of_an_engine_share_its_cores(cores, ranks, bound, monkeypatch):
+    for name in ("LEEWAY_ENGINE_CORES", "VLLM_CPU_OMP_THREADS_BIND", "OMP_NUM_THREADS", "LEEWAY_ENGINE_PARENT"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "")
+    monkeypatch.setenv("VLLM_NO_USAGE_STATS", "")
+    prepare(device="cpu", cores=cores, num_ranks=ranks, eager=False)
+    assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == bound
+    assert os.environ["LEEWAY_ENGINE_CORES"] == "", "vLLM pins the ranks itself"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from leeway.collector.clock import RolloutClock
-from leeway.collector.engine import EngineLost, StagedWeights
+from leeway.collector.engine import EngineLost, LoadTimes, StagedWeights
 from leeway.collector.progress import EngineHung, Progress, Sampled
 from leeway.collector.room import Room
 from leeway.types import Task
@@ -81,7 +81,7 @@ class PlayedEngine(FakeEngine):
         with self.progress.call():
             if self.load_hangs:
                 await asyncio.Event().wait()
-        return SimpleNamespace(pause_s=0.0, drain_s=0.0)
+        return LoadTimes(drain_s=0.0, pause_s=0.0)
 
     async def _passes(self) -> None:
         while True:

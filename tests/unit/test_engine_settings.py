@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from leeway.collector.actor import not_loading
-from leeway.config import ConfigError, find_recipe, load_config
+from leeway.config import ConfigError, derive, find_recipe, load_config, plan_run
 from leeway.config import check as check_module
 from leeway.config.check import check_run
 from leeway.config.engines import ENGINES, engine_kind
 from leeway.config.hardware import Hardware
 from leeway.driver.dry_run import check_plugins
+from leeway.driver.estimate import estimate_stage
 from leeway.importing import import_user_object
 from leeway.runtime.launch import engine_settings
+from leeway.runtime.placement import assign_cores
 
 
 def test_another_engine_takes_the_settings_of_the_one_before_with_it() -> None:
@@ -83,3 +88,55 @@ def test_what_is_not_to_be_loaded_is_absent_and_comes_back() -> None:
     import json
 
     assert json.dumps(1) == "1"
+
+
+BIG = Hardware(cores=tuple(range(16)), num_gpus=0, memory_gib=16.0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "divides"),
+    [
+        (2, {}, None),
+        (4, {}, None),
+        (3, {}, "num_attention_heads 4"),
+        (8, {}, "num_attention_heads 4"),
+        (2, {"num_key_value_heads": 1}, None),  # both ranks have the same one
+        (4, {"num_attention_heads": 12, "num_key_value_heads": 3, "hidden_size": 384}, "num_key_value_heads 3"),
+        (2, {"intermediate_size": 511}, "intermediate_size 511"),
+        (6, {"num_attention_heads": 6, "num_key_value_heads": 6, "intermediate_size": 600, "vocab_size": 500}, "vocab"),
+    ],
+)
+def test_what_the_ranks_of_an_engine_cannot_share_equally_is_refused(
+    ranks: int, options: dict[str, int], divides: str | None
+) -> None:
+    key = "rollout.engine.tensor_parallel_size"
+    model = [f"model.init.options.{name}={value}" for name, value in options.items()]
+    config = load_config("quickstart", [f"{key}={ranks}", *model])
+    found = [p.text for p in check_run(config, find_recipe("async_rl"), BIG) if p.key == key]
+    assert len(found) == (divides is not None)
+    assert divides is None or f"got {ranks}, expected a number that divides {divides}" in found[0]
+
+
+def test_each_rank_of_an_engine_on_a_cpu_has_a_core() -> None:
+    config = load_config("quickstart", ["rollout.engine.tensor_parallel_size=2", "rollout.num_generators=2"])
+    recipe = find_recipe("async_rl")
+    assert derive(config).cpus["generator"] == 4
+    found = check_run(config, recipe, replace(BIG, cores=(0, 1, 2)))
+    assert [p.key for p in found if "cores for 2 generators of 2 ranks" in p.text] == ["rollout.num_generators"]
+    assert assign_cores(config, recipe, [0, 1, 2, 3, 4]).engines == [[0, 1], [2, 3]]
+
+
+def test_a_model_beside_the_policy_is_shared_by_the_same_rules(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 3, "hidden_size": 96}')
+    judge = f"env.models={{judge: {{path: {tmp_path}, engine: {{tensor_parallel_size: 2}}}}}}"
+    found = check_run(load_config("quickstart", [judge]), find_recipe("async_rl"), BIG)
+    assert [p.key for p in found if "divides" in p.text] == ["env.models.judge.engine.tensor_parallel_size"]
+
+
+def test_the_second_copy_of_the_weights_is_counted_and_can_be_left_out() -> None:
+    for overrides, counted in (([], True), (["rollout.engine.double_buffer=false"], False)):
+        stage = plan_run("quickstart", "async_rl", overrides)[-1]
+        (engine,) = [text for what, text in estimate_stage(stage).rows if what == "memory of an engine"]
+        assert ("loaded ahead 3.6 MiB" in engine) == counted
+    with pytest.raises(ConfigError, match=r"double_buffer: got 'often', expected true or false"):
+        load_config("quickstart", ["rollout.engine.double_buffer=often"])

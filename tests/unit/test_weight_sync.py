@@ -7,14 +7,13 @@ import dataclasses
 import math
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from leeway.collector.clock import ACTIVITIES, ActivityClock, IdleClock
-from leeway.collector.engine import StagedWeights
+from leeway.collector.engine import LoadTimes, StagedWeights
 from leeway.collector.progress import Progress, Sampled
 from leeway.collector.weight_sync import WeightSync
 from leeway.param_server.server import ParameterServer
@@ -57,7 +56,7 @@ class FakeEngine:
             assert [b.tolist() for b in staged.buckets] == [[staged.manifest.policy_version] * 4]
         self.version, self.in_flight = staged.manifest.policy_version, in_flight
         self.loads.append(self.version)
-        return SimpleNamespace(pause_s=0.25, drain_s=0.0)
+        return LoadTimes(drain_s=0.0, pause_s=0.25)
 
     async def read_back(self, staged: StagedWeights) -> None:
         assert staged.manifest.policy_version == self.version
