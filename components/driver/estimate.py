@@ -95,12 +95,12 @@ def _memory(config: Config, recipe: Recipe, shape: ModelShape) -> tuple[list[tup
 def _time(config: Config, recipe: Recipe, shape: ModelShape) -> str:
     if recipe.is_offline:
         return "unknown: it depends on the lengths of the examples"
+    if not recipe.is_online or recipe.study_of is not None:
+        return "unknown: it depends on the tasks"
     need, rollout, device = derive(config, recipe), config.rollout, config.cluster.device
     sequences, size = need.sequences_per_step, shape.num_parameters
     units = need.cpus if device == "cpu" else need.gpus
     generating = 2 * size * sequences * rollout.max_response_tokens / (units["generator"] * GENERATION_FLOPS[device])
-    if not recipe.is_online or recipe.study_of is not None:
-        return "unknown: it depends on the tasks"
     length = rollout.max_prompt_tokens + rollout.max_response_tokens
     training = 6 * size * sequences * length / (units["trainer"] * TRAINING_FLOPS[device])
     step_s = generating + training if need.lockstep else max(generating, training)
