@@ -54,19 +54,26 @@ MB = 2**20
 def main() -> None:
     args = parse()
     with tempfile.TemporaryDirectory() as folder:
-        torch.manual_seed(0)
-        config = AutoConfig.for_model("qwen2", max_position_embeddings=32768, **SHAPES[args.shape])
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+        # In a process of its own: computing starts threads, and who forks the ranks must have none.
+        maker = mp.get_context("fork").Process(target=make_model, args=(args.shape, folder))
+        maker.start()
+        maker.join()
         for dtype in args.dtype:
             for bucket_mb in args.bucket_mb:
-                results = mp.get_context("spawn").SimpleQueue()
+                results = mp.get_context("fork").SimpleQueue()
                 for num_ranks in args.ranks:
                     setting = (args, num_ranks, folder, dtype, bucket_mb, free_port(), results)
-                    mp.spawn(run_rank, setting, nprocs=num_ranks)  # type: ignore[attr-defined]
+                    mp.start_processes(run_rank, setting, nprocs=num_ranks, start_method="fork")  # type: ignore[attr-defined]
                     ranks = sorted((results.get() for _ in range(num_ranks)), key=lambda r: r["rank"])
                     head = {"shape": args.shape, "ranks": num_ranks, "dtype": dtype, "bucket_mb": bucket_mb}
                     for of_rank in ranks:
                         print(json.dumps(head | of_rank), flush=True)
+
+
+def make_model(shape: str, folder: str) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen2", max_position_embeddings=32768, **SHAPES[shape])
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
 def run_rank(
