@@ -44,8 +44,8 @@ quickstart: $(STAMP)  ## train a tiny model on two-digit arithmetic, on CPU, in 
 # A run starts six processes: where no compiled files are kept, each of them compiles all of ours again.
 test test-long test-unit test-security test-gpu: export PYTHONDONTWRITEBYTECODE =
 
-# Tests are dealt out one by one. A real run keeps two cores busy now and then and waits in between, so three go on at a
-# time; those that share an engine or a model stay together (TOGETHER in tests/tiers.py).
+# All tests: files are dealt out as wholes, for what their tests share is made once then; whole runs one by one
+# (tests/tiers.py). A run waits now and then, so three things go on at a time.
 QUICK := -m "not slow" --numprocesses=logical --maxprocesses=4 --dist=worksteal
 ALL   := --numprocesses=3 --dist=loadscope --no-loadscope-reorder
 

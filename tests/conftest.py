@@ -15,7 +15,7 @@ import hypothesis.strategies._internal.random  # noqa: F401
 import pytest
 from hypothesis import settings
 
-from .tiers import LONG, TOGETHER, sample
+from .tiers import APART, LONG, TOGETHER, sample
 
 # A Ray call outside of a run would start a cluster of its own inside pytest, and end pytest when that cluster goes.
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _when(item: pytest.Item) -> int:
-    """Long tests first, so that no worker still has one when the others are done: TOGETHER, whole runs, slow ones."""
+    """Long files first, so that no worker still has one when the others are done: TOGETHER, whole runs, slow ones."""
     if item.path.name in TOGETHER:
         return [*TOGETHER].index(item.path.name)
     later = ("integration", "slow")
@@ -56,14 +56,16 @@ def _when(item: pytest.Item) -> int:
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist=loadscope`: the files of TOGETHER are dealt out as wholes, all other tests one by one."""
+    """`--dist=loadscope`: files are dealt out as wholes, some of them together, and the tests of APART one by one."""
     if config.getoption("dist") != "loadscope":
         return None
     from xdist.scheduler import LoadScopeScheduling
 
     class Together(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return TOGETHER.get(Path(nodeid.split("::")[0]).name, nodeid)
+            file = Path(nodeid.split("::")[0])
+            is_apart = file.name in APART and file.parent.name == INTEGRATION.name
+            return nodeid if is_apart else TOGETHER.get(file.name, str(file))
 
     return Together(config, log)
 

@@ -19,8 +19,18 @@ TOGETHER = {
     "test_examples.py": "quickstart",
     "test_engine.py": "engine",
     "test_lockstep.py": "lockstep",
+    "test_checkpoint.py": "ranks",
+    "test_trainer.py": "ranks",
+    "test_publish.py": "ranks",
+    "test_audit.py": "ranks",
+    "test_actor_critic.py": "ranks",
+    "test_exact_splits.py": "ranks",
 }
-"""Files whose tests share a trained model, an engine or a run: one process runs them. The longest come first."""
+"""Files whose tests share a trained model, an engine, a run, or processes that are other ranks: one process runs them.
+The longest come first.
+"""
+APART = ("test_endings.py", "test_auxiliary.py", "test_plugins.py")
+"""Files of whole runs that share nothing. Tests of any other file share fixtures, and stay together."""
 LONG = bool(os.environ.get("LEEWAY_LONG_TESTS"))
 
 
