@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from leeway.cli.main import main
 
 from .loaded_models import remember_loads
 from .other_ranks import OtherRanks
+
+# Else transformers starts four threads for the few tensors of each tiny model.
+os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)

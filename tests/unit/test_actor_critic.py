@@ -160,6 +160,7 @@ def test_the_critics_gradient_is_that_of_the_formula_and_does_not_depend_on_micr
         assert said[1][name] == pytest.approx(said[0][name], rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.slow
 def test_the_policy_learns_from_whitened_estimates(make, model_path):
     batch = batch_of(in_pairs(random_trajectories(6, 8)))
     trainer = make()
@@ -318,6 +319,7 @@ def test_a_run_that_goes_on_has_the_same_critic(make, tmp_path):
         assert [name for name in expected if not torch.equal(expected[name], got[name])] == []
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_a_critic_is_not_one_without(make, model_path, tmp_path):
     trainer = make()
     trainer.save_state(str(tmp_path / "state"))
@@ -343,6 +345,7 @@ def poison(trainer: ActorCriticTrainer) -> None:
             parameter.grad.mul_(float("nan"))
 
 
+@pytest.mark.slow
 def test_a_critics_gradient_that_is_not_finite_is_skipped_like_the_policys(make):
     trainer = make(max_skipped_steps=1)
     critic, policy = weights(trainer._critic.model), weights(trainer._model)
@@ -361,6 +364,7 @@ def test_a_critics_gradient_that_is_not_finite_is_skipped_like_the_policys(make)
         trainer.optim_step()
 
 
+@pytest.mark.slow
 def test_weight_decay_spares_the_critics_embeddings_and_head_where_it_is_of_hidden_matrices(make):
     trainer = make(decay="hidden_matrices", weight_decay=0.5)
     before = weights(trainer._critic.model)

@@ -72,6 +72,7 @@ def test_the_trainers_benchmark_needs_torch_transformers_and_pydantic_only():
     assert rows[0]["positions"] < rows[2]["positions"]
 
 
+@pytest.mark.slow
 def test_the_study_of_presets_has_one_run_each_and_says_which_did_not_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     script = runpy.run_path(str(ROOT / "benchmarks/algorithms.py"), run_name="algorithms")

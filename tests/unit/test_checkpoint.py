@@ -244,6 +244,7 @@ def test_what_was_not_completed_or_was_changed_is_refused(make, saved):
     assert trainer.load_state(str(saved)) == 2
 
 
+@pytest.mark.slow
 def test_one_bit_of_a_weight_is_seen_when_it_is_read_and_the_file_is_named(make, saved):
     shard = saved / "shard-00000.safetensors"
     content = bytearray(shard.read_bytes())
@@ -315,6 +316,7 @@ def test_what_is_saved_is_the_state_at_that_moment_however_far_training_has_come
         assert torch.equal(tensor, after[name]), name
 
 
+@pytest.mark.slow
 def test_a_failed_write_is_told_in_one_line_and_the_next_one_is_free_to_succeed(make, saved, monkeypatch):
     trainer = make()
 

@@ -832,6 +832,7 @@ def drain(rig: Rig) -> list[int]:
     return [int(query) for data in rig.collector for query in data["query"]]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(20)
 def test_a_plain_for_loop_gets_every_group(queues):
     rig = ready_rig(30, max_in_flight=3)

@@ -386,6 +386,7 @@ def test_stages_merge_deeply(staged: str) -> None:
     assert rl.config.run_dir == Path("runs/leeway/two")
 
 
+@pytest.mark.slow
 def test_stages_run_up_to_the_recipe_asked_for(staged: str) -> None:
     assert [s.name for s in plan_run(staged, "sft")] == ["warmup"]
     assert [s.name for s in plan_run(staged, None)] == ["warmup", "rl"]

@@ -26,6 +26,7 @@ def folders(parent: Path) -> list[Path]:
     return sorted(parent.glob(f"{PREFIX}*"))
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(tmp_path):
     program = (
         "import sys; from pathlib import Path\n"

@@ -210,6 +210,7 @@ def test_working_too_long_does_count():
     assert set(rig.slots.failures.values()) == {"rollout took longer than rollout.timeout_s = 50 s"}
 
 
+@pytest.mark.slow
 def test_a_request_that_the_engine_forgot_ends_by_the_time_limit():
     async def scenario(rig: Any, collecting: asyncio.Task[None]) -> None:
         rig.engine.loses = {1}

@@ -20,6 +20,7 @@ from leeway.runtime.launch import engine_settings
 from leeway.runtime.placement import assign_cores
 
 
+@pytest.mark.slow
 def test_another_engine_takes_the_settings_of_the_one_before_with_it() -> None:
     before, after = load_config("quickstart"), load_config("quickstart", ["rollout.engine.name=hf"])
     assert before.rollout.engine_name == "vllm"

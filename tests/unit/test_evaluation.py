@@ -54,6 +54,7 @@ def test_pass_at_k_is_unbiased_where_one_minus_the_failure_rate_to_the_k_is_not(
     assert naive < truth - 0.03
 
 
+@pytest.mark.slow
 def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     draw, inside = random.Random(1), 0
     for _ in range(200):

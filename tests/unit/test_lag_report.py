@@ -206,6 +206,7 @@ def test_each_correction_has_its_own_conclusion() -> None:
 # Table and picture
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     accuracies=st.lists(st.floats(0, 1), min_size=1, max_size=4),

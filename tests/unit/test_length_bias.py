@@ -46,6 +46,7 @@ GROUPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(groups=GROUPS)
 def test_it_is_the_definition_on_any_lengths(groups: list[tuple[list[int], bool]]) -> None:
@@ -63,6 +64,7 @@ def test_it_is_the_definition_on_any_lengths(groups: list[tuple[list[int], bool]
     assert got[MEAN] == pytest.approx(sum(trained) / len(trained) - sum(generated) / len(generated))
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(groups=GROUPS)
 def test_there_is_no_bias_at_all_where_everything_was_trained_on(groups: list[tuple[list[int], bool]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -60,6 +61,7 @@ def config_of(*, P: int, u: int, n: int, W: int, T: int, L: int) -> Config:
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     P=st.integers(1, 3),

@@ -128,6 +128,7 @@ def check_same(got: tuple[torch.Tensor, dict], expected: tuple[torch.Tensor, dic
         assert (got[1][name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7 * total, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_every_layout_gives_the_gradient_of_the_padded_one(load, name):
     batch = batch_of(groups(0))

@@ -190,6 +190,7 @@ def minimised(**changes: Any) -> tuple[list[float], dict[str, float]]:
     return logprobs.grad.tolist(), objective.metrics(loss.sums, loss.maxima)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("mine")
 def test_a_loss_of_ones_own_is_what_is_minimised() -> None:
     gradient, metrics = minimised(loss={"name": "mine:Loss", "beta": 2.0})

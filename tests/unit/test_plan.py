@@ -168,6 +168,7 @@ def test_long_tails_gain_what_the_limit_says(lag: int, room: float) -> None:
     assert 0.97 * limit <= found.step_s <= room * limit
 
 
+@pytest.mark.slow
 def test_a_wider_window_uses_finished_groups_while_they_are_fresh() -> None:
     rare = Distribution((*[10.0] * 199, 3000.0))
     calibration = job(lengths=rare, pass_s=0.01, token_s=0.0, train_token_s=1e-6)

@@ -188,6 +188,7 @@ def test_a_version_that_does_not_leave_in_time_ends_the_next_one_by_name(model_p
     store.opened.set()
 
 
+@pytest.mark.slow
 def test_a_canary_that_fails_is_the_publications_failure_and_leaves_nothing(trainer_with, monkeypatch):
     store = Store()
     trainer = trainer_with(store)
@@ -206,6 +207,7 @@ def test_a_canary_that_fails_is_the_publications_failure_and_leaves_nothing(trai
     assert store.num_alive() == len(publication.bucket_refs)
 
 
+@pytest.mark.slow
 def test_what_was_published_is_held_by_whoever_asked_for_it_alone(trainer_with):
     store = Store()
     trainer = trainer_with(store)

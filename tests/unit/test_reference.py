@@ -31,6 +31,7 @@ def gradients(trainer) -> torch.Tensor:
     return torch.cat([p.grad.full_tensor().flatten() for p in trainer._model.parameters() if p.grad is not None])
 
 
+@pytest.mark.slow
 def test_the_reference_stays_where_training_started(make) -> None:
     trainer = make(objective=objective_of(kl=KLPenalty(coef=0.1, estimator=K1(), target=0.001)))
     batch = batch_of(random_trajectories(1, 6))

@@ -25,12 +25,14 @@ def test_fast_lazy_generators_reach_the_bound(lag: int) -> None:
         assert max(played(replace(PLAIN, T=lag, L=lag, num_batches=12), seed).lags) == lag
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [1, 3])
 def test_the_target_alone_limits_how_far_ahead_generators_that_keep_up_are(lag: int) -> None:
     eager = replace(PLAIN, T=lag, L=lag + 3, num_batches=12, generators=(EAGER,), publish_s=0.0)
     assert max(max(played(eager, seed).lags) for seed in range(5)) == lag
 
 
+@pytest.mark.slow
 def test_lag_zero_is_lockstep() -> None:
     for seed in range(12):
         slow, late = seed % 2, seed % 3 == 0

@@ -216,6 +216,7 @@ class OneAfterTheOther(Answer):
             return await super().rollout(replace(task, prompt="2 + 2"), policy)
 
 
+@pytest.mark.slow
 def test_collectors_that_ask_when_they_have_room_share_every_batch():
     """The real ones: each asks once its first group has finished, and holds half of all groups at most."""
     P, num_batches, names = 16, 8, ("generator-0", "generator-1")

@@ -82,6 +82,7 @@ def test_it_goes_on_in_the_first_stage_that_is_not_finished_with_the_runs_own_se
     assert planned.notes == [f"async_rl: resumes from step 6 of 8 steps, {newest}"]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_moved_goes_on_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = a_run(tmp_path)
     has_checkpoint(folder, "sft", 2)
@@ -221,6 +222,7 @@ def test_seconds_are_of_all_parts_and_a_killed_one_lasted_until_its_last_row(tmp
     assert RunRecord(tmp_path, recipes=[find_recipe("sft")], argv=["x"], goes_on=False).num_parts == 1
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_to_be_longer_now_is_not_finished(tmp_path: Path) -> None:
     folder = a_run(tmp_path)
     (folder / "stages/async_rl").mkdir(parents=True)

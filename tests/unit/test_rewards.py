@@ -193,6 +193,7 @@ def test_countdown(text, expected):
     assert countdown(make("24", numbers=[3, 4, 4]), text) == expected
 
 
+@pytest.mark.slow
 def test_countdown_reads_reasoning_gyms_entries():
     task = gym_task("countdown")
     assert countdown(task, f"<answer>{task.info['entry']['metadata']['expression']}</answer>") == 1.0

@@ -38,6 +38,7 @@ class FakeTime:
 # The clock of a step
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     steps=st.lists(
@@ -334,6 +335,7 @@ def test_shares_of_a_run_without_a_step_are_empty_and_small_ones_are_left_out(tm
         assert list(causes.values()) == sorted(causes.values(), reverse=True)
 
 
+@pytest.mark.slow
 def test_a_collector_that_fails_ends_the_reports_by_name(tmp_path: Path) -> None:
     async def main() -> None:
         async def fail() -> dict[str, float]:
@@ -350,6 +352,7 @@ def test_a_collector_that_fails_ends_the_reports_by_name(tmp_path: Path) -> None
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_steps_wait_for_reports_that_are_far_behind_and_hear_when_they_fail(tmp_path: Path) -> None:
     """Else every batch of rollouts that is still to be logged stays in memory."""
 

@@ -139,6 +139,7 @@ def test_steps_that_come_in_strides_are_saved_at_the_first_one_after_each_mark(t
     assert saved_steps(tmp_path / "saved") == [6, 12, 15]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["state", "hf"])
 def test_a_full_disk_leaves_the_checkpoint_before_it_and_nothing_with_a_name(tmp_path, fault):
     rank = FakeRank()
@@ -266,6 +267,7 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
         resume_point(tmp_path, config_of(tmp_path, f"checkpoint.resume={tmp_path}/saved/step-000002"))
 
 
+@pytest.mark.slow
 def test_other_settings_are_refused_with_the_difference_and_other_machines_are_not(tmp_path):
     rank = FakeRank()
     run(checkpoints_of(tmp_path, rank, "checkpoint.every=1"), rank, 1)
@@ -319,6 +321,7 @@ def test_a_position_of_another_version_is_refused_by_name(tmp_path):
         check_same_tasks(tmp_path / "saved/step-000001", TaskSet([Task(task_id="a", prompt="1")], seed=0))
 
 
+@pytest.mark.slow
 def test_in_the_middle_of_a_batch_only_weights_are_saved(tmp_path):
     rank = FakeRank()
 

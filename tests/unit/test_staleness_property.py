@@ -35,7 +35,7 @@ from .virtual_clock import VirtualClock
 
 STUCK_S = 1e5
 """A wait of this much virtual time is a deadlock: whole runs take hundreds of seconds."""
-NUM_SCHEDULES = sample(800, 2000)
+NUM_SCHEDULES = sample(300, 2000)
 TOKENS = 2
 """Moments at which a group samples tokens."""
 

@@ -49,6 +49,7 @@ def broken_batch() -> Any:
     return batch
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_is_skipped_and_leaves_no_trace(make):
     good, digests = batch_of(random_trajectories(1, 6)), []
     for broken_first in (False, True):
@@ -67,6 +68,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_leaves_no_trace(make):
     assert digests[0] == digests[1], "not even AdamW's moments remember it"
 
 
+@pytest.mark.slow
 def test_too_many_in_a_row_end_the_run(make):
     trainer = make(max_skipped_steps=2, max_policy_lag=9)
     for batch in (broken_batch(), broken_batch(), batch_of(random_trajectories(1, 6)), broken_batch(), broken_batch()):

@@ -136,6 +136,7 @@ def test_what_the_environment_wrote_is_no_missing_attempt() -> None:
     assert metrics["suspects"] == 0
 
 
+@pytest.mark.slow
 def test_a_jump_of_the_reward_with_a_collapse_of_the_answers() -> None:
     def inspect_batch(
         watching: SuspectWatch, texts: list[str], *, paid: int, tokens: int

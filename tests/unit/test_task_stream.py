@@ -104,6 +104,7 @@ TRAJECTORY = Trajectory(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shuffle", "sequential", "adaptive", "mixture"])
 def test_a_lockstep_run_that_is_ended_anywhere_draws_what_it_would_have_drawn(kind: str) -> None:
     async def scenario() -> None:

@@ -68,6 +68,7 @@ def test_state_of_other_tasks_is_refused():
         letters(10, seed=4).reset(letters(10).state_dict())
 
 
+@pytest.mark.slow
 def test_holdout_is_disjoint_deduplicated_and_independent_of_the_seed():
     config, evaluation = chain_sum(holdout_frac=0.05), eval_config(num_tasks=100000)
     train, held = (build_taskset(config, seed=0, split=s, eval_config=evaluation) for s in ("train", "eval"))

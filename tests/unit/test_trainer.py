@@ -60,6 +60,7 @@ def test_logprobs_and_entropy_are_those_of_transformers_on_each_sequence_alone(
         assert recorder.of(trajectories, i, "entropies") == pytest.approx(entropy.tolist(), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_padded_microbatches_keep_to_the_limit_and_hold_everything_once():
     for seed in range(30):
         trajectories = random_trajectories(seed, 20)
@@ -81,6 +82,7 @@ def test_padded_microbatches_keep_to_the_limit_and_hold_everything_once():
 # ------------------------------------------------------------------------------------------------------ gradient
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["seq_mean_token_mean", "token_mean"])
 def test_the_gradient_does_not_depend_on_the_number_of_microbatches(make, aggregation):
     objective = PolicyObjective(policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation=aggregation)
@@ -221,6 +223,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(make):
     assert published(trainer)[0].digest == before
 
 
+@pytest.mark.slow
 def test_gradients_are_scaled_down_to_the_norm(make):
     batch = batch_of(random_trajectories(0, 8))
     plain = {"weight_decay": 0.0, "eps": 1e3, "betas": (0.0, 0.0)}  # steps of lr * gradient / 1000
@@ -298,6 +301,7 @@ def test_a_tied_head_is_named_and_shares_its_bytes(make):
     assert dataclasses.replace(head, name=embedding.name) == embedding
 
 
+@pytest.mark.slow
 def test_an_untied_head_has_bytes_of_its_own(make, tmp_path):
     path = save_model(tmp_path, tied=False)
     manifest, _, tensors = published(make(path))
@@ -350,6 +354,7 @@ def test_the_canary_belongs_to_the_published_version(make, model_path):
     check_canary(manifest, model)
 
 
+@pytest.mark.slow
 def test_the_canary_is_no_larger_than_its_share_of_a_step(make, model_path):
     batch = batch_of(random_trajectories(0, 8))
     sizes = {}
@@ -384,6 +389,7 @@ def test_entries_that_were_changed_after_publishing_are_refused(make):
             dataclasses.replace(manifest, entries=entries).check()
 
 
+@pytest.mark.slow
 def test_the_digest_knows_the_weights_and_nothing_else(make):
     batch = batch_of(random_trajectories(0, 8))
     trainer = make()

@@ -56,6 +56,7 @@ def test_a_trainer_after_another_on_the_same_ranks_is_that_of_a_new_process_bit_
     assert after == two_steps(new)
 
 
+@pytest.mark.slow
 def test_the_settings_of_the_new_run_are_the_ones_that_hold(make):
     two_steps(make(max_policy_lag=2))
     trainer = make(max_policy_lag=0)

@@ -113,6 +113,7 @@ def test_a_run_may_ask_for_more_versions_than_the_folder_would_keep(tmp_path: Pa
     assert len([p for p in (tmp_path / "weights").iterdir() if p.is_dir()]) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", ["put", "commit"])
 def test_a_writer_killed_at_any_moment_leaves_whole_versions_and_the_next_one_cleans_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str

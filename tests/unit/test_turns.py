@@ -125,6 +125,7 @@ def test_states_of_other_groups_and_states_that_nobody_else_met_teach_nothing() 
     assert ours(lonely, omega=9.0, std=False) == [0.5, -0.5, 0.0, 0.0]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_the_order_of_trajectories_changes_nothing(seed: int) -> None:

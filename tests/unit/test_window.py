@@ -69,6 +69,7 @@ class ListWindow:
         return ids
 
 
+@pytest.mark.slow
 def test_it_is_what_a_list_of_ranks_says_whatever_happens_to_the_groups():
     for seed in range(60):
         rng = random.Random(seed)
