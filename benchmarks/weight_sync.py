@@ -124,7 +124,7 @@ class Bench:
         sync = WeightSync(
             self.engine,
             self._nothing,
-            self.transport.fetch,
+            self.transport,
             in_flight="recompute",
             tolerance=1e-3,
             pull_every=1,

@@ -50,8 +50,6 @@ A config is one YAML file that says only what differs from the defaults below. `
 - **Before a run**: `leeway validate NAME|FILE` makes the very checks that `leeway run` makes before anything starts,
   data, models and your own code included (`--quick`: the settings only), and prints the numbers that follow from the
   settings: the window, the most groups outstanding, processes, GPUs, memory.
-
-`param_server.transport` has one possible value so far, object_store.
 """
 
 PARTIAL = ("MixedTasks", "EvalTasks", "EnvPart")

@@ -136,7 +136,7 @@ class Served:
         return WeightSync(
             self.engine,
             nothing,
-            ObjectStore.of_this_process().fetch,
+            ObjectStore.of_this_process(),
             in_flight=in_flight,
             tolerance=TOLERANCE,
             pull_every=1,
@@ -162,9 +162,9 @@ class Served:
 
 async def sync(weight_sync: WeightSync, manifest: Manifest, buckets: list[np.ndarray]) -> None:
     """One version through all phases."""
-    staged = await weight_sync._staged(Publication(manifest, buckets))
+    staged, fetched_bytes = await weight_sync._staged(Publication(manifest, buckets))
     try:
-        await weight_sync._load_and_verify(staged, 0.0)
+        await weight_sync._load_and_verify(staged, 0.0, fetched_bytes)
     finally:
         staged.release()
 

@@ -129,8 +129,11 @@ class Answer:
         return [Trajectory.from_completion(prompt, c, reward=1.0) for c in await policy.generate(task.prompt)]
 
 
-async def nothing_to_fetch(*_: Any) -> None:
-    raise AssertionError("these publications have no buckets")
+class NothingToFetch:
+    uses_held = False
+
+    async def fetch(self, *_: Any) -> int:
+        raise AssertionError("these publications have no buckets")
 
 
 class Rig:
@@ -151,7 +154,7 @@ class Rig:
         self.weight_sync = WeightSync(
             self.engine,
             self._pull,
-            nothing_to_fetch,
+            NothingToFetch(),
             paused=lambda: self.clock.doing("pause"),
             on_quarantine=lambda error: self.collector.discard(str(error)),
             **{k: changes.pop(k, v) for k, v in pull_settings.items()},  # type: ignore[arg-type]

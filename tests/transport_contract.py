@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -36,9 +37,18 @@ CANARY = Canary(CanaryPrompts(scored=[[1, 2]], cached=[[1, 2]]), [[-0.5]], [3], 
 SIZES = (3_000_000, 4096, 1)
 
 
+@functools.cache
 def version(number: int, checksum: Any = "sha256") -> tuple[Manifest, list[np.ndarray]]:
-    """A version of three buckets with two tensors in the first, one of them under two names."""
-    buckets = [np.random.default_rng(10 * number + i).integers(0, 256, size, np.uint8) for i, size in enumerate(SIZES)]
+    """A version of three buckets with two tensors in the first, one of them under two names. One byte in a hundred, and
+    the last one of each, is another in every version.
+    """
+    buckets = [np.random.default_rng(i).integers(0, 256, size, np.uint8) for i, size in enumerate(SIZES)]
+    for i, bucket in enumerate(buckets):
+        generator = np.random.default_rng([i, number])
+        where = [*generator.integers(0, bucket.nbytes, bucket.nbytes // 100), bucket.nbytes - 1]
+        bucket[where] = generator.integers(0, 256, len(where), np.uint8)
+        bucket[-1] = number
+        bucket.flags.writeable = False
     cut = SIZES[0] // 2
     spans = [("a", 0, 0, cut), ("tied", 0, 0, cut), ("b", 0, cut, SIZES[0] - cut), ("c", 1, 0, 4096), ("d", 2, 0, 1)]
     entries = [
@@ -101,7 +111,7 @@ class Synced:
         self.sync = WeightSync(
             self.engine,
             lambda newer_than, timeout_s: self.server.pull(newer_than=newer_than, timeout_s=timeout_s),
-            transport.fetch,
+            transport,
             in_flight="recompute",
             tolerance=1e-4,
             pull_every=1,
@@ -185,10 +195,10 @@ class TransportContract:
         self, ends: tuple[WeightTransport, WeightTransport], fault: str, check: str, names: str
     ) -> None:
         here, there = ends
-        synced, publication = Synced(there), send(here, 1)
+        synced, before, publication = Synced(there), send(here, 0), send(here, 1)
 
         async def serve_both() -> None:
-            await synced.serve(send(here, 0))
+            await synced.serve(before)
             self.damage(publication, fault)
             await synced.serve(publication)
 
@@ -206,12 +216,12 @@ class TransportContract:
         undo = self.damage(publication, "flip")
         fetch, fetched = there.fetch, 0
 
-        async def mended_later(publication: Publication, index: int, into: np.ndarray) -> None:
+        async def mended_later(*args: Any) -> int:
             nonlocal fetched
             fetched += 1
             if fetched == 3:
                 undo()
-            await fetch(publication, index, into)
+            return await fetch(*args)
 
         there.fetch = mended_later  # type: ignore[method-assign]
         synced = Synced(there)
@@ -224,10 +234,10 @@ class TransportContract:
         publication = send(here, 1)
         fetch = there.fetch
 
-        async def stalls(publication: Publication, index: int, into: np.ndarray) -> None:
+        async def stalls(publication: Publication, index: int, *others: Any) -> int:
             if index == 1:
                 await asyncio.Event().wait()
-            await fetch(publication, index, into)
+            return await fetch(publication, index, *others)
 
         there.fetch = stalls  # type: ignore[method-assign]
         synced = Synced(there, deadline_s=0.3, max_failures=0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config import Config, Hardware, Stage, bundled_configs, bundled_recipes, derive, run_yaml
 from ..config.secrets import shown_argument
-from ..config.transports import transport_kind
+from ..config.transports import transport_needs
 from ..config.user_code import code_that_runs
 
 
@@ -96,8 +96,7 @@ def _rows(stage: Stage) -> list[tuple[str, str]]:
 
 
 def _transport(config: Config) -> str:
-    name = config.param_server.transport
-    return f"{name}: needs {transport_kind(name).needs(config)}"
+    return f"{config.param_server.transport}: needs {transport_needs(config)}"
 
 
 def _init(config: Config) -> str:

@@ -63,7 +63,7 @@ class CollectorRun:
         self.weight_sync = WeightSync(
             engine,
             pull,
-            self.transport.fetch,
+            self.transport,
             in_flight=config.staleness.in_flight,
             tolerance=numbers.served_tolerance,
             pull_every=rollout.pull_every * config.param_server.publish_every,  # in optimizer steps

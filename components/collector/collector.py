@@ -500,6 +500,7 @@ def _sync_metrics(reports: list[SyncReport]) -> dict[str, float]:
         "param_server/proof_s": mean(lambda r: r.proof_s),
         "param_server/served_gap/max": max(r.served_gap for r in reports),
         "param_server/bytes": float(reports[-1].num_bytes),
+        "param_server/fetched_bytes": mean(lambda r: r.fetched_bytes),
         "collector/drain_s": mean(lambda r: r.drain_s),
         "collector/pause_s": mean(lambda r: r.pause_s),
     }

@@ -20,8 +20,7 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
-
+from ..transports.transport import Fetches
 from ..weights import CanaryGap, Manifest, Publication, WeightSyncError, check_bucket
 from .engine import LoadsWeights, StagedWeights
 
@@ -30,8 +29,6 @@ T = TypeVar("T")
 
 Pull = Callable[[int, float], Awaitable[Publication | None]]
 """pull(newer_than, timeout_s) -> the newest publication, or None when nothing newer came in time."""
-Fetch = Callable[[Publication, int, np.ndarray], Awaitable[None]]
-"""See `WeightTransport.fetch`."""
 
 
 POLL_S = 10.0
@@ -55,7 +52,7 @@ class SyncReport:
     """One weight sync, in seconds: `ahead_s` to fetch, check and load ahead, `drain_s` until the engine stood still,
     `pause_s` without generation, `proof_s` from there to the end of the proof. Only in the pause nothing is generated.
 
-    `served_gap`: the largest on the canary.
+    `served_gap`: the largest on the canary. `num_bytes`: of the version; `fetched_bytes`: that came from the trainer.
     """
 
     ahead_s: float
@@ -64,6 +61,7 @@ class SyncReport:
     proof_s: float
     served_gap: float
     num_bytes: int
+    fetched_bytes: int
 
     @property
     def sync_s(self) -> float:
@@ -77,7 +75,7 @@ class WeightSync:
         self,
         engine: LoadsWeights,
         pull: Pull,
-        fetch: Fetch,
+        transport: Fetches,
         *,
         in_flight: str,
         tolerance: float,
@@ -97,7 +95,8 @@ class WeightSync:
         """
         self._engine = engine
         self._pull = pull
-        self._fetch = fetch
+        self._transport = transport
+        self._held: StagedWeights | None = None
         self._in_flight = in_flight
         self._tolerance = tolerance
         self._pull_every = pull_every
@@ -127,29 +126,47 @@ class WeightSync:
         An engine that fails a check is quarantined: it serves nothing, and what it has in flight is given away, until a
         later load passes every check. Raises the `WeightSyncError` of the last of `max_failures` + 1 failures in a row.
         """
-        while not self._closed.is_set():
-            if self.verified_version >= 0:  # else it may stand still, and nothing in flight gets on before a load
-                await self._first(self._caught_up(), self._version_requested(self.verified_version))
-            if (publication := await self._next_publication()) is None:
-                continue
-            started = time.monotonic()
-            try:
-                staged = await self._staged(publication)
-            except WeightSyncError as error:
-                self._refuse(error)
-                continue
-            try:
-                ahead_s = time.monotonic() - started
-                await self._drain()
-                async with self._frozen:
-                    try:
-                        await self._load_and_verify(staged, ahead_s)
-                    except WeightSyncError as error:
-                        await self._quarantine(error)
-                    else:
-                        self._num_failures = 0
-            finally:
+        try:
+            while not self._closed.is_set():
+                if self.verified_version >= 0:  # else it may stand still, and nothing in flight gets on before a load
+                    await self._first(self._caught_up(), self._version_requested(self.verified_version))
+                if (publication := await self._next_publication()) is not None:
+                    await self._sync(publication)
+        finally:
+            self._hold(None)
+
+    async def _sync(self, publication: Publication) -> None:
+        started = time.monotonic()
+        try:
+            staged, fetched_bytes = await self._staged(publication)
+        except WeightSyncError as error:
+            self._hold(None)  # what the transport made of it is not what it should be: fetch all of it
+            self._refuse(error)
+            return
+        verified = False
+        try:
+            ahead_s = time.monotonic() - started
+            await self._drain()
+            async with self._frozen:
+                try:
+                    await self._load_and_verify(staged, ahead_s, fetched_bytes)
+                except WeightSyncError as error:
+                    await self._quarantine(error)
+                else:
+                    self._num_failures = 0
+                    verified = True
+        finally:
+            if verified and self._transport.uses_held:
+                self._hold(staged)
+            else:
                 staged.release()
+                self._hold(None)
+
+    def _hold(self, staged: StagedWeights | None) -> None:
+        """Keep what was verified for the transport, in the place of what was kept before."""
+        if self._held is not None:
+            self._held.release()
+        self._held = staged
 
     def close(self) -> None:
         """No more pulls: `run` returns."""
@@ -245,10 +262,14 @@ class WeightSync:
         patient = self.verified_version + self._pull_every if self.verified_version >= 0 else 0
         return min([patient, *(v for v in self._waiting if v > self.verified_version)])
 
-    async def _staged(self, publication: Publication) -> StagedWeights:
-        """A version in the engine's reach, every byte checked. Raises WeightSyncError naming what did not arrive."""
+    async def _staged(self, publication: Publication) -> tuple[StagedWeights, int]:
+        """A version in the engine's reach, every byte checked, and how many bytes of it came from the trainer.
+
+        Raises WeightSyncError naming what did not arrive.
+        """
         manifest = publication.manifest
         manifest.check()
+        fetched_bytes = 0
         staged = await _beside(manifest.num_bytes, self._engine.stage, manifest)
         try:
             deadline = asyncio.get_running_loop().time() + self._deadline_s
@@ -257,7 +278,7 @@ class WeightSync:
                 limit = asyncio.timeout_at(deadline)
                 try:
                     async with limit:
-                        await self._fetch(publication, index, bucket)
+                        fetched_bytes += await self._transport.fetch(publication, index, bucket, self._held)
                 except Exception as error:  # a transport's own, which the next attempt may not meet
                     why = f"did not arrive: {type(error).__name__}: {error}"
                     if limit.expired():
@@ -267,9 +288,9 @@ class WeightSync:
         except BaseException:
             staged.release()
             raise
-        return staged
+        return staged, fetched_bytes
 
-    async def _load_and_verify(self, staged: StagedWeights, ahead_s: float) -> None:
+    async def _load_and_verify(self, staged: StagedWeights, ahead_s: float, fetched_bytes: int) -> None:
         manifest = staged.manifest
         times = await self._engine.load_weights(staged, in_flight=self._in_flight, paused=self._paused)
         loaded = time.monotonic()
@@ -290,6 +311,7 @@ class WeightSync:
                 proof_s=time.monotonic() - loaded,
                 served_gap=gap.largest,
                 num_bytes=manifest.num_bytes,
+                fetched_bytes=fetched_bytes,
             )
         )
 

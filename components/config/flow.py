@@ -136,11 +136,18 @@ class ParamServerConfig(Section):
     publish_every: PositiveInt = Field(default=1, description="optimizer steps between published versions")
     transport: str = Field(
         default="object_store",
-        description="how weights travel: object_store (Ray's), files (a folder others may read), or pkg.mod:Class",
+        description="how weights travel: object_store (Ray's), files (a folder others may read), broadcast (from rank "
+        "0's memory), or pkg.mod:Class",
     )
     transport_options: dict[str, Any] = Field(
         default_factory=dict,
-        description="options of the transport; files: folder (of the run by default), keep (versions, 2), fsync (true)",
+        description="options of the transport; files: folder (of the run by default), keep (versions, 2), fsync "
+        "(true); broadcast: backend (socket, or gloo; nccl on GPUs)",
+    )
+    delta: bool = Field(
+        default=False,
+        description="send only what changed since the version that an engine has, over any transport; for bfloat16 and "
+        "small learning rates, at the cost of one more copy of the weights in rank 0 and in each collector",
     )
     checksum: Checksum | None = Field(
         default=None,

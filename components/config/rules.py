@@ -100,7 +100,8 @@ def engines_take_their_settings(config: Config) -> None:
 
 
 def the_transport_takes_its_options(config: Config) -> None:
-    check_transport(config.param_server.transport, config.param_server.transport_options)
+    p = config.param_server
+    check_transport(p.transport, p.transport_options, on_cpu=config.cluster.device == "cpu")
 
 
 def has_heldout_tasks(config: Config) -> bool:

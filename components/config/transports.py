@@ -38,6 +38,13 @@ def _files_need(config: Config) -> str:
     return f"{folder}, on a disk that all hosts of this run share, with room for {options.get('keep', 2) + 1} versions"
 
 
+def _broadcast_needs(config: Config) -> str:
+    options = config.param_server.transport_options
+    backend = options.get("backend", "nccl" if config.cluster.device == "cuda" else "socket")
+    gpu = ", and a GPU in the process of each collector" if backend == "nccl" else ""
+    return f"a port of rank 0's host that every engine's host can reach ({backend}{gpu}), 2 versions in rank 0's memory"
+
+
 TRANSPORTS = {
     "object_store": TransportKind(
         target="leeway.transports.object_store:ObjectStore",
@@ -49,10 +56,16 @@ TRANSPORTS = {
         options={"folder": "a path", "keep": "a whole number from 1", "fsync": "true or false"},
         checksum="sha256",
     ),
+    "broadcast": TransportKind(
+        target="leeway.transports.broadcast:Broadcast",
+        needs=_broadcast_needs,
+        options={"backend": "one of socket, gloo, nccl"},
+    ),
 }
 _FITS: Mapping[str, Callable[[Any], bool]] = {
     "a path": lambda value: isinstance(value, str) and bool(value),
     "a whole number from 1": lambda value: type(value) is int and value >= 1,
+    "one of socket, gloo, nccl": lambda value: value in ("socket", "gloo", "nccl"),
     "true or false": lambda value: isinstance(value, bool),
 }
 
@@ -64,7 +77,13 @@ def transport_kind(name: str) -> TransportKind:
     return TransportKind(target=name, needs=lambda config: "what its class says", options=None)
 
 
-def check_transport(name: str, options: Mapping[str, Any]) -> None:
+def transport_needs(config: Config) -> str:
+    """What `leeway validate` says that the chosen transport needs."""
+    delta = "; for differences, one more copy of the weights in rank 0 and in each collector"
+    return transport_kind(config.param_server.transport).needs(config) + (delta if config.param_server.delta else "")
+
+
+def check_transport(name: str, options: Mapping[str, Any], *, on_cpu: bool = True) -> None:
     """Raise ConfigError for a transport that does not exist, or an option that it does not take."""
     check_name("param_server.transport", name, TRANSPORTS, kind="Transport")
     known = transport_kind(name).options
@@ -82,3 +101,5 @@ def check_transport(name: str, options: Mapping[str, Any]) -> None:
             )
         if not _FITS[known[option]](value):
             raise ConfigError(key, got=value, expected=known[option], fix="change it, or leave it out")
+        if value == "nccl" and on_cpu:
+            raise ConfigError(key, got=value, expected="socket or gloo on a CPU", fix="leave it out")

@@ -70,10 +70,13 @@ def _memory(config: Config, recipe: Recipe, shape: ModelShape) -> tuple[list[tup
             parts["copy while publishing"] = served_bytes
         rows.append(_row("memory of a trainer rank", {name: size * n // ranks for name, n in parts.items()}))
         total += size * sum(parts.values())
+        if config.param_server.delta and need.processes["generator"]:
+            rows.append(("rank 0, for differences", f"{_size(size * served_bytes)}: what left last"))
+            total += size * served_bytes
     if engines := need.processes["generator"]:
         parts = {"weights": size * served_bytes}
         if need.processes["trainer"]:
-            parts["next version"] = size * served_bytes
+            parts["next version"] = size * served_bytes * (2 if config.param_server.delta else 1)
         cache = ""
         if config.cluster.device == "cpu":
             if need.processes["trainer"] and loads_ahead(config.rollout.engine_name, config.rollout.engine_options):

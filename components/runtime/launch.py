@@ -128,6 +128,9 @@ def transport_settings(config: Config, run_dir: Path) -> TransportSettings:
         folder=run_dir,
         keep=max(derive(config).versions_kept, audited),
         options=p.transport_options,
+        delta=p.delta,
+        device=config.cluster.device,
+        timeout_s=config.cluster.step_timeout_s,
     )
 
 

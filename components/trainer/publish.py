@@ -58,8 +58,8 @@ class Publisher:
 
     @property
     def memory_bytes(self) -> int:
-        """What publishing holds: the copy, and a bucket."""
-        return sum(part.nbytes for part in self._copy) + self._bucket.nbytes
+        """What publishing holds: the copy, a bucket, and what the transport keeps."""
+        return sum(part.nbytes for part in self._copy) + self._bucket.nbytes + self._transport.memory_bytes
 
     def begin(self, policy_version: int) -> None:
         """Copy the current weights aside and send them beside what comes next.

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from ..weights import Manifest, Publication
-from .transport import TransportSettings
+from .transport import Held, TransportSettings
 
 NEWEST = "newest.json"
 VERSION = re.compile(r"v\d{6,}-[0-9a-f]{8}")
@@ -39,9 +39,12 @@ DEFAULT_KEEP = 2
 class Files:
     """`keep` is raised to the number of versions that a run asks for. A reader never writes."""
 
+    uses_held = False
+    memory_bytes = 0
+
     def __init__(self, folder: Path, *, keep: int, fsync: bool = True) -> None:
         self.folder = folder
-        self._keep = keep
+        self.keep = keep
         self._fsync = fsync
         self._lock: int | None = None
 
@@ -56,8 +59,9 @@ class Files:
             self._claim()
         return _Writing(self, policy_version)
 
-    async def fetch(self, publication: Publication, index: int, into: np.ndarray) -> None:
+    async def fetch(self, publication: Publication, index: int, into: np.ndarray, held: Held | None = None) -> int:
         await asyncio.to_thread(read_whole, Path(publication.bucket_refs[index]), into)
+        return into.nbytes
 
     def close(self) -> None:
         """Another run may write this folder."""
@@ -86,7 +90,7 @@ class Files:
 
     def _announce(self, policy_version: int, name: str, sha256: str) -> None:
         versions = [*_versions(self.folder), (policy_version, name, sha256)]
-        gone, kept = versions[: -self._keep], versions[-self._keep :]
+        gone, kept = versions[: -self.keep], versions[-self.keep :]
         self._replace(self.folder / NEWEST, json.dumps({"versions": kept}).encode())
         for _, old, _ in gone:
             shutil.rmtree(self.folder / old, ignore_errors=True)  # whose removal fails is removed by the next writer
@@ -142,22 +146,23 @@ class _Writing:
 
 
 def newest_publication(folder: Path, *, newer_than: int = -1) -> Publication | None:
-    """What another job reads: the newest version in `folder`, or None where there is nothing newer than `newer_than`.
+    """What another job reads: the newest whole version in `folder`; None if it is not newer than `newer_than`.
 
     Raises ValueError for a folder whose files do not belong together, or are no such files at all.
     """
-    versions = _versions(folder)
-    if not versions or versions[-1][0] <= newer_than:
-        return None
-    policy_version, name, sha256 = versions[-1]
-    content = _read_json(folder / name / "manifest.json")
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise ValueError(f"{folder / name}: manifest.json does not match its SHA-256 in {NEWEST}")
-    manifest = Manifest.from_json(content)
-    if manifest.policy_version != policy_version:
-        raise ValueError(f"{folder / name}: holds version {manifest.policy_version}, expected {policy_version}")
-    names = [f"bucket-{index:05d}.bin" for index in range(len(manifest.bucket_bytes))]
-    return Publication(manifest, [str(folder / name / bucket) for bucket in names])
+    for policy_version, name, sha256 in reversed(_versions(folder)):
+        if policy_version <= newer_than:
+            return None
+        content = _read_json(folder / name / "manifest.json")
+        if hashlib.sha256(content).hexdigest() != sha256:
+            raise ValueError(f"{folder / name}: manifest.json does not match its SHA-256 in {NEWEST}")
+        manifest = Manifest.from_json(content)
+        if manifest.policy_version != policy_version:
+            raise ValueError(f"{folder / name}: holds version {manifest.policy_version}, expected {policy_version}")
+        if manifest.entries:  # else differences, which mean nothing by themselves
+            names = [f"bucket-{index:05d}.bin" for index in range(len(manifest.bucket_bytes))]
+            return Publication(manifest, [str(folder / name / bucket) for bucket in names])
+    return None
 
 
 def _versions(folder: Path) -> list[tuple[int, str, str]]:

@@ -9,11 +9,18 @@ from typing import Any
 import numpy as np
 
 from ..weights import Manifest, Publication
-from .transport import TransportSettings
+from .transport import Held, TransportSettings
 
 
 class ObjectStore:
-    """`put` stores one bucket and returns a reference; `get` returns what a reference stands for, perhaps read-only."""
+    """`put` stores one bucket and returns a reference; `get` returns what a reference stands for, perhaps read-only.
+
+    A version is there as long as its references are: none is counted, and nothing of it is in the trainer's memory.
+    """
+
+    uses_held = False
+    keep = 1
+    memory_bytes = 0
 
     def __init__(self, put: Callable[[np.ndarray], Any], get: Callable[[Any], Awaitable[np.ndarray]]) -> None:
         self._put = put
@@ -40,9 +47,10 @@ class ObjectStore:
     def begin(self, policy_version: int) -> _Refs:
         return _Refs(self._put)
 
-    async def fetch(self, publication: Publication, index: int, into: np.ndarray) -> None:
+    async def fetch(self, publication: Publication, index: int, into: np.ndarray, held: Held | None = None) -> int:
         bucket = await self._get(publication.bucket_refs[index])
         await asyncio.to_thread(np.copyto, into, bucket, casting="no")
+        return into.nbytes
 
     def close(self) -> None:
         """References are what holds the store's memory; there is nothing else."""

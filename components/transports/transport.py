@@ -11,6 +11,7 @@ serve them. `tests/transport_contract.py` is what each one is held to.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,14 +23,18 @@ from ..weights import Manifest, Publication
 
 @dataclass(frozen=True, kw_only=True)
 class TransportSettings:
-    """`name` and `options`: `param_server.transport` and `.transport_options`. `folder`: of the run, for what it keeps
-    in files. `keep`: versions that can still be asked for.
+    """`name`, `options` and `delta`: `param_server.transport`, `.transport_options` and `.delta`. `folder`: of the run,
+    for what it keeps in files. `keep`: versions that can still be asked for. `device`: "cpu" or "cuda", where trainer
+    and engines compute. `timeout_s`: `cluster.step_timeout_s`.
     """
 
     name: str
     folder: Path
     keep: int = 1
     options: dict[str, Any] = field(default_factory=dict)
+    delta: bool = False
+    device: str = "cpu"
+    timeout_s: float = 600.0
 
 
 class Outgoing(Protocol):
@@ -48,17 +53,43 @@ class Outgoing(Protocol):
         ...
 
 
-class WeightTransport(Protocol):
-    """Trainer ranks and collectors make one each from the same settings. A class of yours is "pkg.module:Class"."""
+class Held(Protocol):
+    """A version that a receiver has whole, every byte of it checked."""
 
-    @classmethod
-    def open(cls, settings: TransportSettings) -> WeightTransport: ...
+    @property
+    def manifest(self) -> Manifest: ...
+
+    @property
+    def buckets(self) -> Sequence[np.ndarray]: ...
+
+
+class Fetches(Protocol):
+    """The engine's side. `uses_held`: it is given the version that was verified last, which is kept for that."""
+
+    uses_held: bool
+
+    async def fetch(self, publication: Publication, index: int, into: np.ndarray, held: Held | None = None) -> int:
+        """Copy one bucket into memory of its size (uint8). May raise anything; cancelling it ends it.
+
+        Returns how many bytes came from the trainer's end.
+        """
+        ...
+
+
+class WeightTransport(Fetches, Protocol):
+    """Trainer ranks and collectors make one each from the same settings, by the `open(settings)` of its class. A class
+    of yours is "pkg.module:Class".
+
+    `keep`: the newest so many versions can be fetched; who sends may change it between two versions. `memory_bytes`:
+    main memory that the trainer's end holds.
+    """
+
+    keep: int
+
+    @property
+    def memory_bytes(self) -> int: ...
 
     def begin(self, policy_version: int) -> Outgoing: ...
-
-    async def fetch(self, publication: Publication, index: int, into: np.ndarray) -> None:
-        """Copy one bucket into memory of its size (uint8). May raise anything; cancelling it ends it."""
-        ...
 
     def close(self) -> None:
         """Nothing more is sent or fetched."""
@@ -68,8 +99,9 @@ class WeightTransport(Protocol):
 def open_transport(settings: TransportSettings) -> WeightTransport:
     from ..config.transports import transport_kind  # here: a trainer alone goes without the settings' packages
     from ..importing import import_user_object
+    from .delta import Delta
 
     expected = "a class like leeway's WeightTransport"
-    return import_user_object(
-        transport_kind(settings.name).target, key="param_server.transport", expected=expected
-    ).open(settings)
+    cls = import_user_object(transport_kind(settings.name).target, key="param_server.transport", expected=expected)
+    transport = cls.open(settings)
+    return Delta(transport) if settings.delta else transport

@@ -123,7 +123,7 @@ async def weight_sync(engine: VllmEngine, trainer: Trainer) -> float:
     receiver = WeightSync(
         engine,
         nothing,
-        ObjectStore.of_this_process().fetch,
+        ObjectStore.of_this_process(),
         in_flight="recompute",
         tolerance=TOLERANCE,
         pull_every=1,
@@ -132,8 +132,8 @@ async def weight_sync(engine: VllmEngine, trainer: Trainer) -> float:
         on_quarantine=nothing,
         max_failures=0,
     )
-    staged = await receiver._staged(publication)
-    await receiver._load_and_verify(staged, 0.0)
+    staged, fetched_bytes = await receiver._staged(publication)
+    await receiver._load_and_verify(staged, 0.0, fetched_bytes)
     staged.release()
     return receiver.drain_reports()[0].served_gap
 

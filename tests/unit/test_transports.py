@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import pytest
 
 from leeway.config import ConfigError
 from leeway.config.transports import TRANSPORTS, check_transport
+from leeway.transports.broadcast import Broadcast
+from leeway.transports.delta import Delta
 from leeway.transports.files import Files, newest_publication
 from leeway.transports.object_store import ObjectStore
 from leeway.transports.transport import TransportSettings, WeightTransport, open_transport
@@ -30,6 +33,9 @@ class TestObjectStore(TransportContract):
 
     @pytest.fixture
     def ends(self) -> tuple[WeightTransport, WeightTransport]:
+        return self.stores()
+
+    def stores(self) -> tuple[WeightTransport, WeightTransport]:
         self.stored: dict[int, np.ndarray] = {}
 
         def put(bucket: np.ndarray) -> int:
@@ -44,7 +50,9 @@ class TestObjectStore(TransportContract):
         return ObjectStore(put, get), ObjectStore(put, get)
 
     def damage(self, publication: Publication, fault: str) -> Callable[[], None]:
-        ref = publication.bucket_refs[0 if fault == "flip" else 1]
+        return self.damage_ref(publication.bucket_refs[0 if fault == "flip" else 1], fault)
+
+    def damage_ref(self, ref: int, fault: str) -> Callable[[], None]:
         whole = self.stored.pop(ref)
         if fault == "flip":
             self.stored[ref] = whole.copy()
@@ -69,6 +77,67 @@ class TestFiles(TransportContract):
         elif fault == "short":
             path.write_bytes(whole[:-1])
         return lambda: [path.write_bytes(whole), None][1]
+
+
+class TestDeltaOverObjectStore(TestObjectStore):
+    @pytest.fixture
+    def ends(self) -> tuple[WeightTransport, WeightTransport]:
+        here, there = self.stores()
+        return Delta(here), Delta(there)
+
+    def damage(self, publication: Publication, fault: str) -> Callable[[], None]:
+        """Of the last thing that a receiver fetches, a difference where there is one."""
+        chain = publication.bucket_refs[0 if fault == "flip" else 1]
+        piece = (chain.since_whole() or [chain.whole])[-1]
+        return self.damage_ref(piece.publication.bucket_refs[piece.index], fault)
+
+
+class TestDeltaOverFiles(TestFiles):
+    @pytest.fixture
+    def ends(self, tmp_path: Path) -> tuple[WeightTransport, WeightTransport]:
+        settings = TransportSettings(name="files", folder=tmp_path, options={"keep": 3}, delta=True)
+        return open_transport(settings), open_transport(settings)
+
+    def damage(self, publication: Publication, fault: str) -> Callable[[], None]:
+        pieces = [(chain.since_whole() or [chain.whole])[-1] for chain in publication.bucket_refs]
+        refs = [piece.publication.bucket_refs[piece.index] for piece in pieces]
+        return super().damage(Publication(publication.manifest, refs), fault)
+
+
+class TestBroadcast(TransportContract):
+    backend: Any = "socket"
+
+    @pytest.fixture
+    def ends(self) -> Iterator[tuple[WeightTransport, WeightTransport]]:
+        self.ends_of_one = [Broadcast(host="127.0.0.1", timeout_s=5.0, backend=self.backend, keep=3) for _ in range(2)]
+        yield self.ends_of_one[0], self.ends_of_one[1]
+        for end in self.ends_of_one:
+            end.close()
+        assert not [thread for thread in threading.enumerate() if thread.name == "weights" and still_there(thread)]
+
+    def damage(self, publication: Publication, fault: str) -> Callable[[], None]:
+        sender = self.ends_of_one[0]._sender
+        assert sender is not None
+        ref = publication.bucket_refs[0 if fault == "flip" else 1]
+        buckets = sender._versions[ref.number].buckets
+        whole = buckets[ref.index]
+        if fault == "flip":
+            buckets[ref.index] = whole.copy()
+            buckets[ref.index][-1] ^= 1
+        elif fault == "short":
+            buckets[ref.index] = whole[:-1]
+        else:
+            del buckets[ref.index :]
+        return lambda: buckets.__setitem__(ref.index, whole)
+
+
+class TestBroadcastOverGloo(TestBroadcast):
+    backend = "gloo"
+
+
+def still_there(thread: threading.Thread) -> bool:
+    thread.join(5)
+    return thread.is_alive()
 
 
 def files(folder: Path, keep: int = 2) -> Files:
@@ -241,6 +310,8 @@ def test_a_transport_of_the_users_own_is_opened_with_its_options(tmp_path: Path)
         ("files", {"keep": 0}, ["transport_options.keep", "a whole number from 1"]),
         ("files", {"keep": True}, ["transport_options.keep"]),
         ("files", {"folder": 3}, ["transport_options.folder", "a path"]),
+        ("broadcast", {"backend": "mpi"}, ["transport_options.backend", "one of socket, gloo, nccl"]),
+        ("broadcast", {"backend": "nccl"}, ["transport_options.backend", "socket or gloo on a CPU"]),
     ],
 )
 def test_a_transport_takes_its_own_options_only(name: str, options: dict[str, Any], names: list[str]) -> None:

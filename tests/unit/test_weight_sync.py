@@ -17,6 +17,7 @@ from leeway.collector.engine import LoadTimes, StagedWeights
 from leeway.collector.progress import Progress, Sampled
 from leeway.collector.weight_sync import WeightSync
 from leeway.param_server.server import ParameterServer
+from leeway.transports.transport import Held
 from leeway.weights import Canary, CanaryGap, CanaryPrompts, Manifest, Publication, WeightSyncError, digest_of
 
 CANARY = Canary(CanaryPrompts(scored=[[1, 2]], cached=[[1, 2]]), [[-0.5]], [3], [-0.1])
@@ -72,7 +73,9 @@ class FakeEngine:
 
 
 class Rig:
-    """A weight sync between the real parameter server and a fake engine."""
+    """A weight sync between the real parameter server and a fake engine; its own transport."""
+
+    uses_held = False
 
     def __init__(self, **changes: Any) -> None:
         self.engine, self.server = FakeEngine(), ParameterServer()
@@ -89,7 +92,7 @@ class Rig:
         self.weight_sync = WeightSync(
             self.engine,
             self.pull,
-            self.fetch,
+            self,
             paused=self.paused,
             on_quarantine=self.quarantined,
             **(settings | changes),
@@ -111,10 +114,11 @@ class Rig:
         self.asked.append(newer_than)
         return await self.server.pull(newer_than=newer_than, timeout_s=timeout_s)
 
-    async def fetch(self, publication: Publication, index: int, into: np.ndarray) -> None:
+    async def fetch(self, publication: Publication, index: int, into: np.ndarray, held: Held | None = None) -> int:
         if self.faults and (fault := self.faults.pop(0)) is not None:
             raise fault
         into[:] = publication.bucket_refs[index]
+        return into.nbytes
 
     async def publish(self, version: int) -> None:
         await self.server.publish(publication(version))
