@@ -121,6 +121,7 @@ def calls_at_once(config: Config) -> int:
 
 
 def transport_settings(config: Config, run_dir: Path) -> TransportSettings:
+    """For this process; a trainer's rank is elsewhere, and puts its own host in."""
     p, reach = config.param_server, config.staleness.max_policy_lag + config.param_server.publish_every
     audited = reach + 1 if config.train.audit_every else 1
     return TransportSettings(
@@ -131,6 +132,7 @@ def transport_settings(config: Config, run_dir: Path) -> TransportSettings:
         delta=p.delta,
         device=config.cluster.device,
         timeout_s=config.cluster.step_timeout_s,
+        host=ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1",
     )
 
 

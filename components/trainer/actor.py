@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +20,7 @@ import ray
 
 from ..failures import Watched, as_text
 from ..monitor.logs import log_to_file
-from ..transports.transport import TransportSettings, open_transport
+from ..transports.transport import TransportSettings, WeightTransport, open_transport
 from ..weights import Publication
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class TrainerActor(Watched):
 
         transformers_logging.disable_progress_bar()
         self._settings = settings
-        self._place = {"rank": rank, "init_method": init_method, "transport": open_transport(transport)}
+        self._place = {"rank": rank, "init_method": init_method, "transport": _opened(transport)}
         self._trainer = await self._in_order(lambda: make_trainer(settings, **self._place))
         return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
 
@@ -74,7 +75,7 @@ class TrainerActor(Watched):
         self._step_inputs.clear()
         self._settings = settings
         self._place["transport"].close()
-        self._place["transport"] = open_transport(transport)
+        self._place["transport"] = _opened(transport)
         self._trainer = await self._in_order(another)
 
     @as_text
@@ -176,6 +177,10 @@ class TrainerActor(Watched):
     def _in_order(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Its turn is fixed by this call, not by who awaits it."""
         return asyncio.get_running_loop().run_in_executor(self._compute, function)
+
+
+def _opened(settings: TransportSettings) -> WeightTransport:
+    return open_transport(replace(settings, host=ray.util.get_node_ip_address()))
 
 
 # Ray's overloads do not name max_concurrency.

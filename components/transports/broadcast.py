@@ -72,11 +72,8 @@ class Broadcast:
 
     @classmethod
     def open(cls, settings: TransportSettings) -> Broadcast:
-        import ray
-
         backend = settings.options.get("backend", "nccl" if settings.device == "cuda" else "socket")
-        host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
-        return cls(host=host, timeout_s=settings.timeout_s, backend=backend, keep=settings.keep)
+        return cls(host=settings.host, timeout_s=settings.timeout_s, backend=backend, keep=settings.keep)
 
     @property
     def memory_bytes(self) -> int:

@@ -25,7 +25,7 @@ from ..weights import Manifest, Publication
 class TransportSettings:
     """`name`, `options` and `delta`: `param_server.transport`, `.transport_options` and `.delta`. `folder`: of the run,
     for what it keeps in files. `keep`: versions that can still be asked for. `device`: "cpu" or "cuda", where trainer
-    and engines compute. `timeout_s`: `cluster.step_timeout_s`.
+    and engines compute. `timeout_s`: `cluster.step_timeout_s`. `host`: at which others reach a sender.
     """
 
     name: str
@@ -35,6 +35,7 @@ class TransportSettings:
     delta: bool = False
     device: str = "cpu"
     timeout_s: float = 600.0
+    host: str = "127.0.0.1"
 
 
 class Outgoing(Protocol):

@@ -76,6 +76,11 @@ class OtherEnd:
     def signal(self, which: signal.Signals) -> None:
         self.process.send_signal(which)
 
+    def stop(self) -> None:
+        """Returns when none of its threads runs."""
+        self.signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
+
     def _write(self, value: Any) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(pickle.dumps(value).hex() + "\n")
@@ -140,7 +145,7 @@ def test_a_sender_that_is_killed_is_named_and_the_engine_goes_on(
     synced = Synced(receiver, max_failures=0)
     run(synced.serve(sender.send(0)))
     publication = sender.send(1)
-    sender.signal(signal.SIGSTOP)  # so that the request is on its way when it dies
+    sender.stop()  # so that the request is on its way when it dies
     threading.Timer(0.3, sender.signal, [signal.SIGKILL]).start()
     error = refused(run, synced, publication)
     assert (error.check, error.policy_version) == ("transfer", 1)
@@ -193,7 +198,7 @@ def test_a_sender_that_stands_still_is_named_at_the_deadline_and_served_when_it_
     synced = Synced(receiver, max_failures=0, deadline_s=5.0)
     run(synced.serve(sender.send(0)))
     publication = sender.send(1)
-    sender.signal(signal.SIGSTOP)
+    sender.stop()
     error = refused(run, synced, publication)
     assert "transfer check: bucket 1 of 3 did not arrive" in str(error)
     assert synced.holds(0)
@@ -216,8 +221,8 @@ def test_a_receiver_that_is_killed_or_stands_still_takes_down_its_own_link_only(
         receiver.ask("fetch", first)
         assert receiver.answer() == [bucket.tobytes() for bucket in version(0)[1]]
     assert links(sender) == 3
-    killed.signal(signal.SIGSTOP)
-    still.signal(signal.SIGSTOP)
+    killed.stop()
+    still.stop()
     for receiver in (killed, still):  # each of them is in the middle of a request when its process is gone or still
         receiver.ask("fetch", send(sender, 1))
     killed.signal(signal.SIGKILL)
@@ -278,7 +283,7 @@ def test_a_stranger_gets_nothing() -> None:
 def test_cancelling_a_fetch_ends_the_thread_that_waits_in_it(other: Callable[..., OtherEnd]) -> None:
     sender, receiver = other("socket"), here("socket", timeout_s=600.0)
     publication = sender.send(0)
-    sender.signal(signal.SIGSTOP)
+    sender.stop()
     before = threading.active_count()
 
     async def cancelled() -> None:
