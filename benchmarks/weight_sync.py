@@ -1,11 +1,15 @@
-"""Seconds of a weight sync by phase (ahead, pause, after), beside those of a plain copy of the same bytes.
+"""Seconds per GB of a weight sync by transport and phase, whole and as differences, beside the floors.
 
-    python benchmarks/weight_sync.py                                  # the quickstart's model
-    python benchmarks/weight_sync.py --shape 135m --engine hf --transport files
+    python benchmarks/weight_sync.py                                  # the quickstart's model on vLLM
+    python benchmarks/weight_sync.py --shape 135m --engine hf --dtype bfloat16
     python benchmarks/weight_sync.py --pulls 0 --clean 200            # weights moved randomly, the largest gap
 
-A real engine with random weights and groups of 8 in flight all the time. Each row is a median over pulls; CPU seconds
-are those of both processes, what the groups in flight cost included, and hold on a busy machine too.
+A real engine with random weights, and groups of 8 in flight. Before each pull every weight moves by about the learning
+rate in float32, as a step of Adam does. Each row is a median over pulls; CPU seconds are those of all processes, what
+the groups in flight cost included, and hold on a busy machine too.
+
+    publish   put and commit, in the trainer's publishing thread         pause   load, while nothing is generated
+    ahead     fetch and check, while the engine generates                after   read back and canary
 """
 
 from __future__ import annotations
@@ -13,10 +17,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
+import socket
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +33,8 @@ import torch
 
 from leeway.collector.engine import EngineSettings, start_engine
 from leeway.collector.weight_sync import WeightSync
+from leeway.config.transports import TRANSPORTS
+from leeway.transports.delta import Delta
 from leeway.transports.object_store import ObjectStore
 from leeway.transports.transport import TransportSettings, open_transport
 from leeway.weights import Canary, CanaryPrompts, Manifest, Publication, checksum_of, digest_of, plan_buckets
@@ -44,9 +53,9 @@ GROUP_SIZE, PROMPT, RESPONSE = 8, 14, 32
 
 
 class Model:
-    """A model in float32, moved a little before each publication."""
+    """A model, moved a little in float32 before each publication."""
 
-    def __init__(self, folder: Path, shape: dict[str, int], checksum: Any) -> None:
+    def __init__(self, folder: Path, shape: dict[str, int], checksum: Any, dtype: torch.dtype) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(0)
@@ -59,87 +68,98 @@ class Model:
             eos_token_id=1,
         )
         self.lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        self.lm.save_pretrained(folder)
+        self._masters = [p.detach().clone() for p in self.lm.parameters()]
+        self.lm.to(dtype).save_pretrained(folder)
         self.version, self._checksum = -1, checksum
+        self.num_bytes = sum(p.nbytes for p in self.lm.parameters())
         generator = torch.Generator().manual_seed(1)
         draw = lambda n, t: torch.randint(2, 256, (n, t), generator=generator).tolist()  # noqa: E731
         self.prompts = CanaryPrompts(scored=draw(2, 24), cached=draw(1, 63))
 
     @torch.no_grad()
-    def publish(self, transport: Any, scale: float) -> Publication:
+    def publish(self, transport: Any, scale: float) -> tuple[Publication, float]:
+        """A version, and the CPU seconds that the transport took for it."""
         self.version += 1
-        for parameter in self.lm.parameters():
-            parameter.add_(torch.randn_like(parameter) * scale)
+        for parameter, master in zip(self.lm.parameters(), self._masters, strict=True):
+            master.add_(torch.randn_like(master), alpha=scale)
+            parameter.copy_(master)
         parameters = dict(self.lm.named_parameters())
         tied = {"model.embed_tokens.weight": ["lm_head.weight"]}
-        entries, sizes, outgoing = [], [], transport.begin(self.version)
+        entries, sizes, outgoing, spent_s = [], [], transport.begin(self.version), 0.0
         for plan in plan_buckets((([n, *tied.get(n, [])], p.dtype, p.shape) for n, p in parameters.items()), 1 << 28):
             memory = plan.empty()
             for span in plan.spans:
                 span.tensor(memory).copy_(parameters[span.names[0]])
             entries += plan.entries(checksum_of(span.data(memory).numpy(), self._checksum) for span in plan.spans)
             sizes.append(memory.nbytes)
+            started = time.process_time()
             outgoing.put(memory.numpy())
+            spent_s += time.process_time() - started
         scored = [
             self._logits(s)[:-1].gather(-1, torch.tensor(s)[1:, None])[:, 0].tolist() for s in self.prompts.scored
         ]
         best = [self._logits(s)[-1].max(-1) for s in self.prompts.cached]
         canary = Canary(self.prompts, scored, [int(b.indices) for b in best], [float(b.values) for b in best])
-        return outgoing.commit(Manifest(self.version, entries, sizes, canary, digest_of(entries), self._checksum))
+        manifest = Manifest(self.version, entries, sizes, canary, digest_of(entries), self._checksum)
+        started = time.process_time()
+        publication = outgoing.commit(manifest)
+        return publication, spent_s + time.process_time() - started
 
     def _logits(self, tokens: list[int]) -> torch.Tensor:
-        return self.lm(torch.tensor([tokens])).logits[0].log_softmax(-1)
-
-    def copy_s(self) -> float:
-        """A plain copy of all weights into memory that is there."""
-        source = [p.detach() for p in self.lm.parameters()]
-        target = [torch.zeros_like(p) for p in source]
-        started = time.process_time()
-        for to, of in zip(target, source, strict=True):
-            to.copy_(of)
-        return time.process_time() - started
+        return self.lm(torch.tensor([tokens])).logits[0].float().log_softmax(-1)
 
 
 class Pulled(NamedTuple):
-    ahead_s: float
-    pause_s: float
-    proof_s: float
-    ahead_cpu_s: float
-    pause_cpu_s: float
-    proof_cpu_s: float
+    """CPU seconds, and those of the clock."""
+
+    publish_cpu: float
+    ahead_cpu: float
+    pause_cpu: float
+    after_cpu: float
+    ahead: float
+    pause: float
+    after: float
+    fetched_bytes: float
     gap: float
 
 
 class Bench:
-    def __init__(self, engine: Any, model: Model, transport: Any) -> None:
-        self.engine, self.model, self.transport = engine, model, transport
+    def __init__(self, engine: Any, model: Model, transport: Any, scale: float, tolerance: float) -> None:
+        self.engine, self.model, self.transport, self._scale = engine, model, transport, scale
         self._paused_at = self._resumed_at = 0.0
-
-    async def group(self) -> None:
-        prompt = torch.randint(2, 256, (PROMPT,)).tolist()
-        await self.engine.generate(prompt, n=GROUP_SIZE, temperature=1.0, max_tokens=RESPONSE, stop_token_ids=[])
-
-    async def pull(self, scale: float = 1e-3) -> Pulled:
-        publication = self.model.publish(self.transport, scale)
-        sync = WeightSync(
-            self.engine,
+        self.sync = WeightSync(
+            engine,
             self._nothing,
-            self.transport,
+            transport,
             in_flight="recompute",
-            tolerance=1e-3,
+            tolerance=tolerance,
             pull_every=1,
             deadline_s=300,
             paused=self._paused,
             on_quarantine=self._nothing,
             max_failures=0,
         )
+
+    async def group(self) -> None:
+        prompt = torch.randint(2, 256, (PROMPT,)).tolist()
+        await self.engine.generate(prompt, n=GROUP_SIZE, temperature=1.0, max_tokens=RESPONSE, stop_token_ids=[])
+
+    async def pull(self, scale: float | None = None) -> Pulled:
+        sync, (publication, publish_s) = (
+            self.sync,
+            self.model.publish(self.transport, self._scale if scale is None else scale),
+        )
         started, begun = time.monotonic(), cpu_s()
-        staged = await sync._staged(publication)
-        await sync._load_and_verify(staged, time.monotonic() - started)
-        staged.release()
-        (report,) = sync.drain_reports()
-        cpu = self._paused_at - begun, self._resumed_at - self._paused_at, cpu_s() - self._resumed_at
-        return Pulled(report.ahead_s, report.pause_s, report.proof_s, *cpu, report.served_gap)
+        staged, fetched_bytes = await sync._staged(publication)
+        await sync._load_and_verify(staged, time.monotonic() - started, fetched_bytes)
+        after = cpu_s()
+        if self.transport.uses_held:
+            sync._hold(staged)
+        else:
+            staged.release()
+        (r,) = sync.drain_reports()
+        cpu = publish_s, self._paused_at - begun, self._resumed_at - self._paused_at, after - self._resumed_at
+        return Pulled(*cpu, r.ahead_s, r.pause_s, r.proof_s, fetched_bytes, r.served_gap)
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
@@ -149,17 +169,13 @@ class Bench:
 
     async def _nothing(self, *_: Any) -> None: ...
 
-    async def table(self, pulls: int, in_flight: list[int]) -> None:
+    async def row(self, name: str, pulls: int, in_flight: int) -> None:
         await self.pull()
-        copy_s = statistics.median(self.model.copy_s() for _ in range(5))
-        num_gb = sum(p.nbytes for p in self.model.lm.parameters()) / 1e9
-        print(f"{num_gb:.4f} GB; a plain copy: {copy_s:.4f} s of CPU, {copy_s / num_gb:.3f} s per GB")
-        print(f"{'in flight':>9} " + " ".join(f"{name:>12}" for name in Pulled._fields[:-1]))
-        for groups in in_flight:
-            rows = await self._pulls(groups, pulls)
-            medians = [statistics.median(row[i] for row in rows) for i in range(len(Pulled._fields) - 1)]
-            print(f"{groups:>9} " + " ".join(f"{m:12.4f}" for m in medians))
-            print(f"{'per GB':>9} " + " ".join(f"{m / num_gb:12.3f}" for m in medians), flush=True)
+        rows = await self._pulls(in_flight, pulls)
+        medians = [statistics.median(row[i] for row in rows) for i in range(len(Pulled._fields) - 1)]
+        num_gb = self.model.num_bytes / 1e9
+        seconds = " ".join(f"{m / num_gb:11.3f}" for m in medians[:-1])
+        print(f"{name:<22} {in_flight:>9} {seconds} {medians[-1] / self.model.num_bytes:9.1%}", flush=True)
 
     async def _pulls(self, in_flight: int, pulls: int) -> list[Pulled]:
         stop = asyncio.Event()
@@ -190,10 +206,11 @@ def cpu_s() -> float:
 
 
 async def run(args: argparse.Namespace, folder: Path) -> None:
+    dtype = getattr(torch, args.dtype)
     settings = EngineSettings(
         name=args.engine,
         model_path=str(folder / "model"),
-        dtype="float32",
+        dtype=args.dtype,
         device="cpu",
         max_model_len=128,
         seed=0,
@@ -201,20 +218,77 @@ async def run(args: argparse.Namespace, folder: Path) -> None:
         cores=[0],  # one, as in the quickstart
         kv_cache_gib=1.0,
     )
-    model = Model(folder / "model", SHAPES[args.shape], args.checksum)
-    if args.transport == "object_store":  # within this process: Ray's own copy is not in these numbers
-        transport: Any = ObjectStore(np.copy, _itself)
-    else:
-        transport = open_transport(TransportSettings(name=args.transport, folder=folder))
-    engine = await start_engine(settings)
+    model = Model(folder / "model", SHAPES[args.shape], args.checksum, dtype)
+    print(f"{model.num_bytes / 1e9:.3f} GB in {args.dtype}, every weight moved by about {args.lr:g}; seconds per GB")
+    for name, seconds in floors(folder, min(model.num_bytes, 1 << 28)).items():
+        print(f"{name:<32} {seconds:11.3f}")
+    names = [name.replace("_cpu", " CPU") for name in Pulled._fields[:-2]]
+    print(f"{'transport':<22} {'in flight':>9} " + " ".join(f"{name:>11}" for name in names) + f" {'fetched':>9}")
+    engine, tolerance = await start_engine(settings), 1e-3 if dtype == torch.float32 else 0.3
     try:
-        bench = Bench(engine, model, transport)
-        if args.pulls:
-            await bench.table(args.pulls, args.in_flight)
-        if args.clean:
-            await bench.clean(args.clean)
+        for name in args.transport:
+            for delta in args.delta:
+                transport = opened(name, folder / f"{name}-{delta}", delta)
+                bench = Bench(engine, model, transport, args.lr, tolerance)
+                for in_flight in args.in_flight if args.pulls else []:
+                    await bench.row(name + " + delta" * delta, args.pulls, in_flight)
+                if args.clean:
+                    await bench.clean(args.clean)
+                bench.sync._hold(None)
+                transport.close()
     finally:
         engine.shutdown()
+
+
+def opened(name: str, folder: Path, delta: bool) -> Any:
+    if name != "object_store":
+        return open_transport(TransportSettings(name=name, folder=folder, delta=delta))
+    transport = ObjectStore(np.copy, _itself)  # within this process: Ray's own copy is not in these numbers
+    return Delta(transport) if delta else transport
+
+
+def floors(folder: Path, num_bytes: int) -> dict[str, float]:
+    """CPU seconds per GB of what nothing can be faster than; of the disk, seconds of the clock."""
+    memory, into, path = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8), folder / "floor"
+
+    def written() -> None:
+        with path.open("wb") as file:
+            file.write(memory.data)
+            os.fsync(file.fileno())
+
+    def read() -> None:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.readinto(into.data)
+
+    def sent() -> None:
+        one, other = socket.socketpair()
+        sending = threading.Thread(target=one.sendall, args=(memory.data,))
+        sending.start()
+        filled = 0
+        while filled < num_bytes:
+            filled += other.recv_into(memoryview(into.data)[filled:])
+        sending.join()
+        one.close()
+        other.close()
+
+    timed: dict[str, tuple[Callable[[], Any], Callable[[], float]]] = {
+        "memcpy, CPU": (lambda: np.copyto(into, memory), time.process_time),
+        "xxh3_128, CPU": (lambda: checksum_of(memory, "xxh3_128"), time.process_time),
+        "local socket, both ends, CPU": (sent, time.process_time),
+        "disk, write and fsync": (written, time.monotonic),
+        "disk, read": (read, time.monotonic),
+    }
+    found = {}
+    for name, (work, clock) in timed.items():
+        seconds = []
+        for _ in range(3):
+            started = clock()
+            work()
+            seconds.append(clock() - started)
+        found[name] = min(seconds) / num_bytes * 1e9
+    path.unlink()
+    return found
 
 
 async def _itself(bucket: np.ndarray) -> np.ndarray:
@@ -225,10 +299,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="quickstart")
     parser.add_argument("--engine", default="vllm")
-    parser.add_argument("--transport", default="object_store")
+    parser.add_argument("--transport", nargs="*", default=list(TRANSPORTS))
+    parser.add_argument("--delta", type=int, nargs="*", default=[0, 1], help="0: whole versions, 1: differences")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--lr", type=float, default=1e-6, help="by how much a weight moves")
     parser.add_argument("--checksum", choices=["xxh3_128", "sha256"], default="xxh3_128")
     parser.add_argument("--pulls", type=int, default=9)
-    parser.add_argument("--in-flight", type=int, nargs="*", default=[0, 8], help="groups in flight")
+    parser.add_argument("--in-flight", type=int, nargs="*", default=[0], help="groups in flight")
     parser.add_argument("--clean", type=int, default=0, help="then so many pulls with every check: none may fail")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(KeyboardInterrupt):

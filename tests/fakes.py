@@ -61,7 +61,7 @@ class FakeEngine:
         )
         return [one] * sampling["n"]
 
-    def stage(self, manifest: Manifest) -> StagedWeights:
+    def stage(self, manifest: Manifest, files: Any = ()) -> StagedWeights:
         return StagedWeights(manifest, [])
 
     async def load_weights(self, staged: StagedWeights, *, in_flight: str, paused: Any) -> Any:
@@ -131,6 +131,9 @@ class Answer:
 
 class NothingToFetch:
     uses_held = False
+
+    def files(self, publication: Publication) -> tuple[()]:
+        return ()
 
     async def fetch(self, *_: Any) -> int:
         raise AssertionError("these publications have no buckets")

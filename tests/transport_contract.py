@@ -20,6 +20,7 @@ from leeway.collector.clock import ActivityClock
 from leeway.collector.engine import LoadTimes, StagedWeights
 from leeway.collector.weight_sync import WeightSync
 from leeway.param_server.server import ParameterServer
+from leeway.transports.shared_memory import mapped
 from leeway.transports.transport import WeightTransport
 from leeway.weights import (
     Canary,
@@ -82,13 +83,14 @@ class Engine:
         self.loads: list[int] = []
         self.num_staged = 0
 
-    def stage(self, manifest: Manifest) -> StagedWeights:
+    def stage(self, manifest: Manifest, files: Any = ()) -> StagedWeights:
         self.num_staged += 1
 
         def release() -> None:
             self.num_staged -= 1
 
-        return StagedWeights(manifest, [np.zeros(n, dtype=np.uint8) for n in manifest.bucket_bytes], release)
+        new = [np.zeros(n, dtype=np.uint8) for n in manifest.bucket_bytes] if not files else []
+        return StagedWeights(manifest, new or [mapped(file) for file in files], release)
 
     async def load_weights(self, staged: StagedWeights, *, in_flight: str, paused: Any = nullcontext) -> LoadTimes:
         with paused():

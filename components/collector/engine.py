@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -116,8 +117,12 @@ class StagedWeights:
 class LoadsWeights(Protocol):
     """What a weight sync needs. One version is on its way at a time: staged, loaded, read back."""
 
-    def stage(self, manifest: Manifest) -> StagedWeights:
-        """Memory for a version, beside generation. Called in a thread of its own."""
+    def stage(self, manifest: Manifest, files: Sequence[Path] = ()) -> StagedWeights:
+        """Memory for a version, beside generation. Called in a thread of its own.
+
+        `files`: where its buckets are already, in shared memory of this machine: they are mapped, not copied. Raises
+        OSError.
+        """
         ...
 
     async def load_weights(

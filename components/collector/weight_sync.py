@@ -20,6 +20,8 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ..transports.transport import Fetches
 from ..weights import CanaryGap, Manifest, Publication, WeightSyncError, check_bucket
 from .engine import LoadsWeights, StagedWeights
@@ -269,26 +271,35 @@ class WeightSync:
         """
         manifest = publication.manifest
         manifest.check()
+        files = self._transport.files(publication)
+        try:
+            staged = await _beside(manifest.num_bytes, self._engine.stage, manifest, files)
+        except FileNotFoundError as error:
+            lost = 1 + next((index for index, file in enumerate(files) if not file.exists()), 0)
+            raise manifest.error("transfer", f"bucket {lost} of {len(files)} is not kept any more: {error}") from error
         fetched_bytes = 0
-        staged = await _beside(manifest.num_bytes, self._engine.stage, manifest)
         try:
             deadline = asyncio.get_running_loop().time() + self._deadline_s
             for index, bucket in enumerate(staged.buckets):
-                what = f"bucket {index + 1} of {len(staged.buckets)}"
-                limit = asyncio.timeout_at(deadline)
-                try:
-                    async with limit:
-                        fetched_bytes += await self._transport.fetch(publication, index, bucket, self._held)
-                except Exception as error:  # a transport's own, which the next attempt may not meet
-                    why = f"did not arrive: {type(error).__name__}: {error}"
-                    if limit.expired():
-                        why = f"did not arrive within {self._deadline_s:g} s (cluster.step_timeout_s)"
-                    raise manifest.error("transfer", f"{what} {why}") from error
+                if not files:
+                    fetched_bytes += await self._fetched(publication, index, bucket, deadline)
                 await _beside(bucket.nbytes, check_bucket, manifest, index, bucket)
         except BaseException:
             staged.release()
             raise
         return staged, fetched_bytes
+
+    async def _fetched(self, publication: Publication, index: int, bucket: np.ndarray, deadline: float) -> int:
+        limit = asyncio.timeout_at(deadline)
+        try:
+            async with limit:
+                return await self._transport.fetch(publication, index, bucket, self._held)
+        except Exception as error:  # a transport's own, which the next attempt may not meet
+            why = f"did not arrive: {type(error).__name__}: {error}"
+            if limit.expired():
+                why = f"did not arrive within {self._deadline_s:g} s (cluster.step_timeout_s)"
+            what = f"bucket {index + 1} of {len(publication.manifest.bucket_bytes)}"
+            raise publication.manifest.error("transfer", f"{what} {why}") from error
 
     async def _load_and_verify(self, staged: StagedWeights, ahead_s: float, fetched_bytes: int) -> None:
         manifest = staged.manifest

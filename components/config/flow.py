@@ -137,7 +137,7 @@ class ParamServerConfig(Section):
     transport: str = Field(
         default="object_store",
         description="how weights travel: object_store (Ray's), files (a folder others may read), broadcast (from rank "
-        "0's memory), or pkg.mod:Class",
+        "0's memory), ipc (shared memory of one machine), or pkg.mod:Class",
     )
     transport_options: dict[str, Any] = Field(
         default_factory=dict,

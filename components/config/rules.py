@@ -101,7 +101,12 @@ def engines_take_their_settings(config: Config) -> None:
 
 def the_transport_takes_its_options(config: Config) -> None:
     p = config.param_server
-    check_transport(p.transport, p.transport_options, on_cpu=config.cluster.device == "cpu")
+    check_transport(
+        p.transport,
+        p.transport_options,
+        on_cpu=config.cluster.device == "cpu",
+        on_one_machine=config.cluster.address is None,
+    )
 
 
 def has_heldout_tasks(config: Config) -> bool:

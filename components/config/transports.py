@@ -61,6 +61,10 @@ TRANSPORTS = {
         needs=_broadcast_needs,
         options={"backend": "one of socket, gloo, nccl"},
     ),
+    "ipc": TransportKind(
+        target="leeway.transports.ipc:Ipc",
+        needs=lambda config: "trainer and engines on one machine, with room for 2 versions in /dev/shm",
+    ),
 }
 _FITS: Mapping[str, Callable[[Any], bool]] = {
     "a path": lambda value: isinstance(value, str) and bool(value),
@@ -83,9 +87,16 @@ def transport_needs(config: Config) -> str:
     return transport_kind(config.param_server.transport).needs(config) + (delta if config.param_server.delta else "")
 
 
-def check_transport(name: str, options: Mapping[str, Any], *, on_cpu: bool = True) -> None:
-    """Raise ConfigError for a transport that does not exist, or an option that it does not take."""
+def check_transport(name: str, options: Mapping[str, Any], *, on_cpu: bool = True, on_one_machine: bool = True) -> None:
+    """Raise ConfigError for a transport that does not exist, or cannot be here, or an option that it does not take."""
     check_name("param_server.transport", name, TRANSPORTS, kind="Transport")
+    if name == "ipc" and not on_one_machine:
+        raise ConfigError(
+            "param_server.transport",
+            got=name,
+            expected="another one where cluster.address is set: trainer and engines may be on several machines",
+            fix="take object_store or broadcast",
+        )
     known = transport_kind(name).options
     if known is None:
         return

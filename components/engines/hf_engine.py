@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -31,6 +32,7 @@ from ..collector.clock import RolloutClock
 from ..collector.engine import EngineLost, EngineSettings, LoadTimes, SampledTokens, StagedWeights, largest
 from ..collector.progress import Progress, Sampled
 from ..failures import Refused
+from ..transports.shared_memory import mapped
 from ..weights import Canary, CanaryGap, Manifest
 from .hf_decode import Decoder, load_decoder
 from .hf_weights import ModelTensors, load, read_back
@@ -163,8 +165,9 @@ class HfEngine:
         with self.progress.call():
             return await self._call(functools.partial(self._score, canary))
 
-    def stage(self, manifest: Manifest) -> StagedWeights:
-        return StagedWeights(manifest, [np.empty(num_bytes, dtype=np.uint8) for num_bytes in manifest.bucket_bytes])
+    def stage(self, manifest: Manifest, files: Sequence[Path] = ()) -> StagedWeights:
+        new = [] if files else [np.empty(num_bytes, dtype=np.uint8) for num_bytes in manifest.bucket_bytes]
+        return StagedWeights(manifest, new or [mapped(file) for file in files])
 
     async def load_weights(
         self,

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,10 +17,10 @@ import psutil
 from ..collector.clock import RolloutClock
 from ..collector.engine import EngineLost, EngineSettings, LoadTimes, SampledTokens, StagedWeights, largest
 from ..collector.progress import Progress, Sampled
+from ..transports.shared_memory import SharedFolder
 from ..weights import Canary, CanaryGap, Manifest
 from . import vllm_worker_env as worker_env
 from .shards import left_out
-from .shared_memory import SharedFolder
 from .vllm_worker_env import MANIFEST
 
 CANARY_PRIORITY = -1
@@ -159,9 +160,10 @@ class VllmEngine:
         gaps = await asyncio.gather(*scored, *(self._continued_gap(*c) for c in cached))
         return CanaryGap(largest(gaps[: len(scored)]), largest(gaps[len(scored) :]))
 
-    def stage(self, manifest: Manifest) -> StagedWeights:
+    def stage(self, manifest: Manifest, files: Sequence[Path] = ()) -> StagedWeights:
         """Files in shared memory, which the engine's process maps."""
-        name, buckets = self._shared_memory.new_files(manifest.bucket_bytes)
+        shared = self._shared_memory
+        name, buckets = shared.link_files(files) if files else shared.new_files(manifest.bucket_bytes)
         return StagedWeights(manifest, buckets, lambda: self._shared_memory.remove_files(name), name)
 
     async def load_weights(

@@ -30,9 +30,9 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.platforms import current_platform
 
+from ..transports.shared_memory import bucket_name
 from ..weights import Manifest, WeightSyncError, read_bucket
 from .shards import Part, PartsTaken
-from .shared_memory import bucket_name
 from .slices import SLICE_S, ends_within
 from .vllm_readback import read_back
 from .vllm_shadow import ShadowModel, can_be_shadowed

@@ -79,6 +79,9 @@ class Broadcast:
     def memory_bytes(self) -> int:
         return self._sender.memory_bytes if self._sender is not None else 0
 
+    def files(self, publication: Publication) -> tuple[()]:
+        return ()
+
     def begin(self, policy_version: int) -> _Outgoing:
         if self._sender is None:
             self._sender = _Sender(self._host, timeout_s=self._timeout_s, backend=self._backend)

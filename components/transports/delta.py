@@ -91,6 +91,9 @@ class Delta:
     def memory_bytes(self) -> int:
         return sum(bucket.nbytes for bucket in self._last) + self._below.memory_bytes
 
+    def files(self, publication: Publication) -> tuple[()]:
+        return ()
+
     def begin(self, policy_version: int) -> _Sending:
         changed = self._below.begin(policy_version)
         try:

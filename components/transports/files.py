@@ -54,6 +54,9 @@ class Files:
         folder = Path(o["folder"]).expanduser() if "folder" in o else settings.folder / "weights"
         return cls(folder.absolute(), keep=max(o.get("keep", DEFAULT_KEEP), settings.keep), fsync=o.get("fsync", True))
 
+    def files(self, publication: Publication) -> tuple[()]:
+        return ()
+
     def begin(self, policy_version: int) -> _Writing:
         if self._lock is None:
             self._claim()

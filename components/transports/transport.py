@@ -69,6 +69,10 @@ class Fetches(Protocol):
 
     uses_held: bool
 
+    def files(self, publication: Publication) -> Sequence[Path]:
+        """Where its buckets lie as they are, in this machine's shared memory, to be mapped; none: they are fetched."""
+        ...
+
     async def fetch(self, publication: Publication, index: int, into: np.ndarray, held: Held | None = None) -> int:
         """Copy one bucket into memory of its size (uint8). May raise anything; cancelling it ends it.
 

@@ -16,9 +16,9 @@ from leeway.collector.engine import EngineLost, EngineSettings
 from leeway.collector.progress import Progress
 from leeway.engines import vllm_engine as engine_module
 from leeway.engines.shards import PartsTaken
-from leeway.engines.shared_memory import PREFIX, SharedFolder
 from leeway.engines.vllm_engine import VllmEngine
 from leeway.engines.vllm_worker_env import prepare
+from leeway.transports.shared_memory import PREFIX, SharedFolder
 from leeway.weights import Canary, CanaryPrompts, Manifest, TensorEntry, WeightSyncError, digest_of
 
 
@@ -30,7 +30,7 @@ def folders(parent: Path) -> list[Path]:
 def test_the_folder_of_a_killed_process_is_removed_by_the_next_one(tmp_path):
     program = (
         "import sys; from pathlib import Path\n"
-        "from leeway.engines.shared_memory import SharedFolder\n"
+        "from leeway.transports.shared_memory import SharedFolder\n"
         f"folder = SharedFolder(Path({str(tmp_path)!r})); (folder.path / 'x.bucket').write_bytes(b'weights')\n"
         "print('made', flush=True); sys.stdin.read()"
     )

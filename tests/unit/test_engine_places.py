@@ -74,7 +74,7 @@ class PlayedEngine(FakeEngine):
         one = SimpleNamespace(tokens=[7, 0], logprobs=[-1.0, -0.1], policy_versions=[0] * 2, finish_reason="stop")
         return [one] * n
 
-    def stage(self, manifest: Manifest) -> StagedWeights:
+    def stage(self, manifest: Manifest, files: Any = ()) -> StagedWeights:
         return StagedWeights(manifest, [])
 
     async def load_weights(self, staged: StagedWeights, *, in_flight: str, paused: Any) -> Any:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,13 @@ from leeway.config.transports import TRANSPORTS, check_transport
 from leeway.transports.broadcast import Broadcast
 from leeway.transports.delta import Delta
 from leeway.transports.files import Files, newest_publication
+from leeway.transports.ipc import Ipc
 from leeway.transports.object_store import ObjectStore
+from leeway.transports.shared_memory import SharedFolder, bucket_name
 from leeway.transports.transport import TransportSettings, WeightTransport, open_transport
 from leeway.weights import Manifest, Publication
 
-from ..transport_contract import TransportContract, received, send, version
+from ..transport_contract import Synced, TransportContract, received, send, version
 
 
 class TestObjectStore(TransportContract):
@@ -102,6 +104,48 @@ class TestDeltaOverFiles(TestFiles):
         pieces = [(chain.since_whole() or [chain.whole])[-1] for chain in publication.bucket_refs]
         refs = [piece.publication.bucket_refs[piece.index] for piece in pieces]
         return super().damage(Publication(publication.manifest, refs), fault)
+
+
+class TestIpc(TestFiles):
+    @pytest.fixture
+    def ends(self, tmp_path: Path) -> tuple[WeightTransport, WeightTransport]:
+        return Ipc(keep=3, parent=tmp_path), Ipc(keep=3, parent=tmp_path)
+
+    test_a_link_that_stalls_is_named_at_the_deadline = None  # type: ignore[assignment]  # nothing is fetched
+
+    def test_a_fault_that_passes_costs_another_fetch(self, ends: tuple[WeightTransport, WeightTransport]) -> None:
+        here, there = ends
+        publication = send(here, 1)
+        undo, files = self.damage(publication, "flip"), there.files
+
+        def mended(publication: Publication) -> Sequence[Path]:
+            if synced.sync.num_refused:
+                undo()
+            return files(publication)
+
+        there.files = mended  # type: ignore[method-assign]
+        synced = Synced(there)
+        asyncio.run(synced.serve(publication))
+        assert synced.holds(1)
+        assert synced.sync.num_refused == 1
+
+
+def test_an_engine_maps_the_very_memory_that_the_trainer_wrote_and_keeps_it(tmp_path: Path) -> None:
+    here, shared = Ipc(parent=tmp_path), SharedFolder(tmp_path)
+    publication = send(here, 0)
+    files = here.files(publication)
+    name, buckets = shared.link_files(files)
+    for index, (file, bucket) in enumerate(zip(files, buckets, strict=True)):
+        assert file.stat().st_ino == (shared.path / name / bucket_name(index)).stat().st_ino
+        bucket[:1] ^= 0
+    buckets[1][:] = 0
+    assert files[1].read_bytes() == version(0)[1][1].tobytes(), "what an engine writes there is its own"
+    send(here, 1)
+    assert not files[0].exists()
+    here.close()
+    assert np.array_equal(buckets[0], version(0)[1][0]), "it outlives the version, and the trainer"
+    shared.remove_files(name)
+    assert not list(tmp_path.glob("*/*/*"))
 
 
 class TestBroadcast(TransportContract):

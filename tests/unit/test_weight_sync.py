@@ -42,7 +42,7 @@ class FakeEngine:
         self.num_staged = 0
         self.in_flight = ""
 
-    def stage(self, manifest: Manifest) -> StagedWeights:
+    def stage(self, manifest: Manifest, files: Any = ()) -> StagedWeights:
         self.num_staged += 1
 
         def release() -> None:
@@ -76,6 +76,9 @@ class Rig:
     """A weight sync between the real parameter server and a fake engine; its own transport."""
 
     uses_held = False
+
+    def files(self, publication: Publication) -> tuple[()]:
+        return ()
 
     def __init__(self, **changes: Any) -> None:
         self.engine, self.server = FakeEngine(), ParameterServer()

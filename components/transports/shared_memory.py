@@ -32,21 +32,40 @@ class SharedFolder:
                 self._lock = lock
                 return
 
-    def new_files(self, sizes: Sequence[int]) -> tuple[str, list[np.ndarray]]:
-        """A folder inside of a new name, with a file of each size (bytes), mapped as uint8 arrays.
+    def new_name(self) -> str:
+        """Of a folder inside, for the files of one version."""
+        return Path(tempfile.mkdtemp(dir=self.path)).name
 
-        Raises OSError in one line if there is no room for all of them.
-        """
-        folder = Path(tempfile.mkdtemp(dir=self.path))
+    def new_file(self, name: str, index: int, num_bytes: int) -> np.ndarray:
+        """One more file in the folder of that name, mapped as a uint8 array. Raises OSError if there is no room."""
         try:
-            return folder.name, [_new_file(folder / bucket_name(i), size) for i, size in enumerate(sizes)]
+            return _new_file(self.path / name / bucket_name(index), num_bytes)
         except OSError as error:
-            shutil.rmtree(folder)
             raise OSError(
                 error.errno,
-                f"{self.path.parent} has no room for a published version of {sum(sizes)} bytes ({error.strerror}); "
+                f"{self.path.parent} has no room for {num_bytes} bytes of a published version ({error.strerror}); "
                 "enlarge it, or free some of it",
             ) from None
+
+    def new_files(self, sizes: Sequence[int]) -> tuple[str, list[np.ndarray]]:
+        """A new folder inside, with a file of each size (bytes). Raises OSError if there is no room for all of them."""
+        name = self.new_name()
+        try:
+            return name, [self.new_file(name, index, size) for index, size in enumerate(sizes)]
+        except OSError:
+            self.remove_files(name)
+            raise
+
+    def link_files(self, files: Sequence[Path]) -> tuple[str, list[np.ndarray]]:
+        """The same with files that are in this memory already: they are mapped here too, and stay as they are."""
+        name = self.new_name()
+        try:
+            for index, file in enumerate(files):
+                os.link(file, self.path / name / bucket_name(index))
+            return name, [mapped(self.path / name / bucket_name(index)) for index in range(len(files))]
+        except OSError:
+            self.remove_files(name)
+            raise
 
     def remove_files(self, name: str) -> None:
         """Who has them mapped keeps the memory until it lets go."""
@@ -61,6 +80,13 @@ class SharedFolder:
 
 def bucket_name(index: int) -> str:
     return f"{index:05d}.bucket"
+
+
+def mapped(file: Path) -> np.ndarray:
+    """A file's bytes, uint8. What is written into them is not written into the file."""
+    if not file.stat().st_size:
+        return np.empty(0, dtype=np.uint8)
+    return np.memmap(file, dtype=np.uint8, mode="c")
 
 
 def _new_file(path: Path, size: int) -> np.ndarray:
