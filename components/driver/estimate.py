@@ -18,6 +18,8 @@ MASTER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 4, 4, 8
 # Floating-point operations per second that small and medium models reach: on one core, on one GPU.
 TRAINING_FLOPS = {"cpu": 5e10, "cuda": 2e14}
 GENERATION_FLOPS = {"cpu": 2e10, "cuda": 2e13}
+KEPT_IN = {"object_store": "object store", "broadcast": "rank 0, for engines", "ipc": "shared memory"}
+"""Where in main memory versions wait for engines, by transport."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +77,9 @@ def _memory(config: Config, recipe: Recipe, shape: ModelShape) -> tuple[list[tup
             total += size * served_bytes
     if engines := need.processes["generator"]:
         parts = {"weights": size * served_bytes}
-        if need.processes["trainer"]:
-            parts["next version"] = size * served_bytes * (2 if config.param_server.delta else 1)
+        staged = 2 if config.param_server.delta else int(config.param_server.transport != "ipc")  # ipc: see below
+        if need.processes["trainer"] and staged:
+            parts["next version"] = size * served_bytes * staged
         cache = ""
         if config.cluster.device == "cpu":
             if need.processes["trainer"] and loads_ahead(config.rollout.engine_name, config.rollout.engine_options):
@@ -87,10 +90,11 @@ def _memory(config: Config, recipe: Recipe, shape: ModelShape) -> tuple[list[tup
         name, text = _row("memory of an engine", parts)
         rows.append((name, text + cache))
         total += engines * sum(parts.values())
-    if need.processes["generator"] and need.processes["trainer"] and config.param_server.transport == "object_store":
+    kept_in = KEPT_IN.get(config.param_server.transport)
+    if need.processes["generator"] and need.processes["trainer"] and kept_in is not None:
         reach = config.staleness.max_policy_lag + config.param_server.publish_every + 1
         versions = (reach if config.rollout.pull == "oldest" else 1) + 1  # plus the one being published
-        rows.append(("object store", f"{_size(versions * size * served_bytes)}: {versions} versions of the weights"))
+        rows.append((kept_in, f"{_size(versions * size * served_bytes)}: {versions} versions of the weights"))
         total += versions * size * served_bytes
     return rows, total
 
