@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..collector.engine import Generates
+from ..collector.engine import Generates, SampledTokens
 from ..envs.openai_requests import ChatRequest, CompletionRequest, model_list, said
 from ..envs.server import Answer, Handler, Refusal
 
@@ -16,6 +16,28 @@ class Classifies(Protocol):
     """See `classifier.Classifier`."""
 
     async def classify(self, text: str) -> list[float]: ...
+
+
+class LeastLoaded:
+    """Several copies of a model: each request goes to one of those that work on the fewest."""
+
+    def __init__(self, copies: Sequence[Any]) -> None:
+        self._copies = copies
+        self._num_requests = [0] * len(copies)
+
+    async def generate(self, prompt_tokens: Sequence[int], **sampling: Any) -> list[SampledTokens]:
+        return await self._ask("generate", prompt_tokens, **sampling)
+
+    async def classify(self, text: str) -> list[float]:
+        return await self._ask("classify", text)
+
+    async def _ask(self, verb: str, *args: Any, **more: Any) -> Any:
+        copy = self._num_requests.index(min(self._num_requests))
+        self._num_requests[copy] += 1
+        try:
+            return await getattr(self._copies[copy], verb)(*args, **more)
+        finally:
+            self._num_requests[copy] -= 1
 
 
 class ClassifyRequest(BaseModel):

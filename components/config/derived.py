@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .engines import devices_of
+from .engines import devices_of, split_options
+from .inputs import AuxiliaryModel
 from .recipe import ONLINE_RL, Needs
 from .schema import Config
 
@@ -78,8 +79,9 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
         "generator": rollout.num_generators if recipe.generates else 0,
         "trainer": train.num_ranks if recipe.trains else 0,
     }
-    served = sum(own.path is not None for own in config.env.models.values()) if recipe.generates else 0
-    auxiliary = {"auxiliary model": served} if served else {}
+    served = [own for own in config.env.models.values() if own.path is not None and recipe.generates]
+    auxiliary = {"auxiliary model": sum(own.num_engines for own in served)} if served else {}
+    auxiliary_devices = sum(own.num_engines * devices_of_copy(own) for own in served)
     per_engine = devices_of(rollout.engine_name, rollout.engine_options)
     on_gpu = cluster.device == "cuda"
     cores_per_engine = max(1 if on_gpu else per_engine, cluster.cpus_per_generator)
@@ -108,12 +110,12 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
         cpus={
             "generator": processes["generator"] * cores_per_engine,
             "trainer": processes["trainer"] * cluster.cpus_per_trainer,
-            **auxiliary,
+            **dict.fromkeys(auxiliary, auxiliary_devices),
         },
         gpus={
             "generator": processes["generator"] * per_engine if on_gpu else 0,
             "trainer": processes["trainer"] if on_gpu else 0,
-            **{role: count if on_gpu else 0 for role, count in auxiliary.items()},
+            **dict.fromkeys(auxiliary, auxiliary_devices if on_gpu else 0),
         },
         lockstep=lockstep,
         skip_zero_advantage=train.skip_zero_advantage and not config.algorithm.trains_without_advantage,
@@ -124,6 +126,11 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
         versions_kept=bound + n + 1 if rollout.pull == "oldest" else 1,
         served_tolerance=config.param_server.served_tolerance or (1e-4 if config.model.dtype == "float32" else 0.1),
     )
+
+
+def devices_of_copy(model: AuxiliaryModel) -> int:
+    """How many devices one copy of a model of `env.models` computes on."""
+    return 1 if model.kind == "classify" else devices_of(*split_options(model.engine))
 
 
 def least_target_policy_lag(groups_per_step: int, updates_per_batch: int, publish_every: int, window: int) -> int:

@@ -139,6 +139,15 @@ def auxiliary_models_are_valid(config: Config) -> None:
                 expected="exactly one of them",
                 fix=f"set {key}.url=http://host:8000/v1, or {key}.path=FOLDER",
             )
+        by_an_engine = model.path is not None and model.kind == "generate"
+        for option, has_effect in (("engine", by_an_engine), ("num_engines", model.path is not None)):
+            if option in model.model_fields_set and not has_effect:
+                raise ConfigError(
+                    f"{key}.{option}",
+                    got=getattr(model, option),
+                    expected="a model that the run serves" + (" with kind generate" if option == "engine" else ""),
+                    fix=f"leave {option} out",
+                )
         if model.key_variable is not None and model.key_variable not in os.environ:
             raise ConfigError(
                 f"{key}.key_variable",

@@ -234,6 +234,9 @@ class AuxiliaryModel(Section):
     max_tokens: PositiveInt = Field(default=512, description="longest answer")
     max_model_len: PositiveInt = Field(default=4096, description="path: maximum length of prompt plus answer")
     engine: dict[str, Any] = Field(default_factory=dict, description="path: like rollout.engine")
+    num_engines: PositiveInt = Field(
+        default=1, description="path: how many copies serve it; each request goes to the one with the fewest"
+    )
 
 
 class EnvSource(Section):

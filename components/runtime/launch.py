@@ -18,6 +18,7 @@ from ..auxiliary.actor import AuxiliaryRemote
 from ..collector.actor import CollectorRemote
 from ..collector.engine import EngineSettings
 from ..config import Config, Recipe, derive
+from ..config.derived import devices_of_copy
 from ..config.objective import objective_of
 from ..param_server.actor import ParameterServerRemote
 from ..replay.actor import ReplayBufferRemote
@@ -264,24 +265,26 @@ class Launcher:
 
     async def _auxiliaries(self) -> None:
         """Serve the models of `env.models` that have a path, and tell the collectors where."""
-        config, gpus = self._config, 1 if self._config.cluster.device == "cuda" else 0
-        served = {name: model for name, model in config.env.models.items() if model.path is not None}
-        actors = [AuxiliaryRemote.options(num_gpus=gpus).remote(**self._common(f"auxiliary-{name}")) for name in served]
-        self.parts.auxiliaries = actors
-        await self._meet({f"auxiliary-{name}": actor for name, actor in zip(served, actors, strict=True)})
-        starts = [
-            actor.start.remote(
-                model,
-                dtype=config.model.dtype,
-                device=config.cluster.device,
-                kv_cache_gib=config.cluster.kv_cache_gib,
-            )
-            for actor, model in zip(actors, served.values(), strict=True)
-        ]
-        waits = (self._wait(s, f"auxiliary-{name}") for s, name in zip(starts, served, strict=True))
-        for name, actor, process in zip(served, actors, await asyncio.gather(*waits), strict=True):
-            self._addresses[name] = process.pop("url")
-            self._started(f"auxiliary-{name}", actor, process)
+        config, on_gpu = self._config, self._config.cluster.device == "cuda"
+        copies: dict[str, dict[str, Any]] = {}
+        for name, model in config.env.models.items():
+            if model.path is not None:
+                actor = AuxiliaryRemote.options(num_gpus=devices_of_copy(model) if on_gpu else 0)
+                roles = [f"auxiliary-{name}" + (f".{i}" if i else "") for i in range(model.num_engines)]
+                copies[name] = {role: actor.remote(model, **self._common(role)) for role in roles}
+        everyone = {role: actor for actors in copies.values() for role, actor in actors.items()}
+        self.parts.auxiliaries = [*everyone.values()]
+        await self._meet(everyone)
+        settings = dict(
+            dtype=config.model.dtype, device=config.cluster.device, kv_cache_gib=config.cluster.kv_cache_gib
+        )
+        starts = {role: actor.start.remote(**settings) for role, actor in everyone.items()}
+        processes = await asyncio.gather(*(self._wait(start, role) for role, start in starts.items()))
+        for (role, actor), process in zip(everyone.items(), processes, strict=True):
+            self._started(role, actor, process)
+        for name, actors in copies.items():
+            first, *others = actors.values()
+            self._addresses[name] = await self._wait(first.serve.remote(others), f"auxiliary-{name}")
         self._config = self._with_addresses(config)
 
     def _with_addresses(self, config: Config) -> Config:

@@ -16,7 +16,8 @@ REWARD = """
 from helper_beside import WORDS
 async def agrees(task, text, *, models):
     said = await models["second"].complete(str(task.prompt), max_tokens=1)
-    assert await models["second"].complete(str(task.prompt), max_tokens=1) == said, "greedy"
+    for name in ("second", "third", "third"):
+        assert await models[name].complete(str(task.prompt), max_tokens=1) == said, "greedy"
     return float(said.strip() == text.strip()) + 0 * len(WORDS)
 """
 
@@ -35,7 +36,8 @@ def test_a_reward_asks_a_model_that_the_run_serves_and_nothing_is_left_of_it_whe
         ANY_ENGINE,
         f"plugins=[{plugins}]",
         "env.rewards={exact_match: 0, 'asks_another:agrees': 1}",
-        f"env.models={{second: {{path: {untrained}, max_model_len: 64, engine: {{enforce_eager: true}}}}}}",
+        f"env.models={{second: {{path: {untrained}, max_model_len: 64, engine: {{enforce_eager: true}}}},"
+        f" third: {{path: {untrained}, max_model_len: 64, num_engines: 2, engine: {{name: hf}}}}}}",
         "stages.async_rl.train.groups_per_step=16",
         "rollout.max_response_tokens=1",  # or a model that knows nothing never says the same twice
         "rollout.temperature=0.5",
@@ -43,7 +45,7 @@ def test_a_reward_asks_a_model_that_the_run_serves_and_nothing_is_left_of_it_whe
     )
     rows = command.wait_for_steps(2, timeout_s=300)
     names = [" ".join(process.cmdline()) for process in command.processes()]
-    assert any("AuxiliaryActor" in name for name in names), names
+    assert sum("AuxiliaryActor" in name for name in names) == 3, names
     # An engine has vLLM's title, or the command line of its start if none could be set (see test_endings.py).
     assert sum("EngineCore" in name or "multiprocessing.spawn" in name for name in names) == 1, names
     # The policy before its first step is the second model: greedily, both say the same.

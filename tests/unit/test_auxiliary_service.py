@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from leeway.auxiliary.actor import AuxiliaryActor
 from leeway.auxiliary.classifier import Classifier
 from leeway.auxiliary.service import Service
-from leeway.config import derive, find_recipe, load_config
+from leeway.config import ConfigError, derive, find_recipe, load_config
 from leeway.config.inputs import AuxiliaryModel
 from leeway.envs.auxiliary import AuxiliaryClient, AuxiliaryError
 from leeway.envs.server import Server
@@ -127,3 +128,72 @@ def test_a_served_model_counts_as_a_process_of_the_run(tmp_path):
     assert derive(config).processes["auxiliary model"] == 1
     assert derive(config).cpus_needed == derive(load_config("quickstart")).cpus_needed + 1
     assert "auxiliary model" not in derive(config, find_recipe("sft")).processes
+
+
+class Gated(Echo):
+    """Answers when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may = asyncio.Event()
+
+    async def generate(self, prompt_tokens: list[int], **sampling: Any) -> list[Any]:
+        said = await super().generate(prompt_tokens, **sampling)
+        await self.may.wait()
+        return said
+
+
+def test_copies_of_a_model_behind_one_address_share_its_requests_by_load(tmp_path, monkeypatch):
+    """Each gets one of two; while one is still busy with it, the other gets the next ones."""
+    engines = [Gated(), Gated()]
+    monkeypatch.setattr("leeway.auxiliary.actor.Prompter", SimpleNamespace(load=lambda path: PROMPTER))
+    served = AuxiliaryModel(path=str(tmp_path), max_model_len=40, num_engines=2)
+    actors: list[Any] = [
+        AuxiliaryActor(served, role=f"auxiliary-judge.{i}", log_file=tmp_path / f"{i}.log", log_level="INFO")
+        for i in range(2)
+    ]
+    for actor, engine in zip(actors, engines, strict=True):
+        actor._engine = engine
+    second = SimpleNamespace(generate=SimpleNamespace(remote=actors[1].generate))
+
+    async def main() -> None:
+        client = AuxiliaryClient("judge", AuxiliaryModel(url=await actors[0].serve([second]), retries=0))
+        asked = [asyncio.create_task(client.complete("answer")) for _ in range(2)]
+        async with asyncio.timeout(10):
+            while not all(engine.asked for engine in engines):
+                await asyncio.sleep(0.01)
+            engines[0].may.set()
+            for _ in range(3):
+                await client.complete("answer")
+            assert [len(engine.asked) for engine in engines] == [4, 1]
+            engines[1].may.set()
+            assert await asyncio.gather(*asked) == ["answer"] * 2
+        await actors[0]._server.stop()
+
+    asyncio.run(main())
+
+
+def test_the_engines_of_served_models_count_with_all_their_devices(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    judge = f"{{path: {tmp_path}, num_engines: 2, engine: {{tensor_parallel_size: 2}}}}"
+    models = f"env.models={{judge: {judge}, scores: {{path: {tmp_path}, kind: classify, num_engines: 3}}}}"
+    bare, beside = load_config("gsm8k_qwen2_5_1_5b"), load_config("gsm8k_qwen2_5_1_5b", [models])
+    assert derive(beside).processes["auxiliary model"] == 5
+    assert derive(beside).gpus["auxiliary model"] == 2 * 2 + 3
+    assert derive(beside).gpus_needed == derive(bare).gpus_needed + 7
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("{url: 'http://a/v1', num_engines: 2}", "m.num_engines: got 2, expected a model that the run serves; leave"),
+        ("{url: 'http://a/v1', engine: {seed: 1}}", "env.models.m.engine: got"),
+        ("{path: FOLDER, kind: classify, engine: {name: hf}}", "serves with kind generate; leave engine out"),
+        ("{path: FOLDER, num_engines: 0}", "env.models.m.num_engines: got 0"),
+        ("{path: FOLDER, engine: {tensor_parallel_size: 0}}", "engine.tensor_parallel_size: got 0"),
+    ],
+)
+def test_engines_that_a_model_does_not_have_are_refused(tmp_path, model, said):
+    with pytest.raises(ConfigError) as refused:
+        load_config("quickstart", [f"env.models={{m: {model.replace('FOLDER', str(tmp_path))}}}"])
+    assert said in str(refused.value)
