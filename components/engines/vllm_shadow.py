@@ -38,7 +38,7 @@ def can_be_shadowed(model: torch.nn.Module) -> bool:
     return current_platform.is_cpu() and all(map(_can_be_shadowed, model.modules()))
 
 
-def _can_be_shadowed(module: torch.nn.Module) -> bool:
+def _can_be_shadowed(module: Any) -> bool:
     if is_deferred_attention_layer(module):
         return type(module).process_weights_after_loading is Attention.process_weights_after_loading
     method = getattr(module, "quant_method", None)
