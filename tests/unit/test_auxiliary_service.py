@@ -16,6 +16,8 @@ from leeway.config import ConfigError, derive, find_recipe, load_config
 from leeway.config.inputs import AuxiliaryModel
 from leeway.envs.auxiliary import AuxiliaryClient, AuxiliaryError
 from leeway.envs.server import Server
+from leeway.runtime.launch import Launcher
+from leeway.runtime.supervisor import Supervisor
 from leeway.tasks import Prompter
 from leeway.tasks.tiny_tokenizer import build_tokenizer
 
@@ -171,6 +173,62 @@ def test_copies_of_a_model_behind_one_address_share_its_requests_by_load(tmp_pat
         await actors[0]._server.stop()
 
     asyncio.run(main())
+
+
+class FakeRemote:
+    """In the place of Ray's class: makes actors that say what they were made with, and what was asked of them."""
+
+    def __init__(self) -> None:
+        self.made: list[dict[str, Any]] = []
+
+    def options(self, *, num_gpus: int) -> Any:
+        def make(model: AuxiliaryModel, *, role: str, **_: Any) -> Any:
+            made: dict[str, Any] = {"role": role, "num_gpus": num_gpus, "model": model}
+            self.made.append(made)
+
+            async def start(**_: Any) -> dict[str, Any]:
+                return {"pid": 0, "node": "elsewhere", "engine_pids": []}
+
+            async def serve(others: list[Any]) -> str:
+                made["others"] = [other.role for other in others]
+                return f"http://{role}/v1"
+
+            async def answer() -> tuple[str, int]:
+                return "elsewhere", 0
+
+            verbs = {"start": start, "serve": serve, "answer": answer, "wait_until_death": asyncio.Event().wait}
+            return SimpleNamespace(role=role, **{name: SimpleNamespace(remote=verb) for name, verb in verbs.items()})
+
+        return SimpleNamespace(remote=make)
+
+
+def test_each_copy_is_an_actor_with_the_gpus_of_its_engine_and_the_first_one_serves_them(tmp_path, monkeypatch):
+    judge = f"{{path: {tmp_path}, num_engines: 2, engine: {{tensor_parallel_size: 4}}}}"
+    models = f"env.models={{judge: {judge}, scores: {{path: {tmp_path}, kind: classify}}, far: {{url: 'http://a/v1'}}}}"
+    config = load_config("gsm8k_qwen2_5_1_5b", [models])
+    remote = FakeRemote()
+    monkeypatch.setattr("leeway.runtime.launch.AuxiliaryRemote", remote)
+
+    async def main() -> Any:
+        supervisor = Supervisor()
+        launcher = Launcher(config, find_recipe("async_rl"), run_dir=tmp_path, supervisor=supervisor)
+        await launcher._auxiliaries()
+        supervisor.forget_all()
+        return launcher
+
+    launcher = asyncio.run(main())
+    assert [(made["role"], made["num_gpus"], made.get("others")) for made in remote.made] == [
+        ("auxiliary-judge", 4, ["auxiliary-judge.1"]),
+        ("auxiliary-judge.1", 4, None),
+        ("auxiliary-scores", 1, []),
+    ]
+    asked = launcher._config.env.models
+    assert {name: model.url for name, model in asked.items()} == {
+        "judge": "http://auxiliary-judge/v1",
+        "scores": "http://auxiliary-scores/v1",
+        "far": "http://a/v1",
+    }
+    assert set(launcher.parts.processes) == {"auxiliary-judge", "auxiliary-judge.1", "auxiliary-scores"}
 
 
 def test_the_engines_of_served_models_count_with_all_their_devices(tmp_path):
