@@ -179,12 +179,13 @@ def engine_settings(folder: Path, **changes: Any) -> EngineSettings:
         options={"max_num_seqs": 64},
         cores=[],
         kv_cache_gib=1.0,
+        sleep_level=2,
     )
     return replace(settings, **changes)
 
 
-def _in_flight(served: Served, in_flight: str, *, temperature: float) -> tuple[int, float, float]:
-    """Update three times while completions are under way.
+def _in_flight(served: Served, in_flight: str, *, temperature: float, asleep: bool = False) -> tuple[int, float, float]:
+    """Update three times while completions are under way; `asleep`: the engine sleeps before each update.
 
     Returns the most versions in one of them, and the largest gaps of tokens from the weights that their versions name:
     of those before the first update of their completion, and of those after it.
@@ -203,6 +204,11 @@ def _in_flight(served: Served, in_flight: str, *, temperature: float) -> tuple[i
             seen = served.engine.progress.num_tokens
             while served.engine.progress.num_tokens < seen + 240:  # ten tokens more in each completion
                 await asyncio.sleep(0.002)
+            if asleep:
+                assert await served.engine.sleep(in_flight=in_flight) > 0
+                seen = served.engine.progress.num_tokens
+                await asyncio.sleep(0.1)
+                assert served.engine.progress.num_tokens == seen, "it generates in its sleep"
             await served.give_async(*update, in_flight=in_flight)
         return list(zip(prompts, await asyncio.gather(*running), strict=True))
 
@@ -268,6 +274,20 @@ class EngineContract:
         most, before, after = _in_flight(served, "recompute", temperature=temperature)
         assert most >= 3, "no completion lived through the updates"
         assert 0 < max(before, after) <= TOLERANCE
+
+    @pytest.mark.slow
+    def test_an_engine_that_has_slept_goes_on_exactly(self, served: Served) -> None:
+        most, before, after = _in_flight(served, "recompute", temperature=1.0, asleep=True)
+        assert most >= 3, "no completion lived through the updates"
+        assert 0 < max(before, after) <= TOLERANCE
+
+    def test_an_engine_that_wakes_by_half_a_version_is_refused_by_name(self, served: Served) -> None:
+        """What it held before its sleep is gone: a weight that is not loaded is nobody's."""
+        manifest, buckets = _without("model.layers.0.mlp.up_proj.weight")(*served.publisher.next())
+        served.run(served.engine.sleep(in_flight="recompute"))
+        with pytest.raises(WeightSyncError, match=r"load check: .*model\.layers\.0\.mlp"):
+            served.give(manifest, buckets)
+        served.recover()
 
     @pytest.mark.slow
     def test_an_update_that_keeps_the_cache_is_inexact_for_those_in_flight_only(self, served: Served) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,7 @@ class CollectorRun:
             verified_version=0 if settings.load_weights else -1,
             finish_first=oldest,
             caught_up=engine.progress.caught_up,
+            asleep=lambda: clock.doing("asleep"),
         )
         self.collector = Collector(
             engine=engine,
@@ -103,7 +104,12 @@ class CollectorActor(Watched):
     After `start`, `sync_weights_loop` and `collect` run until admission ends or a part fails.
     """
 
-    def __init__(self, engine: EngineSettings, *, role: str, log_file: Path, log_level: str) -> None:
+    def __init__(
+        self, engine: EngineSettings, *, role: str, log_file: Path, log_level: str, gpus: Sequence[str] = ()
+    ) -> None:
+        """`gpus`: those of the trainer's ranks that it shares (empty: those that Ray gave it)."""
+        if gpus:  # before anything looks for them
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self.role = role
         self._log_file = log_file
         # Of this process: what is started in its place asks for groups under another name.
@@ -156,6 +162,14 @@ class CollectorActor(Watched):
         for anything at all, a load or a canary included.
         """
         await unless(self._run.collector.watch_engine(), self._run.weight_sync.run())
+
+    @as_text
+    async def sleep(self) -> int:
+        """See `WeightSync.sleep`."""
+        return await self._run.weight_sync.sleep()
+
+    async def wake(self) -> None:
+        self._run.weight_sync.wake()
 
     @as_text
     async def collect(self) -> None:

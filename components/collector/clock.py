@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 ACTIVITIES: tuple[str, ...] = (
+    "asleep",
     "pause",
     "evaluate",
     "generate",
@@ -17,10 +18,10 @@ ACTIVITIES: tuple[str, ...] = (
 )
 """In order of precedence: the activity at any moment is the first of these that something is in.
 
-`pause`: weights are loaded, nothing is generated. `evaluate`: held-out tasks. `generate`: the engine has a request.
-`environment`: rollouts are under way and none of them asks the engine for anything. `withheld`: finished groups wait
-for the proof of their version. `wait_for_weights`: groups wait for weights that are new enough. `wait_for_slot`:
-nothing is in flight.
+`asleep`: the trainer has the engine's devices. `pause`: weights are loaded, nothing is generated. `evaluate`: held-out
+tasks. `generate`: the engine has a request. `environment`: rollouts are under way and none of them asks the engine for
+anything. `withheld`: finished groups wait for the proof of their version. `wait_for_weights`: groups wait for weights
+that are new enough. `wait_for_slot`: nothing is in flight.
 """
 
 

@@ -2,8 +2,10 @@
 
     settings -> start -> [stage -> load_weights -> read_back, score] (version 0) -> generate ... -> [...] (version 1)
 
+Where the trainer has the same devices (`cluster.colocated`), `sleep` comes before its turn and a load after it.
+
 An implementation is a class with `start`, named in `config/engines.py` or by a user as "pkg.module:Class". Ours are
-`engines/vllm_engine.py` and `engines/hf_engine.py`; `tests/integration/engine_contract.py` is what each is held to.
+`engines/vllm_engine.py` and `engines/hf_engine.py`; `tests/engine_contract.py` is what each is held to.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ class EngineSettings:
 
     `name`: what `rollout.engine.name` says; `options`: the rest of `rollout.engine`. `load_weights`: serve the weights
     in `model_path` as version 0; else serve nothing before a verified load. `seeded`: some requests have a seed.
-    `read_back`: whether `Engine.read_back` compares anything. `max_model_len`: tokens of a prompt and
-    its response. `kv_cache_gib`: memory for keys and values on a CPU, in GiB.
+    `read_back`: whether `Engine.read_back` compares anything. `sleep_level`: of `Engine.sleep` (None: it is never
+    called). `max_model_len`: tokens of a prompt and its response. `kv_cache_gib`: memory for keys and values on a CPU,
+    in GiB.
     """
 
     model_path: str
@@ -50,6 +53,7 @@ class EngineSettings:
     load_weights: bool = False
     seeded: bool = False
     read_back: bool = True
+    sleep_level: int | None = None
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,14 @@ class LoadsWeights(Protocol):
         first, with "keep" it is not, with "off" they finish before the load. `paused()` is entered while nothing is
         generated. Raises `WeightSyncError` with the check "load" unless every weight of the engine was published. The
         engine stays paused then, until a later load succeeds.
+        """
+        ...
+
+    async def sleep(self, *, in_flight: str) -> int:
+        """Generate nothing and give memory back until the next load; returns how many bytes.
+
+        `EngineSettings.sleep_level`: 1: of keys and values; 2: of the weights too. Requests in flight are kept, and new
+        ones accepted, as in a load. Of an engine that sleeps, nothing more is released.
         """
         ...
 

@@ -8,6 +8,9 @@ What fails before the pause never reached the engine: it continues with the weig
 fetched again.
 After the pause there are tokens of a version that is not verified yet. Their holders wait in `until_verified`; if
 the proof fails, the engine is quarantined and they are discarded.
+
+An engine whose trainer has the same devices sleeps while that computes (`sleep`, `wake`). It serves nothing then, and
+wakes by a load with all of the above.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -89,6 +92,7 @@ class WeightSync:
         verified_version: int = -1,
         finish_first: bool = False,
         caught_up: Callable[[], Awaitable[None]] = _at_once,
+        asleep: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`finish_first`: no load before the groups that the weights are enough for have finished under them.
 
@@ -107,11 +111,18 @@ class WeightSync:
         self._on_quarantine = on_quarantine
         self._max_failures = max_failures
         self._caught_up = caught_up
+        self._asleep = asleep
+        self._sleeping = ExitStack()
+        self._falling_asleep = asyncio.Lock()
         self._num_failures = 0
         self.num_quarantines = 0
         self.num_refused = 0
         """Versions that did not arrive whole, and were fetched again."""
         self._frozen = asyncio.Lock()
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._sleeps = asyncio.Event()  # the opposite: both are waited for
+        self._slept_at = -1
         # Thousands of groups may wait for a few versions: each is woken once, by what it waits for.
         self._waiting: dict[int, set[asyncio.Future[None]]] = {}
         self._waiting_changed = asyncio.Event()
@@ -130,9 +141,11 @@ class WeightSync:
         """
         try:
             while not self._closed.is_set():
+                await self._first(self._awake.wait())
                 if self.verified_version >= 0:  # else it may stand still, and nothing in flight gets on before a load
                     await self._first(self._caught_up(), self._version_requested(self.verified_version))
-                if (publication := await self._next_publication()) is not None:
+                publication = await self._next_publication()
+                if publication is not None and self._awake.is_set():  # else a newer one may be there when it wakes
                     await self._sync(publication)
         finally:
             self._hold(None)
@@ -177,6 +190,32 @@ class WeightSync:
     def freeze_weights(self) -> asyncio.Lock:
         """While this lock is held the weights do not change (evaluation of one version)."""
         return self._frozen
+
+    async def sleep(self) -> int:
+        """Generate nothing and give the engine's memory back until `wake`; returns its bytes.
+
+        A load or an evaluation under way ends first. What is in flight stays in flight.
+        """
+        async with self._falling_asleep:
+            if not self._awake.is_set():
+                return 0
+            self._awake.clear()
+            self._sleeps.set()
+            await self._frozen.acquire()  # until `wake`: no load meanwhile
+            self._slept_at = max(self._slept_at, self.verified_version)
+            self.verified_version = -1
+            released = await self._engine.sleep(in_flight=self._in_flight)
+            self._sleeping.enter_context(self._asleep())
+            return released
+
+    def wake(self) -> None:
+        """Load the newest version that there is, and go on."""
+        if self._awake.is_set():
+            return
+        self._sleeping.close()
+        self._frozen.release()
+        self._sleeps.clear()
+        self._awake.set()
 
     async def until_verified(self, policy_version: int) -> None:
         """Wait until weights of at least this version were proven. Raises TimeoutError naming both versions."""
@@ -229,9 +268,10 @@ class WeightSync:
 
     async def _next_publication(self) -> Publication | None:
         """The newest that is worth a pause; None when there was none in time, or when less has become enough."""
-        newer_than = max(self.verified_version, self._next_version() - 1)
+        newer_than = max(self.verified_version, self._slept_at - 1, self._next_version() - 1)
         pulling = asyncio.ensure_future(self._pull(newer_than, POLL_S))
-        await self._first(pulling, self._version_requested(self.verified_version, newer_than))
+        have = max(self.verified_version, self._slept_at - 1)
+        await self._first(pulling, self._version_requested(have, newer_than), self._sleeps.wait())
         return pulling.result() if pulling.done() and not pulling.cancelled() else None
 
     async def _first(self, *waits: Awaitable[Any]) -> None:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from .derived import derive, least_target_policy_lag
-from .engines import check_engine, is_local_path, split_options
+from .engines import check_engine, devices_of, is_local_path, split_options
 from .errors import ConfigError, words
 from .input_rules import (
     auxiliary_models_are_valid,
@@ -169,6 +169,29 @@ def only_a_gpu_is_offloaded(config: Config) -> None:
         )
 
 
+def colocated_engines_fit(config: Config) -> None:
+    """An engine has the devices of one or more ranks, and loses its keys and values whenever those compute."""
+    if not config.cluster.colocated:
+        return
+    if config.staleness.in_flight == "keep":
+        raise ConfigError(
+            "staleness.in_flight",
+            got="keep",
+            expected="recompute or off where cluster.colocated is true: an engine's KV cache does not outlive its turn",
+            fix="set staleness.in_flight=recompute",
+        )
+    rollout, ranks = config.rollout, config.train.num_ranks
+    devices = rollout.num_generators * devices_of(rollout.engine_name, rollout.engine_options)
+    if config.cluster.device == "cuda" and devices != ranks:
+        raise ConfigError(
+            "rollout.num_generators",
+            got=rollout.num_generators,
+            expected=f"engines on {ranks} GPUs, as many as train.num_ranks, where cluster.colocated is true; "
+            f"these take {devices}",
+            fix="change one of the two, or rollout.engine.tensor_parallel_size",
+        )
+
+
 def batches_divide(config: Config) -> None:
     train = config.train
     if train.groups_per_step % train.updates_per_batch:
@@ -206,6 +229,13 @@ def a_loop_of_ones_own_is_one_process(config: Config) -> None:
                 expected=f"{value} for a training loop of one's own",
                 fix=f"set train.{key}={value}, or use async_rl",
             )
+    if config.cluster.colocated:
+        raise ConfigError(
+            "cluster.colocated",
+            got=True,
+            expected="false: a training loop of one's own does not give its memory back",
+            fix="leave it out, or use async_rl",
+        )
 
 
 def pairs_fill_batches(config: Config) -> None:
@@ -427,6 +457,7 @@ RL_RULES: tuple[Rule, ...] = (
     evaluations_meet_published_weights,
     a_step_outlasts_its_rollouts,
     every_generator_has_a_group,
+    colocated_engines_fit,
 )
 """Training on rollouts within the lag bound."""
 OWN_LOOP_RULES: tuple[Rule, ...] = (*RL_RULES, a_loop_of_ones_own_is_one_process)

@@ -52,6 +52,11 @@ class ClusterConfig(Section):
 
     address: str | None = Field(default=None, description="Ray cluster to join; null: start one on this machine")
     device: Literal["cuda", "cpu"] = Field(default="cuda", description="what engines and trainers run on")
+    colocated: Annotated[bool, ROLLOUTS] = Field(
+        default=False,
+        description="engines and trainer have the same devices, in turns: while one side computes, the other has given "
+        "its memory back. For a single GPU, or for cores that would idle",
+    )
     cpus_per_generator: Annotated[PositiveInt, GENERATION] = Field(default=1, description="cores per engine")
     cpus_per_trainer: Annotated[PositiveInt, TRAINING] = Field(default=1, description="cores per trainer rank")
     pin_cores: Annotated[bool, ON_CPU] = Field(

@@ -143,7 +143,8 @@ class Reporter:
 
     async def _run(self, speeds: Speeds) -> None:
         """Consumes step reports; waits for steps; asks the collectors for theirs; returns after `end`."""
-        limit = LimitMeter(speeds, max_policy_lag=derive(self._config).max_policy_lag)
+        numbers = derive(self._config)
+        limit = LimitMeter(speeds, max_policy_lag=numbers.max_policy_lag, in_turns=numbers.colocated)
         updates = self._config.train.updates_per_batch
         await self.collect_stats()  # what happened before the first step does not count
         self._training = True

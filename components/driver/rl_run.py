@@ -19,6 +19,7 @@ from .context import say
 from .evaluation import evaluate, in_one_line, measured_by, of_set
 from .publishing import Publishing
 from .rl_report import Reporter, StepClock, StepReport
+from .turns import Turns
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class RLRun:
         self._audits = Audits(config, parts)
         self._feed = BatchFeed(config, parts)
         self._publishing = Publishing(config, parts, report=report.put, keep=self._audits.keep)
+        self.turns = Turns(config, parts, sent=self._publishing.finish)
         self._clock = StepClock()
         self._train_s = 0.0
         self._batch: BatchRefs | None = None
@@ -82,10 +84,14 @@ class RLRun:
         upcoming = self._feed.ask()
         self._clock = StepClock()
         while self.version < self.total_steps:
+            with self._clock.waiting("turns"):
+                await self.turns.engines()
             with self._clock.waiting("wait_for_batch"):
                 batch = await self._feed.complete(upcoming)
             if batch is None:
                 return
+            with self._clock.waiting("turns"):
+                await self.turns.trainer()
             upcoming = self._feed.ask()
             self._batch, self._metrics, self._is_first = batch, {}, True
             yield batch
@@ -109,6 +115,8 @@ class RLRun:
 
     async def step(self, shares: Sequence[Any], *, publish: bool) -> None:
         """One optimizer step on all ranks, each with its share; with `publish`, the new weights are gathered too."""
+        with self._clock.waiting("turns"):
+            await self.turns.trainer()  # a step of the same batch, after an evaluation
         self._unlogged = self.version + 1
         calls = [t.train_step.remote(share, publish) for t, share in zip(self._parts.trainers, shares, strict=True)]
         self._stepping = together(calls)
@@ -134,6 +142,7 @@ class RLRun:
             return
         with self._clock.waiting("evaluate"):
             await self._publishing.finish()
+            await self.turns.engines()
             await self._publishing.wait_engines_at(self.version)
             await self.evaluate()
 
@@ -145,14 +154,18 @@ class RLRun:
     async def serve(self) -> None:
         """Publish this version and wait until every engine serves it, proven."""
         if self._publishing.published < self.version:
+            await self.turns.trainer()
             await self._publishing.gather(self.version)
+        await self.turns.engines()
         await self._publishing.wait_engines_at(self.version)
 
     async def finish(self) -> None:
         """After the loop: whatever was trained is published."""
         await self._publishing.finish()
         if self._publishing.published < self.version:  # the tasks ended between two publications
+            await self.turns.trainer()
             await self._publishing.gather(self.version)
+        await self.turns.engines()  # groups that no batch needed are finished there
 
     async def evaluate(self) -> dict[str, Any]:
         """Evaluate the current version on every evaluation taskset; an empty dict if there is none.
@@ -176,6 +189,7 @@ class RLRun:
         if self._stepping is not None:
             # Save even if this fails, as long as the ranks are alive.
             await self._wait(asyncio.wait({self._stepping}), "trainer")
+        await self.turns.trainer()
         await self._checkpoints.at_end(interrupted=True)
         if self._unlogged is None or self._stepping is None or not self._stepping.done():
             return None
@@ -187,7 +201,7 @@ class RLRun:
         assert step is not None, "no step is under way"
         return StepReport(
             step,
-            metrics | self._clock.end(metrics),
+            metrics | self.turns.metrics() | self._clock.end(metrics),
             batch.metrics,
             batch.rollouts if self._is_first else None,
             batch.suspects if self._is_first else (),

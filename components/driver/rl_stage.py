@@ -16,6 +16,7 @@ from ..tasks.evalsets import build_evalsets
 from ..tasks.prompting import Prompter
 from ..tasks.queue_tasks import QueueTaskSet
 from ..tasks.taskset import build_taskset
+from ..weights import CanaryPrompts
 from .canary import canary_prompts
 from .checkpoints import STATE_DIR, Checkpoints, resume_point, saved_position, saved_version
 from .context import StageContext, StageResult, say, timed
@@ -23,6 +24,7 @@ from .evaluation import evaluated_at_start, in_one_line
 from .rl_report import LAST_REPORTS_S, Reporter, describe_time_shares
 from .rl_run import EvalPoint, RLRun
 from .speeds import measure_speeds, save_speeds, saved_speeds
+from .turns import Turns
 
 T = TypeVar("T")
 TrainingLoop = Callable[[RLRun], Awaitable[None]]
@@ -70,12 +72,11 @@ class RLStage:
             )
             await self._launch()
             checkpoints = self._checkpoints()
-            version = 0 if self._resumed is None else await self._launcher.load_state(self._resumed / STATE_DIR)
             run = RLRun(
                 self._config,
                 self._parts,
                 name=self._context.name,
-                version=version,
+                version=self._first_step,
                 total_steps=self._total_steps,
                 report=report,
                 checkpoints=checkpoints,
@@ -105,14 +106,27 @@ class RLStage:
                 f"{config.train.num_ranks} trainer rank(s)"
             )
             start = saved_position(self._resumed) if self._resumed else None
+            trainers = asyncio.ensure_future(self._timed("trainer ready", self._trainers(canary)))
             await asyncio.gather(  # begun in this order: collectors are given the handles of the first two
                 launcher.param_server(),
                 launcher.buffer(start=start),
-                self._timed("trainer ready", launcher.trainers(total_steps=self._total_steps, canary=canary)),
-                self._timed("generators ready", launcher.collectors()),
+                trainers,
+                self._timed("generators ready", self._collectors(trainers)),
             )
         for i, collector in enumerate(self._parts.collectors):
             self._parts.supervisor.watch(f"generator-{i}", collector.sync_weights_loop.remote())
+
+    async def _trainers(self, canary: CanaryPrompts) -> None:
+        await self._launcher.trainers(total_steps=self._total_steps, canary=canary)
+        if self._resumed is not None:
+            await self._launcher.load_state(self._resumed / STATE_DIR)
+        if self._config.cluster.colocated:
+            await self._launcher.offload()
+
+    async def _collectors(self, trainers: asyncio.Future[None]) -> None:
+        if self._config.cluster.colocated:  # engines start where the trainer has left
+            await asyncio.wait([trainers])
+        await self._launcher.collectors()
 
     def _checkpoints(self) -> Checkpoints:
         return Checkpoints(
@@ -137,7 +151,7 @@ class RLStage:
         evals = {}
         if self._config.eval.at_start:
             evals["before"] = evaluated_at_start(earlier, self._evalsets) or await run.evaluate()
-        speeds = self.speeds = await self._speeds(report)
+        speeds = self.speeds = await self._speeds(report, run.turns)
         begun = time.monotonic()
         say(
             f"{self._context.name}: {self._total_steps} steps, lag bound {self._numbers.max_policy_lag}, "
@@ -158,6 +172,7 @@ class RLStage:
         if self._config.eval.at_end:
             evals["after"] = await run.evaluate()
         await report.collect_stats(run.version)
+        await run.turns.trainer()
         folder = await checkpoints.at_end()
         self.eval_points = run.eval_points
         summary = report.summary(steps=run.version) | {
@@ -171,14 +186,15 @@ class RLStage:
         }
         return StageResult(summary=summary, model_path=str(folder) if folder else None, goodbye=goodbye(summary))
 
-    async def _speeds(self, report: Reporter) -> Speeds:
+    async def _speeds(self, report: Reporter, turns: Turns) -> Speeds:
         """What was measured: by this study's earlier run, by this run's earlier part, or now."""
         if self.speeds is not None:
             return self.speeds
         if self._resumed is not None and (saved := saved_speeds(self._config, self._context.dir)) is not None:
             return saved
         pause_s = (await report.collect_stats()).get("collector/pause_s", 0.0)
-        measuring = measure_speeds(self._config, self._parts, self._train_tasks.tasks, weight_sync_s=pause_s)
+        tasks = self._train_tasks.tasks
+        measuring = measure_speeds(self._config, self._parts, tasks, turns, weight_sync_s=pause_s)
         speeds = await self._timed("speeds measured", measuring)
         save_speeds(speeds, self._config, self._context.dir)
         return speeds

@@ -22,6 +22,7 @@ from ..runtime.launch import Parts
 from ..runtime.limit import PROBE_TOKENS, Speeds
 from ..runtime.supervisor import together
 from ..types import Task, Trajectory
+from .turns import Turns
 
 BUDGET_S = 3.0
 """Each measurement is repeated until this time has passed; a single one may take longer."""
@@ -30,7 +31,9 @@ _DEFAULT_MAX_SEQUENCES = 256
 FILE = "speeds.json"
 
 
-async def measure_speeds(config: Config, parts: Parts, tasks: Sequence[Task], *, weight_sync_s: float) -> Speeds:
+async def measure_speeds(
+    config: Config, parts: Parts, tasks: Sequence[Task], turns: Turns, *, weight_sync_s: float
+) -> Speeds:
     """Roll out enough groups to fill the engines; one group alone, and its first tokens; then a training step.
 
     The shortest of several times counts. Nothing is learned: the trainer steps a temporary optimizer with a learning
@@ -42,8 +45,10 @@ async def measure_speeds(config: Config, parts: Parts, tasks: Sequence[Task], *,
     refs, metrics = await _wait(
         config, parts, parts.buffer.sample_batch.remote(batch, config.algorithm.group_size), "replay"
     )
+    await turns.trainer()
     calls = [t.measure.remote(ref) for t, ref in zip(parts.trainers, refs, strict=True)]
     times = (await _wait(config, parts, together(calls), "trainer"))[0]
+    await turns.engines()
     return Speeds(
         generate_s_per_sequence=first_s,
         generate_s_per_token=per_token_s,

@@ -62,6 +62,10 @@ class KeyValues:
     def bytes_per_token(self) -> int:
         return sum(x.shape[1] * x.shape[3] * x.itemsize for layer in self._layers for x in layer)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.nbytes for layer in self._layers for x in layer)
+
     def reserve(self, num_rows: int, width: int) -> None:
         """Room for so many rows and columns; what is there stays."""
         if num_rows <= self.num_rows and width <= self.width:
@@ -190,6 +194,12 @@ class Decoder:
         self.model = model
         self.device = model.lm.device
         self.cache = KeyValues()
+
+    def forget(self) -> int:
+        """Give the memory of the cache back; returns its bytes. Every row is to be read again."""
+        num_bytes = self.cache.num_bytes
+        self.cache = KeyValues()
+        return num_bytes
 
     def prefill(self, rows: Sequence[int], sequences: Sequence[Sequence[int]]) -> None:
         """Read these sequences into these rows of the cache, which hold nothing else afterwards."""

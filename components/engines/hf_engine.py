@@ -36,6 +36,7 @@ from ..transports.shared_memory import mapped
 from ..weights import Canary, CanaryGap, Manifest
 from .hf_decode import Decoder, load_decoder
 from .hf_weights import ModelTensors, load, read_back
+from .released import Released
 from .slices import SLICE_S, ends_within
 
 T = TypeVar("T")
@@ -90,6 +91,7 @@ class HfEngine:
         self._drained: Future[None] | None = None
         self._paused = False
         self._cache_is_old = False
+        self._released = Released()
         self._closing = False
         self._death: EngineLost | None = None
         self.progress = Progress()
@@ -186,6 +188,13 @@ class HfEngine:
                 await self._call(functools.partial(self._load_staged, staged, in_flight))
             self.progress.resume()
         return LoadTimes(drain_s=stopped - started, pause_s=time.monotonic() - stopped)
+
+    async def sleep(self, *, in_flight: str) -> int:
+        with self.progress.call():
+            await asyncio.wrap_future(await self._call(functools.partial(self._pause, in_flight == "off")))
+            released = await self._call(self._release)
+        self.progress.pause()
+        return released
 
     async def read_back(self, staged: StagedWeights) -> None:
         """Some tensors between two passes, so that generation continues."""
@@ -291,10 +300,20 @@ class HfEngine:
             self._paused = True
             self._drained.set_result(None)
 
+    def _release(self) -> int:
+        cache_bytes = self._decoder.forget()
+        self._cache_is_old = True
+        if self._settings.sleep_level == 2:
+            self._released.release(self._decoder.model.parameters())
+        if self._decoder.device.type == "cuda":
+            torch.cuda.empty_cache()  # else it is this process's still
+        return cache_bytes + self._released.num_bytes
+
     def _load_staged(self, staged: StagedWeights, in_flight: str) -> None:
+        self._released.reclaim()
         load(staged, self._tensors)
         self._version = staged.manifest.policy_version
-        self._cache_is_old = in_flight != "keep"
+        self._cache_is_old = self._cache_is_old or in_flight != "keep"
         self._drained, self._paused = None, False
         for request in self._held:
             self._waiting.extend(request.sequences)

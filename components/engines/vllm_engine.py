@@ -49,6 +49,8 @@ class VllmEngine:
         self._request_ids = map(str, itertools.count())  # vLLM makes them unique
         self._read_back = settings.read_back
         self._none_left_out = self._num_ranks == 1
+        self._sleep_level = settings.sleep_level
+        self._is_asleep = False
         self._num_loads = 0
         self._cache_salt: str | None = None
 
@@ -80,6 +82,7 @@ class VllmEngine:
             disable_log_stats=True,
             worker_extension_cls=worker_env.WORKER_EXTENSION,
             trust_remote_code=False,
+            enable_sleep_mode=settings.sleep_level is not None and settings.device == "cuda",
         )
         options = dict(settings.options)
         self._double_buffer = options.pop("double_buffer", True)
@@ -176,18 +179,19 @@ class VllmEngine:
         manifest, started = staged.manifest, time.monotonic()
         folder = self._shared_memory.path / staged.name
         await asyncio.to_thread((folder / MANIFEST).write_text, manifest.to_json())
-        await self._ask("map_staged", manifest, str(folder), self._double_buffer)
+        await self._ask("map_staged", manifest, str(folder), self._double_buffer and not self._is_asleep)
         while not all(await self._ask("load_ahead", manifest)):
             pass
         self._num_loads += 1
         asked = time.monotonic()
-        with self._calling():
-            await self._llm.pause_generation(
-                mode="wait" if in_flight == "off" else "keep", clear_cache=in_flight != "keep"
-            )
+        if not self._is_asleep:
+            await self._pause(in_flight)
         self.progress.pause()
         stopped = time.monotonic()
         with paused():
+            if self._is_asleep:
+                await self._ask("reclaim_memory", manifest)
+                self._is_asleep = False
             await self._ask("load_staged", manifest)
             # Kept keys and values are for those who run. vLLM cannot clear a prefix cache that is in use: new requests
             # look for their prefixes under another name. Of the load, not of the version: the same version is loaded
@@ -198,6 +202,22 @@ class VllmEngine:
                 await self._llm.resume_generation()
             self.progress.resume()
         return LoadTimes(ahead_s=asked - started, drain_s=stopped - asked, pause_s=time.monotonic() - stopped)
+
+    async def sleep(self, *, in_flight: str) -> int:
+        await self._pause(in_flight)
+        with self._calling():
+            answers = await self._llm.collective_rpc("release_memory", args=(self._sleep_level,))
+        self._is_asleep = True
+        self.progress.pause()
+        if failures := [failure for _, failure in answers if failure is not None]:
+            raise EngineLost(f"the inference engine cannot sleep: {failures[0][1]}")
+        return sum(released for released, _ in answers)
+
+    async def _pause(self, in_flight: str) -> None:
+        with self._calling():
+            await self._llm.pause_generation(
+                mode="wait" if in_flight == "off" else "keep", clear_cache=in_flight != "keep"
+            )
 
     async def read_back(self, staged: StagedWeights) -> None:
         """Some layers between two passes, so that generation continues."""

@@ -34,6 +34,7 @@ from ..transports.shared_memory import bucket_name
 from ..weights import Manifest, WeightSyncError, read_bucket
 from .shards import Part, PartsTaken
 from .slices import SLICE_S, ends_within
+from .vllm_memory import WorkerMemory
 from .vllm_readback import read_back
 from .vllm_shadow import ShadowModel, can_be_shadowed
 from .vllm_worker_env import CORES_ENV, MANIFEST, MEMORY_ENV, PARENT_ENV
@@ -113,13 +114,24 @@ class WorkerExtension:
         return self.read_back_some(compare=compare)
 
     @answered
+    def release_memory(self: Any, level: int) -> int:
+        return self.memory.release(level)
+
+    @answered
+    def reclaim_memory(self: Any) -> None:
+        self.memory.reclaim()
+
+    @answered
     def parts_taken(self: Any) -> dict[str, list[Part]]:
         return {name: sorted(parts) for name, parts in self.parts.items()}
 
 
 def weights_of(worker: Any) -> EngineWeights:
     if not hasattr(worker, "leeway_weights"):
-        worker.leeway_weights = EngineWeights(worker.model_runner.get_model(), worker.vllm_config, worker.device)
+        memory = WorkerMemory(worker)
+        worker.leeway_weights = EngineWeights(
+            worker.model_runner.get_model(), worker.vllm_config, worker.device, memory
+        )
     return worker.leeway_weights
 
 
@@ -129,8 +141,8 @@ class EngineWeights:
     map_staged -> load_ahead until it is done -> the pause: load_staged -> read_back_some until it is done
     """
 
-    def __init__(self, model: Any, vllm_config: VllmConfig, device: torch.device) -> None:
-        self.model = model
+    def __init__(self, model: Any, vllm_config: VllmConfig, device: torch.device, memory: WorkerMemory) -> None:
+        self.model, self.memory = model, memory
         self._config, self._device = vllm_config, device
         self._num_ranks = vllm_config.parallel_config.tensor_parallel_size
         self.parts: dict[str, set[Part]] = {}

@@ -27,7 +27,7 @@ import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -106,6 +106,7 @@ class Job:
     stopped: str = ""
     wall_s: float = 0.0
     used_s: float = 0.0
+    asleep_s: float = 0.0
 
     def stop(self, reason: str) -> None:
         self.stopped = self.stopped or reason
@@ -229,27 +230,32 @@ class Zygote:
         """End who sleeps too long, whatever the machine's load; who computes too long, the kernel ends (RLIMIT_CPU)."""
         for job in {id(job): job for job in self._jobs.values()}.values():
             job.wall_s += passed_s
-            used_s = sum(self._used_or_waited_s(pid) for _, pid in job.living.values())
-            job.used_s = max(job.used_s, used_s)
-            if job.wall_s - job.used_s > job.limits["timeout_s"]:
+            threads = [thread for _, pid in job.living.values() for thread in self._threads(pid)]
+            before, job.used_s = job.used_s, sum(used_s for used_s, _ in threads)
+            # What waits now is not in the kernel's sum before it runs, and what another guest of this host takes never.
+            if not any(wants_to_run for _, wants_to_run in threads):
+                job.asleep_s += max(0.0, passed_s - max(0.0, job.used_s - before))
+            if job.asleep_s > job.limits["timeout_s"]:
                 job.stop("asleep")
             elif job.wall_s > job.limits["backstop_s"]:
                 job.stop("wall clock")
 
-    def _used_or_waited_s(self, pid: int) -> float:
-        """Seconds that the threads of a process have computed, or wanted to while others had the processors."""
-        total_ns = 0
+    def _threads(self, pid: int) -> Iterator[tuple[float, bool]]:
+        """Of each thread: seconds that it has computed, or wanted to while others had the processors; and whether it
+        computes, or wants to, at this moment.
+        """
         folder = os.open(f"{pid}/task", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._proc)
         try:
             for thread in os.listdir(folder):
                 try:
                     used, waited, _ = self._read(f"{thread}/schedstat", folder).split()
-                    total_ns += int(used) + int(waited)
+                    # Its name, before the state, is its own choice.
+                    state = self._read(f"{thread}/stat", folder).rpartition(")")[2].split()[0]
+                    yield (int(used) + int(waited)) / 1e9, state == "R"
                 except (FileNotFoundError, ProcessLookupError):
                     pass  # the thread has ended
         finally:
             os.close(folder)
-        return total_ns / 1e9
 
     def _read(self, path: str, folder: int) -> str:
         with open(os.open(path, os.O_RDONLY, dir_fd=folder)) as file:

@@ -126,6 +126,7 @@ def draw_collector_time(ax: Axes, stage: Stage) -> None:
     parts = {
         "generates": ("collector/generate_frac", GENERATE),
         "paused for weights": ("collector/pause_frac", WEIGHTS),
+        "sleeps": ("collector/asleep_frac", OPTIM),
         "waits for a slot": ("collector/wait_for_slot_frac", WAIT),
     }
     rest = "other" if "collector/generate_frac" in stage.metrics else "generates or other"

@@ -16,8 +16,11 @@ def advice_after(config: Config, stage_dir: Path) -> str | None:
     """The best single change to the settings of a run of `async_rl`, or a note that no change is worth making.
 
     `stage_dir` holds its metrics.jsonl and rollouts/. None if the run was too short to tell. Takes about a second. If
-    the simulation fails, the line reports that instead, because the run itself has succeeded.
+    the simulation fails, the line reports that instead, because the run itself has succeeded. None too where engines
+    and trainer take turns, which the simulation does not.
     """
+    if config.cluster.colocated:
+        return None
     try:
         return advise(calibrate(Run(config, stage_dir)))
     except ConfigError:

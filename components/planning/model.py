@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..config import Config, derive
+from ..config import Config, ConfigError, derive
 from ..replay.admission import AdmissionRule
 from .lengths import Distribution
 
@@ -63,8 +63,15 @@ class Settings:
 
     @classmethod
     def of(cls, config: Config) -> Settings:
-        """The settings of a run of `async_rl` with this config."""
+        """The settings of a run of `async_rl` with this config. Raises ConfigError where devices are shared."""
         numbers = derive(config)
+        if numbers.colocated:
+            raise ConfigError(
+                "cluster.colocated",
+                got=True,
+                expected="false: only runs whose engines and trainer have devices of their own can be predicted",
+                fix="plan with cluster.colocated=false",
+            )
         gpus = numbers.gpus["generator"] // config.rollout.num_generators
         return cls(
             groups_per_step=config.train.groups_per_step,

@@ -20,6 +20,7 @@ from ..collector.engine import EngineSettings
 from ..config import Config, Recipe, derive
 from ..config.derived import devices_of_copy
 from ..config.objective import objective_of
+from ..failures import PartFailed
 from ..param_server.actor import ParameterServerRemote
 from ..replay.actor import ReplayBufferRemote
 from ..trainer.actor import TrainerRank
@@ -113,6 +114,7 @@ def engine_settings(config: Config, *, cores: list[int], load_weights: bool) -> 
         load_weights=load_weights,
         seeded=derive(config).seeded_requests or evaluation_is_seeded(config),
         read_back=config.param_server.read_back,
+        sleep_level=config.rollout.sleep_level if config.cluster.colocated else None,
     )
 
 
@@ -245,19 +247,45 @@ class Launcher:
         """
         await self._auxiliaries()
         config = self._config
-        gpus = derive(config, self._recipe).gpus["generator"] // config.rollout.num_generators
         names = [f"generator-{i}" for i in range(config.rollout.num_generators)]
         self.parts.collectors = [
-            CollectorRemote.options(num_gpus=gpus).remote(
-                engine_settings(config, cores=self._cores.engines[i], load_weights=load_weights), **self._common(name)
+            CollectorRemote.options(**where).remote(
+                engine_settings(config, cores=self._cores.engines[i], load_weights=load_weights),
+                gpus=gpus,
+                **self._common(name),
             )
-            for i, name in enumerate(names)
+            for i, (name, (where, gpus)) in enumerate(zip(names, self._engine_places(), strict=True))
         ]
         await self._meet(dict(zip(names, self.parts.collectors, strict=True)))
         starts = [actor.start.remote(config, **self._for_collectors()) for actor in self.parts.collectors]
         processes = await asyncio.gather(*(self._wait(s, n) for s, n in zip(starts, names, strict=True)))
         for name, actor, process in zip(names, self.parts.collectors, processes, strict=True):
             self._started(name, actor, process, cores=self._others)
+
+    def _engine_places(self) -> list[tuple[dict[str, Any], list[str]]]:
+        """Of each engine: Ray's options for its actor, and the GPUs of the trainer's ranks that it shares."""
+        config = self._config
+        number = config.rollout.num_generators
+        each = derive(config, self._recipe).gpus["generator"] // number
+        if not (config.cluster.colocated and each):
+            return [({"num_gpus": each}, [])] * number
+        ranks = [self.parts.processes[f"trainer-{rank}"] for rank in range(config.train.num_ranks)]
+        places = []
+        for i in range(number):
+            own = ranks[i * each : (i + 1) * each]
+            if len({rank["node_id"] for rank in own}) > 1:
+                raise PartFailed(
+                    f"generator-{i}",
+                    f"its {each} GPUs would be those of trainer ranks on several machines, expected one; lower "
+                    "rollout.engine.tensor_parallel_size",
+                )
+            here = NodeAffinitySchedulingStrategy(own[0]["node_id"], soft=False)
+            places.append(({"num_gpus": 0, "scheduling_strategy": here}, [gpu for rank in own for gpu in rank["gpus"]]))
+        return places
+
+    async def offload(self) -> None:
+        """The trainer's ranks leave their devices to the engines that are about to start there."""
+        await self._wait(together(t.offload.remote() for t in self.parts.trainers), "trainer")
 
     def _for_collectors(self) -> dict[str, Any]:
         parts = self.parts

@@ -5,6 +5,8 @@
 Wg / Ng: all generators together make one batch's tokens, whatever environments do meanwhile. Wt / Nt: the trainer makes
 one step. The third term: with lag bound L, a batch can be no further behind than L + 1 steps, each at least its longest
 trajectory, its environment's time included, one training and one stop for weights long.
+
+Where both sides have the same devices, in turns, the first two and the stop for weights are added up.
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ class LimitMeter:
 
     WINDOW = 20
 
-    def __init__(self, speeds: Speeds, *, max_policy_lag: int) -> None:
+    def __init__(self, speeds: Speeds, *, max_policy_lag: int, in_turns: bool = False) -> None:
         self._speeds = speeds
+        self._in_turns = in_turns
         self._max_policy_lag = max_policy_lag
         self._recent: deque[tuple[float, float]] = deque(maxlen=self.WINDOW)
 
@@ -70,6 +73,8 @@ class LimitMeter:
         )
         serial_s = (longest_s + train_s + speeds.weight_sync_s) / (self._max_policy_lag + 1)
         limit_s = max(generate_s, train_s, serial_s)
+        if self._in_turns:
+            limit_s = max(generate_s + train_s + speeds.weight_sync_s, serial_s)
         self._recent.append((limit_s, step_s))
         return {
             "limit/generate_s": generate_s,

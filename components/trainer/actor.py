@@ -60,7 +60,13 @@ class TrainerActor(Watched):
         self._settings = settings
         self._place = {"rank": rank, "init_method": init_method, "transport": _opened(transport)}
         self._trainer = await self._in_order(lambda: make_trainer(settings, **self._place))
-        return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
+        here = ray.get_runtime_context()
+        return {
+            "pid": os.getpid(),
+            "node": ray.util.get_node_ip_address(),
+            "node_id": here.get_node_id(),
+            "gpus": [str(gpu) for gpu in here.get_accelerator_ids().get("GPU", [])],
+        }
 
     @as_text
     async def reset(self, settings: Any, transport: TransportSettings) -> None:
@@ -121,6 +127,15 @@ class TrainerActor(Watched):
         if publish:
             self._in_order(self._trainer.score_canary)
         return await stepped
+
+    @as_text
+    async def offload(self) -> float:
+        """See `Trainer.offload`; a canary of the last publication is scored before."""
+        return await self._in_order(self._trainer.offload)
+
+    @as_text
+    async def onload(self) -> None:
+        await self._in_order(self._trainer.onload)
 
     @as_text
     async def publish(self) -> None:

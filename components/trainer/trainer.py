@@ -33,6 +33,7 @@ from .families import load_model
 from .gather import Gatherer
 from .memory import peak_memory_gib
 from .microbatch import Microbatch, Packing, empty_microbatch, split_into_microbatches
+from .offload import Offload
 from .optimizer import Stepper, embedding_ids, make_optimizer
 from .publish import Publisher
 from .reference import load_reference
@@ -113,6 +114,7 @@ class Trainer:
         )
         self.policy_version = 0
         self._tokens_of_step: int | None = None
+        self._offload: Offload | None = None
 
     def forward_backward(self, batch: TrainBatch, *, proximal_logprobs: torch.Tensor | None = None) -> dict[str, float]:
         """Add this step's gradient; returns metrics of the whole step (the same on every rank).
@@ -289,6 +291,19 @@ class Trainer:
         times["optim_s"] = time.monotonic() - started
         spare.zero_grad(set_to_none=True)
         return times
+
+    def offload(self) -> float:
+        """Give the device's memory back until `onload`; returns GiB. See `Offload`."""
+        if self._offload is None:
+            saved = self._saved_modules().values()
+            models = [model for model, _ in saved] + ([] if self._reference is None else [self._reference])
+            self._offload = Offload(models, [optimizer for _, optimizer in saved], self._device)
+        return self._offload.leave() / 2**30
+
+    def onload(self) -> None:
+        """Before anything is computed again."""
+        if self._offload is not None:
+            self._offload.come_back()
 
     def close(self) -> None:
         self._publisher.close()

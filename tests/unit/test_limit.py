@@ -40,6 +40,15 @@ def test_each_term_in_closed_form():
     assert metrics["limit/efficiency"] == pytest.approx(0.45)
 
 
+def test_sides_that_take_turns_on_the_same_devices_add_up():
+    asked = dict(response_tokens=1000.0, trained_tokens=2000.0, longest_environment_s=0.0, step_s=10.0)
+    meter = LimitMeter(SPEEDS, max_policy_lag=1, in_turns=True)
+    short = meter.step(sequences=10.0, longest_response_tokens=200.0, **asked)
+    assert short["limit/step_s"] == pytest.approx(1.0 + 4.5 + 1.0)
+    long = meter.step(sequences=10.0, longest_response_tokens=2000.0, **asked)
+    assert long["limit/step_s"] == pytest.approx((2000 * 0.01 + 4.5 + 1.0) / 2)
+
+
 def test_the_first_token_of_a_sequence_costs_what_its_prompt_does():
     metrics = metrics_of(speeds=replace(SPEEDS, generate_s_per_sequence=0.2))
     assert metrics["limit/generate_s"] == pytest.approx(10 * 0.2 + 990 * 0.001)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from leeway.config import Config, find_recipe
+from leeway.config import Config, derive, find_recipe
 from leeway.runtime.placement import Cores, assign_cores, beside_engines, keep_on
 
 
@@ -33,6 +33,14 @@ def cores_of(available: int, recipe: str = "async_rl", **settings: Any) -> Cores
 
 def test_on_two_cores_the_engine_has_the_first_and_the_trainer_the_second():
     assert cores_of(2) == Cores([[0]], [[1]])
+
+
+def test_colocated_engines_and_ranks_have_the_same_cores():
+    both = dict(colocated=True, cpus_per_generator=2, cpus_per_trainer=2)
+    assert cores_of(2, **both) == Cores([[0, 1]], [[0, 1]])
+    assert cores_of(4, generators=2, ranks=2, **both) == Cores([[0, 1], [2, 3]], [[0, 1], [2, 3]])
+    assert derive(config_of(generators=2, ranks=2, **both)).cpus_needed == 4
+    assert derive(config_of(generators=2, ranks=1, **both)).cpus_needed == 4
 
 
 @pytest.mark.parametrize(

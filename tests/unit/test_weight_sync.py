@@ -41,6 +41,7 @@ class FakeEngine:
         self.read_back_error: Exception | None = None
         self.num_staged = 0
         self.in_flight = ""
+        self.num_sleeps = 0
 
     def stage(self, manifest: Manifest, files: Any = ()) -> StagedWeights:
         self.num_staged += 1
@@ -58,6 +59,10 @@ class FakeEngine:
         self.version, self.in_flight = staged.manifest.policy_version, in_flight
         self.loads.append(self.version)
         return LoadTimes(drain_s=0.0, pause_s=0.25)
+
+    async def sleep(self, *, in_flight: str) -> int:
+        self.num_sleeps += 1
+        return 4
 
     async def read_back(self, staged: StagedWeights) -> None:
         assert staged.manifest.policy_version == self.version
@@ -639,3 +644,55 @@ def test_an_idle_clock_adds_up_what_is_outside():
     with clock:
         after(100)
     assert clock.idle_s == 3
+
+
+def test_an_engine_that_sleeps_serves_nothing_and_wakes_by_a_load_of_the_newest_version():
+    async def scenario(rig, running):
+        await rig.publish(0)
+        assert await rig.weight_sync.sleep() == 4
+        waiter = asyncio.create_task(rig.weight_sync.until_verified(0))
+        await rig.publish(1)
+        await rig.publish(2)
+        assert (rig.engine.loads, rig.weight_sync.verified_version, waiter.done()) == ([0], -1, False)
+        assert await rig.weight_sync.sleep() == 0, "it sleeps already"
+        rig.weight_sync.wake()
+        rig.weight_sync.wake()
+        await asyncio.wait_for(waiter, 1)
+        assert (rig.engine.loads, rig.weight_sync.verified_version) == ([0, 2], 2)
+        assert rig.engine.num_sleeps == 1
+
+    play(scenario)
+
+
+def test_an_engine_that_slept_wakes_by_the_version_that_it_had_where_there_is_no_newer_one():
+    """Its weights are gone. A group that may start under older ones still is no reason to ask for those."""
+
+    async def scenario(rig, running):
+        for version in (0, 1, 2):
+            await rig.publish(version)
+        await rig.weight_sync.sleep()
+        waiters = [asyncio.create_task(rig.weight_sync.until_verified(version)) for version in (1, 2)]
+        await settle()
+        rig.asked.clear()
+        rig.weight_sync.wake()
+        await asyncio.wait_for(asyncio.gather(*waiters), 1)
+        assert rig.engine.loads == [0, 1, 2, 2]
+        assert rig.asked[0] == 1
+
+    play(scenario)
+
+
+def test_a_load_under_way_ends_before_the_engine_sleeps():
+    async def scenario(rig, running):
+        await rig.publish(0)
+        rig.engine.gate = asyncio.Event()
+        await rig.publish(1)
+        sleeping = asyncio.create_task(rig.weight_sync.sleep())
+        await settle()
+        assert (rig.engine.num_sleeps, sleeping.done()) == (0, False)
+        rig.engine.gate.set()
+        await asyncio.wait_for(sleeping, 1)
+        assert rig.engine.scores == [0, 1]
+        assert rig.weight_sync.verified_version == -1
+
+    play(scenario)

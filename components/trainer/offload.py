@@ -1,0 +1,60 @@
+"""A rank's way out of its device: while engines have it, weights and optimizer lie in main memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+class Offload:
+    """Moves models, and the state of their optimizers, between `device` and main memory. On a CPU there is one memory,
+    and nothing moves.
+    """
+
+    def __init__(
+        self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer], device: torch.device
+    ) -> None:
+        self._models = models
+        self._optimizers = optimizers
+        self._device = device
+        self._moved: list[tuple[dict[str, torch.Tensor], str]] = []
+        self._is_away = False
+
+    @torch.no_grad()
+    def leave(self) -> int:
+        """Returns the bytes that the device has free again; 0 if they have been moved already."""
+        if self._is_away or self._device.type == "cpu":
+            return 0
+        self._is_away = True
+        num_bytes = 0
+        for model in self._models:
+            tensors = [*model.parameters(), *model.buffers()]
+            num_bytes += sum(_local_bytes(t) for t in tensors if t.device == self._device)
+            model.to("cpu")  # resharded first, by FSDP's own `_apply`
+        for optimizer in self._optimizers:
+            for state in optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.device == self._device:
+                        num_bytes += _local_bytes(value)
+                        state[name] = value.to("cpu")
+                        self._moved.append((state, name))
+        torch.cuda.empty_cache()  # else it is this process's still
+        return num_bytes
+
+    @torch.no_grad()
+    def come_back(self) -> None:
+        if not self._is_away:
+            return
+        for model in self._models:
+            model.to(self._device)
+        for state, name in self._moved:
+            state[name] = state[name].to(self._device)
+        self._moved.clear()
+        self._is_away = False
+
+
+def _local_bytes(tensor: torch.Tensor) -> int:
+    """Of a sharded tensor, this rank's shard alone."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
