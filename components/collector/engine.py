@@ -2,7 +2,7 @@
 
     settings -> start -> [stage -> load_weights -> read_back, score] (version 0) -> generate ... -> [...] (version 1)
 
-Where the trainer has the same devices (`cluster.colocated`), `sleep` comes before its turn and a load after it.
+Where the trainer takes turns with it (`cluster.placement`), `sleep` comes before the trainer's turn and a load after.
 
 An implementation is a class with `start`, named in `config/engines.py` or by a user as "pkg.module:Class". Ours are
 `engines/vllm_engine.py` and `engines/hf_engine.py`; `tests/engine_contract.py` is what each is held to.

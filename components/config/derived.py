@@ -25,7 +25,7 @@ class Derived:
     `groups_per_generator`: the most groups that one engine works on at a time. `seeded_requests`: every request of a
     group has its own seed; never where one lives through a change of weights, because a KV cache that is rebuilt would
     rewind its generator. `versions_kept`: the newest, or, if engines pull the oldest, all that a group may still start
-    under. `colocated`: generators and trainer have the same CPUs and GPUs.
+    under. `shares_devices`: generators and trainer have the same CPUs and GPUs.
     """
 
     reorder_window: int
@@ -52,7 +52,7 @@ class Derived:
     groups_per_generator: int
     seeded_requests: bool
     versions_kept: int
-    colocated: bool
+    shares_devices: bool
 
     @property
     def cpus_needed(self) -> int:
@@ -63,7 +63,7 @@ class Derived:
         return self._needed(self.gpus)
 
     def _needed(self, by_role: dict[str, int]) -> int:
-        twice = min(by_role["generator"], by_role["trainer"]) if self.colocated else 0
+        twice = min(by_role["generator"], by_role["trainer"]) if self.shares_devices else 0
         return sum(by_role.values()) - twice
 
 
@@ -129,7 +129,7 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
         groups_per_generator=max(1, -(-outstanding // rollout.num_generators)),
         seeded_requests=lockstep or config.staleness.in_flight == "off",
         versions_kept=bound + n + 1 if rollout.pull == "oldest" else 1,
-        colocated=cluster.colocated and recipe.is_online,
+        shares_devices=cluster.shares_devices and recipe.is_online,
         served_tolerance=config.param_server.served_tolerance or (1e-4 if config.model.dtype == "float32" else 0.1),
     )
 

@@ -48,7 +48,7 @@ class RolloutConfig(Section):
         description="an engine that has work but gives neither a token nor an answer for this many seconds counts as "
         "hung, and the run ends",
     )
-    sleep_level: Annotated[Literal[1, 2], OnlyWith(lambda c: c.cluster.colocated, "cluster.colocated is true")] = Field(
+    sleep_level: Annotated[Literal[1, 2], OnlyWith(lambda c: c.cluster.in_turns, "cluster.placement is turns")] = Field(
         default=2,
         description="what an engine gives back while the trainer has its devices: 1: its KV cache (and on a GPU it "
         "moves its weights to the CPU's memory); 2: KV cache and weights",

@@ -169,15 +169,15 @@ def only_a_gpu_is_offloaded(config: Config) -> None:
         )
 
 
-def colocated_engines_fit(config: Config) -> None:
-    """An engine has the devices of one or more ranks, and loses its keys and values whenever those compute."""
-    if not config.cluster.colocated:
+def engines_fit_on_shared_devices(config: Config) -> None:
+    """An engine has the devices of one or more ranks, and in turns it loses its keys and values."""
+    if not config.cluster.shares_devices:
         return
-    if config.staleness.in_flight == "keep":
+    if config.cluster.in_turns and config.staleness.in_flight == "keep":
         raise ConfigError(
             "staleness.in_flight",
             got="keep",
-            expected="recompute or off where cluster.colocated is true: an engine's KV cache does not outlive its turn",
+            expected="recompute or off where cluster.placement is turns: a KV cache does not outlive its turn",
             fix="set staleness.in_flight=recompute",
         )
     rollout, ranks = config.rollout, config.train.num_ranks
@@ -186,8 +186,8 @@ def colocated_engines_fit(config: Config) -> None:
         raise ConfigError(
             "rollout.num_generators",
             got=rollout.num_generators,
-            expected=f"engines on {ranks} GPUs, as many as train.num_ranks, where cluster.colocated is true; "
-            f"these take {devices}",
+            expected=f"engines on {ranks} GPUs, as many as train.num_ranks, where cluster.placement is "
+            f"{config.cluster.placement}; these take {devices}",
             fix="change one of the two, or rollout.engine.tensor_parallel_size",
         )
 
@@ -229,11 +229,11 @@ def a_loop_of_ones_own_is_one_process(config: Config) -> None:
                 expected=f"{value} for a training loop of one's own",
                 fix=f"set train.{key}={value}, or use async_rl",
             )
-    if config.cluster.colocated:
+    if config.cluster.shares_devices:
         raise ConfigError(
-            "cluster.colocated",
-            got=True,
-            expected="false: a training loop of one's own does not give its memory back",
+            "cluster.placement",
+            got=config.cluster.placement,
+            expected="separate: a training loop of one's own does not give its memory back",
             fix="leave it out, or use async_rl",
         )
 
@@ -457,7 +457,7 @@ RL_RULES: tuple[Rule, ...] = (
     evaluations_meet_published_weights,
     a_step_outlasts_its_rollouts,
     every_generator_has_a_group,
-    colocated_engines_fit,
+    engines_fit_on_shared_devices,
 )
 """Training on rollouts within the lag bound."""
 OWN_LOOP_RULES: tuple[Rule, ...] = (*RL_RULES, a_loop_of_ones_own_is_one_process)

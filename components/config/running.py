@@ -52,10 +52,11 @@ class ClusterConfig(Section):
 
     address: str | None = Field(default=None, description="Ray cluster to join; null: start one on this machine")
     device: Literal["cuda", "cpu"] = Field(default="cuda", description="what engines and trainers run on")
-    colocated: Annotated[bool, ROLLOUTS] = Field(
-        default=False,
-        description="engines and trainer have the same devices, in turns: while one side computes, the other has given "
-        "its memory back. For a single GPU, or for cores that would idle",
+    placement: Annotated[Literal["separate", "turns", "together"], ROLLOUTS] = Field(
+        default="separate",
+        description="separate: engines and trainer have devices of their own; turns: the same ones, and while one side "
+        "computes the other has given its memory back; together: the same ones at the same time, with room for both "
+        "(rollout.engine.gpu_memory_utilization)",
     )
     cpus_per_generator: Annotated[PositiveInt, GENERATION] = Field(default=1, description="cores per engine")
     cpus_per_trainer: Annotated[PositiveInt, TRAINING] = Field(default=1, description="cores per trainer rank")
@@ -86,6 +87,14 @@ class ClusterConfig(Section):
         default=600.0,
         description="seconds after an interrupt to finish the current step and save; then everything is killed",
     )
+
+    @property
+    def shares_devices(self) -> bool:
+        return self.placement != "separate"
+
+    @property
+    def in_turns(self) -> bool:
+        return self.placement == "turns"
 
 
 class LogConfig(Section):

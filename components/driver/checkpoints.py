@@ -49,6 +49,7 @@ FREE_KEYS = {"train.steps", "train.epochs", "train.num_ranks", "train.max_tokens
     "train.cpu_offload",
     "optimizer.max_skipped_steps",
     "rollout.num_generators",
+    "rollout.sleep_level",
     "rollout.timeout_s",
     "rollout.retries",
     "rollout.engine_stall_s",

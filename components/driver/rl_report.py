@@ -143,8 +143,8 @@ class Reporter:
 
     async def _run(self, speeds: Speeds) -> None:
         """Consumes step reports; waits for steps; asks the collectors for theirs; returns after `end`."""
-        numbers = derive(self._config)
-        limit = LimitMeter(speeds, max_policy_lag=numbers.max_policy_lag, in_turns=numbers.colocated)
+        lag = derive(self._config).max_policy_lag
+        limit = LimitMeter(speeds, max_policy_lag=lag, in_turns=self._config.cluster.in_turns)
         updates = self._config.train.updates_per_batch
         await self.collect_stats()  # what happened before the first step does not count
         self._training = True

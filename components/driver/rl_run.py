@@ -84,8 +84,9 @@ class RLRun:
         upcoming = self._feed.ask()
         self._clock = StepClock()
         while self.version < self.total_steps:
-            with self._clock.waiting("turns"):
-                await self.turns.engines()
+            if not upcoming.done():  # else the trainer goes on where it is
+                with self._clock.waiting("turns"):
+                    await self.turns.engines()
             with self._clock.waiting("wait_for_batch"):
                 batch = await self._feed.complete(upcoming)
             if batch is None:

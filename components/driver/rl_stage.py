@@ -120,11 +120,11 @@ class RLStage:
         await self._launcher.trainers(total_steps=self._total_steps, canary=canary)
         if self._resumed is not None:
             await self._launcher.load_state(self._resumed / STATE_DIR)
-        if self._config.cluster.colocated:
+        if self._config.cluster.in_turns:
             await self._launcher.offload()
 
     async def _collectors(self, trainers: asyncio.Future[None]) -> None:
-        if self._config.cluster.colocated:  # engines start where the trainer has left
+        if self._config.cluster.shares_devices:  # engines start where the trainer is, and has left
             await asyncio.wait([trainers])
         await self._launcher.collectors()
 

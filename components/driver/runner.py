@@ -307,8 +307,14 @@ class _Run:
 
         config = self._stages[-1].config
         title, bound = f"{config.project} / {config.name}", config.staleness.max_policy_lag
-        if draw_curves(files, picture, title=title, max_policy_lag=bound):
-            return [picture.name]
+        try:
+            if draw_curves(files, picture, title=title, max_policy_lag=bound):
+                return [picture.name]
+        except OSError:
+            raise
+        except Exception as error:  # it must not take the place of the run's own cause
+            traceback.print_exc()
+            say(f"curves.png could not be drawn: {type(error).__name__}: {error}")
         picture.unlink(missing_ok=True)
         return []
 

@@ -1,4 +1,4 @@
-"""Whose turn it is on devices that engines and trainer share (`cluster.colocated`).
+"""Whose turn it is on devices that engines and trainer share (`cluster.placement`: turns).
 
     engines  generate | sleep                                     wake: load, prove | generate ...
     trainer  away     |       come back, steps, publish v + 1, leave                | away ...
@@ -23,7 +23,7 @@ class Turns:
     """
 
     def __init__(self, config: Config, parts: Parts, *, sent: Callable[[], Awaitable[None]]) -> None:
-        self._shared = config.cluster.colocated
+        self._shared = config.cluster.in_turns
         self._parts = parts
         self._timeout_s = config.cluster.step_timeout_s
         self._sent = sent

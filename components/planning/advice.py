@@ -17,9 +17,9 @@ def advice_after(config: Config, stage_dir: Path) -> str | None:
 
     `stage_dir` holds its metrics.jsonl and rollouts/. None if the run was too short to tell. Takes about a second. If
     the simulation fails, the line reports that instead, because the run itself has succeeded. None too where engines
-    and trainer take turns, which the simulation does not.
+    and trainer share devices, which those of the simulation do not.
     """
-    if config.cluster.colocated:
+    if config.cluster.shares_devices:
         return None
     try:
         return advise(calibrate(Run(config, stage_dir)))

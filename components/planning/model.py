@@ -65,12 +65,12 @@ class Settings:
     def of(cls, config: Config) -> Settings:
         """The settings of a run of `async_rl` with this config. Raises ConfigError where devices are shared."""
         numbers = derive(config)
-        if numbers.colocated:
+        if config.cluster.shares_devices:
             raise ConfigError(
-                "cluster.colocated",
-                got=True,
-                expected="false: only runs whose engines and trainer have devices of their own can be predicted",
-                fix="plan with cluster.colocated=false",
+                "cluster.placement",
+                got=config.cluster.placement,
+                expected="separate: only runs whose engines and trainer have devices of their own can be predicted",
+                fix="plan with cluster.placement=separate",
             )
         gpus = numbers.gpus["generator"] // config.rollout.num_generators
         return cls(

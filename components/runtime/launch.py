@@ -114,7 +114,7 @@ def engine_settings(config: Config, *, cores: list[int], load_weights: bool) -> 
         load_weights=load_weights,
         seeded=derive(config).seeded_requests or evaluation_is_seeded(config),
         read_back=config.param_server.read_back,
-        sleep_level=config.rollout.sleep_level if config.cluster.colocated else None,
+        sleep_level=config.rollout.sleep_level if config.cluster.in_turns else None,
     )
 
 
@@ -267,7 +267,7 @@ class Launcher:
         config = self._config
         number = config.rollout.num_generators
         each = derive(config, self._recipe).gpus["generator"] // number
-        if not (config.cluster.colocated and each):
+        if not (config.cluster.shares_devices and each):
             return [({"num_gpus": each}, [])] * number
         ranks = [self.parts.processes[f"trainer-{rank}"] for rank in range(config.train.num_ranks)]
         places = []

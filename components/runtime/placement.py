@@ -22,7 +22,8 @@ class Cores:
 def assign_cores(config: Config, recipe: Needs, available: list[int] | None = None) -> Cores:
     """Trainers get the last cores and engines the ones before; if there are too few, processes of a role share.
 
-    With two cores, one engine and one trainer: engine on the first, trainer on the second. Colocated, both have all.
+    With two cores, one engine and one trainer: engine on the first, trainer on the second. Where they
+    share devices, both have all.
     """
     need = derive(config, recipe)
     num_engines, num_trainers = need.processes["generator"], need.processes["trainer"]
@@ -31,7 +32,7 @@ def assign_cores(config: Config, recipe: Needs, available: list[int] | None = No
     cores = sorted(os.sched_getaffinity(0)) if available is None else available
     if len(cores) < 2 and num_engines and num_trainers:
         return Cores([[]] * num_engines, [[]] * num_trainers)
-    if config.cluster.colocated:
+    if config.cluster.shares_devices:
         return Cores(
             _deal(config.cluster.engine_cores or cores, num_engines, config.cluster.cpus_per_generator),
             _deal(config.cluster.trainer_cores or cores, num_trainers, config.cluster.cpus_per_trainer),

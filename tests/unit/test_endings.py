@@ -47,6 +47,7 @@ LATE_SAVE = "; saving a checkpoint failed: it did not finish in time; processes 
 WHOLE_RUNS = {  # signal, exit code, a line that must be there, and whether it is the last
     "ends": (None, 0, "leeway: done in", True),
     "fails": (None, 1, "leeway: failed: trainer-0: it broke", True),
+    "has_no_picture": (None, 1, "leeway: failed: trainer-0: it broke", True),
     "exits": (None, 1, "leeway: failed: driver: something called sys.exit(7)", True),
     "is_told_to_end": (signal.SIGTERM, 143, TOLD, False),
     "is_interrupted": (signal.SIGINT, 130, INTERRUPTED, False),

@@ -1,0 +1,7 @@
+"""A reward for random weights, which are never right: it differs within a group, so that there is a gradient."""
+
+from __future__ import annotations
+
+
+def share_of_vowels(answer: str) -> float:
+    return sum(letter in "aeiou" for letter in answer) / max(1, len(answer))
