@@ -89,7 +89,7 @@ def front(folder: Path, llm: VllmOf, ranks: int = 1) -> Any:
     engine: Any = object.__new__(VllmEngine)
     engine._llm, engine._dead_error, engine.progress = llm, EOFError, Progress()
     engine._num_loads, engine._cache_salt, engine._double_buffer, engine._read_back = 0, None, True, True
-    engine._num_ranks, engine._none_left_out = ranks, ranks == 1
+    engine._num_ranks, engine._none_left_out, engine._is_asleep = ranks, ranks == 1, False
     engine._shared_memory = SharedFolder(folder)
     return engine
 

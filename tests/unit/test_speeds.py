@@ -13,6 +13,7 @@ import pytest
 from leeway.config import Config, load_config
 from leeway.driver import speeds as module
 from leeway.driver.speeds import PROBE_TOKENS, measure_speeds, save_speeds, saved_speeds
+from leeway.driver.turns import Turns
 from leeway.failures import PartFailed
 from leeway.runtime.supervisor import Supervisor
 from leeway.types import Task, Trajectory
@@ -83,7 +84,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, config: Config, *, length: int) ->
         supervisor=Supervisor(),
     )
     tasks = [Task(task_id=str(i), prompt=[]) for i in range(50)]
-    return asyncio.run(measure_speeds(config, parts, tasks, weight_sync_s=0.75)), collectors, given
+    turns = Turns(config, parts, sent=lambda: asyncio.sleep(0))
+    return asyncio.run(measure_speeds(config, parts, tasks, turns, weight_sync_s=0.75)), collectors, given
 
 
 def settings(**rollout: Any) -> Config:
