@@ -25,7 +25,7 @@ _SIGNS = {"×": "*", "·": "*", "÷": "/", "−": "-", "\\times": "*", "\\cdot":
 
 
 def exact_match(task: Task, text: str) -> float:
-    """1.0 when the text equals the task's answer, apart from white space at the ends and its amount in between.
+    """1.0 when the text equals the task's answer. White space at the ends and its amount in between do not count.
 
     No text equals an empty answer.
 
@@ -40,7 +40,7 @@ def exact_match(task: Task, text: str) -> float:
 
 
 def boxed(task: Task, text: str) -> float:
-    """1.0 when the last \\boxed{...} holds the task's answer, apart from white space, dollars and commas in numbers."""
+    """1.0 when the last \\boxed{...} holds the task's answer; white space, dollars, commas in numbers do not count."""
     found = last_boxed(text)
     return float(found is not None and _is_same(found, task.answer))
 
@@ -54,7 +54,7 @@ def tagged(task: Task, text: str, *, tag: str = "answer") -> float:
 def answer_format(task: Task, text: str, *, pattern: str = THINK_THEN_ANSWER) -> float:
     """1.0 when the whole text has this form (a regular expression; "." matches line ends too).
 
-    Some expressions take a time that grows with a power of the text's length: after `MAX_MATCHING_S` it is 0.0.
+    Some expressions take time polynomial in the text's length: after `MAX_MATCHING_S` the reward is 0.0.
     """
     if pattern == THINK_THEN_ANSWER:
         text = text.strip()
@@ -71,8 +71,8 @@ answer_format.blocking = True  # type: ignore[attr-defined]
 
 
 def countdown(task: Task, text: str, *, formed: float = 0.1) -> float:
-    """1.0 for an expression that makes the target from the numbers, each used as often as it is given; else `formed`
-    for arithmetic of any value, else 0.0. Arithmetic is whole numbers, + - * / and parentheses, and its value is exact.
+    """1.0 for an expression that makes the target and uses each number as often as it is given. Any other arithmetic
+    earns `formed`, any other text 0.0. Arithmetic is whole numbers, + - * / and parentheses, and its value is exact.
 
     The expression is the last <answer>...</answer>, else the last line, without what follows "=". The task's info holds
     "numbers" and "target" (or they stand in its reasoning-gym entry); the target may be the task's answer.
@@ -98,7 +98,7 @@ countdown.blocking = True  # type: ignore[attr-defined]
 
 
 def _fraction(text: str) -> Fraction | None:
-    """A number of a task; None for any other text, or "1e999999999", which would be computed."""
+    """A task's number; None for any other text, also for "1e999999999", which would be expensive to compute."""
     found = re.fullmatch(r"\s*-?\d{1,40}(?:\.\d{1,40}|/\d{1,40})?\s*", text)
     return Fraction(text) if found and not re.search(r"/0+\s*$", text) else None
 
@@ -109,7 +109,7 @@ def length(task: Task, text: str, completion: Completion, *, max_tokens: int = 1
 
 
 def overlong(task: Task, text: str, completion: Completion, *, max_tokens: int = 1024, buffer: int = 128) -> float:
-    """0.0 up to `max_tokens` - `buffer`, then down in a line to -1.0 at `max_tokens`, -1.0 where it was cut off.
+    """0.0 up to `max_tokens` - `buffer`, then falling linearly to -1.0 at `max_tokens`; -1.0 if it was cut off.
 
     The soft overlong punishment of DAPO (Yu et al. 2025, section 3.4). Set `max_tokens` to
     `rollout.max_response_tokens`.
@@ -120,7 +120,7 @@ def overlong(task: Task, text: str, completion: Completion, *, max_tokens: int =
 
 
 def last_boxed(text: str) -> str | None:
-    """What the last \\boxed{...} of the text holds, braces inside it balanced; None where there is none."""
+    """The content of the last \\boxed{...}, up to its matching brace; None if there is none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -133,7 +133,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_tagged(text: str, tag: str) -> str | None:
-    """What stands in the last <tag>...</tag>; None where there is none."""
+    """The content of the last <tag>...</tag>; None if there is none."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     return text[start + len(tag) + 2 : end] if 0 <= start < end else None
@@ -161,7 +161,7 @@ def _arithmetic(expression: str) -> tuple[Fraction, list[int]]:
     try:
         return value(syntax_tree(expression).body), used
     except ZeroDivisionError:
-        raise ValueError("a division by nought") from None
+        raise ValueError("a division by zero") from None
 
 
 def _is_same(found: str, answer: str) -> bool:
@@ -169,7 +169,7 @@ def _is_same(found: str, answer: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Without white space (but between digits: "3 4" is not 34), dollars, commas in numbers and a full stop."""
+    """Without dollars, commas in numbers, a final full stop and white space, except between digits: "3 4" is not 34."""
     text = text.replace("$", "").replace("\\!", "").replace("\\,", "")
     text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
     return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", " ".join(text.split())).rstrip(".")

@@ -33,7 +33,7 @@ class AuxiliaryError(RuntimeError):
 
 
 class AuxiliaryClient:
-    """One of `env.models`. A request takes at most (retries + 1) x `timeout_s`, and the waits between the tries."""
+    """One of `env.models`. A request takes at most (retries + 1) x `timeout_s`, plus the waits in between."""
 
     def __init__(self, name: str, settings: AuxiliaryModel) -> None:
         assert settings.url is not None, "models with a path are given an address when they are served"
@@ -65,7 +65,7 @@ class AuxiliaryClient:
         )
 
     async def classify(self, text: str) -> list[float]:
-        """What a sequence classifier gives a text: one number per class."""
+        """The scores that a sequence classifier gives a text, one per class."""
         model = await self._known_as()
         answer = await self._post(self._url.removesuffix("/v1") + "/classify", {"model": model, "input": text})
         return self._read(answer, lambda a: [float(p) for p in a["data"][0]["probs"]])

@@ -52,7 +52,7 @@ def calculate(expression: str) -> int | float:
 
 
 def syntax_tree(expression: str) -> ast.Expression:
-    """The tree of an expression that is short, not deep, and of known characters. Raises ValueError for another."""
+    """The tree of an expression that is short, shallow, and made of known characters. Raises ValueError for others."""
     text = expression.strip()
     if len(text) > MAX_CHARS:
         raise ValueError(f"{len(text)} characters; at most {MAX_CHARS} are allowed")
@@ -87,7 +87,7 @@ def _value(node: ast.expr) -> int | float:
 
 
 def _applied(function: Any, *arguments: int | float) -> int | float:
-    """A function or operator of numbers, whose result is refused before it is computed if it might be too large."""
+    """A function or operator on numbers; a result that might be too large is refused before it is computed."""
     size = _SIZES.get(function)
     if size is not None and len(arguments) == 2 and size(*arguments) > MAX_BITS:
         raise ValueError("a number too large to calculate")

@@ -1,4 +1,4 @@
-"""Reward for code: the program in a completion, held to the task's tests by a process that it cannot reach."""
+"""Reward for code: the program in a completion, tested by a process that it cannot reach."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What formulas are worth, asked from any thread: a small pool of processes that end when a formula takes too long.
+"""Evaluates formulas in a small pool of processes, from any thread; a process is killed if a formula takes too long.
 
 math-verify's own time-outs use signal.alarm: they work in the main thread only, and not while C code runs (9**9**9**9).
 """
@@ -28,8 +28,8 @@ _SCRIPT = Path(__file__).with_name("scorer_process.py")
 class ScorerPool:
     """Up to `num_workers` scoring processes, started when needed; `values` works from any thread.
 
-    An answer is limited by the processor time of its process (`scorer_process.MAX_CPU_S`), which other work on the
-    machine does not use up; `deadline_s` of wall time only ends a process that no longer computes.
+    The limit is processor time (`scorer_process.MAX_CPU_S`), so other work on the machine does not count. `deadline_s`
+    of wall time only ends a process that has stopped computing.
     """
 
     def __init__(self, *, num_workers: int = 2, deadline_s: float = 120.0, start_timeout_s: float = 300.0) -> None:
@@ -120,7 +120,7 @@ class _Worker:
         return json.loads(self._read_line(time.monotonic() + deadline_s))
 
     def is_out_of_cpu(self) -> bool:
-        """Of a process that closed its pipes: whether the kernel ended it for the time that it computed."""
+        """Whether the kernel killed the process, which has closed its pipes, for using too much processor time."""
         try:
             return self._process.wait(timeout=5) == -signal.SIGPROF
         except subprocess.TimeoutExpired:

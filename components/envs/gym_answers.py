@@ -1,11 +1,11 @@
-"""Scores answers to reasoning-gym's tasks in safety: what may reach a dataset's own scorer, and what it may say.
+"""Scores answers to reasoning-gym's tasks safely: what may reach a dataset's own scorer, and which scores count.
 
-Some datasets compile an answer as Python (`eval`, sympy's `parse_expr`). Two layers hold that:
+Some datasets compile an answer as Python (`eval`, sympy's `parse_expr`). Two layers contain that:
 
 1. Before the library sees an answer for such a dataset, the answer must fit a small grammar (`GRAMMARS`): numbers,
    operators and brackets, names of the task and of common functions, bounded powers; no attribute, no call but of these
    functions. What does not fit earns 0.0. A dataset that compiles answers and has no grammar is refused.
-2. Every answer to any dataset is scored in a process of its own in a jail: what one answer does reaches no other score.
+2. Every answer, to any dataset, is scored in its own jailed process, so no answer can affect another's score.
 
 A verdict that is no number from 0 to 1 pays nothing: some formulas of the library exceed 1 for wrong answers. Where the
 library pays for an answer that solves nothing, the answer must also pass `STRICTER`.
@@ -44,7 +44,7 @@ MAX_DIGITS, MAX_EXPONENT, MAX_NODES = 12, 100, 400
 
 
 def score(info: dict[str, Any], text: str) -> float:
-    """What the dataset of a task's `info` pays for an answer, 0.0 to 1.0. Takes a process: call it in a thread.
+    """The score of an answer, 0.0 to 1.0, by the dataset in a task's `info`. Starts a process: call it in a thread.
 
     Raises ValueError for a dataset that cannot be scored in safety, and NoJailError.
     """
@@ -85,7 +85,7 @@ def jail_of(dataset: str) -> Jail:
 
 
 def close_jails() -> None:
-    """End their interpreters; a later verdict starts one."""
+    """End their interpreters; the next verdict starts a new one."""
     for jail in _jails.values():
         jail.close()
 

@@ -15,8 +15,8 @@ from .step import Observation, Step, StepEnvironment
 class GymnasiumEnv(StepEnvironment):
     """One environment of `gymnasium.make(id)` per conversation; calls run in threads.
 
-    Observations are shown as text (str of what is not), after the task's prompt at the start. With `actions`, the last
-    of these words in the policy's turn is taken as the action of its index; without, the turn's text is the action.
+    Observations are shown as text (str() of anything else); the first follows the task's prompt. With `actions`,
+    the last of these words in the policy's turn is the action of its index; without, the turn's text is the action.
     """
 
     Options = GymnasiumOptions

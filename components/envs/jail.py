@@ -1,4 +1,4 @@
-"""Runs untrusted code: each job in a process of its own, without network, files and rights, within limits."""
+"""Runs untrusted code: each job in its own process, without network, files or privileges, within limits."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _TRIES = 2  # of a job whose zygote died under it
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one process: seconds of processor time and asleep, memory and files in MB, threads at a time.
+    """Limits of one process: seconds of processor time and of sleep, memory and files in MB, concurrent threads.
 
-    `cpu_s` counts what it computes, all threads together. `timeout_s` counts the time in which it neither computes nor
-    waits for a processor: a busy machine costs a program nothing. A process cannot make others, so its memory is at
-    most `memory_mb` (beyond the interpreter's own, shared one) and `disk_mb`.
+    `cpu_s` is the processor time of all threads together. `timeout_s` is the time in which it neither computes nor
+    waits for a processor, so a busy machine costs a program nothing. A process cannot start others, so it uses at
+    most `memory_mb` (beyond the interpreter's own, which is shared) plus `disk_mb`.
     """
 
     cpu_s: int = 5
@@ -77,8 +77,8 @@ class Jail:
     """A warm interpreter with `modules` imported, from which every job is forked. Works from any thread.
 
     A module is a name, or the path of a file that is loaded under its stem. `prepare`, if given, is called then:
-    ("module:function", arguments ...), for whatever no job should pay for. All that is trusted: it comes before
-    anything is locked. The first job starts the interpreter; one that has died is started again.
+    ("module:function", arguments ...), for work that no job should repeat. All of this is trusted: it runs before
+    anything is locked. The first job starts the interpreter; one that has died is restarted.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Jail:
         self._start_timeout_s = start_timeout_s
         self._lock = threading.Lock()
         self._zygote: _Zygote | None = None
-        # More at a time would not be done sooner; some may sleep.
+        # More would not finish sooner; a few extra, because some may sleep.
         self._free = threading.BoundedSemaphore(len(os.sched_getaffinity(0)) + 2)
 
     def run(self, function: str, *arguments: Any, limits: Limits | None = None) -> Any:
@@ -133,11 +133,11 @@ class Jail:
         return Verdict(passed is True, str(reason), is_bad_test is True)
 
     def pid(self) -> int:
-        """Of the interpreter, which is started if need be."""
+        """The interpreter's process id; starts it if necessary."""
         return self._living().pid
 
     def close(self) -> None:
-        """End the interpreter, and with it all jobs; a later one starts another."""
+        """End the interpreter, and with it all jobs; the next job starts a new one."""
         with self._lock:
             zygote, self._zygote = self._zygote, None
         if zygote is not None:

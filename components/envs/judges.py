@@ -59,7 +59,7 @@ async def judge(
     """A judge's mark over `max_score`, 0 to 1; `unreadable` where its last line is no mark from 0 to `max_score`.
 
     `prompt` may hold {question}, {reference} (the task's answer, with a heading), {response} (between its marks) and
-    {max_score}. An empty response earns 0 unasked.
+    {max_score}. An empty response earns 0 without asking the judge.
     """
     if not text.strip():
         return 0.0
@@ -90,11 +90,11 @@ async def rubric(
     key: str = "rubric",
     prompt: str = CRITERION,
 ) -> float:
-    """The share, by weight, of the criteria that the text meets: each is one question to the judge, all at a time.
+    """The share, by weight, of the criteria that the text meets. Each is one question to the judge, asked concurrently.
 
     Criteria are texts, or texts with weights, taken from the task's row under `key`, else from `criteria`. A negative
     weight marks a fault and is subtracted; the result is never below 0. An answer other than yes or no counts against
-    the text: a merit is not met, a fault is there. An empty text earns 0 unasked.
+    the text: the merit is not met, the fault is present. An empty text earns 0 without asking the judge.
     """
     found: Any = task.info.get(key, criteria)
     if not found:
@@ -126,7 +126,7 @@ async def reward_model(
     label: int = -1,
     template: str = "{question}\n{response}",
 ) -> float:
-    """What a sequence classifier says of question and response: the number of class `label` (the last one)."""
+    """A sequence classifier's score of question and response: that of class `label` (by default the last)."""
     scores = await models[model].classify(_filled(template, question=question_of(task), response=_inert(text)))
     return scores[label]
 
@@ -138,18 +138,18 @@ def question_of(task: Task) -> str:
 
 
 def _marked(response: str) -> str:
-    """The response between marks that it cannot contain: they name its own hash."""
+    """The response between marks that it cannot contain, because they name its hash."""
     name = f"response-{hashlib.sha256(response.encode('utf-8', 'replace')).hexdigest()[:12]}"
     return f"<{name}>\n{_inert(response)}\n</{name}>"
 
 
 def _inert(response: str) -> str:
-    """The same text with a space inside of what a chat template may take for the end of a message."""
+    """The same text, with a space inside anything that a chat template may take for the end of a message."""
     return _MARKUP.sub(lambda found: f"{found[0]} ", response)
 
 
 def _last_line(said: str) -> str:
-    """The last line that says something, without white space, emphasis and full stops around it."""
+    """The last non-empty line, stripped of white space, emphasis and full stops."""
     return said.rstrip().rpartition("\n")[2].strip(" \t\r*_`#.")
 
 

@@ -5,8 +5,8 @@ formulas by their values at fixed points; lists, sets and unions in any order; t
 brackets, in order; equations and inequalities that differ by a factor; "x = 5" and 5; "5 cm" and 5, not 5 m;
 50% and 50 and 0.5; words apart from case. Everything else is equal only if it is written the same, apart from spaces.
 
-An answer must also be finished. It is evaluated as far as the gold is: 12*7+3 and 174/2 are not 87, and 2x < 6 is not
-x < 3. And it says more than the question: (x-1)(x+1) is not x^2-1 where that is what was to be expanded.
+An answer must also be finished. It must be evaluated as far as the gold: 12*7+3 and 174/2 are not 87, and 2x < 6 is
+not x < 3. And it must say more than the question: (x-1)(x+1) is not x^2-1 where that is what was to be expanded.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _squeezed(text: str) -> str:
 
 
 class _Comparison:
-    """Of two answers; the values of all formulas in them are computed once, before."""
+    """Compares two answers; the values of all formulas in them are computed once, in advance."""
 
     def __init__(self, first: Node, second: Node, values: Values, question: str) -> None:
         self._question = question
@@ -219,7 +219,7 @@ class _Comparison:
         return all(map(_same_point, first, second))
 
     def _is_finished(self, gold: Leaf, answer: Leaf) -> bool:
-        """Of an answer with the gold's value: whether it is evaluated as far, and does not repeat the question."""
+        """Whether an answer of the gold's value is evaluated as far, and does not repeat the question."""
         if gold.kind in ("word", "broken"):
             return True
         first, second = ((self._at_points(leaf) or [""])[0] for leaf in (gold, answer))

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's protocol as they are read: what is not of the expected type is refused by name."""
+"""Parses requests of OpenAI's protocol: a field of the wrong type is refused by name."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class CompletionRequest(_Request):
 
 
 def said(error: ValueError) -> str:
-    """The error message for a client: the first thing that is wrong, and where. Never all: there may be a million."""
+    """The error message for a client: the first problem, and where it is. Never all of them: there may be a million."""
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]

@@ -94,7 +94,7 @@ class Recorder:
         return turn
 
     def _known(self, prompt: Prompt, encode: Callable[[str], list[int]]) -> list[int]:
-        """Tokens of the prompt. Raises ValueError for ids that are no tokens, which an engine does not survive."""
+        """Tokens of the prompt. Raises ValueError for ids outside the vocabulary, which would crash an engine."""
         if isinstance(prompt, str):
             return encode(prompt)
         size = self._policy.prompter.vocab_size
@@ -133,7 +133,7 @@ class Recorder:
         return _turn(completion, len(prompt), number=number)
 
     def trajectory(self, *, reward: float, metrics: dict[str, float], longest_only: bool = False) -> Trajectory:
-        """The conversation in which the policy wrote most, with the others, in order.
+        """The conversation with the most sampled tokens; the others are attached to it, in order.
 
         Raises ValueError where there is none.
         """

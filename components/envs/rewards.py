@@ -30,7 +30,7 @@ _math_pool = ScorerPool()
 
 
 def reasoning_gym(task: Task, text: str) -> float:
-    """What the task's reasoning-gym dataset pays, 0.0 to 1.0; often in part for text that merely holds the answer.
+    """The score of the task's reasoning-gym dataset, 0.0 to 1.0; often partial for text that only contains the answer.
 
     Each answer is scored in a process of its own in a jail, see `gym_answers`.
     """
@@ -44,7 +44,7 @@ def reasoning_gym(task: Task, text: str) -> float:
 def math_verify(task: Task, text: str) -> float:
     """1.0 when the completion's answer ("\\boxed{...}", else what it ends with) equals the task's, or 0.0.
 
-    An answer that leaves work to do which the task's has done (12*7+3 for 87), or repeats the question, earns 0.0.
+    An answer earns 0.0 if it is less evaluated than the task's (12*7+3 for 87), or repeats the question.
     See `math_answers` and `math_compare`. Formulas are computed in a process of their own, with 2 s of processor time.
     """
     return float(is_right(task.answer, text[-MAX_CHECKED_CHARS:], _math_pool.values, question_of(task)))

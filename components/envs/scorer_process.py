@@ -1,4 +1,4 @@
-"""The script of a scoring process: JSON lines in, one JSON line out for each. It says what formulas are worth.
+"""The script of a scoring process: for each JSON line of formulas, one JSON line with their values.
 
 Started by `guarded.py` as a file, not as a module of the package, so that it imports nothing but the parser (the
 package's shared types would load torch). A formula may take any time and memory; here it can be killed.
@@ -32,7 +32,7 @@ _NUM_POINTS = 3
 
 
 def values(formulas: Sequence[str]) -> list[list[str] | None]:
-    """For each LaTeX formula its values at the fixed points: "p/q 0" if exact, "real imaginary", "oo" or "-oo".
+    """The values of each LaTeX formula at the fixed points: "p/q 0" if exact, "real imaginary", "oo" or "-oo".
 
     A formula without letters has one value. None for one that cannot be parsed or has no value at one of the points.
     """
@@ -101,7 +101,7 @@ def _at(node: Any, point: int) -> str:
 
 
 def _place(name: str, point: int) -> str:
-    """Where a letter lies at a point: positive at the first and third, negative at the second, any name elsewhere."""
+    """The value of a letter at a point: negative at the second, positive at the others, different for each name."""
     digits = int.from_bytes(hashlib.sha256(f"{name} {point}".encode()).digest()[:8])
     return f"{'-' if point == 1 else ''}{(1, 0, 2)[point]}.{digits % 10**15 + 10**14:015d}"
 
@@ -113,7 +113,7 @@ def _decimal(number: Any) -> str:
 
 
 def close_evaluating_parser() -> None:
-    """Make sympy read no text but numbers: `sympify("...")`, which `Number("...")` calls too, compiles it as Python."""
+    """Make sympy parse numbers only: `sympify("...")`, which `Number("...")` calls too, compiles it as Python."""
     import sympy
     from sympy.parsing import sympy_parser
 

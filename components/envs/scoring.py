@@ -78,7 +78,7 @@ def build_reward(env_config: Any, models: Mapping[str, Any] | None = None) -> An
 
 
 def short_name(name: str) -> str:
-    """The part of a reward's name that metrics show: of "pkg.mod:function" the function."""
+    """The part of a reward's name that metrics show: the function of "pkg.mod:function"."""
     return name.rpartition(":")[2]
 
 
@@ -101,7 +101,7 @@ async def _value(reward: AnyReward, task: Task, text: str, completion: Completio
 
 
 def _exact_match(rewards: Iterable[AnyReward], values: Iterable[float]) -> dict[str, float]:
-    """Whether any of the rewards that can tell says that the answer is right."""
+    """Whether any reward that can tell says that the answer is right."""
     right = [value >= 1.0 for reward, value in zip(rewards, values, strict=True) if says_right(reward)]
     return {"exact_match": float(any(right))} if right else {}
 

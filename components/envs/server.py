@@ -2,8 +2,8 @@
 
     connection -> head -> key -> route -> size -> body -> handler -> answer
 
-Whoever can connect may be hostile. So nothing is kept of a request before its key is known to be right, everything is
-bounded in size, time and number, and one key's requests cannot take what another's need. The HTTP is aiohttp's.
+Whoever can connect may be hostile. So nothing of a request is kept until its key has been verified, everything is
+bounded in size, time and number, and one key's requests cannot starve another's. The HTTP is aiohttp's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_WAITING = 4096
 IDLE_S = 60.0
 """How long a connection may send no complete head of a request. Clients close idle connections after 5 to 15 s."""
 BODY_S = 30.0
-"""How long a body may take, waiting for the other bodies of its key included."""
+"""How long a body may take, including the wait for other bodies of the same key."""
 WRITE_S = 30.0
 """How long a client may take to read its answer."""
 SMALL = 2**15
@@ -162,7 +162,7 @@ class Server:
     def _session(self, authorization: str) -> Session | None:
         key = authorization.removeprefix("Bearer ")
         session = self._sessions.get(key.partition(".")[0])
-        # The first part only names the session. The secret is compared in a time that tells nothing of it.
+        # The first part only names the session. The secret is compared in constant time.
         same = session is not None and hmac.compare_digest(key.encode(errors="replace"), session.key.encode())
         return session if same else None
 

@@ -1,4 +1,4 @@
-"""Signs, in an answer that scored full, that it was paid without a solution.
+"""Signs that a full-score answer was rewarded without a solution.
 
 A sign proves nothing; it says which answers a person should read. Each is meant to be rare in honest answers: what
 honest programs do (reading `sys.stdin`, comparing fields in `__eq__`, an exit after a printed result) is none.
@@ -93,9 +93,9 @@ _WORDS = re.compile(r"\w+")
 
 
 def signs_in(text: str, *, prompt: str = "", answer: str = "") -> list[str]:
-    """The signs that the text of a full-score answer bears; [] for nearly every honest one.
+    """The signs found in the text of a full-score answer; [] for nearly every honest one.
 
-    `prompt`, `answer`: the task's; "" where they are not known. Of a long text, its two ends of `END_CHARS` are read.
+    `prompt`, `answer`: the task's; "" if unknown. Only the first and last `END_CHARS` of a long text are read.
     """
     if len(text) > 2 * END_CHARS:
         text = f"{text[:END_CHARS]}\n{text[-END_CHARS:]}"
@@ -127,7 +127,7 @@ def _means_yes(answer: str) -> bool:
 
 
 def _is_no_attempt(text: str, prompt: str, answer: str) -> bool:
-    """Whether the text says nothing, or nothing that the question does not say."""
+    """Whether the text is empty, or only repeats the question."""
     said = text.strip()
     if said == answer.strip() and said:
         return False

@@ -43,7 +43,7 @@ class StepEnvironment(Environment):
         """(observation, reward, done, info) after the policy's turn.
 
         `completion.text` is what it wrote; `completion.finish_reason` is "length" where it was cut off. The observation
-        is not read when `done`. Numbers in `info` become metrics of the trajectory; of a name given twice the last one
+        is not read when `done`. Numbers in `info` become metrics of the trajectory; of repeated names the last one
         counts. If the reward can be partial, also report {"exact_match": 0.0 or 1.0} there.
         """
 

@@ -1,6 +1,6 @@
 """Tools: what one is, how the policy's text calls it, and two real ones.
 
-A call is a JSON object between tags, as many of them as the policy likes, anywhere in its text:
+A call is a JSON object between tags. The policy may write any number of them, anywhere in its text:
 
     <tool_call>{"name": "calculator", "arguments": {"expression": "12 * 7"}}</tool_call>
 """
@@ -149,7 +149,7 @@ def describe_schemas(schemas: Sequence[dict[str, Any]]) -> str:
 
 
 def parse_calls(text: str) -> list[Call]:
-    """The calls in a completion, in order, those that are wrong included; an unclosed last tag is read to the end."""
+    """The calls in a completion, in order, including wrong ones; an unclosed last tag is read to the end."""
     texts = [found.group(1) for found in _CALL.finditer(text)]
     calls = [_parse(one) for one in texts[:MAX_CALLS]]
     if len(texts) > MAX_CALLS:
@@ -229,7 +229,7 @@ async def run_call(call: Call, tools: dict[str, Tool]) -> str:
 
 
 def check_arguments(arguments: dict[str, Any], schema: dict[str, Any]) -> None:
-    """Hold arguments to the part of JSON schema that tools use: types, enum, required, no unknown names."""
+    """Check arguments against the part of JSON schema that tools use: types, enum, required, no unknown names."""
     properties = schema.get("properties", {})
     for name in schema.get("required", []):
         if name not in arguments:

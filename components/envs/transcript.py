@@ -33,7 +33,7 @@ class Transcript:
 
     @property
     def tokens(self) -> list[int]:
-        """Everything so far [T]: the prompt of the next request."""
+        """All tokens so far [T]: the prompt of the next request."""
         return [*self.prompt_tokens, *self._response]
 
     @property
@@ -59,7 +59,7 @@ class Transcript:
     def observed(self, observation: Observation, *, max_len: int | None = None) -> bool:
         """The environment's turn, after the policy's.
 
-        Nothing is added, and False returned, where that would leave no room for an answer within `max_len` tokens: a
+        If that would leave no room for an answer within `max_len` tokens, nothing is added and the result is False: a
         trajectory ends with what the policy sampled. Raises ValueError for a template that rewrites earlier turns.
         """
         tokens = self._between(observation)
@@ -109,7 +109,7 @@ class Transcript:
 
 
 def as_messages(observation: Observation) -> list[Message]:
-    """An observation that is no token ids as messages; text is one user message."""
+    """An observation as messages, unless it is token ids; text is one user message."""
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     return list(observation)  # type: ignore[arg-type]

@@ -74,7 +74,7 @@ def _answered(task: Task, prompter: Prompter, answer: str) -> Trajectory:
 def expert_tasks(path: str, task_config: Any, eval_config: Any, *, seed: int) -> TaskSet:
     """The tasks of a file of expert answers.
 
-    The keys are those of the `task` section. Questions held out for evaluation are left out here too.
+    The keys are those of the `task` section. Questions held out for evaluation are excluded here too.
     """
     # Questions held out by any taskset of a mixture are left out: the file does not say which taskset they belong to.
     held_out = max([task_config.holdout_frac, *(part.holdout_frac for part in task_config.mix.values())])

@@ -14,7 +14,7 @@ from .taskset import TaskSet
 
 class MixedTaskSet(BaseNode[Task]):
     """Draws from each taskset in proportion to its weight, evenly spread: after n draws each has had n x its share,
-    to within one. A taskset that has ended begins its next epoch, so none is ever exhausted.
+    plus or minus one. A taskset that has ended begins its next epoch, so none is ever exhausted.
 
     torchdata's `MultiNodeWeightedSampler` draws at random, so shares hold on average only, and its state holds a
     generator's tensor; checkpoints keep positions as JSON.

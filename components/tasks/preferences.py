@@ -19,7 +19,7 @@ def rejected_answer(task: Task, *, key: str) -> str:
     rejected = task.info.get(key)
     if not isinstance(rejected, str):
         raise ValueError(
-            f"task {task.task_id}: got {sorted(task.info)} beside prompt and answer, expected a text under {key!r}; "
+            f"task {task.task_id}: got {sorted(task.info)} besides prompt and answer, expected a text under {key!r}; "
             "set task.rejected_key (and task.answer_key to the chosen answer's key)"
         )
     if rejected == task.answer:

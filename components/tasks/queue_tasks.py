@@ -32,7 +32,7 @@ class NoTaskYet(Exception):
 
 @dataclass(slots=True)
 class _FilePosition:
-    """Where the next line of the file begins, and how many lines and rows (lines that are not empty) are before it."""
+    """Where the next line of the file begins, and how many lines and rows (non-empty lines) precede it."""
 
     offset: int = 0
     num_lines: int = 0

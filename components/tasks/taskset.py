@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 class TaskSet(BaseNode[Task]):
-    """An endless `torchdata` node of tasks: epoch after epoch, each in an order of its own (see `order`), decided when
-    it begins. `state_dict()` is the exact position as JSON-able data, and `reset(state)` continues from it.
+    """An endless `torchdata` node of tasks: epoch after epoch, each in its own order (see `order`), decided when it
+    begins. `state_dict()` is the exact position as JSON-able data, and `reset(state)` continues from it.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ def build_taskset(
 def _build(
     task_config: TaskSource, *, seed: int, split: Literal["train", "eval"], eval_config: EvalConfig, kept_out: set[str]
 ) -> TaskSet:
-    """One source. `kept_out`: digests of questions that are not trained on, whatever holds them out."""
+    """One source. `kept_out`: digests of questions that are never trained on, for whatever reason."""
     template = task_config.prompt_template
     if template is not None and "{prompt}" not in template:
         raise ValueError(f'task.prompt_template: got {template!r}, expected text with "{{prompt}}" in it')
@@ -198,7 +198,7 @@ def build_evalset(config: TaskSource, *, name: str, seed: int, num_tasks: int) -
 
 
 def _evalset_digests(task_config: TaskConfig, eval_config: EvalConfig, *, seed: int) -> set[str]:
-    """The questions of `eval.tasksets`, which are not trained on, all of their rows."""
+    """All questions of `eval.tasksets`, which are never trained on."""
     parts = [task_config.evaluated(own) for own in eval_config.tasksets.values()]
     return {row.digest for part in parts for row in _read_rows(part, seed)}
 

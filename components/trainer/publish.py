@@ -1,4 +1,4 @@
-"""How a policy version leaves the trainer: copied aside between two steps, sent beside the next one.
+"""How a policy version leaves the trainer: copied aside between two steps, sent during the next one.
 
     every rank, compute:   step v   copy   canary   step v + 1 ...
     every rank, beside:                    gather 0, gather 1, ...
@@ -62,7 +62,7 @@ class Publisher:
         return sum(part.nbytes for part in self._copy) + self._bucket.nbytes + self._transport.memory_bytes
 
     def begin(self, policy_version: int) -> None:
-        """Copy the current weights aside and send them beside what comes next.
+        """Copy the current weights aside, and send them while training continues.
 
         Waits until the last version has been gathered, and raises what that failed with.
         """

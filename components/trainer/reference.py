@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def load_reference(path: str, settings: TrainerSettings, mesh: DeviceMesh, *, device: torch.device) -> ScoringModel:
-    """A second copy of the model at `path` that no gradient reaches; costs its weights in float32 over all ranks."""
+    """A second, frozen copy of the model at `path`; costs its weights in float32, sharded over all ranks."""
     model = load_model(
         path,
         attn=settings.model.attn,

@@ -109,7 +109,7 @@ class ScoringModel(nn.Module):
 
 
 def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:
-    """Entropies [S] of distributions [S, V]; a token of probability 0 adds nothing, nor to the gradient."""
+    """Entropies [S] of distributions [S, V]; a token of probability 0 contributes nothing, not even to the gradient."""
     return -(logprobs.exp() * logprobs.clamp(min=LOWEST)).sum(-1)
 
 

@@ -48,7 +48,7 @@ MAX_RANKS = 65_536
 
 @dataclass(frozen=True)
 class ShardPiece:
-    """Some rows of a tensor: which file has them, and from which byte on. A scalar is one row."""
+    """Some rows of a tensor: the file that has them, and their first byte in it. A scalar is one row."""
 
     file: int
     first_row: int
@@ -139,7 +139,7 @@ def local_rows(tensor: torch.Tensor, *, rank: int, num_ranks: int) -> tuple[int,
 
 
 def index_as_json(written: Iterable[Written]) -> dict[str, Any]:
-    """The index of what the ranks wrote, in their order."""
+    """The index of everything the ranks wrote, in rank order."""
     files, tensors = [], {}
     for sums, of_rank in written:
         files.append(sums.as_json())

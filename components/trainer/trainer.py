@@ -197,7 +197,7 @@ class Trainer:
         return {**metrics, "train/peak_memory_gib": peak, "step/optim_s": time.monotonic() - started}
 
     def begin_publish(self) -> dict[str, float]:
-        """Copy the weights aside, and send them beside what comes next (a collective); see `Publisher`.
+        """Copy the weights aside, and send them while training continues (a collective); see `Publisher`.
 
         `score_canary` follows, before the weights change.
         """
@@ -215,7 +215,7 @@ class Trainer:
         self.score_canary()
 
     def claim_publication(self) -> Future[Publication | None]:
-        """The last `publish`, once it has been uploaded, beside the next step; see `Publisher.claim`."""
+        """The last `publish`, once it has been uploaded during the next step; see `Publisher.claim`."""
         return self._publisher.claim()
 
     def publication(self) -> Publication:

@@ -1,4 +1,4 @@
-"""How the ranks write: a limited number at a time; if one of them fails, all of them raise its one-line reason."""
+"""How the ranks write: a limited number at a time. If one fails, all raise its one-line reason."""
 
 from __future__ import annotations
 
