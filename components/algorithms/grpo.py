@@ -17,6 +17,7 @@ from pydantic import Field, PositiveFloat
 from ..lazy import torch
 from .advantages import GroupAdvantage, normalised
 from .losses import ClippedLoss, LossInputs
+from .piece import preset
 
 
 class GRPO(GroupAdvantage):
@@ -54,30 +55,9 @@ class PPOClip(ClippedLoss):
 
 
 PRESETS = {
-    "grpo": {
-        "algorithm": {
-            "advantage": {"name": "grpo"},
-            "loss": {"name": "ppo_clip"},
-            "aggregation": "seq_mean_token_mean",
-        }
-    },
-    "dr_grpo": {
-        "algorithm": {"advantage": {"name": "mean"}, "loss": {"name": "ppo_clip"}, "aggregation": "fixed_length"}
-    },
-    "dapo": {
-        "algorithm": {
-            "advantage": {"name": "grpo"},
-            "loss": {"name": "ppo_clip"},
-            "aggregation": "token_mean",
-            "overlong_buffer_frac": 0.2,
-        },
-        "replay": {"operators": ["filter_zero_variance"]},
-    },
-    "step_grpo": {
-        "algorithm": {
-            "advantage": {"name": "grpo"},
-            "loss": {"name": "ppo_clip"},
-            "aggregation": "turn_mean_token_mean",
-        }
-    },
+    "grpo": preset("grpo", "ppo_clip", "seq_mean_token_mean"),
+    "dr_grpo": preset("mean", "ppo_clip", "fixed_length"),
+    "dapo": preset("grpo", "ppo_clip", "token_mean", overlong_buffer_frac=0.2)
+    | {"replay": {"operators": ["filter_zero_variance"]}},
+    "step_grpo": preset("grpo", "ppo_clip", "turn_mean_token_mean"),
 }

@@ -110,3 +110,13 @@ def tried(piece: Piece, call: Callable[[], Any]) -> Any:
         raise error if str(error).startswith(who) else ValueError(f"{who} failed on a small example: {error}") from None
     except Exception as error:
         raise ValueError(f"{who} failed on a small example: {type(error).__name__}: {error}") from error
+
+
+Preset = dict[str, dict[str, Any]]
+"""Settings by section."""
+
+
+def preset(advantage: str, loss: str | dict[str, Any], aggregation: str, **others: Any) -> Preset:
+    """What an `algorithm.name` picks for settings of `algorithm` that are left out."""
+    chosen = {"name": loss} if isinstance(loss, str) else loss
+    return {"algorithm": {"advantage": {"name": advantage}, "loss": chosen, "aggregation": aggregation, **others}}

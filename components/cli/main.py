@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +21,7 @@ import typer
 from .. import __version__
 from ..config import (
     ConfigError,
+    Stage,
     bundled_recipe_path,
     bundled_recipes,
     config_path,
@@ -105,12 +107,7 @@ def run(
     Example: leeway run async_rl --config quickstart seed=1 staleness.max_policy_lag=4
     """
     stages = plan_run(config, recipe, overrides or [])
-    for note in stages[-1].notes:
-        print(f"leeway: {note}", flush=True)
-    for line in code_that_runs(stages):
-        print(f"leeway: code: {line}", flush=True)
-    runner = importlib.import_module("leeway.driver.runner")
-    raise typer.Exit(runner.run_stages(stages, stages[0].config.run_dir, config, sys.argv))
+    _run(stages, stages[-1].notes, config)
 
 
 @app.command()
@@ -129,12 +126,14 @@ def resume(
     Example: leeway resume runs/leeway/quickstart train.steps=240
     """
     planned = importlib.import_module("leeway.driver.resume").plan_resume(run.expanduser(), overrides or [])
-    for note in planned.notes:
-        print(f"leeway: {note}", flush=True)
-    for line in code_that_runs(planned.stages):
-        print(f"leeway: code: {line}", flush=True)
+    _run(planned.stages, planned.notes, str(run))
+
+
+def _run(stages: Sequence[Stage], notes: Sequence[str], config_name: str) -> None:
+    for line in (*notes, *(f"code: {line}" for line in code_that_runs(stages))):
+        print(f"leeway: {line}", flush=True)
     runner = importlib.import_module("leeway.driver.runner")
-    raise typer.Exit(runner.run_stages(planned.stages, planned.stages[0].config.run_dir, str(run), sys.argv))
+    raise typer.Exit(runner.run_stages(stages, stages[0].config.run_dir, config_name, sys.argv))
 
 
 @app.command()

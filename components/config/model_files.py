@@ -15,6 +15,10 @@ MAX_HEADER_BYTES = 100_000_000
 """The limit set by the format itself."""
 
 
+class DamagedWeights(Exception):
+    """What is wrong with a file, starting with its path."""
+
+
 def damage(folder: Path) -> str | None:
     """What is wrong with the weights in `folder`, starting with the file's path; None if all sizes are right.
 
@@ -25,8 +29,8 @@ def damage(folder: Path) -> str | None:
         if index.is_file():
             return _index_damage(index)
         for file in sorted(folder.glob("*.safetensors")):
-            _tensors_in(file)
-    except _DamagedError as error:
+            tensors_in(file)
+    except DamagedWeights as error:
         return str(error)
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
@@ -59,10 +63,6 @@ def model_config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-class _DamagedError(Exception):
-    pass
-
-
 def _index_damage(index: Path) -> str | None:
     try:
         shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -70,33 +70,33 @@ def _index_damage(index: Path) -> str | None:
         for tensor, shard in shards.items():
             of_shard.setdefault(shard, []).append(tensor)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise _DamagedError(f"{index} (no JSON with a weight_map)") from None
+        raise DamagedWeights(f"{index} (no JSON with a weight_map)") from None
     for shard, tensors in sorted(of_shard.items()):
         file = index.parent / shard
         if Path(shard).name != shard or not file.is_file():
-            raise _DamagedError(f"{file} (nothing there, though {INDEX} names it)")
-        if absent := sorted(set(tensors) - _tensors_in(file)):
-            raise _DamagedError(f"{file} (without {absent[0]}, which {INDEX} says is in it)")
+            raise DamagedWeights(f"{file} (nothing there, though {INDEX} names it)")
+        if absent := sorted(set(tensors) - set(tensors_in(file))):
+            raise DamagedWeights(f"{file} (without {absent[0]}, which {INDEX} says is in it)")
     return None
 
 
-def _tensors_in(file: Path) -> set[str]:
-    """Names of the tensors in a safetensors file whose size is what its header says."""
+def tensors_in(file: Path) -> dict[str, dict[str, Any]]:
+    """Name -> header entry of the tensors in a safetensors file whose size is what its header says."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
         if start.startswith(b"version "):
-            raise _DamagedError(f"{file} (a pointer of Git LFS: git lfs pull fetches the weights)")
+            raise DamagedWeights(f"{file} (a pointer of Git LFS: git lfs pull fetches the weights)")
         num_bytes = int.from_bytes(start, "little")
         if len(start) < 8 or num_bytes > size - 8 or num_bytes > MAX_HEADER_BYTES:
-            raise _DamagedError(f"{file} ({size:,} bytes, which end before its header does)")
+            raise DamagedWeights(f"{file} ({size:,} bytes, which end before its header does)")
         try:
             header = json.loads(stream.read(num_bytes))
             tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
             end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
             expected = 8 + num_bytes + int(end)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
-            raise _DamagedError(f"{file} (its header is not that of a safetensors file)") from None
+            raise DamagedWeights(f"{file} (its header is not that of a safetensors file)") from None
     if size != expected:
-        raise _DamagedError(f"{file} ({size:,} bytes, {expected:,} by its header)")
-    return set(tensors)
+        raise DamagedWeights(f"{file} ({size:,} bytes, {expected:,} by its header)")
+    return tensors

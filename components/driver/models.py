@@ -17,12 +17,12 @@ from typing import Any
 
 from ..config.engines import is_local_path
 from ..config.inputs import ModelInit
+from ..config.model_files import DamagedWeights, tensors_in
 from ..config.paths import is_file, user_path
 from ..failures import Refused
 from ..integrity import DamagedFileError, check_folder
 
 HUB_TIMEOUT_S = 10.0
-MAX_HEADER_BYTES = 100 << 20
 _POSITIONS = (
     "max_position_embeddings",
     "n_positions",
@@ -161,16 +161,11 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 def _count_parameters(folder: Path) -> int | None:
     """The number of elements of all tensors in the safetensors files of `folder`, from their headers."""
-    total = 0
     try:
-        for file in folder.glob("*.safetensors"):
-            with file.open("rb") as opened:
-                length = int.from_bytes(opened.read(8), "little")
-                header = json.loads(opened.read(length)) if length < MAX_HEADER_BYTES else {}
-            total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        entries = [entry for file in folder.glob("*.safetensors") for entry in tensors_in(file).values()]
+        return sum(math.prod(entry["shape"]) for entry in entries) or None
+    except (OSError, DamagedWeights, KeyError, TypeError):
         return None
-    return total or None
 
 
 def _cached(path: str) -> Path | None:
