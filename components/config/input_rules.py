@@ -36,6 +36,10 @@ def task_source_is_complete(config: Config) -> None:
 
 
 def source_is_complete(task: TaskSource | TaskConfig, where: str) -> None:
+    if task.name == "mix" and where != "task":
+        raise ConfigError(
+            f"{where}.name", expected="a source", fix="mixes cannot be nested; list all sources on one level"
+        )
     needed, example = _SOURCES[task.name]
     if not getattr(task, needed):
         raise ConfigError(

@@ -45,7 +45,7 @@ class ModelConfig(Section):
 class TaskSource(Section):
     """Where prompts come from: one source."""
 
-    name: Literal["reasoning_gym", "jsonl", "parquet", "hf", "python", "sql", "queue"] = Field(
+    name: Literal["reasoning_gym", "jsonl", "parquet", "hf", "python", "sql", "queue", "mix"] = Field(
         default="jsonl", description="kind of source"
     )
     path: str | None = Field(
@@ -119,9 +119,6 @@ class MixedTasks(Partial, TaskSource):
 class TaskConfig(TaskSource):
     """Where prompts come from."""
 
-    name: Literal["reasoning_gym", "jsonl", "parquet", "hf", "python", "sql", "queue", "mix"] = Field(
-        default="jsonl", description="kind of source"
-    )
     mix: dict[str, MixedTasks] = Field(
         default_factory=dict,
         description="mix: tasksets by name, each with a weight (default 1) and the settings that differ",

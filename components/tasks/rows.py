@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from ..config.inputs import TaskSource
 from ..types import Message
 from .questions import Row
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RowFormat:
-    """How to read an item. The prompt is text or a list of messages.
+    """How to read an item, as the `task` section says. The prompt is text or a list of messages.
 
     `role_key`, `content_key` and `roles` translate messages of another form ({"from": "human", "value": ...}). Messages
     that end with the assistant lose that turn; it becomes the answer if the item has no other. With `answer_after`
@@ -23,61 +24,54 @@ class RowFormat:
     keys arrive in `info`.
     """
 
-    prompt_key: str
-    answer_key: str
-    answer_after: str | None = None
-    messages_key: str | None = None
-    role_key: str = "role"
-    content_key: str = "content"
-    roles: dict[str, str] = field(default_factory=dict)
-    tools_key: str | None = None
+    task: TaskSource
 
     def row(self, item: Any, where: str) -> Row:
         """Raises ValueError that begins with `where`."""
         if not isinstance(item, dict):
-            key = self.prompt_key if self.messages_key is None else self.messages_key
+            key = self.task.prompt_key if self.task.messages_key is None else self.task.messages_key
             raise ValueError(f"{where}: got {type(item).__name__}, expected an object with the key {key!r}")
         if not all(isinstance(name, str) for name in item):
             raise ValueError(f"{where}: got keys {str(list(item))[:60]}, expected text as keys")
         item = dict(item)
-        if self.tools_key is not None:
-            item["allowed_tools"] = _tools(item.pop(self.tools_key, []), f"{where}: {self.tools_key!r}")
-        row = self._example(item, where) if self.messages_key is None else self._conversation(item, where)
+        if self.task.tools_key is not None:
+            item["allowed_tools"] = _tools(item.pop(self.task.tools_key, []), f"{where}: {self.task.tools_key!r}")
+        row = self._example(item, where) if self.task.messages_key is None else self._conversation(item, where)
         for text in row.texts():
             if (character := _no_text(text)) is not None:
                 raise ValueError(f"{where}: the text has {character!r}, half of a character; write the file as UTF-8")
         return row
 
     def _example(self, item: dict[str, Any], where: str) -> Row:
-        self._need(item, self.prompt_key, "task.prompt_key", where)
-        question = self._prompt(item.pop(self.prompt_key), where)
+        self._need(item, self.task.prompt_key, "task.prompt_key", where)
+        question = self._prompt(item.pop(self.task.prompt_key), where)
         if not isinstance(question, str) and question[-1]["role"] == "assistant":
             last = question.pop()
-            item.setdefault(self.answer_key, last["content"])
+            item.setdefault(self.task.answer_key, last["content"])
             if not question:
-                raise ValueError(f"{where}: {self.prompt_key!r} has only the assistant's turn; expected a question")
-        self._need(item, self.answer_key, "task.answer_key", where)
-        answer = item.pop(self.answer_key)
-        answer = answer if isinstance(answer, str) else _as_json(answer, f"{where}: {self.answer_key!r}")
-        if self.answer_after is not None:
-            if self.answer_after not in answer:
                 raise ValueError(
-                    f"{where}: {self.answer_key!r} has no {self.answer_after!r} in it; "
+                    f"{where}: {self.task.prompt_key!r} has only the assistant's turn; expected a question"
+                )
+        self._need(item, self.task.answer_key, "task.answer_key", where)
+        answer = item.pop(self.task.answer_key)
+        answer = answer if isinstance(answer, str) else _as_json(answer, f"{where}: {self.task.answer_key!r}")
+        if self.task.answer_after is not None:
+            if self.task.answer_after not in answer:
+                raise ValueError(
+                    f"{where}: {self.task.answer_key!r} has no {self.task.answer_after!r} in it; "
                     "fix the line or task.answer_after"
                 )
-            item = {**item, "solution": answer, "answer_after": self.answer_after}
-            answer = answer.rpartition(self.answer_after)[2].strip()
+            item = {**item, "solution": answer, "answer_after": self.task.answer_after}
+            answer = answer.rpartition(self.task.answer_after)[2].strip()
         return Row(question=question, answer=answer, info=item)
 
     def _conversation(self, item: dict[str, Any], where: str) -> Row:
-        key = self.messages_key
+        key = self.task.messages_key
         assert key is not None
         self._need(item, key, "task.messages_key", where)
         found = item.pop(key)
         if not isinstance(found, list) or not all(self._is_message(message) for message in found):
-            raise ValueError(
-                f'{where}: {key!r} is no list of {{"{self.role_key}": ..., "{self.content_key}": ...}} messages'
-            )
+            raise ValueError(f"{where}: {key!r} is no list of {self._form_of_a_message} messages")
         messages = [self._message(message) for message in found]
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers or answers[0] == 0:
@@ -101,19 +95,23 @@ class RowFormat:
         if isinstance(prompt, list) and prompt and all(self._is_message(message) for message in prompt):
             return [self._message(message) for message in prompt]
         raise ValueError(
-            f"{where}: {self.prompt_key!r} is {repr(prompt)[:60]}; expected text or a list of "
-            f'{{"{self.role_key}": ..., "{self.content_key}": ...}} messages'
+            f"{where}: {self.task.prompt_key!r} is {repr(prompt)[:60]}; expected text or a list of "
+            f"{self._form_of_a_message} messages"
         )
 
+    @property
+    def _form_of_a_message(self) -> str:
+        return f'{{"{self.task.role_key}": ..., "{self.task.content_key}": ...}}'
+
     def _message(self, item: dict[str, str]) -> Message:
-        role = item[self.role_key]
-        return {"role": self.roles.get(role, role), "content": item[self.content_key]}
+        role = item[self.task.role_key]
+        return {"role": self.task.roles.get(role, role), "content": item[self.task.content_key]}
 
     def _is_message(self, item: Any) -> bool:
         return (
             isinstance(item, dict)
-            and isinstance(item.get(self.role_key), str)
-            and isinstance(item.get(self.content_key), str)
+            and isinstance(item.get(self.task.role_key), str)
+            and isinstance(item.get(self.task.content_key), str)
         )
 
 

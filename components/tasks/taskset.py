@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchdata.nodes import BaseNode
@@ -212,7 +212,7 @@ def _build_queue(config: TaskSource, kept_out: set[str]) -> QueueTaskSet:
             row, task_id=task_id, system_prompt=config.system_prompt, prompt_template=config.prompt_template
         )
 
-    return QueueTaskSet(str(config.path), form=_form(config), make=make, limit=config.limit)
+    return QueueTaskSet(str(config.path), form=RowFormat(config), make=make, limit=config.limit)
 
 
 def _build_mix(
@@ -241,7 +241,7 @@ def _build_mix(
 
 
 def _read_rows(config: TaskSource, seed: int) -> list[Row]:
-    path, form, limit, options = str(config.path), _form(config), config.limit, dict(config.options)
+    path, form, limit, options = str(config.path), RowFormat(config), config.limit, dict(config.options)
     size = config.size if limit is None else min(config.size, limit)
     match config.name:
         case "reasoning_gym":
@@ -254,14 +254,10 @@ def _read_rows(config: TaskSource, seed: int) -> list[Row]:
             return read_hf(path, split=config.split, form=form, limit=limit)
         case "sql":
             return as_rows(sql_items(path, str(config.query)), form, limit)
-        case "queue":
-            return []  # all tasks of a queue are trained on; evaluate on eval.path
+        case "queue" | "mix":
+            return []  # a queue trains on all of its tasks: evaluate on eval.path. Parts of a mix are read one by one
         case "python":
             return read_generator(path, options=options, size=size, seed=seed, form=form)
-
-
-def _form(config: TaskSource) -> RowFormat:
-    return RowFormat(**{field.name: getattr(config, field.name) for field in fields(RowFormat)})
 
 
 def _read_file(config: TaskSource, path: str | None, *, limit: int | None) -> list[Row]:
@@ -269,7 +265,7 @@ def _read_file(config: TaskSource, path: str | None, *, limit: int | None) -> li
         raise ValueError(
             "task.path: got null, expected a .jsonl file, because task.name is 'jsonl'; set task.path=FILE"
         )
-    return read_jsonl(path, form=_form(config), limit=limit)
+    return read_jsonl(path, form=RowFormat(config), limit=limit)
 
 
 def _eval_rows(config: TaskSource, seed: int, eval_path: str | None) -> list[Row]:

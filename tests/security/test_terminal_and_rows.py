@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from leeway.config.inputs import TaskSource
 from leeway.failures import PartFailed, printable
 from leeway.monitor import Monitor
 from leeway.monitor.logs import others_to_file
@@ -17,7 +18,7 @@ from leeway.tasks.jsonl_tasks import MAX_LINE_BYTES, read_jsonl
 from leeway.tasks.rows import RowFormat
 from leeway.tasks.sources import read_parquet
 
-FORM = RowFormat(prompt_key="question", answer_key="answer")
+FORM = RowFormat(TaskSource())
 ESCAPES = {
     "clears the screen": "\x1b[2J",
     "sets the title": "\x1b]0;owned\x07",

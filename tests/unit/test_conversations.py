@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from leeway.config import load_config
-from leeway.config.inputs import EvalConfig
+from leeway.config.inputs import EvalConfig, TaskSource
 from leeway.recipes import sft
 from leeway.tasks import Prompter
 from leeway.tasks.conversations import encode_conversation
@@ -28,7 +27,7 @@ FORGETFUL = (
 )
 
 
-FORM = RowFormat(prompt_key="question", answer_key="answer", messages_key="chat")
+FORM = RowFormat(TaskSource(messages_key="chat"))
 
 
 def message(role: str, content: str) -> dict[str, str]:
@@ -91,7 +90,11 @@ def test_a_line_is_a_conversation(file: Path) -> None:
 def test_messages_of_another_form_are_translated() -> None:
     names = {"user": "human", "assistant": "gpt", "system": "system"}
     theirs = [{"from": names[m["role"]], "value": m["content"]} for m in CONVERSATION]
-    form = dataclasses.replace(FORM, role_key="from", content_key="value", roles={"human": "user", "gpt": "assistant"})
+    form = RowFormat(
+        TaskSource(
+            messages_key="chat", role_key="from", content_key="value", roles={"human": "user", "gpt": "assistant"}
+        )
+    )
     row = form.row({"chat": theirs}, "here")
     assert (row.question, row.answer, row.messages) == (CONVERSATION[:2], "3", CONVERSATION)
 

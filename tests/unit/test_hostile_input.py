@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from leeway.config import ConfigError, resolve_stages
-from leeway.config.inputs import EvalConfig, TaskConfig
+from leeway.config.inputs import EvalConfig, TaskConfig, TaskSource
 from leeway.config.keys import all_keys
 from leeway.config.text import TextError, parse_yaml
 from leeway.tasks.order import difficulty_of
@@ -188,13 +188,21 @@ def test_a_line_without_an_end_is_not_read_to_its_end(tmp_path: Path, monkeypatc
     monkeypatch.setattr("leeway.tasks.jsonl_tasks.MAX_LINE_BYTES", 1 << 20)
     (tmp_path / "tasks.jsonl").write_bytes(b" " * (3 << 20))
     with pytest.raises(ValueError, match=r"tasks.jsonl:1: longer than 1 MiB"):
-        build_taskset(TaskConfig(path=str(tmp_path / "tasks.jsonl")), seed=0, split="train", eval_config=EvalConfig())
+        build_taskset(
+            TaskConfig.model_validate({"path": str(tmp_path / "tasks.jsonl")}),
+            seed=0,
+            split="train",
+            eval_config=EvalConfig(),
+        )
 
 
 def test_a_column_of_ones_own_called_messages_is_no_conversation(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text('{"question": "q", "answer": "a", "messages": 7}\n')
     taskset = build_taskset(
-        TaskConfig(path=str(tmp_path / "tasks.jsonl")), seed=0, split="train", eval_config=EvalConfig()
+        TaskConfig.model_validate({"path": str(tmp_path / "tasks.jsonl")}),
+        seed=0,
+        split="train",
+        eval_config=EvalConfig(),
     )
     assert list(taskset.texts()) == ["q", "a"]
     assert (taskset.tasks[0].messages, taskset.tasks[0].info) == ([], {"messages": 7})
@@ -202,9 +210,9 @@ def test_a_column_of_ones_own_called_messages_is_no_conversation(tmp_path: Path)
 
 KEYS = st.sampled_from(["question", "answer", "messages", "tools", "level", "rejected", "solution"])
 FORMS = [
-    RowFormat(prompt_key="question", answer_key="answer"),
-    RowFormat(prompt_key="question", answer_key="answer", answer_after="#", tools_key="tools"),
-    RowFormat(prompt_key="question", answer_key="answer", messages_key="messages", roles={"a": "assistant"}),
+    RowFormat(TaskSource()),
+    RowFormat(TaskSource(answer_after="#", tools_key="tools")),
+    RowFormat(TaskSource(messages_key="messages", roles={"a": "assistant"})),
 ]
 MESSAGES = st.lists(
     st.dictionaries(st.sampled_from(["role", "content"]), st.sampled_from(["user", "assistant", "a", 7])), max_size=3
