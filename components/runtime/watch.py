@@ -23,6 +23,10 @@ STOPPED_S = 30.0
 """A process that is stopped for this long (SIGSTOP) fails the run."""
 STOPPED_AT_THE_END_S = 5.0
 """The same during an ending: a checkpoint does not wait longer for it."""
+DEAD_S = 10.0
+"""A process that died this long ago fails the run, if no call to its part has failed until then: vLLM answers no call
+that was under way when its engine's process died.
+"""
 FAIL_S = 60.0
 """How long the parts of a failed run may take to end."""
 LEAVE_S = 60.0
@@ -170,7 +174,7 @@ class RunWatch:
         return [_death(p) for _, _, p in dead] + [_standstill(p) for p in stopped]
 
     async def until_broken(self) -> None:
-        """Raises `PartFailed` when the run cannot continue: one of Ray's processes died, or a process is stopped."""
+        """Raises `PartFailed` when the run cannot continue: a process is stopped, or died and nobody said so."""
         future: asyncio.Future[PartFailed] = asyncio.get_running_loop().create_future()
         self._broken.append(future)
         if self._failure is not None:
@@ -220,8 +224,10 @@ class RunWatch:
     def _tick(self) -> None:
         self._look()
         for process in list(self._processes):
-            if process.died_at is not None and process.kind == Kind.CLUSTER:
-                self.break_off(_death(process))
+            if process.died_at is not None:
+                unheard = self._outcome is None and time.monotonic() - process.died_at > DEAD_S
+                if unheard or process.kind == Kind.CLUSTER:
+                    self.break_off(_death(process))
             elif process.stopped_ticks * TICK_S >= (STOPPED_S if self._outcome is None else STOPPED_AT_THE_END_S):
                 self.break_off(_standstill(process))
         now = time.monotonic()

@@ -229,6 +229,22 @@ def test_a_process_of_rays_that_dies_breaks_the_run_off_and_starts_the_deadline(
     assert "gcs_server" in forced[0].cause
 
 
+def test_a_process_whose_death_fails_no_call_ends_the_run_by_its_name(fast, sleeper, monkeypatch):
+    monkeypatch.setattr(watch_module, "DEAD_S", 0.1)
+
+    async def scenario(watch: RunWatch) -> None:
+        watch.add("generator-0", [sleeper.pid], what="engine's process")
+        supervisor = Supervisor(watch)
+        supervisor.watch("generator-0", asyncio.Event().wait())
+        sleeper.kill()
+        with pytest.raises(PartFailed, match=r"generator-0: the engine's process died"):
+            await supervisor.wait(asyncio.Event().wait(), what="trainer-0", timeout_s=5)
+        assert not watch.cluster_broken
+        supervisor.forget_all()
+
+    assert watching(scenario) == []
+
+
 def test_a_process_that_is_stopped_for_too_long_fails_the_run_by_its_name(fast, sleeper, monkeypatch):
     monkeypatch.setattr(watch_module, "STOPPED_S", 0.1)
 
