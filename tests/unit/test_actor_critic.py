@@ -328,6 +328,7 @@ def test_a_checkpoint_with_a_critic_is_not_one_without(make, model_path, tmp_pat
         plain.load_state(str(tmp_path / "state"))
 
 
+@pytest.mark.slow
 def test_a_critic_of_another_vocabulary_is_refused(model_path, group_of_one_rank, tmp_path):
     from transformers import AutoConfig
 

@@ -249,6 +249,7 @@ def test_a_group_that_is_not_outstanding_is_refused():
             change(0)
 
 
+@pytest.mark.slow
 def test_no_group_is_overtaken_more_often_than_the_window_allows_nor_taken_after_its_last_batch():
     for seed in range(sample(60, 300)):
         rng = random.Random(seed)

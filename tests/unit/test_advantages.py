@@ -153,6 +153,7 @@ def test_the_rank_penalty_takes_most_from_the_likeliest() -> None:
     assert got.tolist() == pytest.approx([1 - 0.25 * 2 / 4, 1 - 0.25, 0.0, 2 * (1 - 0.25 / 4)])
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(
     st.lists(

@@ -122,6 +122,7 @@ def test_another_beginning_is_another_conversation_and_all_are_trained_on_with_t
     assert recorder.trajectory(reward=0.0, metrics={}, longest_only=True).other_conversations == []
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
 def test_over_random_conversations_each_sampled_token_is_in_exactly_one_place(seed):

@@ -165,6 +165,7 @@ def test_steps_that_take_no_time_are_all_published_each_with_its_own_weights(tmp
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_an_interrupted_step_ends_is_saved_and_is_reported_once(tmp_path: Path) -> None:
     class Slow(NoTime):
         """Its third step takes until it is told to end."""
@@ -212,6 +213,7 @@ class InStep(NoTime):
         return {}
 
 
+@pytest.mark.slow
 def test_a_publication_that_fails_beside_a_step_ends_the_run_and_is_named(tmp_path: Path) -> None:
     def put(bucket: np.ndarray) -> np.ndarray:
         if bucket.view(np.int64)[0] == 2:

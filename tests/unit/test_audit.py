@@ -89,6 +89,7 @@ def test_training_goes_on_as_if_there_had_been_no_audit(make, after_publishing):
     assert results[0] == results[1]
 
 
+@pytest.mark.slow
 def test_a_wrong_logprob_is_that_gap(make):
     scene = scene_of(make())
     first, last = scene.batch.loss_mask.nonzero()[[0, -1], 0].tolist()
@@ -99,6 +100,7 @@ def test_a_wrong_logprob_is_that_gap(make):
     assert got["sum"] == pytest.approx(0.625, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_only_sampled_tokens_of_that_version_count(make):
     scene = scene_of(make())
     batch = scene.batch
@@ -115,6 +117,7 @@ def test_only_sampled_tokens_of_that_version_count(make):
     assert scene.audit() == {"sum": 0.0, "max": 0.0, "tokens": 0.0}
 
 
+@pytest.mark.slow
 def test_the_own_weights_come_back_when_the_body_fails(make):
     scene = scene_of(make())
     before = scene.own()
@@ -131,6 +134,7 @@ def test_the_own_weights_come_back_when_the_body_fails(make):
     assert_same(scene.own(), before)
 
 
+@pytest.mark.slow
 def test_a_publication_with_a_flipped_byte_is_refused_and_the_own_weights_stay(make):
     scene = scene_of(make(bucket_bytes=4096))
     before = scene.own()

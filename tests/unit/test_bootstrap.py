@@ -58,6 +58,7 @@ def test_loads_through_the_auto_classes(tmp_path, architecture):
     assert abs(model.state_dict()["model.embed_tokens.weight"].float().std().item() - 0.05) < 0.005
 
 
+@pytest.mark.slow
 def test_same_seed_same_bytes(tmp_path):
     before = torch.random.get_rng_state()
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):

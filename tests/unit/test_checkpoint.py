@@ -340,6 +340,7 @@ def test_a_failed_write_is_told_in_one_line_and_the_next_one_is_free_to_succeed(
     assert read_state(saved)["policy_version"] == 1
 
 
+@pytest.mark.slow
 def test_every_generator_goes_on_where_it_was(make, tmp_path):
     def draw() -> tuple[Any, ...]:
         return torch.rand(3).tolist(), random.gauss(0, 1), np.random.standard_normal(3).tolist()
@@ -381,6 +382,7 @@ def test_a_run_with_three_steps_is_converted_once_and_any_part_of_it_may_be_name
         assert (every[step - 1] / "tokenizer.json").exists()
 
 
+@pytest.mark.slow
 def test_what_cannot_be_converted_is_refused_by_name(make, saved, model_path, tmp_path):
     step = tmp_path / "step-000001"
     step.mkdir()
@@ -400,6 +402,7 @@ def test_what_cannot_be_converted_is_refused_by_name(make, saved, model_path, tm
         list(convert(tmp_path / "empty"))
 
 
+@pytest.mark.slow
 def test_weights_for_others_that_cannot_be_written_leave_no_folder_and_are_told_of(make, tmp_path, monkeypatch):
     trainer, folder = make(), tmp_path / "hf"
 

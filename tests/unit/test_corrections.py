@@ -177,6 +177,7 @@ def second_moment_formula(squares: list[float], bound: float) -> list[bool]:
     return kept
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(squares=st.lists(st.floats(0, 1), max_size=12, unique=True), bound=st.floats(0.001, 0.5))
 def test_m2pos_cut_leaves_the_second_moment_below_its_bound(squares: list[float], bound: float) -> None:
@@ -272,6 +273,7 @@ def gradients(trainer) -> torch.Tensor:
     return torch.cat([p.grad.full_tensor().flatten() for p in trainer._model.parameters() if p.grad is not None])
 
 
+@pytest.mark.slow
 def test_scored_logprobs_come_back_in_the_batchs_order_however_it_was_cut(make, model_path: Path) -> None:
     batch = batch_of(random_trajectories(3, 9))
     whole = make().token_logprobs(batch)
@@ -281,6 +283,7 @@ def test_scored_logprobs_come_back_in_the_batchs_order_however_it_was_cut(make, 
     torch.testing.assert_close(make(temperature=2.0).token_logprobs(batch) < 0, whole < 0)
 
 
+@pytest.mark.slow
 def test_the_first_step_of_a_batch_needs_no_scoring_and_later_ones_keep_the_batchs_policy(make) -> None:
     """Scored now or not: the same gradient. One step later, only the kept scores give the batch's ratio."""
     objective = PolicyObjective(

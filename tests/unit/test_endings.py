@@ -124,6 +124,7 @@ tempfile.mkdtemp(); print("ready", flush=True); time.sleep(600)
     other.remove()
 
 
+@pytest.mark.slow
 def test_a_process_keeps_its_own_resource_tracker_to_its_end() -> None:
     """Killed earlier, it is started again at the end, and prints a traceback for each lock that it never heard of."""
     program = (

@@ -183,12 +183,14 @@ def test_slow_environments_hold_no_place():
     assert rig.engine.use(after=2 * ANSWER_S, before=-4 * ANSWER_S) > 0.9
 
 
+@pytest.mark.slow
 def test_no_more_groups_are_in_flight_than_may_be():
     rig = to_the_end(Thinks(5 * ANSWER_S), groups=12, max_in_flight=5)
     assert len(rig.group_ids) == 12
     assert max(rig.slots.limits) <= 5
 
 
+@pytest.mark.slow
 def test_what_waits_in_the_engines_queue_does_not_count_against_a_rollout():
     """40 groups ask at the same moment, and the last are answered after 600 s of waiting: with a limit of 150 s."""
 

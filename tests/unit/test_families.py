@@ -93,6 +93,7 @@ def test_a_row_whose_layout_was_lost_is_refused_by_its_attention():
         attend(torch.nn.Module(), q, q, q, None)
 
 
+@pytest.mark.slow
 def test_packing_that_is_not_exact_falls_back_or_is_refused_by_name(save, caplog):
     folder = save("nemotron", num_key_value_heads=2)
     with caplog.at_level(logging.WARNING):
@@ -119,6 +120,7 @@ def test_an_attention_that_drops_something_is_refused_where_it_is_asked_for(save
         load_model(folder, packing="padded", attn="sdpa")
 
 
+@pytest.mark.slow
 def test_a_model_that_looks_ahead_is_refused(save):
     with pytest.raises(ModelRefusedError, match="its tokens depend on those after them"):
         load_model(save("bert", is_decoder=False))
@@ -204,12 +206,14 @@ def test_frequencies_are_those_of_the_runs_longest_sequence_at_any_split(save):
     torch.testing.assert_close(score(model, batch_of([long]), "shared")[0], expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_sequence_beyond_the_length_that_frequencies_are_for_is_refused(save):
     model = load_model(longrope(save), max_length=12)
     with pytest.raises(ValueError, match=r"rollout.max_model_len: got 12, .* expected at least \d+"):
         score(model, batch_of(groups(3)), "shared")
 
 
+@pytest.mark.slow
 def test_dynamic_frequencies_are_refused_where_every_length_has_its_own(save):
     folder = save("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0})
     assert load_model(folder, max_length=128).is_packed
@@ -217,6 +221,7 @@ def test_dynamic_frequencies_are_refused_where_every_length_has_its_own(save):
         load_model(folder, max_length=129)
 
 
+@pytest.mark.slow
 def test_the_comparison_sees_a_token_that_depends_on_the_length_of_another_sequence(save, monkeypatch):
     from leeway.trainer import families
 

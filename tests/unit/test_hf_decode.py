@@ -71,6 +71,7 @@ def test_a_model_with_a_state_is_refused_in_a_line(tmp_path: Path) -> None:
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_cache_that_holds_no_whole_sequence_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", "qwen2")
     with pytest.raises(Refused, match=r"cluster.kv_cache_gib: got 1e-06, which holds \d+ tokens"):
@@ -100,6 +101,7 @@ def test_sequences_wait_for_memory_and_all_are_answered(tmp_path: Path) -> None:
     engine.shutdown()
 
 
+@pytest.mark.slow
 def test_a_pass_that_fails_ends_every_request_by_its_reason(tmp_path: Path) -> None:
     engine = HfEngine(settings_of(save(tmp_path / "model", "qwen2")))
 

@@ -140,6 +140,7 @@ def test_what_cannot_be_imported_is_refused_with_the_reason(tmp_path: Path) -> N
         Jail(["math"], prepare=("math:sqrt", "x")).run("math:sqrt", 2)
 
 
+@pytest.mark.slow
 @needs_jail
 def test_what_is_prepared_is_there_in_each_job(tmp_path: Path) -> None:
     file = tmp_path / "prepared_by_a_test.py"

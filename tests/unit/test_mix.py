@@ -139,6 +139,7 @@ def test_every_optimizer_step_gets_its_experts_and_the_counts_stay_those_of_the_
         assert found * share == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 def test_the_trainer_takes_expert_tokens_only_where_the_objective_does(make) -> None:
     trajectories = [*random_trajectories(0, 3), expert(4)]
     batch = batch_trajectories(trajectories, [0.5, -0.5, 0.1, 1 / 3], num_sequences=3, num_tokens=20)

@@ -566,6 +566,7 @@ def test_curves_of_short_and_partial_runs(tmp_path: Path, rows: list[dict[str, A
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["curves.png"]
 
 
+@pytest.mark.slow
 def test_rewards_beyond_0_to_1_are_compared_with_held_out_rewards() -> None:
     figure = build_figure(
         [("", read_series([{"step": 1, "train/reward/mean": -5.0, "eval/a/exact_match": 0.5, "eval/a/reward": -4.0}]))]

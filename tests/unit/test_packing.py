@@ -142,6 +142,7 @@ def test_every_layout_gives_the_gradient_of_the_padded_one(load, name):
     check_same(score(model, batch, "padded"), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EACH)
 def test_packed_rows_say_what_transformers_says_of_each_sequence_alone(load, name):
     trajectories = groups(2)
@@ -185,6 +186,7 @@ def sequences_of(piece: Microbatch) -> list[list[int]]:
     return [tokens[index[a:b]].tolist() for a, b in itertools.pairwise(starts)]
 
 
+@pytest.mark.slow
 def test_a_prompt_is_in_the_row_once_and_every_response_follows_it():
     for seed in range(10):
         trajectories = groups(seed)

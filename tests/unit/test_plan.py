@@ -53,6 +53,7 @@ def test_the_stop_for_weights_is_paid_by_generation_only() -> None:
     assert step_s(job(pause_s=0.2, train_token_s=3.2 / 1616), 8) == pytest.approx(3.2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_recomputing_what_is_in_flight_costs_a_prefill_of_it() -> None:
     kept, again = (step_s(job(), 8, in_flight=way) for way in ("keep", "recompute"))
     assert kept == pytest.approx(1.6, rel=0.01)
@@ -100,6 +101,7 @@ def test_more_generators_and_more_trainers_share_the_work() -> None:
     assert step_s(job(train_token_s=4e-3), 8, trainers=4) == pytest.approx(1.6, rel=0.05)
 
 
+@pytest.mark.slow
 def test_tokens_of_new_weights_are_withheld_until_their_canary_has_passed() -> None:
     """With slack between T and L nobody waits for a version, so this is all that a slow canary can delay."""
     settings = replace(job().settings.with_lag(8), target_policy_lag=1)
@@ -271,6 +273,7 @@ def test_the_least_off_policy_of_equally_fast_settings_is_recommended() -> None:
     assert step_s(calibration, 8, reorder_window=1) == pytest.approx(chosen.step_s, rel=0.02)
 
 
+@pytest.mark.slow
 def test_advice_names_the_change_that_helps_or_that_none_does() -> None:
     lockstep = job(measured_step_s=3.0)
     assert advise(lockstep, events=2_000).startswith(

@@ -80,6 +80,7 @@ def test_names_of_an_installed_package_stand_for_its_classes_and_functions(insta
     assert user_module_paths(config) == [], "what is installed is installed on every machine"
 
 
+@pytest.mark.slow
 def test_one_taskset_of_a_mixture_may_name_an_installed_environment(installed):
     parts = "{a: {name: reasoning_gym, dataset: chain_sum}, b: {name: python, path: their_tasks}}"
     config = load_config(

@@ -139,6 +139,7 @@ def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor])
     assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
 
 
+@pytest.mark.slow
 def test_a_version_is_what_it_was_though_steps_are_taken_before_a_byte_has_left(trainer_with):
     store, batch = Closed(), batch_of(random_trajectories(0, 8))
     trainer = trainer_with(store)
@@ -157,6 +158,7 @@ def test_a_version_is_what_it_was_though_steps_are_taken_before_a_byte_has_left(
     assert_same(store.tensors(publication.manifest), expected)
 
 
+@pytest.mark.slow
 def test_the_next_version_waits_until_the_last_one_has_left_the_copy(trainer_with):
     store = Closed()
     trainer = trainer_with(store)
@@ -394,6 +396,7 @@ def test_a_folder_written_in_parts_is_one_model(model_path, tmp_path, parts):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
 
 
+@pytest.mark.slow
 def test_an_export_that_ends_half_way_leaves_the_one_before(model_path, tmp_path):
     state = {name: p.detach() for name, p in reference_model(model_path).named_parameters()}
     whole = HFWriter(str(model_path), tmp_path / "hf", dtype=torch.float32)
@@ -407,6 +410,7 @@ def test_an_export_that_ends_half_way_leaves_the_one_before(model_path, tmp_path
     assert sorted(p.name for p in tmp_path.iterdir()) == ["hf"]
 
 
+@pytest.mark.slow
 def test_experts_are_written_as_the_models_own_files_have_them(model_path, tmp_path):
     """In memory all experts of a layer are one tensor; in the files each has its own."""
     config = AutoConfig.for_model(
@@ -436,6 +440,7 @@ def test_experts_are_written_as_the_models_own_files_have_them(model_path, tmp_p
         assert torch.equal(tensor, state[name]), name
 
 
+@pytest.mark.slow
 def test_side_files_come_along_from_a_folder_and_from_the_hub(tmp_path, monkeypatch):
     """The next stage's stop tokens stand in generation_config.json; other programs read the rest."""
     snapshot = tmp_path / "hub/models--org--tiny/snapshots/abc"

@@ -79,6 +79,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", EACH)
 def test_what_is_published_has_the_names_and_values_of_the_files(make, tmp_path, family):
     trainer = make(save(tmp_path, family))

@@ -47,6 +47,7 @@ def test_the_reference_stays_where_training_started(make) -> None:
     assert metrics["train/reference_kl/coefficient"] == pytest.approx(0.098)
 
 
+@pytest.mark.slow
 def test_a_teacher_that_knows_fewer_tokens_is_refused_at_load(make, tmp_path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -103,6 +104,7 @@ def test_the_reference_may_be_another_model(make, model_path: Path, tmp_path: Pa
     assert trainer.forward_backward(batch)["train/reference_kl/mean"] == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_reference_that_cannot_be_packed_is_scored_padded(make, monkeypatch) -> None:
     def padded(path, settings, *args, **options):
         train = settings.train.model_copy(update={"packing": "padded"})

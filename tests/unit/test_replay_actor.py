@@ -140,6 +140,7 @@ def wrong(capacity): return capacity
 """
 
 
+@pytest.mark.slow
 def test_a_sampler_and_a_storage_of_ones_own_are_named_in_the_config(actor, tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "own_parts.py").write_text(OWN_PARTS)
     monkeypatch.syspath_prepend(str(tmp_path))

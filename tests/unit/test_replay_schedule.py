@@ -19,6 +19,7 @@ def played(schedule: Schedule, seed: int) -> Run:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [0, 1, 2, 5])
 def test_fast_lazy_generators_reach_the_bound(lag: int) -> None:
     for seed in range(4):

@@ -71,6 +71,7 @@ def has_finished(folder: Path, stage: str, steps: int) -> None:
     (folder / f"stages/{stage}/metrics.jsonl").write_text("")
 
 
+@pytest.mark.slow
 def test_it_goes_on_in_the_first_stage_that_is_not_finished_with_the_runs_own_settings(tmp_path: Path) -> None:
     folder = a_run(tmp_path)
     has_finished(folder, "sft", 4)
@@ -93,6 +94,7 @@ def test_a_run_that_was_moved_goes_on_where_it_is(tmp_path: Path, monkeypatch: p
     assert plan_resume(Path(), []).stages[0].config.run_dir == moved
 
 
+@pytest.mark.slow
 def test_a_finished_run_trains_longer_and_says_what_becomes_of_the_learning_rate(tmp_path: Path) -> None:
     folder = a_run(tmp_path)
     has_finished(folder, "sft", 4)
@@ -130,6 +132,7 @@ def test_what_there_is_nothing_to_go_on_with_is_refused(tmp_path: Path) -> None:
     assert "async_rl started from its weights" in refused(folder, "stages.sft.train.steps=9")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["", "[]", '{"recipe": "sft", "parts": [7]}', '{"recipe": "sft", "parts": [{}]}'])
 def test_a_record_that_somebody_wrote_over_is_refused_in_a_line(tmp_path: Path, text: str) -> None:
     folder = a_run(tmp_path)
@@ -139,6 +142,7 @@ def test_a_record_that_somebody_wrote_over_is_refused_in_a_line(tmp_path: Path, 
         RunRecord(folder, recipes=[find_recipe("sft")], argv=["leeway"], goes_on=True)
 
 
+@pytest.mark.slow
 def test_a_study_is_not_gone_on_with(tmp_path: Path) -> None:
     folder = a_run(tmp_path)
     RunRecord(folder, recipes=[find_recipe("frontier")], argv=["leeway", "run"], goes_on=False)

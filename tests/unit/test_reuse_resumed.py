@@ -169,6 +169,7 @@ def test_every_group_is_used_so_often_and_no_more_whatever_is_killed_in_between(
     assert set(sizes[: cooldown + 1]) == {P // max_uses}
 
 
+@pytest.mark.slow
 def test_it_goes_through_the_files_of_a_checkpoint(config, tmp_path: Path) -> None:
     settings = config("replay.max_uses=2", "checkpoint.every=1")
 

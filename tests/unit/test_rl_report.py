@@ -283,6 +283,7 @@ def test_the_summary_adds_up_what_was_logged(tmp_path: Path) -> None:
     assert shares["generator"] == pytest.approx({"generate": 0.6875, "wait_for_slot": 0.3125})
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_has_one_record(tmp_path: Path) -> None:
     """Three steps, of which two were saved; gone on from there: no step twice, sums and shares over both parts."""
     batches = [batch_of(reward, 100.0) for reward in (0.0, 0.5, 0.9, 1.0, 1.0)]

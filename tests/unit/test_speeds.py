@@ -140,6 +140,7 @@ def test_a_task_that_fails_says_nothing_about_speed(monkeypatch: pytest.MonkeyPa
     assert speeds.first_token_s == pytest.approx(8 * PREFILL_S)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_takes_its_first_parts_speeds_on_the_same_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -213,6 +213,7 @@ def test_what_a_killed_run_left_half_written_is_removed_by_the_next(tmp_path):
     assert not left.parent.exists()
 
 
+@pytest.mark.slow
 def test_a_damaged_later_checkpoint_pushes_nothing_out_and_is_replaced_when_the_run_has_come_as_far(tmp_path):
     rank, saved = FakeRank(), tmp_path / "saved"
     run(checkpoints_of(tmp_path, rank, "checkpoint.every=1", "checkpoint.keep_last=3"), rank, 4)
@@ -254,6 +255,7 @@ def test_weights_that_are_added_at_the_end_leave_the_state_as_it_is(tmp_path):
     assert saved_position(saved / "step-000001") == {"next_draw": 10}
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over(tmp_path):
     rank = FakeRank()
     run(checkpoints_of(tmp_path, rank, "checkpoint.every=1"), rank, 2)

@@ -82,6 +82,7 @@ def test_too_many_in_a_row_end_the_run(make):
 # ---------------------------------------------------------------------------------------------------- where and how
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_and_float32_remembers(make):
     # Steps of 1e-5: far below what bfloat16 can tell apart at weights of 0.3.
     trainer = make(dtype="bfloat16", lr=1e-5, eps=1e-12, weight_decay=0.0)

@@ -235,6 +235,7 @@ def test_a_prioritized_sampler_takes_the_best_that_the_window_leaves_to_choose(
     assert asyncio.run(scenario(sampler=PrioritizedSampler(64, alpha=20.0, beta=1.0))) == [3, 4]
 
 
+@pytest.mark.slow
 def test_torchrls_prioritized_sampler_and_a_transform_train(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """torchrl's parts in our buffer, our trainer behind it: rewards arrive scaled, weights move, nothing is lost."""
     provide_trees(monkeypatch)

@@ -102,6 +102,7 @@ def test_the_gradient_does_not_depend_on_the_number_of_microbatches(make, aggreg
                 assert metrics[name] == pytest.approx(whole_metrics[name], rel=1e-4, abs=1e-7), name
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_the_formula_on_plain_transformers(make, model_path):
     trajectories = random_trajectories(2, 6)
     batch = batch_of(trajectories, seed=3)
@@ -135,6 +136,7 @@ def test_a_batch_in_which_nothing_moves_is_a_step_that_changes_nothing(make):
     assert published(trainer)[0].digest == before
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_recomputes_the_layers(make):
     def count_passes(enabled: bool) -> int:
         trainer = make(gradient_checkpointing=enabled)
@@ -196,6 +198,7 @@ def test_supervised_batches_have_no_versions_and_no_bound(make):
 # ----------------------------------------------------------------------------------------------------- optimizer
 
 
+@pytest.mark.slow
 def test_optim_step_counts_and_changes_every_weight(make):
     trainer = make()
     before = published(trainer)[2]
@@ -310,6 +313,7 @@ def test_an_untied_head_has_bytes_of_its_own(make, tmp_path):
     assert torch.equal(tensors["lm_head.weight"], reference_model(path).state_dict()["lm_head.weight"])
 
 
+@pytest.mark.slow
 def test_published_in_the_type_that_engines_are_sent(make, model_path):
     manifest, _, tensors = published(make(dtype="bfloat16"))
     assert {e.dtype for e in manifest.entries} == {"bfloat16"}
@@ -317,6 +321,7 @@ def test_published_in_the_type_that_engines_are_sent(make, model_path):
         assert torch.equal(tensors[name], tensor.bfloat16()), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_the_canary_is_what_transformers_says_at_temperature_1(make, model_path, temperature):
     manifest, _, _ = published(make(temperature=temperature))
@@ -336,6 +341,7 @@ def check_canary(manifest: Manifest, model: Any) -> None:
         assert logprob == pytest.approx(row.max().item(), abs=1e-5)
 
 
+@pytest.mark.slow
 def test_the_canary_belongs_to_the_published_version(make, model_path):
     trainer = make()
     batch = batch_of(random_trajectories(0, 8))
@@ -421,6 +427,7 @@ def test_a_truncated_bucket_is_found(make):
         check_bucket(manifest, 0, buckets[0][:-4000])
 
 
+@pytest.mark.slow
 def test_saved_weights_are_what_transformers_loads(make, tmp_path):
     trainer = make()
     trainer.forward_backward(batch_of(random_trajectories(0, 8)))

@@ -210,6 +210,7 @@ def test_another_job_reads_the_newest_version_from_the_folder_alone(tmp_path: Pa
     assert newest_publication(tmp_path, newer_than=3) is None
 
 
+@pytest.mark.slow
 def test_the_last_versions_are_kept_and_no_others(tmp_path: Path) -> None:
     writer = files(tmp_path, keep=2)
     publications = [send(writer, number) for number in range(5)]
@@ -219,6 +220,7 @@ def test_the_last_versions_are_kept_and_no_others(tmp_path: Path) -> None:
         asyncio.run(received(writer, publications[2]))
 
 
+@pytest.mark.slow
 def test_a_run_may_ask_for_more_versions_than_the_folder_would_keep(tmp_path: Path) -> None:
     transport = open_transport(TransportSettings(name="files", folder=tmp_path, keep=4))
     for number in range(6):

@@ -97,6 +97,7 @@ def test_buckets_of_odd_tensors_round_trip() -> None:
         assert found[name].dtype == tensor.dtype
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(shapes=st.lists(st.lists(st.integers(1, 9), max_size=3), min_size=1, max_size=12), limit=st.integers(1, 400))
 def test_a_plan_holds_every_tensor_once_in_order_within_the_limit(shapes: list[list[int]], limit: int) -> None:
