@@ -74,7 +74,7 @@ class Model:
         self.num_bytes = sum(p.nbytes for p in self.lm.parameters())
         generator = torch.Generator().manual_seed(1)
         draw = lambda n, t: torch.randint(2, 256, (n, t), generator=generator).tolist()  # noqa: E731
-        self.prompts = CanaryPrompts(scored=draw(2, 24), cached=draw(1, 63))
+        self.prompts = CanaryPrompts(scored=draw(1, 16), cached=draw(1, 40))
 
     @torch.no_grad()
     def publish(self, transport: Any, scale: float) -> tuple[Publication, float]:

@@ -101,6 +101,10 @@ def engines_take_their_settings(config: Config) -> None:
 
 def the_transport_takes_its_options(config: Config) -> None:
     p = config.param_server
+    if p.delta and p.transport == "ipc":
+        raise ConfigError(
+            "param_server.delta", got=True, expected="false with ipc, where nothing travels", fix="leave it out"
+        )
     check_transport(
         p.transport,
         p.transport_options,

@@ -366,6 +366,21 @@ def test_a_transport_takes_its_own_options_only(name: str, options: dict[str, An
     assert all(part in str(refused.value) for part in names)
 
 
+def test_where_nothing_travels_there_are_no_differences() -> None:
+    from leeway.config import load_config
+
+    with pytest.raises(ConfigError, match=r"param_server\.delta: got True, expected false with ipc"):
+        load_config("quickstart", ["param_server.transport=ipc", "param_server.delta=true"])
+
+
+def test_memory_is_shared_on_one_machine_only() -> None:
+    check_transport("ipc", {})
+    with pytest.raises(
+        ConfigError, match=r"param_server\.transport: got 'ipc', .*cluster\.address.*object_store or broadcast"
+    ):
+        check_transport("ipc", {}, on_one_machine=False)
+
+
 def test_every_transport_says_what_it_needs() -> None:
     from leeway.config import load_config
 
