@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import traceback
 from collections.abc import Mapping
 from typing import Any
@@ -42,6 +43,21 @@ def import_user_object(name: str, *, key: str, expected: str) -> Any:
     if not hasattr(module, attribute):
         raise ValueError(f"{key}: {module.__file__} has no {attribute!r}; expected {expected} of that name")
     return getattr(module, attribute)
+
+
+def check_call(function: Any, name: str, *arguments: str, options: Mapping[str, Any], key: str, expected: str) -> None:
+    """Raise ValueError in one line, now rather than at the first use, if it cannot be called with these arguments."""
+    try:
+        inspect.signature(function).bind(*arguments, **options)
+    except TypeError as error:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+        raise ValueError(
+            f"{key}: {name!r}{where} cannot be called with ({', '.join(arguments)}) and the options {sorted(options)}: "
+            f"{error}; expected {expected}"
+        ) from None
+    except ValueError:  # some built-in functions have no signature
+        pass
 
 
 def _place_of(error: BaseException, module_name: str) -> str:

@@ -10,7 +10,9 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from . import algorithm
 from .engines import DEFAULT
+from .keys import default_of
 from .overrides import Override, apply_override
 from .tree import Tree, merge, settings_in, value_at
 
@@ -21,10 +23,7 @@ OF_A_SOURCE = ("path", "query", "dataset", "options", "mix")
 CHOICES = {
     "task.name": "jsonl",
     "rollout.engine.name": DEFAULT,
-    "algorithm.advantage.name": "grpo",
-    "algorithm.loss.name": "ppo_clip",
-    "algorithm.correction.name": "none",
-    "algorithm.kl.estimator.name": "k3",
+    **{f"{key}.name": default_of(key).name for key in algorithm.CHOICES},
 }
 """Keys that say what others mean, and what they are where they are left out."""
 

@@ -25,7 +25,6 @@ class FrozenLake(StepEnvironment):
     def __init__(self, options: FrozenLakeOptions) -> None:
         super().__init__(options)
         self.options: FrozenLakeOptions = options
-        self.max_turns, self.max_tokens_per_turn = options.max_turns, options.max_tokens_per_turn
 
     async def reset(self, task: Task) -> Observation:
         self._random = random.Random()  # slips differ between the conversations of a group

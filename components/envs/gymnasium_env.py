@@ -26,7 +26,6 @@ class GymnasiumEnv(StepEnvironment):
             raise ValueError("env.name: gymnasium needs the package gymnasium; pip install gymnasium")
         super().__init__(options)
         self.options: GymnasiumOptions = options
-        self.max_turns, self.max_tokens_per_turn = options.max_turns, options.max_tokens_per_turn
 
     async def reset(self, task: Task) -> Observation:
         self._env: Any = None

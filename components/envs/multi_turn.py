@@ -22,7 +22,6 @@ class MultiTurn(StepEnvironment):
     def __init__(self, options: MultiTurnOptions, reward: AnyReward | WeightedSum = exact_match) -> None:
         super().__init__(options)
         self.options: MultiTurnOptions = options
-        self.max_turns, self.max_tokens_per_turn = options.max_turns, options.max_tokens_per_turn
         self._reward = reward
         self._feedback = None
         if user_names(options.feedback):  # not any text with a colon in it

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 
 from ..config.names import REWARDS
-from ..importing import import_named
+from ..importing import check_call, import_named
 from ..types import Task
 from . import gym_answers
 from .answers import boxed, countdown, exact_match, tagged
@@ -82,9 +82,11 @@ def resolve_reward(
         raise ValueError(f"{key}: {name!r} is a {type(reward).__name__}; expected {expected}")
     if missing := getattr(reward, "why_not", lambda: None)():
         raise ValueError(f"{key}: {name}: {missing}")
-    if "models" in _parameters(reward):
+    parameters = _parameters(reward)
+    if "models" in parameters:
         options = {**(options or {}), "models": models or {}}
-    _check_call(reward, name, options or {}, key)
+    given = {**(options or {}), **({"completion": None} if "completion" in parameters else {})}
+    check_call(reward, name, "task", "text", options=given, key=key, expected=expected)
     return cast(AnyReward, functools.partial(reward, **options) if options else reward)
 
 
@@ -93,21 +95,3 @@ def _parameters(reward: Any) -> Mapping[str, Any]:
         return inspect.signature(reward).parameters
     except (TypeError, ValueError):  # some built-in functions have none
         return {}
-
-
-def _check_call(reward: Any, name: str, options: dict[str, Any], key: str) -> None:
-    """Check now, not after the first rollout, that a reward can be called as (task, text[, completion], **options)."""
-    try:
-        signature = inspect.signature(reward)
-    except (TypeError, ValueError):  # some built-in functions have none
-        return
-    more = {"completion": None} if "completion" in signature.parameters else {}
-    try:
-        signature.bind(None, "", **more, **options)
-    except TypeError as error:
-        code = getattr(inspect.unwrap(reward), "__code__", None)
-        where = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
-        raise ValueError(
-            f"{key}: {name!r}{where} cannot be called with (task, text) and the options {sorted(options)}: {error}; "
-            "expected a function (task, text) -> float"
-        ) from None

@@ -9,6 +9,7 @@ import sys
 from abc import abstractmethod
 from typing import Any
 
+from ..config.environments import TurnsOptions
 from ..types import Completion, Task, Trajectory, Turn
 from .base import Environment, Policy, all_or_none
 from .transcript import Observation, Transcript, is_observation
@@ -33,6 +34,11 @@ class StepEnvironment(Environment):
 
     max_turns: int = 16
     max_tokens_per_turn: int | None = None
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        if isinstance(options, TurnsOptions):
+            self.max_turns, self.max_tokens_per_turn = options.max_turns, options.max_tokens_per_turn
 
     async def reset(self, task: Task) -> Observation:
         """The first observation: text (one user message), messages, or token ids. By default the task's prompt."""

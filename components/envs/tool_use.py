@@ -28,7 +28,6 @@ class ToolUse(StepEnvironment):
     def __init__(self, options: ToolUseOptions, reward: AnyReward | WeightedSum = exact_match) -> None:
         super().__init__(options)
         self.options: ToolUseOptions = options
-        self.max_turns, self.max_tokens_per_turn = options.max_turns, options.max_tokens_per_turn
         self._reward = reward
         self._tools = build_tools(options.tools, corpus=options.corpus)
 

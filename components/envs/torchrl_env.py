@@ -24,7 +24,6 @@ class TorchRLEnv(StepEnvironment):
     def __init__(self, options: TorchRLOptions) -> None:
         super().__init__(options)
         self.options: TorchRLOptions = options
-        self.max_turns, self.max_tokens_per_turn = options.max_turns, options.max_tokens_per_turn
         self._make = import_user_object(options.make, key="env.options.make", expected="a function -> torchrl EnvBase")
 
     async def reset(self, task: Task) -> Observation:

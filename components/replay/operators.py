@@ -7,7 +7,6 @@ text: the reason why the group is left out.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from typing import Any
 
 from ..config.names import OPERATORS
 from ..group import Group
-from ..importing import import_named
+from ..importing import check_call, import_named
 
 Operator = Callable[[Group], Group | str | None]
 
@@ -121,10 +120,7 @@ def _resolve(name: str, options: dict[str, Any]) -> Operator:
     key = "replay.operators"
     expected = "a function (group) -> group, None, or a text that says why it is left out"
     function = import_named(name, OPERATORS, key=key, expected=expected)
-    try:
-        inspect.signature(function).bind(None, **options)
-    except TypeError as error:
-        raise ValueError(f"{key}: {name} cannot be called with (group) and the options {options}: {error}") from None
+    check_call(function, name, "group", options=options, key=key, expected=expected)
     return functools.partial(function, **options)
 
 

@@ -7,14 +7,13 @@ apart, with no token beyond L. Every use is checked against L again, by the grou
 
 from __future__ import annotations
 
-import inspect
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..config.names import PRIORITIES
 from ..group import Group
-from ..importing import import_named
+from ..importing import check_call, import_named
 
 Priority = Callable[[Group], float]
 """How valuable a group is to train on; larger values come first."""
@@ -38,10 +37,7 @@ def priority_of(name: str) -> Priority:
     """The function called `name`, or a user's own. Raises a one-line ValueError."""
     key, expected = "replay.priority", "a function (group) -> number"
     function = import_named(name, PRIORITIES, key=key, expected=expected)
-    try:
-        inspect.signature(function).bind(None)
-    except (TypeError, ValueError):
-        raise ValueError(f"{key}: {name} cannot be called with one group; expected {expected}") from None
+    check_call(function, name, "group", options={}, key=key, expected=expected)
 
     def checked(group: Group) -> float:
         value = function(group)
