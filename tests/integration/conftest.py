@@ -159,6 +159,15 @@ def start_for_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def of_sums(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides: 1,800 sums from a file. reasoning-gym costs each process that loads it seconds."""
+    file = tmp_path_factory.mktemp("sums") / "sums.jsonl"
+    sums = ((a, b) for a in range(10, 40) for b in range(10, 70))
+    file.write_text("".join(json.dumps({"question": f"{a} + {b} =", "answer": f"{a + b}"}) + "\n" for a, b in sums))
+    return ["task.name=jsonl", "task.dataset=null", "task.options={}", f"task.path={file}"]
+
+
+@pytest.fixture(scope="session")
 def untrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart's model before anything: a Hugging Face folder of random weights."""
     config = load_config("quickstart", [])

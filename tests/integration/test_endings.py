@@ -1,6 +1,6 @@
 """How a run ends when it is not allowed to finish: within its deadline, by the right name, and with nothing left.
 
-The engine's own process dies in a run with vLLM; where any engine will do, it is the one that starts in a moment.
+The engine's own process dies in a run with vLLM; where any part will do, the run has no other: one_part.py.
 Interrupts, the death of the driver and mistakes in a user's code end runs that have to show something else first:
 test_plugins.py and test_auxiliary.py. Runs without Ray: tests/unit/test_endings.py. The whole grid of parts, acts and
 phases is a benchmark, which `make test-long` runs: benchmarks/chaos.py.
@@ -35,10 +35,18 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
+ONE_PART = str(Path(__file__).with_name("one_part.py"))
+
+
 @pytest.fixture
-def on_untrained(untrained: Path) -> list[str]:
+def on_untrained(untrained: Path, of_sums: list[str]) -> list[str]:
     """Overrides of a supervised stage: a model that is there need not be built."""
-    return ["model.init=null", f"model.path={untrained}"]
+    return ["model.init=null", f"model.path={untrained}", *of_sums]
+
+
+@pytest.fixture
+def of_one_part(on_untrained: list[str]) -> list[str]:
+    return ["stages=null", *on_untrained]
 
 
 # vLLM's title for its engine, or the command line of its start: setproctitle writes no title if the first variable of
@@ -96,22 +104,23 @@ def test_a_generator_that_dies_ends_the_run_by_name(start: Any, from_untrained: 
 
 
 @pytest.mark.timeout(900)
-def test_a_killed_actor_ends_the_run_by_name(start: Any, on_untrained: list[str], temporary: Path) -> None:
-    command = start("sft", *on_untrained)  # the same watch as with engines beside it, in half the time
-    command.wait_for("trainer ready", 400)
-    part_of(command, "TrainerActor").kill()
+def test_a_killed_actor_ends_the_run_by_name(start: Any, of_one_part: list[str], temporary: Path) -> None:
+    command = start(ONE_PART, *of_one_part)
+    command.wait_for("its part is ready", 400)
+    part_of(command, "ParameterServerActor").kill()
     run = command.wait(90)
     assert run.code == 1, run.output
-    assert run.last_line().startswith("leeway: failed: trainer-0: the process died"), run.output
+    assert run.last_line().startswith("leeway: failed: param_server: the process died"), run.output
+    assert run.summary["status"] == "failed"
     assert left_by(command, temporary) == []
 
 
 @pytest.mark.timeout(900)
 def test_a_run_without_the_head_of_its_cluster_ends_by_that_name_before_ray_ends_it(
-    start: Any, on_untrained: list[str], temporary: Path
+    start: Any, of_one_part: list[str], temporary: Path
 ) -> None:
-    command = start("sft", *on_untrained)
-    command.wait_for("trainer ready", 400)
+    command = start(ONE_PART, *of_one_part)
+    command.wait_for("its part is ready", 400)
     part_of(command, "gcs_server").kill()
     run = command.wait(90)
     assert run.code == 1, run.output

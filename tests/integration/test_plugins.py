@@ -31,13 +31,14 @@ class ShortAnswers(Environment):
 
 @pytest.mark.timeout(600)
 def test_an_environment_of_the_users_own_trains_on_two_ranks_and_what_it_raises_ends_the_run_as_its_reason(
-    start: Any, from_untrained: list[str], tmp_path: Path
+    start: Any, from_untrained: list[str], of_sums: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "envs_of_mine.py").write_text(MY_ENV)
     (tmp_path / "helper_of_mine.py").write_text("def bonus(n):\n    return 1.0 / n\n")
     command = start(
         "async_rl",
         *from_untrained,
+        *of_sums,
         ANY_ENGINE,
         "env.name=envs_of_mine:ShortAnswers",
         "train.num_ranks=2",
@@ -83,7 +84,7 @@ def rows_of_gsm8k(folder: Path) -> Path:
 def test_gsm8k_rows_with_two_generators_until_an_interrupt_that_saves_a_checkpoint_and_leaves_nothing(
     start: Any, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
-    """Two stages from nothing, and all promises of asynchronous running with the other engine, which needs no vLLM."""
+    """From nothing, and all promises of asynchronous running with the other engine, which needs no vLLM."""
     command = start(
         "async_rl",
         ANY_ENGINE,
@@ -101,8 +102,7 @@ def test_gsm8k_rows_with_two_generators_until_an_interrupt_that_saves_a_checkpoi
         "rollout.max_model_len=512",
         "rollout.num_generators=2",
         "staleness.in_flight=recompute",
-        "stages.sft.train.steps=3",
-        "stages.sft.train.batch_size=8",
+        "stages.sft=null",
         "stages.async_rl.train.groups_per_step=4",
         "stages.async_rl.train.skip_zero_advantage=false",  # or a first step of equal rewards measures no gap
         "stages.async_rl.optimizer.warmup_steps=0",

@@ -36,6 +36,7 @@ def test_dpo_widens_the_margin_of_pairs_that_it_never_saw(start: Any, warm: Path
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text("".join(json.dumps(line) + "\n" for line in make_pairs(6_000)))
     settings = [f"task.path={pairs}", f"model.path={warm}", f"train.steps={STEPS}", "eval.every=20"]
+    settings += ["cluster.cpus_per_trainer=1"]  # another test runs beside it
     file = str(ROOT / "examples/dpo.yaml")
     run = start("dpo", *settings, "monitor.console=plain", config=file, name="run").wait(300)
     assert run.code == 0, run.output
