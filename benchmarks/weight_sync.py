@@ -227,7 +227,7 @@ async def run(args: argparse.Namespace, folder: Path) -> None:
     engine, tolerance = await start_engine(settings), 1e-3 if dtype == torch.float32 else 0.3
     try:
         for name in args.transport:
-            for delta in args.delta:
+            for delta in args.delta if name != "ipc" else [0]:  # where nothing travels
                 transport = opened(name, folder / f"{name}-{delta}", delta)
                 bench = Bench(engine, model, transport, args.lr, tolerance)
                 for in_flight in args.in_flight if args.pulls else []:
