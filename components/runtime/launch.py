@@ -254,7 +254,7 @@ class Launcher:
                 gpus=gpus,
                 **self._common(name),
             )
-            for i, (name, (where, gpus)) in enumerate(zip(names, self._engine_places(), strict=True))
+            for i, (name, (where, gpus)) in enumerate(zip(names, await self._engine_places(), strict=True))
         ]
         await self._meet(dict(zip(names, self.parts.collectors, strict=True)))
         starts = [actor.start.remote(config, **self._for_collectors()) for actor in self.parts.collectors]
@@ -262,25 +262,25 @@ class Launcher:
         for name, actor, process in zip(names, self.parts.collectors, processes, strict=True):
             self._started(name, actor, process, cores=self._others)
 
-    def _engine_places(self) -> list[tuple[dict[str, Any], list[str]]]:
+    async def _engine_places(self) -> list[tuple[dict[str, Any], list[str]]]:
         """Of each engine: Ray's options for its actor, and the GPUs of the trainer's ranks that it shares."""
         config = self._config
         number = config.rollout.num_generators
         each = derive(config, self._recipe).gpus["generator"] // number
         if not (config.cluster.shares_devices and each):
             return [({"num_gpus": each}, [])] * number
-        ranks = [self.parts.processes[f"trainer-{rank}"] for rank in range(config.train.num_ranks)]
+        ranks = await self._wait(together([t.devices.remote() for t in self.parts.trainers]), "trainer")
         places = []
         for i in range(number):
-            own = ranks[i * each : (i + 1) * each]
-            if len({rank["node_id"] for rank in own}) > 1:
+            nodes, gpus = zip(*ranks[i * each : (i + 1) * each], strict=True)
+            if len(set(nodes)) > 1:
                 raise PartFailed(
                     f"generator-{i}",
                     f"its {each} GPUs would be those of trainer ranks on several machines, expected one; lower "
                     "rollout.engine.tensor_parallel_size",
                 )
-            here = NodeAffinitySchedulingStrategy(own[0]["node_id"], soft=False)
-            places.append(({"num_gpus": 0, "scheduling_strategy": here}, [gpu for rank in own for gpu in rank["gpus"]]))
+            here = NodeAffinitySchedulingStrategy(nodes[0], soft=False)
+            places.append(({"num_gpus": 0, "scheduling_strategy": here}, [gpu for own in gpus for gpu in own]))
         return places
 
     async def offload(self) -> None:

@@ -60,13 +60,12 @@ class TrainerActor(Watched):
         self._settings = settings
         self._place = {"rank": rank, "init_method": init_method, "transport": _opened(transport)}
         self._trainer = await self._in_order(lambda: make_trainer(settings, **self._place))
+        return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
+
+    async def devices(self) -> tuple[str, list[str]]:
+        """(Ray's id of its node, the GPUs that Ray gave it)."""
         here = ray.get_runtime_context()
-        return {
-            "pid": os.getpid(),
-            "node": ray.util.get_node_ip_address(),
-            "node_id": here.get_node_id(),
-            "gpus": [str(gpu) for gpu in here.get_accelerator_ids().get("GPU", [])],
-        }
+        return here.get_node_id(), [str(gpu) for gpu in here.get_accelerator_ids().get("GPU", [])]
 
     @as_text
     async def reset(self, settings: Any, transport: TransportSettings) -> None:

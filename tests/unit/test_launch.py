@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from leeway.config import find_recipe, load_config
+from leeway.config import ConfigError, derive, find_recipe, load_config
+from leeway.failures import PartFailed
 from leeway.runtime import launch
 from leeway.runtime.launch import Launcher, calls_at_once
 from leeway.runtime.supervisor import Supervisor
@@ -57,3 +58,39 @@ def test_waiting_collectors_leave_room_for_what_ends_their_wait(
     asyncio.run(main())
     for fake in fakes.values():
         assert fake.options_given["max_concurrency"] == calls_at_once(config)
+
+
+def test_engines_take_the_gpus_of_the_trainers_ranks_with_whom_they_take_turns(tmp_path: Path) -> None:
+    shared = ["cluster.device=cuda", "cluster.placement=turns", "train.num_ranks=4", "staleness.in_flight=recompute"]
+    two_of_two = ["rollout.num_generators=2", "rollout.engine.tensor_parallel_size=2"]
+    config = load_config("quickstart", [*shared, *two_of_two], recipe="async_rl")
+    assert derive(config).gpus_needed == 4
+
+    def places(*nodes: str) -> Any:
+        def rank(number: int, node: str) -> Any:
+            async def devices() -> tuple[str, list[str]]:
+                return node * 56, [str(number)]
+
+            return SimpleNamespace(devices=SimpleNamespace(remote=devices))
+
+        async def main() -> Any:
+            launcher = Launcher(config, find_recipe("async_rl"), run_dir=tmp_path, supervisor=Supervisor())
+            launcher.parts.trainers = [rank(i, node) for i, node in enumerate(nodes)]
+            return await launcher._engine_places()
+
+        return asyncio.run(main())
+
+    (first, own), (second, others) = places("a", "a", "b", "b")
+    assert (own, others) == (["0", "1"], ["2", "3"])
+    assert first["num_gpus"] == second["num_gpus"] == 0, "Ray has given them to the ranks"
+    assert [where["scheduling_strategy"].node_id[0] for where in (first, second)] == ["a", "b"]
+    with pytest.raises(PartFailed, match="generator-0: its 2 GPUs would be those of trainer ranks on several machines"):
+        places("a", "b", "b", "b")
+
+
+def test_devices_are_shared_one_to_one(tmp_path: Path) -> None:
+    shared = ["cluster.device=cuda", "cluster.placement=together", "train.num_ranks=2"]
+    with pytest.raises(ConfigError, match=r"rollout.num_generators: got 1, expected engines on 2 GPUs"):
+        load_config("quickstart", shared, recipe="async_rl")
+    with pytest.raises(ConfigError, match=r"staleness.in_flight: got 'keep', expected recompute or off"):
+        load_config("quickstart", ["cluster.placement=turns", "staleness.in_flight=keep"], recipe="async_rl")
