@@ -126,9 +126,11 @@ def draw_collector_time(ax: Axes, stage: Stage) -> None:
     parts = {
         "generates": ("collector/generate_frac", GENERATE),
         "paused for weights": ("collector/pause_frac", WEIGHTS),
-        "sleeps": ("collector/asleep_frac", OPTIM),
         "waits for a slot": ("collector/wait_for_slot_frac", WAIT),
     }
+    asleep = stage.metrics.get("collector/asleep_frac")
+    if asleep is not None and asleep.values.max() > 0:
+        parts["sleeps"] = ("collector/asleep_frac", OPTIM)
     rest = "other" if "collector/generate_frac" in stage.metrics else "generates or other"
     _shares(ax, stage, parts, total=None, rest=rest)
     _finish(ax, "Collectors (% of their time)", ncols=2)
