@@ -128,7 +128,8 @@ def test_gsm8k_rows_with_two_generators_until_an_interrupt_that_saves_a_checkpoi
     # Asynchronous, within the bound, nothing dropped and nothing twice.
     assert max(run.series("train/policy_lag/max")) in (1, 2)
     assert run.series("replay/dropped_stale")[-1] == 0
-    assert run.series("replay/groups_taken")[-1] >= 4 * len(sequences)
+    # The interrupt may have come between the last step's own row and the buffer's.
+    assert run.series("replay/groups_taken")[-1] >= 4 * (len(sequences) - 1)
     trained = [json.loads(line) for f in run.dir.glob("stages/async_rl/rollouts/*.jsonl") for line in f.open()]
     assert len({(r["group_id"], r["sequence_id"]) for r in trained}) == len(trained) > 0
     assert len({v for r in trained for v in r["policy_versions"]}) >= 3

@@ -36,7 +36,7 @@ def test_on_two_cores_the_engine_has_the_first_and_the_trainer_the_second():
 
 
 def test_engines_and_ranks_that_share_have_the_same_cores():
-    both = dict(placement="turns", cpus_per_generator=2, cpus_per_trainer=2)
+    both: dict[str, Any] = dict(placement="turns", cpus_per_generator=2, cpus_per_trainer=2)
     assert cores_of(2, **both) == Cores([[0, 1]], [[0, 1]])
     assert cores_of(4, generators=2, ranks=2, **both) == Cores([[0, 1], [2, 3]], [[0, 1], [2, 3]])
     assert derive(config_of(generators=2, ranks=2, **both)).cpus_needed == 4
