@@ -7,10 +7,10 @@
 Needs no network. Each row is a run in a folder of its own under `--out`; its logs stay there, and a run that fails is a
 row that says so. Medians over all steps but the first; `gap` is the largest of the run.
 
-    tok/s gen, train    response tokens per second of the engine while it generates; tokens per second of the trainer
-    bare, MFU           vLLM alone with the same prompts and lengths; the trainer's arithmetic against the device's peak
-    ahead, pause, proof the phases of a weight sync; floor: a copy of the same bytes from main memory to the device
-    turns               handing the devices over, to the trainer and back; GiB: what engine and trainer gave back
+    generated   response tokens per second while the engine generates; bare: vLLM alone, same prompts and lengths
+    trained     tokens per second of the trainer; MFU: its arithmetic against the device's peak
+    weights     the phases of a weight sync; floor: a copy of the same bytes from main memory to the device
+    turns       handing the devices over, to the trainer and back; GiB: what engine and trainer gave back
 """
 
 from __future__ import annotations

@@ -110,7 +110,8 @@ def _time(config: Config, recipe: Recipe, shape: ModelShape) -> str:
     generating = 2 * size * sequences * rollout.max_response_tokens / (units["generator"] * GENERATION_FLOPS[device])
     length = rollout.max_prompt_tokens + rollout.max_response_tokens
     training = 6 * size * sequences * length / (units["trainer"] * TRAINING_FLOPS[device])
-    step_s = generating + training if need.lockstep else max(generating, training)
+    takes_turns = need.lockstep or config.cluster.in_turns
+    step_s = generating + training if takes_turns else max(generating, training)
     steps = config.train.steps
     whole = "" if steps is None else f", {_duration(steps * step_s)} for {steps} steps"
     return (

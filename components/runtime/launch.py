@@ -265,9 +265,9 @@ class Launcher:
     async def _engine_places(self) -> list[tuple[dict[str, Any], list[str]]]:
         """Of each engine: Ray's options for its actor, and the GPUs of the trainer's ranks that it shares."""
         config = self._config
-        number = config.rollout.num_generators
-        each = derive(config, self._recipe).gpus["generator"] // number
-        if not (config.cluster.shares_devices and each):
+        number, numbers = config.rollout.num_generators, derive(config, self._recipe)
+        each = numbers.gpus["generator"] // number
+        if not (numbers.shares_devices and each):
             return [({"num_gpus": each}, [])] * number
         ranks = await self._wait(together([t.devices.remote() for t in self.parts.trainers]), "trainer")
         places = []

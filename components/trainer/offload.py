@@ -19,6 +19,7 @@ class Offload:
         self._models = models
         self._optimizers = optimizers
         self._device = device
+        self._moved_models: list[torch.nn.Module] = []
         self._moved: list[tuple[dict[str, torch.Tensor], str]] = []
         self._is_away = False
 
@@ -30,9 +31,11 @@ class Offload:
         self._is_away = True
         num_bytes = 0
         for model in self._models:
-            tensors = [*model.parameters(), *model.buffers()]
-            num_bytes += sum(_local_bytes(t) for t in tensors if t.device == self._device)
-            model.to("cpu")  # resharded first, by FSDP's own `_apply`
+            there = [t for t in model.parameters() if t.device == self._device]
+            if there:  # with train.cpu_offload they are in main memory, and stay there
+                num_bytes += sum(map(_local_bytes, there))
+                model.to("cpu")  # resharded first, by FSDP's own `_apply`
+                self._moved_models.append(model)
         for optimizer in self._optimizers:
             for state in optimizer.state.values():
                 for name, value in state.items():
@@ -47,10 +50,11 @@ class Offload:
     def come_back(self) -> None:
         if not self._is_away:
             return
-        for model in self._models:
+        for model in self._moved_models:
             model.to(self._device)
         for state, name in self._moved:
             state[name] = state[name].to(self._device)
+        self._moved_models.clear()
         self._moved.clear()
         self._is_away = False
 

@@ -151,17 +151,37 @@ def test_what_is_prepared_is_there_in_each_job(tmp_path: Path) -> None:
     jail.close()
 
 
+def script_with(folder: Path, old: str, new: str) -> Path:
+    """The jail's process with one thing changed."""
+    text = (COMPONENTS / "jail_process.py").read_text()
+    assert text.count(old) == 1
+    (folder / "jail_process.py").write_text(text.replace(old, new))
+    for name in ("calls", "judge", "wire", "jobs"):
+        (folder / f"jail_{name}.py").symlink_to(COMPONENTS / f"jail_{name}.py")
+    return folder / "jail_process.py"
+
+
+@pytest.mark.slow
+@needs_jail
+def test_a_program_from_which_the_host_takes_the_processor_is_not_asleep(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Stolen time is neither used nor waited for in the kernel's books: here all of it is missing."""
+    changed = script_with(tmp_path, "(int(used) + int(waited)) / 1e9", "0.0")
+    monkeypatch.setattr("leeway.envs.jail._SCRIPT", changed)
+    jail = Jail()
+    computing = jail.run_script("while True: pass", limits=ASLEEP)
+    assert "processor time" in computing.reason
+    assert "asleep" in jail.run_script("import time; time.sleep(60)", limits=ASLEEP).reason
+    jail.close()
+
+
 @pytest.mark.slow
 def test_a_system_without_namespaces_is_refused_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    script = tmp_path / "jail_process.py"
-    text = (COMPONENTS / "jail_process.py").read_text()
-    text = text.replace("if libc.unshare(NEW_NAMESPACES):", "ctypes.set_errno(1)\n    if True:")
-    script.write_text(text)
-    for name in ("calls", "judge", "wire", "jobs"):
-        (tmp_path / f"jail_{name}.py").symlink_to(COMPONENTS / f"jail_{name}.py")
-    monkeypatch.setattr("leeway.envs.jail._SCRIPT", script)
+    changed = script_with(tmp_path, "if libc.unshare(NEW_NAMESPACES):", "ctypes.set_errno(1)\n    if True:")
+    monkeypatch.setattr("leeway.envs.jail._SCRIPT", changed)
     with pytest.raises(NoJailError, match=r"namespaces are refused .*not permitted.*sysctl"):
         Jail().run_script("1")
 

@@ -88,6 +88,13 @@ def test_engines_take_the_gpus_of_the_trainers_ranks_with_whom_they_take_turns(t
         places("a", "b", "b", "b")
 
 
+def test_where_nothing_trains_engines_have_gpus_of_their_own(tmp_path: Path) -> None:
+    """A config for turns also serves the recipe evaluate."""
+    config = load_config("quickstart", ["cluster.device=cuda", "cluster.placement=turns"], recipe="async_rl")
+    launcher = Launcher(config, find_recipe("evaluate"), run_dir=tmp_path, supervisor=Supervisor())
+    assert asyncio.run(launcher._engine_places()) == [({"num_gpus": 1}, [])]
+
+
 def test_devices_are_shared_one_to_one(tmp_path: Path) -> None:
     shared = ["cluster.device=cuda", "cluster.placement=together", "train.num_ranks=2"]
     with pytest.raises(ConfigError, match=r"rollout.num_generators: got 1, expected engines on 2 GPUs"):
