@@ -135,7 +135,7 @@ class NothingToFetch:
     def files(self, publication: Publication) -> tuple[()]:
         return ()
 
-    async def fetch(self, *_: Any) -> int:
+    async def fetch(self, *_: Any, **__: Any) -> int:
         raise AssertionError("these publications have no buckets")
 
 

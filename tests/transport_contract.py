@@ -108,7 +108,8 @@ class Synced:
     """An engine behind a transport, with the real weight sync and the real parameter server between them."""
 
     def __init__(self, transport: WeightTransport, **changes: Any) -> None:
-        self.engine, self.server, self.transport = Engine(), ParameterServer(), transport
+        self.engine: Any = Engine()  # it never sleeps
+        self.server, self.transport = ParameterServer(), transport
         settings: dict[str, Any] = {"deadline_s": 10.0, "max_failures": 2} | changes
         self.sync = WeightSync(
             self.engine,

@@ -123,7 +123,8 @@ def refused(run: Callable[[Any], Any], synced: Synced, publication: Publication)
 
 
 def links(end: Any) -> int:
-    return len((end._below if isinstance(end, Delta) else end)._sender._connections)
+    below: Any = end._below if isinstance(end, Delta) else end
+    return len(below._sender._connections)
 
 
 def until(holds: Callable[[], bool]) -> None:

@@ -259,7 +259,9 @@ def test_a_mixture_from_settings_with_environments_of_their_own(tmp_path):
     assert {t.info["taskset"] for t in held.tasks} == {"a", "b"}
     assert len(build(which="eval", evaluation=EvalConfig(num_tasks=5), **config).tasks) == 5
 
-    env = build_environment(EnvConfig(by_taskset={"b": {"name": "multi_turn", "options": {"max_turns": 2}}}))
+    env = build_environment(
+        EnvConfig.model_validate({"by_taskset": {"b": {"name": "multi_turn", "options": {"max_turns": 2}}}})
+    )
     assert isinstance(env, ByTaskSet)
     assert isinstance(env._environments["b"], MultiTurn)
     lakes = {"name": "python", "path": "leeway.envs.frozen_lake:lakes", "size": 5}
