@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -119,14 +120,29 @@ class Started:
         deadline = time.monotonic() + grace_s
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        return [" ".join(p.cmdline())[:200] for p in left if p.is_running()]
+        return [command_line(process)[:200] for process in left if process.is_running()]
+
+    def kill(self) -> None:
+        """SIGKILL to everything: no goodbyes, and in no order. What ends because another has ended is as welcome."""
+        processes = self.processes()
+        self.process.kill()
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait(10)
 
     def end(self) -> None:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(10)
-        for process in self.processes():
-            process.kill()
+        self.kill()
+
+
+def command_line(process: psutil.Process) -> str:
+    """Name and arguments; nothing of a process that has ended meanwhile."""
+    try:
+        return " ".join([process.name(), *process.cmdline()])
+    except psutil.NoSuchProcess:
+        return ""
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import ANY_ENGINE
+from .conftest import ANY_ENGINE, command_line
 
 REWARD = """
 from helper_beside import WORDS
@@ -44,7 +44,7 @@ def test_a_reward_asks_a_model_that_the_run_serves_and_nothing_is_left_of_it_whe
         "eval.num_tasks=32",
     )
     rows = command.wait_for_steps(2, timeout_s=300)
-    names = [" ".join(process.cmdline()) for process in command.processes()]
+    names = [command_line(process) for process in command.processes()]
     assert sum("AuxiliaryActor" in name for name in names) == 3, names
     # An engine has vLLM's title, or the command line of its start if none could be set (see test_endings.py).
     assert sum("EngineCore" in name or "multiprocessing.spawn" in name for name in names) == 1, names

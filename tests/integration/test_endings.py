@@ -24,7 +24,7 @@ import pytest
 
 from leeway.runtime.footprint import MARK_ENV, Footprint
 
-from .conftest import ROOT
+from .conftest import ROOT, command_line
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ ENGINE = ("EngineCore", "multiprocessing.spawn")
 
 
 def part_of(command: Any, *words: str) -> psutil.Process:
-    named = [(" ".join([p.name(), *p.cmdline()]), p) for p in command.processes()]
+    named = [(command_line(p), p) for p in command.processes()]
     found = [process for name, process in named if any(word in name for word in words)]
     assert found, "\n".join([command.output(), *(f"{p.pid} {name[:100]}" for name, p in named)])
     return found[0]
@@ -72,7 +72,7 @@ def check_that_only_this_user_on_this_machine_can_connect(command: Any, temporar
     listening = []
     for process in command.processes():
         with contextlib.suppress(psutil.NoSuchProcess):  # some of Ray's programs are short-lived
-            name = " ".join(process.cmdline())[:100]
+            name = command_line(process)[:100]
             for socket_ in process.net_connections("inet"):
                 is_open = socket_.type == socket.SOCK_DGRAM and not socket_.raddr
                 if is_open or socket_.status == psutil.CONN_LISTEN:

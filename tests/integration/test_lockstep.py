@@ -112,9 +112,7 @@ def half_way(start_for_all: Any, from_untrained: list[str], tmp_path_factory: py
         assert command.process.poll() is None, command.output()
         assert time.monotonic() < deadline, command.output()
         time.sleep(0.005)
-    for process in [command.process, *command.processes()]:
-        process.kill()  # no goodbyes, and in no order
-    command.process.wait(10)
+    command.kill()
     assert command.left_over(grace_s=15) == []
     assert not (command.run_dir / "summary.json").exists()
     saved = json.loads(latest.read_text())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import ANY_ENGINE
+from .conftest import ANY_ENGINE, command_line
 
 GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k/train.jsonl"
 
@@ -111,10 +111,10 @@ def test_gsm8k_rows_with_two_generators_until_an_interrupt_that_saves_a_checkpoi
     )
     rows = command.wait_for_steps(5, timeout_s=240)
     processes = command.processes()
-    generators = [p for p in processes if "CollectorActor" in " ".join([p.name(), *p.cmdline()])]
+    generators = [p for p in processes if "CollectorActor" in command_line(p)]
     assert len(generators) == 2
     assert not [m.path for p in generators for m in p.memory_maps() if "vllm" in m.path], "it loads nothing of vLLM"
-    assert not [p for p in processes if "EngineCore" in " ".join(p.cmdline())]
+    assert not [p for p in processes if "EngineCore" in command_line(p)]
     command.process.send_signal(number)
     run = command.wait(90)
     assert run.code == code, run.output

@@ -14,6 +14,7 @@ from leeway.collector.engine import EngineLost
 from leeway.weights import WeightSyncError
 
 from ..engine_contract import TOLERANCE, _in_flight
+from .conftest import command_line
 from .test_engine import MLP, UP, VLLM_OPTIONS, ServedByVllm, sabotaged
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.long("an engine of several processes")]
@@ -71,6 +72,6 @@ def test_the_death_of_one_rank_ends_the_engine_by_name_and_leaves_no_process(ser
             await asking
 
     served.run(dies())
-    trackers = [p for p in processes if p.is_running() and "resource_tracker" in " ".join(p.cmdline())]
+    trackers = [p for p in processes if "resource_tracker" in command_line(p)]
     _, left = psutil.wait_procs([p for p in processes if p not in trackers], timeout=30)
     assert not left
