@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import _pytest.logging
+
 # Loaded later than now, and so parsed by pytest's own loader, they meet finalizers that upset CPython 3.11's parser.
 import hypothesis.internal.observability
 import hypothesis.strategies._internal.random  # noqa: F401
 import pytest
+from _pytest.logging import catching_logs
 from hypothesis import settings
 
 from .tiers import APART, LONG, TOGETHER, sample
@@ -31,6 +36,23 @@ gc.disable()
 # torchrl loads vLLM wherever it is: a third of all that tests import, of no use to them. Until they are imported, it
 # is not there; those that start an engine load it then.
 sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]  # the import system's own sign for "not there"
+
+
+class LogsOfTheRoot(catching_logs):
+    """pytest's own also looks through all loggers, six times a test, for those that do not hand on to the root: torch,
+    transformers and ray bring hundreds, and of ours there is none.
+    """
+
+    def __enter__(self) -> Any:
+        if self.level is not None:  # --log-level
+            return super().__enter__()
+        root = logging.getLogger()
+        root.addHandler(self.handler)
+        self.attached_loggers.append(root)
+        return self.handler
+
+
+_pytest.logging.catching_logs = LogsOfTheRoot  # type: ignore[misc]
 
 INTEGRATION = Path(__file__).parent / "integration"
 
@@ -76,7 +98,6 @@ def pytest_collection_finish() -> None:
     """
     if sys.modules.get("vllm", sys) is None:
         del sys.modules["vllm"]
-    gc.collect()
     gc.freeze()
     gc.set_threshold(50_000)
     gc.enable()
@@ -115,5 +136,19 @@ def make(model_path: Path, group_of_one_rank: None) -> Iterator[Callable[..., An
     torch.set_num_threads(threads)
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or libraries that count their objects at the very end report each as leaked
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        atexit.register(_end_at_once, os.getpid())
+
+
+def _end_at_once(worker: int) -> None:
+    """Registered before any library, so called after what they registered: to take all of them apart, object by object,
+    costs a worker seconds, while the session waits.
+    """
+    if os.getpid() == worker:
+        os._exit(0)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        gc.unfreeze()  # or libraries that count their objects at the very end report each as leaked

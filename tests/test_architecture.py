@@ -57,10 +57,23 @@ def tree_of(file: Path) -> ast.Module:
 
 
 @cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    """Every node of the file's tree. `ast.walk` asks each for all the fields that it may have: three times as slow."""
+    nodes: list[ast.AST] = [tree_of(file)]
+    for node in nodes:
+        for value in vars(node).values():
+            if isinstance(value, ast.AST):
+                nodes.append(value)
+            elif isinstance(value, list):
+                nodes += [item for item in value if isinstance(item, ast.AST)]
+    return nodes
+
+
+@cache
 def imports(file: Path) -> list[tuple[int, str, int]]:
     """(line, absolute dotted module, relative level) of every import anywhere in the file."""
     found = []
-    for node in ast.walk(tree_of(file)):
+    for node in nodes_of(file):
         if isinstance(node, ast.Import):
             found += [(node.lineno, alias.name, 0) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -132,7 +145,7 @@ def test_nothing_that_is_read_is_unpickled() -> None:
             assert not module.startswith("torch.distributed.checkpoint"), (
                 f"{where(file, line)}: its metadata is pickled"
             )
-        for node in ast.walk(tree_of(file)):
+        for node in nodes_of(file):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 call = (node.value.id, node.attr)
                 assert call not in UNSAFE_CALLS, f"{where(file, node.lineno)}: {'.'.join(call)} can run what it reads"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..section import Section, sections_in
@@ -41,6 +42,8 @@ class OnlyIn:
     fix: str = "leave it out"
     in_files: bool = False
 
+
+Markers = tuple[OnlyWith | OnlyIn, ...]
 
 ANY = OnlyIn(lambda recipe: True, "all recipes")
 TRAINING = OnlyIn(lambda recipe: recipe.trains, "recipes that train")
@@ -92,16 +95,31 @@ def _refused(key: str, value: Any, where: str, fix: str = "leave it out") -> Con
     return ConfigError(key, got=value, expected=f"nothing: it has an effect only {where}", fix=fix)
 
 
-def _set(
-    section: Section, prefix: str = "", inherited: tuple[Any, ...] = ()
-) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
+def _set(section: Section, prefix: str = "", inherited: Markers = ()) -> Iterator[tuple[str, Any, Markers]]:
     """(key, value, markers) of every setting that differs from its default. A field's own markers of a kind replace
     those of its section.
     """
-    for name, field in type(section).model_fields.items():
-        value, own = getattr(section, name), tuple(m for m in field.metadata if isinstance(m, OnlyWith | OnlyIn))
+    for name, default, own, may_be_section in _fields(type(section)):
+        value = getattr(section, name)
+        is_section = may_be_section and isinstance(value, Section)
+        if not is_section and value == default:
+            continue
         markers = own + tuple(m for m in inherited if not any(type(m) is type(o) for o in own))
-        if isinstance(value, Section) and sections_in(field.annotation):
+        if is_section:
             yield from _set(value, f"{prefix}{name}.", markers)
-        elif value != field.get_default(call_default_factory=True):
+        else:
             yield f"{prefix}{name}", value, markers
+
+
+@cache
+def _fields(section: type[Section]) -> list[tuple[str, Any, Markers, bool]]:
+    """(name, default, own markers, whether it may hold a section) of each field: asked of pydantic once."""
+    return [
+        (
+            name,
+            field.get_default(call_default_factory=True),
+            tuple(marker for marker in field.metadata if isinstance(marker, OnlyWith | OnlyIn)),
+            bool(sections_in(field.annotation)),
+        )
+        for name, field in section.model_fields.items()
+    ]

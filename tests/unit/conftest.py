@@ -50,7 +50,8 @@ def root_logger_as_it_was() -> Iterator[None]:
     root = logging.getLogger()
     level = root.level
     yield
-    root.setLevel(level)
+    if root.level != level:  # setting it has every logger forget what it knew, and torch brings a thousand of them
+        root.setLevel(level)
 
 
 @dataclass(frozen=True)
