@@ -37,7 +37,7 @@ from leeway.config.transports import TRANSPORTS
 from leeway.transports.delta import Delta
 from leeway.transports.object_store import ObjectStore
 from leeway.transports.transport import TransportSettings, open_transport
-from leeway.weights import Canary, CanaryPrompts, Manifest, Publication, checksum_of, digest_of, plan_buckets
+from leeway.weights import Canary, CanaryPrompts, Manifest, Publication, Tolerance, checksum_of, digest_of, plan_buckets
 
 SHAPES = {
     "quickstart": dict(
@@ -132,7 +132,7 @@ class Bench:
             self._nothing,
             transport,
             in_flight="recompute",
-            tolerance=tolerance,
+            tolerance=Tolerance(tolerance),
             pull_every=1,
             deadline_s=300,
             paused=self._paused,
@@ -159,7 +159,7 @@ class Bench:
             staged.release()
         (r,) = sync.drain_reports()
         cpu = publish_s, self._paused_at - begun, self._resumed_at - self._paused_at, after - self._resumed_at
-        return Pulled(*cpu, r.ahead_s, r.pause_s, r.proof_s, fetched_bytes, r.served_gap)
+        return Pulled(*cpu, r.ahead_s, r.pause_s, r.proof_s, fetched_bytes, r.served_gap.largest)
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ from leeway.weights import (
     CanaryPrompts,
     Manifest,
     Publication,
+    Tolerance,
     WeightSyncError,
     checksum_of,
     digest_of,
@@ -138,7 +139,7 @@ class Served:
             nothing,
             ObjectStore.of_this_process(),
             in_flight=in_flight,
-            tolerance=TOLERANCE,
+            tolerance=Tolerance(TOLERANCE),
             pull_every=1,
             deadline_s=deadline_s,
             paused=lambda: ActivityClock().doing("pause"),
@@ -153,7 +154,7 @@ class Served:
     async def give_async(self, manifest: Manifest, buckets: list[np.ndarray], in_flight: str = "recompute") -> float:
         weight_sync = self.weight_sync(in_flight)
         await sync(weight_sync, manifest, buckets)
-        return weight_sync.drain_reports()[0].served_gap
+        return weight_sync.drain_reports()[0].served_gap.largest
 
     def recover(self) -> None:
         """After a refused weight sync the engine is paused and half loaded: a whole good version repairs it."""

@@ -24,7 +24,7 @@ from leeway.replay.buffer import ReplayBuffer
 from leeway.replay.position import Position
 from leeway.trainer.shards import write_safetensors
 from leeway.types import Admission, Group, Task, Trajectory
-from leeway.weights import Canary, CanaryGap, CanaryPrompts, Manifest, Publication, digest_of
+from leeway.weights import Canary, CanaryGap, CanaryPrompts, Manifest, Publication, Tolerance, digest_of
 
 # ------------------------------------------------------------------------------------- a collector and its engine
 
@@ -74,7 +74,7 @@ class FakeEngine:
     async def score(self, canary: Canary) -> CanaryGap:
         if self.canary_gate is not None:
             await self.canary_gate.wait()
-        return CanaryGap(self.gap, self.gap)
+        return CanaryGap(self.gap, self.gap, 0.0)
 
     def shutdown(self) -> None:
         self.shut_down = True
@@ -149,7 +149,7 @@ class Rig:
         self.environment = environment or Answer()
         pull_settings = {
             "in_flight": "recompute",
-            "tolerance": 1e-4,
+            "tolerance": Tolerance(1e-4),
             "pull_every": 1,
             "deadline_s": 5.0,
             "max_failures": 0,

@@ -29,6 +29,7 @@ from leeway.weights import (
     Manifest,
     Publication,
     TensorEntry,
+    Tolerance,
     WeightSyncError,
     checksum_of,
     digest_of,
@@ -101,7 +102,7 @@ class Engine:
     async def read_back(self, staged: StagedWeights) -> None: ...
 
     async def score(self, canary: Canary) -> CanaryGap:
-        return CanaryGap(0.0, 0.0)
+        return CanaryGap(0.0, 0.0, 0.0)
 
 
 class Synced:
@@ -116,7 +117,7 @@ class Synced:
             lambda newer_than, timeout_s: self.server.pull(newer_than=newer_than, timeout_s=timeout_s),
             transport,
             in_flight="recompute",
-            tolerance=1e-4,
+            tolerance=Tolerance(1e-4),
             pull_every=1,
             paused=lambda: ActivityClock().doing("pause"),
             on_quarantine=self.never,

@@ -11,6 +11,7 @@ from ..config import Config, Hardware, Stage, bundled_configs, bundled_recipes, 
 from ..config.secrets import shown_argument
 from ..config.transports import transport_needs
 from ..config.user_code import code_that_runs
+from ..weights import Tolerance
 
 
 def bundled_table() -> str:
@@ -83,7 +84,7 @@ def _rows(stage: Stage) -> list[tuple[str, str]]:
             ),
             ("reorder window", f"{d.reorder_window} groups"),
             ("max outstanding groups", str(d.max_outstanding_groups)),
-            ("served tolerance", f"{d.served_tolerance:g}"),
+            ("served tolerance", _tolerance(d.served_tolerance)),
             ("weight transport", _transport(config)),
         ]
     for role, count in d.processes.items():
@@ -93,6 +94,12 @@ def _rows(stage: Stage) -> list[tuple[str, str]]:
     if d.gpus_needed:
         rows.append(("GPUs needed", str(d.gpus_needed)))
     return rows
+
+
+def _tolerance(served: Tolerance) -> str:
+    if served.factor is None:
+        return f"{served.largest:g}"
+    return f"{served.factor:g} x the gaps of each engine's own loads, {served.least:.2g} to {served.largest:g}"
 
 
 def _transport(config: Config) -> str:

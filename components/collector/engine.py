@@ -10,7 +10,6 @@ An implementation is a class with `start`, named in `config/engines.py` or by a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -34,7 +33,8 @@ class EngineLost(RuntimeError):
 class EngineSettings:
     """Everything an engine is started with. `cores`: CPU cores for its compute threads (empty: not pinned).
 
-    `name`: what `rollout.engine.name` says; `options`: the rest of `rollout.engine`. `load_weights`: serve the weights
+    `name`: what `rollout.engine.name` says; `options`: the rest of `rollout.engine`. `head_dtype`: what the output head
+    computes in (None: in `dtype`); an engine that cannot do that raises `Refused`. `load_weights`: serve the weights
     in `model_path` as version 0; else serve nothing before a verified load. `seeded`: some requests have a seed.
     `read_back`: whether `Engine.read_back` compares anything. `sleep_level`: of `Engine.sleep` (None: it is never
     called). `max_model_len`: tokens of a prompt and its response. `kv_cache_gib`: memory for keys and values on a CPU,
@@ -50,6 +50,7 @@ class EngineSettings:
     cores: list[int]
     kv_cache_gib: float
     name: str = "vllm"
+    head_dtype: str | None = None
     load_weights: bool = False
     seeded: bool = False
     read_back: bool = True
@@ -201,8 +202,3 @@ async def start_engine(settings: EngineSettings) -> Engine:
         engine_kind(settings.name).target, key="rollout.engine.name", expected="a class like leeway's Engine"
     )
     return await cls.start(settings)
-
-
-def largest(gaps: list[float]) -> float:
-    """The largest gap, NaN if any is: `max` alone loses a NaN that does not come first."""
-    return math.nan if any(math.isnan(g) for g in gaps) else max(gaps, default=0.0)

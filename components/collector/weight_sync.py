@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..transports.transport import Fetches
-from ..weights import CanaryGap, Manifest, Publication, WeightSyncError, check_bucket
+from ..weights import CanaryGap, Manifest, Publication, Tolerance, WeightSyncError, check_bucket
 from .engine import LoadsWeights, StagedWeights
 
 logger = logging.getLogger(__name__)
@@ -57,14 +57,16 @@ class SyncReport:
     """One weight sync, in seconds: `ahead_s` to fetch, check and load ahead, `drain_s` until the engine stood still,
     `pause_s` without generation, `proof_s` from there to the end of the proof. Only in the pause nothing is generated.
 
-    `served_gap`: the largest on the canary. `num_bytes`: of the version; `fetched_bytes`: that came from the trainer.
+    `served_gap`: on the canary, `tolerance`: what its largest and its mean were held to. `num_bytes`: of the version;
+    `fetched_bytes`: that came from the trainer.
     """
 
     ahead_s: float
     drain_s: float
     pause_s: float
     proof_s: float
-    served_gap: float
+    served_gap: CanaryGap
+    tolerance: tuple[float, float]
     num_bytes: int
     fetched_bytes: int
 
@@ -83,7 +85,7 @@ class WeightSync:
         transport: Fetches,
         *,
         in_flight: str,
-        tolerance: float,
+        tolerance: Tolerance,
         pull_every: int,
         deadline_s: float,
         paused: Callable[[], AbstractContextManager[None]],
@@ -360,20 +362,18 @@ class WeightSync:
                 drain_s=times.drain_s,
                 pause_s=times.pause_s,
                 proof_s=time.monotonic() - loaded,
-                served_gap=gap.largest,
+                served_gap=gap,
+                tolerance=self._tolerance.limits,
                 num_bytes=manifest.num_bytes,
                 fetched_bytes=fetched_bytes,
             )
         )
+        self._tolerance = self._tolerance.after(gap)
 
     async def _canary_gap(self, manifest: Manifest) -> CanaryGap:
         gap = await self._engine.score(manifest.canary)
-        if not gap.within(self._tolerance):
-            raise manifest.error(
-                "compute",
-                f"engine and trainer differ on the canary by {gap}; "
-                f"param_server.served_tolerance is {self._tolerance:g}",
-            )
+        if not self._tolerance.allows(gap):
+            raise manifest.error("compute", f"engine and trainer differ on the canary by {gap}; {self._tolerance}")
         return gap
 
     def _refuse(self, error: WeightSyncError) -> None:

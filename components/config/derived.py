@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..weights import Tolerance
 from .engines import devices_of, split_options
 from .inputs import AuxiliaryModel
 from .recipe import ONLINE_RL, Needs
@@ -44,7 +45,7 @@ class Derived:
     processes: dict[str, int]
     cpus: dict[str, int]
     gpus: dict[str, int]
-    served_tolerance: float
+    served_tolerance: Tolerance
     lockstep: bool
     skip_zero_advantage: bool
     scores_proximal: bool
@@ -130,7 +131,7 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
         seeded_requests=lockstep or config.staleness.in_flight == "off",
         versions_kept=bound + n + 1 if rollout.pull == "oldest" else 1,
         shares_devices=cluster.shares_devices and recipe.is_online,
-        served_tolerance=config.param_server.served_tolerance or (1e-4 if config.model.dtype == "float32" else 0.1),
+        served_tolerance=config.param_server.tolerance_in(config.model.dtype),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from ..section import Section
-from ..weights import Checksum
+from ..weights import Checksum, Tolerance
 from .effect import ANY, OnlyWith
 from .engines import HIGHEST_TEMPERATURE, LEAST_TEMPERATURE, split_options
 from .names import PRIORITIES
@@ -15,6 +15,10 @@ from .plugins import OperatorName
 from .transports import transport_kind
 
 REUSED = OnlyWith(lambda c: c.replay.max_uses > 1, "replay.max_uses is above 1")
+CALIBRATED = OnlyWith(
+    lambda c: c.param_server.served_tolerance == "auto" and c.model.dtype != "float32",
+    "param_server.served_tolerance is auto and model.dtype bfloat16 or float16",
+)
 RANKED = OnlyWith(lambda c: c.replay.sampling == "priority", "replay.sampling is priority")
 
 
@@ -135,6 +139,12 @@ class ReplayConfig(Section):
     )
 
 
+CALIBRATED_AT_MOST = {"largest": 3.0, "mean": 0.3}
+"""Nats. The faults that the canary alone can see (tensors exchanged within a layer, an old prefix cache) are larger."""
+RESOLUTION = {"bfloat16": 2**-7, "float16": 2**-10}
+"""Relative distance of neighbouring numbers, by type: no calibration comes out at fewer nats."""
+
+
 class ParamServerConfig(Section):
     """How weights travel from the trainer to the engines."""
 
@@ -183,10 +193,24 @@ class ParamServerConfig(Section):
         default=2,
         description="how many more pulls an engine gets to recover after it fails a check",
     )
-    served_tolerance: PositiveFloat | None = Field(
-        default=None,
-        description="largest allowed logprob gap between engine and trainer; null: 1e-4 in float32, 0.1 in bfloat16",
+    served_tolerance: PositiveFloat | Literal["auto"] = Field(
+        default="auto",
+        description="largest allowed logprob gap between engine and trainer, in nats; auto: 1e-4 if model.dtype is "
+        "float32, else a multiple of the gap that each engine's own loads have shown",
     )
+    tolerance_factor: Annotated[float, CALIBRATED] = Field(
+        default=2.0,
+        ge=1.0,
+        description="served_tolerance=auto: that multiple, of the mean gap; of the largest 3 times it",
+    )
+
+    def tolerance_in(self, dtype: str) -> Tolerance:
+        """Of canary gaps where trainer and engine compute in this type."""
+        if self.served_tolerance != "auto":
+            return Tolerance(self.served_tolerance)
+        if dtype == "float32":
+            return Tolerance(1e-4)
+        return Tolerance(**CALIBRATED_AT_MOST, factor=self.tolerance_factor, least=RESOLUTION[dtype])
 
     @property
     def checked_with(self) -> Checksum:

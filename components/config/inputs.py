@@ -12,6 +12,7 @@ from .effect import EVALUATION, GENERATION, PAIRS, TRAINING, OnlyWith, for_sourc
 from .engines import Temperature
 from .plugins import EnvironmentName, RewardName, target
 
+IN_HALF = OnlyWith(lambda c: c.model.dtype != "float32", "model.dtype is bfloat16 or float16")
 BY_DIFFICULTY = OnlyWith(lambda c: c.task.order == "easy_to_hard", "task.order is easy_to_hard")
 
 
@@ -35,7 +36,14 @@ class ModelConfig(Section):
         description="folder with a Hugging Face model, a hub id (org/name), or the folder of a run: its newest weights",
     )
     init: ModelInit | None = Field(default=None, description="build a fresh tiny model instead of loading one")
-    dtype: Literal["float32", "bfloat16"] = Field(default="bfloat16", description="compute type of trainer and engine")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="bfloat16",
+        description="compute type of trainer and engine; in float16 they differ least, and the trainer scales its loss",
+    )
+    head_dtype: Annotated[Literal["float32"] | None, IN_HALF] = Field(
+        default=None,
+        description="compute type of the output head and its logprobs in trainer and engine; null: model.dtype",
+    )
     attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = Field(
         default="auto",
         description="attention of the trainer; auto: packed where that is exact, else the first of sdpa, eager that is",

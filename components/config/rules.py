@@ -355,6 +355,15 @@ def a_reference_is_used(config: Config) -> None:
         )
 
 
+def a_critic_computes_in_a_wide_type(config: Config) -> None:
+    if config.algorithm.needs_critic and config.model.dtype == "float16":
+        raise ConfigError(
+            "model.dtype",
+            expected="float32 or bfloat16 where the advantage needs a critic: its loss is not scaled for float16",
+            fix="set model.dtype=bfloat16, or another algorithm.advantage",
+        )
+
+
 def a_critic_leaves_the_policy_time(config: Config) -> None:
     steps, warmup = config.train.steps, config.critic.warmup_steps
     if steps is not None and warmup >= steps:
@@ -424,6 +433,7 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
     filters_leave_something,
     a_reference_is_used,
     a_critic_leaves_the_policy_time,
+    a_critic_computes_in_a_wide_type,
 )
 COMMON_RULES: tuple[Rule, ...] = (
     model_is_loaded_or_built,

@@ -48,6 +48,8 @@ FREE_KEYS = {"train.steps", "train.epochs", "train.num_ranks", "train.max_tokens
     "train.compile",
     "train.cpu_offload",
     "optimizer.max_skipped_steps",
+    "param_server.served_tolerance",
+    "param_server.tolerance_factor",
     "rollout.num_generators",
     "rollout.sleep_level",
     "rollout.timeout_s",
@@ -62,7 +64,8 @@ class Checkpoints:
     Training continues while files are written; at most one save is under way. If one fails, the run ends, naming it, at
     the next thing that it waits for. `config` is kept with each checkpoint. `position(policy_version)` returns the
     position in the data at that version, as JSON-able data; None: it is in the middle of a batch, from where no run can
-    be resumed. `resumed`: the checkpoint that this run was resumed from.
+    be resumed. `on_record`: what else to write down, for readers alone. `resumed`: the checkpoint that this run was
+    resumed from.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Checkpoints:
         trainers: Sequence[Any],
         supervisor: Supervisor,
         position: Callable[[int], Awaitable[dict[str, Any] | None]] | None = None,
+        on_record: Callable[[], dict[str, Any]] = dict,
         resumed: Path | None = None,
     ) -> None:
         self._directory = directory
@@ -83,6 +87,7 @@ class Checkpoints:
         self._trainers = trainers
         self._supervisor = supervisor
         self._position = position
+        self._on_record = on_record
         self._own = set() if resumed is None else {resumed.resolve()}  # complete ones: written or checked by this run
         self._last_step = step_of(resumed) if resumed is not None else 0
         self._writing: asyncio.Future[None] | None = None
@@ -126,6 +131,7 @@ class Checkpoints:
             discard(folder)  # damaged: the run skipped it when it resumed, and has now reached the same step again
         hf, state = (wanted and not (folder / name).exists() for name, wanted in (("hf", hf), (STATE_DIR, state)))
         about: dict[str, Any] = {"policy_version": step, "base_model": self._base_model, "config": self._config}
+        about |= self._on_record()
         if self._position is not None and state:
             about["position"] = await self._position(step)
             state = about["position"] is not None

@@ -96,6 +96,8 @@ class Reporter:
         self._learning = LearningWatch(config, monitor.run_dir, earlier=self._rows() if first_step else ())
         self._queue: asyncio.Queue[StepReport | None] = asyncio.Queue(maxsize=REPORTS_AHEAD)
         self._last_stats = time.monotonic()
+        self.served_tolerance: dict[str, float] = {}
+        """What the last loads that were reported were held to."""
         self._training = False
         self._running: asyncio.Task[None] | None = None
 
@@ -182,6 +184,8 @@ class Reporter:
         )
         now = time.monotonic()
         seconds, self._last_stats = now - self._last_stats, now
+        held_to = {name: value for name, value in stats.items() if name.startswith("param_server/served_tolerance/")}
+        self.served_tolerance = held_to or self.served_tolerance
         if self._training:
             stats["collector/interval_s"] = seconds
         if step is not None or not self._first_step:
@@ -227,6 +231,8 @@ def summary_of(rows: Sequence[Mapping[str, Any]], *, steps: int) -> dict[str, An
         "max_policy_lag_observed": int(largest("train/policy_lag/max")),
         "dropped_stale": int(largest("replay/dropped_stale")),
         "served_gap_max": float(largest("param_server/served_gap/max")),
+        "served_tolerance_max": float(largest("param_server/served_tolerance/max")),
+        "served_tolerance_mean": float(largest("param_server/served_tolerance/mean")),
         "quarantines": int(largest("collector/quarantines")),
         "pulls": int(sum(values("param_server/pulls"))),
         "efficiency_second_half": efficiency,

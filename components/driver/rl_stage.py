@@ -71,7 +71,7 @@ class RLStage:
                 warn=lambda text: say(f"{self._context.name}: warning: {text}"),
             )
             await self._launch()
-            checkpoints = self._checkpoints()
+            checkpoints = self._checkpoints(report)
             run = RLRun(
                 self._config,
                 self._parts,
@@ -128,13 +128,15 @@ class RLStage:
             await asyncio.wait([trainers])
         await self._launcher.collectors()
 
-    def _checkpoints(self) -> Checkpoints:
+    def _checkpoints(self, report: Reporter) -> Checkpoints:
         return Checkpoints(
             self._context.dir / "checkpoints",
             config=self._config,
             trainers=self._parts.trainers,
             supervisor=self._parts.supervisor,
             position=lambda version: self._wait(self._parts.buffer.position.remote(version), "replay"),
+            # A resumed run calibrates anew: its engines are new, and may be on another machine.
+            on_record=lambda: report.served_tolerance,
             resumed=self._resumed,
         )
 

@@ -31,13 +31,20 @@ PREFILL_TOKENS = 4096
 """Most tokens, padding included, of one pass over prompts."""
 
 
-def load_decoder(path: str, *, max_length: int, device: torch.device, dtype: torch.dtype) -> Decoder:
+def load_decoder(
+    path: str,
+    *,
+    max_length: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dtype: torch.dtype | None = None,
+) -> Decoder:
     """The model at `path`, proven to give responses token by token the logprobs that it gives them at once.
 
     Raises `Refused` in one line for a model that does not.
     """
     try:
-        model = load_model(path, packing="shared", max_length=max_length, device=device)
+        model = load_model(path, packing="shared", head_dtype=head_dtype, max_length=max_length, device=device)
     except ModelRefusedError as error:
         raise Refused(_refusal(path, str(error))) from None
     model.requires_grad_(False)
@@ -244,7 +251,7 @@ class Decoder:
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, D] -> [S, V], float32, capped but not yet scaled; see `LogitTransform`."""
-        logits: torch.Tensor = output_head(self.model.lm)(hidden).float()
+        logits: torch.Tensor = self.model.logits(hidden).float()
         cap = self.model.transform.cap
         return cap * torch.tanh(logits / cap) if cap else logits
 

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from ..collector.clock import RolloutClock
-from ..collector.engine import EngineLost, EngineSettings, LoadTimes, SampledTokens, StagedWeights, largest
+from ..collector.engine import EngineLost, EngineSettings, LoadTimes, SampledTokens, StagedWeights
 from ..collector.progress import Progress, Sampled
 from ..failures import Refused
 from ..transports.shared_memory import mapped
@@ -260,6 +260,7 @@ class HfEngine:
                 max_length=s.max_model_len,
                 device=torch.device(s.device),
                 dtype=getattr(torch, s.dtype),
+                head_dtype=None if s.head_dtype is None else getattr(torch, s.head_dtype),
             )
         decoder.prefill([0], [[0]])
         memory = s.kv_cache_gib * 2**30 if s.device == "cpu" else torch.cuda.mem_get_info()[0] / 2
@@ -393,12 +394,12 @@ class HfEngine:
         ]
         contexts = canary.prompts.cached
         if not contexts:
-            return CanaryGap(largest(gaps), 0.0)
+            return CanaryGap.of(gaps, [])
         decoder.prefill(range(len(contexts)), [c[:-1] for c in contexts])
         logits = decoder.step([c[-1] for c in contexts], [len(c) - 1 for c in contexts])
         logprobs = torch.log_softmax(logits * decoder.model.transform.scale, dim=-1)
         got = [float(row[token]) for row, token in zip(logprobs, canary.next_tokens, strict=True)]
-        return CanaryGap(largest(gaps), largest([abs(a - b) for a, b in zip(got, canary.next_logprobs, strict=True)]))
+        return CanaryGap.of(gaps, [abs(a - b) for a, b in zip(got, canary.next_logprobs, strict=True)])
 
     def _close(self) -> None:
         self._die(EngineLost("the inference engine was shut down"))

@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 
 from ..collector.clock import RolloutClock
-from ..collector.engine import EngineLost, EngineSettings, LoadTimes, SampledTokens, StagedWeights, largest
+from ..collector.engine import EngineLost, EngineSettings, LoadTimes, SampledTokens, StagedWeights
 from ..collector.progress import Progress, Sampled
+from ..failures import Refused
 from ..transports.shared_memory import SharedFolder
 from ..weights import Canary, CanaryGap, Manifest
 from . import vllm_worker_env as worker_env
@@ -85,6 +86,8 @@ class VllmEngine:
             enable_sleep_mode=settings.sleep_level is not None and settings.device == "cuda",
         )
         options = dict(settings.options)
+        if settings.head_dtype is not None:
+            options["hf_overrides"] = {**options.get("hf_overrides", {}), "head_dtype": settings.head_dtype}
         self._double_buffer = options.pop("double_buffer", True)
         self._num_ranks = options.get("tensor_parallel_size", 1)
         if settings.device == "cpu":
@@ -98,6 +101,13 @@ class VllmEngine:
                 args |= dict(enable_chunked_prefill=False)
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(args | options)))
         vllm_config = self._llm.vllm_config
+        head_dtype = str(vllm_config.model_config.head_dtype).removeprefix("torch.")
+        if settings.head_dtype not in (None, head_dtype):
+            self._llm.shutdown()
+            raise Refused(
+                f"model.head_dtype: got {settings.head_dtype}, expected {head_dtype}, in which this vLLM computes the "
+                "output head of this model; leave it out, or set rollout.engine.name=hf"
+            )
         self.places = vllm_config.scheduler_config.max_num_seqs * vllm_config.parallel_config.data_parallel_size
         self.cache_tokens = (vllm_config.cache_config.num_gpu_blocks or 0) * (vllm_config.cache_config.block_size or 0)
         self.progress = Progress()
@@ -158,10 +168,11 @@ class VllmEngine:
         earlier version may have left there.
         """
         prompts = canary.prompts
-        scored = [self._scored_gap(s, lp) for s, lp in zip(prompts.scored, canary.logprobs, strict=True)]
+        scored = [self._scored_gaps(s, lp) for s, lp in zip(prompts.scored, canary.logprobs, strict=True)]
         cached = zip(prompts.cached, canary.next_tokens, canary.next_logprobs, strict=True)
         gaps = await asyncio.gather(*scored, *(self._continued_gap(*c) for c in cached))
-        return CanaryGap(largest(gaps[: len(scored)]), largest(gaps[len(scored) :]))
+        at = len(scored)
+        return CanaryGap.of([gap for of_prompt in gaps[:at] for gap in of_prompt], [gap for [gap] in gaps[at:]])
 
     def stage(self, manifest: Manifest, files: Sequence[Path] = ()) -> StagedWeights:
         """Files in shared memory, which the engine's process maps."""
@@ -262,16 +273,16 @@ class VllmEngine:
         with self.progress.call(), self._alive():
             yield
 
-    async def _scored_gap(self, sequence: list[int], expected: list[float]) -> float:
+    async def _scored_gaps(self, sequence: list[int], expected: list[float]) -> list[float]:
         params = self._params(max_tokens=1, temperature=1.0, prompt_logprobs=0)
         scored = (await self._final_output(sequence, params, priority=CANARY_PRIORITY)).prompt_logprobs
         got = [scored[t][sequence[t]].logprob for t in range(1, len(sequence))]
-        return largest([abs(a - b) for a, b in zip(got, expected, strict=True)])
+        return [abs(a - b) for a, b in zip(got, expected, strict=True)]
 
-    async def _continued_gap(self, context: list[int], token: int, expected: float) -> float:
+    async def _continued_gap(self, context: list[int], token: int, expected: float) -> list[float]:
         params = self._params(max_tokens=1, temperature=1.0, logprob_token_ids=[token])
         output = (await self._final_output(context, params, priority=CANARY_PRIORITY)).outputs[0]
-        return abs(output.logprobs[0][token].logprob - expected)
+        return [abs(output.logprobs[0][token].logprob - expected)]
 
     async def _final_output(
         self, prompt_tokens: list[int], params: Any, *, priority: int = 0, clock: RolloutClock | None = None

@@ -107,10 +107,12 @@ def read_back(
     dtype: torch.dtype,
     device: torch.device,
     turn: int,
+    head_is_packed: bool = True,
 ) -> Generator[None, None, ReadBack]:
     """Compare what `model` computes with to the published `tensors`, in pieces: it may compute something in between.
 
-    `turn` chooses the block of columns where reading all of them would cost too much.
+    `turn` chooses the block of columns where reading all of them would cost too much. `head_is_packed`: the output head
+    is computed by a kernel like other matrices, not from its plain weight in another type.
     """
     published = Published(dtype=dtype, device=device)
     for name, tensor in tensors:
@@ -132,11 +134,12 @@ def read_back(
                 unread.add(f"{layer}.experts")
         elif not _is_readable(module) or layer not in names:
             unread.add(layer)
-    packed = sum(math.prod(_shape(m)) for m in modules.values() if _is_packed(m))
-    num_columns = max(1, int(MAX_MULTIPLICATIONS / max(1, packed)))
+    packed = {id(m) for m in modules.values() if _is_packed(m) and (head_is_packed or isinstance(m, LinearBase))}
+    sizes = sum(math.prod(_shape(m)) for m in modules.values() if id(m) in packed)
+    num_columns = max(1, int(MAX_MULTIPLICATIONS / max(1, sizes)))
     for (layer, _), module in modules.items():
         if layer not in unread and not isinstance(module, RoutedExperts):
-            for width, sums in _sums(module, dtype, num_columns, turn):
+            for width, sums in _sums(module, dtype, num_columns, turn, packed=id(module) in packed):
                 found[layer, width] = found[layer, width] + sums if (layer, width) in found else sums
             yield
     for name, module in model.named_modules():
@@ -167,11 +170,11 @@ def _expert_sums(module: RoutedExperts, layer: str, dtype: torch.dtype) -> Itera
 
 
 def _sums(
-    module: torch.nn.Module, dtype: torch.dtype, num_columns: int, turn: int
+    module: torch.nn.Module, dtype: torch.dtype, num_columns: int, turn: int, *, packed: bool
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """(width, column sums of this turn's block) of each of a module's own parameters."""
     for name, parameter in module.named_parameters(recurse=False):
-        if name == "weight" and _is_packed(module):
+        if name == "weight" and packed:
             width = _shape(module)[1]
             identity = _block(torch.eye(width, dtype=dtype, device=parameter.device), num_columns, turn)
             columns = module.cpu_linear(identity, parameter, None)  # type: ignore[operator]

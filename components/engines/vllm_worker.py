@@ -257,12 +257,14 @@ class EngineWeights:
             raise self._manifest.error("load", f"no published tensor reached {', '.join(missing)}")
 
     def _read_back(self, manifest: Manifest) -> Iterator[None]:
+        served = self._config.model_config
         result = yield from read_back(
             self.model,
             self._own_tensors(),
-            dtype=self._config.model_config.dtype,
+            dtype=served.dtype,
             device=self._device,
             turn=manifest.policy_version,
+            head_is_packed=served.head_dtype == served.dtype,
         )
         if result.differing:
             where = ", ".join(result.differing)

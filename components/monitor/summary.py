@@ -28,6 +28,8 @@ _ORDER = (
     "max_policy_lag_observed",
     "dropped_stale",
     "served_gap_max",
+    "served_tolerance_max",
+    "served_tolerance_mean",
     "weights_sha256",
     "versions",
 )

@@ -105,6 +105,7 @@ def engine_settings(config: Config, *, cores: list[int], load_weights: bool) -> 
         name=config.rollout.engine_name,
         model_path=config.model.path,
         dtype=config.model.dtype,
+        head_dtype=config.model.head_dtype,
         device=config.cluster.device,
         max_model_len=config.rollout.max_model_len,
         seed=config.seed,

@@ -63,6 +63,7 @@ def take_state(
     num_ranks: int,
     policy_version: int,
     objective: dict[str, float],
+    loss_scale: dict[str, float],
     copy: bool,
 ) -> TrainerState:
     """The current state of this rank; with `copy`, a snapshot in main memory that training does not change.
@@ -74,6 +75,8 @@ def take_state(
         tensors = {name: _copied(tensor) for name, tensor in tensors.items()}
     tensors |= {f"{_rng_prefix(rank)}{name}": state for name, state in rng_state(device).items()}
     about = {"format": FORMAT, "policy_version": policy_version, "num_ranks": num_ranks, "objective": objective}
+    if loss_scale:
+        about["loss_scale"] = loss_scale
     return TrainerState(tensors=tensors, about=about, rank=rank, num_ranks=num_ranks)
 
 

@@ -51,6 +51,7 @@ def load_model(
     *,
     attn: str = "auto",
     packing: str = "auto",
+    head_dtype: torch.dtype | None = None,
     chunk_tokens: int | None = None,
     max_length: int | None = None,
     device: torch.device | None = None,
@@ -58,12 +59,18 @@ def load_model(
     """The model in float32 (master weights) on `device`, scored exactly as by transformers, without noise.
 
     `packing`: a `Packing`, or "auto": shared where that is exact, else padded. `attn`: an attention of transformers, or
-    "auto": the first of sdpa and eager that is exact. `chunk_tokens`: the most tokens whose logits exist at a time;
-    None: `MANY_LOGITS`. `max_length`: of the run's longest sequence; None: the model's own limit. Raises a one-line
-    `ModelRefusedError` if no requested way is exact. Costs about ten passes over at most forty tokens.
+    "auto": the first of sdpa and eager that is exact. `head_dtype`: see `ScoringModel`. `chunk_tokens`: the most tokens
+    whose logits exist at a time; None: `MANY_LOGITS`. `max_length`: of the run's longest sequence; None: the model's
+    own limit. Raises a one-line `ModelRefusedError` if no requested way is exact. Costs about ten passes over at most
+    forty tokens.
     """
     loader = _Loader(path, device or torch.device("cpu"), max_length)
     lm: PreTrainedModel | None = loader.load("eager")
+    if head_dtype is not None and type(output_head(lm)) is not nn.Linear:
+        raise ModelRefusedError(
+            f"{_name(lm)}: model.head_dtype: got {str(head_dtype).removeprefix('torch.')} for an output head of kind "
+            f"{type(output_head(lm)).__name__}, expected a plain matrix; leave it out"
+        )
     may_be_one_row = may_be_packed(lm)
     probe = _Probe.of(lm, longest=loader.longest(lm), far=loader.is_unusual(lm))
     found: list[str] = []
@@ -75,7 +82,9 @@ def load_model(
         try:
             model, lm = None, _switched(lm, way.attn)  # drop references to an unused model: another one may be loaded
             lm = loader.load(way.attn) if lm is None else lm
-            model = ScoringModel(lm, transform=probe.transform, chunk_tokens=chunk_tokens, masks=way.masks)
+            model = ScoringModel(
+                lm, transform=probe.transform, head_dtype=head_dtype, chunk_tokens=chunk_tokens, masks=way.masks
+            )
             wrong = probe.compare(model, way)
         except Exception as error:  # whatever it is, this way does not work
             wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -57,10 +57,12 @@ def token_logprobs(
     *,
     transform: LogitTransform,
     chunk: int,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """hidden [S, D], weight [V, D], bias [V], targets [S] -> (logprobs, entropy [S]), in nats, float32.
 
-    `chunk`: at most the logits of this many tokens exist at a time (or `MIN_COLUMNS` of all tokens).
+    `chunk`: at most the logits of this many tokens exist at a time (or `MIN_COLUMNS` of all tokens). `dtype`: in which
+    logits are computed (None: that of the weights); their gradient is always multiplied in that of the weights.
 
     Gradients reach `hidden`, `weight` and `bias` through the logprobs; the entropy has none.
     """
@@ -68,7 +70,16 @@ def token_logprobs(
         # The logits are then already scaled, which saves two passes over all of them.
         bias = None if bias is None else bias * transform.scale
         hidden, transform = hidden * transform.scale, replace(transform, scale=1.0)
-    return _TokenLogprobs.apply(hidden, weight, bias, targets, transform, chunk)  # type: ignore[return-value]
+    return _TokenLogprobs.apply(hidden, weight, bias, targets, transform, chunk, dtype)  # type: ignore[return-value]
+
+
+def head_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """hidden [..., D], weight [V, D], bias [V] -> logits [..., V], computed in `dtype` (None: that of the weights)."""
+    if dtype is None or dtype == weight.dtype:
+        return F.linear(hidden, weight, bias)
+    return F.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -81,18 +92,19 @@ class _TokenLogprobs(torch.autograd.Function):
         targets: torch.Tensor,
         transform: LogitTransform,
         chunk: int,
+        dtype: torch.dtype | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         sums = torch.zeros(4, len(targets), device=hidden.device)
         sums[0] = -LARGE
         passes = _passes(hidden)
         for columns in _tiles(len(targets), len(weight), chunk):
-            logits = F.linear(hidden, weight[columns], None if bias is None else bias[columns])
+            logits = head_logits(hidden, weight[columns], None if bias is None else bias[columns], dtype)
             passes.update_sums(logits, targets - columns.start, transform.cap, transform.scale, sums)
             del logits  # or it would exist together with the next tile
         maximum, total, weighted, picked = sums
         normaliser = maximum + total.log()
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser)
-        ctx.transform, ctx.chunk = transform, chunk
+        ctx.transform, ctx.chunk, ctx.dtype = transform, chunk, dtype
         entropy = total.log() - weighted / total
         ctx.mark_non_differentiable(entropy)
         return picked - normaliser, entropy
@@ -113,10 +125,11 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_bias = torch.empty_like(bias) if needs_bias else None
         passes = _passes(hidden)
         for columns in _tiles(len(targets), len(weight), ctx.chunk):
-            logits = F.linear(hidden, weight[columns], None if bias is None else bias[columns])
+            logits = head_logits(hidden, weight[columns], None if bias is None else bias[columns], ctx.dtype)
             d = passes.logit_grad(logits, targets - columns.start, transform.cap, transform.scale, normaliser)
             if grad_bias is not None:
                 grad_bias[columns] = grad @ d.float()
+            d = d.to(weight.dtype)
             if grad_hidden is not None:
                 if weight.dtype == torch.float32:
                     grad_hidden.addmm_(d, weight[columns])
@@ -129,7 +142,7 @@ class _TokenLogprobs(torch.autograd.Function):
             del logits, d
         if grad_hidden is not None:
             grad_hidden = grad_hidden.mul_(grad[:, None]).to(hidden.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 def update_sums(

@@ -58,11 +58,62 @@ def make_optimizer(
     )
 
 
+class LossScale:
+    """By how much the loss is multiplied before its backward pass, so that float16 holds its small gradients.
+
+    The smallest number of float16 is 6e-8, and the gradient of one token of many is often below. A gradient that is not
+    finite halves the scale, down to 1; after `GROWS_AFTER` steps without one it doubles (Micikevicius et al., arXiv
+    1710.03740, section 3.2). Powers of two change no digit. Not `enabled`: it stays 1.
+    """
+
+    GROWS_AFTER = 200
+    FIRST, MOST = 2.0**15, 2.0**24
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._value = self.FIRST if enabled else 1.0
+        self._good_steps = 0
+
+    def __mul__(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss * self._value if self._enabled else loss
+
+    def divide(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Gradients of the scaled loss to those of the loss."""
+        if self._enabled:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1 / self._value)
+
+    def adapt(self, *, is_finite: bool) -> bool:
+        """After each step; whether a smaller scale may be all that a gradient lacked that is not finite."""
+        could_overflow = self._value > 1.0
+        if not self._enabled:
+            return False
+        self._good_steps = self._good_steps + 1 if is_finite else 0
+        if not is_finite:
+            self._value = max(1.0, self._value / 2)
+        elif self._good_steps == self.GROWS_AFTER:
+            self._value, self._good_steps = min(self.MOST, self._value * 2), 0
+        return could_overflow and not is_finite
+
+    def metrics(self) -> dict[str, float]:
+        return {"train/loss_scale": self._value} if self._enabled else {}
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self._value, "good_steps": float(self._good_steps)} if self._enabled else {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """A run computes in one type from its first part to its last: the scale of another is not there."""
+        if self._enabled:
+            self._value, self._good_steps = state["value"], int(state["good_steps"])
+
+
 class Stepper:
     """Turns the accumulated gradients into one step: clipped, at the schedule's rate, or skipped.
 
     A gradient that is not finite moves nothing, neither weights nor AdamW's moments. `max_skipped_steps` of them in a
-    row are skipped and counted; the next one raises FloatingPointError.
+    row are skipped and counted; the next one raises FloatingPointError. Those that may have overflowed because of the
+    `LossScale` are counted and do not count towards that limit.
     """
 
     def __init__(
@@ -73,9 +124,13 @@ class Stepper:
         total_steps: int,
         lr_key: str = "optimizer.lr",
         norm_name: str = "gradient norm",
+        loss_scale: LossScale | None = None,
     ) -> None:
-        """`lr_key`: the setting of its learning rate; `norm_name`: the norm's name in messages."""
+        """`lr_key`: the setting of its learning rate; `norm_name`: the norm's name in messages. `loss_scale`: by which
+        the gradients were multiplied.
+        """
         self._optimizer = optimizer
+        self._loss_scale = loss_scale or LossScale(enabled=False)
         self._settings, self._total_steps = settings, total_steps
         self._lr_key, self._norm_name = lr_key, norm_name
         self._skipped = self._in_a_row = 0
@@ -84,22 +139,25 @@ class Stepper:
         """Step number `policy_version`, counted from 0 (a collective); clears the gradients."""
         settings = self._settings
         parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        self._loss_scale.divide(parameters)
         norm = nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
         norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
         lr = learning_rate(settings, policy_version, total_steps=self._total_steps)
+        overflowed = self._loss_scale.adapt(is_finite=math.isfinite(norm))
         if math.isfinite(norm):
             self._in_a_row = 0
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
             self._optimizer.step()
         else:
-            self._skip(norm, policy_version)
+            self._skip(norm, policy_version, counts=not overflowed)
         self._optimizer.zero_grad(set_to_none=True)
-        return {"train/grad_norm": norm, "train/lr": lr, "train/skipped_steps": float(self._skipped)}
+        metrics = {"train/grad_norm": norm, "train/lr": lr, "train/skipped_steps": float(self._skipped)}
+        return metrics | self._loss_scale.metrics()
 
-    def _skip(self, norm: float, policy_version: int) -> None:
+    def _skip(self, norm: float, policy_version: int, *, counts: bool) -> None:
         self._skipped += 1
-        self._in_a_row += 1
+        self._in_a_row += counts
         said = f"{self._norm_name} is {norm} at policy version {policy_version}"
         if self._in_a_row > self._settings.max_skipped_steps:
             raise FloatingPointError(

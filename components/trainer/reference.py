@@ -21,6 +21,7 @@ def load_reference(path: str, settings: TrainerSettings, mesh: DeviceMesh, *, de
         path,
         attn=settings.model.attn,
         packing=settings.train.packing,
+        head_dtype=settings.head_dtype,
         chunk_tokens=settings.train.logprob_chunk_tokens,
         max_length=settings.max_length,
         device=device,

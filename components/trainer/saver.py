@@ -43,6 +43,7 @@ class Saver:
         gatherer: Gatherer,
         policy_version: int,
         objective: dict[str, float],
+        loss_scale: dict[str, float],
         state: Path | None,
         hf: Path | None,
     ) -> float:
@@ -63,6 +64,7 @@ class Saver:
                 num_ranks=settings.train.num_ranks,
                 policy_version=policy_version,
                 objective=objective,
+                loss_scale=loss_scale,
                 copy=beside,
             )
             max_writers = settings.checkpoint.max_writers

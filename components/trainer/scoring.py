@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from .attention import NAME as PACKED
 from .attention import OwnAttention
 from .layout import Layout, padded_layout
-from .logprobs import LogitTransform, token_logprobs
+from .logprobs import LogitTransform, head_logits, token_logprobs
 
 # Above this many logits, tiling is worth a third more arithmetic in the head: 128 MiB in float32.
 MANY_LOGITS = 1 << 25
@@ -30,8 +30,9 @@ class ScoringModel(nn.Module):
     """Wraps a causal LM; the output head runs only on the positions asked for, `chunk_tokens` of them at a time.
 
     None: as many as `MANY_LOGITS` allows. The wrapper is the FSDP root, so that the head (tied or not) is gathered
-    together with the embeddings whatever calls it. `transform`: what the model does to its head's logits. `masks`:
-    a mask separates padded rows from their padding. `families.load_model` determines what a model needs.
+    together with the embeddings whatever calls it. `transform`: what the model does to its head's logits.
+    `head_dtype`: in which they are computed (None: as everything else). `masks`: a mask separates padded rows from
+    their padding. `families.load_model` determines what a model needs.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class ScoringModel(nn.Module):
         lm: PreTrainedModel,
         *,
         transform: LogitTransform,
+        head_dtype: torch.dtype | None = None,
         chunk_tokens: int | None = None,
         masks: bool = False,
     ) -> None:
         super().__init__()
         self.lm = lm
         self.transform = transform
+        self.head_dtype = head_dtype
         self.chunk_tokens = chunk_tokens
         self.masks = masks
         self.eval()
@@ -88,8 +91,10 @@ class ScoringModel(nn.Module):
         chunked = len(rows) > many and type(head) is nn.Linear and not entropy_gradient
         if targets is not None and chunked:
             assert isinstance(head, nn.Linear)
-            return token_logprobs(hidden, head.weight, head.bias, targets, transform=transform, chunk=chunk)
-        logprobs = torch.log_softmax(transform(head(hidden).float()), dim=-1)
+            return token_logprobs(
+                hidden, head.weight, head.bias, targets, transform=transform, chunk=chunk, dtype=self.head_dtype
+            )
+        logprobs = torch.log_softmax(transform(self.logits(hidden).float()), dim=-1)
         if entropy_gradient and torch.is_grad_enabled():
             entropy = entropy_of(logprobs)
         else:
@@ -99,6 +104,14 @@ class ScoringModel(nn.Module):
             return logprobs, entropy
         # A sum over one element instead of a squeeze: FSDP hooks must not sit on a view.
         return logprobs.gather(-1, targets[:, None]).sum(-1), entropy
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the output head makes of hidden states [..., D]: [..., V], neither capped nor scaled."""
+        head = output_head(self.lm)
+        if self.head_dtype is None:
+            return head(hidden)
+        assert isinstance(head, nn.Linear), "load_model refuses a head of another kind"
+        return head_logits(hidden, head.weight, head.bias, self.head_dtype)
 
     def _chunks(self, device: torch.device) -> tuple[int, int]:
         """(how many tokens are scored at once, how many tokens' logits exist at a time if more are scored)."""

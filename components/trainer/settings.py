@@ -49,6 +49,11 @@ class TrainerSettings:
         """What passes compute in, and what is published."""
         return getattr(torch, self.model.dtype)
 
+    @property
+    def head_dtype(self) -> torch.dtype | None:
+        """What the output head computes in; None: in `dtype`."""
+        return None if self.model.head_dtype is None else getattr(torch, self.model.head_dtype)
+
     def path_of(self, model: str | None) -> str:
         """The folder or hub id of another model of this run; None: the policy's own."""
         assert self.model.path is not None, "a model is built before ranks start"

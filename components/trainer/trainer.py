@@ -34,7 +34,7 @@ from .gather import Gatherer
 from .memory import peak_memory_gib
 from .microbatch import Microbatch, Packing, empty_microbatch, split_into_microbatches
 from .offload import Offload
-from .optimizer import Stepper, embedding_ids, make_optimizer
+from .optimizer import LossScale, Stepper, embedding_ids, make_optimizer
 from .publish import Publisher
 from .reference import load_reference
 from .saver import Saver
@@ -76,6 +76,7 @@ class Trainer:
             settings.path_of(None),
             attn=settings.model.attn,
             packing=train.packing,
+            head_dtype=settings.head_dtype,
             chunk_tokens=train.logprob_chunk_tokens,
             max_length=settings.max_length,
             device=torch.device("cpu") if train.cpu_offload else self._device,
@@ -104,7 +105,10 @@ class Trainer:
         self._optimizer = make_optimizer(
             self._model.parameters(), settings.optimizer, embeddings=embedding_ids(self._model)
         )
-        self._stepper = Stepper(self._optimizer, settings.optimizer, total_steps=settings.total_steps)
+        self._loss_scale = LossScale(enabled=settings.dtype is torch.float16)
+        self._stepper = Stepper(
+            self._optimizer, settings.optimizer, total_steps=settings.total_steps, loss_scale=self._loss_scale
+        )
         weights = settings.param_server
         self._gatherer = Gatherer(
             self._model, dtype=settings.dtype, bucket_bytes=weights.bucket_mb * 2**20, timeout_s=timeout_s
@@ -137,7 +141,7 @@ class Trainer:
         for microbatch in self._passes(batch, proximal_logprobs, reference_logprobs):
             loss = self._loss(objective, microbatch, batch, current_is_proximal=current_is_proximal)
             # FSDP averages gradients over ranks; losses are divided by the step's counts, so the parts must add up.
-            (loss.total * self._settings.train.num_ranks).backward()
+            (self._loss_scale * (loss.total * self._settings.train.num_ranks)).backward()
             sums += loss.sums
             maxima = torch.maximum(maxima, loss.maxima)
         sums = self._reduce(sums, dist.ReduceOp.SUM)
@@ -235,6 +239,7 @@ class Trainer:
             gatherer=self._gatherer,
             policy_version=self.policy_version,
             objective=self._objective.state_dict(),
+            loss_scale=self._loss_scale.state_dict(),
             state=None if state is None else Path(state),
             hf=None if hf is None else Path(hf),
         )
@@ -268,6 +273,7 @@ class Trainer:
         )
         self.policy_version = int(state["policy_version"])
         self._objective = self._objective.with_state(state["objective"])
+        self._loss_scale.load_state_dict(state.get("loss_scale", {}))
         return self.policy_version
 
     def measure(self, batch: TrainBatch) -> dict[str, float]:
@@ -286,6 +292,9 @@ class Trainer:
         spare = make_optimizer(self._model.parameters(), self._settings.optimizer)
         for group in spare.param_groups:
             group["lr"] = 0.0
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()  # one that is not finite would move weights all the same
         started = time.monotonic()
         spare.step()
         times["optim_s"] = time.monotonic() - started

@@ -108,13 +108,13 @@ def test_what_is_read_back_is_what_the_engine_computes_with(served: ServedByVllm
     """A weight changed where the read-back looks changes the function: it does not look at a copy."""
     token = served.publisher.prompts.scored[0][2]
     canary = served.publisher.canary()
-    assert served.run(served.engine.score(canary)).within(TOLERANCE)
+    assert served.run(served.engine.score(canary)).largest <= TOLERANCE
     modules = {"model.embed_tokens": token * 64, "lm_head": token * 64, "model.norm": 1}
     for module, index in {**modules, **dict.fromkeys(PACKED, 100)}.items():
         served.rpc("flip", module, index, 31)
-        assert not served.run(served.engine.score(canary)).within(TOLERANCE), module
+        assert not served.run(served.engine.score(canary)).largest <= TOLERANCE, module
         served.rpc("flip", module, index, 31)
-    assert served.run(served.engine.score(canary)).within(TOLERANCE)
+    assert served.run(served.engine.score(canary)).largest <= TOLERANCE
 
 
 PACKED = [
@@ -174,7 +174,7 @@ def test_a_converted_checkpoint_is_served_from_disk_and_agrees_with_the_trainer(
         canary = score_canary(trainer._model, served.publisher.prompts, torch.device("cpu"))
     finally:
         trainer.close()
-    assert not served.run(served.engine.score(canary)).within(TOLERANCE), "these are other weights"
+    assert not served.run(served.engine.score(canary)).largest <= TOLERANCE, "these are other weights"
     ((folder, written),) = convert(tmp_path / "run", base_model=str(base))
     assert written
     # An engine of its own: where the head is tied, loading anew into one that runs is not what loading at its start is.

@@ -20,7 +20,7 @@ from leeway.trainer.tensors import saved_tensors
 from leeway.trainer.trainer import Trainer
 from leeway.transports.object_store import ObjectStore
 from leeway.types import Trajectory, batch_trajectories
-from leeway.weights import CanaryPrompts, WeightSyncError
+from leeway.weights import CanaryPrompts, Tolerance, WeightSyncError
 
 from ..trainers import OPTIMIZER, batch_of, end_group, free_address, random_trajectories, settings_of
 
@@ -125,7 +125,7 @@ async def weight_sync(engine: VllmEngine, trainer: Trainer) -> float:
         nothing,
         ObjectStore.of_this_process(),
         in_flight="recompute",
-        tolerance=TOLERANCE,
+        tolerance=Tolerance(TOLERANCE),
         pull_every=1,
         deadline_s=30,
         paused=lambda: ActivityClock().doing("pause"),
@@ -135,7 +135,7 @@ async def weight_sync(engine: VllmEngine, trainer: Trainer) -> float:
     staged, fetched_bytes = await receiver._staged(publication)
     await receiver._load_and_verify(staged, 0.0, fetched_bytes)
     staged.release()
-    return receiver.drain_reports()[0].served_gap
+    return receiver.drain_reports()[0].served_gap.largest
 
 
 async def sampled(engine: VllmEngine, version: int) -> list[Trajectory]:

@@ -933,7 +933,7 @@ def test_quarantine_gives_back_what_is_in_flight_and_none_of_it_comes_out_later(
 
         async def score(canary: Canary) -> CanaryGap:
             await gate.wait()
-            return CanaryGap(gaps[0], gaps.pop(0))
+            return CanaryGap(gaps[0], gaps.pop(0), 0.0)
 
         async def read_back(staged: StagedWeights) -> None:
             await gate.wait()

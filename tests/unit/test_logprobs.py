@@ -53,6 +53,28 @@ def test_chunks_give_the_whole_logits_values_and_gradients(bias, of_the_model, c
     assert not results[1][1].requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("chunk", [3, S])
+def test_a_head_in_float32_rounds_nothing_but_its_inputs(dtype, chunk, monkeypatch):
+    monkeypatch.setattr(chunks, "MIN_COLUMNS", 1)
+    transform = LogitTransform(cap=30.0).at(0.7)
+    results = {}
+    for name, inputs, head in (("exact", torch.float32, None), ("half", dtype, None), ("head", dtype, torch.float32)):
+        hidden, weight, b, targets = (t if t is None else t.detach() for t in tensors(dtype, bias=True))
+        leaves = [t.to(inputs).requires_grad_() for t in (hidden, weight, b)]
+        logprobs, entropy = token_logprobs(*leaves, targets, transform=transform, chunk=chunk, dtype=head)
+        logprobs.sum().backward()
+        results[name] = [logprobs.detach(), entropy], [t.grad.float() for t in leaves]
+
+    def apart(name: str) -> float:
+        return max(float((a - b).abs().max()) for a, b in zip(results[name][0], results["exact"][0], strict=True))
+
+    assert apart("head") <= 1e-5
+    assert apart("half") >= 30 * apart("head"), "the head's own type makes no difference here"
+    for got, expected in zip(results["head"][1], results["exact"][1], strict=True):
+        assert (got - expected).norm() <= 2e-2 * expected.norm()
+
+
 def test_bfloat16_adds_up_its_chunks_in_float32(monkeypatch):
     monkeypatch.setattr(chunks, "MIN_COLUMNS", 1)
     transform = LogitTransform()

@@ -145,7 +145,14 @@ class FakeCollector:
 
 def collector_stats(*, generate: float, gap: float | None = None, quarantines: float = 0.0) -> dict[str, float]:
     pulls = (
-        {"param_server/pulls": 0.0} if gap is None else {"param_server/pulls": 1.0, "param_server/served_gap/max": gap}
+        {"param_server/pulls": 0.0}
+        if gap is None
+        else {
+            "param_server/pulls": 1.0,
+            "param_server/served_gap/max": gap,
+            "param_server/served_tolerance/max": 2 * gap,
+            "param_server/served_tolerance/mean": gap,
+        }
     )
     return {
         "collector/generate_frac": generate,
@@ -272,6 +279,8 @@ def test_the_summary_adds_up_what_was_logged(tmp_path: Path) -> None:
         "max_policy_lag_observed": 2,
         "dropped_stale": 0,
         "served_gap_max": 0.5,
+        "served_tolerance_max": 1.0,
+        "served_tolerance_mean": 0.5,
         "quarantines": 1,
         "pulls": 3 + 5,
         "efficiency_second_half": pytest.approx((1.0 + 1.0) / (4 + 2)),

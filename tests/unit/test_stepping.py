@@ -12,6 +12,8 @@ import torch
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
+from leeway.trainer.optimizer import LossScale
+
 from ..trainers import OPTIMIZER, batch_of, gradients, published, random_trajectories
 
 
@@ -38,6 +40,70 @@ def test_weight_decay_acts_on_what_it_is_told(make, decay, spared):
     for name, tensor in published(trainer)[2].items():
         kept = 1.0 if any(word in name for word in spared) else 1 - OPTIMIZER.lr * OPTIMIZER.weight_decay
         torch.testing.assert_close(tensor, before[name] * kept, msg=name)
+
+
+# -------------------------------------------------------------------------------------------------------- float16
+
+
+@pytest.mark.slow
+def test_float16_keeps_gradients_that_it_could_not_hold(make):
+    """Of many tokens each has a gradient below float16's smallest number, 6e-8."""
+    batch = batch_of(random_trajectories(0, 6))
+    batch.advantages.mul_(1e-7)
+    exact, half = make(), make(dtype="float16")
+    for trainer in (exact, half):
+        trainer.forward_backward(batch)
+    scale, expected = half._loss_scale.metrics()["train/loss_scale"], gradients(exact)
+    for name, gradient in gradients(half).items():
+        assert (gradient / scale - expected[name]).norm() <= 3e-2 * expected[name].norm(), name
+
+
+@pytest.mark.slow
+def test_a_step_that_overflows_is_skipped_counted_and_halves_the_scale(make):
+    trainer = make(dtype="float16", max_skipped_steps=0, max_policy_lag=100)
+    before, batch = published(trainer)[0].digest, batch_of(random_trajectories(0, 6))
+    batch.advantages.mul_(100.0)
+    scales = []
+    for _ in range(40):
+        trainer.forward_backward(batch)
+        metrics = trainer.optim_step()
+        scales.append(metrics["train/loss_scale"])
+        if math.isfinite(metrics["train/grad_norm"]):
+            break
+        assert published(trainer)[0].digest == before
+    halved = len(scales) - 1
+    assert halved >= 1, "nothing overflowed"
+    assert scales == [LossScale.FIRST / 2 ** min(n, halved) for n in range(1, len(scales) + 1)]
+    assert metrics["train/skipped_steps"] == halved
+    assert published(trainer)[0].digest != before
+
+
+@pytest.mark.slow
+def test_what_no_scale_repairs_ends_the_run(make):
+    trainer = make(dtype="float16", max_skipped_steps=0, max_policy_lag=100)
+    trainer._loss_scale.load_state_dict({"value": 2.0, "good_steps": 0})
+    trainer.forward_backward(broken_batch())
+    trainer.optim_step()
+    trainer.forward_backward(broken_batch())
+    with pytest.raises(FloatingPointError, match="gradient norm is"):
+        trainer.optim_step()
+
+
+def test_a_loss_scale_grows_again_and_is_restored():
+    scale, saved = LossScale(enabled=True), LossScale(enabled=True)
+    assert scale.adapt(is_finite=False)
+    for _ in range(LossScale.GROWS_AFTER - 1):
+        assert not scale.adapt(is_finite=True)
+    saved.load_state_dict(scale.state_dict())
+    assert saved.metrics()["train/loss_scale"] == LossScale.FIRST / 2
+    saved.adapt(is_finite=True)
+    assert saved.metrics()["train/loss_scale"] == LossScale.FIRST
+
+
+def test_without_float16_a_loss_is_not_touched():
+    loss, scale = torch.tensor(3.0), LossScale(enabled=False)
+    assert scale * loss is loss
+    assert (scale.adapt(is_finite=False), scale.metrics(), scale.state_dict()) == (False, {}, {})
 
 
 # ----------------------------------------------------------------------------------------------------- not finite

@@ -18,7 +18,16 @@ from leeway.collector.progress import Progress, Sampled
 from leeway.collector.weight_sync import WeightSync
 from leeway.param_server.server import ParameterServer
 from leeway.transports.transport import Held
-from leeway.weights import Canary, CanaryGap, CanaryPrompts, Manifest, Publication, WeightSyncError, digest_of
+from leeway.weights import (
+    Canary,
+    CanaryGap,
+    CanaryPrompts,
+    Manifest,
+    Publication,
+    Tolerance,
+    WeightSyncError,
+    digest_of,
+)
 
 CANARY = Canary(CanaryPrompts(scored=[[1, 2]], cached=[[1, 2]]), [[-0.5]], [3], [-0.1])
 
@@ -74,7 +83,7 @@ class FakeEngine:
         if self.gate is not None:
             await self.gate.wait()
         self.scores.append(self.version)
-        return CanaryGap(self.gap(self.version), 0.0)
+        return CanaryGap(self.gap(self.version), 0.0, 0.0)
 
 
 class Rig:
@@ -91,7 +100,7 @@ class Rig:
         self.asked: list[int] = []
         settings: dict[str, Any] = {
             "in_flight": "recompute",
-            "tolerance": 1e-4,
+            "tolerance": Tolerance(1e-4),
             "pull_every": 1,
             "deadline_s": 5.0,
             "max_failures": 0,
@@ -201,6 +210,47 @@ def test_a_canary_that_differs_fails_the_weight_sync_by_number(gap):
         assert len(rig.weight_sync.drain_reports()) == 1
 
     play(scenario)
+
+
+AUTO = Tolerance(3.0, 0.3, factor=2.0, least=0.01)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "refused"),
+    [
+        # (largest, mean) of each version, and what is said of the last
+        ([(0.05, 0.01), (0.29, 0.019), (1.7, 0.037)], None),  # 6 and 2 times what was proven before
+        ([(0.05, 0.01), (0.31, 0.01)], "came to 0.3, and 0.02 on average"),
+        ([(0.05, 0.02), (0.05, 0.05)], "came to 0.3, and 0.04 on average"),  # a small error of every token
+        ([(0.0, 0.0), (0.01, 0.01)], None),  # the resolution of the type, where both round alike
+        ([(0.0, 0.0), (0.011, 0.0)], "came to 0.01, and 0.01 on average"),
+        ([(2.9, 0.14), (2.9, 0.27), (2.9, 0.31)], "came to 3, and 0.3 on average"),  # never above the ceilings
+        ([(2.9, 0.14), (3.1, 0.14)], "came to 3, and 0.28 on average"),
+        ([(3.1, 0.1)], "of an engine's first load at most 3, and 0.15 on average"),
+        ([(0.2, 0.16)], "of an engine's first load at most 3, and 0.15 on average"),
+        ([(math.nan, math.nan)], "of an engine's first load"),
+    ],
+)
+def test_a_calibrated_tolerance_is_a_multiple_of_what_was_proven(gaps, refused):
+    async def scenario(rig, running):
+        async def score(canary):
+            largest, mean = gaps[rig.engine.version]
+            return CanaryGap(largest, 0.0, mean)
+
+        rig.engine.score = score
+        for version in range(len(gaps)):
+            await rig.publish(version)
+        if refused is None:
+            assert rig.weight_sync.verified_version == len(gaps) - 1
+            reports = rig.weight_sync.drain_reports()
+            assert [(r.served_gap.largest, r.served_gap.mean) for r in reports] == gaps
+            for report, (largest, mean) in zip(reports[1:], gaps, strict=False):
+                assert report.tolerance == pytest.approx((max(0.01, 6 * largest), max(0.01, 2 * mean)))
+        else:
+            with pytest.raises(WeightSyncError, match=f"version {len(gaps) - 1} failed the compute check.*{refused}"):
+                await asyncio.wait_for(running, 1)
+
+    play(scenario, tolerance=AUTO)
 
 
 def test_a_load_that_fails_ends_the_weight_sync_and_the_pause():
@@ -513,7 +563,7 @@ def test_reports_are_of_the_pulls_since_the_last_one():
         for version in (0, 1, 2):
             await rig.publish(version)
         reports = rig.weight_sync.drain_reports()
-        assert [r.served_gap for r in reports] == pytest.approx([0.0, 1e-5, 2e-5])
+        assert [r.served_gap.largest for r in reports] == pytest.approx([0.0, 1e-5, 2e-5])
         assert {r.pause_s for r in reports} == {0.25}
         assert {r.num_bytes for r in reports} == {4}
         assert all(r.sync_s >= r.pause_s + r.proof_s >= r.pause_s for r in reports)
@@ -531,21 +581,22 @@ def test_no_nan_is_lost_among_the_gaps_of_a_canary(at):
     gaps[at] = math.nan
     remaining = iter(gaps)
 
-    async def next_gap(*_: Any) -> float:
-        return next(remaining)
+    async def next_gap(*_: Any) -> list[float]:
+        return [next(remaining)]
 
     engine: Any = object.__new__(VllmEngine)
-    engine._scored_gap = engine._continued_gap = next_gap
+    engine._scored_gaps = engine._continued_gap = next_gap
     canary = Canary(CanaryPrompts(scored=[[1, 2]] * 2, cached=[[1, 2]] * 2), [[-0.5]] * 2, [3] * 2, [-0.1] * 2)
-    assert not asyncio.run(engine.score(canary)).within(1e-4)
+    assert not asyncio.run(engine.score(canary)).largest <= 1e-4
 
 
 def test_a_canary_says_by_which_route_an_engine_differs():
     async def scenario(rig, running):
-        rig.engine.score = lambda canary: answer(CanaryGap(2e-6, 0.5))
+        rig.engine.score = lambda canary: answer(CanaryGap(2e-6, 0.5, 0.0))
         await rig.publish(0)
         with pytest.raises(
-            WeightSyncError, match=r"2e-06 nats on scored prompts, 0.5 after prompts in the prefix cache"
+            WeightSyncError,
+            match=r"2e-06 nats on scored prompts \(0 on average\), 0.5 after prompts in the prefix cache",
         ):
             await asyncio.wait_for(running, 1)
 
