@@ -131,7 +131,7 @@ class Tolerance:
 
     With a `factor` these are ceilings, and the tolerance is calibrated: the mean is held to `factor` times the largest
     mean that was `proven`, that of a load which passed every check, and at least to `least`, the resolution of the
-    type; the largest gap likewise, with `LARGEST_VARIES` in addition. Engine and trainer round differently, and each
+    type; single tokens likewise, with `LARGEST_VARIES` in addition. Engine and trainer round differently, and each
     always in the same way: an engine that loads the same weights again has the same gap to the last bit, so a second
     load says nothing. The first one that is read back, bit for bit, says how far the two are apart on equal weights.
     Later ones count too, because rounding grows with the logits.
@@ -141,41 +141,42 @@ class Tolerance:
     mean: float | None = None
     factor: float | None = None
     least: float = 0.0
-    proven: tuple[float, float] | None = None
+    proven: CanaryGap | None = None
 
     @property
-    def limits(self) -> tuple[float, float]:
-        """What the largest gap and the mean of the next load are held to."""
+    def limits(self) -> CanaryGap:
+        """What the next load's gap is held to."""
         if self.factor is None or self.mean is None:
-            return self.largest, self.largest
+            return CanaryGap(self.largest, self.largest, self.largest)
         if self.proven is None:  # there must be room for its multiple
-            return self.largest, self.mean / self.factor
-        largest, mean = self.proven
-        return (
-            min(self.largest, max(self.least, LARGEST_VARIES * self.factor * largest)),
-            min(self.mean, max(self.least, self.factor * mean)),
+            return CanaryGap(self.largest, self.largest, self.mean / self.factor)
+        gap, of_one = self.proven, LARGEST_VARIES * self.factor
+        return CanaryGap(
+            scored=min(self.largest, max(self.least, of_one * gap.scored)),
+            # A few contexts, each with its likeliest token: a gap of nearly 0 says little of the next one.
+            cached=min(self.largest, max(self.least, of_one * max(gap.cached, gap.mean))),
+            mean=min(self.mean, max(self.least, self.factor * gap.mean)),
         )
 
     def allows(self, gap: CanaryGap) -> bool:
-        largest, mean = self.limits
-        return gap.largest <= largest and gap.mean <= mean  # nan is not
+        most = self.limits
+        return gap.scored <= most.scored and gap.cached <= most.cached and gap.mean <= most.mean  # nan is not
 
     def after(self, gap: CanaryGap) -> Tolerance:
         """For the load after one that passed every check."""
-        before = self.proven or (0.0, 0.0)
-        return replace(self, proven=(max(before[0], gap.largest), max(before[1], gap.mean)))
+        old = self.proven or gap
+        most = CanaryGap(max(old.scored, gap.scored), max(old.cached, gap.cached), max(old.mean, gap.mean))
+        return replace(self, proven=most)
 
     def __str__(self) -> str:
-        largest, mean = self.limits
         if self.factor is None:
-            return f"param_server.served_tolerance is {largest:g}"
-        said = f"{largest:.3g}, and {mean:.3g} on average"
+            return f"param_server.served_tolerance is {self.largest:g}"
         if self.proven is None:
             return (
-                f"param_server.served_tolerance=auto expects of an engine's first load at most {said}; where it is "
-                "rounding, set model.head_dtype=float32, model.dtype=float16, or a number"
+                f"param_server.served_tolerance=auto expects of an engine's first load at most {self.limits}; where it "
+                "is rounding, set model.head_dtype=float32, model.dtype=float16, or a number"
             )
-        return f"param_server.served_tolerance=auto came to {said}, from the loads before"
+        return f"param_server.served_tolerance=auto came to {self.limits} by the loads before"
 
 
 @dataclass(frozen=True)

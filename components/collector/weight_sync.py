@@ -57,8 +57,8 @@ class SyncReport:
     """One weight sync, in seconds: `ahead_s` to fetch, check and load ahead, `drain_s` until the engine stood still,
     `pause_s` without generation, `proof_s` from there to the end of the proof. Only in the pause nothing is generated.
 
-    `served_gap`: on the canary, `tolerance`: what its largest and its mean were held to. `num_bytes`: of the version;
-    `fetched_bytes`: that came from the trainer.
+    `served_gap`: on the canary; `tolerance`: what it was held to. `num_bytes`: of the version; `fetched_bytes`: those
+    that came from the trainer.
     """
 
     ahead_s: float
@@ -66,7 +66,7 @@ class SyncReport:
     pause_s: float
     proof_s: float
     served_gap: CanaryGap
-    tolerance: tuple[float, float]
+    tolerance: CanaryGap
     num_bytes: int
     fetched_bytes: int
 

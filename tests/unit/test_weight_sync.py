@@ -218,24 +218,24 @@ AUTO = Tolerance(3.0, 0.3, factor=2.0, least=0.01)
 @pytest.mark.parametrize(
     ("gaps", "refused"),
     [
-        # (largest, mean) of each version, and what is said of the last
-        ([(0.05, 0.01), (0.29, 0.019), (1.7, 0.037)], None),  # 6 and 2 times what was proven before
-        ([(0.05, 0.01), (0.31, 0.01)], "came to 0.3, and 0.02 on average"),
-        ([(0.05, 0.02), (0.05, 0.05)], "came to 0.3, and 0.04 on average"),  # a small error of every token
-        ([(0.0, 0.0), (0.01, 0.01)], None),  # the resolution of the type, where both round alike
-        ([(0.0, 0.0), (0.011, 0.0)], "came to 0.01, and 0.01 on average"),
-        ([(2.9, 0.14), (2.9, 0.27), (2.9, 0.31)], "came to 3, and 0.3 on average"),  # never above the ceilings
-        ([(2.9, 0.14), (3.1, 0.14)], "came to 3, and 0.28 on average"),
-        ([(3.1, 0.1)], "of an engine's first load at most 3, and 0.15 on average"),
-        ([(0.2, 0.16)], "of an engine's first load at most 3, and 0.15 on average"),
-        ([(math.nan, math.nan)], "of an engine's first load"),
+        # (scored, cached, mean) of each version, and what is said of the last
+        ([(0.05, 0.0, 0.01), (0.29, 0.05, 0.019), (1.7, 0.2, 0.037)], None),  # 6 and 2 times what was proven before
+        ([(0.05, 0.0, 0.01), (0.31, 0.0, 0.01)], r"came to 0.3 nats on scored prompts \(0.02 on average\), 0.06 after"),
+        ([(0.05, 0.0, 0.02), (0.05, 0.0, 0.05)], r"\(0.04 on average\)"),  # a small error of every token
+        ([(0.9, 0.01, 0.01), (0.9, 0.07, 0.01)], "0.06 after prompts in the prefix cache"),
+        ([(0.0, 0.0, 0.0), (0.01, 0.01, 0.01)], None),  # the resolution of the type, where both round alike
+        ([(0.0, 0.0, 0.0), (0.011, 0.0, 0.0)], "came to 0.01 nats"),
+        ([(2.9, 0.0, 0.14), (2.9, 0.0, 0.27), (2.9, 0.0, 0.31)], r"\(0.3 on average\)"),  # never above the ceilings
+        ([(2.9, 0.0, 0.14), (3.1, 0.0, 0.14)], r"came to 3 nats on scored prompts \(0.28 on average\)"),
+        ([(3.1, 0.0, 0.1)], r"of an engine's first load at most 3 nats on scored prompts \(0.15 on average\)"),
+        ([(0.2, 0.0, 0.16)], "of an engine's first load at most 3 nats"),
+        ([(math.nan, 0.0, math.nan)], "of an engine's first load"),
     ],
 )
 def test_a_calibrated_tolerance_is_a_multiple_of_what_was_proven(gaps, refused):
     async def scenario(rig, running):
         async def score(canary):
-            largest, mean = gaps[rig.engine.version]
-            return CanaryGap(largest, 0.0, mean)
+            return CanaryGap(*gaps[rig.engine.version])
 
         rig.engine.score = score
         for version in range(len(gaps)):
@@ -243,9 +243,10 @@ def test_a_calibrated_tolerance_is_a_multiple_of_what_was_proven(gaps, refused):
         if refused is None:
             assert rig.weight_sync.verified_version == len(gaps) - 1
             reports = rig.weight_sync.drain_reports()
-            assert [(r.served_gap.largest, r.served_gap.mean) for r in reports] == gaps
-            for report, (largest, mean) in zip(reports[1:], gaps, strict=False):
-                assert report.tolerance == pytest.approx((max(0.01, 6 * largest), max(0.01, 2 * mean)))
+            assert [r.served_gap for r in reports] == [CanaryGap(*gap) for gap in gaps]
+            for report, (scored, _, mean) in zip(reports[1:], gaps, strict=False):
+                assert report.tolerance.scored == pytest.approx(max(0.01, 6 * scored))
+                assert report.tolerance.mean == pytest.approx(max(0.01, 2 * mean))
         else:
             with pytest.raises(WeightSyncError, match=f"version {len(gaps) - 1} failed the compute check.*{refused}"):
                 await asyncio.wait_for(running, 1)
