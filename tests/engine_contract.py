@@ -124,13 +124,13 @@ class Served:
         self.engine: Any = start(engine_settings(folder))
 
     def run(self, coroutine: Any) -> Any:
-        return self._runner.run(asyncio.wait_for(coroutine, 60))
+        return self._runner.run(asyncio.wait_for(coroutine, 250))
 
     def close(self) -> None:
         self.engine.shutdown()
         self._runner.close()  # ends what the engine still has to do in this loop, and then the loop
 
-    def weight_sync(self, in_flight: str = "recompute", *, deadline_s: float = 30) -> WeightSync:
+    def weight_sync(self, in_flight: str = "recompute", *, deadline_s: float = 200) -> WeightSync:
         async def nothing(newer_than: int, timeout_s: float) -> None:
             await asyncio.sleep(timeout_s)
 
@@ -325,40 +325,44 @@ class EngineContract:
         assert engine.places == 64
         assert engine.cache_tokens > 64 * 256
         most_inside = most_waiting = 0
+        clocks = [RolloutClock() for _ in range(12)]
 
-        async def rollouts() -> list[RolloutClock]:
+        async def rollouts() -> list[float]:
+            """How long each of them took."""
             nonlocal most_inside, most_waiting
-            clocks = [RolloutClock() for _ in range(12)]
+            begun = time.monotonic()
 
-            async def ask(clock: RolloutClock) -> None:
+            async def ask(clock: RolloutClock) -> float:
                 with clock:
                     await engine.generate(
                         [5] * 40, n=8, temperature=1.0, max_tokens=100, stop_token_ids=[], clock=clock
                     )
+                return time.monotonic() - begun
 
             asking = [asyncio.ensure_future(ask(clock)) for clock in clocks]
             while not all(a.done() for a in asking):
                 most_inside = max(most_inside, progress.num_sequences)
                 most_waiting = max(most_waiting, progress.num_waiting if progress.num_tokens else 0)
                 await asyncio.sleep(0.01)
-            return clocks
+            return [a.result() for a in asking]
 
-        begun = time.monotonic()
-        clocks = served.run(rollouts())
-        wall_s = time.monotonic() - begun
+        took = served.run(rollouts())
         assert most_inside == 96
         assert most_waiting >= 32
         assert (progress.num_sequences, progress.num_waiting, progress.num_tokens) == (0, 0, 0)
         worked = [clock.counted_s - clock.idle_s for clock in clocks]
-        assert all(0 < w <= wall_s for w in worked)
-        assert max(worked) < 0.9 * wall_s, "the last ones waited for the first ones' places"
+        last = took.index(max(took))
+        assert all(0 < w <= took[last] for w in worked)
+        assert took[last] - worked[last] > 0.5 * min(took), "it waited for the first ones' places"
 
     def test_an_engine_started_again_with_old_weights_serves_no_newer_group(self, served: Served) -> None:
         """What it holds is not believed: it starts a group only after a proven load that is new enough for it."""
         weight_sync = served.weight_sync(deadline_s=0.2)  # of a collector that has just started on this engine
         with pytest.raises(TimeoutError, match=f"weights of version {served.publisher.version}; .* serves version -1"):
             served.run(weight_sync.until_verified(served.publisher.version))
+        weight_sync._deadline_s = 200.0
         served.run(sync(weight_sync, *served.publisher.publication()))  # the same, proven
+        weight_sync._deadline_s = 0.2
         needed = served.publisher.version + 1
         with pytest.raises(TimeoutError, match=f"weights of version {needed}; .* serves version {needed - 1}"):
             served.run(weight_sync.until_verified(needed))

@@ -151,7 +151,7 @@ class Rig:
             "in_flight": "recompute",
             "tolerance": Tolerance(1e-4),
             "pull_every": 1,
-            "deadline_s": 5.0,
+            "deadline_s": 600.0,
             "max_failures": 0,
         }
         self.weight_sync = WeightSync(
@@ -167,8 +167,8 @@ class Rig:
             "max_prompt_tokens": 8,
             "max_response_tokens": 4,
             "max_model_len": 12,
-            "timeout_s": 5.0,
-            "engine_stall_s": 5.0,
+            "timeout_s": 600.0,
+            "engine_stall_s": 600.0,
             "retries": 2,
         }
         algorithm = {"group_size": 2, "greedy_baseline": False}
@@ -216,7 +216,7 @@ def play(
     environment: Any = None,
     *,
     loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
-    limit_s: float = 8,
+    limit_s: float = 120,
     **changes: Any,
 ) -> Rig:
     """Run `scenario` beside a collector and its weight sync, version 0 being served."""
@@ -250,7 +250,7 @@ def play_to_the_end(environment: Any, *, min_policy_versions: tuple[int, ...] = 
 
 # ------------------------------------------------------------------------------------------ a buffer and its callers
 
-SOON_S = 5.0
+SOON_S = 120.0
 
 
 def trajectory(reward: float = 0.0, version: int = 0) -> Trajectory:
@@ -329,7 +329,7 @@ async def still_waits(task: asyncio.Task[Any]) -> None:
 
 
 async def goes_on(task: asyncio.Task[Any]) -> Any:
-    return await asyncio.wait_for(task, 1.0)
+    return await asyncio.wait_for(task, 60)
 
 
 # -------------------------------------------------------------------------------------------------- a trainer rank

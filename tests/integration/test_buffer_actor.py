@@ -59,7 +59,7 @@ def test_what_ends_a_wait_is_heard_however_many_collectors_wait(config: Config, 
         taking = asyncio.ensure_future(asyncio.wait_for(actor.take_batch.remote(120.0), 120))
         waiting = [asyncio.ensure_future(asyncio.wait_for(actor.admit.remote(1, 120.0, name), 120)) for name in names]
         await asyncio.sleep(1)  # they are all there
-        await asyncio.wait_for(actor.put.remote([group(i) for i in range(NUM_COLLECTORS)]), 20)
+        await asyncio.wait_for(actor.put.remote([group(i) for i in range(NUM_COLLECTORS)]), 120)
         assert len((await taking).group_ids) == NUM_COLLECTORS
         await actor.published.remote(1)
         assert all(len(admissions) == 1 for admissions in await asyncio.gather(*waiting))

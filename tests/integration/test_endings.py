@@ -64,7 +64,7 @@ def part_of(command: Any, *words: str) -> psutil.Process:
 def left_by(command: Any, temporary: Path) -> list[str]:
     """Processes, shared memory and temporary files. Kernels that were compiled stay, for runs to come."""
     files = [path.name for path in temporary.iterdir() if "torchinductor" not in path.name]
-    return command.left_over(grace_s=15) + files
+    return command.left_over(grace_s=120) + files
 
 
 def check_that_only_this_user_on_this_machine_can_connect(command: Any, temporary: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_generator_that_dies_ends_the_run_by_name(start: Any, from_untrained: 
     engine = part_of(command, *ENGINE)
     shared = Footprint(engine.environ()[MARK_ENV], temporary).shared_memory()
     engine.kill()
-    run = command.wait(90)
+    run = command.wait(300)
     assert run.code == 1, run.output
     assert run.last_line().startswith("leeway: failed: generator-0:"), run.output
     assert "Traceback" in run.output
@@ -108,7 +108,7 @@ def test_a_killed_actor_ends_the_run_by_name(start: Any, of_one_part: list[str],
     command = start(ONE_PART, *of_one_part)
     command.wait_for("its part is ready", 400)
     part_of(command, "ParameterServerActor").kill()
-    run = command.wait(90)
+    run = command.wait(300)
     assert run.code == 1, run.output
     assert run.last_line().startswith("leeway: failed: param_server: the process died"), run.output
     assert run.summary["status"] == "failed"
@@ -122,7 +122,7 @@ def test_a_run_without_the_head_of_its_cluster_ends_by_that_name_before_ray_ends
     command = start(ONE_PART, *of_one_part)
     command.wait_for("its part is ready", 400)
     part_of(command, "gcs_server").kill()
-    run = command.wait(90)
+    run = command.wait(300)
     assert run.code == 1, run.output
     assert run.last_line().startswith("leeway: failed: ray: the gcs_server process died"), run.output
     assert run.summary["status"] == "failed"
@@ -137,7 +137,7 @@ def test_an_interrupt_has_its_own_exit_code_although_the_trainer_stands_still(
     command.wait_for_steps(1, 400, stage="sft")
     part_of(command, "TrainerActor").send_signal(signal.SIGSTOP)
     command.process.send_signal(signal.SIGTERM)
-    run = command.wait(150)
+    run = command.wait(300)
     assert run.code == 143, run.output
     assert "interrupted by SIGTERM; saving a checkpoint failed: trainer-0" in run.last_line(), run.output
     assert run.summary["status"] == "interrupted"

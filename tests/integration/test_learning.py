@@ -13,9 +13,9 @@ from .conftest import Started
 TOLERANCE = 1e-4
 
 
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(1000)
 def test_asynchronous_rl_learns_within_the_bound(quickstart: Started) -> None:
-    run = quickstart.wait(600)
+    run = quickstart.wait(800)
     assert run.code == 0, run.output
     summary = run.summary
     assert summary["status"] == "completed"
@@ -51,6 +51,6 @@ def test_asynchronous_rl_learns_within_the_bound(quickstart: Started) -> None:
     assert list(run.dir.glob("stages/async_rl/tensorboard/*tfevents*"))
     assert {"trainer-0", "generator-0", "replay", "param_server"} <= set(summary["processes"])
     assert summary["versions"]["vllm"]
-    assert quickstart.left_over(grace_s=10) == []
+    assert quickstart.left_over(grace_s=120) == []
     saved = run.dir / "stages/async_rl/checkpoints/step-000040/hf"
     assert AutoModelForCausalLM.from_pretrained(saved).config.model_type == "qwen2"

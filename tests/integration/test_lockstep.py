@@ -24,7 +24,7 @@ SAMPLED = (
 )
 MINUTES = "a run for each number of generators and ranks"
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1000)
 
 
 @pytest.fixture(
@@ -68,7 +68,7 @@ def weights_of(command: Any, generators: int, ranks: int, *, first_step: int = 1
 
     Before those there may be steps of a part that was killed, none of them twice.
     """
-    run = command.wait(300)
+    run = command.wait(600)
     assert run.code == 0, run.output
     steps = [row["step"] for row in run.metrics() if "train/grad_norm" in row]
     own = [*range(first_step, STEPS + 1)]
@@ -113,7 +113,7 @@ def half_way(start_for_all: Any, from_untrained: list[str], tmp_path_factory: py
         assert time.monotonic() < deadline, command.output()
         time.sleep(0.005)
     command.kill()
-    assert command.left_over(grace_s=15) == []
+    assert command.left_over(grace_s=120) == []
     assert not (command.run_dir / "summary.json").exists()
     saved = json.loads(latest.read_text())
     assert saved["step"] == HALF
@@ -152,7 +152,7 @@ def test_what_was_saved_gives_the_same_answers_as_the_last_version_did_in_the_ru
     summary = json.loads((stage.parents[1] / "summary.json").read_text())
     own = (f"model.path={alone[1]}", f"eval.checkpoints={stage}", "eval.num_tasks=32", SAMPLED)
     command = start_for_all("evaluate", *from_untrained, *own, name="again")
-    run = command.wait(200)
+    run = command.wait(600)
     assert run.code == 0, run.output
     assert list(run.summary["checkpoints"]) == [str(STEPS)]
     after, again = summary["eval"]["after"], run.summary["eval"]

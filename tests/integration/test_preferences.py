@@ -30,7 +30,7 @@ def answer_logprob(model: Any, prompter: Prompter, prompt: Any, answer: str) -> 
     return logprobs.gather(-1, torch.tensor(answer_tokens)[:, None]).sum().item()
 
 
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(1000)
 def test_dpo_widens_the_margin_of_pairs_that_it_never_saw(start: Any, warm: Path, tmp_path: Path) -> None:
     make_pairs = runpy.run_path(str(ROOT / "examples/preference_pairs.py"))["pairs"]
     pairs = tmp_path / "pairs.jsonl"
@@ -38,7 +38,7 @@ def test_dpo_widens_the_margin_of_pairs_that_it_never_saw(start: Any, warm: Path
     settings = [f"task.path={pairs}", f"model.path={warm}", f"train.steps={STEPS}", "eval.every=20"]
     settings += ["cluster.cpus_per_trainer=1"]  # another test runs beside it
     file = str(ROOT / "examples/dpo.yaml")
-    run = start("dpo", *settings, "monitor.console=plain", config=file, name="run").wait(300)
+    run = start("dpo", *settings, "monitor.console=plain", config=file, name="run").wait(600)
     assert run.code == 0, run.output
     rows = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()]
     margins = [row["train/preference/margin"] for row in rows if "train/preference/margin" in row]

@@ -161,7 +161,8 @@ COSTLY = {"a C stack overflow", "data sets searched on the disk", "a huge reply"
 def test_a_program_without_a_solution_is_never_paid(name: str) -> None:
     for test in TESTS[:: len(TESTS) - 1] if name in COSTLY else TESTS:
         assert pay(FORGERIES[name], test) == 0.0, test
-    assert pay("def secret_sum(x): return sum(x)", "assert secret_sum([1, 2]) == 3") == 1.0  # and harms no later one
+    honest = pay("def secret_sum(x): return sum(x)", "assert secret_sum([1, 2]) == 3", timeout_s=10.0)
+    assert honest == 1.0, "it harms no later one"
 
 
 # Programs that reach for what is around them: what they get for it, as the last line of an exception or a reason.
@@ -228,7 +229,7 @@ def test_a_program_that_reaches_around_it_gets_nothing(name: str) -> None:
 
 def left_behind() -> int:
     """Processes below the jails' own, when there has been time to end."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 200
     while time.monotonic() < deadline:
         number = len(psutil.Process().children(recursive=True)) - len(psutil.Process().children())
         if not number:
@@ -355,11 +356,15 @@ def test_a_test_is_jailed_too(nothing_written: Path) -> None:
     for reach in (f"open({str(nothing_written)!r}, 'w')", "import socket; socket.socket()", "import os; os.fork()"):
         assert pay("def f(x): return x", f"{reach}\nassert f(1) == 1") == 0.0
     with pytest.raises(ValueError, match=r"task t: tests\[0\]: the test uses no name that the program could define"):
-        pay("def f(x): return x", "assert 1 == 1")
+        pay("def f(x): return x", "assert 1 == 1", timeout_s=10.0)
     with pytest.raises(ValueError, match=r"tests\[0\]: the test uses np, but there is only"):
-        pay("class np:\n  allclose = staticmethod(lambda *a: True)\ndef f(x): return x", "assert np.allclose(f(1), 2)")
+        pay(
+            "class np:\n  allclose = staticmethod(lambda *a: True)\ndef f(x): return x",
+            "assert np.allclose(f(1), 2)",
+            timeout_s=10.0,
+        )
     with pytest.raises(ValueError, match=r"tests\[0\]: the test is no Python: .*SyntaxError"):
-        pay("def f(x): return x", "assert f(")
+        pay("def f(x): return x", "assert f(", timeout_s=10.0)
     assert pay("def f(x): return x", "if f: pass") == 0.0  # uses the name, but asks the program nothing
 
 
@@ -390,7 +395,7 @@ def f(x):
 """
     test = "first = f(70001)\nassert first == [True, False, False, False], first\nassert f(70002)[2:] == [False, 70004 > 70003 > 0]"
     assert pay(spy, test, cpu_s=10, memory_mb=512) == 0.0
-    assert pay(spy, test.replace("70004 > 70003 > 0", "False"), cpu_s=10, memory_mb=512) == 1.0
+    assert pay(spy, test.replace("70004 > 70003 > 0", "False"), cpu_s=10, timeout_s=10.0, memory_mb=512) == 1.0
 
 
 @pytest.mark.attack
@@ -410,7 +415,11 @@ def test_slow_programs_do_not_hold_up_others() -> None:
     """A machine's worth of endless loops and sleepers at the same time: an honest program beside them is paid."""
     found: list[float] = []
     programs = ["while True: pass", "import time; time.sleep(999)"] * 2 + ["def f(x): return x + 1"] * 3
-    threads = [threading.Thread(target=lambda p=p: found.append(pay(p, "assert f(1) == 2"))) for p in programs]
+    may_sleep_s = [0.3] * 4 + [10.0] * 3  # an honest one seems to sleep while a host takes the processor away
+    threads = [
+        threading.Thread(target=lambda p=p, s=s: found.append(pay(p, "assert f(1) == 2", timeout_s=s)))
+        for p, s in zip(programs, may_sleep_s, strict=True)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -35,7 +35,7 @@ class OtherRanks:
             pickle.dump((script, work), process.stdin)
             process.stdin.flush()
 
-    def results(self, timeout_s: float = 60) -> list[Any]:
+    def results(self, timeout_s: float = 200) -> list[Any]:
         """Of each rank, in order; an AssertionError with its traceback if one failed."""
         answers = []
         for rank, process in self._busy.items():

@@ -1,6 +1,7 @@
 """Processes that train a tiny model and save it, to be killed: started by test_saving_killed.py, not a test itself.
 
     python saving_process.py MODEL FOLDER        on stdin one line per life: killed after how many steps, and seconds
+                                                 (or "saving": while it saves)
     python saving_process.py MODEL FOLDER full   one life, on a disk that is too small; its last words as JSON
 
 A life goes on from the newest checkpoint, and saves after every step. What it computes is checked by all: the hash of
@@ -32,12 +33,14 @@ from leeway.runtime.supervisor import Supervisor
 from leeway.trainer.checkpoint import CheckpointError
 from leeway.trainer.trainer import Trainer
 
+SAVING = b"s"
+
 
 class Rank:
     """A trainer in this process, called as an actor is."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, saves_for_ever: Callable[[], object] | None = None) -> None:
+        self._trainer, self._saves_for_ever = trainer, saves_for_ever
         for name in ("policy_version", "begin_save", "finish_save"):
             setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
 
@@ -48,6 +51,9 @@ class Rank:
         return self._trainer.begin_save(state=state, hf=hf)
 
     async def _finish_save(self) -> dict[str, float]:
+        if self._saves_for_ever is not None:
+            self._saves_for_ever()
+            await asyncio.Event().wait()
         return await asyncio.to_thread(self._trainer.finish_save)
 
 
@@ -68,7 +74,16 @@ def notes(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-async def life(model: Path, folder: Path, diary: Path, *, steps: int, keep_last: int, said: int | None = None) -> int:
+async def life(
+    model: Path,
+    folder: Path,
+    diary: Path,
+    *,
+    steps: int,
+    keep_last: int,
+    said: int | None = None,
+    is_saving: bool = False,
+) -> int:
     """Go on from the newest checkpoint for at most so many steps; returns the last version."""
     torch.set_num_threads(1)
     trainer = Trainer(settings_of(model), rank=0, init_method=free_address())
@@ -79,7 +94,8 @@ async def life(model: Path, folder: Path, diary: Path, *, steps: int, keep_last:
     if newest is not None:
         trainer.load_state(str(newest / "trainer"))
     note(diary, resumed=trainer.policy_version, sha=sha_of(trainer), kept=saved_steps(saved))
-    checkpoints = Checkpoints(saved, config=config, trainers=[Rank(trainer)], supervisor=Supervisor(), resumed=newest)
+    rank = Rank(trainer, (lambda: os.write(said, SAVING)) if is_saving and said is not None else None)
+    checkpoints = Checkpoints(saved, config=config, trainers=[rank], supervisor=Supervisor(), resumed=newest)
     for step in range(trainer.policy_version, trainer.policy_version + steps):
         trainer.forward_backward(step_batch(step))
         trainer.optim_step()
@@ -92,9 +108,9 @@ async def life(model: Path, folder: Path, diary: Path, *, steps: int, keep_last:
     return trainer.policy_version
 
 
-def be_killed(model: Path, folder: Path, steps: int, after_s: float) -> None:
+def be_killed(model: Path, folder: Path, steps: int, after_s: float | None) -> None:
     """One life in a child of this process (which has imported everything once), ended from here by SIGKILL: so long
-    after it has begun and taken so many steps.
+    after it has begun and taken so many steps, or (None) while it saves.
     """
     heard, said = os.pipe()
     assert len(os.listdir("/proc/self/task")) == 1, "a process with threads is forked: its child may wait for ever"
@@ -102,12 +118,15 @@ def be_killed(model: Path, folder: Path, steps: int, after_s: float) -> None:
     if child == 0:
         os.close(heard)
         faulthandler.dump_traceback_later(100, exit=True)  # where it waits, should it ever
-        asyncio.run(life(model, folder, folder / "diary.jsonl", steps=10_000, keep_last=2, said=said))
+        diary = folder / "diary.jsonl"
+        asyncio.run(life(model, folder, diary, steps=10_000, keep_last=2, said=said, is_saving=after_s is None))
         os._exit(3)
     os.close(said)
     for _ in range(steps):
         assert os.read(heard, 1), "it ended by itself"
-    time.sleep(after_s)
+    while after_s is None and (heard_now := os.read(heard, 1)) != SAVING:
+        assert heard_now, "it ended by itself"
+    time.sleep(after_s or 0.0)
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     os.close(heard)
@@ -162,4 +181,4 @@ if __name__ == "__main__":
         in_a_child(lambda: save_model(Path(sys.argv[1])))  # it starts threads, and whoever forks must have none
         for line in sys.stdin:
             steps, after_s = line.split()
-            be_killed(Path(sys.argv[1]), Path(sys.argv[2]), int(steps), float(after_s))
+            be_killed(Path(sys.argv[1]), Path(sys.argv[2]), int(steps), None if after_s == "saving" else float(after_s))

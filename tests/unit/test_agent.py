@@ -282,7 +282,7 @@ def post(endpoint, body, key=None):
         json.dumps(body).encode(),
         {"authorization": f"Bearer {key or endpoint.api_key}", "content-type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=200) as answer:
         return json.loads(answer.read())
 
 

@@ -168,7 +168,6 @@ trainer.close()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(90)
 def test_two_ranks_audit_their_shares_together(make, model_path, other_ranks):
     settings, address = settings_of(model_path, num_ranks=2, bucket_bytes=4096), free_address()
     trained, audited = random_trajectories(7, 8), random_trajectories(0, 6, version=VERSION)

@@ -105,8 +105,8 @@ def test_a_server_that_recovers_is_asked_again_and_one_that_refuses_is_not():
 @pytest.mark.slow
 def test_deadlines_times_tries_is_the_longest_wait():
     server = Server(slow_s=3600)  # were its own time waited for, this test would not end
-    with pytest.raises(AuxiliaryError, match=r"no answer within timeout_s = 0\.2 s|timed out"):
-        play(server, lambda c: c.complete("x"), model="m", timeout_s=0.2, retries=2)
+    with pytest.raises(AuxiliaryError, match=r"no answer within timeout_s = 1 s|timed out"):
+        play(server, lambda c: c.complete("x"), model="m", timeout_s=1.0, retries=2)
     assert len(server.requests) == 3
 
 
@@ -123,7 +123,7 @@ def test_nobody_there_and_nonsense_are_said_by_name():
 
 
 def test_no_more_requests_at_a_time_than_allowed():
-    server = Server("ok", slow_s=0.02)
+    server = Server("ok", slow_s=0.1)
 
     async def many(client):
         return await asyncio.gather(*(client.complete(str(i)) for i in range(12)))

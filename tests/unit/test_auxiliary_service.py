@@ -161,7 +161,7 @@ def test_copies_of_a_model_behind_one_address_share_its_requests_by_load(tmp_pat
     async def main() -> None:
         client = AuxiliaryClient("judge", AuxiliaryModel(url=await actors[0].serve([second]), retries=0))
         asked = [asyncio.create_task(client.complete("answer")) for _ in range(2)]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(200):
             while not all(engine.asked for engine in engines):
                 await asyncio.sleep(0.01)
             engines[0].may.set()

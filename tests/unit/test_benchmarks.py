@@ -31,7 +31,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_publishing_takes_a_copy_of_each_ranks_shards_and_one_bucket_on_rank_0(tmp_path):
     """As the benchmark measures it; the whole model is nine buckets of 16 MB.
 

@@ -446,14 +446,14 @@ def test_an_interrupt_while_a_rank_copies_ends_with_a_whole_checkpoint_of_it(mak
         rank = Remote(actor)
         checkpoints = Checkpoints(tmp_path / "saved", config=config, trainers=[rank], supervisor=Supervisor())
         saving = asyncio.ensure_future(checkpoints.at_end() if at_the_end else checkpoints.after_step(2))
-        await asyncio.to_thread(copying.wait, 60)
+        await asyncio.to_thread(copying.wait, 200)
         saving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await saving
         ending = asyncio.ensure_future(checkpoints.at_end(interrupted=True))
         await asyncio.sleep(0)
         may_copy.set()
-        assert await asyncio.wait_for(ending, 60) == tmp_path / "saved/step-000002/hf"
+        assert await asyncio.wait_for(ending, 200) == tmp_path / "saved/step-000002/hf"
 
     asyncio.run(scenario())
     assert sorted(p.name for p in (tmp_path / "saved").iterdir()) == ["latest.json", "step-000002"]

@@ -47,7 +47,7 @@ def test_light_commands_load_nothing_heavy(tmp_path: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(SRC)}
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps(commands)],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60,
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("DONE ")]

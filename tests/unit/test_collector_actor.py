@@ -53,7 +53,7 @@ def test_another_run_on_the_same_engine_has_all_that_is_a_runs_anew(actor: Colle
         syncing = asyncio.ensure_future(actor.sync_weights_loop())
         await asyncio.sleep(0)
         await actor.reset(config.model_copy(update={"seed": 5}), **others)
-        await asyncio.wait_for(syncing, 10)
+        await asyncio.wait_for(syncing, 200)
         assert actor._engine is engine
         assert actor._run.weight_sync is not first.weight_sync
         assert actor._run.transport is not first.transport

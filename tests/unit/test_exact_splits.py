@@ -114,7 +114,6 @@ trainer.close()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_two_ranks_add_up_to_one(make, model_path, other_ranks):
     split, address = 5, free_address()  # unequal shares, a group cut in two, several passes against one
     limits = {"max_tokens_per_microbatch": 60}

@@ -41,7 +41,7 @@ def users_folder(tmp_path: Path) -> Path:
 def probe(path: Path, cwd: Path) -> Path:
     """Import leeway from `path` in a fresh interpreter and use the command; where it came from."""
     env = {**os.environ, "PYTHONPATH": str(path)}
-    done = subprocess.run([sys.executable, "-c", PROBE], cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", PROBE], cwd=cwd, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     file, *_ = done.stdout.splitlines()
     for says in (
@@ -57,7 +57,7 @@ def build(hook: str, where: Path, out: Path) -> Path:
     """What `pip` and `python -m build` call, in a process of its own: setuptools reads settings from the folder."""
     code = f"import sys; from setuptools import build_meta; print(build_meta.{hook}(sys.argv[1]))"
     done = subprocess.run(
-        [sys.executable, "-c", code, str(out)], cwd=where, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code, str(out)], cwd=where, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
     return out / done.stdout.split()[-1]
@@ -151,7 +151,7 @@ def test_an_editable_install_works_with_links_and_without(
 @pytest.mark.parametrize("folder", ["components", "recipes"])
 def test_a_folder_of_ours_is_not_imported_as_a_second_copy(folder: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True, timeout=200
     )
     assert f"ImportError: {folder}: got an import of the folder, expected the package: import leeway" in done.stderr
 

@@ -270,7 +270,6 @@ result = first.result(30)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_ranks_send_a_version_beside_the_collectives_of_the_next_steps(model_path, tmp_path, other_ranks, monkeypatch):
     """Every bucket waits until two steps are taken and saved: what arrives is what was copied."""
     settings, address = settings_of(model_path, num_ranks=2, bucket_bytes=SMALL), free_address()
@@ -302,7 +301,6 @@ def test_ranks_send_a_version_beside_the_collectives_of_the_next_steps(model_pat
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_a_bucket_that_cannot_be_uploaded_fails_the_version_and_leaves_no_rank_waiting(model_path, other_ranks):
     settings, address = settings_of(model_path, num_ranks=2, bucket_bytes=SMALL), free_address()
     batch = batch_of(random_trajectories(0, 8))
@@ -331,7 +329,6 @@ trainer.close()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_shards_of_any_size_meet_in_their_place(tmp_path, other_ranks):
     """Three ranks: rows that do not divide by three, and tensors of four rows, of which the third rank has none."""
     config = AutoConfig.for_model(

@@ -20,7 +20,7 @@ from leeway.replay.assemble import Assembler
 
 from ..fakes import group
 
-SOON_S = 5.0
+SOON_S = 120.0
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from leeway.replay.admission import AdmissionRule
 from leeway.replay.buffer import ReplayBuffer
 from leeway.types import Admission, Group, Task, Trajectory
 
-SOON_S = 5.0
+SOON_S = 120.0
 
 
 def buffer_of(*, P: int = 2, T: int = 2, num_tasks: int | None = None, num_batches: int | None = None) -> ReplayBuffer:

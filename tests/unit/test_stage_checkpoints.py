@@ -111,7 +111,7 @@ def test_an_interrupt_while_ranks_copy_what_they_hold_ends_with_a_whole_checkpoi
         ending = asyncio.ensure_future(checkpoints.at_end(interrupted=True))
         await asyncio.sleep(0.02)
         rank.copied.set()
-        assert await asyncio.wait_for(ending, 5) == tmp_path / "saved/step-000002/hf"
+        assert await asyncio.wait_for(ending, 200) == tmp_path / "saved/step-000002/hf"
         assert contents(tmp_path / "saved") == {"step-000002", "latest.json"}, "nothing half-written is left"
         assert contents(tmp_path / "saved/step-000002") == {"hf", "state.json", "trainer"}
 

@@ -70,7 +70,7 @@ class Run:
         await self.buffer.published(self.version)
         drawn: list[tuple[int, str]] = []
         while self.buffer._window.missing_for_batch(last=False) is not None:
-            for admission in await self.buffer.admit(100, timeout_s=5):
+            for admission in await self.buffer.admit(100, timeout_s=200):
                 group_id, task_id = admission.group_id, admission.task.task_id
                 drawn.append((group_id, task_id))
                 if rng.random() < 0.2:
@@ -78,7 +78,7 @@ class Run:
                     continue
                 self.taskset.record(task_id, solved(task_id))
                 await self.buffer.put([Group.of(group_id=group_id, task_id=task_id, trajectories=[TRAJECTORY])])
-        batch = await self.buffer.take_batch(timeout_s=5)
+        batch = await self.buffer.take_batch(timeout_s=200)
         assert batch is not None
         self.version += 1
         self.saved = self.position()

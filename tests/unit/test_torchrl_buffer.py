@@ -72,13 +72,13 @@ class Run:
                 break
             admission = self.held.pop(self.rng.choice(sorted(self.held)))
             await buffer.put([self.delivered(admission)])
-        batch = await buffer.take_batch(timeout_s=5)
+        batch = await buffer.take_batch(timeout_s=200)
         if batch is not None and then_trained:
             await self.trained(batch)
         return batch
 
     async def admit(self) -> list[Any]:
-        asking = asyncio.ensure_future(self.buffer.admit(64, timeout_s=5, collector="generator-0"))
+        asking = asyncio.ensure_future(self.buffer.admit(64, timeout_s=200, collector="generator-0"))
         for _ in range(5):
             await asyncio.sleep(0)
         if asking.done():
@@ -169,7 +169,7 @@ def test_groups_come_back_from_files_bit_for_bit(tmp_path: Path) -> None:
         run.buffer.dumps(tmp_path)
         other = buffer_of(after=run.buffer._last_draw + 2)
         other.loads(tmp_path)
-        batch = await other.take_batch(timeout_s=5)
+        batch = await other.take_batch(timeout_s=200)
         assert batch is not None
         assert batch.groups == groups[:2]
         assert json.loads((tmp_path / "run.json").read_text())["published"] == 0
@@ -228,7 +228,7 @@ def test_a_prioritized_sampler_takes_the_best_that_the_window_leaves_to_choose(
         run = Run(buffer_of(priority=spread, **own), seed=0)
         await run.buffer.published(0)
         await run.buffer.put([run.delivered(a) for a in (await run.admit())[:5]])
-        batch = await run.buffer.take_batch(timeout_s=5)
+        batch = await run.buffer.take_batch(timeout_s=200)
         assert batch is not None
         return batch.group_ids
 
@@ -287,6 +287,6 @@ def test_a_transform_that_changes_which_groups_they_are_is_refused() -> None:
         await run.buffer.published(0)
         await run.buffer.put([run.delivered(a) for a in (await run.admit())[:5]])
         with pytest.raises(RuntimeError, match="a transform of the buffer made other groups"):
-            await run.buffer.take_batch(timeout_s=5)
+            await run.buffer.take_batch(timeout_s=200)
 
     asyncio.run(scenario())
