@@ -138,7 +138,7 @@ def run_cell(cell: str, out: Path, model: Path) -> Ending:
     mark = f"{cell}-{time.monotonic_ns()}"
     sessions = set(Path("/tmp/ray").glob("session_2*"))
     args = ["run", "async_rl", "--config", "quickstart", f"output_dir={folder}/runs", "name=run"]
-    args += ["stages.sft=null", "model.init=null", f"model.path={model}", "monitor.console=plain"]
+    args += ["stages.sft=null", "model.init=null", f"model.path={model}", "monitor.console=plain", "cluster.restarts=0"]
     args += ["eval.at_start=false", "eval.at_end=false", "stages.async_rl.train.groups_per_step=8"]
     args += [f"stages.async_rl.train.steps={4 if part == 'nothing' else 2000}", "cluster.step_timeout_s=60"]
     args += ["rollout.timeout_s=10", "rollout.retries=1"]

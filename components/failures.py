@@ -34,10 +34,11 @@ class Kind(IntEnum):
     CLUSTER = 0  # one of Ray's own processes died or is stopped: everything on the cluster fails with it
     DIED = 1  # a part's process died
     STOPPED = 2  # a part's process exists but does not run
-    ERROR = 3  # a part itself raised an error
-    SILENT = 4  # a part's event loop does not answer
-    LOST = 5  # a part could not reach another one
-    TIMEOUT = 6  # a wait took too long
+    ENGINE = 3  # a part says that its engine died or hangs
+    ERROR = 4  # a part itself raised an error
+    SILENT = 5  # a part's event loop does not answer
+    LOST = 6  # a part could not reach another one
+    TIMEOUT = 7  # a wait took too long
 
 
 class PartFailed(RuntimeError):
@@ -109,7 +110,8 @@ def kind_of(error: BaseException) -> Kind:
     """The kind of failure that an error raised by a part indicates."""
     if isinstance(error, TimeoutError):
         return Kind.TIMEOUT
-    # Compared by name, so that parts without Ray need not load it.
-    if any(c.__name__ in ("RayActorError", "ObjectLostError") for c in type(error).__mro__):
-        return Kind.LOST
-    return Kind.ERROR
+    # Compared by name, so that parts without Ray, or without an engine, need not load it.
+    names = {c.__name__ for c in type(error).__mro__}
+    if "EngineLost" in names:
+        return Kind.ENGINE
+    return Kind.LOST if names & {"RayActorError", "ObjectLostError"} else Kind.ERROR

@@ -74,7 +74,7 @@ async def _measure(
 ) -> tuple[dict[str, float], list[Trajectory], dict[str, Any]]:
     parts, config = launcher.parts, context.config
     try:
-        starting = launcher.collectors(load_weights=True)
+        starting = launcher.generators(load_weights=True)
         await driver.timed(context.name, "generators ready", starting, see=f"{context.dir / 'logs'}/")
         return *await driver.evaluate(config, parts, evalsets, policy_version=0), parts.processes
     finally:

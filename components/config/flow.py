@@ -50,7 +50,7 @@ class RolloutConfig(Section):
     engine_stall_s: PositiveFloat = Field(
         default=300.0,
         description="an engine that has work but gives neither a token nor an answer for this many seconds counts as "
-        "hung, and the run ends",
+        "hung, and is started again (cluster.restarts)",
     )
     sleep_level: Annotated[Literal[1, 2], OnlyWith(lambda c: c.cluster.in_turns, "cluster.placement is turns")] = Field(
         default=2,

@@ -11,6 +11,8 @@ from .effect import GENERATION, ROLLOUTS, TRAINING, OnlyWith
 from .names import check_name
 
 WATCHED = OnlyWith(lambda c: c.monitor.suspects, "monitor.suspects is true")
+RESTARTED = OnlyWith(lambda c: c.cluster.restarts > 0, "cluster.restarts is above 0")
+NOT_IN_TURNS = OnlyWith(lambda c: not c.cluster.in_turns, "cluster.placement is not turns")
 ON_CPU = OnlyWith(lambda c: c.cluster.device == "cpu", "cluster.device is cpu")
 
 
@@ -76,6 +78,16 @@ class ClusterConfig(Section):
     )
     object_store_mb: int | None = Field(
         default=None, ge=80, description="Ray object store in MB; null: what Ray takes (a third of memory)"
+    )
+    restarts: Annotated[NonNegativeInt, GENERATION, NOT_IN_TURNS] = Field(
+        default=10,
+        description="how often a stage starts generators again that died, hang or are stopped; what they held is "
+        "issued again; 0: the first death ends the run, as it does with placement turns",
+    )
+    restart_backoff_s: Annotated[PositiveFloat, GENERATION, RESTARTED] = Field(
+        default=1.0,
+        description="wait before a generator is started again that has not served since its last start; doubled each "
+        "time, up to a minute",
     )
     start_timeout_s: PositiveFloat = Field(
         default=300.0, description="seconds within which every process must have started"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..lazy import offered
 
 if TYPE_CHECKING:  # for editors and type checkers
+    from ..monitor.logs import say as say
     from ..planning.advice import advice_after as advice_after
     from ..runtime.launch import Launcher as Launcher
     from ..runtime.limit import Speeds as Speeds
@@ -39,7 +40,6 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .checkpoints import saved_version as saved_version
     from .context import StageContext as StageContext
     from .context import StageResult as StageResult
-    from .context import say as say
     from .context import timed as timed
     from .evaluation import evaluate as evaluate
     from .evaluation import in_one_line as in_one_line

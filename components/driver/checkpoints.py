@@ -27,6 +27,7 @@ from typing import Any
 from ..config import Config
 from ..config.learning import CheckpointConfig
 from ..integrity import read_sealed, sealed
+from ..monitor.logs import say
 from ..replay.position import Position
 from ..runtime.supervisor import Supervisor, together
 from ..tasks.mixed import MixedTaskSet
@@ -34,7 +35,6 @@ from ..tasks.queue_tasks import QueueTaskSet
 from ..tasks.taskset import TaskSet
 from ..trainer.checkpoint import STATE_DIR, STATE_FILE, CheckpointError, read_about, read_state
 from ..trainer.durable import sync, write_durably
-from .context import say
 
 # Settings that may change when a run is resumed: where it runs and what it reports, not what it learns.
 # The weights come from the checkpoint, which knows their shapes itself, so the model's own folder may have moved,

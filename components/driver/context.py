@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..config import Config, Recipe
-from ..failures import printable
+from ..monitor.logs import say
 from ..runtime.watch import RunWatch
 
 FINISHED = "finished.json"
@@ -97,8 +97,3 @@ async def timed(name: str, what: str, work: Awaitable[T], *, see: str = "") -> T
     result = await task
     say(f"{name}: {what} after {time.monotonic() - begun:.1f} s")
     return result
-
-
-def say(text: str) -> None:
-    """One line for the terminal."""
-    print(f"leeway: {printable(text)}", flush=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from ..config import Config
@@ -12,7 +12,7 @@ from ..failures import PartFailed
 from ..runtime.launch import Parts
 from ..runtime.supervisor import together
 from ..tasks.evalsets import EvalSet
-from ..types import Trajectory
+from ..types import Task, Trajectory
 from .eval_metrics import at_k
 
 PROGRESS_S = 10.0
@@ -47,31 +47,32 @@ async def _answered(
     config: Config, parts: Parts, evalset: EvalSet, policy_version: int
 ) -> list[list[Trajectory] | str]:
     """The trajectories of each task, or why it failed permanently. The deadline is for one task to end, not for all."""
-    num, what, timeout_s = len(parts.collectors), f"evaluation on {evalset.name}", config.cluster.step_timeout_s
-    pending = together(
-        c.evaluate.remote(list(evalset.tasks[i::num]), evalset.sampling, policy_version)
-        for i, c in enumerate(parts.collectors)
-        if evalset.tasks[i::num]
-    )
+    num, what, timeout_s = len(parts.generators), f"evaluation on {evalset.name}", config.cluster.step_timeout_s
+
+    def answers_to(share: Sequence[Task]) -> Callable[[Any], Awaitable[Any]]:
+        return lambda actor: actor.evaluate.remote(list(share), evalset.sampling, policy_version)
+
+    shares = [evalset.tasks[i::num] for i in range(num)]
+    pending = together(g.call(answers_to(share)) for g, share in zip(parts.generators, shares, strict=True) if share)
     now = asyncio.get_running_loop().time
-    num_ended, since = -1, now()
+    num_ended, since = [], now()
     try:
         while not pending.done():
             pause = asyncio.wait({pending}, timeout=min(PROGRESS_S, timeout_s))
             await parts.supervisor.wait(pause, what=what, timeout_s=timeout_s + PROGRESS_S)
-            counts = together(c.num_evaluated.remote() for c in parts.collectors)
-            ended = sum(await parts.supervisor.wait(counts, what="generators", timeout_s=timeout_s))
+            counts = together(g.call_now(lambda actor: actor.num_evaluated.remote()) for g in parts.generators)
+            ended = [*await parts.supervisor.wait(counts, what="generators", timeout_s=timeout_s)]
             if ended != num_ended:
                 num_ended, since = ended, now()
             elif now() - since >= timeout_s and not pending.done():
                 raise PartFailed(
                     what, f"no task ended for {timeout_s:g} s; raise cluster.step_timeout_s if that is normal here"
                 )
-        shares = await parts.supervisor.wait(pending, what=what, timeout_s=timeout_s)
+        answers = await parts.supervisor.wait(pending, what=what, timeout_s=timeout_s)
     finally:
         pending.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else retrieves it
         pending.cancel()
-    return [shares[i % num][i // num] for i in range(len(evalset.tasks))]
+    return [answers[i % num][i // num] for i in range(len(evalset.tasks))]
 
 
 def evaluated_at_start(rows: Sequence[Mapping[str, Any]], evalsets: Sequence[EvalSet]) -> dict[str, Any]:

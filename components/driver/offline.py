@@ -10,13 +10,14 @@ import ray
 
 from ..config import Config
 from ..monitor import Monitor
+from ..monitor.logs import say
 from ..runtime.launch import Launcher
 from ..runtime.supervisor import together
 from ..tasks.batches import Batches
 from ..tasks.mixed import MixedTaskSet
 from ..tasks.taskset import TaskSet
 from ..types import TrainBatch
-from .context import StageContext, say
+from .context import StageContext
 from .learned import LearningWatch, Verdict
 
 LOSS_WINDOW = 20

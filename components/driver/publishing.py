@@ -62,7 +62,7 @@ class Publishing:
 
     async def wait_engines_at(self, version: int) -> None:
         """Wait until every engine has loaded and proven `version`."""
-        calls = [c.until_verified.remote(version) for c in self._parts.collectors]
+        calls = [g.call(lambda actor: actor.until_verified.remote(version)) for g in self._parts.generators]
         await self._wait(together(calls), "generators")
 
     async def _publish_to_engines(self, version: int, uploads: Awaitable[list[Publication | None]]) -> None:

@@ -98,6 +98,7 @@ class Reporter:
         self._last_stats = time.monotonic()
         self.served_tolerance: dict[str, float] = {}
         """What the last loads that were reported were held to."""
+        self._num_restarts = 0
         self._training = False
         self._running: asyncio.Task[None] | None = None
 
@@ -178,10 +179,11 @@ class Reporter:
 
     async def collect_stats(self, step: int | None = None) -> dict[str, float]:
         """Log what the collectors did since the last call; without a `step`: before the first step."""
-        calls = together(c.stats.remote() for c in self._parts.collectors)
-        stats = reduced(
-            await self._parts.supervisor.wait(calls, what="generators", timeout_s=self._config.cluster.step_timeout_s)
+        calls = together(g.call_now(lambda actor: actor.stats.remote()) for g in self._parts.generators)
+        of_all = await self._parts.supervisor.wait(
+            calls, what="generators", timeout_s=self._config.cluster.step_timeout_s
         )
+        stats = reduced([own for own in of_all if own is not None]) | self._restarts()
         now = time.monotonic()
         seconds, self._last_stats = now - self._last_stats, now
         held_to = {name: value for name, value in stats.items() if name.startswith("param_server/served_tolerance/")}
@@ -191,6 +193,18 @@ class Reporter:
         if step is not None or not self._first_step:
             self._monitor.log(step or 0, stats, role="collector")
         return stats
+
+    def _restarts(self) -> dict[str, float]:
+        """The generators that were replaced since the last call."""
+        new = self._parts.restarts.over[self._num_restarts :]
+        self._num_restarts += len(new)
+        if not new:
+            return {}
+        return {
+            "collector/restarts": float(len(new)),
+            "collector/restart_s": max(restart.down_s for restart in new),
+            "collector/groups_lost": float(sum(restart.groups for restart in new)),
+        }
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._monitor.log(step, dict(metrics), role="evaluation")
@@ -234,6 +248,7 @@ def summary_of(rows: Sequence[Mapping[str, Any]], *, steps: int) -> dict[str, An
         "served_tolerance_max": float(largest("param_server/served_tolerance/max")),
         "served_tolerance_mean": float(largest("param_server/served_tolerance/mean")),
         "quarantines": int(largest("collector/quarantines")),
+        "restarts": int(sum(values("collector/restarts"))),
         "pulls": int(sum(values("param_server/pulls"))),
         "efficiency_second_half": efficiency,
         "time_shares": time_shares(rows),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import Config, derive
+from ..monitor.logs import say
 from ..replay.actor import BatchRefs
 from ..runtime.launch import Parts
 from ..runtime.supervisor import together
@@ -15,7 +16,6 @@ from ..tasks.evalsets import EvalSet
 from .audit import Audits
 from .batch_feed import BatchFeed
 from .checkpoints import Checkpoints
-from .context import say
 from .evaluation import evaluate, in_one_line, measured_by, of_set
 from .publishing import Publishing
 from .rl_report import Reporter, StepClock, StepReport

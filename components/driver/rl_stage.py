@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ..config import derive
 from ..monitor import build_monitor, read_metrics
+from ..monitor.logs import say
 from ..runtime.launch import Launcher
 from ..runtime.limit import Speeds
 from ..tasks.evalsets import build_evalsets
@@ -19,7 +20,7 @@ from ..tasks.taskset import build_taskset
 from ..weights import CanaryPrompts
 from .canary import canary_prompts
 from .checkpoints import STATE_DIR, Checkpoints, resume_point, saved_position, saved_version
-from .context import StageContext, StageResult, say, timed
+from .context import StageContext, StageResult, timed
 from .evaluation import evaluated_at_start, in_one_line
 from .rl_report import LAST_REPORTS_S, Reporter, describe_time_shares
 from .rl_run import EvalPoint, RLRun
@@ -111,10 +112,10 @@ class RLStage:
                 launcher.param_server(),
                 launcher.buffer(start=start),
                 trainers,
-                self._timed("generators ready", self._collectors(trainers)),
+                self._timed("generators ready", self._generators(trainers)),
             )
-        for i, collector in enumerate(self._parts.collectors):
-            self._parts.supervisor.watch(f"generator-{i}", collector.sync_weights_loop.remote())
+        for g in self._parts.generators:
+            self._parts.supervisor.watch(g.role, g.call(lambda actor: actor.sync_weights_loop.remote()))
 
     async def _trainers(self, canary: CanaryPrompts) -> None:
         await self._launcher.trainers(total_steps=self._total_steps, canary=canary)
@@ -123,10 +124,10 @@ class RLStage:
         if self._config.cluster.in_turns:
             await self._launcher.offload()
 
-    async def _collectors(self, trainers: asyncio.Future[None]) -> None:
+    async def _generators(self, trainers: asyncio.Future[None]) -> None:
         if self._config.cluster.shares_devices:  # engines start where the trainer is, and has left
             await asyncio.wait([trainers])
-        await self._launcher.collectors()
+        await self._launcher.generators()
 
     def _checkpoints(self, report: Reporter) -> Checkpoints:
         return Checkpoints(
@@ -160,8 +161,8 @@ class RLStage:
             f"up after {begun - started:.0f} s"
         )
         collecting = [
-            self._parts.supervisor.watch(f"generator-{i}", c.collect.remote())
-            for i, c in enumerate(self._parts.collectors)
+            self._parts.supervisor.watch(g.role, g.call(lambda actor: actor.collect.remote()))
+            for g in self._parts.generators
         ]
         report.begin(speeds)
         await loop(run)
@@ -230,6 +231,8 @@ def goodbye(summary: dict[str, Any]) -> list[str]:
     if "before" in evals and "after" in evals and evals["before"]:
         lines.append(f"held-out {in_one_line(evals['before'], evals['after'])}")
     lines += describe_time_shares(summary["time_shares"])
+    if restarts := summary["restarts"]:
+        lines.append(f"{restarts} times a generator died or hung, and was replaced: see the warnings above")
     if (efficiency := summary["efficiency_second_half"]) is not None:
         lines.append(f"{efficiency:.0%} of the speed limit in the second half")
     return lines

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from ..collector.torchrl_keys import batch_under_torchrl_keys
 from ..config import derive
 from ..monitor import build_monitor
+from ..monitor.logs import say
 from ..runtime.launch import Launcher, transport_settings
 from ..runtime.placement import assign_cores
 from ..runtime.supervisor import Supervisor, together
@@ -32,7 +33,7 @@ from ..transports.transport import open_transport
 from ..weights import Publication
 from .batch_feed import BatchFeed
 from .canary import canary_prompts
-from .context import StageContext, say
+from .context import StageContext
 from .evaluation import by_set, evaluate, in_one_line
 from .publishing import Publishing
 from .rl_report import StepReport
@@ -97,8 +98,8 @@ class Rollouts:
         and RuntimeError if the version before was not published.
         """
         collecting = [
-            self._parts.supervisor.watch(f"generator-{i}", c.collect.remote())
-            for i, c in enumerate(self._parts.collectors)
+            self._parts.supervisor.watch(g.role, g.call(lambda actor: actor.collect.remote()))
+            for g in self._parts.generators
         ]
         feed = BatchFeed(self._config, self._parts)
         upcoming = feed.ask()
@@ -148,10 +149,10 @@ class Rollouts:
         config, launcher = self._config, self._launcher
         say(f"{self._context.name}: starting {config.rollout.num_generators} generator(s)")
         await asyncio.gather(  # begun in this order: collectors are given the handles of the first two
-            launcher.param_server(), launcher.buffer(), launcher.collectors(), asyncio.to_thread(self._load)
+            launcher.param_server(), launcher.buffer(), launcher.generators(), asyncio.to_thread(self._load)
         )
-        for i, collector in enumerate(self._parts.collectors):
-            self._parts.supervisor.watch(f"generator-{i}", collector.sync_weights_loop.remote())
+        for g in self._parts.generators:
+            self._parts.supervisor.watch(g.role, g.call(lambda actor: actor.sync_weights_loop.remote()))
         await self._hand_out()
         await self._publishing.finish()
         await self._publishing.wait_engines_at(0)

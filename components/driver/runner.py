@@ -26,13 +26,13 @@ from ..config import Stage, run_yaml
 from ..config.secrets import shown_argument
 from ..failures import InputRefused, PartFailed, Refused, printable
 from ..monitor import weights_sha256, write_summary
-from ..monitor.logs import others_to_file
+from ..monitor.logs import others_to_file, say
 from ..redaction import redacted
 from ..runtime.footprint import Footprint
 from ..runtime.guardian import Guardian
 from ..runtime.watch import Outcome, RunWatch
 from .checks import examine
-from .context import StageContext, StageResult, finished_stage, mark_finished, say
+from .context import StageContext, StageResult, finished_stage, mark_finished
 from .models import check_weights
 from .run_record import LOCK, BadRecord, RunIsRunning, RunRecord, locked
 

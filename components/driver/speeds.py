@@ -164,20 +164,25 @@ async def _timed_rollouts(
 ) -> tuple[float, list[Trajectory]]:
     """Seconds in which the busiest engine had a request: time in environments does not count."""
     limit = min(max_response_tokens, config.rollout.max_response_tokens)
-    begun = await _generating_s(config, parts)
-    calls = [
-        c.rollouts.remote(list(share), config.rollout.temperature, config.algorithm.group_size, limit, True)
-        for i, c in enumerate(parts.collectors)
-        if (share := tasks[i :: len(parts.collectors)])
-    ]
-    results = await _wait(config, parts, together(calls), "generators")
-    seconds = [after - before for before, after in zip(begun, await _generating_s(config, parts), strict=True)]
-    return max(seconds), [t for part in results for t in part]
+    temperature, group_size = config.rollout.temperature, config.algorithm.group_size
+    while True:
+        left = parts.restarts.left
+        begun = await _generating_s(config, parts)
+        calls = [
+            g.call(lambda actor, share=share: actor.rollouts.remote(list(share), temperature, group_size, limit, True))
+            for i, g in enumerate(parts.generators)
+            if (share := tasks[i :: len(parts.generators)])
+        ]
+        results = await _wait(config, parts, together(calls), "generators")
+        seconds = [after - before for before, after in zip(begun, await _generating_s(config, parts), strict=True)]
+        if parts.restarts.left == left:  # else one of them has begun to count anew
+            return max(seconds), [t for part in results for t in part]
 
 
 async def _generating_s(config: Config, parts: Parts) -> list[float]:
     """Seconds so far in which each engine had a request."""
-    return await _wait(config, parts, together([c.generating_s.remote() for c in parts.collectors]), "generators")
+    calls = together(g.call(lambda actor: actor.generating_s.remote()) for g in parts.generators)
+    return await _wait(config, parts, calls, "generators")
 
 
 async def _wait(config: Config, parts: Parts, call: Any, what: str) -> Any:

@@ -13,12 +13,13 @@ from typing import Any
 
 from ..config import Recipe
 from ..failures import printable
+from ..monitor.logs import say
 from ..runtime.launch import Launcher
 from ..runtime.supervisor import Supervisor
 from ..tasks.prompting import Prompter
 from ..tasks.taskset import build_taskset
 from ..types import Task, Trajectory
-from .context import StageContext, StageResult, say
+from .context import StageContext, StageResult
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,10 @@ async def run(choice: Choice, context: StageContext) -> StageResult:
     launcher = Launcher(config, context.recipe, run_dir=context.dir, supervisor=Supervisor(context.watch))
     try:
         say(f"starting an engine with {config.model.path}")
-        await launcher.collectors(load_weights=True)
-        call = launcher.parts.collectors[0].rollouts.remote([task], config.rollout.temperature, choice.times)
+        await launcher.generators(load_weights=True)
+        call = launcher.parts.generators[0].call(
+            lambda actor: actor.rollouts.remote([task], config.rollout.temperature, choice.times)
+        )
         trajectories = await launcher.parts.supervisor.wait(
             call, what="the environment", timeout_s=config.rollout.timeout_s + 60, deadline="rollout.timeout_s"
         )

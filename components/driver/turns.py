@@ -35,7 +35,7 @@ class Turns:
         if not self._shared or self._trainer_has_it:
             return
         started, wait = time.monotonic(), self._parts.supervisor.wait
-        sleeping = together([c.sleep.remote() for c in self._parts.collectors])
+        sleeping = together(g.call(lambda actor: actor.sleep.remote()) for g in self._parts.generators)
         released = await wait(sleeping, what="generators", timeout_s=self._timeout_s)
         coming = together([t.onload.remote() for t in self._parts.trainers])
         await wait(coming, what="trainer", timeout_s=self._timeout_s)
@@ -51,7 +51,7 @@ class Turns:
         started, wait = time.monotonic(), self._parts.supervisor.wait
         leaving = together([t.offload.remote() for t in self._parts.trainers])
         offloaded = await wait(leaving, what="trainer", timeout_s=self._timeout_s)
-        waking = together([c.wake.remote() for c in self._parts.collectors])
+        waking = together(g.call(lambda actor: actor.wake.remote()) for g in self._parts.generators)
         await wait(waking, what="generators", timeout_s=self._timeout_s)
         self._trainer_has_it = False
         self._add("turns/to_engines_s", time.monotonic() - started)

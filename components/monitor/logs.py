@@ -20,6 +20,11 @@ class Printable(logging.Formatter):
         return printable(super().format(record))
 
 
+def say(text: str) -> None:
+    """One line for the terminal."""
+    print(f"leeway: {printable(text)}", flush=True)
+
+
 def log_to_file(path: Path, level: str) -> None:
     """Send this process's output, that of its future children and its logging to `path` (appended)."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 import ray
+import ray._private.worker as ray_worker
 from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
@@ -78,6 +79,7 @@ def connect(stages: Sequence[Stage], *, scratch: Path, watch: RunWatch | None = 
     config = stages[0].config
     user_modules = list(dict.fromkeys(str(p) for s in stages for p in user_module_paths(s.config, s.recipe)))
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    ray_worker.print_to_stdstream = _print_to_log
     if user_modules:
         options["runtime_env"] = {"py_modules": user_modules}
     if config.cluster.address is None:
@@ -105,6 +107,11 @@ def connect(stages: Sequence[Stage], *, scratch: Path, watch: RunWatch | None = 
         runtime_env["env_vars"] = yielding(os.environ)
     ray.init(address=config.cluster.address, **options)
     check_room(stages, ray.cluster_resources())
+
+
+def _print_to_log(data: dict[str, Any], ignore_prefix: bool = False) -> None:
+    """Ray's own lines on a worker's end, which go to the terminal otherwise: what it means for the run, the run says."""
+    print(*data["lines"], sep="\n", file=sys.stderr, flush=True)
 
 
 def check_room(stages: Sequence[Stage], have: Mapping[str, float]) -> None:
@@ -198,8 +205,6 @@ def _alone(deadline: float) -> Iterator[None]:
 
 def _own_processes() -> list[tuple[str, int]]:
     """Kind and process id of Ray's own processes that a run needs."""
-    import ray._private.worker as ray_worker
-
     node: Any = ray_worker._global_node
     return [
         (kind, info.process.pid)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,16 @@ from ..config import Config, Recipe, derive
 from ..config.derived import devices_of_copy
 from ..config.objective import objective_of
 from ..failures import PartFailed
+from ..monitor.logs import say
 from ..param_server.actor import ParameterServerRemote
 from ..replay.actor import ReplayBufferRemote
 from ..trainer.actor import TrainerRank
 from ..trainer.settings import TrainerSettings
 from ..transports.transport import TransportSettings
 from ..weights import CanaryPrompts
+from .generators import Generator, Restarts
 from .placement import Cores, assign_cores, beside_engines, keep_on
-from .supervisor import Supervisor, as_coroutine, together
+from .supervisor import Instead, Supervisor, as_coroutine, together
 
 OTHER_CALLS = 1000
 WAITING_CALLS = 8
@@ -40,8 +43,9 @@ class Parts:
     """The running parts of one recipe. `processes` lists process ids by role; `watch` notices when any of them dies."""
 
     supervisor: Supervisor
+    restarts: Restarts
     trainers: list[Any] = field(default_factory=list)
-    collectors: list[Any] = field(default_factory=list)
+    generators: list[Generator] = field(default_factory=list)
     auxiliaries: list[Any] = field(default_factory=list)
     buffer: Any = None
     param_server: Any = None
@@ -53,16 +57,16 @@ class Parts:
         Each of the two has `grace_s`. Processes that remain are killed at the end of the run: see `runtime.footprint`.
         """
         self.supervisor.forget_all()
-        calls = [
-            asyncio.ensure_future(as_coroutine(c.shutdown.remote())) for c in [*self.collectors, *self.auxiliaries]
-        ]
+        collectors = [g.actor for g in self.generators]
+        serving = [actor for actor in [*collectors, *self.auxiliaries] if actor is not None]
+        calls = [asyncio.ensure_future(as_coroutine(actor.shutdown.remote())) for actor in serving]
         if calls:
             await asyncio.wait(calls, timeout=grace_s)
         for call in calls:
             # An engine that is already dead cannot answer; all that is left is to kill its actor below.
             if not call.cancel() and not call.cancelled():
                 call.exception()  # retrieved, so that asyncio does not warn about it
-        actors = [*self.collectors, *self.auxiliaries, *self.trainers, self.buffer, self.param_server]
+        actors = [*serving, *self.trainers, self.buffer, self.param_server]
         # In a thread with a limited wait: killing asks Ray, which may itself not answer.
         thread = threading.Thread(target=_kill, args=([a for a in actors if a is not None],), daemon=True)
         thread.start()
@@ -158,7 +162,17 @@ class Launcher:
         self._others = beside_engines(self._cores)
         self._addresses: dict[str, str] = {}
         self._node = ray.util.get_node_ip_address() if ray.is_initialized() else None
-        self.parts = Parts(supervisor)
+        cluster = config.cluster
+        self.parts = Parts(
+            supervisor,
+            Restarts(
+                allowed=0 if cluster.in_turns else cluster.restarts,
+                backoff_s=cluster.restart_backoff_s,
+                start_timeout_s=cluster.start_timeout_s,
+                tell=say,
+                lost=self._lost_generator,
+            ),
+        )
 
     async def reset(self, config: Config, *, total_steps: int, canary: CanaryPrompts) -> None:
         """Prepare the running parts for another run of async_rl: the same number of parts, on the same cores."""
@@ -180,9 +194,9 @@ class Launcher:
             )
             for rank, actor in enumerate(parts.trainers)
         ]
-        collectors = [actor.reset.remote(config, **self._for_collectors()) for actor in parts.collectors]
+        generators = [g.call(lambda a: a.reset.remote(config, **self._for_collectors())) for g in parts.generators]
         await self._wait(together(trainers), "trainer")
-        await self._wait(together(collectors), "generators")
+        await self._wait(together(generators), "generators")
 
     async def trainers(self, *, total_steps: int, canary: CanaryPrompts) -> None:
         config, gpus = self._config, 1 if self._config.cluster.device == "cuda" else 0
@@ -241,27 +255,47 @@ class Launcher:
         process = await self._wait(self.parts.param_server.start.remote(), "param_server")
         self._started("param_server", self.parts.param_server, process, cores=self._others)
 
-    async def collectors(self, *, load_weights: bool = False) -> None:
+    async def generators(self, *, load_weights: bool = False) -> None:
         """Start the engines concurrently.
 
         `load_weights`: serve the model's own weights, without a parameter server.
         """
         await self._auxiliaries()
-        config = self._config
-        names = [f"generator-{i}" for i in range(config.rollout.num_generators)]
-        self.parts.collectors = [
-            CollectorRemote.options(**where).remote(
-                engine_settings(config, cores=self._cores.engines[i], load_weights=load_weights),
-                gpus=gpus,
-                **self._common(name),
+        places = await self._engine_places()
+        self.parts.generators = [
+            Generator(
+                f"generator-{i}",
+                functools.partial(self._generator, i, place, load_weights),
+                supervisor=self.parts.supervisor,
+                restarts=self.parts.restarts,
             )
-            for i, (name, (where, gpus)) in enumerate(zip(names, await self._engine_places(), strict=True))
+            for i, place in enumerate(places)
         ]
-        await self._meet(dict(zip(names, self.parts.collectors, strict=True)))
-        starts = [actor.start.remote(config, **self._for_collectors()) for actor in self.parts.collectors]
-        processes = await asyncio.gather(*(self._wait(s, n) for s, n in zip(starts, names, strict=True)))
-        for name, actor, process in zip(names, self.parts.collectors, processes, strict=True):
-            self._started(name, actor, process, cores=self._others)
+        await asyncio.gather(*(self._wait(g.start(), g.role) for g in self.parts.generators))
+
+    async def _generator(
+        self,
+        index: int,
+        place: tuple[dict[str, Any], list[str]],
+        load_weights: bool,
+        made: Callable[[Any], None],
+        instead: Instead | None,
+    ) -> str:
+        """See `generators.Launch`. The deadline is the caller's."""
+        role, (where, gpus) = f"generator-{index}", place
+        settings = engine_settings(self._config, cores=self._cores.engines[index], load_weights=load_weights)
+        actor = CollectorRemote.options(**where).remote(settings, gpus=gpus, **self._common(role))
+        made(actor)
+        self._met(role, actor, await actor.answer.remote(), instead)
+        process = await actor.start.remote(self._config, **self._for_collectors())
+        self._started(role, actor, process, cores=self._others, instead=instead)
+        return process["name"]
+
+    async def _lost_generator(self, name: str, cause: str) -> int:
+        """What it held is issued again."""
+        if self.parts.buffer is None:
+            return 0
+        return len(await self.parts.buffer.mark_dead.remote(name, cause))
 
     async def _engine_places(self) -> list[tuple[dict[str, Any], list[str]]]:
         """Of each engine: Ray's options for its actor, and the GPUs of the trainer's ranks that it shares."""
@@ -331,19 +365,31 @@ class Launcher:
     async def _meet(self, actors: Mapping[str, Any]) -> None:
         """Watch them as soon as their processes exist, even while they are still starting."""
         places = await asyncio.gather(*(self._wait(actor.answer.remote(), role) for role, actor in actors.items()))
-        for (role, actor), (machine, pid) in zip(actors.items(), places, strict=True):
-            here = machine == os.uname().nodename
-            self.parts.supervisor.watch_process(role, actor.wait_until_death.remote(), pids=[pid] if here else [])
+        for (role, actor), place in zip(actors.items(), places, strict=True):
+            self._met(role, actor, place)
 
-    def _started(self, role: str, actor: Any, process: dict[str, Any], *, cores: Sequence[int] = ()) -> None:
+    def _met(self, role: str, actor: Any, place: tuple[str, int], instead: Instead | None = None) -> None:
+        machine, pid = place
+        self.parts.supervisor.watch_process(
+            role, actor.wait_until_death.remote(), pids=[pid] if machine == os.uname().nodename else [], instead=instead
+        )
+
+    def _started(
+        self,
+        role: str,
+        actor: Any,
+        process: dict[str, Any],
+        *,
+        cores: Sequence[int] = (),
+        instead: Instead | None = None,
+    ) -> None:
         """`cores`: where the process is kept, on a cluster of this run's own (empty: it says so itself, or floats)."""
         self.parts.processes[role] = process
         if cores and self._config.cluster.address is None:
             keep_on(process["pid"], cores, but=process.get("compute_threads", ()))
         here = process["node"] == self._node
-        self.parts.supervisor.watch_pulse(
-            role, lambda: actor.answer.remote(), engine_pids=process.get("engine_pids", []) if here else []
-        )
+        engine_pids = process.get("engine_pids", []) if here else []
+        self.parts.supervisor.watch_pulse(role, lambda: actor.answer.remote(), engine_pids=engine_pids, instead=instead)
 
     async def _wait(self, call: Any, role: str) -> Any:
         return await self.parts.supervisor.wait(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
@@ -18,11 +19,12 @@ from .watch import RunWatch
 
 T = TypeVar("T")
 Ping = Callable[[], Awaitable[Any]]
+Instead = Callable[[PartFailed], Any]
 
 PULSE_S = 15.0
 SILENT_S = 120.0
 """A part whose event loop does not answer for this long fails the run."""
-GRACE_S = {Kind.ERROR: 1.5, Kind.SILENT: 1.5, Kind.LOST: 4.0, Kind.TIMEOUT: 4.0}
+GRACE_S = {Kind.ENGINE: 1.5, Kind.ERROR: 1.5, Kind.SILENT: 1.5, Kind.LOST: 4.0, Kind.TIMEOUT: 4.0}
 """How long to wait, by kind of failure, for another one that explains it."""
 
 
@@ -35,30 +37,48 @@ class Supervisor:
     def __init__(self, watch: RunWatch | None = None) -> None:
         self._watched: dict[asyncio.Future[Any], str] = {}
         self._run_watch = watch
+        self._replaceable: defaultdict[str, list[asyncio.Future[Any]]] = defaultdict(list)
         self._pings: dict[str, Ping] = {}
         self._root: asyncio.Future[PartFailed] | None = None
 
-    def watch(self, part: str, call: Awaitable[Any]) -> asyncio.Future[Any]:
-        """`call` runs until the part ends: returning is fine, failing ends the run and names the part."""
+    def watch(self, part: str, call: Awaitable[Any], *, instead: Instead | None = None) -> asyncio.Future[Any]:
+        """`call` runs until the part ends: returning is fine, failing ends the run and names the part.
+
+        `instead`: is called then, and the run goes on.
+        """
         if self._run_watch is not None and not self._watched:
             machine = asyncio.ensure_future(self._run_watch.until_broken())
             self._watched[machine] = "machine"
+        if instead is not None:
+            return self._watch_replaceable(part, call, instead)
         future = asyncio.ensure_future(as_coroutine(call))
         self._watched[future] = part
         return future
 
-    def watch_process(self, part: str, call: Awaitable[Any], *, pids: Iterable[int]) -> None:
+    def watch_process(
+        self, part: str, call: Awaitable[Any], *, pids: Iterable[int], instead: Instead | None = None
+    ) -> None:
         """A part in separate processes; `call` is pending while it lives. `pids` are those on this machine."""
-        self.watch(part, call)
+        self.watch(part, call, instead=instead)
         if self._run_watch is not None:
-            self._run_watch.add(part, pids)
+            self._run_watch.add(part, pids, instead=instead)
 
-    def watch_pulse(self, part: str, ping: Ping, *, engine_pids: Iterable[int] = ()) -> None:
+    def watch_pulse(
+        self, part: str, ping: Ping, *, engine_pids: Iterable[int] = (), instead: Instead | None = None
+    ) -> None:
         """The part is up: watch its event loop with `ping`, and also the processes that it started on this machine."""
         self._pings[part] = ping
-        self.watch(part, self._pulse(part, ping))
+        self.watch(part, self._pulse(part, ping), instead=instead)
         if self._run_watch is not None:
-            self._run_watch.add(part, engine_pids, what="engine's process")
+            self._run_watch.add(part, engine_pids, what="engine's process", instead=instead)
+
+    def end_part(self, part: str) -> None:
+        """A part that is to be replaced: it is watched no more, and what is left of it on this machine is killed."""
+        for future in self._replaceable.pop(part, ()):
+            future.cancel()
+        self._pings.pop(part, None)
+        if self._run_watch is not None:
+            self._run_watch.kill(part)
 
     async def wait(
         self, call: Awaitable[T], *, what: str, timeout_s: float, deadline: str = "cluster.step_timeout_s"
@@ -89,12 +109,23 @@ class Supervisor:
 
     def forget_all(self) -> None:
         """Call this before the parts are ended on purpose."""
-        for future in self._watched:
+        for future in [*self._watched, *(f for futures in self._replaceable.values() for f in futures)]:
             future.cancel()
         self._watched.clear()
+        self._replaceable.clear()
         self._pings.clear()
         if self._run_watch is not None:
             self._run_watch.forget_parts()
+
+    def _watch_replaceable(self, part: str, call: Awaitable[Any], instead: Instead) -> asyncio.Future[Any]:
+        def ended(future: asyncio.Future[Any]) -> None:
+            if not future.cancelled() and (error := future.exception()) is not None:
+                instead(as_part_failure(part, error))
+
+        future = asyncio.ensure_future(as_coroutine(call))
+        future.add_done_callback(ended)
+        self._replaceable[part].append(future)
+        return future
 
     def _failures(self) -> list[PartFailed]:
         """The failures of the watched parts so far; kept, because every other wait must end with them too."""

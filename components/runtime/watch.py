@@ -7,6 +7,7 @@ ending. When that passes, it writes the outcome, removes what belongs to the run
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import select
 import signal
@@ -49,6 +50,7 @@ class _Process:
     what: str  # "process", "engine process", or of which kind Ray's is
     kind: Kind
     started: str | None
+    instead: Callable[[PartFailed], Any] | None = None
     stopped_ticks: int = 0
     died_at: float | None = None
 
@@ -146,10 +148,32 @@ class RunWatch:
 
     # -- processes ------------------------------------------------------------------------------------------------
 
-    def add(self, part: str, pids: Iterable[int], *, what: str = "process", kind: Kind = Kind.DIED) -> None:
-        """Processes on this machine that the run needs. Those of `kind` CLUSTER are Ray's own."""
+    def add(
+        self,
+        part: str,
+        pids: Iterable[int],
+        *,
+        what: str = "process",
+        kind: Kind = Kind.DIED,
+        instead: Callable[[PartFailed], Any] | None = None,
+    ) -> None:
+        """Processes on this machine that the run needs. Those of `kind` CLUSTER are Ray's own.
+
+        `instead`: called in the loop, instead of ending the run, when one of them died or is stopped for `STOPPED_S`;
+        it says how, and may be called again until the part is forgotten.
+        """
         with self._lock:
-            self._processes += [_Process(part, pid, what, kind, _start_time(pid)) for pid in pids]
+            self._processes += [_Process(part, pid, what, kind, _start_time(pid), instead) for pid in pids]
+
+    def kill(self, part: str) -> None:
+        """Kill what is left of a part that is to be replaced, and forget it."""
+        with self._lock:
+            own = [p for p in self._processes if p.part == part]
+            self._processes = [p for p in self._processes if p.part != part]
+        for process in own:
+            if _start_time(process.pid) == process.started is not None and not _cleans_up(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
 
     def forget_parts(self) -> None:
         """The parts are about to be ended on purpose; Ray's own processes are still needed."""
@@ -169,8 +193,9 @@ class RunWatch:
         """The current state of the processes: which died, in the order in which they did, and which are stopped."""
         self._look()
         with self._lock:
-            dead = sorted((p.died_at, i, p) for i, p in enumerate(self._processes) if p.died_at is not None)
-            stopped = [p for p in self._processes if p.stopped_ticks]
+            needed = [p for p in self._processes if p.instead is None]
+            dead = sorted((p.died_at, i, p) for i, p in enumerate(needed) if p.died_at is not None)
+            stopped = [p for p in needed if p.stopped_ticks]
         return [_death(p) for _, _, p in dead] + [_standstill(p) for p in stopped]
 
     async def until_broken(self) -> None:
@@ -226,16 +251,23 @@ class RunWatch:
         for process in list(self._processes):
             if process.died_at is not None:
                 unheard = self._outcome is None and time.monotonic() - process.died_at > DEAD_S
-                if unheard or process.kind == Kind.CLUSTER:
-                    self.break_off(_death(process))
+                if unheard or process.kind == Kind.CLUSTER or process.instead is not None:
+                    self._end(process, _death(process))
             elif process.stopped_ticks * TICK_S >= (STOPPED_S if self._outcome is None else STOPPED_AT_THE_END_S):
-                self.break_off(_standstill(process))
+                self._end(process, _standstill(process))
         now = time.monotonic()
         if self._beat_seen >= self._beat_asked:
             self._beat_asked = now
             self._in_loop(self._beat)
         elif now - self._beat_asked > self._blocked_s:
             self.break_off(PartFailed("driver", f"its event loop has been blocked for {self._blocked_s:g} s"))
+
+    def _end(self, process: _Process, failure: PartFailed) -> None:
+        instead = process.instead
+        if instead is None:
+            self.break_off(failure)
+        else:
+            self._in_loop(lambda: instead(failure))
 
     def _beat(self) -> None:
         self._beat_seen = time.monotonic()
@@ -263,6 +295,15 @@ def _standstill(process: _Process) -> PartFailed:
     kind = process.kind if process.kind == Kind.CLUSTER else Kind.STOPPED
     cause = f"the {process.what} is stopped (pid {process.pid}, SIGSTOP); kill -CONT would continue it"
     return PartFailed(process.part, cause, kind=kind)
+
+
+def _cleans_up(pid: int) -> bool:
+    """Python's tracker of shared memory ends when those do whose memory it removes."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return b"resource_tracker" in file.read()
+    except OSError:
+        return False
 
 
 def _state(pid: int) -> str | None:

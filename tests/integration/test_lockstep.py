@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ..tiers import sample
-from .conftest import DIGITS_LAST
+from .conftest import DIGITS_LAST, command_line
 
 TOLERANCE = 1e-4
 STEPS = sample(6, 20)
@@ -104,8 +104,14 @@ def of_two_ranks(start_for_all: Any, from_untrained: list[str]) -> tuple[str, Pa
 
 @pytest.fixture(scope="module")
 def half_way(start_for_all: Any, from_untrained: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what one generator and one rank had saved when they were killed, half-way."""
+    """A copy of what one generator and one rank had saved when they were killed, half-way.
+
+    The generator was killed before, and is another when the rest is killed.
+    """
     command = begin(start_for_all, from_untrained, 1, 1, *SAVING, name="killed")
+    command.wait_for_steps(1, timeout_s=240)
+    (generator,) = [p for p in command.processes() if "CollectorActor" in command_line(p)]
+    generator.kill()
     latest = command.run_dir / "stages/async_rl/checkpoints/latest.json"
     deadline = time.monotonic() + 240
     while not latest.exists():
@@ -117,6 +123,7 @@ def half_way(start_for_all: Any, from_untrained: list[str], tmp_path_factory: py
     assert not (command.run_dir / "summary.json").exists()
     saved = json.loads(latest.read_text())
     assert saved["step"] == HALF
+    assert "generator-0 serves again" in command.output()
     return shutil.copytree(latest.parent / saved["path"], tmp_path_factory.mktemp("saved") / saved["path"])
 
 
