@@ -110,7 +110,7 @@ def connect(stages: Sequence[Stage], *, scratch: Path, watch: RunWatch | None = 
 
 
 def _print_to_log(data: dict[str, Any], ignore_prefix: bool = False) -> None:
-    """Ray's own lines on a worker's end, which go to the terminal otherwise: what it means for the run, the run says."""
+    """Ray's own lines on a worker's end, else on the terminal: what it means for the run, the run says."""
     print(*data["lines"], sep="\n", file=sys.stderr, flush=True)
 
 

@@ -26,6 +26,7 @@ from leeway.trainer.publish import Publisher
 from leeway.transports.object_store import ObjectStore
 from leeway.weights import BucketPlan, Canary, CanaryPrompts, Publication, plan_buckets
 
+from .standing import generators_of
 from .test_staleness_property import VirtualClock
 
 STEPS, UPDATES = 200, 4
@@ -130,7 +131,7 @@ def run_over(trainer: Any, elsewhere: Elsewhere, *, total_steps: int, tmp_path: 
     actor._trainer = trainer
     parts: Any = SimpleNamespace(
         trainers=[Remote(actor)],
-        collectors=[],
+        **generators_of(),
         buffer=Remote(elsewhere),
         param_server=Remote(elsewhere),
         supervisor=Supervisor(),

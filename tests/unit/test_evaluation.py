@@ -24,6 +24,7 @@ from leeway.tasks.evalsets import build_evalsets
 from leeway.tasks.taskset import build_taskset
 from leeway.types import Trajectory
 
+from .standing import generators_of
 from .virtual_clock import VirtualClock
 
 
@@ -227,7 +228,7 @@ class PlayedCollector:
 
 def evaluated(*collectors: PlayedCollector, tasks: str, step_timeout_s: float = 3600.0) -> tuple[Any, float]:
     async def main() -> tuple[Any, float]:
-        parts: Any = SimpleNamespace(collectors=collectors, supervisor=Supervisor())
+        parts: Any = SimpleNamespace(**generators_of(*collectors), supervisor=Supervisor())
         config: Any = SimpleNamespace(cluster=SimpleNamespace(step_timeout_s=step_timeout_s))
         evalset: Any = SimpleNamespace(name="a", tasks=list(tasks), sampling=EvalSampling())
         found = await evaluate(config, parts, [evalset], policy_version=3)

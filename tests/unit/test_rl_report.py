@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,11 @@ from leeway.driver.rl_report import WORK, Reporter, StepClock, StepReport, descr
 from leeway.failures import PartFailed
 from leeway.monitor import build_monitor, read_metrics
 from leeway.monitor.metrics import reduced
+from leeway.runtime.generators import Restart
 from leeway.runtime.limit import Speeds
 from leeway.runtime.supervisor import Supervisor
+
+from .standing import generators_of
 
 CAUSES = ("wait_for_batch", "audit", "checkpoint", "evaluate")
 STATS_S = 10.0
@@ -197,7 +201,11 @@ SPEEDS = Speeds(
 
 
 def reported(
-    tmp_path: Path, reports: list[StepReport], *stats: list[dict[str, float]], resumed_at: int | None = None
+    tmp_path: Path,
+    reports: list[StepReport],
+    *stats: list[dict[str, float]],
+    resumed_at: int | None = None,
+    restarts: Sequence[Restart] = (),
 ) -> Reporter:
     config = load_config(
         "quickstart",
@@ -209,7 +217,8 @@ def reported(
 
         async def main() -> Reporter:
             collectors = [FakeCollector(fake, list(s), seconds=STATS_S / len(stats)) for s in stats]
-            parts: Any = SimpleNamespace(collectors=collectors, supervisor=Supervisor())
+            parts: Any = SimpleNamespace(**generators_of(*collectors), supervisor=Supervisor())
+            parts.restarts.over += restarts
             monitor = build_monitor(tmp_path, config.monitor, {}, 4, "rl", resumed_at=resumed_at)
             reporter = Reporter(config, parts, monitor, first_step=resumed_at or 0)
             reporter.begin(SPEEDS)
@@ -239,7 +248,8 @@ def a_run(tmp_path: Path) -> Reporter:
         collector_stats(generate=0.75, gap=0.25),
         collector_stats(generate=1.0, quarantines=1.0),
     ]
-    return reported(tmp_path, reports, first, [collector_stats(generate=0.5, gap=0.0625)])
+    restarts = [Restart("generator-0", "the process died", at=0.0, down_s=s, groups=3) for s in (1.5, 2.5)]
+    return reported(tmp_path, reports, first, [collector_stats(generate=0.5, gap=0.0625)], restarts=restarts)
 
 
 def test_everything_is_logged_in_the_order_in_which_it_came(tmp_path: Path) -> None:
@@ -268,6 +278,13 @@ def test_everything_is_logged_in_the_order_in_which_it_came(tmp_path: Path) -> N
     assert written == ["step-000001.jsonl", "step-000003.jsonl"]
 
 
+def test_a_restart_is_logged_once(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    rows = [r for r in read_metrics(tmp_path / "metrics.jsonl") if r["role"] == "collector"]
+    numbers = [[r.get(f"collector/{name}") for name in ("restarts", "restart_s", "groups_lost")] for r in rows]
+    assert numbers == [[2.0, 2.5, 6.0], *[[None, None, None]] * (len(rows) - 1)]
+
+
 def test_the_summary_adds_up_what_was_logged(tmp_path: Path) -> None:
     summary = a_run(tmp_path).summary(steps=4)
     shares = summary.pop("time_shares")
@@ -282,6 +299,7 @@ def test_the_summary_adds_up_what_was_logged(tmp_path: Path) -> None:
         "served_tolerance_max": 1.0,
         "served_tolerance_mean": 0.5,
         "quarantines": 1,
+        "restarts": 2,
         "pulls": 3 + 5,
         "efficiency_second_half": pytest.approx((1.0 + 1.0) / (4 + 2)),
         "audit_gap_max": 0.5,
@@ -353,7 +371,7 @@ def test_a_collector_that_fails_ends_the_reports_by_name(tmp_path: Path) -> None
 
         config = load_config("quickstart", ["monitor.console=off"], recipe="async_rl")
         collector = SimpleNamespace(stats=SimpleNamespace(remote=fail))
-        parts: Any = SimpleNamespace(collectors=[collector], supervisor=Supervisor())
+        parts: Any = SimpleNamespace(**generators_of(collector), supervisor=Supervisor())
         reporter = Reporter(config, parts, build_monitor(tmp_path, config.monitor, {}, 4, "rl"))
         reporter.begin(SPEEDS)
         with pytest.raises(PartFailed, match="generators: ValueError: lost its numbers"):
@@ -376,7 +394,7 @@ def test_steps_wait_for_reports_that_are_far_behind_and_hear_when_they_fail(tmp_
 
         collector = SimpleNamespace(stats=SimpleNamespace(remote=stats))
         supervisor = Supervisor()
-        parts: Any = SimpleNamespace(collectors=[collector], supervisor=supervisor)
+        parts: Any = SimpleNamespace(**generators_of(collector), supervisor=supervisor)
         reporter = Reporter(config, parts, build_monitor(tmp_path, config.monitor, {}, 4, "rl"))
         reporter.begin(SPEEDS)
         for step in range(rl_report.REPORTS_AHEAD):

@@ -18,6 +18,8 @@ from leeway.failures import PartFailed
 from leeway.runtime.supervisor import Supervisor
 from leeway.types import Task, Trajectory
 
+from .standing import generators_of
+
 PREFILL_S, TOKEN_S, PASS_S = 0.5, 0.01, 0.25
 PROMPT = 10
 
@@ -78,7 +80,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, config: Config, *, length: int) ->
         return {"forward_backward_s": PASS_S, "optim_s": 0.125}
 
     parts: Any = SimpleNamespace(
-        collectors=collectors,
+        **generators_of(*collectors),
         buffer=SimpleNamespace(sample_batch=SimpleNamespace(remote=sample_batch)),
         trainers=[SimpleNamespace(measure=SimpleNamespace(remote=measure))] * config.train.num_ranks,
         supervisor=Supervisor(),
