@@ -5,6 +5,7 @@ python docs/generate_config_reference.py > docs/configuration.md
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -57,10 +58,10 @@ PARTIAL = ("MixedTasks", "EvalTasks", "EnvPart")
 
 ENGINE = """\
 `rollout.engine.name` is one of {engines}, or your own `pkg.module:Class`; another name in a higher layer takes the
-other settings of `rollout.engine` with it. `hf` has one, `max_num_seqs` (256): sequences that it works on at a time.
+other settings of `rollout.engine` with it. A class of your own is given all of them.
 
-With `vllm`, refused in `rollout.engine`, because Leeway sets them: {owned}.
-Refused there, because the trainer could not reproduce the engine's probabilities: {unreproducible}.
+With `vllm`, the others are arguments of its AsyncEngineArgs. Refused there, because Leeway sets them: {owned}.
+Refused, because the trainer could not reproduce the engine's probabilities: {unreproducible}.
 """
 
 
@@ -78,6 +79,15 @@ def page() -> str:
                     engines=_names(ENGINES), owned=_names(OWNED_BY_LEEWAY), unreproducible=_names(NOT_REPRODUCIBLE)
                 )
             )
+            parts += [
+                _table(
+                    f"rollout.engine, name={engine}",
+                    inspect.cleandoc(kind.options.__doc__ or ""),
+                    {f"{option} ": field for option, field in kind.options.model_json_schema()["properties"].items()},
+                    prefix="rollout.engine.",
+                )
+                for engine, kind in ENGINES.items()
+            ]
     return "\n".join(parts)
 
 

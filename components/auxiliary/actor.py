@@ -13,7 +13,7 @@ from typing import Any
 import ray
 
 from ..collector.engine import Engine, EngineSettings, SampledTokens, start_engine
-from ..config.engines import split_options
+from ..config.engines import name_of, options_of
 from ..config.inputs import AuxiliaryModel
 from ..envs.server import Server, body_room
 from ..failures import PartFailed, Watched, as_text
@@ -43,16 +43,15 @@ class AuxiliaryActor(Watched):
             if model.kind == "classify":
                 self._classifier = Classifier(self._path, device=device, dtype=dtype)
             else:
-                name, options = split_options(model.engine)
                 self._engine = await start_engine(
                     EngineSettings(
-                        name=name,
+                        name=name_of(model.engine),
                         model_path=self._path,
                         dtype=dtype,
                         device=device,
                         max_model_len=model.max_model_len,
                         seed=0,
-                        options=options,
+                        options=options_of(model.engine).model_dump(),
                         cores=[],
                         kv_cache_gib=kv_cache_gib,
                         load_weights=True,

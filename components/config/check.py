@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .derived import derive
-from .engines import Served, engine_kind, is_local_path, split_options
+from .engines import Served, engine_kind, is_local_path, name_of, options_of
 from .hardware import Hardware
 from .model_files import damage, model_config
 from .names import find_module
@@ -50,7 +50,7 @@ def _engines(config: Config) -> Iterator[Served]:
     """Each engine that the run starts, with its model."""
 
     def of(section: str, engine: Mapping[str, Any], model_key: str, path: str | None) -> Served:
-        name, options = split_options(engine)
+        name, options = name_of(engine), options_of(engine, section)
         model = model_config(Path(path).expanduser()) if path is not None and is_local_path(path) else {}
         on_cpu = config.cluster.device == "cpu"
         return Served(section=section, name=name, options=options, model_key=model_key, model=model, on_cpu=on_cpu)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..weights import Tolerance
-from .engines import devices_of, split_options
+from .engines import options_of
 from .inputs import AuxiliaryModel
 from .recipe import ONLINE_RL, Needs
 from .schema import Config
@@ -88,7 +88,7 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
     served = [own for own in config.env.models.values() if own.path is not None and recipe.generates]
     auxiliary = {"auxiliary model": sum(own.num_engines for own in served)} if served else {}
     auxiliary_devices = sum(own.num_engines * devices_of_copy(own) for own in served)
-    per_engine = devices_of(rollout.engine_name, rollout.engine_options)
+    per_engine = rollout.engine_options.devices
     on_gpu = cluster.device == "cuda"
     cores_per_engine = max(1 if on_gpu else per_engine, cluster.cpus_per_generator)
     offline = recipe.is_offline
@@ -137,7 +137,7 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
 
 def devices_of_copy(model: AuxiliaryModel) -> int:
     """How many devices one copy of a model of `env.models` computes on."""
-    return 1 if model.kind == "classify" else devices_of(*split_options(model.engine))
+    return 1 if model.kind == "classify" else options_of(model.engine).devices
 
 
 def least_target_policy_lag(groups_per_step: int, updates_per_batch: int, publish_every: int, window: int) -> int:

@@ -1,21 +1,80 @@
 """Inference engines by name: where each one is, which settings it takes, and what it needs here.
 
-An engine more is a file in `engines/` and an `EngineKind` in `ENGINES`. A user's own is named as "pkg.module:Class".
+An engine more is a file in `engines/`, a class of its settings and an `EngineKind` in `ENGINES`. A user's own is named
+as "pkg.module:Class".
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, NonNegativeFloat
+from pydantic import AfterValidator, ConfigDict, Field, NonNegativeFloat, PositiveInt
 
+from ..section import Partial
+from .environments import checked_options
 from .errors import ConfigError
 from .model_files import head_size, of_the_text
-from .names import check_name, cpu_head_sizes, engine_options, nearest
+from .names import check_name, cpu_head_sizes, nearest, vllm_arguments
 from .paths import is_folder
+
+
+class EngineOptions(Partial):
+    """What `rollout.engine` holds beside `name`. Of a user's own engine: anything, which is its own affair."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def places(self) -> int:
+        """Sequences that it works on at a time."""
+        return int((self.model_extra or {}).get("max_num_seqs", 256))
+
+    @property
+    def devices(self) -> int:
+        """How many devices one engine computes on; on a CPU, how many processes compute."""
+        return 1
+
+    @property
+    def loads_ahead(self) -> bool:
+        """Whether an engine on a CPU holds a second copy of the weights."""
+        return False
+
+
+class HfOptions(EngineOptions):
+    """Its memory is limited by cluster.kv_cache_gib."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_num_seqs: PositiveInt = Field(default=256, description="sequences that it works on at a time")
+
+    @property
+    def places(self) -> int:
+        return self.max_num_seqs
+
+
+class VllmOptions(EngineOptions):
+    """Its other settings are arguments of vLLM's AsyncEngineArgs."""
+
+    tensor_parallel_size: PositiveInt = Field(default=1, description="processes that share each matrix")
+    pipeline_parallel_size: PositiveInt = Field(default=1, description="GPUs that share the layers")
+    data_parallel_size: PositiveInt = Field(default=1, description="copies of the model in one engine")
+    double_buffer: bool = Field(
+        default=True, description="on a CPU: load beside generation, into a second copy of the weights"
+    )
+
+    @property
+    def devices(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
+    def loads_ahead(self) -> bool:
+        return self.double_buffer
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of AsyncEngineArgs, as far as they are set."""
+        return {name: value for name, value in self.model_dump().items() if name != "double_buffer"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +83,7 @@ class Served:
 
     section: str
     name: str
-    options: Mapping[str, Any]
+    options: EngineOptions
     model_key: str
     model: Mapping[str, Any]
     on_cpu: bool
@@ -37,25 +96,13 @@ Problems = Callable[[Served], Iterator[tuple[str, str]]]
 @dataclass(frozen=True, kw_only=True)
 class EngineKind:
     """`target`: its class, "module:Class". `package`: what must be installed, and `without`: what must not be loaded
-    into the process of its collector, because another library would.
-
-    `options` names the settings that it takes beside `name` (empty: any), `what` calls them in a message. `refused`
-    maps settings to what to do instead; `not_reproducible` would change its probabilities. `parallel` multiply its
-    devices; on a CPU only those in `parallel_on_cpu`. `counts` are whole numbers. `load_ahead` is a switch, on by
-    default, with which it holds a second copy of the weights on a CPU.
+    into the process of its collector, because another library would. `options`: its settings beside `name`.
     """
 
     target: str
-    what: str
+    options: type[EngineOptions] = EngineOptions
     package: str | None = None
     without: tuple[str, ...] = ()
-    options: Callable[[], set[str]] = set
-    refused: Mapping[str, str] = field(default_factory=dict)
-    not_reproducible: tuple[str, ...] = ()
-    parallel: tuple[str, ...] = ()
-    parallel_on_cpu: tuple[str, ...] = ()
-    counts: tuple[str, ...] = ()
-    load_ahead: str | None = None
     problems: Problems = lambda served: iter(())
 
 
@@ -82,9 +129,6 @@ NOT_REPRODUCIBLE = (
     "speculative_config",
 )
 """Arguments that make vLLM's probabilities differ from those of the trainer's weights."""
-
-
-TENSOR_PARALLEL = "tensor_parallel_size"
 VOCABULARY_BLOCK = 64
 """vLLM fills a vocabulary up to a multiple of this before it is divided."""
 
@@ -103,7 +147,8 @@ def _vllm_problems(served: Served) -> Iterator[tuple[str, str]]:
             f"got attention heads of size {size}, expected one of {', '.join(map(str, sizes))}: vLLM on a CPU has no "
             "others; use another model, rollout.engine.name=hf, or cluster.device=cuda",
         )
-    text, ranks = of_the_text(dict(served.model)), served.options.get(TENSOR_PARALLEL, 1)
+    assert isinstance(served.options, VllmOptions)
+    text, ranks = of_the_text(dict(served.model)), served.options.tensor_parallel_size
     for what in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         if not isinstance(number := text.get(what), int):
             continue
@@ -112,7 +157,7 @@ def _vllm_problems(served: Served) -> Iterator[tuple[str, str]]:
         # Fewer heads of keys and values than ranks: several ranks have the same one.
         if number % ranks and (what != "num_key_value_heads" or ranks % number):
             yield (
-                f"{served.section}.{TENSOR_PARALLEL}",
+                f"{served.section}.tensor_parallel_size",
                 f"got {ranks}, expected a number that divides {what} {number} of the model ({served.model_key}); set 1",
             )
             return
@@ -120,24 +165,9 @@ def _vllm_problems(served: Served) -> Iterator[tuple[str, str]]:
 
 ENGINES = {
     "vllm": EngineKind(
-        target="leeway.engines.vllm_engine:VllmEngine",
-        what="an argument of vLLM's AsyncEngineArgs",
-        package="vllm",
-        options=lambda: options | {"double_buffer"} if (options := engine_options()) else options,
-        refused=OWNED_BY_LEEWAY,
-        not_reproducible=NOT_REPRODUCIBLE,
-        parallel=(TENSOR_PARALLEL, "pipeline_parallel_size", "data_parallel_size"),
-        parallel_on_cpu=(TENSOR_PARALLEL,),
-        load_ahead="double_buffer",
-        problems=_vllm_problems,
+        target="leeway.engines.vllm_engine:VllmEngine", options=VllmOptions, package="vllm", problems=_vllm_problems
     ),
-    "hf": EngineKind(
-        target="leeway.engines.hf_engine:HfEngine",
-        what="a setting of the engine hf, which has max_num_seqs alone (cluster.kv_cache_gib limits its memory)",
-        without=("vllm",),
-        options=lambda: {"max_num_seqs"},
-        counts=("max_num_seqs",),
-    ),
+    "hf": EngineKind(target="leeway.engines.hf_engine:HfEngine", options=HfOptions, without=("vllm",)),
 }
 DEFAULT = "vllm"
 
@@ -160,23 +190,26 @@ Temperature = Annotated[NonNegativeFloat, AfterValidator(_is_sampled_as_it_says)
 
 
 def engine_kind(name: str) -> EngineKind:
-    """Of a name that is in `ENGINES`, or of a user's own "pkg.module:Class", whose settings are its own affair."""
-    return ENGINES[name] if name in ENGINES else EngineKind(target=name, what="what that class takes")
+    """Of a name that is in `ENGINES`, or of a user's own "pkg.module:Class"."""
+    return ENGINES[name] if name in ENGINES else EngineKind(target=name)
 
 
-def devices_of(name: str, options: Mapping[str, Any]) -> int:
-    """How many devices one engine computes on; on a CPU, how many processes compute."""
-    return math.prod(options.get(parallel, 1) for parallel in engine_kind(name).parallel)
+def name_of(engine: Mapping[str, Any]) -> str:
+    """The engine that a section like `rollout.engine` chooses."""
+    return engine.get("name", DEFAULT)
 
 
-def loads_ahead(name: str, options: Mapping[str, Any]) -> bool:
-    """Whether an engine on a CPU holds a second copy of the weights."""
-    switch = engine_kind(name).load_ahead
-    return switch is not None and options.get(switch, True)
+def options_of(engine: Mapping[str, Any], section: str = "rollout.engine") -> EngineOptions:
+    """The engine's own settings in such a section. Raises ConfigError for one that it does not take."""
+    options = {option: value for option, value in engine.items() if option != "name"}
+    return checked_options(
+        engine_kind(name_of(engine)).options, options, key=section, whose=f"{section}.name={name_of(engine)}"
+    )
 
 
-def check_engine(section: str, name: Any, options: Mapping[str, Any], *, on_cpu: bool) -> None:
+def check_engine(section: str, engine: Mapping[str, Any], *, on_cpu: bool) -> None:
     """Raise ConfigError for the first setting in `section` that its engine does not take."""
+    name = name_of(engine)
     if not isinstance(name, str):
         raise ConfigError(
             f"{section}.name",
@@ -185,36 +218,39 @@ def check_engine(section: str, name: Any, options: Mapping[str, Any], *, on_cpu:
             fix=f"leave it out for {DEFAULT}",
         )
     check_name(f"{section}.name", name, ENGINES, kind="Engine")
-    kind = engine_kind(name)
-    for option, value in options.items():
+    options = options_of(engine, section)
+    if isinstance(options, VllmOptions):
+        _check_vllm(section, options, on_cpu=on_cpu)
+
+
+def _check_vllm(section: str, options: VllmOptions, *, on_cpu: bool) -> None:
+    known = vllm_arguments()
+    for option, value in (options.model_extra or {}).items():
         key = f"{section}.{option}"
-        if option in kind.refused:
-            raise ConfigError(key, got=value, expected="an argument that Leeway does not set", fix=kind.refused[option])
-        if option in kind.not_reproducible:
+        if option in OWNED_BY_LEEWAY:
+            raise ConfigError(
+                key, got=value, expected="an argument that Leeway does not set", fix=OWNED_BY_LEEWAY[option]
+            )
+        if option in NOT_REPRODUCIBLE:
             raise ConfigError(
                 key, got=value, expected="what the trainer can reproduce token by token", fix=f"leave {option} out"
             )
-    known = kind.options() if options else set()
-    for option, value in options.items():
-        key = f"{section}.{option}"
         if known and option not in known:
-            guess = nearest(option, known)
+            guess = nearest(option, known | VllmOptions.model_fields.keys())
             fix = f"nearest: {section}.{guess}" if guess else "leave it out"
-            raise ConfigError(key, got=value, expected=kind.what, fix=fix)
-        is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        if option in (*kind.parallel, *kind.counts) and not is_count:
-            raise ConfigError(key, got=value, expected="a whole number from 1", fix="set 1")
-        if option in kind.parallel and option not in kind.parallel_on_cpu and value > 1 and on_cpu:
+            raise ConfigError(key, got=value, expected="an argument of vLLM's AsyncEngineArgs", fix=fix)
+    if not on_cpu and "double_buffer" in options.model_fields_set:
+        raise ConfigError(
+            f"{section}.double_buffer",
+            got=options.double_buffer,
+            expected="nothing: it has an effect only where cluster.device is cpu",
+            fix="leave it out",
+        )
+    for option in ("pipeline_parallel_size", "data_parallel_size"):
+        if on_cpu and (value := getattr(options, option)) > 1:
             raise ConfigError(
-                key,
+                f"{section}.{option}",
                 got=value,
                 expected="1 where cluster.device is cpu",
-                fix=f"leave {option} out, and raise {section}.{TENSOR_PARALLEL} or rollout.num_generators",
+                fix=f"leave {option} out, and raise {section}.tensor_parallel_size or rollout.num_generators",
             )
-        if option == kind.load_ahead and not isinstance(value, bool):
-            raise ConfigError(key, got=value, expected="true or false", fix="leave it out, which is true")
-
-
-def split_options(engine: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(name, the engine's own options) of a section like `rollout.engine`."""
-    return engine.get("name", DEFAULT), {option: value for option, value in engine.items() if option != "name"}

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from ..section import Section
-from .errors import ConfigError, words
+from .errors import ConfigError, in_our_words, words
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -110,6 +110,6 @@ def checked_options(model: type[M], options: dict[str, Any], *, key: str, whose:
         raise ConfigError(
             name,
             got=None if missing else first["input"],
-            expected="a value" if missing else first["msg"][0].lower() + first["msg"][1:],
+            expected=in_our_words(first["msg"]),
             fix=f"{whose} takes {takes}",
         ) from None

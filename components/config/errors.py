@@ -38,6 +38,27 @@ class ConfigError(Refused):
         return ConfigError(key, got=got, expected=self.expected, fix=self.fix.replace(self.key, key))
 
 
+def in_our_words(message: str) -> str:
+    """What pydantic says that it expected of a value, as it reads after "expected"."""
+    message = message.split(", unable to")[0].split(", got a number")[0]
+    for theirs, ours in _WORDING.items():
+        message = message.replace(theirs, ours)
+    return message
+
+
+_WORDING = {
+    "Input should be ": "",
+    "Value error, ": "",
+    "String should have ": "text with ",
+    "String should match ": "text that matches ",
+    "Field required": "a value",
+    "a valid integer": "an integer",
+    "a valid ": "a ",
+    "a dictionary or instance of ": "a mapping of settings, ",
+    "a dictionary": "a mapping",
+}
+
+
 def words(text: str) -> _Words:
     """Mark `text` as a phrase ("4 steps"), to be shown without quotes in an error's `got`."""
     return _Words(text)

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from ..section import Section
 from ..weights import Checksum, Tolerance
 from .effect import ANY, OnlyWith
-from .engines import HIGHEST_TEMPERATURE, LEAST_TEMPERATURE, split_options
+from .engines import HIGHEST_TEMPERATURE, LEAST_TEMPERATURE, EngineOptions, name_of, options_of
 from .names import PRIORITIES
 from .plugins import OperatorName
 from .transports import transport_kind
@@ -71,12 +71,12 @@ class RolloutConfig(Section):
 
     @property
     def engine_name(self) -> str:
-        return split_options(self.engine)[0]
+        return name_of(self.engine)
 
     @property
-    def engine_options(self) -> dict[str, Any]:
+    def engine_options(self) -> EngineOptions:
         """The engine's own settings: all of `engine` but its name."""
-        return split_options(self.engine)[1]
+        return options_of(self.engine)
 
 
 class StalenessConfig(Section):

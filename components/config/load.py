@@ -17,7 +17,7 @@ from ..redaction import hide
 from ..section import Refused, Section, sections_in
 from .algorithm import CHOICES
 from .effect import settings_have_an_effect
-from .errors import ConfigError, words
+from .errors import ConfigError, in_our_words, words
 from .keys import check_known, default_of
 from .names import nearest
 from .paths import bundled_folder, is_file, user_path
@@ -29,20 +29,8 @@ from .secrets import references_in, secret_values
 from .text import MAX_BYTES, TextError, parse_yaml
 from .tree import Tree, nodes
 
+
 # pydantic's phrases, as they read after "expected".
-_WORDING = {
-    "Input should be ": "",
-    "Value error, ": "",
-    "String should have ": "text with ",
-    "String should match ": "text that matches ",
-    "Field required": "a value",
-    "a valid integer": "an integer",
-    "a valid ": "a ",
-    "a dictionary or instance of ": "a mapping of settings, ",
-    "a dictionary": "a mapping",
-}
-
-
 def bundled_configs() -> dict[str, Path]:
     """Name -> file of the configs that come with the package."""
     return {file.stem: file for file in sorted(bundled_folder("configs").glob("*.yaml"))}
@@ -176,9 +164,7 @@ def _first_error(error: ValidationError, named: Any) -> ConfigError:
             expected=f"an option of {owner} ({', '.join(options) or 'it has none'})",
             fix=(f"did you mean {guess}?" if guess else "leave it out") + more,
         )
-    expected = first["msg"].split(", unable to")[0].split(", got a number")[0]
-    for theirs, ours in _WORDING.items():
-        expected = expected.replace(theirs, ours)
+    expected = in_our_words(first["msg"])
     default = default_of(key)
     plain = isinstance(default, bool | int | float | str | list | tuple)
     fix = f"leave it out for the default {default}" if plain else f"change or leave out {named(key)}"

@@ -105,7 +105,7 @@ def find_module(dotted: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.origin else None
 
 
-def engine_options() -> set[str]:
+def vllm_arguments() -> set[str]:
     """Names of vLLM's engine arguments, read from its source (importing it takes seconds); empty where it is absent."""
     file = find_module("vllm.engine.arg_utils")
     return set() if file is None or file.suffix != ".py" else set(_engine_options_in(file))

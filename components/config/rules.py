@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from .derived import derive, least_target_policy_lag
-from .engines import check_engine, devices_of, is_local_path, split_options
+from .engines import check_engine, is_local_path
 from .errors import ConfigError, words
 from .input_rules import (
     auxiliary_models_are_valid,
@@ -95,8 +95,7 @@ def engines_take_their_settings(config: Config) -> None:
     engines = {"rollout.engine": config.rollout.engine}
     engines |= {f"env.models.{name}.engine": own.engine for name, own in config.env.models.items()}
     for section, engine in engines.items():
-        name, options = split_options(engine)
-        check_engine(section, name, options, on_cpu=config.cluster.device == "cpu")
+        check_engine(section, engine, on_cpu=config.cluster.device == "cpu")
 
 
 def the_transport_takes_its_options(config: Config) -> None:
@@ -185,7 +184,7 @@ def engines_fit_on_shared_devices(config: Config) -> None:
             fix="set staleness.in_flight=recompute",
         )
     rollout, ranks = config.rollout, config.train.num_ranks
-    devices = rollout.num_generators * devices_of(rollout.engine_name, rollout.engine_options)
+    devices = rollout.num_generators * rollout.engine_options.devices
     if config.cluster.device == "cuda" and devices != ranks:
         raise ConfigError(
             "rollout.num_generators",

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import Config, Hardware, Recipe, Stage, derive
-from ..config.engines import loads_ahead
 from .models import ModelShape, shape_of_model
 
 GIB = 2**30
@@ -82,7 +81,7 @@ def _memory(config: Config, recipe: Recipe, shape: ModelShape) -> tuple[list[tup
             parts["next version"] = size * served_bytes * staged
         cache = ""
         if config.cluster.device == "cpu":
-            if need.processes["trainer"] and loads_ahead(config.rollout.engine_name, config.rollout.engine_options):
+            if need.processes["trainer"] and config.rollout.engine_options.loads_ahead:
                 parts["loaded ahead"] = size * served_bytes
             parts["KV cache"] = int(config.cluster.kv_cache_gib * GIB)
             tokens = parts["KV cache"] // max(1, shape.kv_bytes_per_token(served_bytes))

@@ -27,7 +27,6 @@ from .turns import Turns
 BUDGET_S = 3.0
 """Each measurement is repeated until this time has passed; a single one may take longer."""
 _REPEATS, _MAX_REPEATS = 3, 12
-_DEFAULT_MAX_SEQUENCES = 256
 FILE = "speeds.json"
 
 
@@ -95,7 +94,7 @@ async def _together(config: Config, parts: Parts, tasks: Sequence[Task]) -> tupl
     """
     count = min(derive(config).max_outstanding_groups, 2 * config.train.groups_per_step)
     if is_cut(config):  # all have the same length: one wave stays full to its end
-        room = int(config.rollout.engine.get("max_num_seqs", _DEFAULT_MAX_SEQUENCES))
+        room = config.rollout.engine_options.places
         count = min(count, config.rollout.num_generators * -(-room // config.algorithm.group_size))
     chosen = [tasks[i % len(tasks)] for i in range(count)]
     whole_s, trajectories = await _shortest(config, parts, chosen, max_response_tokens=PROBE_TOKENS)

@@ -31,6 +31,7 @@ import torch
 from ..collector.clock import RolloutClock
 from ..collector.engine import EngineLost, EngineSettings, LoadTimes, SampledTokens, StagedWeights
 from ..collector.progress import Progress, Sampled
+from ..config.engines import HfOptions
 from ..failures import Refused
 from ..transports.shared_memory import mapped
 from ..weights import Canary, CanaryGap, Manifest
@@ -40,7 +41,6 @@ from .released import Released
 from .slices import SLICE_S, ends_within
 
 T = TypeVar("T")
-DEFAULT_PLACES = 256
 CLOSE_S = 10.0
 
 
@@ -95,7 +95,7 @@ class HfEngine:
         self._closing = False
         self._death: EngineLost | None = None
         self.progress = Progress()
-        self.places = int(settings.options.get("max_num_seqs", DEFAULT_PLACES))
+        self.places = HfOptions(**settings.options).places
         self._thread = threading.Thread(target=self._work, daemon=True, name="leeway-engine")
         ready: Future[tuple[Decoder, ModelTensors, int]] = Future()
         self._commands.put(functools.partial(_answer, ready, self._load_model))

@@ -17,6 +17,7 @@ import psutil
 from ..collector.clock import RolloutClock
 from ..collector.engine import EngineLost, EngineSettings, LoadTimes, SampledTokens, StagedWeights
 from ..collector.progress import Progress, Sampled
+from ..config.engines import VllmOptions
 from ..failures import Refused
 from ..transports.shared_memory import SharedFolder
 from ..weights import Canary, CanaryGap, Manifest
@@ -56,11 +57,13 @@ class VllmEngine:
         self._cache_salt: str | None = None
 
     def _start(self, settings: EngineSettings) -> None:
+        options = VllmOptions(**settings.options)
+        self._double_buffer, self._num_ranks = options.double_buffer, options.tensor_parallel_size
         os.environ[worker_env.MEMORY_ENV] = str(self._shared_memory.path)
         worker_env.prepare(
             device=settings.device,
             cores=settings.cores,
-            num_ranks=settings.options.get("tensor_parallel_size", 1),
+            num_ranks=self._num_ranks,
             eager=bool(settings.options.get("enforce_eager")),
         )
         from vllm import AsyncEngineArgs, SamplingParams
@@ -85,11 +88,9 @@ class VllmEngine:
             trust_remote_code=False,
             enable_sleep_mode=settings.sleep_level is not None and settings.device == "cuda",
         )
-        options = dict(settings.options)
+        arguments = options.arguments
         if settings.head_dtype is not None:
-            options["hf_overrides"] = {**options.get("hf_overrides", {}), "head_dtype": settings.head_dtype}
-        self._double_buffer = options.pop("double_buffer", True)
-        self._num_ranks = options.get("tensor_parallel_size", 1)
+            arguments["hf_overrides"] = {**arguments.get("hf_overrides", {}), "head_dtype": settings.head_dtype}
         if settings.device == "cpu":
             args |= dict(
                 distributed_executor_backend="mp" if self._num_ranks > 1 else "uni",
@@ -99,7 +100,7 @@ class VllmEngine:
                 # Prefilling a prompt in parts throws a sampled token away; vLLM then rewinds the request's
                 # generator by an offset, which CPU generators do not have, and the engine dies.
                 args |= dict(enable_chunked_prefill=False)
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(args | options)))
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**(args | arguments)))
         vllm_config = self._llm.vllm_config
         head_dtype = str(vllm_config.model_config.head_dtype).removeprefix("torch.")
         if settings.head_dtype not in (None, head_dtype):

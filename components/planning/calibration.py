@@ -27,7 +27,6 @@ from .model import Calibration, Settings
 from .predict import predict
 
 MIN_STEPS = 10
-_DEFAULT_MAX_SEQUENCES = 256
 _DEFAULT_BLOCK = 16
 _DEFAULT_BUDGET = 2048
 _MAX_ROLLOUT_FILES = 200
@@ -109,7 +108,7 @@ class _Measured:
         s, engine = self._settings, self._run.config.rollout.engine
         block = int(engine.get("block_size", _DEFAULT_BLOCK))
         shared = self._shared(block) if engine.get("enable_prefix_caching", True) else 0.0
-        room = int(engine.get("max_num_seqs", _DEFAULT_MAX_SEQUENCES))
+        room = self._run.config.rollout.engine_options.places
         budget = int(engine.get("max_num_batched_tokens", _DEFAULT_BUDGET))
         pass_s, token_s, latency_s = self._engine_speeds(room, shared, budget)
         per_token, slowdown, factors = self._trainer_speeds()

@@ -113,7 +113,7 @@ def engine_settings(config: Config, *, cores: list[int], load_weights: bool) -> 
         device=config.cluster.device,
         max_model_len=config.rollout.max_model_len,
         seed=config.seed,
-        options=config.rollout.engine_options,
+        options=config.rollout.engine_options.model_dump(),
         cores=cores,
         kv_cache_gib=config.cluster.kv_cache_gib,
         load_weights=load_weights,

@@ -656,7 +656,7 @@ MIX = [
             ["env.options.depth=2"],
             "env.options.depth: got an unknown option, expected an option of env.name=single_turn",
         ),
-        (["env.name=multi_turn", "env.options.max_turns=0"], "env.options.max_turns: got 0, expected input should be"),
+        (["env.name=multi_turn", "env.options.max_turns=0"], "env.options.max_turns: got 0, expected greater than"),
         (["env.name=multi_turn", "env.options.decay=2"], "env.options.decay: got 2"),
         (["env.name=gymnasium"], "env.options.id: got null, expected a value"),
         (["env.rewards={exact_mtach: 1}"], "env.rewards.exact_mtach: .*did you mean exact_match"),

@@ -11,7 +11,7 @@ from leeway.collector.actor import not_loading
 from leeway.config import ConfigError, derive, find_recipe, load_config, plan_run
 from leeway.config import check as check_module
 from leeway.config.check import check_run
-from leeway.config.engines import ENGINES, engine_kind
+from leeway.config.engines import ENGINES, HfOptions, engine_kind
 from leeway.config.hardware import Hardware
 from leeway.driver.dry_run import check_plugins
 from leeway.driver.estimate import estimate_stage
@@ -24,10 +24,10 @@ from leeway.runtime.placement import assign_cores
 def test_another_engine_takes_the_settings_of_the_one_before_with_it() -> None:
     before, after = load_config("quickstart"), load_config("quickstart", ["rollout.engine.name=hf"])
     assert before.rollout.engine_name == "vllm"
-    assert before.rollout.engine_options["enforce_eager"] is True
+    assert before.rollout.engine_options.model_dump()["enforce_eager"] is True
     assert after.rollout.engine == {"name": "hf"}
     kept = load_config("quickstart", ["rollout.engine.name=hf", "rollout.engine.max_num_seqs=9"])
-    assert (kept.rollout.engine_name, kept.rollout.engine_options) == ("hf", {"max_num_seqs": 9})
+    assert (kept.rollout.engine_name, kept.rollout.engine_options) == ("hf", HfOptions(max_num_seqs=9))
     same = load_config("quickstart", ["rollout.engine.name=vllm"])
     assert same.rollout.engine_options == before.rollout.engine_options
 
@@ -37,9 +37,10 @@ def test_another_engine_takes_the_settings_of_the_one_before_with_it() -> None:
     [
         (
             ["name=hf", "enforce_eager=true"],
-            "rollout.engine.enforce_eager: got True, expected a setting of the engine hf",
+            "rollout.engine.enforce_eager: got an unknown option, expected an option of rollout.engine.name=hf; it "
+            "takes max_num_seqs",
         ),
-        (["name=hf", "max_num_seqs=0"], "rollout.engine.max_num_seqs: got 0, expected a whole number from 1"),
+        (["name=hf", "max_num_seqs=0"], "rollout.engine.max_num_seqs: got 0, expected greater than 0"),
         (["name=hff"], "rollout.engine.name: got 'hff', expected one of vllm, hf"),
         (["name=7"], "rollout.engine.name: got 7, expected one of vllm, hf"),
         (["name=no_such.module:Engine"], "rollout.engine.name: got 'no_such.module:Engine', expected a module"),
@@ -50,6 +51,11 @@ def test_what_an_engine_does_not_take_is_refused_in_a_line(overrides: list[str],
         load_config("quickstart", [f"rollout.engine.{o}" for o in overrides])
     assert str(refused.value).startswith(said)
     assert "\n" not in str(refused.value)
+
+
+def test_a_second_copy_of_the_weights_is_for_a_cpu() -> None:
+    with pytest.raises(ConfigError, match=r"double_buffer: got True, expected nothing: it has an effect only where"):
+        load_config("qwen2_5_3b_async_grpo", ["rollout.engine.double_buffer=true"])
 
 
 def test_every_engine_of_the_table_is_there_and_only_vllm_needs_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,5 +145,5 @@ def test_the_second_copy_of_the_weights_is_counted_and_can_be_left_out() -> None
         stage = plan_run("quickstart", "async_rl", overrides)[-1]
         (engine,) = [text for what, text in estimate_stage(stage).rows if what == "memory of an engine"]
         assert ("loaded ahead 3.6 MiB" in engine) == counted
-    with pytest.raises(ConfigError, match=r"double_buffer: got 'often', expected true or false"):
+    with pytest.raises(ConfigError, match=r"double_buffer: got 'often', expected a boolean"):
         load_config("quickstart", ["rollout.engine.double_buffer=often"])

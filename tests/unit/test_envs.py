@@ -170,7 +170,7 @@ def test_options_are_checked_by_the_classes_own_model(user_module):
     for options, message in (
         (
             {"depth": -1},
-            r"env\.options\.depth: got -1, expected input should be greater than 0; Env \(.*user_env_d.py:6",
+            r"env\.options\.depth: got -1, expected greater than 0; Env \(.*user_env_d.py:6",
         ),
         ({"deep": 1}, r"env\.options\.deep: got an unknown option, .*takes depth"),
     ):
