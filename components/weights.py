@@ -130,11 +130,11 @@ class Tolerance:
     """The gap on the canary that passes for rounding, in nats: the `largest` of any token, and the `mean` of all.
 
     With a `factor` these are ceilings, and the tolerance is calibrated: the mean is held to `factor` times the largest
-    mean that was `proven`, that of a load which passed every check, and at least to `least`, the resolution of the
-    type; single tokens likewise, with `LARGEST_VARIES` in addition. Engine and trainer round differently, and each
-    always in the same way: an engine that loads the same weights again has the same gap to the last bit, so a second
-    load says nothing. The first one that is read back, bit for bit, says how far the two are apart on equal weights.
-    Later ones count too, because rounding grows with the logits.
+    mean that was `proven`, that of a load which passed every check, or times `least`, the resolution of the type, if
+    that is more; single tokens likewise, with `LARGEST_VARIES` in addition. Engine and trainer round differently, and
+    each always in the same way: an engine that loads the same weights again has the same gap to the last bit, so a
+    second load says nothing. The first one that is read back, bit for bit, says how far the two are apart on equal
+    weights. Later ones count too, because rounding grows with the logits.
     """
 
     largest: float
@@ -152,10 +152,10 @@ class Tolerance:
             return CanaryGap(self.largest, self.largest, self.mean / self.factor)
         gap, of_one = self.proven, LARGEST_VARIES * self.factor
         return CanaryGap(
-            scored=min(self.largest, max(self.least, of_one * gap.scored)),
+            scored=min(self.largest, of_one * max(gap.scored, self.least)),
             # A few contexts, each with its likeliest token: a gap of nearly 0 says little of the next one.
-            cached=min(self.largest, max(self.least, of_one * max(gap.cached, gap.mean))),
-            mean=min(self.mean, max(self.least, self.factor * gap.mean)),
+            cached=min(self.largest, of_one * max(gap.cached, gap.mean, self.least)),
+            mean=min(self.mean, self.factor * max(gap.mean, self.least)),
         )
 
     def allows(self, gap: CanaryGap) -> bool:

@@ -99,7 +99,7 @@ def _rows(stage: Stage) -> list[tuple[str, str]]:
 def _tolerance(served: Tolerance) -> str:
     if served.factor is None:
         return f"{served.largest:g}"
-    return f"{served.factor:g} x the gaps of each engine's own loads, {served.least:.2g} to {served.largest:g}"
+    return f"{served.factor:g} x the mean gap of each engine's own loads, at least {served.factor * served.least:.2g}"
 
 
 def _transport(config: Config) -> str:

@@ -142,7 +142,7 @@ class ReplayConfig(Section):
 CALIBRATED_AT_MOST = {"largest": 3.0, "mean": 0.3}
 """Nats. The faults that the canary alone can see (tensors exchanged within a layer, an old prefix cache) are larger."""
 RESOLUTION = {"bfloat16": 2**-7, "float16": 2**-10}
-"""Relative distance of neighbouring numbers, by type: no calibration comes out at fewer nats."""
+"""Relative distance of neighbouring numbers, by type: a calibration takes no gap for smaller, in nats."""
 
 
 class ParamServerConfig(Section):
