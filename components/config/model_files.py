@@ -64,24 +64,30 @@ def model_config(folder: Path) -> dict[str, Any]:
 
 
 def _index_damage(index: Path) -> str | None:
-    try:
-        shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        of_shard: dict[str, list[str]] = {}
-        for tensor, shard in shards.items():
-            of_shard.setdefault(shard, []).append(tensor)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise DamagedWeights(f"{index} (no JSON with a weight_map)") from None
-    for shard, tensors in sorted(of_shard.items()):
+    for shard, tensors in sorted(indexed_files(index).items()):
         file = index.parent / shard
-        if Path(shard).name != shard or not file.is_file():
+        if not file.is_file():
             raise DamagedWeights(f"{file} (nothing there, though {INDEX} names it)")
-        if absent := sorted(set(tensors) - set(tensors_in(file))):
+        if absent := sorted(set(tensors) - tensors_in(file)[1].keys()):
             raise DamagedWeights(f"{file} (without {absent[0]}, which {INDEX} says is in it)")
     return None
 
 
-def tensors_in(file: Path) -> dict[str, dict[str, Any]]:
-    """Name -> header entry of the tensors in a safetensors file whose size is what its header says."""
+def indexed_files(index: Path) -> dict[str, list[str]]:
+    """File -> names of the tensors that an index says are in it."""
+    try:
+        files: dict[str, list[str]] = {}
+        for tensor, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items():
+            if Path(file).name != file:
+                raise DamagedWeights(f"{index.parent / file} (nothing there, though {INDEX} names it)")
+            files.setdefault(file, []).append(tensor)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise DamagedWeights(f"{index} (no JSON with a weight_map)") from None
+    return files
+
+
+def tensors_in(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    """(first byte of the tensors, name -> header entry) of a safetensors file whose size is what its header says."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -99,4 +105,4 @@ def tensors_in(file: Path) -> dict[str, dict[str, Any]]:
             raise DamagedWeights(f"{file} (its header is not that of a safetensors file)") from None
     if size != expected:
         raise DamagedWeights(f"{file} ({size:,} bytes, {expected:,} by its header)")
-    return tensors
+    return 8 + num_bytes, tensors

@@ -23,6 +23,7 @@ from ..failures import Refused
 from ..integrity import DamagedFileError, check_folder
 
 HUB_TIMEOUT_S = 10.0
+SHAPES = Path(__file__).with_name("shapes.json")
 _POSITIONS = (
     "max_position_embeddings",
     "n_positions",
@@ -40,12 +41,23 @@ class Unreachable(OSError):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder. `num_parameters` is counted if the weights are available, else computed from the sizes."""
+    """Sizes of a decoder. `num_parameters` is counted if the weights are available, else computed from the sizes.
+
+    `layer_parameters`: of one decoder layer; `outer_parameters`: of embeddings, head and last norm. `inner_size`: how
+    wide a layer's MLP is for one token, all of its experts together.
+    """
 
     num_parameters: int
     num_layers: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
+    hidden_size: int
+    inner_size: int
+    experts_per_token: int
+    vocab_size: int
+    layer_parameters: int
+    outer_parameters: int
 
     def kv_bytes_per_token(self, bytes_per_value: int) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * bytes_per_value
@@ -111,8 +123,16 @@ def longest_input(config: dict[str, Any]) -> int | None:
     return int(max(found) * max(1.0, factor if isinstance(factor, int | float) else 1.0))
 
 
+# What a family has besides its matrices, by model_type: biases of queries, keys and values; norms of queries and keys.
+_WITH_QKV_BIAS = {"qwen2", "qwen2_moe"}
+_WITH_QK_NORMS = {"qwen3", "qwen3_moe"}
+
+
 def shape_of(config: dict[str, Any], folder: Path | None = None) -> ModelShape | None:
-    """Sizes from a config.json (and the weights in `folder`); None if it does not state them in a known way."""
+    """Sizes from a config.json (and the weights in `folder`); None if it does not state them in a known way.
+
+    Exact for Llama, Mistral, Qwen2, Qwen2.5, Qwen3 and its mixtures of experts, else without small tensors.
+    """
     text = _text_part(config)
 
     def size(*names: str, default: int = 0) -> int:
@@ -125,12 +145,54 @@ def shape_of(config: dict[str, Any], folder: Path | None = None) -> ModelShape |
     kv_heads, head_dim = size("num_key_value_heads", default=heads), size("head_dim", default=hidden // heads)
     inner = size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
     experts = size("num_experts", "num_local_experts", "n_routed_experts")
-    mlp = 3 * hidden * (experts * size("moe_intermediate_size", default=inner) if experts else inner)
+    expert_inner, per_token = size("moe_intermediate_size", default=inner), size("num_experts_per_tok", default=1)
+    kind, qkv = text.get("model_type", config.get("model_type")), head_dim * (heads + 2 * kv_heads)
+    layer = hidden * (qkv + heads * head_dim) + 2 * hidden
+    layer += experts * (3 * hidden * expert_inner + hidden) if experts else 3 * hidden * inner
+    layer += qkv if kind in _WITH_QKV_BIAS or text.get("attention_bias") is True else 0
+    layer += hidden if text.get("attention_bias") is True else 0
+    layer += 2 * head_dim if kind in _WITH_QK_NORMS else 0
+    layer += 2 * inner + hidden if text.get("mlp_bias") is True else 0
     vocabulary = size("vocab_size", default=_VOCABULARY_OF_A_NEW_TOKENIZER)
-    embeddings = vocabulary * hidden * (1 if text.get("tie_word_embeddings", True) else 2)
+    outer = vocabulary * hidden * (1 if text.get("tie_word_embeddings", True) else 2) + hidden
     counted = None if folder is None else _count_parameters(folder)
-    estimated = layers * (2 * hidden * head_dim * (heads + kv_heads) + mlp) + embeddings
-    return ModelShape(num_parameters=counted or estimated, num_layers=layers, num_kv_heads=kv_heads, head_dim=head_dim)
+    return ModelShape(
+        num_parameters=counted or layers * layer + outer,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden_size=hidden,
+        inner_size=per_token * expert_inner if experts else inner,
+        experts_per_token=per_token if experts else 0,
+        vocab_size=vocabulary,
+        layer_parameters=layer,
+        outer_parameters=outer,
+    )
+
+
+def shape_named(name: str) -> ModelShape:
+    """Of a model in shapes.json, or of a folder with a config.json; its weights need not be there.
+
+    Raises ValueError in one line for any other name.
+    """
+    known = json.loads(SHAPES.read_text(encoding="utf-8"))
+    if name in known:
+        shape = shape_of(known[name])
+    else:
+        folder = user_path(name)
+        if not is_file(folder / "config.json"):
+            raise ValueError(
+                f"--model: got {name}, expected a folder with a config.json, or one of {', '.join(known)}; "
+                "name one of them"
+            )
+        shape = shape_of(read_model_config("--model", str(folder)) or {}, folder)
+    if shape is None:
+        raise ValueError(
+            f"--model: {name}/config.json does not say how large the model is; expected hidden_size, "
+            "num_hidden_layers and num_attention_heads; name another one"
+        )
+    return shape
 
 
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +224,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 def _count_parameters(folder: Path) -> int | None:
     """The number of elements of all tensors in the safetensors files of `folder`, from their headers."""
     try:
-        entries = [entry for file in folder.glob("*.safetensors") for entry in tensors_in(file).values()]
+        entries = [entry for file in folder.glob("*.safetensors") for entry in tensors_in(file)[1].values()]
         return sum(math.prod(entry["shape"]) for entry in entries) or None
     except (OSError, DamagedWeights, KeyError, TypeError):
         return None

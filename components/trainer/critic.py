@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from ..algorithms.critic import value_loss, value_sums
-from .families import ModelRefusedError, load_model
+from .families import find_model
 from .layout import Layout
 from .microbatch import Microbatch
 from .optimizer import Stepper, embedding_ids, make_optimizer
+from .pretrained import ModelRefusedError
 from .scoring import is_packed, pass_arguments
 from .sharding import shard
 
@@ -95,21 +96,30 @@ class Critic:
         critic, train, optimizer = settings.critic, settings.train, settings.optimizer
         assert critic is not None
         self._value_clip = critic.value_clip
-        scoring = load_model(
-            path, attn=settings.model.attn, packing=train.packing, max_length=settings.max_length, device=device
+        found = find_model(
+            path,
+            attn=settings.model.attn,
+            packing=train.packing,
+            max_length=settings.max_length,
+            device=device,
+            mesh=mesh,
         )
-        head = scoring.lm.get_output_embeddings()
+        head = found.lm.get_output_embeddings()
         assert isinstance(head, nn.Linear), "a causal LM has an output head"
-        body = scoring.lm.base_model
-        if body is scoring.lm or not isinstance(body, PreTrainedModel):
+        body = found.lm.base_model
+        if body is found.lm or not isinstance(body, PreTrainedModel):
             raise ModelRefusedError(
-                f"critic.path: got a {type(scoring.lm).__name__}, expected a model whose body can be run without its "
+                f"critic.path: got a {type(found.lm).__name__}, expected a model whose body can be run without its "
                 "output head; use another model"
             )
-        model = ValueModel(body, head.in_features, masks=scoring.masks).to(device)
+        prefix = next(name for name, module in found.lm.named_modules() if module is body) + "."
+        of_body = {name.removeprefix(prefix): rows for name, rows in found.weights.items() if name.startswith(prefix)}
+        model = ValueModel(body, head.in_features, masks=found.masks)
+        model.head.to(device)
         self.model: ValueModel = shard(
             cast(Any, model),  # any module around an `lm`
             mesh,
+            weights=of_body,
             compute_dtype=settings.dtype,
             gradient_checkpointing=train.gradient_checkpointing,
         )  # type: ignore[assignment]

@@ -1,33 +1,39 @@
 """What a model of any family needs in order to be scored exactly, determined by trying when it is loaded.
 
-    load -> set rotary frequencies to those of the run's longest sequence
+    read -> set rotary frequencies to those of the run's longest sequence
          -> measure what the model does to its head's logits
          -> score three short sequences with transformers, each alone, in evaluation mode
          -> take the first way to compute a pass that agrees: packed, padded, padded with masks
 
 Nothing depends on a family's name. A model that no way computes exactly is refused, by name, before training starts.
+Trainer ranks do all of that with their shards: no rank ever reads or holds the whole model.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
-from ..failures import Refused
 from .attention import NAME as PACKED
 from .attention import may_be_packed
 from .logprobs import LogitTransform
 from .microbatch import Packing, split_into_microbatches
-from .scoring import ScoringModel, head_forward, output_head, pass_arguments
+from .pretrained import ModelRefusedError, read_weights, skeleton
+from .scoring import ScoringModel, head_forward, output_head
+from .sharding import reshard, shard
+from .tensors import fill, saved_tensors, taken_back
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +48,25 @@ SHORT_WINDOW = 4
 SMALL_LOGIT, LARGE_LOGIT = 1e-3, 1e6
 
 
-class ModelRefusedError(Refused):
-    """No supported way of computing gives this model's tokens the logprobs that transformers gives them."""
+@dataclass(frozen=True)
+class FoundModel:
+    """A model, and the way to compute it exactly. `lm`: its skeleton, to be filled with `weights`; see `pretrained`."""
+
+    lm: PreTrainedModel
+    weights: dict[str, torch.Tensor]
+    transform: LogitTransform
+    masks: bool
+    head_dtype: torch.dtype | None
+
+    def scoring_model(self, chunk_tokens: int | None = None) -> ScoringModel:
+        """Around the skeleton. `chunk_tokens`: most tokens whose logits exist at a time; None: `MANY_LOGITS`."""
+        return ScoringModel(
+            self.lm,
+            transform=self.transform,
+            head_dtype=self.head_dtype,
+            chunk_tokens=chunk_tokens,
+            masks=self.masks,
+        )
 
 
 def load_model(
@@ -56,42 +79,47 @@ def load_model(
     max_length: int | None = None,
     device: torch.device | None = None,
 ) -> ScoringModel:
-    """The model in float32 (master weights) on `device`, scored exactly as by transformers, without noise.
+    """The whole model in float32 on `device`, scored exactly as by transformers, without noise; see `find_model`."""
+    device = device or torch.device("cpu")
+    found = find_model(path, attn=attn, packing=packing, head_dtype=head_dtype, max_length=max_length, device=device)
+    model = found.scoring_model(chunk_tokens)
+    fill(model.lm, found.weights)
+    return model.to(device)
+
+
+def find_model(
+    path: str,
+    *,
+    attn: str = "auto",
+    packing: str = "auto",
+    head_dtype: torch.dtype | None = None,
+    max_length: int | None = None,
+    device: torch.device,
+    mesh: DeviceMesh | None = None,
+    cpu_offload: bool = False,
+) -> FoundModel:
+    """The way in which a model's passes are exact, and its weights in float32: with `mesh`, this rank's rows of them.
 
     `packing`: a `Packing`, or "auto": shared where that is exact, else padded. `attn`: an attention of transformers, or
-    "auto": the first of sdpa and eager that is exact. `head_dtype`: see `ScoringModel`. `chunk_tokens`: the most tokens
-    whose logits exist at a time; None: `MANY_LOGITS`. `max_length`: of the run's longest sequence; None: the model's
-    own limit. Raises a one-line `ModelRefusedError` if no requested way is exact. Costs about ten passes over at most
-    forty tokens.
+    "auto": the first of sdpa and eager that is exact. `head_dtype`: see `ScoringModel`. `max_length`: of the run's
+    longest sequence; None: the model's own limit. Raises a one-line `ModelRefusedError` if no requested way is exact.
+    Costs about ten passes over at most forty tokens, on all ranks of `mesh` at once.
     """
-    loader = _Loader(path, device or torch.device("cpu"), max_length)
-    lm: PreTrainedModel | None = loader.load("eager")
-    if head_dtype is not None and type(output_head(lm)) is not nn.Linear:
-        raise ModelRefusedError(
-            f"{_name(lm)}: model.head_dtype: got {str(head_dtype).removeprefix('torch.')} for an output head of kind "
-            f"{type(output_head(lm)).__name__}, expected a plain matrix; leave it out"
-        )
-    may_be_one_row = may_be_packed(lm)
-    probe = _Probe.of(lm, longest=loader.longest(lm), far=loader.is_unusual(lm))
+    loader = _Loader(path, device, max_length, mesh, cpu_offload, head_dtype)
+    probe = _Probe.of(loader)
     found: list[str] = []
-    model: ScoringModel | None = None
     for way in _ways(attn, packing):
-        if way.attn == PACKED and not may_be_one_row:
+        if way.attn == PACKED and not probe.may_be_one_row:
             found.append(f"{way}: its layers are of kinds that do not take packed attention")
             continue
         try:
-            model, lm = None, _switched(lm, way.attn)  # drop references to an unused model: another one may be loaded
-            lm = loader.load(way.attn) if lm is None else lm
-            model = ScoringModel(
-                lm, transform=probe.transform, head_dtype=head_dtype, chunk_tokens=chunk_tokens, masks=way.masks
-            )
-            wrong = probe.compare(model, way)
+            wrong = probe.compare(loader.scoring(way.attn, transform=probe.transform, masks=way.masks), way)
         except Exception as error:  # whatever it is, this way does not work
             wrong = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        if wrong is None and model is not None:
+        if (wrong := loader.agreed(wrong)) is None:
             if found and packing == "auto":
                 logger.warning("%s: batches are computed as %s, because of %s", probe.name, way, found[0])
-            return model
+            return FoundModel(loader.skeleton(way.attn), loader.weights, probe.transform, way.masks, head_dtype)
         found.append(f"{way}: {wrong}")
     raise ModelRefusedError(
         f"{probe.name}: got train.packing={packing}, model.attn={attn}, with which it is not trained exactly "
@@ -128,24 +156,69 @@ def _ways(attn: str, packing: str) -> list[_Way]:
     return ways
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Loader:
+    """Makes models of the same weights, one at a time. `weights`: this rank's, while no model has them."""
+
     path: str
     device: torch.device
     max_length: int | None
+    mesh: DeviceMesh | None
+    cpu_offload: bool
+    head_dtype: torch.dtype | None
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    _conversions: Any = None  # from the files' names and tensors to the model's
+    _model: ScoringModel | None = None
 
-    def load(self, attn: str) -> PreTrainedModel:
-        lm = AutoModelForCausalLM.from_pretrained(
-            self.path,
-            dtype=torch.float32,
-            attn_implementation=attn,
-            trust_remote_code=False,
-            low_cpu_mem_usage=True,
-        )
-        lm.eval()
+    def skeleton(self, attn: str) -> PreTrainedModel:
+        """With its weights in `weights`: the last model has them no more."""
+        lm = skeleton(self.path, attn)
+        if self.head_dtype is not None and type(output_head(lm)) is not nn.Linear:
+            raise ModelRefusedError(
+                f"{_name(lm)}: model.head_dtype: got {str(self.head_dtype).removeprefix('torch.')} for an output head "
+                f"of kind {type(output_head(lm)).__name__}, expected a plain matrix; leave it out"
+            )
+        if self._model is not None:
+            reshard(self._model)
+            self.weights = taken_back(self._model.lm)
+            self._model = None
+            gc.collect()  # parts of a sharded model refer to each other
+        elif not self.weights:
+            rank, num_ranks = (0, 1) if self.mesh is None else (self.mesh.get_rank(), self.mesh.size())
+            device = torch.device("cpu") if self.cpu_offload else self.device
+            self.weights = read_weights(lm, self.path, rank=rank, num_ranks=num_ranks, device=device)
+            self._conversions = lm._weight_conversions
+        lm._weight_conversions = self._conversions
         fix_rotary(lm, self.longest(lm))
         _switch_off(lm.config)
-        return lm.to(self.device)  # type: ignore[arg-type]  # transformers' stub is not torch's
+        return lm
+
+    def scoring(self, attn: str, *, transform: LogitTransform | None = None, masks: bool = False) -> ScoringModel:
+        """One that can compute, in float32, and needs no gradients of weights."""
+        model = ScoringModel(
+            self.skeleton(attn), transform=transform or LogitTransform(), head_dtype=self.head_dtype, masks=masks
+        )
+        model.requires_grad_(False)
+        self._model = model
+        if self.mesh is None:
+            fill(model.lm, self.weights)
+            return model.to(self.device)
+        return shard(
+            model,
+            self.mesh,
+            weights=self.weights,
+            compute_dtype=torch.float32,
+            gradient_checkpointing=False,
+            cpu_offload=self.cpu_offload,
+        )
+
+    def agreed(self, wrong: str | None) -> str | None:
+        """What is wrong on any rank: all take the same way."""
+        if self.mesh is None:
+            return wrong
+        failed = torch.tensor([float(wrong is not None)], device=self.device)
+        dist.all_reduce(failed, dist.ReduceOp.MAX, self.mesh.get_group())
+        return "another rank cannot compute it" if wrong is None and failed.item() else wrong
 
     def longest(self, lm: PreTrainedModel) -> int:
         limit = getattr(lm.config.get_text_config(), "max_position_embeddings", None) or 2048
@@ -154,16 +227,6 @@ class _Loader:
     def is_unusual(self, lm: PreTrainedModel) -> bool:
         """Whether what a token sees might depend on how long other sequences of its pass are."""
         return any(_rope_kinds(m) - {"default", "linear", "llama3", "yarn"} for m in lm.modules())
-
-
-def _switched(lm: PreTrainedModel | None, attn: str) -> PreTrainedModel | None:
-    """The same model with another attention; None if its modules were built for a specific one."""
-    if lm is None or attn == lm.config._attn_implementation:
-        return lm
-    if not type(lm)._can_set_attn_implementation():
-        return None
-    lm.set_attn_implementation(attn)
-    return lm
 
 
 def _switch_off(config: Any) -> None:
@@ -231,11 +294,12 @@ def _rope_kinds(module: nn.Module) -> set[str]:
 
 
 @torch.no_grad()
-def logit_transform(lm: PreTrainedModel) -> LogitTransform:
+def logit_transform(model: ScoringModel, device: torch.device) -> LogitTransform:
     """Measure what the model does to its head's logits: feed made-up logits in at the head, and read the output.
 
     Raises `ModelRefusedError` if that is neither a scale nor a tanh cap, or differs between tokens.
     """
+    lm = model.lm
     head, probes = output_head(lm), []
     real = head.forward
 
@@ -247,9 +311,9 @@ def logit_transform(lm: PreTrainedModel) -> LogitTransform:
         probes.append(values.to(logits.device))
         return probes[-1]
 
-    tokens = torch.tensor([probe_tokens(lm, 3)], device=lm.device)
+    tokens = torch.tensor([probe_tokens(lm, 3)], device=device)
     with head_forward(head, made_up):
-        out = _logits(lm, tokens)
+        out = _logits(model, tokens)
     if len(probes) != 1 or probes[0].shape != out.shape:
         raise ModelRefusedError(
             f"{_name(lm)}: its logits are not those of one output head ({len(probes)} calls of "
@@ -270,14 +334,14 @@ def logit_transform(lm: PreTrainedModel) -> LogitTransform:
     return transform
 
 
-def _logits(lm: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
+def _logits(model: ScoringModel, tokens: torch.Tensor) -> torch.Tensor:
     """The logits that transformers itself gives tokens [B, T]: [B, T, V], float32."""
     try:
-        return lm(**pass_arguments(lm, tokens, None, None, None)).logits.float()
+        return model.plain_logits(tokens)
     except Exception as error:
         what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise ModelRefusedError(
-            f"{_name(lm)}: transformers cannot run it on tokens alone ({what}), expected a text-only causal LM; "
+            f"{_name(model.lm)}: transformers cannot run it on tokens alone ({what}), expected a text-only causal LM; "
             "use another model"
         ) from None
 
@@ -299,13 +363,17 @@ class _Probe:
     sequences: list[tuple[list[int], list[int]]]  # prompt, response
     expected: torch.Tensor  # float32 [S], in nats
     tolerance: float
+    device: torch.device
     longest: int  # tokens in a sequence of the run
     far: bool  # whether one sequence of a pass is to be that long
+    may_be_one_row: bool  # whether the layers may take packed attention
 
     @classmethod
     @torch.no_grad()
-    def of(cls, lm: PreTrainedModel, *, longest: int, far: bool) -> _Probe:
-        transform = logit_transform(lm)
+    def of(cls, loader: _Loader) -> _Probe:
+        model, device = loader.scoring("eager"), loader.device
+        lm, longest = model.lm, loader.longest(model.lm)
+        transform = logit_transform(model, device)
         tokens = probe_tokens(lm, 27)
         prompt, other = tokens[:5], tokens[20:23]
         sequences = [(prompt, tokens[5:12]), (prompt, tokens[12:17]), (other, tokens[23:27])]
@@ -313,11 +381,11 @@ class _Probe:
         logprobs, nexts, widest = [], [], 1.0
         with short_windows(lm, longest):
             for prompt, response in sequences:
-                logits = _logits(lm, torch.tensor([prompt + response], device=lm.device))[0, len(prompt) - 1 : -1]
+                logits = _logits(model, torch.tensor([prompt + response], device=device))[0, len(prompt) - 1 : -1]
                 widest = max(widest, float((logits - logits.mean(-1, keepdim=True)).abs().max()))
                 scored = torch.log_softmax(logits, dim=-1)
                 nexts.append(scored[0])
-                logprobs.append(scored.gather(-1, torch.tensor(response, device=lm.device)[:, None])[:, 0].cpu())
+                logprobs.append(scored.gather(-1, torch.tensor(response, device=device)[:, None])[:, 0].cpu())
         tolerance = TOLERANCE[torch.float32] * widest
         if changed := [name for name, version in _versions(lm).items() if before[name] != version]:
             raise ModelRefusedError(f"{_name(lm)}: scoring changes its weights ({changed[0]}); use another model")
@@ -326,7 +394,8 @@ class _Probe:
                 f"{_name(lm)}: its tokens depend on those after them (by {gap:.2g} nats), expected a causal LM; "
                 "set is_decoder in its config.json, or use another model"
             )
-        return cls(_name(lm), transform, sequences, torch.cat(logprobs), tolerance, longest, far)
+        far, one_row = loader.is_unusual(lm), may_be_packed(lm)
+        return cls(_name(lm), transform, sequences, torch.cat(logprobs), tolerance, device, longest, far, one_row)
 
     def compare(self, model: ScoringModel, way: _Way) -> str | None:
         """What is wrong with computing passes this way; None: nothing."""
@@ -337,7 +406,7 @@ class _Probe:
             learns = packing == way.packing
             with (
                 short_windows(model.lm, self.longest),
-                torch.autocast(model.lm.device.type, torch.bfloat16, enabled=half),
+                torch.autocast(self.device.type, torch.bfloat16, enabled=half),
                 torch.set_grad_enabled(learns),
             ):
                 got, compared = self._score(model, packing, learns=learns)
@@ -364,23 +433,28 @@ class _Probe:
                 position_ids = position_ids.clone()
                 position_ids[:, 1 - last :] += self.longest - last
             compared[-len(self.sequences[-1][1]) :] = False
-        pass_ = pass_.to(model.lm.device)
-        embedded: list[Any] = []
+        pass_ = pass_.to(self.device)
+        embedded: list[torch.Tensor] = []
+
+        def to_derive_by(_: nn.Module, __: Any, out: torch.Tensor) -> torch.Tensor:
+            embedded.append(out.detach().requires_grad_(learns))
+            return embedded[-1].clone()  # which the model may change in place
+
         embeddings: nn.Module = model.lm.get_input_embeddings()  # type: ignore[assignment]
-        hook = embeddings.register_forward_hook(lambda _, __, out: embedded.append(out))
+        hook = embeddings.register_forward_hook(to_derive_by)
         try:
             scored, _ = model(
                 pass_.input_ids,
                 pass_.logit_positions,
                 pass_.targets,
                 1.0,
-                position_ids=None if position_ids is None else position_ids.to(model.lm.device),
+                position_ids=None if position_ids is None else position_ids.to(self.device),
                 layout=pass_.layout,
                 attention_mask=pass_.attention_mask,
             )
         finally:
             hook.remove()
-        if learns:  # only to the embedded tokens, which takes no memory for weight gradients
+        if learns:
             torch.autograd.grad(scored.sum(), embedded[0], allow_unused=True)
         scored = scored.detach()
         return torch.zeros(len(compared)).scatter(0, pass_.batch_positions.cpu(), scored.float().cpu()), compared
@@ -437,7 +511,7 @@ def probe_tokens(lm: PreTrainedModel, number: int) -> list[int]:
 
 def _versions(lm: PreTrainedModel) -> dict[str, int]:
     """How often each tensor of the model was modified."""
-    return {name: tensor._version for name, tensor in lm.state_dict(keep_vars=True).items()}
+    return {name: tensor._version for name, tensor in saved_tensors(lm).items()}
 
 
 def _name(lm: PreTrainedModel) -> str:

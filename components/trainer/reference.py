@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from .families import load_model
+from .families import find_model
 from .scoring import ScoringModel
 from .sharding import shard
 
@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 
 def load_reference(path: str, settings: TrainerSettings, mesh: DeviceMesh, *, device: torch.device) -> ScoringModel:
     """A second, frozen copy of the model at `path`; costs its weights in float32, sharded over all ranks."""
-    model = load_model(
+    found = find_model(
         path,
         attn=settings.model.attn,
         packing=settings.train.packing,
         head_dtype=settings.head_dtype,
-        chunk_tokens=settings.train.logprob_chunk_tokens,
         max_length=settings.max_length,
         device=device,
+        mesh=mesh,
     )
+    model = found.scoring_model(settings.train.logprob_chunk_tokens)
     model.requires_grad_(False)
-    return shard(model, mesh, compute_dtype=settings.dtype, gradient_checkpointing=False)
+    return shard(model, mesh, weights=found.weights, compute_dtype=settings.dtype, gradient_checkpointing=False)

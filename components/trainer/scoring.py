@@ -113,6 +113,10 @@ class ScoringModel(nn.Module):
         assert isinstance(head, nn.Linear), "load_model refuses a head of another kind"
         return head_logits(hidden, head.weight, head.bias, self.head_dtype)
 
+    def plain_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What transformers itself makes of tokens [B, T], without anything of ours: logits [B, T, V], float32."""
+        return self.lm(**pass_arguments(self.lm, tokens, None, None, None)).logits.float()
+
     def _chunks(self, device: torch.device) -> tuple[int, int]:
         """(how many tokens are scored at once, how many tokens' logits exist at a time if more are scored)."""
         if self.chunk_tokens is not None:

@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.utils.checkpoint import checkpoint
+
+from .tensors import fill
 
 if TYPE_CHECKING:  # the driver reads checkpoints, and has no use for transformers
     from .scoring import ScoringModel
@@ -25,13 +34,15 @@ def shard(
     model: ScoringModel,
     mesh: DeviceMesh,
     *,
+    weights: dict[str, torch.Tensor],
     compute_dtype: torch.dtype,
     gradient_checkpointing: bool,
     compile_layers: bool = False,
     cpu_offload: bool = False,
 ) -> ScoringModel:
-    """Shard in place: compute in `compute_dtype`; master weights, gradient reduction and optimizer in float32.
+    """Shard a skeleton in place, and fill it with this rank's `weights`; see `pretrained`.
 
+    Computes in `compute_dtype`; master weights, gradient reduction and optimizer are in float32.
     `compile_layers`: each decoder layer by torch.compile, except its packed attention. `cpu_offload`: master weights,
     gradients and optimizer live in the CPU's memory, and a layer's weights come to the device while it computes.
     """
@@ -55,6 +66,9 @@ def shard(
             layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    fill(model.lm, weights)
+    if hasattr(model, "plain_logits"):
+        register_fsdp_forward_method(model, "plain_logits")
     return model
 
 

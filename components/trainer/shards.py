@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ..integrity import DamagedFileError, FileSums, SummedFile, SummedReader
 
 # In the order of the safetensors format, which writes the types with the largest numbers first.
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -41,8 +41,8 @@ _DTYPES = {
     "I64": torch.int64,
     "U64": torch.uint64,
 }
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_RANKED = list(_DTYPES)
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
+_RANKED = list(DTYPES)
 MAX_RANKS = 65_536
 
 
@@ -111,7 +111,7 @@ def write_safetensors(
         file.write(len(text).to_bytes(8, "little") + text)
         for name in order:
             if tensors[name].nbytes:
-                file.write(_bytes(tensors[name].detach().to("cpu")))
+                file.write(bytes_of(tensors[name].detach().to("cpu")))
         sums = file.close()
     return sums, {name: 8 + len(text) + start for name, start in starts.items()}
 
@@ -134,8 +134,13 @@ def local_rows(tensor: torch.Tensor, *, rank: int, num_ranks: int) -> tuple[int,
     if not isinstance(tensor, DTensor):
         return 0, tensor
     assert tensor.placements == (Shard(0),), f"sharded in an unsupported way: {tensor.placements}"
-    rows = -(-tensor.shape[0] // num_ranks)  # as torch.chunk cuts: the last ranks may have fewer, or none
-    return min(rank * rows, tensor.shape[0]), tensor.to_local()
+    return own_rows(tensor.shape[0], rank=rank, num_ranks=num_ranks)[0], tensor.to_local()
+
+
+def own_rows(num_rows: int, *, rank: int, num_ranks: int) -> tuple[int, int]:
+    """The first of a rank's rows, and the one after its last."""
+    rows = -(-num_rows // num_ranks)  # as torch.chunk cuts: the last ranks may have fewer, or none
+    return min(rank * rows, num_rows), min((rank + 1) * rows, num_rows)
 
 
 def index_as_json(written: Iterable[Written]) -> dict[str, Any]:
@@ -184,10 +189,10 @@ def load_rows(directory: Path, index: Index, targets: Mapping[str, tuple[int, to
         with SummedReader(directory / file_name(file), index.files[file]) as reader:
             for _, start, rows in pieces:
                 if rows.device.type == "cpu" and rows.is_contiguous():
-                    reader.read_into(start, _bytes(rows))
+                    reader.read_into(start, bytes_of(rows))
                 else:
                     read = torch.empty(rows.shape, dtype=rows.dtype)
-                    reader.read_into(start, _bytes(read))
+                    reader.read_into(start, bytes_of(read))
                     rows.copy_(read)
 
 
@@ -211,14 +216,14 @@ def _tensor(name: str, value: Any, whose: str) -> SavedTensor:
     dtype, shape, pieces = entry.get("dtype"), entry.get("shape"), entry.get("pieces")
     if (
         not isinstance(dtype, str)
-        or dtype not in _DTYPES
+        or dtype not in DTYPES
         or not (_are_sizes(shape) and len(shape) <= 16)
         or not isinstance(pieces, list)
         or not all(_are_sizes(piece) and len(piece) == 4 for piece in pieces)
     ):
         raise DamagedFileError(f"{whose}: got {str(value)[:80]} as {name[:80]}, expected a type, a shape and pieces")
     ordered = tuple(sorted((ShardPiece(*piece) for piece in pieces), key=lambda piece: piece.first_row))
-    saved = SavedTensor(_DTYPES[dtype], tuple(shape), ordered)
+    saved = SavedTensor(DTYPES[dtype], tuple(shape), ordered)
     next_row = 0
     for piece in ordered:
         if piece.first_row != next_row or piece.num_rows == 0:
@@ -235,6 +240,6 @@ def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(number) is int and 0 <= number < 2**60 for number in value)
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a CPU tensor; a live view if it is contiguous."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data

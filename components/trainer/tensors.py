@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -22,6 +23,34 @@ def by_tensor(named: dict[str, torch.Tensor]) -> dict[torch.Tensor, list[str]]:
     for name, tensor in named.items():
         names.setdefault(tensor, []).append(name)
     return names
+
+
+@torch.no_grad()
+def fill(lm: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Give a `skeleton` its weights, which leave `weights`: whole, or its rows if it has been sharded since."""
+    for tensor, names in by_tensor(saved_tensors(lm)).items():
+        rows = weights.pop(names[0])
+        if isinstance(tensor, DTensor):
+            sharded = torch.empty_like(tensor, device=rows.device)
+            assert isinstance(sharded, DTensor)
+            sharded.to_local().set_(rows)  # type: ignore[call-overload]  # not copied
+            rows = sharded
+        filled = nn.Parameter(rows, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else rows
+        for name in names:
+            set_tensor(lm, name, filled)
+
+
+def taken_back(lm: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of a filled model, for `fill` to give to another one."""
+    return {
+        names[0]: (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+        for tensor, names in by_tensor(saved_tensors(lm)).items()
+    }
+
+
+def set_tensor(lm: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    module, _, own_name = name.rpartition(".")
+    setattr(lm.get_submodule(module), own_name, tensor)
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

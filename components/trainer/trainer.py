@@ -29,7 +29,7 @@ from .bound import StalenessError as StalenessError
 from .bound import check_versions
 from .canary import score_canary
 from .checkpoint import SavedModules, load_state
-from .families import load_model
+from .families import find_model
 from .gather import Gatherer
 from .memory import peak_memory_gib
 from .microbatch import Microbatch, Packing, empty_microbatch, split_into_microbatches
@@ -72,23 +72,26 @@ class Trainer:
         self._saver = Saver(rank=rank, device=self._device, timeout_s=timeout_s)
         torch.manual_seed(settings.seed)
         train = settings.train
-        model = load_model(
+        mesh = make_mesh(settings.cluster.device, num_ranks)
+        found = find_model(
             settings.path_of(None),
             attn=settings.model.attn,
             packing=train.packing,
             head_dtype=settings.head_dtype,
-            chunk_tokens=train.logprob_chunk_tokens,
             max_length=settings.max_length,
-            device=torch.device("cpu") if train.cpu_offload else self._device,
+            device=self._device,
+            mesh=mesh,
+            cpu_offload=train.cpu_offload,
         )
+        model = found.scoring_model(train.logprob_chunk_tokens)
         self._packing: Packing = "padded"
         if model.is_packed:
             self._packing = "shared" if train.packing == "auto" else train.packing
         self._config = model.lm.config
-        mesh = make_mesh(settings.cluster.device, num_ranks)
         self._model = shard(
             model,
             mesh,
+            weights=found.weights,
             compute_dtype=settings.dtype,
             gradient_checkpointing=train.gradient_checkpointing,
             compile_layers=train.compile,

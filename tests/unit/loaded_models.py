@@ -19,15 +19,15 @@ USERS = ("trainer", "reference", "critic")
 
 
 class LoadedModels:
-    """`families.load_model` with a memory of its results, by the folder's content and the arguments."""
+    """`families.find_model` with a memory of its results, by the folder's content and the arguments."""
 
     def __init__(self, load: Callable[..., Any]) -> None:
         self._load = load
         self._loaded: dict[Hashable, Any] = {}
 
     def __call__(self, path: str, **arguments: Any) -> Any:
-        if arguments.get("trust_remote_code"):
-            return self._load(path, **arguments)  # its classes may change between two loads
+        if (mesh := arguments.get("mesh")) is not None and mesh.size() > 1:
+            return self._load(path, **arguments)  # a collective: the other ranks wait for this one
         key = (content_of(Path(path)), *sorted((name, str(value)) for name, value in arguments.items()))
         if key in self._loaded:
             return copy.deepcopy(self._loaded[key])
@@ -50,7 +50,7 @@ def remember_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where trainers are imported at all: the other tests need no torch."""
     for name in USERS:
         if (module := sys.modules.get(f"leeway.trainer.{name}")) is not None:
-            monkeypatch.setattr(module, "load_model", LoadedModels(module.load_model))
+            monkeypatch.setattr(module, "find_model", LoadedModels(module.find_model))
 
 
 def _generator_state() -> bytes:

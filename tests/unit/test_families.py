@@ -21,6 +21,7 @@ from leeway.failures import InputRefused, as_text
 from leeway.trainer.attention import NoLayoutError, packed_attention
 from leeway.trainer.families import ModelRefusedError, load_model, logit_transform
 from leeway.trainer.logprobs import LogitTransform
+from leeway.trainer.scoring import ScoringModel
 from leeway.trainer.sharding import checkpoint_activations, decoder_layers
 
 from ..trainers import batch_of as trainer_batch_of
@@ -129,8 +130,6 @@ def test_a_model_that_looks_ahead_is_refused(save):
 def test_there_is_no_training_mode():
     config = AutoConfig.for_model("opt", vocab_size=64, hidden_size=32, ffn_dim=48, num_hidden_layers=1)
     config.num_attention_heads = 4
-    from leeway.trainer.scoring import ScoringModel
-
     model = ScoringModel(AutoModelForCausalLM.from_config(config), transform=LogitTransform())
     assert not any(module.training for module in model.train().modules())
 
@@ -142,7 +141,6 @@ class _Capped(torch.nn.Module):
         super().__init__()
         self.embed, self.head, self.after = torch.nn.Embedding(20, 8), torch.nn.Linear(8, 20), after
         self.config = AutoConfig.for_model("llama", vocab_size=20)
-        self.device = torch.device("cpu")
 
     def forward(self, input_ids: torch.Tensor) -> Any:
         from types import SimpleNamespace
@@ -154,6 +152,10 @@ class _Capped(torch.nn.Module):
 
     def get_input_embeddings(self) -> torch.nn.Module:
         return self.embed
+
+
+def transform_of(lm: Any) -> LogitTransform:
+    return logit_transform(ScoringModel(lm, transform=LogitTransform()), torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -168,17 +170,16 @@ class _Capped(torch.nn.Module):
     ],
 )
 def test_what_a_model_does_to_its_logits_is_measured(after, expected):
-    lm: Any = _Capped(after)
-    got = logit_transform(lm)
+    got = transform_of(_Capped(after))
     assert got.scale == pytest.approx(expected[1], rel=1e-6)
     assert got.cap == pytest.approx(expected[0], rel=1e-5) if expected[0] else got.cap is None
 
 
 @pytest.mark.parametrize("after", [lambda x: x + torch.arange(20), lambda x: x.clamp(max=5), torch.softmax])
 def test_logits_made_in_another_way_are_refused(after):
-    lm: Any = _Capped(after if after is not torch.softmax else lambda x: torch.softmax(x, -1))
+    lm = _Capped(after if after is not torch.softmax else lambda x: torch.softmax(x, -1))
     with pytest.raises(ModelRefusedError, match="neither a multiple of its head's nor capped"):
-        logit_transform(lm)
+        transform_of(lm)
 
 
 def longrope(save: Callable[..., str]) -> str:
