@@ -73,11 +73,16 @@ WITH_BUFFERS = ("glm4_moe", "gemma4_text")
 pytestmark = [pytest.mark.timeout(600), pytest.mark.long("an engine for each family")]
 
 
-def save_model(folder: Path, family: str) -> None:
+RANKS = [("qwen2", 4), ("mixtral", 2), ("qwen3_moe", 2)]
+"""Engines of several processes, each with its part of every matrix, and of every expert."""
+OF_FOUR = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def save_model(folder: Path, family: str, ranks: int) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family.split()[0], **(SIZES | FAMILIES[family]))
+    config = AutoConfig.for_model(family.split()[0], **(SIZES | FAMILIES[family] | (OF_FOUR if ranks == 4 else {})))
     lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     change_buffers(lm)
     lm.save_pretrained(folder)
@@ -97,7 +102,7 @@ def canary_prompts() -> CanaryPrompts:
     return CanaryPrompts(scored=draw(3, 24), cached=draw(2, 80))
 
 
-def start_engine(folder: Path) -> VllmEngine:
+def start_engine(folder: Path, ranks: int) -> VllmEngine:
     return VllmEngine(
         EngineSettings(
             model_path=str(folder),
@@ -105,7 +110,7 @@ def start_engine(folder: Path) -> VllmEngine:
             device="cpu",
             max_model_len=256,
             seed=0,
-            options={"enforce_eager": True, "block_size": 32, "max_num_seqs": 16},
+            options={"enforce_eager": True, "block_size": 32, "max_num_seqs": 16, "tensor_parallel_size": ranks},
             cores=[],
             kv_cache_gib=0.5,
         )
@@ -159,18 +164,18 @@ async def sampled(engine: VllmEngine, version: int) -> list[Trajectory]:
     return trajectories
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "ranks"), [*((family, 1) for family in FAMILIES), *RANKS])
 def test_engine_and_trainer_agree_after_weight_syncs(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_worker_env, "WORKER_EXTENSION", "engine_saboteur.Saboteur")
     monkeypatch.syspath_prepend(here := str(Path(__file__).parent))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *sys.path]))
-    save_model(tmp_path, family)
+    save_model(tmp_path, family, ranks)
     runner, threads = asyncio.Runner(), torch.get_num_threads()
     settings = settings_of(tmp_path, canary=canary_prompts(), temperature=TEMPERATURE, bucket_bytes=50_000)
     trainer = Trainer(settings, rank=0, init_method=free_address())
-    engine = start_engine(tmp_path)
+    engine = start_engine(tmp_path, ranks)
     try:
         for version in (1, 2):
             trainer.forward_backward(batch_of(random_trajectories(version, 8, version=version - 1)))
