@@ -6,6 +6,7 @@ import atexit
 import gc
 import logging
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import hypothesis.internal.observability
 import hypothesis.strategies._internal.random  # noqa: F401
 import pytest
 from _pytest.logging import catching_logs
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from .tiers import APART, LONG, TOGETHER, sample
 
@@ -26,8 +27,15 @@ from .tiers import APART, LONG, TOGETHER, sample
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
 
 
-# For properties that do not say how many examples they need.
-settings.register_profile("leeway", max_examples=sample(40, 100))
+# For properties that do not say how many examples they need. New ones at each run are for `make test-long`: they may
+# find what has nothing to do with the change that is tested. No limit is one of wall time, which a busy machine takes.
+settings.register_profile(
+    "leeway",
+    max_examples=sample(40, 100),
+    derandomize=not LONG,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("leeway")
 
 # Imports make millions of objects that all stay: searching them for garbage is a third of the time that they take.
@@ -134,6 +142,16 @@ def make(model_path: Path, group_of_one_rank: None) -> Iterator[Callable[..., An
 
     yield build
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def the_same_numbers_in_any_order() -> None:
+    """What a test draws without a seed of its own is the same, whichever tests came before it in this process."""
+    random.seed(0)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -37,6 +37,7 @@ from leeway.weights import (
 
 CANARY = Canary(CanaryPrompts(scored=[[1, 2]], cached=[[1, 2]]), [[-0.5]], [3], [-0.1])
 SIZES = (3_000_000, 4096, 1)
+FAULTS = [("flip", "bytes", "tensor b "), ("lose", "transfer", "bucket 2 of 3"), ("short", "", "bucket")]
 
 
 @functools.cache
@@ -191,10 +192,7 @@ class TransportContract:
         assert synced.sync.verified_version == 0
         assert synced.engine.num_staged == 0, "what was staged is released"
 
-    @pytest.mark.parametrize(
-        ("fault", "check", "names"),
-        [("flip", "bytes", "tensor b "), ("lose", "transfer", "bucket 2 of 3"), ("short", "", "bucket")],
-    )
+    @pytest.mark.parametrize(("fault", "check", "names"), FAULTS)
     def test_what_is_damaged_on_the_way_reaches_no_engine_and_is_named(
         self, ends: tuple[WeightTransport, WeightTransport], fault: str, check: str, names: str
     ) -> None:

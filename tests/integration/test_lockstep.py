@@ -113,7 +113,7 @@ def half_way(start_for_all: Any, from_untrained: list[str], tmp_path_factory: py
     (generator,) = [p for p in command.processes() if "CollectorActor" in command_line(p)]
     generator.kill()
     latest = command.run_dir / "stages/async_rl/checkpoints/latest.json"
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 600
     while not latest.exists():
         assert command.process.poll() is None, command.output()
         assert time.monotonic() < deadline, command.output()
