@@ -15,6 +15,8 @@ from leeway.driver.checkpoints import (
     Checkpoints,
     check_same_settings,
     check_same_tasks,
+    check_whole,
+    learned_settings,
     newest_state,
     resume_point,
     saved_position,
@@ -26,7 +28,7 @@ from leeway.failures import PartFailed
 from leeway.integrity import read_sealed
 from leeway.runtime.supervisor import Supervisor
 from leeway.tasks.taskset import TaskSet
-from leeway.trainer.checkpoint import CheckpointError
+from leeway.trainer.checkpoint import CheckpointError, read_about
 from leeway.types import Task
 
 from ..fakes import FakeRank
@@ -311,6 +313,16 @@ def test_a_run_that_built_its_own_model_can_be_resumed(tmp_path):
     rank = FakeRank()
     run(Checkpoints(tmp_path / "saved", config=trained, trainers=[rank], supervisor=Supervisor()), rank, 1)
     check_same_settings(tmp_path / "saved/step-000001", settings)
+
+
+def test_what_is_on_record_changes_nothing_for_a_run_that_resumes_under_another_tolerance(tmp_path):
+    rank, held_to = FakeRank(), {"param_server/served_tolerance/mean": 0.12}
+    run(checkpoints_of(tmp_path, rank, "checkpoint.every=1", on_record=lambda: held_to), rank, 1)
+    folder = tmp_path / "saved/step-000001"
+    assert read_about(folder)["param_server/served_tolerance/mean"] == 0.12
+    check_whole(folder)
+    narrow, wide = (load_config("quickstart", [f"param_server.served_tolerance={most}"]) for most in (0.1, 0.5))
+    assert learned_settings(narrow) == learned_settings(wide)
 
 
 def test_a_position_of_another_version_is_refused_by_name(tmp_path):
