@@ -24,6 +24,8 @@ Instead = Callable[[PartFailed], Any]
 PULSE_S = 15.0
 SILENT_S = 120.0
 """A part whose event loop does not answer for this long fails the run."""
+LOOK_S = 1.0
+"""How soon a wait sees a part that is watched since it began, like the replacement of a generator."""
 GRACE_S = {Kind.ENGINE: 1.5, Kind.ERROR: 1.5, Kind.SILENT: 1.5, Kind.LOST: 4.0, Kind.TIMEOUT: 4.0}
 """How long to wait, by kind of failure, for another one that explains it."""
 
@@ -91,7 +93,7 @@ class Supervisor:
         try:
             async with asyncio.timeout(timeout_s):
                 while not main.done():
-                    await asyncio.wait({main, *self._watched}, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait({main, *self._watched}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
                     if failures := self._failures():
                         raise failures[0]
             return main.result()

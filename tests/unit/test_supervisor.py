@@ -53,6 +53,18 @@ def test_the_result_of_a_call_comes_back():
     play(scenario)
 
 
+def test_a_part_that_is_watched_since_a_wait_began_ends_it_too():
+    async def scenario(supervisor):
+        supervisor.watch("trainer-0", for_ever())
+        waiting = asyncio.ensure_future(supervisor.wait(for_ever(), what="replay", timeout_s=LONG_S))
+        await asyncio.sleep(0.05)
+        supervisor.watch("generator-0", after(0.05, PartFailed("generator-0", "all 1 restarts are used up")))
+        with pytest.raises(PartFailed, match="generator-0: all 1 restarts are used up"):
+            await waiting
+
+    play(scenario)
+
+
 def test_a_watched_part_that_fails_ends_a_wait_at_once_by_its_name():
     async def scenario(supervisor):
         supervisor.watch("generator-0", for_ever())
