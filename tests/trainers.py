@@ -6,8 +6,10 @@ The fixtures `model_path` and `make` of tests/conftest.py are made of these.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
-import socket
+import tempfile
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -98,9 +100,13 @@ def settings_of(path: Path, *, bucket_bytes: int = 1 << 20, **changes: Any) -> T
 
 
 def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    """Where ranks meet: at a file, because a port that is free now may be another's when they come."""
+    return f"file://{_meetings().name}/{uuid.uuid4().hex}"
+
+
+@functools.cache
+def _meetings() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="leeway-meetings-")
 
 
 def one_rank_trainer(path: Path, **changes: Any) -> Trainer:

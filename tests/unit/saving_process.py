@@ -179,6 +179,7 @@ if __name__ == "__main__":
         fill_the_disk(Path(sys.argv[1]), Path(sys.argv[2]))
     else:
         in_a_child(lambda: save_model(Path(sys.argv[1])))  # it starts threads, and whoever forks must have none
+        free_address()  # its folder is made by the process that lives to remove it
         for line in sys.stdin:
             steps, after_s = line.split()
             be_killed(Path(sys.argv[1]), Path(sys.argv[2]), int(steps), None if after_s == "saving" else float(after_s))

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 import re
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -73,7 +73,7 @@ def test_async_rewards_run_together():
     together = asyncio.Barrier(8)
 
     async def waits_for_the_others(task, text):
-        await asyncio.wait_for(together.wait(), 20)
+        await asyncio.wait_for(together.wait(), 200)
         return text == task.answer
 
     _, trajectories = rollout(SingleTurn(reward=waits_for_the_others), *["46"] * 8, group_size=8)
@@ -81,8 +81,10 @@ def test_async_rewards_run_together():
 
 
 def test_blocking_reward_does_not_stop_the_loop():
+    beaten = threading.Event()
+
     def slow(task, text):
-        time.sleep(0.3)
+        assert beaten.wait(200), "the loop stands still"
         return 1.0
 
     slow.blocking = True
@@ -91,8 +93,10 @@ def test_blocking_reward_does_not_stop_the_loop():
         running = asyncio.ensure_future(SingleTurn(reward=slow).rollout(TASK, ScriptedPolicy("46", group_size=1)))
         beats = 0
         while not running.done():
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.001)
             beats += 1
+            if beats > 10:
+                beaten.set()
         return beats
 
     assert asyncio.run(beats_while_scoring()) > 10

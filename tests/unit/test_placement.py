@@ -90,7 +90,7 @@ def test_other_parts_are_kept_off_the_engines_cores(available, settings, others)
 
 def test_a_process_is_kept_on_cores_with_all_its_threads():
     core = sorted(os.sched_getaffinity(0))[0]
-    program = "import threading, time; threading.Thread(target=time.sleep, args=(60,)).start(); print(flush=True)"
+    program = "import threading, time; threading.Thread(target=time.sleep, args=(600,)).start(); print(flush=True)"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()

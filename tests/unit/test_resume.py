@@ -158,7 +158,7 @@ def test_a_study_is_not_gone_on_with(tmp_path: Path) -> None:
 def test_a_folder_in_which_a_driver_runs_is_refused_and_a_lock_left_behind_is_not(tmp_path: Path) -> None:
     code = (
         "import sys, time; from pathlib import Path; from leeway.driver.run_record import locked\n"
-        f"with locked(Path({str(tmp_path)!r})): print('held', flush=True); time.sleep(60)"
+        f"with locked(Path({str(tmp_path)!r})): print('held', flush=True); time.sleep(600)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=os.environ)
     try:
@@ -261,7 +261,7 @@ def ends(
         run._stage = stages[1]
         if interrupted_by is not None:
             os.kill(os.getpid(), interrupted_by)
-            await asyncio.sleep(30)
+            await asyncio.sleep(600)
         if isinstance(outcome, BaseException):
             raise outcome
         run._results["async_rl"] = outcome
@@ -327,7 +327,7 @@ def test_a_run_resumes_by_itself_after_what_may_be_over_now(
         run._stage = stages[1]
         if isinstance(failure, asyncio.CancelledError):
             os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.sleep(30)
+            await asyncio.sleep(600)
         raise failure
 
     monkeypatch.setattr(run, "_all_stages", all_stages)
