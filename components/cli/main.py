@@ -226,6 +226,25 @@ def plan(
     generator_speed: Annotated[
         float | None, typer.Option("--generator-speed", metavar="X", help="Engines X times as fast; below 1: slower.")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="NAME|FOLDER",
+            help="Does it fit? Count memory, without the weights: a folder with a config.json, or qwen2.5-7b, "
+            "qwen2.5-32b, qwen3-235b-a22b.",
+        ),
+    ] = None,
+    hosts: Annotated[int, typer.Option("--hosts", metavar="N", help="With --model: hosts of the cluster.")] = 1,
+    gpus_per_host: Annotated[
+        int, typer.Option("--gpus-per-host", metavar="N", help="With --model: GPUs of each host.")
+    ] = 8,
+    gpu_gib: Annotated[
+        float, typer.Option("--gpu-gib", metavar="X", help="With --model: memory of a GPU in GiB.")
+    ] = 80.0,
+    host_gib: Annotated[
+        float, typer.Option("--host-gib", metavar="X", help="With --model: main memory of a host in GiB.")
+    ] = 1024.0,
     out: Annotated[
         Path | None,
         typer.Option("--out", metavar="FOLDER", help="Where plan.png goes. Default: the run's folder, or here."),
@@ -236,8 +255,15 @@ def plan(
 ) -> None:
     """Simulate other settings of a job: step time, who is busy, lag; draws plan.png and recommends.
 
+    With --model: say whether a run of a model of this size fits onto a cluster, and what would make it fit.
+
     Example: leeway plan --from runs/leeway/quickstart --max-policy-lag 0,1,2,4 --reorder-window 1,48
     """
+    if model is not None:
+        memory = importlib.import_module("leeway.cli.plan_memory")
+        cluster = memory.Cluster(hosts=hosts, devices_per_host=gpus_per_host, device_gib=gpu_gib, host_gib=host_gib)
+        memory.plan_memory(model, config, overrides or [], cluster, as_json=as_json)
+        return
     planning = importlib.import_module("leeway.cli.plan")
     numbers = planning.SpeedOverrides(
         generate_tokens_per_s=generate_tokens_per_s,

@@ -1,7 +1,6 @@
 """A rough estimate of a run's memory and duration from sizes and lengths, labelled as rough in the output.
 
-Memory counts what is certainly held at once: weights, gradients, optimizer state, KV cache, published versions.
-Activations come on top. Time is a bound: every prompt and answer as long as allowed, at typical speeds.
+Memory is counted in `memory`. Time is a bound: every prompt and answer as long as allowed, at typical speeds.
 """
 
 from __future__ import annotations
@@ -10,15 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..config import Config, Hardware, Recipe, Stage, derive
+from .memory import GIB, processes_of
 from .models import ModelShape, shape_of_model
 
-GIB = 2**30
-MASTER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 4, 4, 8
 # Floating-point operations per second that small and medium models reach: on one core, on one GPU.
 TRAINING_FLOPS = {"cpu": 5e10, "cuda": 2e14}
 GENERATION_FLOPS = {"cpu": 2e10, "cuda": 2e13}
-KEPT_IN = {"object_store": "object store", "broadcast": "rank 0, for engines", "ipc": "shared memory"}
-"""Where in main memory versions wait for engines, by transport."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,54 +44,31 @@ def memory_problem(stages: Sequence[Stage], hardware: Hardware) -> str:
         if needed is not None and stage.config.cluster.address is None and needed > hardware.memory_gib * GIB:
             return (
                 f"model.path: missing hardware: got {hardware.memory_gib:.1f} GiB of memory, expected more than the "
-                f"{_size(needed)} that {stage.name} holds at once; take a smaller model, or lower train.num_ranks, "
+                f"{size_text(needed)} that {stage.name} holds at once; take a smaller model, or lower train.num_ranks, "
                 "rollout.num_generators or cluster.kv_cache_gib"
             )
     return ""
 
 
 def _memory(config: Config, recipe: Recipe, shape: ModelShape) -> tuple[list[tuple[str, str]], int]:
-    need, size = derive(config, recipe), shape.num_parameters
-    served_bytes = 4 if config.model.dtype == "float32" else 2
+    """Rows, and the bytes of all processes together: on a CPU, of this machine's main memory."""
     rows: list[tuple[str, str]] = []
     total = 0
-    if ranks := need.processes["trainer"]:
-        parts = {"weights": MASTER_BYTES, "gradients": GRADIENT_BYTES, "optimizer": OPTIMIZER_BYTES}
-        if need.has_critic:
-            parts["critic"] = sum(parts.values())
-        if (config.algorithm.kl.coef and not recipe.is_offline) or recipe.trains_on == "pairs":
-            parts["reference"] = MASTER_BYTES
-        if config.checkpoint.every and config.checkpoint.in_background:
-            parts["copy while saving"] = MASTER_BYTES + OPTIMIZER_BYTES
-        if need.processes["generator"]:
-            parts["copy while publishing"] = served_bytes
-        rows.append(_row("memory of a trainer rank", {name: size * n // ranks for name, n in parts.items()}))
-        total += size * sum(parts.values())
-        if config.param_server.delta and need.processes["generator"]:
-            rows.append(("rank 0, for differences", f"{_size(size * served_bytes)}: what left last"))
-            total += size * served_bytes
-    if engines := need.processes["generator"]:
-        parts = {"weights": size * served_bytes}
-        staged = 2 if config.param_server.delta else int(config.param_server.transport != "ipc")  # ipc: see below
-        if need.processes["trainer"] and staged:
-            parts["next version"] = size * served_bytes * staged
-        cache = ""
-        if config.cluster.device == "cpu":
-            if need.processes["trainer"] and config.rollout.engine_options.loads_ahead:
-                parts["loaded ahead"] = size * served_bytes
-            parts["KV cache"] = int(config.cluster.kv_cache_gib * GIB)
-            tokens = parts["KV cache"] // max(1, shape.kv_bytes_per_token(served_bytes))
-            cache = f"; room for {tokens // config.rollout.max_model_len} sequences of max_model_len"
-        name, text = _row("memory of an engine", parts)
-        rows.append((name, text + cache))
-        total += engines * sum(parts.values())
-    kept_in = KEPT_IN.get(config.param_server.transport)
-    if need.processes["generator"] and need.processes["trainer"] and kept_in is not None:
-        reach = config.staleness.max_policy_lag + config.param_server.publish_every + 1
-        versions = (reach if config.rollout.pull == "oldest" else 1) + 1  # plus the one being published
-        rows.append((kept_in, f"{_size(versions * size * served_bytes)}: {versions} versions of the weights"))
-        total += versions * size * served_bytes
+    for process in processes_of(config, recipe, shape):
+        rows += [_row(f"memory of {_one(process.name)}", process.device)] if process.device else []
+        if process.main:
+            name = f"main memory of {_one(process.name)}" if process.device else process.name
+            rows.append(_row(name, process.main))
+        total += process.number * sum((process.device | process.main).values())
+    if recipe.generates and config.cluster.device == "cpu":
+        cache = int(config.cluster.kv_cache_gib * GIB)
+        tokens = cache // max(1, shape.kv_bytes_per_token(2 if config.model.dtype != "float32" else 4))
+        rows.append(("KV cache", f"room for {tokens // config.rollout.max_model_len} sequences of max_model_len"))
     return rows, total
+
+
+def _one(name: str) -> str:
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _time(config: Config, recipe: Recipe, shape: ModelShape) -> str:
@@ -120,11 +93,11 @@ def _time(config: Config, recipe: Recipe, shape: ModelShape) -> str:
 
 
 def _row(name: str, parts: dict[str, int]) -> tuple[str, str]:
-    listed = ", ".join(f"{part} {_size(n)}" for part, n in parts.items())
-    return name, f"{_size(sum(parts.values()))}: {listed}"
+    listed = ", ".join(f"{part} {size_text(n)}" for part, n in parts.items())
+    return name, f"{size_text(sum(parts.values()))}: {listed}"
 
 
-def _size(number: float) -> str:
+def size_text(number: float) -> str:
     for unit, factor in (("GiB", GIB), ("MiB", 2**20)):
         if number >= factor:
             return f"{number / factor:.1f} {unit}"

@@ -16,6 +16,7 @@ from ..monitor import Monitor, read_metrics, reward_first, reward_last
 from ..monitor.metrics import reduced
 from ..runtime.launch import Parts
 from ..runtime.limit import LimitMeter, Speeds
+from ..runtime.memory import MemoryMeter
 from ..runtime.supervisor import together
 from .learned import LearningWatch, Verdict
 
@@ -25,6 +26,8 @@ WORK = ("step/forward_backward_s", "step/optim_s", "step/publish_s", "step/proxi
 
 REPORTS_AHEAD = 32
 """How many steps training may be ahead of its log before it waits."""
+MEMORY_EVERY_S = 15.0
+"""How often the memory of all parts is looked at: each look costs the kernel milliseconds for every process."""
 LAST_REPORTS_S = 30.0
 """How long an interrupted run waits for the metrics of its last steps to be written."""
 
@@ -100,6 +103,8 @@ class Reporter:
         """What the last loads that were reported were held to."""
         self._num_restarts = 0
         self._training = False
+        self._memory = MemoryMeter()
+        self._looked_at_memory = float("-inf")
         self._running: asyncio.Task[None] | None = None
 
     async def put(self, report: StepReport | None) -> None:
@@ -186,6 +191,9 @@ class Reporter:
         stats = reduced([own for own in of_all if own is not None]) | self._restarts()
         now = time.monotonic()
         seconds, self._last_stats = now - self._last_stats, now
+        if self._training and now - self._looked_at_memory >= MEMORY_EVERY_S:
+            self._looked_at_memory = now
+            stats |= await asyncio.to_thread(self._memory.look)
         held_to = {name: value for name, value in stats.items() if name.startswith("param_server/served_tolerance/")}
         self.served_tolerance = held_to or self.served_tolerance
         if self._training:
@@ -252,8 +260,26 @@ def summary_of(rows: Sequence[Mapping[str, Any]], *, steps: int) -> dict[str, An
         "pulls": int(sum(values("param_server/pulls"))),
         "efficiency_second_half": efficiency,
         "time_shares": time_shares(rows),
+        "memory_peak_gib": memory_peaks(rows),
         **audits,
     }
+
+
+def memory_peaks(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """The most that each part was seen to hold, in GiB, largest first."""
+    peaks: dict[str, float] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith("memory/") and name.endswith("/peak_gib") and value is not None:
+                part = name.split("/")[1]
+                peaks[part] = max(value, peaks.get(part, 0.0))
+    return dict(sorted(peaks.items(), key=lambda item: -item[1]))
+
+
+def describe_memory(peaks: Mapping[str, float]) -> list[str]:
+    if not peaks:
+        return []
+    return ["memory at its peak: " + ", ".join(f"{part} {gib:.2f} GiB" for part, gib in peaks.items())]
 
 
 def time_shares(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, float]]:

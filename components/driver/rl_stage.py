@@ -22,7 +22,7 @@ from .canary import canary_prompts
 from .checkpoints import STATE_DIR, Checkpoints, resume_point, saved_position, saved_version
 from .context import StageContext, StageResult, timed
 from .evaluation import evaluated_at_start, in_one_line
-from .rl_report import LAST_REPORTS_S, Reporter, describe_time_shares
+from .rl_report import LAST_REPORTS_S, Reporter, describe_memory, describe_time_shares
 from .rl_run import EvalPoint, RLRun
 from .speeds import measure_speeds, save_speeds, saved_speeds
 from .turns import Turns
@@ -231,6 +231,7 @@ def goodbye(summary: dict[str, Any]) -> list[str]:
     if "before" in evals and "after" in evals and evals["before"]:
         lines.append(f"held-out {in_one_line(evals['before'], evals['after'])}")
     lines += describe_time_shares(summary["time_shares"])
+    lines += describe_memory(summary["memory_peak_gib"])
     if restarts := summary["restarts"]:
         lines.append(f"{restarts} times a generator died or hung, and was replaced: see the warnings above")
     if (efficiency := summary["efficiency_second_half"]) is not None:

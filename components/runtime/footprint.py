@@ -68,18 +68,7 @@ class Footprint:
 
         That one ends with the caller. If it is killed before, the caller complains at its end.
         """
-        wanted = f"{MARK_ENV}={self.mark}".encode()
-        own = {os.getpid(), getattr(resource_tracker._resource_tracker, "_pid", None)}
-        found = []
-        for entry in os.scandir("/proc"):
-            if entry.name.isdigit() and int(entry.name) not in own:
-                try:
-                    with open(f"/proc/{entry.name}/environ", "rb") as file:
-                        if wanted in file.read().split(b"\0"):
-                            found.append(int(entry.name))
-                except OSError:  # it has ended, or belongs to another user
-                    continue
-        return found
+        return marked(self.mark)
 
     def shared_memory(self) -> set[Path]:
         """Files in shared memory that the run's processes have open now: whoever is killed cannot remove them."""
@@ -117,6 +106,22 @@ class Footprint:
             if source.is_file() and 0 < source.stat().st_size <= LARGEST_LOG_BYTES:
                 folder.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, folder / source.name)
+
+
+def marked(mark: str) -> list[int]:
+    """The processes of `Footprint.process_ids`, by the mark alone."""
+    wanted = f"{MARK_ENV}={mark}".encode()
+    own = {os.getpid(), getattr(resource_tracker._resource_tracker, "_pid", None)}
+    found = []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and int(entry.name) not in own:
+            try:
+                with open(f"/proc/{entry.name}/environ", "rb") as file:
+                    if wanted in file.read().split(b"\0"):
+                        found.append(int(entry.name))
+            except OSError:  # it has ended, or belongs to another user
+                continue
+    return found
 
 
 def _mapped(pid: int) -> set[int]:

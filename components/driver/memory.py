@@ -1,0 +1,312 @@
+"""What each process of a run holds at its peak, from settings and the sizes of a model: nothing is loaded.
+
+    processes_of(config, recipe, shape)  -> a `Process` of each kind: its parts by name, on its device and elsewhere
+    fit(config, processes, cluster)      -> do they fit, by device and by host, and what is largest
+    remedies(config, cluster, fits)      -> which settings would make them fit
+
+P parameters over R trainer ranks: weights, gradients and AdamW's moments take 16 P / R bytes. FSDP gathers a layer (and
+the next one, ahead) in the compute type, and what is outside of layers; a rank that is alone keeps all of it gathered.
+Activations are counted from the matrices of a decoder layer, and the logits as they are tiled (`trainer.scoring`).
+`docs/planning.md` compares these numbers with measured ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import Config, Recipe, derive
+from .models import ModelShape
+
+GIB = 2**30
+MASTER_BYTES, GRADIENT_BYTES, OPTIMIZER_BYTES = 4, 4, 8
+KEPT_IN = {"object_store": "object store", "broadcast": "rank 0, for engines", "ipc": "shared memory"}
+"""Where in main memory versions wait for engines, by transport."""
+# Logits that exist at once, in float32: without tiles, and in a tile (`trainer.scoring`).
+MANY_LOGITS = 1 << 25
+TILE_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}
+LOGIT_COPIES = 3  # the logits, their log-softmax, and a gradient
+# What a process has before it holds anything of a model: on a GPU the contexts of CUDA and NCCL, and an engine's
+# captured graphs; in main memory the interpreter, torch and libraries.
+RUNTIME, ENGINE_RUNTIME = 2 * GIB, 4 * GIB
+PROCESS = int(0.8 * GIB)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """One kind of process, and bytes by part of what each of them holds. On a CPU `device` is main memory too."""
+
+    name: str
+    number: int
+    device: dict[str, int]
+    main: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Hosts, the devices of each, and memory in GiB: of a device, of a host."""
+
+    hosts: int
+    devices_per_host: int
+    device_gib: float
+    host_gib: float
+
+    @property
+    def num_devices(self) -> int:
+        return self.hosts * self.devices_per_host
+
+    def __str__(self) -> str:
+        return (
+            f"{self.hosts} host{'s' * (self.hosts > 1)} of {self.devices_per_host} x {self.device_gib:g} GiB, "
+            f"{self.host_gib:g} GiB of main memory each"
+        )
+
+
+def processes_of(config: Config, recipe: Recipe, shape: ModelShape) -> list[Process]:
+    """Trainer ranks, engine ranks, and what versions of the weights occupy on the way between them."""
+    need = derive(config, recipe)
+    processes: list[Process] = []
+    if ranks := need.processes["trainer"]:
+        processes.append(_trainer_rank(config, recipe, shape, ranks, publishes=need.processes["generator"] > 0))
+    if engines := need.processes["generator"]:
+        processes.append(_engine_rank(config, shape, engines, need.devices_per_engine, need.processes["trainer"] > 0))
+    if need.processes["generator"] and need.processes["trainer"]:
+        versions = versions_kept(config)
+        held: dict[str, int] = {}
+        served = _served_bytes(config) * shape.num_parameters
+        if config.param_server.transport in KEPT_IN:
+            held[KEPT_IN[config.param_server.transport]] = versions * served
+        if config.param_server.delta:
+            held["what left last, for differences"] = served
+        processes.append(Process(name="versions of the weights", number=1, device={}, main=held))
+    return processes
+
+
+def versions_kept(config: Config) -> int:
+    """Versions of the weights that wait for engines at once, with the one that is being published."""
+    reach = config.staleness.max_policy_lag + config.param_server.publish_every + 1
+    return (reach if config.rollout.pull == "oldest" else 1) + 1
+
+
+def _trainer_rank(config: Config, recipe: Recipe, shape: ModelShape, ranks: int, *, publishes: bool) -> Process:
+    train, P = config.train, shape.num_parameters
+    on_gpu, computed = config.cluster.device == "cuda", _served_bytes(config)
+    has_critic = derive(config, recipe).has_critic
+    state = {"weights": MASTER_BYTES, "gradients": GRADIENT_BYTES, "optimizer": OPTIMIZER_BYTES}
+    if has_critic:
+        state["critic"] = sum(state.values())
+    if (config.algorithm.kl.coef and not recipe.is_offline) or recipe.trains_on == "pairs":
+        state["reference"] = MASTER_BYTES
+    sharded = {name: size * P // ranks for name, size in state.items()}
+    # The gathered weights, then their gradients in the same type until they are reduced.
+    layers = shape.num_layers if ranks == 1 and not train.cpu_offload else min(2, shape.num_layers)
+    unit = layers * shape.layer_parameters + shape.outer_parameters
+    device = {
+        "gathered weights": computed * unit,
+        "gathered gradients": computed * (shape.layer_parameters + shape.outer_parameters),
+        "activations": activation_bytes(config, shape, computed),
+        "logits": logit_bytes(config, shape),
+    }
+    copies: dict[str, int] = {}
+    if config.checkpoint.every and config.checkpoint.in_background:
+        copies["copy while saving"] = (MASTER_BYTES + OPTIMIZER_BYTES) * P // ranks
+    if publishes:
+        copies["copy while publishing"] = computed * P // ranks
+        if ranks > 1:
+            copies["bucket"] = _bucket_bytes(config, shape, computed)
+    if train.cpu_offload:
+        return Process(name="trainer rank", number=ranks, device=device, main={**sharded, **copies})
+    if not on_gpu:
+        return Process(name="trainer rank", number=ranks, device={**sharded, **device, **copies})
+    return Process(name="trainer rank", number=ranks, device={**sharded, **device}, main=copies)
+
+
+def _engine_rank(config: Config, shape: ModelShape, engines: int, ranks: int, follows: bool) -> Process:
+    served, on_gpu = _served_bytes(config), config.cluster.device == "cuda"
+    weights = shape.num_parameters * served
+    device = {"weights": weights // ranks}
+    main: dict[str, int] = {}
+    staged = 2 if config.param_server.delta else int(config.param_server.transport != "ipc")  # ipc: shared memory
+    if follows and staged:
+        (main if on_gpu else device)["next version"] = weights * staged // ranks
+    if on_gpu:
+        device["KV cache"] = kv_cache_bytes(config, shape) // min(ranks, shape.num_kv_heads)
+        device["bucket"] = _bucket_bytes(config, shape, served)
+    else:
+        if follows and config.rollout.engine_options.loads_ahead:
+            device["loaded ahead"] = weights // ranks
+        device["KV cache"] = int(config.cluster.kv_cache_gib * GIB) // ranks
+    return Process(name="engine rank", number=engines * ranks, device=device, main=main)
+
+
+def kv_cache_bytes(config: Config, shape: ModelShape) -> int:
+    """Of the sequences that an engine has in flight at once, each as long as allowed."""
+    need = derive(config)
+    in_flight = need.groups_per_generator * config.algorithm.group_size
+    at_once = min(in_flight, config.rollout.engine_options.places)
+    return at_once * config.rollout.max_model_len * shape.kv_bytes_per_token(_served_bytes(config))
+
+
+def activation_bytes(config: Config, shape: ModelShape, computed: int) -> int:
+    """Kept for the backward pass, of one microbatch; see docs/planning.md for what is counted."""
+    tokens = microbatch_tokens(config)
+    h, inner = shape.hidden_size, shape.inner_size
+    attention = shape.num_heads * shape.head_dim
+    keys = shape.num_kv_heads * shape.head_dim
+    norms = 2 * (h * max(4, computed) + 2 * h * computed)
+    routed = 2 * shape.experts_per_token * h
+    layer = norms + computed * (3 * attention + 2 * keys + 4 * inner + routed)
+    if config.train.gradient_checkpointing:
+        return tokens * (shape.num_layers * h * computed + layer)
+    return tokens * shape.num_layers * layer
+
+
+def logit_bytes(config: Config, shape: ModelShape) -> int:
+    tokens, chunk = microbatch_tokens(config), config.train.logprob_chunk_tokens
+    logits = tokens * shape.vocab_size
+    many = MANY_LOGITS if chunk is None else chunk * shape.vocab_size
+    if logits > many:
+        logits = TILE_LOGITS[config.cluster.device] if chunk is None else many
+    return LOGIT_COPIES * 4 * logits
+
+
+def microbatch_tokens(config: Config) -> int:
+    """Of a pass: as many as allowed, but one sequence at least."""
+    return max(config.train.max_tokens_per_microbatch, config.rollout.max_model_len)
+
+
+def _served_bytes(config: Config) -> int:
+    return 4 if config.model.dtype == "float32" else 2
+
+
+def _bucket_bytes(config: Config, shape: ModelShape, served: int) -> int:
+    """A tensor that is larger, as an embedding may be, has a bucket of its own size."""
+    largest = served * shape.vocab_size * shape.hidden_size
+    return min(max(config.param_server.bucket_mb * 2**20, largest), served * shape.num_parameters)
+
+
+# ------------------------------------------------------------------------------------------------------------- fits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A device with one process on it, or a host with several: what it needs and what there is, in bytes."""
+
+    name: str
+    parts: dict[str, int]
+    room: int
+
+    @property
+    def needed(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.room
+
+    @property
+    def largest(self) -> tuple[str, int]:
+        return max(self.parts.items(), key=lambda part: part[1])
+
+
+def split_of(config: Config, shape: ModelShape, cluster: Cluster) -> Config:
+    """Half of the devices train; an engine has as few, of one host, as hold its weights in two thirds of them."""
+    train = max(1, cluster.num_devices // 2)
+    room, ranks = cluster.device_gib * GIB * 2 / 3, 1
+    while ranks < cluster.devices_per_host and shape.num_parameters * _served_bytes(config) / ranks > room:
+        ranks *= 2
+    engine = {**config.rollout.engine, "tensor_parallel_size": ranks}
+    engines = max(1, (cluster.num_devices - train) // ranks)
+    return _with(config, train={"num_ranks": train}, rollout={"engine": engine, "num_generators": engines})
+
+
+def fit(config: Config, processes: Sequence[Process], cluster: Cluster) -> list[Place]:
+    """A device of each kind of process, and the host that holds most; hosts are filled with ranks, then engines."""
+    room = int(cluster.device_gib * GIB)
+    on_devices = [p for p in processes if p.device]
+    places = [
+        Place(
+            name=f"GPU of {p.name}s",
+            parts={**p.device, "runtime": ENGINE_RUNTIME if p.name == "engine rank" else RUNTIME},
+            room=room,
+        )
+        for p in on_devices
+    ]
+    if config.cluster.placement == "together":
+        shared = {f"{place.name[7:]}: {part}": size for place in places for part, size in place.parts.items()}
+        places = [Place(name="GPU of both", parts=shared, room=room)]
+    hosts = [_host(config, processes, cluster, number) for number in range(cluster.hosts)]
+    fullest = max(hosts, key=lambda parts: sum(parts.values()))
+    places.append(Place(name="main memory of the fullest host", parts=fullest, room=int(cluster.host_gib * GIB)))
+    counts = [p.number for p in on_devices]
+    needed = max(counts) if config.cluster.shares_devices else sum(counts)
+    if needed > cluster.num_devices:
+        places.append(Place(name="devices", parts={"devices": needed}, room=cluster.num_devices))
+    return places
+
+
+def _host(config: Config, processes: Sequence[Process], cluster: Cluster, number: int) -> dict[str, int]:
+    """What is in the main memory of one host, by part."""
+    parts, begin = {"processes": 0}, 0
+    has_versions = number == 0  # where rank 0 is, and where engines are
+    first = number * cluster.devices_per_host
+    for p in processes:
+        here = max(0, min(begin + p.number, first + cluster.devices_per_host) - max(begin, first))
+        if p.device and not config.cluster.shares_devices:
+            begin += p.number
+        parts["processes"] += here * PROCESS if p.device else 0
+        has_versions |= p.name == "engine rank" and here > 0
+        for part, size in p.main.items():
+            if p.device:
+                parts[f"{p.name}s: {part}"] = size * (int(number == 0) if part == "bucket" else here)
+            elif has_versions:
+                parts[part] = size
+    return parts
+
+
+def remedies(config: Config, cluster: Cluster, fits: Callable[[Config], bool]) -> list[str]:
+    """The fewest settings (KEY=VALUE), of those that cost least, with which it fits; [] if up to four do not do."""
+    before = config.rollout.engine_options
+    ranks, at_once = before.devices, before.places
+    changes: list[tuple[str, str, Any]] = [
+        *(("train", "gradient_checkpointing", True), ("model", "dtype", "bfloat16")),
+        *(("param_server", "delta", False), ("checkpoint", "in_background", False)),
+        *(("rollout.engine", "tensor_parallel_size", n) for n in (2, 4, 8) if ranks < n <= cluster.devices_per_host),
+        *(("rollout.engine", "max_num_seqs", n) for n in (128, 64, 32) if n < at_once),
+        *(("train", "num_ranks", n) for n in range(8, cluster.num_devices, 8) if n > config.train.num_ranks),
+        *(("train", "max_tokens_per_microbatch", n) for n in (8192, 4096) if n < microbatch_tokens(config)),
+        *(("param_server", "transport", "files"), ("train", "cpu_offload", True)),
+    ]
+    changes = [(s, k, v) for s, k, v in changes if s == "rollout.engine" or getattr(getattr(config, s), k) != v]
+    for number in range(1, 5):
+        for chosen in itertools.combinations(changes, number):
+            if len({(section, key) for section, key, _ in chosen}) < number:
+                continue
+            changed = config
+            for section, key, value in chosen:
+                if section == "rollout.engine":
+                    changed = _with(changed, rollout={"engine": {**changed.rollout.engine, key: value}})
+                else:
+                    changed = _with(changed, **{section: {key: value}})
+            changed = _filled(changed, cluster)
+            if fits(changed):
+                names = [f"{s}.{k}={str(v).lower() if isinstance(v, bool) else v}" for s, k, v in chosen]
+                if (engines := changed.rollout.num_generators) != config.rollout.num_generators:
+                    names.append(f"rollout.num_generators={engines}")
+                return names
+    return []
+
+
+def _filled(config: Config, cluster: Cluster) -> Config:
+    """With as many engines as the devices that ranks leave, at most as many as before."""
+    left = cluster.num_devices - (0 if config.cluster.shares_devices else config.train.num_ranks)
+    engines = min(config.rollout.num_generators, max(1, left // derive(config).devices_per_engine))
+    return _with(config, rollout={"num_generators": engines})
+
+
+def _with(config: Config, **sections: dict[str, Any]) -> Config:
+    """The config with other values in its sections."""
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=changed)
