@@ -1,4 +1,4 @@
-"""`leeway run | resume | plan | ls | cat | cp | validate | convert | env try`.
+"""`leeway run | resume | ps | scale | plan | ls | cat | cp | validate | convert | env try`.
 
 Exit codes: 0 done, 1 the run failed or learned nothing (the last line says why), 2 the input was refused, 130 or 143
 interrupted. Everything is checked before anything heavy is imported. Only `run`, `resume` and `env try` import torch,
@@ -32,6 +32,7 @@ from ..config.user_code import code_that_runs
 from ..failures import printable
 from .complete import complete_bundled, complete_config, complete_key, complete_recipe
 from .env import app as env_app
+from .parts import ps, scale
 from .show import bundled_table, describe, recipe_table
 
 
@@ -50,6 +51,8 @@ app = typer.Typer(
 )
 
 app.add_typer(env_app)
+app.command()(ps)
+app.command()(scale)
 
 Overrides = Annotated[
     list[str] | None,

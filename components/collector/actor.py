@@ -207,6 +207,10 @@ class CollectorActor(Watched):
             all_may_fail=all_may_fail,
         )
 
+    async def state(self) -> dict[str, int]:
+        """What it is doing now: the version that is verified, and the groups in flight."""
+        return {"policy_version": self._run.weight_sync.verified_version, "groups": self._run.collector.num_in_flight}
+
     async def generating_s(self) -> float:
         return self._run.collector.generating_s()
 

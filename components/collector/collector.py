@@ -259,6 +259,11 @@ class Collector(BaseCollector):
             raise RuntimeError(f"all {len(groups)} tasks failed; the last one: {failures[-1]}") from failures[-1]
         return [t for group in groups if not isinstance(group, RolloutFailed) for t in group]
 
+    @property
+    def num_in_flight(self) -> int:
+        """Groups that it works on."""
+        return len(self._in_flight)
+
     def generating_s(self) -> float:
         """Seconds since the start in which the engine had a request."""
         return self._clock.total("generate")

@@ -152,6 +152,7 @@ class Reporter:
     async def _run(self, speeds: Speeds) -> None:
         """Consumes step reports; waits for steps; asks the collectors for theirs; returns after `end`."""
         lag = derive(self._config).max_policy_lag
+        num_measured = len(self._parts.generators)
         limit = LimitMeter(speeds, max_policy_lag=lag, in_turns=self._config.cluster.in_turns)
         updates = self._config.train.updates_per_batch
         await self.collect_stats()  # what happened before the first step does not count
@@ -169,6 +170,7 @@ class Reporter:
                 trained_tokens=batch["train/tokens_in_pass"] / updates,
                 longest_response_tokens=batch["train/response_tokens/max"],
                 longest_environment_s=batch["train/environment_s/max"],
+                generators=len(self._parts.generators) / num_measured,
                 step_s=step_s,
             )
             metrics["train/tokens_per_s"] = response_tokens / step_s

@@ -21,6 +21,7 @@ from ..weights import CanaryPrompts
 from .canary import canary_prompts
 from .checkpoints import STATE_DIR, Checkpoints, resume_point, saved_position, saved_version
 from .context import StageContext, StageResult, timed
+from .control import Control
 from .evaluation import evaluated_at_start, in_one_line
 from .rl_report import LAST_REPORTS_S, Reporter, describe_memory, describe_time_shares
 from .rl_run import EvalPoint, RLRun
@@ -114,8 +115,7 @@ class RLStage:
                 trainers,
                 self._timed("generators ready", self._generators(trainers)),
             )
-        for g in self._parts.generators:
-            self._parts.supervisor.watch(g.role, g.call(lambda actor: actor.sync_weights_loop.remote()))
+        self._parts.generators.always(lambda actor: actor.sync_weights_loop.remote())
 
     async def _trainers(self, canary: CanaryPrompts) -> None:
         await self._launcher.trainers(total_steps=self._total_steps, canary=canary)
@@ -160,16 +160,22 @@ class RLStage:
             f"{self._context.name}: {self._total_steps} steps, lag bound {self._numbers.max_policy_lag}, "
             f"up after {begun - started:.0f} s"
         )
-        collecting = [
-            self._parts.supervisor.watch(g.role, g.call(lambda actor: actor.collect.remote()))
-            for g in self._parts.generators
-        ]
+        collecting = self._parts.generators.always(lambda actor: actor.collect.remote(), drains=True)
+        control = Control(
+            self._config,
+            self._parts,
+            self._config.run_dir.absolute(),
+            stage=self._context.name,
+            version=lambda: run.version,
+        )
+        controlling = self._parts.supervisor.watch("driver", control.run())
         report.begin(speeds)
         await loop(run)
         await run.finish()
         await report.end()
+        controlling.cancel()
         await self._wait(self._parts.buffer.close.remote(), "replay")
-        await self._wait(asyncio.gather(*collecting), "generators finishing")
+        await self._wait(collecting.ended(), "generators finishing")
         rl_s = time.monotonic() - begun + sum(row.get("step/total_s", 0.0) for row in earlier)
         await run.serve()
         if self._config.eval.at_end:

@@ -97,10 +97,7 @@ class Rollouts:
         The next one is collected while one is trained on. Raises `StalenessError` if a token is outside of the bound,
         and RuntimeError if the version before was not published.
         """
-        collecting = [
-            self._parts.supervisor.watch(g.role, g.call(lambda actor: actor.collect.remote()))
-            for g in self._parts.generators
-        ]
+        collecting = self._parts.generators.always(lambda actor: actor.collect.remote(), drains=True)
         feed = BatchFeed(self._config, self._parts)
         upcoming = feed.ask()
         for version in range(self._num_steps):
@@ -122,7 +119,7 @@ class Rollouts:
             replay = await self._wait(self._parts.buffer.trained.remote(refs.group_ids), "replay")
             await self._log(StepReport(self.version, replay))
         await self._wait(self._parts.buffer.close.remote(), "replay")
-        await self._wait(asyncio.gather(*collecting), "generators")
+        await self._wait(collecting.ended(), "generators")
 
     async def publish(self, metrics: dict[str, float] | None = None) -> None:
         """Hand out the model's weights of this moment as the next version, and log `metrics` at that step.
@@ -151,8 +148,7 @@ class Rollouts:
         await asyncio.gather(  # begun in this order: collectors are given the handles of the first two
             launcher.param_server(), launcher.buffer(), launcher.generators(), asyncio.to_thread(self._load)
         )
-        for g in self._parts.generators:
-            self._parts.supervisor.watch(g.role, g.call(lambda actor: actor.sync_weights_loop.remote()))
+        self._parts.generators.always(lambda actor: actor.sync_weights_loop.remote())
         await self._hand_out()
         await self._publishing.finish()
         await self._publishing.wait_engines_at(0)

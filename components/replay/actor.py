@@ -219,6 +219,10 @@ class ReplayBufferActor(Watched):
         return await self._buffer.mark_dead(collector, reason)
 
     @as_text
+    async def retire(self, collector: str) -> None:
+        await self._buffer.retire(collector)
+
+    @as_text
     async def take_batch(self, timeout_s: float) -> BatchRefs | None:
         served = await self._buffer.take_batch(timeout_s=timeout_s)
         if served is None:

@@ -171,7 +171,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._num_held: Counter[str] = Counter()  # groups in flight, by collector
         self._to_reissue: list[int] = []
         self._attempts: dict[int, int] = {}  # of groups that were ever issued again: few
-        self._dead_collectors: set[str] = set()
+        self._retired: set[str] = set()
         self._published = -1
         self._dropped_in_a_row = 0
         self._last_reasons: deque[str] = deque(maxlen=REASONS_KEPT)  # of these
@@ -193,7 +193,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         batch is then made by all of them. No slot is kept free while any collector asks. Raises TimeoutError, naming
         what it waited for.
         """
-        if self._is_over() or collector in self._dead_collectors:
+        if self._is_over() or collector in self._retired:
             return []
         answer = asyncio.get_running_loop().create_future()
         request = _SlotRequest(collector, self._num_held[collector] + limit, answer)
@@ -279,10 +279,17 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         Its name is never admitted again, because a call that it left pending here could be given groups that nobody
         receives. A replacement collector asks under another name.
         """
-        self._dead_collectors.add(collector)
+        await self.retire(collector)
+        return await self.give_back(collector, reason)
+
+    async def retire(self, collector: str) -> None:
+        """This collector never gets a group again: its next `admit` is answered with none. What it holds it finishes.
+
+        An `admit` that waits is answered now.
+        """
+        self._retired.add(collector)
         for request in [r for r in self._slot_requests if r.collector == collector]:
             self._answer(request)
-        return await self.give_back(collector, reason)
 
     async def take_batch(self, *, timeout_s: float) -> ServedBatch | None:
         """Wait for the next batch; None if the tasks have ended or all batches were served.

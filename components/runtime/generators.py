@@ -105,8 +105,13 @@ class Generator:
         self._supervisor = supervisor
         self._restarts = restarts
         self._process: _Process | None = None
+        self._newest: _Process | None = None
         self._is_up = asyncio.Event()
-        self._is_replacing = False
+        self._replacing: asyncio.Future[None] | None = None
+        self._is_leaving = False
+        self._num_callers = 0
+        self._no_caller = asyncio.Event()
+        self._gone = asyncio.Event()  # while it was leaving
 
     async def start(self) -> None:
         """Its first process; raises what kept it from starting."""
@@ -114,6 +119,16 @@ class Generator:
 
     async def call(self, ask: Ask[T]) -> T:
         """The answer to `ask(actor)`; if the process is lost before, that of its successor. Raises what it raised."""
+        self._num_callers += 1
+        try:
+            return await self.call_always(ask)
+        finally:
+            self._num_callers -= 1
+            if not self._num_callers:
+                self._no_caller.set()
+
+    async def call_always(self, ask: Ask[T]) -> T:
+        """The same for what it does all the time: it may leave in the middle of it."""
         while True:
             await self._is_up.wait()
             assert self._process is not None
@@ -132,6 +147,41 @@ class Generator:
         except _Lost:
             return None
 
+    async def until_gone_or(self, work: Awaitable[Any]) -> None:
+        """Wait for `work`, after which it may leave. If its process is lost before, nobody replaces it."""
+        while self._num_callers:  # they get their answer, if need be from a successor
+            self._no_caller.clear()
+            await self._no_caller.wait()
+        self._is_leaving = True
+        if self._replacing is not None:
+            return
+        tasks = [asyncio.ensure_future(work), asyncio.ensure_future(self._gone.wait())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def leave(self) -> int:
+        """End it for good; returns how many groups were issued again."""
+        self._is_leaving = True
+        self._is_up.clear()
+        if self._replacing is not None:
+            self._replacing.cancel()
+        assert self._newest is not None, "start() comes first"
+        return await self._remove(self._newest, PartFailed(self.role, "it has left"))
+
+    @property
+    def name(self) -> str:
+        """Under which its process asks for groups."""
+        return self._process.name if self._process is not None else ""
+
+    @property
+    def is_up(self) -> bool:
+        return self._is_up.is_set()
+
     @property
     def actor(self) -> Any:
         """Of the process that is there now, or was last."""
@@ -147,10 +197,11 @@ class Generator:
         except RayActorError as error:
             self._may_be_lost(process, as_part_failure(self.role, error))
             raise
-        except PartFailed as failure:
+        except PartFailed as error:
+            failure = as_part_failure(self.role, error)  # as it left the actor: Ray's own has a traceback for a text
             if failure.kind == Kind.ENGINE:
                 self._may_be_lost(process, failure)
-            raise
+            raise failure from None
         finally:
             asking.cancel()
 
@@ -166,14 +217,16 @@ class Generator:
         if process is not self._process:  # whoever starts it hears of it
             return
         self._is_up.clear()
-        if not self._is_replacing:
-            self._is_replacing = True
-            self._supervisor.watch(self.role, self._replaced(process, failure))
+        if self._is_leaving:
+            self._gone.set()
+        elif self._replacing is None:
+            self._replacing = self._supervisor.watch(self.role, self._replaced(process, failure))
 
     async def _start(self, process: _Process) -> None:
         def made(actor: Any) -> None:
             process.actor = actor
 
+        self._newest = process
         instead = (lambda failure: self._give_up(process, failure)) if self._restarts.allowed else None
         launching = asyncio.ensure_future(self._launch(made, instead))
         try:
@@ -219,7 +272,7 @@ class Generator:
             down_s = now() - began
             self._restarts.over.append(Restart(self.role, first.cause, at, down_s, groups))
             self._restarts.tell(f"{self.role} serves again, after {down_s:.1f} s; {groups} groups were issued again")
-            self._is_replacing = False
+            self._replacing = None
             return
 
     async def _remove(self, process: _Process, failure: PartFailed) -> int:

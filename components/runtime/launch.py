@@ -29,6 +29,7 @@ from ..trainer.actor import TrainerRank
 from ..trainer.settings import TrainerSettings
 from ..transports.transport import TransportSettings
 from ..weights import CanaryPrompts
+from .fleet import Fleet
 from .generators import Generator, Restarts
 from .placement import Cores, assign_cores, beside_engines, keep_on
 from .supervisor import Instead, Supervisor, as_coroutine, together
@@ -43,9 +44,9 @@ class Parts:
     """The running parts of one recipe. `processes` lists process ids by role; `watch` notices when any of them dies."""
 
     supervisor: Supervisor
+    generators: Fleet
     restarts: Restarts
     trainers: list[Any] = field(default_factory=list)
-    generators: list[Generator] = field(default_factory=list)
     auxiliaries: list[Any] = field(default_factory=list)
     buffer: Any = None
     param_server: Any = None
@@ -163,8 +164,17 @@ class Launcher:
         self._addresses: dict[str, str] = {}
         self._node = ray.util.get_node_ip_address() if ray.is_initialized() else None
         cluster = config.cluster
+        self._load_weights = False
+        self._places: list[tuple[dict[str, Any], list[str]]] = []
+        fleet = Fleet(
+            self._generator,
+            start=lambda generator: self._wait(generator.start(), generator.role),
+            retire=self._retire_generator,
+            supervisor=supervisor,
+        )
         self.parts = Parts(
             supervisor,
+            fleet,
             Restarts(
                 allowed=0 if cluster.in_turns else cluster.restarts,
                 backoff_s=cluster.restart_backoff_s,
@@ -194,6 +204,7 @@ class Launcher:
             )
             for rank, actor in enumerate(parts.trainers)
         ]
+        parts.generators.forget_duties()
         generators = [g.call(lambda a: a.reset.remote(config, **self._for_collectors())) for g in parts.generators]
         await self._wait(together(trainers), "trainer")
         await self._wait(together(generators), "generators")
@@ -261,29 +272,20 @@ class Launcher:
         `load_weights`: serve the model's own weights, without a parameter server.
         """
         await self._auxiliaries()
-        places = await self._engine_places()
-        self.parts.generators = [
-            Generator(
-                f"generator-{i}",
-                functools.partial(self._generator, i, place, load_weights),
-                supervisor=self.parts.supervisor,
-                restarts=self.parts.restarts,
-            )
-            for i, place in enumerate(places)
-        ]
-        await asyncio.gather(*(self._wait(g.start(), g.role) for g in self.parts.generators))
+        self._load_weights = load_weights
+        self._places = await self._engine_places()
+        await self.parts.generators.begin(len(self._places))
 
-    async def _generator(
-        self,
-        index: int,
-        place: tuple[dict[str, Any], list[str]],
-        load_weights: bool,
-        made: Callable[[Any], None],
-        instead: Instead | None,
-    ) -> str:
+    def _generator(self, index: int) -> Generator:
+        parts = self.parts
+        launch = functools.partial(self._launch_generator, index)
+        return Generator(f"generator-{index}", launch, supervisor=parts.supervisor, restarts=parts.restarts)
+
+    async def _launch_generator(self, index: int, made: Callable[[Any], None], instead: Instead | None) -> str:
         """See `generators.Launch`. The deadline is the caller's."""
-        role, (where, gpus) = f"generator-{index}", place
-        settings = engine_settings(self._config, cores=self._cores.engines[index], load_weights=load_weights)
+        place, cores = index % len(self._places), self._cores.engines[index % len(self._cores.engines)]
+        role, (where, gpus) = f"generator-{index}", self._places[place]
+        settings = engine_settings(self._config, cores=cores, load_weights=self._load_weights)
         actor = CollectorRemote.options(**where).remote(settings, gpus=gpus, **self._common(role))
         made(actor)
         self._met(role, actor, await actor.answer.remote(), instead)
@@ -296,6 +298,10 @@ class Launcher:
         if self.parts.buffer is None:
             return 0
         return len(await self.parts.buffer.mark_dead.remote(name, cause))
+
+    async def _retire_generator(self, name: str) -> None:
+        if self.parts.buffer is not None:
+            await self.parts.buffer.retire.remote(name)
 
     async def _engine_places(self) -> list[tuple[dict[str, Any], list[str]]]:
         """Of each engine: Ray's options for its actor, and the GPUs of the trainer's ranks that it shares."""

@@ -58,14 +58,17 @@ class LimitMeter:
         longest_response_tokens: float,
         longest_environment_s: float,
         step_s: float,
+        generators: float = 1.0,
     ) -> dict[str, float]:
         """`limit/*` of a step: `response_tokens` of `sequences` to generate, `trained_tokens` through the trainer.
 
-        `longest_environment_s`: most seconds that a group of it spent outside the engine.
+        `longest_environment_s`: most seconds that a group of it spent outside the engine. `generators`: how many there
+        are for each one that was measured.
         """
         speeds = self._speeds
         further_tokens = max(0.0, response_tokens - sequences)
         generate_s = speeds.generate_s_per_sequence * sequences + speeds.generate_s_per_token * further_tokens
+        generate_s /= generators
         train_s = speeds.train_s_per_token * trained_tokens + speeds.optim_s
         # The longest answer and the longest wait may belong to different groups: only the longer of the two is certain.
         longest_s = speeds.first_token_s + max(

@@ -24,8 +24,6 @@ Instead = Callable[[PartFailed], Any]
 PULSE_S = 15.0
 SILENT_S = 120.0
 """A part whose event loop does not answer for this long fails the run."""
-LOOK_S = 1.0
-"""How soon a wait sees a part that is watched since it began, like the replacement of a generator."""
 GRACE_S = {Kind.ENGINE: 1.5, Kind.ERROR: 1.5, Kind.SILENT: 1.5, Kind.LOST: 4.0, Kind.TIMEOUT: 4.0}
 """How long to wait, by kind of failure, for another one that explains it."""
 
@@ -42,6 +40,7 @@ class Supervisor:
         self._replaceable: defaultdict[str, list[asyncio.Future[Any]]] = defaultdict(list)
         self._pings: dict[str, Ping] = {}
         self._root: asyncio.Future[PartFailed] | None = None
+        self._one_more: asyncio.Future[None] | None = None  # done when one more is watched
 
     def watch(self, part: str, call: Awaitable[Any], *, instead: Instead | None = None) -> asyncio.Future[Any]:
         """`call` runs until the part ends: returning is fine, failing ends the run and names the part.
@@ -55,6 +54,9 @@ class Supervisor:
             return self._watch_replaceable(part, call, instead)
         future = asyncio.ensure_future(as_coroutine(call))
         self._watched[future] = part
+        if self._one_more is not None:  # waits that are under way end with this one too
+            self._one_more.set_result(None)
+            self._one_more = None
         return future
 
     def watch_process(
@@ -93,7 +95,9 @@ class Supervisor:
         try:
             async with asyncio.timeout(timeout_s):
                 while not main.done():
-                    await asyncio.wait({main, *self._watched}, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                    if self._one_more is None:
+                        self._one_more = asyncio.get_running_loop().create_future()
+                    await asyncio.wait({main, self._one_more, *self._watched}, return_when=asyncio.FIRST_COMPLETED)
                     if failures := self._failures():
                         raise failures[0]
             return main.result()

@@ -53,14 +53,19 @@ def test_the_result_of_a_call_comes_back():
     play(scenario)
 
 
-def test_a_part_that_is_watched_since_a_wait_began_ends_it_too():
+def test_a_part_that_is_watched_during_a_wait_ends_it_too():
     async def scenario(supervisor):
-        supervisor.watch("trainer-0", for_ever())
+        supervisor.watch("generator-0", for_ever())
         waiting = asyncio.ensure_future(supervisor.wait(for_ever(), what="replay", timeout_s=LONG_S))
-        await asyncio.sleep(0.05)
-        supervisor.watch("generator-0", after(0.05, PartFailed("generator-0", "all 1 restarts are used up")))
-        with pytest.raises(PartFailed, match="generator-0: all 1 restarts are used up"):
+        await asyncio.sleep(0.01)
+        for _ in range(2):  # one that goes well, and one that does not
+            supervisor.watch("generator-1", after(0.05, "started"))
+            await asyncio.sleep(0.1)
+        supervisor.watch("generator-1", after(0.05, ValueError("no memory")))
+        begun = asyncio.get_running_loop().time()
+        with pytest.raises(PartFailed, match="generator-1: ValueError: no memory"):
             await waiting
+        assert asyncio.get_running_loop().time() - begun < 1
 
     play(scenario)
 

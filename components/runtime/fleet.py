@@ -1,0 +1,109 @@
+"""The generators of a stage, whose number may change while it runs, and what each of them does all the time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+from .generators import Ask, Generator
+from .supervisor import Supervisor
+
+
+class Duty:
+    """A call that every generator has under way, from its start on. It may end for each in its own time."""
+
+    def __init__(self, ask: Ask[Any], supervisor: Supervisor, *, drains: bool) -> None:
+        """`drains`: it ends for a generator that gets no more groups."""
+        self.drains = drains
+        self._ask = ask
+        self._supervisor = supervisor
+        self._calls: dict[Generator, asyncio.Future[Any]] = {}
+
+    def begin(self, generator: Generator) -> None:
+        self._calls[generator] = self._supervisor.watch(generator.role, generator.call_always(self._ask))
+
+    def end(self, generator: Generator) -> None:
+        self._calls.pop(generator).cancel()
+
+    async def ended(self, *generators: Generator) -> None:
+        """Wait until it has ended for these, or for all that there are by then."""
+        while pending := [c for g, c in self._calls.items() if (not generators or g in generators) and not c.done()]:
+            await asyncio.wait(pending)
+
+
+class Fleet:
+    """Iterate it for the generators that there are, those that are being replaced included.
+
+    `make(index)` makes one, not yet started; `start(generator)` waits for its start. `retire(name)`: see
+    `ReplayBuffer.retire`.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], Generator],
+        *,
+        start: Callable[[Generator], Awaitable[None]],
+        retire: Callable[[str], Awaitable[None]],
+        supervisor: Supervisor,
+    ) -> None:
+        self._make = make
+        self._start = start
+        self._retire = retire
+        self._supervisor = supervisor
+        self._duties: list[Duty] = []
+        self._all: dict[int, Generator] = {}
+
+    def __iter__(self) -> Iterator[Generator]:
+        return iter([*self._all.values()])
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __getitem__(self, index: int) -> Generator:
+        return list(self)[index]
+
+    async def begin(self, number: int) -> None:
+        """Start so many at once."""
+        self._all = {index: self._make(index) for index in range(number)}
+        await asyncio.gather(*(self._start(generator) for generator in self))
+
+    def always(self, ask: Ask[Any], *, drains: bool = False) -> Duty:
+        """Have every generator do this, those that come later too."""
+        duty = Duty(ask, self._supervisor, drains=drains)
+        self._duties.append(duty)
+        for generator in self:
+            duty.begin(generator)
+        return duty
+
+    def forget_duties(self) -> None:
+        """What they did all the time was one run's, and has ended."""
+        self._duties.clear()
+
+    async def join(self) -> Generator:
+        """One more. It serves when it has pulled weights and passed every check. Raises what kept it from starting."""
+        index = next(i for i in range(len(self._all) + 1) if i not in self._all)
+        generator = self._make(index)
+        await self._start(generator)
+        self._all[index] = generator
+        for duty in self._duties:
+            duty.begin(generator)
+        return generator
+
+    async def leave(self, *, at_once: bool = False) -> int:
+        """The last one goes, when it has finished what it holds, or `at_once`; returns how many groups were issued
+        again.
+        """
+        index = max(self._all)
+        generator = self._all.pop(index)
+
+        async def drained() -> None:
+            await self._retire(generator.name)
+            for duty in self._duties:
+                if duty.drains:
+                    await duty.ended(generator)
+
+        await generator.until_gone_or(asyncio.sleep(0) if at_once else drained())
+        for duty in self._duties:
+            duty.end(generator)
+        return await generator.leave()

@@ -1,0 +1,208 @@
+"""Generators that join and leave while a run goes on: what they do all the time, and what becomes of what they hold."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from leeway.config import load_config
+from leeway.driver import control as control_module
+from leeway.driver.control import Control
+from leeway.failures import PartFailed
+from leeway.runtime import generators as generators_module
+from leeway.runtime.fleet import Duty, Fleet
+from leeway.runtime.generators import Generator, Restarts
+from leeway.runtime.parts_files import PARTS, SCALE, Wanted, read_json, read_wanted
+from leeway.runtime.supervisor import Supervisor
+
+from .virtual_clock import VirtualClock
+
+
+class Worker:
+    """An actor's handle: pulls until it ends, and collects until it is retired and has finished what it holds."""
+
+    def __init__(self, world: World, name: str, instead: Any) -> None:
+        self.world, self.name, self.instead, self.killed = world, name, instead, False
+        self.held = 2
+        self.retired = asyncio.Event()
+
+    async def pull(self) -> None:
+        await asyncio.Event().wait()
+
+    async def collect(self) -> str:
+        await self.retired.wait()
+        await asyncio.sleep(5)
+        self.held = 0
+        return self.name
+
+    async def evaluate(self) -> str:
+        await asyncio.sleep(20)
+        return self.name
+
+    @property
+    def state(self) -> Any:
+        async def answer() -> dict[str, int]:
+            return {"policy_version": 3, "groups": self.held}
+
+        return SimpleNamespace(remote=answer)
+
+
+class World:
+    def __init__(self) -> None:
+        self.workers: dict[str, Worker] = {}
+        self.supervisor = Supervisor()
+        self.issued_again: list[str] = []
+        self.refuses = False
+        self.restarts = Restarts(
+            allowed=3, backoff_s=1.0, start_timeout_s=30.0, tell=lambda text: None, lost=self._lost
+        )
+        self.fleet = Fleet(self._make, start=lambda g: g.start(), retire=self._retire, supervisor=self.supervisor)
+
+    def _make(self, index: int) -> Generator:
+        async def launch(made: Callable[[Any], None], instead: Any) -> str:
+            if self.refuses:
+                raise ValueError("no memory")
+            name = f"generator-{index}/{len(self.workers)}"
+            made(worker := Worker(self, name, instead))
+            self.workers[name] = worker
+            return name
+
+        return Generator(f"generator-{index}", launch, supervisor=self.supervisor, restarts=self.restarts)
+
+    async def _lost(self, name: str, cause: str) -> int:
+        self.issued_again.append(name)
+        return self.workers[name].held
+
+    async def _retire(self, name: str) -> None:
+        self.workers[name].retired.set()
+
+
+def play(scenario: Callable[[World, Duty], Awaitable[None]], monkeypatch: pytest.MonkeyPatch) -> None:
+    async def kill(actor: Worker, role: str) -> None:
+        actor.killed = True
+
+    monkeypatch.setattr(generators_module, "_kill", kill)
+
+    async def main() -> None:
+        world = World()
+        await world.fleet.begin(2)
+        world.fleet.always(lambda actor: actor.pull())
+        collecting = world.fleet.always(lambda actor: actor.collect(), drains=True)
+        try:
+            async with asyncio.timeout(1000):
+                await scenario(world, collecting)
+        finally:
+            world.supervisor.forget_all()
+
+    with asyncio.Runner(loop_factory=VirtualClock) as runner:
+        runner.run(main())
+
+
+def roles(world: World) -> list[str]:
+    return [generator.role for generator in world.fleet]
+
+
+def test_one_that_leaves_finishes_what_it_holds_and_one_that_joins_does_what_all_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario(world: World, collecting: Duty) -> None:
+        now = asyncio.get_running_loop().time
+        begun = now()
+        assert await world.fleet.leave() == 0
+        assert now() - begun == pytest.approx(5, abs=0.1)
+        assert roles(world) == ["generator-0"]
+        assert [worker.killed for worker in world.workers.values()] == [False, True]
+        await world.fleet.join()
+        assert roles(world) == ["generator-0", "generator-1"]
+        for worker in world.workers.values():
+            worker.retired.set()
+        await collecting.ended()
+        assert now() - begun == pytest.approx(10, abs=0.1), "the new one collected too"
+        assert await world.supervisor.wait(asyncio.sleep(1, "all is well"), what="replay", timeout_s=9)
+
+    play(scenario, monkeypatch)
+
+
+def test_what_one_holds_that_leaves_at_once_is_issued_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(world: World, collecting: Duty) -> None:
+        assert await world.fleet.leave(at_once=True) == 2
+        assert world.issued_again == ["generator-1/1"]
+        world.workers["generator-0/0"].retired.set()
+        await collecting.ended()
+
+    play(scenario, monkeypatch)
+
+
+def test_one_does_not_leave_before_it_has_answered_who_asked_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(world: World, collecting: Duty) -> None:
+        asking = asyncio.ensure_future(world.fleet[1].call(lambda actor: actor.evaluate()))
+        await asyncio.sleep(1)
+        await world.fleet.leave(at_once=True)
+        assert asking.done()
+        assert asking.result() == "generator-1/1"
+
+    play(scenario, monkeypatch)
+
+
+def test_one_that_dies_while_it_leaves_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(world: World, collecting: Duty) -> None:
+        leaving = asyncio.ensure_future(world.fleet.leave())
+        await asyncio.sleep(1)
+        world.workers["generator-1/1"].instead(PartFailed("generator-1", "the process died"))
+        assert await leaving == 2
+        assert len(world.workers) == 2
+        assert world.restarts.left == 3
+
+    play(scenario, monkeypatch)
+
+
+def test_what_is_wanted_is_read_followed_and_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = load_config("quickstart", ["monitor.console=off"])
+    monkeypatch.setattr(control_module, "say", lambda text: None)
+    monkeypatch.setattr(control_module.asyncio, "to_thread", lambda function, *args: asyncio.sleep(0, function(*args)))
+
+    async def scenario(world: World, collecting: Duty) -> None:
+        processes = {"trainer-0": {"node": "here", "pid": 7}, "generator-0": {"node": "here", "pid": 8}}
+        parts: Any = SimpleNamespace(generators=world.fleet, restarts=world.restarts, processes=processes)
+        control = Control(config, parts, tmp_path, stage="rl", version=lambda: 5)
+        (tmp_path / SCALE).write_text('{"generators": 9}')  # of an earlier part
+        running = asyncio.ensure_future(control.run())
+        await asyncio.sleep(5)
+        assert roles(world) == ["generator-0", "generator-1"]
+        for number, says in ((3, "generator-2 has joined"), (1, "generator-1 has left; 0 groups were issued again")):
+            (tmp_path / SCALE).write_text(json.dumps({"generators": number}))
+            await asyncio.sleep(30)
+            assert len(world.fleet) == number
+            seen = read_json(tmp_path / PARTS)
+            assert (seen["generators"], seen["said"]) == (number, says)
+            assert not (tmp_path / SCALE).exists()
+        assert seen["parts"] == [
+            {"role": "generator-0", "host": "here", "pid": 8, "state": "serves", "policy_version": 3, "groups": 2},
+            {"role": "trainer-0", "host": "here", "pid": 7, "state": "up", "policy_version": 5},
+        ]
+        world.refuses = True
+        (tmp_path / SCALE).write_text('{"generators": 2}')
+        await asyncio.sleep(30)
+        assert not running.done(), "the run goes on with those that it has"
+        said = read_json(tmp_path / PARTS)["said"]
+        assert said == "warning: there are 1 generators, not 2: generator-1: ValueError: no memory"
+        running.cancel()
+
+    play(scenario, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"generators": 0}', '{"generators": "2"}', '{"generators": true}', '{"generators": 1e9}']
+)
+def test_what_nobody_can_have_wanted_is_not_followed(tmp_path: Path, text: str) -> None:
+    (tmp_path / SCALE).write_text(text)
+    assert read_wanted(tmp_path / SCALE) is None
+    assert read_wanted(tmp_path / "none") is None
+    (tmp_path / SCALE).write_text('{"generators": 2, "at_once": true}')
+    assert read_wanted(tmp_path / SCALE) == Wanted(2, at_once=True)
