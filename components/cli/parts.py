@@ -49,9 +49,8 @@ def scale(
     """
     name, _, value = setting.partition("=")
     if name != "generators" or not value.isdigit() or not 1 <= int(value) <= MOST_GENERATORS:
-        raise ConfigError(
-            setting, got=setting, expected=f"generators=N, N from 1 to {MOST_GENERATORS}", fix="see above"
-        )
+        expected = f"generators=N, N from 1 to {MOST_GENERATORS}"
+        raise ConfigError("leeway scale", got=setting, expected=expected, fix="e.g. generators=2")
     seen = _seen(run)
     if not _is_running(run):
         raise ConfigError("RUN", got=str(run), expected="a run that is running", fix=f"leeway resume {run}")

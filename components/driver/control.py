@@ -24,6 +24,7 @@ from ..runtime.launch import Parts
 from ..runtime.parts_files import PARTS, SCALE, Wanted, read_wanted
 
 EVERY_S = 2.0
+ANSWER_S = 10.0
 
 
 class Control:
@@ -111,7 +112,7 @@ class Control:
         row = {"role": generator.role, "host": process.get("node", ""), "pid": process.get("pid", 0)}
         state = None
         with suppress(TimeoutError):
-            async with asyncio.timeout(EVERY_S):
+            async with asyncio.timeout(ANSWER_S):
                 state = await generator.call_now(lambda actor: actor.state.remote())
         if state is None:
             return {**row, "state": "does not answer" if generator.is_up else "starting again"}

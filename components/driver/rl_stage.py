@@ -161,13 +161,8 @@ class RLStage:
             f"up after {begun - started:.0f} s"
         )
         collecting = self._parts.generators.always(lambda actor: actor.collect.remote(), drains=True)
-        control = Control(
-            self._config,
-            self._parts,
-            self._config.run_dir.absolute(),
-            stage=self._context.name,
-            version=lambda: run.version,
-        )
+        folder, name = self._config.run_dir.absolute(), self._context.name
+        control = Control(self._config, self._parts, folder, stage=name, version=lambda: run.version)
         controlling = self._parts.supervisor.watch("driver", control.run())
         report.begin(speeds)
         await loop(run)

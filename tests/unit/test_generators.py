@@ -46,10 +46,9 @@ class Fleet:
         self.started_at.append(asyncio.get_running_loop().time())
         made(process)
         failure = self.fails.get(number)
-        if isinstance(failure, float):
-            await asyncio.sleep(failure)
-        elif failure is not None:
+        if isinstance(failure, Exception):
             raise failure
+        await asyncio.sleep(failure or 0)
         self.supervisor.watch_pulse("generator-0", process.answers, instead=instead)
         return f"generator-0/{number}"
 
