@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -75,3 +77,15 @@ def _file_of(module_name: str) -> str:
     except (ImportError, ValueError):
         spec = None
     return spec.origin if spec is not None and spec.origin else module_name
+
+
+@contextmanager
+def not_loading(*packages: str) -> Iterator[None]:
+    """Within this context, the import system takes `packages` for absent, unless they are loaded already."""
+    hidden = [name for name in packages if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None is its own sign for that
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from ..config.engines import engine_kind
 from ..config.inputs import EvalSampling
 from ..envs.registry import build_environment
 from ..failures import PartFailed, Watched, as_text
+from ..importing import not_loading
 from ..monitor.logs import last_error, log_to_file, tail
 from ..tasks.prompting import Prompter
 from ..transports.transport import TransportSettings, open_transport
@@ -219,18 +218,6 @@ class CollectorActor(Watched):
 
     async def shutdown(self) -> None:
         self._run.collector.shutdown()
-
-
-@contextmanager
-def not_loading(*packages: str) -> Iterator[None]:
-    """Within this context, the import system takes `packages` for absent, unless they are loaded already."""
-    hidden = [name for name in packages if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None is its own sign for that
-    try:
-        yield
-    finally:
-        for name in hidden:
-            del sys.modules[name]
 
 
 # Ray's overloads do not name max_concurrency.

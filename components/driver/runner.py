@@ -29,6 +29,7 @@ from ..monitor import weights_sha256, write_summary
 from ..monitor.logs import others_to_file, say
 from ..redaction import redacted
 from ..runtime.footprint import Footprint
+from ..runtime.fork_server import ForkServer
 from ..runtime.guardian import Guardian
 from ..runtime.watch import Outcome, RunWatch
 from .checks import examine
@@ -88,6 +89,7 @@ class _Run:
         self._stage: Stage | None = None
         self._results: dict[str, StageResult] = {}
         self._failure: PartFailed | None = None
+        self._fork_server: ForkServer | None = None
         self._said_goodbye = False
         self._concluding = threading.Lock()
         self.must_exit = False
@@ -206,13 +208,15 @@ class _Run:
 
     async def _all_stages(self) -> None:
         # Imported here: connecting needs ray, and refusing bad input must not.
-        from ..runtime.cluster import connect
+        from ..runtime.cluster import begin, connect
 
         if not self._is_scratch:
             say(f"run folder {self._shown_dir}")
+        scratch = self._footprint.scratch
+        self._fork_server = begin(self._stages, scratch=scratch)
         model_path = await self._prepare_model()
         begun = time.monotonic()
-        connect(self._stages, scratch=self._footprint.scratch, watch=self._watch)
+        connect(self._stages, scratch=scratch, watch=self._watch, fork_server=self._fork_server)
         say(f"Ray is up after {time.monotonic() - begun:.1f} s")
         self._watch.take_signals()  # again, because ray installs a SIGTERM handler of its own
         for stage in self._stages:
@@ -275,6 +279,8 @@ class _Run:
     def _leave_cluster(self) -> None:
         pids = self._watch.process_ids()
         self._watch.forget_all()
+        if self._fork_server is not None:
+            self._fork_server.close()
         if "leeway.runtime.cluster" in sys.modules and not self._watch.cluster_broken:
             from ..runtime.cluster import disconnect
 

@@ -32,6 +32,7 @@ from ..config import Config, Recipe, Stage, derive
 from ..config.names import user_names
 from ..config.plugins import modules_in
 from ..failures import Kind, PartFailed
+from .fork_server import ForkServer, can_fork, modules_of
 from .threads import yielding
 from .watch import RunWatch
 
@@ -63,16 +64,44 @@ AGENT = "import ctypes, signal; ctypes.CDLL(None).prctl(1, signal.SIGKILL); sign
 """Stands in for the agent that serves metrics and the dashboard, without which the raylet does not start: it waits, and
 dies with the raylet.
 """
+WORKER_COMMAND = "python_worker_command"
 RAYLET_OPTIONS = {
     "dashboard_agent_command": subprocess.list2cmdline([sys.executable, "-IS", "-c", AGENT]),
     "metrics-agent-port": "-1",  # as where `ray[default]` is not installed; of a port 0 the raylet waits to be told
     "metrics_export_port": "-1",
     "dashboard_agent_listen_port": "-1",
+    "num_prestart_python_workers": "0",  # they are of no job
 }
 
 
-def connect(stages: Sequence[Stage], *, scratch: Path, watch: RunWatch | None = None) -> None:
+def begin(stages: Sequence[Stage], *, scratch: Path) -> ForkServer | None:
+    """What can be done for `connect` beside other work: import, once, what the workers on this machine need.
+
+    Not where workers compute on GPUs: a fork cannot use what another process has opened there, and nobody has tried.
+    """
+    cluster = stages[0].config.cluster
+    if cluster.address is not None or cluster.device != "cpu" or not can_fork():
+        return None
+    _prepare(stages[0].config)
+    return ForkServer(scratch, modules_of(stages))
+
+
+def _prepare(config: Config) -> None:
+    """Set what the processes of a cluster on this machine inherit."""
+    # Ray lowers its workers' priority by default; here they are the job itself.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    _keep_to_this_machine()
+    if config.cluster.device == "cpu":
+        os.environ.update(yielding(os.environ))
+
+
+def connect(
+    stages: Sequence[Stage], *, scratch: Path, watch: RunWatch | None = None, fork_server: ForkServer | None = None
+) -> None:
     """Start or join Ray for `stages`, which run one after the other; register the started processes with `watch`.
+
+    `fork_server`: starts the workers of a cluster on this machine.
 
     Raises `ClusterError` when a joined cluster lacks what the run needs, `PartFailed` when no cluster comes up.
     """
@@ -83,12 +112,7 @@ def connect(stages: Sequence[Stage], *, scratch: Path, watch: RunWatch | None = 
     if user_modules:
         options["runtime_env"] = {"py_modules": user_modules}
     if config.cluster.address is None:
-        # Ray lowers its workers' priority by default; here they are the job itself.
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        _keep_to_this_machine()
-        if config.cluster.device == "cpu":
-            os.environ.update(yielding(os.environ))
+        _prepare(config)
         options |= {
             # CPUs are placed by core, not counted by Ray: a small machine may hold more processes than cores.
             "num_cpus": max(os.cpu_count() or 1, *(derive(stage.config, stage.recipe).cpus_needed for stage in stages)),
@@ -96,7 +120,7 @@ def connect(stages: Sequence[Stage], *, scratch: Path, watch: RunWatch | None = 
             "object_store_memory": store_mb * 2**20 if (store_mb := config.cluster.object_store_mb) else None,
             "_temp_dir": str(scratch / "ray"),
         }
-        _start(options, timeout_s=config.cluster.start_timeout_s)
+        _start(options, timeout_s=config.cluster.start_timeout_s, fork_server=fork_server)
         if watch is not None:
             for kind, pid in _own_processes():
                 watch.add("ray", [pid], what=f"{kind} process", kind=Kind.CLUSTER)
@@ -144,14 +168,14 @@ def _keep_to_this_machine() -> None:
         AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _start(options: dict[str, Any], *, timeout_s: float) -> None:
+def _start(options: dict[str, Any], *, timeout_s: float, fork_server: ForkServer | None = None) -> None:
     """Start the run's own cluster, one start at a time on this machine; retry if Ray gives up."""
     deadline = time.monotonic() + timeout_s
     for attempt in range(1, NUM_STARTS + 1):
         with _alone(deadline):
             before = {child.pid for child in psutil.Process().children()}
             try:
-                with _without_services():
+                with _own_way(fork_server):
                     ray.init(address="local", **options)
                 return
             except (ValueError, TypeError):  # bad arguments: a retry would not help
@@ -168,15 +192,23 @@ def _start(options: dict[str, Any], *, timeout_s: float) -> None:
 
 
 @contextlib.contextmanager
-def _without_services() -> Iterator[None]:
-    """Ray starts here only what runs actors: a quarter of what it would take, and 0.4 GiB less memory."""
+def _own_way(fork_server: ForkServer | None) -> Iterator[None]:
+    """Ray starts here only what runs actors: a quarter of what it would take, and 0.4 GiB less memory.
+
+    Its workers start by `fork_server`.
+    """
     start = services.start_ray_process
     kept = {name: getattr(Node, name) for name in UNUSED_SERVICES}
 
     def start_process(command: list[str], process_type: str, **options: Any) -> Any:
         if process_type == ray_constants.PROCESS_TYPE_RAYLET:
-            command = [option for option in command if option[2:].split("=")[0] not in RAYLET_OPTIONS]
-            command += [f"--{name}={value}" for name, value in RAYLET_OPTIONS.items()]
+            given = {option[2:].partition("=")[0]: option.partition("=")[2] for option in command[1:]}
+            changed = dict(RAYLET_OPTIONS)
+            if fork_server is not None:
+                prefix = subprocess.list2cmdline(fork_server.command([]))
+                changed[WORKER_COMMAND] = f"{prefix} {given[WORKER_COMMAND]}"
+            command = [option for option in command if option[2:].partition("=")[0] not in changed]
+            command += [f"--{name}={value}" for name, value in changed.items()]
         return start(command, process_type, **options)
 
     try:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from leeway.collector.actor import not_loading
 from leeway.config import ConfigError, derive, find_recipe, load_config, plan_run
 from leeway.config import check as check_module
 from leeway.config.check import check_run
@@ -15,7 +14,7 @@ from leeway.config.engines import ENGINES, HfOptions, engine_kind
 from leeway.config.hardware import Hardware
 from leeway.driver.dry_run import check_plugins
 from leeway.driver.estimate import estimate_stage
-from leeway.importing import import_user_object
+from leeway.importing import import_user_object, not_loading
 from leeway.runtime.launch import engine_settings
 from leeway.runtime.placement import assign_cores
 
