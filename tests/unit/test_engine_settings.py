@@ -142,7 +142,7 @@ def test_a_model_beside_the_policy_is_shared_by_the_same_rules(tmp_path: Path) -
 def test_the_second_copy_of_the_weights_is_counted_and_can_be_left_out() -> None:
     for overrides, counted in (([], True), (["rollout.engine.double_buffer=false"], False)):
         stage = plan_run("quickstart", "async_rl", overrides)[-1]
-        (engine,) = [text for what, text in estimate_stage(stage).rows if what == "memory of an engine"]
+        (engine,) = [text for what, text in estimate_stage(stage).rows if what == "memory of an engine rank"]
         assert ("loaded ahead 3.6 MiB" in engine) == counted
     with pytest.raises(ConfigError, match=r"double_buffer: got 'often', expected a boolean"):
         load_config("quickstart", ["rollout.engine.double_buffer=often"])
