@@ -255,8 +255,12 @@ def summary_of(rows: Sequence[Mapping[str, Any]], *, steps: int) -> dict[str, An
         "max_policy_lag_observed": int(largest("train/policy_lag/max")),
         "dropped_stale": int(largest("replay/dropped_stale")),
         "served_gap_max": float(largest("param_server/served_gap/max")),
-        "served_tolerance_max": float(largest("param_server/served_tolerance/max")),
-        "served_tolerance_mean": float(largest("param_server/served_tolerance/mean")),
+        # What it came to: an engine's first load is held to the ceilings.
+        **{
+            f"served_tolerance_{n}": v[-1]
+            for n in ("max", "mean")
+            if (v := values(f"param_server/served_tolerance/{n}"))
+        },
         "quarantines": int(largest("collector/quarantines")),
         "restarts": int(sum(values("collector/restarts"))),
         "pulls": int(sum(values("param_server/pulls"))),

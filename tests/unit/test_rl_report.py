@@ -297,8 +297,8 @@ def test_the_summary_adds_up_what_was_logged(tmp_path: Path) -> None:
         "max_policy_lag_observed": 2,
         "dropped_stale": 0,
         "served_gap_max": 0.5,
-        "served_tolerance_max": 1.0,
-        "served_tolerance_mean": 0.5,
+        "served_tolerance_max": 0.125,  # of the last load
+        "served_tolerance_mean": 0.0625,
         "quarantines": 1,
         "restarts": 2,
         "pulls": 3 + 5,
