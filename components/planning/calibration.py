@@ -96,7 +96,8 @@ class _Measured:
         self._steps = steps
         self._settings = settings
         self._run = run
-        self._collector = [r for r in rows if r["role"] == "collector" and r["step"] >= steps[0]["step"]]
+        # A row without shares is of a moment at which no generator was there to say anything.
+        self._collector = [r for r in rows if "collector/generate_frac" in r and r["step"] >= steps[0]["step"]]
         self._step_s = statistics.fmean(r["step/total_s"] for r in _settled([r for r in rows if "step/total_s" in r]))
         rollouts = list(_rollouts(run.dir / "rollouts"))
         self._prompts = [r.prompt_tokens for r in rollouts]

@@ -111,6 +111,14 @@ def test_the_speeds_of_a_run_are_found_again(run: Path) -> None:
     assert 0.9 < found.generate_slowdown < 1.1
 
 
+def test_moments_without_any_generator_say_nothing_of_its_speed(run: Path) -> None:
+    metrics = run / "stages/async_rl/metrics.jsonl"
+    replaced = {"step": 3, "role": "collector", "collector/restarts": 1.0, "collector/interval_s": 20.0, "time": 0.0}
+    before = calibrate(open_run(run))
+    metrics.write_text(metrics.read_text() + json.dumps(replaced) + "\n")
+    assert calibrate(open_run(run)) == before
+
+
 @pytest.mark.slow
 def test_the_speeds_of_a_run_with_long_answers_are_found_again(run: Path) -> None:
     """Of those only the first tokens are measured, of one wave that fills the engine: 32 groups, all equally long."""
