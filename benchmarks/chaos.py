@@ -13,6 +13,7 @@ chaos.jsonl as it grows.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -169,7 +170,8 @@ def run_cell(cell: str, out: Path, model: Path) -> Ending:
             process.kill()
             process.wait()
         for other in processes(mark):
-            other.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ends because another has
+                other.kill()
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     summary = folder / "runs/leeway/run/summary.json"
     ending = Ending(

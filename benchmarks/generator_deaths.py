@@ -11,6 +11,7 @@ successor, groups that were issued again, steps, tokens, held-out accuracy. deat
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 from chaos import MARK, WORDS, leeway, processes, signal_part, warmed_up
 
 SERVES = "serves again"
@@ -78,7 +80,8 @@ def run(name: str, deaths: int, model: Path, args: argparse.Namespace) -> dict[s
         code = process.wait(WAIT_S)
     finally:
         for other in processes(mark):
-            other.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ends because another has
+                other.kill()
     summary = json.loads((args.out / "leeway" / name / "summary.json").read_text())
     stage = summary["stages"]["async_rl"]
     rows = rows_of(args.out, name)

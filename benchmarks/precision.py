@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from weight_sync import SHAPES
 
 from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import PolicyObjective
@@ -35,16 +36,6 @@ from leeway.trainer.sharding import reshard
 from leeway.trainer.trainer import Trainer
 from leeway.weights import CanaryPrompts, Publication
 
-SHAPES = {
-    "quickstart": dict(
-        vocab_size=256, hidden_size=192, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4,
-        intermediate_size=512,
-    ),
-    "135m": dict(
-        vocab_size=49152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
-        intermediate_size=1536,
-    ),
-}  # fmt: skip
 COMPUTED = [
     ("float32", None),
     ("bfloat16", None),

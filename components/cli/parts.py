@@ -16,6 +16,7 @@ from ..monitor.jsonl import write_text_atomically
 from ..runtime.parts_files import MOST_GENERATORS, PARTS, SCALE, read_json
 
 STALE_S = 30.0
+"""A stage that can be scaled writes every two seconds."""
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, e.g. runs/leeway/quickstart.")]
 
 
@@ -54,6 +55,9 @@ def scale(
     seen = _seen(run)
     if not _is_running(run):
         raise ConfigError("RUN", got=str(run), expected="a run that is running", fix=f"leeway resume {run}")
+    if time.time() - seen["time"] > STALE_S:
+        got, expected = f"{run}, whose stage {seen['stage']} has ended", "a run that is training on rollouts now"
+        raise ConfigError("RUN", got=got, expected=expected, fix="wait for such a stage")
     write_text_atomically(run / SCALE, json.dumps({"generators": int(value), "at_once": now}) + "\n")
     print(printable(f"leeway: asked for {value} generators, {seen['generators']} so far; see leeway ps {run}"))
 

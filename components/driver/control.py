@@ -44,6 +44,8 @@ class Control:
         try:
             while True:
                 if following is None or following.done():
+                    if following is not None:
+                        following.result()  # raises what is no failure of a generator
                     wanted = self._asked()
                     following = None if wanted is None else asyncio.create_task(self._follow(wanted))
                 await self._write()

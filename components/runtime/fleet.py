@@ -35,8 +35,8 @@ class Duty:
 class Fleet:
     """Iterate it for the generators that there are, those that are being replaced included.
 
-    `make(index)` makes one, not yet started; `start(generator)` waits for its start. `retire(name)`: see
-    `ReplayBuffer.retire`.
+    `make(index)` makes one, not yet started; `start(generator)` waits for one of the first to start. `retire(name)`:
+    see `ReplayBuffer.retire`.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class Fleet:
         self._supervisor = supervisor
         self._duties: list[Duty] = []
         self._all: dict[int, Generator] = {}
+        self._leaving: list[Generator] = []
 
     def __iter__(self) -> Iterator[Generator]:
         return iter([*self._all.values()])
@@ -62,6 +63,10 @@ class Fleet:
 
     def __getitem__(self, index: int) -> Generator:
         return list(self)[index]
+
+    def actors(self) -> list[Any]:
+        """Of all processes that there are, those of generators that are leaving included."""
+        return [g.actor for g in [*self, *self._leaving] if g.actor is not None]
 
     async def begin(self, number: int) -> None:
         """Start so many at once."""
@@ -84,7 +89,7 @@ class Fleet:
         """One more. It serves when it has pulled weights and passed every check. Raises what kept it from starting."""
         index = next(i for i in range(len(self._all) + 1) if i not in self._all)
         generator = self._make(index)
-        await self._start(generator)
+        await generator.join()
         self._all[index] = generator
         for duty in self._duties:
             duty.begin(generator)
@@ -96,6 +101,7 @@ class Fleet:
         """
         index = max(self._all)
         generator = self._all.pop(index)
+        self._leaving.append(generator)
 
         async def drained() -> None:
             await self._retire(generator.name)
@@ -106,4 +112,6 @@ class Fleet:
         await generator.until_gone_or(asyncio.sleep(0) if at_once else drained())
         for duty in self._duties:
             duty.end(generator)
-        return await generator.leave()
+        groups = await generator.leave()
+        self._leaving.remove(generator)
+        return groups

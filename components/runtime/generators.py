@@ -114,8 +114,16 @@ class Generator:
         self._gone = asyncio.Event()  # while it was leaving
 
     async def start(self) -> None:
-        """Its first process; raises what kept it from starting."""
+        """Its first process; raises what kept it from starting. The deadline is the caller's."""
         await self._start(_Process())
+
+    async def join(self) -> None:
+        """The same in a run that goes on without it: nothing is left of one that does not start in time."""
+        try:
+            await self._start_in_time(_Process())
+        except BaseException:
+            await self.leave()
+            raise
 
     async def call(self, ask: Ask[T]) -> T:
         """The answer to `ask(actor)`; if the process is lost before, that of its successor. Raises what it raised."""
@@ -184,8 +192,8 @@ class Generator:
 
     @property
     def actor(self) -> Any:
-        """Of the process that is there now, or was last."""
-        return self._process.actor if self._process is not None else None
+        """Of the process that is there now, or was last, also of one that is starting."""
+        return self._newest.actor if self._newest is not None else None
 
     async def _ask(self, process: _Process, ask: Ask[T]) -> T:
         asking = asyncio.ensure_future(as_coroutine(ask(process.actor)))
@@ -241,6 +249,14 @@ class Generator:
         self._process = process
         self._is_up.set()
 
+    async def _start_in_time(self, process: _Process) -> None:
+        try:
+            async with asyncio.timeout(self._restarts.start_timeout_s):
+                await self._start(process)
+        except TimeoutError:
+            waited = f"it did not start within {self._restarts.start_timeout_s:g} s (cluster.start_timeout_s)"
+            raise PartFailed(self.role, waited, kind=Kind.TIMEOUT) from None
+
     async def _replaced(self, process: _Process, failure: PartFailed) -> None:
         """Start processes until one serves."""
         now = asyncio.get_running_loop().time
@@ -255,12 +271,7 @@ class Generator:
             in_a_row += 1
             process = _Process()
             try:
-                async with asyncio.timeout(self._restarts.start_timeout_s):
-                    await self._start(process)
-            except TimeoutError:
-                waited = f"it did not start within {self._restarts.start_timeout_s:g} s (cluster.start_timeout_s)"
-                failure = PartFailed(self.role, waited, kind=Kind.TIMEOUT)
-                continue
+                await self._start_in_time(process)
             except PartFailed as error:
                 failure = error
                 continue

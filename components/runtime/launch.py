@@ -58,8 +58,7 @@ class Parts:
         Each of the two has `grace_s`. Processes that remain are killed at the end of the run: see `runtime.footprint`.
         """
         self.supervisor.forget_all()
-        collectors = [g.actor for g in self.generators]
-        serving = [actor for actor in [*collectors, *self.auxiliaries] if actor is not None]
+        serving = [*self.generators.actors(), *self.auxiliaries]
         calls = [asyncio.ensure_future(as_coroutine(actor.shutdown.remote())) for actor in serving]
         if calls:
             await asyncio.wait(calls, timeout=grace_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -217,3 +218,25 @@ def test_the_shell_completes(
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
     assert leeway().stdout.split() == offered
+
+
+@pytest.mark.parametrize(
+    ("parts", "running", "expected"),
+    [
+        (None, False, "(no parts.json in it)', expected the folder of a run whose training has begun"),
+        ({"time": 0}, False, "expected a run that is running; leeway resume"),
+        ({"time": 0}, True, "whose stage rl has ended', expected a run that is training on rollouts now"),
+    ],
+)
+def test_a_number_of_generators_that_nobody_would_follow_is_refused(
+    tmp_path: Path, leeway: Callable[..., Done], parts: dict[str, int] | None, running: bool, expected: str
+) -> None:
+    from leeway.driver.run_record import locked
+
+    if parts is not None:
+        (tmp_path / "parts.json").write_text(json.dumps({"stage": "rl", "parts": [], "said": "", **parts}))
+    with locked(tmp_path) if running else contextlib.nullcontext():
+        done = leeway("scale", str(tmp_path), "generators=2")
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert not (tmp_path / "scale.json").exists()

@@ -53,16 +53,30 @@ class Worker:
         return SimpleNamespace(remote=answer)
 
 
+def watch_that_tells(failures: list[PartFailed]) -> Any:
+    """A `RunWatch` of a run whose failures are noted: each would end it."""
+    nothing: Any = lambda *_, **__: None  # noqa: E731
+    return SimpleNamespace(
+        until_broken=asyncio.Event().wait,
+        failed=failures.append,
+        add=nothing,
+        kill=nothing,
+        forget_parts=nothing,
+        evidence=list,
+    )
+
+
 class World:
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}
-        self.supervisor = Supervisor()
+        self.failures: list[PartFailed] = []
+        self.supervisor = Supervisor(watch_that_tells(self.failures))
         self.issued_again: list[str] = []
         self.refuses = False
         self.restarts = Restarts(
             allowed=3, backoff_s=1.0, start_timeout_s=30.0, tell=lambda text: None, lost=self._lost
         )
-        self.fleet = Fleet(self._make, start=lambda g: g.start(), retire=self._retire, supervisor=self.supervisor)
+        self.fleet = Fleet(self._make, start=self._begin, retire=self._retire, supervisor=self.supervisor)
 
     def _make(self, index: int) -> Generator:
         async def launch(made: Callable[[Any], None], instead: Any) -> str:
@@ -74,6 +88,9 @@ class World:
             return name
 
         return Generator(f"generator-{index}", launch, supervisor=self.supervisor, restarts=self.restarts)
+
+    async def _begin(self, generator: Generator) -> None:
+        await self.supervisor.wait(generator.start(), what=generator.role, timeout_s=30)
 
     async def _lost(self, name: str, cause: str) -> int:
         self.issued_again.append(name)
@@ -192,7 +209,27 @@ def test_what_is_wanted_is_read_followed_and_removed(monkeypatch: pytest.MonkeyP
         assert not running.done(), "the run goes on with those that it has"
         said = read_json(tmp_path / PARTS)["said"]
         assert said == "warning: there are 1 generators, not 2: generator-1: ValueError: no memory"
+        assert world.failures == [], "the run has not failed, and nothing counts down to its end"
         running.cancel()
+
+    play(scenario, monkeypatch)
+
+
+def test_a_mistake_of_ours_while_the_number_changes_ends_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(control_module, "say", lambda text: None)
+    monkeypatch.setattr(control_module.asyncio, "to_thread", lambda function, *args: asyncio.sleep(0, function(*args)))
+
+    async def scenario(world: World, collecting: Duty) -> None:
+        parts: Any = SimpleNamespace(generators=world.fleet, restarts=world.restarts, processes={})
+        control = Control(load_config("quickstart", []), parts, tmp_path, stage="rl", version=lambda: 5)
+        monkeypatch.setattr(world.fleet, "leave", lambda **_: 1 / 0)
+        running = asyncio.ensure_future(control.run())
+        await asyncio.sleep(3)
+        (tmp_path / SCALE).write_text('{"generators": 1}')
+        with pytest.raises(ZeroDivisionError):
+            await running
 
     play(scenario, monkeypatch)
 
