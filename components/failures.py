@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import time
 import traceback
 from collections.abc import Awaitable, Callable
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from . import spans
 from .redaction import redacted
 
 P = ParamSpec("P")
@@ -86,6 +89,17 @@ class Watched:
     async def answer(self) -> tuple[str, int]:
         """The machine and the process id; answers at once, unless something blocks the event loop."""
         return os.uname().nodename, os.getpid()
+
+    async def clock(self) -> float:
+        """This machine's."""
+        return time.time()
+
+    async def open_spans(self, path: Path, part: str, clock_offset_s: float) -> None:
+        """See `spans.SpanWriter`."""
+        spans.open_writer(path, part=part, clock_offset_s=clock_offset_s)
+
+    async def close_spans(self) -> None:
+        spans.close_writer()
 
 
 def as_text(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:

@@ -14,7 +14,7 @@ COMPONENTS = ROOT / "components"
 
 LAYERS = [
     {"types", "samples", "group", "train_batch", "versions", "weights"}
-    | {"failures", "integrity", "redaction", "section", "importing", "lazy"},
+    | {"failures", "integrity", "redaction", "section", "importing", "lazy", "spans"},
     {"algorithms"},
     {"config", "monitor"},
     {"tasks", "envs", "transports"},

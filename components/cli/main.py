@@ -1,4 +1,4 @@
-"""`leeway run | resume | ps | scale | plan | ls | cat | cp | validate | convert | env try`.
+"""`leeway run | resume | ps | scale | trace | plan | ls | cat | cp | validate | convert | env try`.
 
 Exit codes: 0 done, 1 the run failed or learned nothing (the last line says why), 2 the input was refused, 130 or 143
 interrupted. Everything is checked before anything heavy is imported. Only `run`, `resume` and `env try` import torch,
@@ -33,6 +33,7 @@ from ..failures import printable
 from .complete import complete_bundled, complete_config, complete_key, complete_recipe
 from .env import app as env_app
 from .parts import ps, scale
+from .see import trace
 from .show import bundled_table, describe, recipe_table
 
 
@@ -53,6 +54,7 @@ app = typer.Typer(
 app.add_typer(env_app)
 app.command()(ps)
 app.command()(scale)
+app.command()(trace)
 
 Overrides = Annotated[
     list[str] | None,

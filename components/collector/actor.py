@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 
+from .. import spans
 from ..config import Config, derive
 from ..config.engines import engine_kind
 from ..config.inputs import EvalSampling
@@ -174,7 +175,8 @@ class CollectorActor(Watched):
     async def collect(self) -> None:
         """Collect until admission ends. Waits for slots; every finished batch goes to the replay buffer."""
         async for finished in self._run.collector.groups():
-            await self._run.buffer.put.remote(finished)
+            with spans.span("put", groups=[group.group_id for group in finished]):
+                await self._run.buffer.put.remote(finished)
 
     @as_text
     async def until_verified(self, policy_version: int) -> None:

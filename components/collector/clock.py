@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from .. import spans
+
 ACTIVITIES: tuple[str, ...] = (
     "asleep",
     "pause",
@@ -24,13 +26,23 @@ anything. `withheld`: finished groups wait for the proof of their version. `wait
 that are new enough. `wait_for_slot`: nothing is in flight.
 """
 
+WAITS = {
+    "asleep": {"for": "trainer", "why": "it has the devices"},
+    "environment": {"for": "environment", "why": "no rollout asks the engine for anything"},
+    "withheld": {"for": "weights", "why": "finished groups wait for the proof of their version"},
+    "wait_for_weights": {"for": "weights", "why": "groups wait for weights that are new enough"},
+    "wait_for_slot": {"for": "slot", "why": "no group may start"},
+}
+"""Those in which the engine has nothing to do, as the attributes of a span."""
+
 
 class ActivityClock:
-    """Adds up seconds per activity; several things may be going on at once."""
+    """Adds up seconds per activity; several things may be going on at once. What it waits for is recorded as spans."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._since = now()
+        self._since = self._changed_at = now()
+        self._activity = ACTIVITIES[-1]
         self._active = dict.fromkeys(ACTIVITIES[:-1], 0)
         self._seconds = dict.fromkeys(ACTIVITIES, 0.0)
         self._drained = dict.fromkeys(ACTIVITIES, 0.0)
@@ -43,6 +55,7 @@ class ActivityClock:
     def drain(self) -> dict[str, float]:
         """Seconds per activity since the last call."""
         self._account()
+        self._record()  # what it waits for now is seen while it waits
         seconds, self._seconds = self._seconds, dict.fromkeys(ACTIVITIES, 0.0)
         self._drained = {a: s + seconds[a] for a, s in self._drained.items()}
         return seconds
@@ -55,15 +68,24 @@ class ActivityClock:
     def add(self, activity: str, by: int) -> None:
         """So many more are in `activity` from now on."""
         before = self._active[activity]
-        if not before or not before + by:
-            self._account()  # one of several that begins or ends changes nothing
         self._active[activity] = before + by
+        if before and before + by:
+            return  # one of several that begins or ends changes nothing
+        self._account()
+        activity = next((a for a, count in self._active.items() if count), ACTIVITIES[-1])
+        if activity != self._activity:
+            self._record()
+            self._activity = activity
 
     def _account(self) -> None:
         now = self._now()
-        activity = next((a for a, count in self._active.items() if count), ACTIVITIES[-1])
-        self._seconds[activity] += now - self._since
+        self._seconds[self._activity] += now - self._since
         self._since = now
+
+    def _record(self) -> None:
+        if self._activity in WAITS and self._since - self._changed_at >= spans.SHORTEST_S:
+            spans.record("wait", self._changed_at, self._since, **WAITS[self._activity])
+        self._changed_at = self._since
 
 
 class IdleClock(AbstractContextManager[None]):
@@ -98,15 +120,19 @@ class RolloutClock(IdleClock):
     inside is not waiting any more, it is lost: from there on all time counts.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic, *, patience_s: float = 600.0) -> None:
+    def __init__(
+        self, now: Callable[[], float] = time.monotonic, *, patience_s: float = 600.0, group: int | None = None
+    ) -> None:
+        """`group`: whose time outside of the engine is recorded as spans (None: it is not)."""
         super().__init__(now)
+        self._group = group
         self._patience_s = patience_s
         self._worked_s = 0.0
         self._sign_at = self._since
         self.num_sequences = 0
         """Inside the engine now; the engine keeps it."""
-        self.has_asked = False
-        """Whether there was a request yet."""
+        self.asked_at: float | None = None
+        """When the first request began; None: there was none yet."""
 
     def begin(self) -> None:
         """Nothing before now counts."""
@@ -115,8 +141,19 @@ class RolloutClock(IdleClock):
     def __enter__(self) -> None:
         if not self._inside:
             self._sign_at = self._now()
-        self.has_asked = True
+            self._record(self._sign_at)
+            if self.asked_at is None:
+                self.asked_at = self._sign_at
         super().__enter__()
+
+    def end(self) -> float:
+        """The rollout is over; returns when the engine gave its last answer."""
+        self._record(self._now())
+        return self._since
+
+    def _record(self, now: float) -> None:
+        if self._group is not None and now - self._since >= spans.SHORTEST_S:
+            spans.record("environment", self._since, now, group=self._group)
 
     def worked(self, seconds: float) -> None:
         """The engine made tokens for one of the sequences, in a pass of so many seconds."""

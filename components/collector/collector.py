@@ -20,6 +20,7 @@ from typing import Any, NoReturn, Protocol
 from tensordict import LazyStackedTensorDict
 from torchrl.collectors import BaseCollector
 
+from .. import spans
 from ..config.algorithm import AlgorithmConfig
 from ..config.flow import RolloutConfig
 from ..config.inputs import EvalSampling
@@ -122,7 +123,8 @@ class Collector(BaseCollector):
                     admitting = None
                     ended = not admissions
                     for admission in admissions:
-                        self._room.begin(clock := self._rollout_clock(), self._group_sequences)
+                        clock = self._rollout_clock(group=admission.group_id)
+                        self._room.begin(clock, self._group_sequences)
                         self._in_flight.add(completions.add(asyncio.create_task(self._run_group(admission, clock))))
                 finished = self._finished(self._in_flight.intersection(done))
                 self._in_flight.difference_update(done)
@@ -215,7 +217,7 @@ class Collector(BaseCollector):
                     f"asked to evaluate version {policy_version}, "
                     f"but this engine already serves {self._weight_sync.verified_version}"
                 )
-            with self._clock.doing("evaluate"):
+            with self._clock.doing("evaluate"), spans.span("evaluate", version=policy_version, tasks=len(tasks)):
                 results = await self._run_bounded(
                     tasks,
                     functools.partial(self._evaluated, sampling),
@@ -322,10 +324,10 @@ class Collector(BaseCollector):
         )
         return await unless(self.watch_engine(), working)
 
-    def _rollout_clock(self) -> RolloutClock:
+    def _rollout_clock(self, *, group: int | None = None) -> RolloutClock:
         # An engine that hangs is found out before any of its rollouts is taken for lost.
         patience_s = self._rollout.timeout_s + self._rollout.engine_stall_s
-        return RolloutClock(asyncio.get_running_loop().time, patience_s=patience_s)
+        return RolloutClock(asyncio.get_running_loop().time, patience_s=patience_s, group=group)
 
     def _num_startable(self) -> int:
         free = self._max_in_flight - len(self._in_flight)
@@ -375,7 +377,7 @@ class Collector(BaseCollector):
                 if self._greedy_baseline:
                     rollouts.append(attempts(clock=self._rollout_clock(), group_size=1, temperature=0.0))
                 (trajectories, samples), *greedy = await all_or_none(rollouts)
-                environment_s = clock.idle_s
+                environment_s, answered_at = clock.idle_s, clock.end()
         except RolloutFailed as failure:
             await self._fail(admission, str(failure))
             return None
@@ -398,8 +400,12 @@ class Collector(BaseCollector):
                 f"{self._weight_sync.verified_version} was proven; its min_policy_version is "
                 f"{admission.min_policy_version}",
             )
-        with self._clock.doing("withheld"):
-            await self._weight_sync.until_verified(newest)
+        if clock.asked_at is not None:
+            attrs = {"group": group.group_id, "version": oldest, "newest": newest}
+            spans.record("generate", clock.asked_at, answered_at, **attrs, tokens=len(samples["response_tokens"]))
+        if self._weight_sync.verified_version < newest:
+            with self._clock.doing("withheld"), spans.span("withhold", group=group.group_id, version=newest):
+                await self._weight_sync.until_verified(newest)
         return group
 
     async def _admit_when_serving(self, limit: int) -> list[Admission]:

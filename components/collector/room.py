@@ -60,6 +60,6 @@ class Room:
     def _num_young(self) -> int:
         now = asyncio.get_running_loop().time()
         self._young = {
-            clock: (num, until) for clock, (num, until) in self._young.items() if not clock.has_asked and until > now
+            clock: (num, until) for clock, (num, until) in self._young.items() if clock.asked_at is None and until > now
         }
         return sum(num for num, _ in self._young.values())

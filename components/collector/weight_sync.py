@@ -16,15 +16,17 @@ wakes by a load with all of the above.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
+from .. import spans
 from ..transports.transport import Fetches
 from ..weights import CanaryGap, Manifest, Publication, Tolerance, WeightSyncError, check_bucket
 from .engine import LoadsWeights, StagedWeights
@@ -315,17 +317,20 @@ class WeightSync:
         manifest.check()
         files = self._transport.files(publication)
         try:
-            staged = await _beside(manifest.num_bytes, self._engine.stage, manifest, files)
+            with spans.span("stage_weights", version=manifest.policy_version, bytes=manifest.num_bytes):
+                staged = await _beside(manifest.num_bytes, self._engine.stage, manifest, files)
         except FileNotFoundError as error:
             lost = 1 + next((index for index, file in enumerate(files) if not file.exists()), 0)
             raise manifest.error("transfer", f"bucket {lost} of {len(files)} is not kept any more: {error}") from error
         fetched_bytes = 0
         try:
             deadline = asyncio.get_running_loop().time() + self._deadline_s
-            for index, bucket in enumerate(staged.buckets):
-                if not files:
-                    fetched_bytes += await self._fetched(publication, index, bucket, deadline)
-                await _beside(bucket.nbytes, check_bucket, manifest, index, bucket)
+            with spans.span("fetch_weights", version=manifest.policy_version) as attrs:
+                for index, bucket in enumerate(staged.buckets):
+                    if not files:
+                        fetched_bytes += await self._fetched(publication, index, bucket, deadline)
+                    await _beside(bucket.nbytes, check_bucket, manifest, index, bucket)
+                attrs["bytes"] = fetched_bytes
         except BaseException:
             staged.release()
             raise
@@ -345,12 +350,11 @@ class WeightSync:
 
     async def _load_and_verify(self, staged: StagedWeights, ahead_s: float, fetched_bytes: int) -> None:
         manifest = staged.manifest
-        times = await self._engine.load_weights(staged, in_flight=self._in_flight, paused=self._paused)
+        paused = functools.partial(self._pausing, manifest.policy_version)
+        times = await self._engine.load_weights(staged, in_flight=self._in_flight, paused=paused)
         loaded = time.monotonic()
         # Both to the end: where both fail, the read-back says more.
-        differs, gap = await asyncio.gather(
-            self._engine.read_back(staged), self._canary_gap(manifest), return_exceptions=True
-        )
+        differs, gap = await asyncio.gather(self._read_back(staged), self._canary_gap(manifest), return_exceptions=True)
         for failure in (differs, gap):
             if isinstance(failure, BaseException):
                 raise failure
@@ -370,8 +374,18 @@ class WeightSync:
         )
         self._tolerance = self._tolerance.after(gap)
 
+    @contextmanager
+    def _pausing(self, policy_version: int) -> Iterator[None]:
+        with spans.span("pause", version=policy_version), self._paused():
+            yield
+
+    async def _read_back(self, staged: StagedWeights) -> None:
+        with spans.span("read_back", version=staged.manifest.policy_version):
+            await self._engine.read_back(staged)
+
     async def _canary_gap(self, manifest: Manifest) -> CanaryGap:
-        gap = await self._engine.score(manifest.canary)
+        with spans.span("canary", version=manifest.policy_version):
+            gap = await self._engine.score(manifest.canary)
         if not self._tolerance.allows(gap):
             raise manifest.error("compute", f"engine and trainer differ on the canary by {gap}; {self._tolerance}")
         return gap

@@ -110,8 +110,11 @@ class ClusterConfig(Section):
 
 
 class LogConfig(Section):
-    """The logs under logs/."""
+    """The logs under logs/, and the spans under spans/."""
 
     level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
         default="INFO", description="lowest level that is logged"
+    )
+    spans: bool = Field(
+        default=True, description="record what every part does and when, for `leeway trace` and `leeway watch`"
     )

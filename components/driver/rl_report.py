@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from .. import spans
 from ..config import Config, derive
 from ..failures import PartFailed
 from ..monitor import Monitor, read_metrics, reward_first, reward_last
@@ -47,6 +48,14 @@ class StepReport:
     suspects: Sequence[dict] = ()
 
 
+SPANS = {
+    "wait_for_batch": ("batch", {}),
+    "wait_for_publish": ("wait", {"for": "weights", "why": "the version before is still on its way out"}),
+    "turns": ("wait", {"for": "devices", "why": "engines and trainer take turns"}),
+}
+"""What the driver waits for, as a span; the others have the name of what it does."""
+
+
 class StepClock:
     """Splits a step's wall time by what the driver waited for; `end` closes the step and opens the next."""
 
@@ -60,7 +69,11 @@ class StepClock:
         try:
             yield
         finally:
-            self._spent[f"step/{what}_s"] += time.monotonic() - begun
+            ended = time.monotonic()
+            self._spent[f"step/{what}_s"] += ended - begun
+            if ended - begun >= spans.SHORTEST_S:
+                name, attrs = SPANS.get(what, (what, {}))
+                spans.record(name, begun, ended, **attrs)
 
     def so_far(self) -> float:
         """Seconds since the step began."""

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .. import spans
 from ..config import Config, derive
 from ..monitor.logs import say
 from ..replay.actor import BatchRefs
@@ -119,9 +120,11 @@ class RLRun:
         with self._clock.waiting("turns"):
             await self.turns.trainer()  # a step of the same batch, after an evaluation
         self._unlogged = self.version + 1
-        calls = [t.train_step.remote(share, publish) for t, share in zip(self._parts.trainers, shares, strict=True)]
-        self._stepping = together(calls)
-        by_rank = await self._wait(asyncio.shield(self._stepping), "trainer")
+        assert self._batch is not None, "a step is on a batch"
+        with spans.span("step", step=self._unlogged, batch=self._batch.index, groups=self._batch.group_ids):
+            calls = [t.train_step.remote(share, publish) for t, share in zip(self._parts.trainers, shares, strict=True)]
+            self._stepping = together(calls)
+            by_rank = await self._wait(asyncio.shield(self._stepping), "trainer")
         self._metrics |= by_rank[0]
         self.version += 1
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import ray
 
+from .. import spans
 from ..failures import Watched, as_text
 from ..monitor.logs import log_to_file
 from ..weights import Publication
@@ -34,6 +35,7 @@ class ParameterServerActor(Watched):
     @as_text
     async def publish(self, publication: Publication) -> None:
         await self._server.publish(publication)
+        spans.instant("announce", version=publication.manifest.policy_version)
 
     @as_text
     async def pull(self, newer_than: int, timeout_s: float, oldest: bool) -> Publication | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import ray
 
+from .. import spans
 from ..config import Config, derive
 from ..failures import Watched, as_text
 from ..group import Group
@@ -224,9 +225,15 @@ class ReplayBufferActor(Watched):
 
     @as_text
     async def take_batch(self, timeout_s: float) -> BatchRefs | None:
+        asked_at = spans.now()
         served = await self._buffer.take_batch(timeout_s=timeout_s)
         if served is None:
             return None
+        if (due_at := spans.now()) - asked_at >= spans.SHORTEST_S:
+            collector, group = self._buffer.last_delivered
+            whom = {"for": collector.partition("/")[0] or "generators", "why": f"group {group}"}
+            spans.record("wait", asked_at, due_at, **whom, batch=served.index)
+        spans.instant("batch_taken", batch=served.index, groups=served.group_ids)
         async with self._assembling:  # one batch at a time, in a thread: it may be hundreds of megabytes
             return await asyncio.to_thread(self._assembled, served)
 
@@ -246,6 +253,7 @@ class ReplayBufferActor(Watched):
     async def trained(self, group_ids: list[int]) -> dict[str, float]:
         """Mark the batch as trained; returns the state of the buffer."""
         await self._buffer.trained(group_ids)
+        spans.instant("trained", groups=group_ids)
         self._stream.forget_before(self._buffer.first_draw)
         self._reuse.forget_before(self._buffer.num_trained_batches)
         stats = asdict(self._buffer.stats())

@@ -30,6 +30,7 @@ from tensordict import TensorDictBase
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
+from .. import spans
 from ..group import Group
 from ..tasks.queue_tasks import NoTaskYet
 from ..types import Admission, Task
@@ -182,6 +183,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._have_asked: set[str] = set()  # collectors that have asked, until all have
         self._held_back: asyncio.TimerHandle | None = None
         self._progress_at = float("-inf")
+        self.last_delivered = ("", -1)
+        """The collector that delivered last, and its group."""
 
     async def admit(self, limit: int, *, timeout_s: float, collector: str = "") -> list[Admission]:
         """Wait for at least one group, then start up to `limit`. An empty list: there will never be another group.
@@ -227,9 +230,11 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             self.length_bias.generated(group)
             if isinstance(result, str):
                 self._drop(group.group_id, GroupState.FILTERED, result)
+                spans.instant("filtered", group=group.group_id, why=result)
                 continue
             self._ledger.move(group.group_id, GroupState.GENERATED)
-            self._release(group.group_id)
+            spans.instant("stored", group=group.group_id)
+            self.last_delivered = self._release(group.group_id).collector or "", group.group_id
             # A copy: what came through Ray is a view of its object store, and would hold a part of that.
             index = self._storage_index[group.group_id] = self.add(result.packed())
             priority = self._priority(result) if self._priority else None
@@ -252,6 +257,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         """This group has failed permanently."""
         if not self._superseded(group_id, attempt):
             self._drop(group_id, GroupState.FAILED, reason)
+            spans.instant("failed", group=group_id, why=reason)
             self._progressed()
 
     async def reissue(self, group_ids: Sequence[int], reason: str) -> None:
@@ -522,6 +528,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         min_policy_version = self._window.admit(group_id)
         self._drawn.append(group_id)
         self._ledger.admit(group_id)
+        spans.instant("admitted", group=group_id, version=min_policy_version)
         return Admission(group_id=group_id, task=task, min_policy_version=min_policy_version)
 
     @property
@@ -547,6 +554,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         for group_id in set(group_ids):
             self._ledger.retry(group_id)
             self._attempts[group_id] = self._attempts.get(group_id, 0) + 1
+            spans.instant("reissued", group=group_id, why=reason)
             held = self._release(group_id)
             self._in_flight[group_id] = replace(held, collector=None)
         if group_ids:

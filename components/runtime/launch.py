@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from .. import spans
 from ..auxiliary.actor import AuxiliaryRemote
 from ..collector.actor import CollectorRemote
 from ..collector.engine import EngineSettings
@@ -34,6 +35,9 @@ from .generators import Generator, Restarts
 from .placement import Cores, assign_cores, beside_engines, keep_on
 from .supervisor import Instead, Supervisor, as_coroutine, together
 
+LAST_SPANS_S = 1.0
+"""How long the parts have at the end to write their last spans. One that hangs has written all but those."""
+CLOCK_LOOKS = 3
 OTHER_CALLS = 1000
 WAITING_CALLS = 8
 """Of one collector, at most: one waits for slots; a few for weights, of which it has left all but one."""
@@ -58,21 +62,33 @@ class Parts:
         Each of the two has `grace_s`. Processes that remain are killed at the end of the run: see `runtime.footprint`.
         """
         self.supervisor.forget_all()
+        spans.close_writer()
         serving = [*self.generators.actors(), *self.auxiliaries]
+        actors = [a for a in (*serving, *self.trainers, self.buffer, self.param_server) if a is not None]
         calls = [asyncio.ensure_future(as_coroutine(actor.shutdown.remote())) for actor in serving]
+        closing = [asyncio.ensure_future(as_coroutine(actor.close_spans.remote())) for actor in actors]
         if calls:
             await asyncio.wait(calls, timeout=grace_s)
-        for call in calls:
+        if closing:
+            await asyncio.wait(closing, timeout=min(grace_s, LAST_SPANS_S))
+        for call in [*calls, *closing]:
             # An engine that is already dead cannot answer; all that is left is to kill its actor below.
             if not call.cancel() and not call.cancelled():
                 call.exception()  # retrieved, so that asyncio does not warn about it
-        actors = [*serving, *self.trainers, self.buffer, self.param_server]
         # In a thread with a limited wait: killing asks Ray, which may itself not answer.
-        thread = threading.Thread(target=_kill, args=([a for a in actors if a is not None],), daemon=True)
+        thread = threading.Thread(target=_kill, args=(actors,), daemon=True)
         thread.start()
         deadline = time.monotonic() + grace_s
         while thread.is_alive() and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
+
+
+async def _clock_offset(actor: Any) -> tuple[float, float]:
+    """(Seconds that the answer took, by how much the actor's clock is ahead of this one)."""
+    begun, asked = time.monotonic(), time.time()
+    its = await actor.clock.remote()
+    took_s = time.monotonic() - begun
+    return took_s, its - (asked + took_s / 2)
 
 
 def _kill(actors: Sequence[Any]) -> None:
@@ -157,6 +173,9 @@ class Launcher:
         self._recipe = recipe
         self._run_dir = run_dir.absolute()
         self._logs = self._run_dir / "logs"
+        self._spans = self._run_dir / "spans" if config.log.spans else None
+        if self._spans is not None:
+            spans.open_writer(self._spans / "driver.jsonl", part="driver")
         self._transport = transport_settings(config, self._run_dir)
         self._cores: Cores = assign_cores(config, recipe)
         self._others = beside_engines(self._cores)
@@ -287,7 +306,9 @@ class Launcher:
         settings = engine_settings(self._config, cores=cores, load_weights=self._load_weights)
         actor = CollectorRemote.options(**where).remote(settings, gpus=gpus, **self._common(role))
         made(actor)
-        self._met(role, actor, await actor.answer.remote(), instead)
+        place = await actor.answer.remote()
+        self._met(role, actor, place, instead)
+        await self._open_spans(role, actor, place)
         process = await actor.start.remote(self._config, **self._for_collectors())
         self._started(role, actor, process, cores=self._others, instead=instead)
         return process["name"]
@@ -372,12 +393,27 @@ class Launcher:
         places = await asyncio.gather(*(self._wait(actor.answer.remote(), role) for role, actor in actors.items()))
         for (role, actor), place in zip(actors.items(), places, strict=True):
             self._met(role, actor, place)
+        await asyncio.gather(
+            *(
+                self._wait(self._open_spans(role, actor, place), role)
+                for (role, actor), place in zip(actors.items(), places, strict=True)
+            )
+        )
 
     def _met(self, role: str, actor: Any, place: tuple[str, int], instead: Instead | None = None) -> None:
         machine, pid = place
         self.parts.supervisor.watch_process(
             role, actor.wait_until_death.remote(), pids=[pid] if machine == os.uname().nodename else [], instead=instead
         )
+
+    async def _open_spans(self, role: str, actor: Any, place: tuple[str, int]) -> None:
+        """Another machine's clock is compared with this one's, by the quickest of a few answers."""
+        if self._spans is None:
+            return
+        looks = [(0.0, 0.0)]
+        if place[0] != os.uname().nodename:
+            looks = [await _clock_offset(actor) for _ in range(CLOCK_LOOKS)]
+        await actor.open_spans.remote(self._spans / f"{role}.jsonl", role, min(looks)[1])
 
     def _started(
         self,

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import ray
 
+from .. import spans
 from ..failures import Watched, as_text
 from ..monitor.logs import log_to_file
 from ..transports.transport import TransportSettings, WeightTransport, open_transport
@@ -116,10 +117,15 @@ class TrainerActor(Watched):
         def step() -> dict[str, float]:
             canary_s = time.monotonic() - asked
             inputs = self._step_inputs.popleft() if self._step_inputs else {}
-            metrics = self._trainer.forward_backward(batch, **inputs) | self._trainer.optim_step()
+            step = self._trainer.policy_version + 1
+            with spans.span("forward_backward", step=step):
+                metrics = self._trainer.forward_backward(batch, **inputs)
+            with spans.span("optimizer", step=step):
+                metrics |= self._trainer.optim_step()
             started = time.monotonic()
             if publish:
-                metrics |= self._trainer.begin_publish()
+                with spans.span("copy_aside", version=step):
+                    metrics |= self._trainer.begin_publish()
             return metrics | {"step/publish_s": canary_s + time.monotonic() - started}
 
         stepped = self._in_order(step)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .. import spans
 from ..transports.transport import Outgoing, WeightTransport
 from ..weights import BucketPlan, Canary, Checksum, Manifest, Publication, TensorEntry, checksum_of, digest_of
 from .gather import Gatherer
@@ -107,6 +108,10 @@ class Publisher:
 
     def _send(self, version: _Version, copied: Callable[[], None]) -> Publication | None:
         """A failure leaves nothing: what was uploaded is released, and was never announced."""
+        with spans.span("publish", version=version.policy_version):
+            return self._sent(version, copied)
+
+    def _sent(self, version: _Version, copied: Callable[[], None]) -> Publication | None:
         outgoing: Outgoing | None = None
         uploaded: list[tuple[int, list[TensorEntry]]] = []
         failure: Exception | None = None

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from .. import spans
 from ..algorithms.objective import Loss, Objective
 from ..transports.object_store import ObjectStore
 from ..transports.transport import WeightTransport
@@ -214,7 +215,8 @@ class Trainer:
     @torch.no_grad()
     def score_canary(self) -> None:
         """One pass with the weights of the last `begin_publish` (a collective). Its failure is the publication's."""
-        self._publisher.score(lambda: score_canary(self._model, self._canary_prompts(), self._device))
+        with spans.span("canary", version=self.policy_version):
+            self._publisher.score(lambda: score_canary(self._model, self._canary_prompts(), self._device))
 
     def publish(self) -> None:
         """Both (a collective)."""

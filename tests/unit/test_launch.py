@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,8 +31,8 @@ class FakeActor:
         return self
 
     def __getattr__(self, method: str) -> Any:
-        async def answer(*args: Any, **named: Any) -> dict[str, Any]:
-            return {"pid": 0, "node": ""}
+        async def answer(*args: Any, **named: Any) -> Any:
+            return (os.uname().nodename, 0) if method == "answer" else {"pid": 0, "node": ""}
 
         return SimpleNamespace(remote=answer)
 
