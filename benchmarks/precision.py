@@ -199,7 +199,7 @@ async def measured(args: argparse.Namespace, folder: Path, dtype: str, head: str
         name=args.engine,
         model_path=str(folder),
         dtype=dtype,
-        **({"head_dtype": head} if head else {}),
+        head_dtype=head,
         device="cpu",
         max_model_len=256,
         seed=0,
