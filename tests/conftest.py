@@ -21,6 +21,7 @@ import pytest
 from _pytest.logging import catching_logs
 from hypothesis import HealthCheck, settings
 
+from . import forked
 from .tiers import APART, LONG, TOGETHER, sample
 
 # A Ray call outside of a run would start a cluster of its own inside pytest, and end pytest when that cluster goes.
@@ -100,7 +101,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Together(config, log)
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What is loaded now stays: torch and transformers are millions of objects, which each full collection, and each
     test that asks for one, would walk through again. Garbage in cycles is rare; it may wait for 50,000 new objects.
     """
@@ -109,6 +110,8 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(50_000)
     gc.enable()
+    if session.items and not session.config.option.collectonly:
+        forked.begin()
 
 
 @pytest.fixture(scope="session")

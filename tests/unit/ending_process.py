@@ -1,6 +1,6 @@
 """Runs in processes of their own, for tests of endings: the real runner, without Ray, and recipes that misbehave.
 
-    python ending_process.py FOLDER HOW...
+Called with FOLDER and HOW... on the command line, `main` starts one in each way.
 
 Each run has FOLDER/HOW, with its temporary folder `tmp`, its `output`, its process id in `pid` and the exit code in
 `code` when it has ended.
@@ -116,7 +116,3 @@ def main() -> None:
         pid, status = os.wait()
         if folder := pids.pop(pid, None):
             (folder / "code").write_text(str(os.waitstatus_to_exitcode(status)))
-
-
-if __name__ == "__main__":
-    main()

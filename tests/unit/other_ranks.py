@@ -1,6 +1,6 @@
-"""Other ranks of a process group, for tests: processes that load torch once and then do one test's work after another.
+"""Other ranks of a process group, for tests: processes that do one test's work after another.
 
-A test gives each of them a script and a tuple `work` to do it with. Run as a program, this file is such a process.
+A test gives each of them a script and a tuple `work` to do it with.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import pickle
 import select
-import subprocess
 import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from ..forked import Forked
 
 
 class OtherRanks:
@@ -23,8 +22,8 @@ class OtherRanks:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._idle: dict[int, subprocess.Popen[bytes]] = {}
-        self._busy: dict[int, subprocess.Popen[bytes]] = {}
+        self._idle: dict[int, Forked] = {}
+        self._busy: dict[int, Forked] = {}
 
     def begin(self, script: str, works: Mapping[int, tuple[Any, ...]]) -> None:
         """Each rank of `works` runs `script` with its own; what that calls `result` is the rank's answer."""
@@ -63,16 +62,10 @@ class OtherRanks:
         self._idle = {}
         self.end_busy()
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        path = os.pathsep.join([str(ROOT), *(p for p in sys.path if p)])
+    def _start(self) -> Forked:
         with (self._folder / "stderr").open("ab") as stderr:
-            return subprocess.Popen(
-                [sys.executable, __file__],
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-            )
+            code = f"from {__name__} import serve; serve()"
+            return Forked(code, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=stderr)
 
 
 def serve() -> None:
@@ -91,7 +84,3 @@ def serve() -> None:
             answer = traceback.format_exc(), None
         pickle.dump(answer, answers)
         answers.flush()
-
-
-if __name__ == "__main__":
-    serve()

@@ -1,8 +1,4 @@
-"""Processes that train a tiny model and save it, to be killed: started by test_saving_killed.py, not a test itself.
-
-    python saving_process.py MODEL FOLDER        on stdin one line per life: killed after how many steps, and seconds
-                                                 (or "saving": while it saves)
-    python saving_process.py MODEL FOLDER full   one life, on a disk that is too small; its last words as JSON
+"""What processes do that train a tiny model and save it, to be killed: started by test_saving_killed.py.
 
 A life goes on from the newest checkpoint, and saves after every step. What it computes is checked by all: the hash of
 the weights of each version is written down, and any life that has that version, trained or loaded, must have the same.
@@ -11,6 +7,7 @@ the weights of each version is written down, and any life that has that version,
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import faulthandler
 import hashlib
 import json
@@ -34,6 +31,8 @@ from leeway.trainer.checkpoint import CheckpointError
 from leeway.trainer.trainer import Trainer
 
 SAVING = b"s"
+NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000
+"""Flags of unshare(2)."""
 
 
 class Rank:
@@ -173,13 +172,24 @@ def in_a_child(act: Callable[[], object]) -> None:
     assert status == 0, f"the child ended with {status}"
 
 
-if __name__ == "__main__":
-    if sys.argv[3:] == ["full"]:
-        save_model(Path(sys.argv[1]))
-        fill_the_disk(Path(sys.argv[1]), Path(sys.argv[2]))
-    else:
-        in_a_child(lambda: save_model(Path(sys.argv[1])))  # it starts threads, and whoever forks must have none
-        free_address()  # its folder is made by the process that lives to remove it
-        for line in sys.stdin:
-            steps, after_s = line.split()
-            be_killed(Path(sys.argv[1]), Path(sys.argv[2]), int(steps), None if after_s == "saving" else float(after_s))
+def be_killed_often(model: str, folder: str) -> None:
+    """On stdin, one line per life: killed after how many steps, and seconds (or "saving": while it saves)."""
+    in_a_child(lambda: save_model(Path(model)))  # it starts threads, and whoever forks must have none
+    free_address()  # its folder is made by the process that lives to remove it
+    for line in sys.stdin:
+        steps, after_s = line.split()
+        be_killed(Path(model), Path(folder), int(steps), None if after_s == "saving" else float(after_s))
+
+
+def fill_a_disk(model: str, disk: str) -> None:
+    """One life, on a disk of 2 MB; its last words as JSON."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    user, group = os.getuid(), os.getgid()
+    done = libc.unshare(NEW_USER | NEW_MOUNTS)
+    assert done == 0, os.strerror(ctypes.get_errno())
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        Path(f"/proc/self/{name}").write_text(text)
+    done = libc.mount(b"none", disk.encode(), b"tmpfs", 0, b"size=2m")
+    assert done == 0, os.strerror(ctypes.get_errno())
+    save_model(Path(model))
+    fill_the_disk(Path(model), Path(disk) / "run")

@@ -23,7 +23,7 @@ from leeway.runtime.guardian import Guardian
 from leeway.runtime.supervisor import GRACE_S, Supervisor
 from leeway.runtime.watch import Outcome, RunWatch
 
-HERE = Path(__file__).resolve().parent
+from ..forked import Forked
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +65,9 @@ WHOLE_RUNS = {  # signal, exit code, a line that must be there, and whether it i
 
 @pytest.mark.slow
 def test_runs_end_with_the_right_code_and_last_line_and_leave_nothing(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, str(HERE / "ending_process.py"), str(tmp_path), *WHOLE_RUNS])
+    process = Forked(
+        "import sys; from tests.unit import ending_process; ending_process.main()", str(tmp_path), *WHOLE_RUNS
+    )
     waiting = {how: number for how, (number, *_) in WHOLE_RUNS.items() if number is not None}
     while waiting:
         assert process.poll() is None

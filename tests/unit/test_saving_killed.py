@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +17,17 @@ import pytest
 
 from leeway.driver.checkpoints import newest_state
 
+from ..forked import Forked
 from ..tiers import sample
 
-HERE = Path(__file__).parent
 KILLS, WHILE_IT_SAVES = sample((4, 1), (20, 3))
 pytestmark = pytest.mark.slow
 
 
-def command(*args: str) -> list[str]:
-    return [sys.executable, str(HERE / "saving_process.py"), *args]
-
-
-def environment() -> dict[str, str]:
-    path = ":".join([str(HERE.parents[1]), *filter(None, sys.path)])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+def process(call: str, *args: str) -> Forked:
+    """One that makes a call of saving_process.py."""
+    code = f"import sys; from tests.unit import saving_process; saving_process.{call}"
+    return Forked(code, *args, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def diary_of(file: Path) -> list[dict[str, Any]]:
@@ -45,16 +41,10 @@ def test_kills_at_random_moments_leave_a_whole_checkpoint_each_time(tmp_path):
     moments = [(max(0, rng.randint(-2, 6)), rng.uniform(0, 0.15)) for _ in range(KILLS)]  # 0 steps: while it starts
     lines = [f"{steps} {after_s}\n" for steps, after_s in moments]
     lines[1:1] = ["0 saving\n"] * WHILE_IT_SAVES
-    done = subprocess.run(
-        command(str(model), str(folder)),
-        input="".join(lines),
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    half_written = [json.loads(line)["half_written"] for line in done.stdout.splitlines()]
+    killed = process("be_killed_often(*sys.argv[1:])", str(model), str(folder))
+    said = killed.communicate("".join(lines), timeout=280)
+    assert killed.returncode == 0
+    half_written = [json.loads(line)["half_written"] for line in said.splitlines()]
     assert len(half_written) == KILLS + WHILE_IT_SAVES
     assert all(half_written[1:][:WHILE_IT_SAVES]), "not killed while it saved"
     sha_of: dict[int, str] = {}
@@ -87,16 +77,10 @@ def test_a_full_disk_ends_it_with_one_clear_line_and_the_last_checkpoint_is_whol
     disk.mkdir()
     if not can_mount(disk):
         pytest.skip("no small disk can be mounted here: unprivileged user namespaces are off")
-    script = f'mount -t tmpfs -o size=2m none {disk} && exec "$@"'
-    lives = command(str(tmp_path / "model"), str(disk / "run"), "full")
-    done = subprocess.run(
-        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", *lives],
-        capture_output=True,
-        text=True,
-        env=environment(),
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    last = json.loads(done.stdout.splitlines()[-1])
+    full = process("fill_a_disk(*sys.argv[1:])", str(tmp_path / "model"), str(disk))
+    said = full.communicate()
+    assert full.returncode == 0
+    last = json.loads(said.splitlines()[-1])
     assert "No space left on device" in last["error"], last["error"]
     assert "rank 0 could not write it" in last["error"]
     assert "\n" not in last["error"]

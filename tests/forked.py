@@ -1,0 +1,219 @@
+"""Processes that have imported what the tests have, at the price of a fork: torch alone costs a new one seconds.
+
+When all tests are collected, and none has run, pytest's process forks a server. It has one thread and starts none, so
+what it forks for a test is what `python -c CODE` is once that has imported all that the tests import. To show something
+of a process's own imports, or of the environment that libraries read when they are loaded, takes `subprocess`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import logging
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import types
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+MAX_BYTES = 100_000
+"""Of a request: mostly an environment."""
+_server: socket.socket | None = None
+
+
+@dataclass(frozen=True)
+class _Request:
+    code: str
+    args: tuple[str, ...]
+    env: dict[str, str]
+    cwd: str
+    start_new_session: bool
+
+
+class Forked:
+    """As `subprocess.Popen([sys.executable, "-c", code, *args])`, with what the tests use of it.
+
+    `stdin` and `stdout` are pipes if they are not given; `stderr` is this process's. /proc shows this process's command
+    line and environment.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        *args: str,
+        env: Mapping[str, str] = os.environ,
+        cwd: Path | None = None,
+        stdin: Any = None,
+        stdout: Any = None,
+        stderr: Any = 2,
+        start_new_session: bool = False,
+    ) -> None:
+        assert _server is not None, "no test runs yet"
+        self.returncode: int | None = None
+        ours, theirs = socket.socketpair()
+        streams: list[Any] = [stdin, stdout, stderr]
+        self.stdin: BinaryIO | None = None
+        self.stdout: BinaryIO | None = None
+        if stdin is None:
+            streams[0], write = os.pipe()
+            self.stdin = os.fdopen(write, "wb")
+        if stdout is None:
+            read, streams[1] = os.pipe()
+            self.stdout = os.fdopen(read, "rb")
+        request = pickle.dumps(_Request(code, args, dict(env), str(cwd or Path.cwd()), start_new_session))
+        assert len(request) < MAX_BYTES
+        descriptors = [s if isinstance(s, int) else s.fileno() for s in streams]
+        socket.send_fds(_server, [request], [*descriptors, theirs.fileno()])
+        theirs.close()
+        if stdin is None:
+            os.close(descriptors[0])
+        if stdout is None:
+            os.close(descriptors[1])
+        self._ended = ours
+        pid, (self._process,), _, _ = socket.recv_fds(ours, 4, 1)
+        self.pid = int.from_bytes(pid, "big")
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self._ended.settimeout(timeout)
+            try:
+                self.returncode = int.from_bytes(self._ended.recv(4), "big", signed=True)
+            except (BlockingIOError, TimeoutError):
+                raise subprocess.TimeoutExpired("a forked process", timeout or 0.0) from None
+            self._ended.close()
+            os.close(self._process)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._process, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, text: str = "", timeout: float | None = None) -> str:
+        """Writes `text` to its stdin, and returns what it has written to its stdout once it has ended."""
+        assert self.stdin is not None
+        assert self.stdout is not None
+        with self.stdin, self.stdout:
+            self.stdin.write(text.encode())
+            self.stdin.close()
+            said = self.stdout.read().decode()
+        self.wait(timeout)
+        return said
+
+
+def begin() -> None:
+    """Fork the server. It ends with this process."""
+    global _server
+    assert _server is None
+    _server, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork():
+        theirs.close()
+        return
+    try:
+        request = _serve(theirs)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    if request is not None:
+        _become(request)
+    os._exit(0)
+
+
+def _serve(requests: socket.socket) -> _Request | None:
+    """Returns in each child what it is to be, and in the server itself None at its end."""
+    faulthandler.disable()  # pytest's, to a descriptor that is closed now
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    keep = requests.fileno()
+    os.closerange(3, keep)
+    os.closerange(keep + 1, 65_536)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    selector = selectors.DefaultSelector()
+    selector.register(requests, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.data is not None:
+                pid, told = key.data
+                _, status = os.waitpid(pid, 0)
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                with told:
+                    try:
+                        told.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "big", signed=True))
+                    except OSError:  # nobody waits for it
+                        pass
+                continue
+            text, descriptors, _, _ = socket.recv_fds(requests, MAX_BYTES, 4)
+            if not text:
+                return None
+            *streams, told = descriptors
+            pid = os.fork()
+            if pid == 0:
+                selector.close()
+                for number, stream in enumerate(streams):
+                    os.dup2(stream, number)
+                os.closerange(3, 65_536)
+                return pickle.loads(text)  # from the process that this one is a copy of
+            for stream in streams:
+                os.close(stream)
+            ended, conn = os.pidfd_open(pid), socket.socket(fileno=told)
+            socket.send_fds(conn, [pid.to_bytes(4, "big")], [ended])
+            selector.register(ended, selectors.EVENT_READ, (pid, conn))
+
+
+def _become(request: _Request) -> None:
+    """What pytest has changed is undone, and the code run as a program."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if request.start_new_session:
+        os.setsid()
+    os.chdir(request.cwd)
+    os.environ.clear()
+    os.environ.update(request.env)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
+    sys.unraisablehook, threading.excepthook = sys.__unraisablehook__, threading.__excepthook__
+    logging.getLogger().handlers.clear()
+    logging.getLogger().setLevel(logging.WARNING)
+    warnings.resetwarnings()
+    warnings.simplefilter("ignore", DeprecationWarning)
+    gc.set_threshold(700, 10, 10)
+    if (torch := sys.modules.get("torch")) is not None and "OMP_NUM_THREADS" in request.env:
+        torch.set_num_threads(int(request.env["OMP_NUM_THREADS"]))
+    path = [folder for folder in request.env.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    sys.path[:] = ["", *dict.fromkeys([*path, *filter(None, sys.path)])]
+    sys.argv = ["-c", *request.args]
+    program = sys.modules["__main__"] = types.ModuleType("__main__")
+    code = 0
+    try:
+        exec(compile(request.code, "<string>", "exec"), program.__dict__)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    finally:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for the threads that are no daemons
+        atexit._run_exitfuncs()
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it, or it is closed
+            sys.stdout.flush()
+        os._exit(code)
