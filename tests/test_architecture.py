@@ -21,7 +21,7 @@ LAYERS = [
     {"collector", "replay", "param_server", "trainer"},
     {"runtime", "planning", "auxiliary", "engines"},
     {"driver"},
-    {"studies"},
+    {"studies", "watch"},
     {"recipes", "cli"},
 ]
 MIDDLE = LAYERS[4]

@@ -1,4 +1,4 @@
-"""`leeway run | resume | ps | scale | trace | plan | ls | cat | cp | validate | convert | env try`.
+"""`leeway run | resume | watch | ps | scale | trace | plan | ls | cat | cp | validate | convert | env try`.
 
 Exit codes: 0 done, 1 the run failed or learned nothing (the last line says why), 2 the input was refused, 130 or 143
 interrupted. Everything is checked before anything heavy is imported. Only `run`, `resume` and `env try` import torch,
@@ -35,6 +35,7 @@ from .env import app as env_app
 from .parts import ps, scale
 from .see import trace
 from .show import bundled_table, describe, recipe_table
+from .watch import watch, watch_beside
 
 
 def print_version(wanted: bool) -> None:
@@ -55,6 +56,7 @@ app.add_typer(env_app)
 app.command()(ps)
 app.command()(scale)
 app.command()(trace)
+app.command()(watch)
 
 Overrides = Annotated[
     list[str] | None,
@@ -62,6 +64,7 @@ Overrides = Annotated[
         metavar="[KEY=VALUE]...", help="Settings to change, e.g. train.steps=100.", autocompletion=complete_key
     ),
 ]
+Watched = Annotated[bool, typer.Option("--watch", help="Serve a page about the run beside it; see `leeway watch`.")]
 NameOrFile = Annotated[
     str,
     typer.Argument(
@@ -106,13 +109,14 @@ def run(
         ),
     ],
     overrides: Overrides = None,
+    watched: Watched = False,
 ) -> None:
     """Run a recipe.
 
     Example: leeway run async_rl --config quickstart seed=1 staleness.max_policy_lag=4
     """
     stages = plan_run(config, recipe, overrides or [])
-    _run(stages, stages[-1].notes, config)
+    _run(stages, stages[-1].notes, config, watched=watched)
 
 
 @app.command()
@@ -122,6 +126,7 @@ def resume(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change, e.g. train.steps=400 to train longer."),
     ] = None,
+    watched: Watched = False,
 ) -> None:
     """Resume a run that was stopped, or train a finished one for longer.
 
@@ -131,12 +136,14 @@ def resume(
     Example: leeway resume runs/leeway/quickstart train.steps=240
     """
     planned = importlib.import_module("leeway.driver.resume").plan_resume(run.expanduser(), overrides or [])
-    _run(planned.stages, planned.notes, str(run))
+    _run(planned.stages, planned.notes, str(run), watched=watched)
 
 
-def _run(stages: Sequence[Stage], notes: Sequence[str], config_name: str) -> None:
+def _run(stages: Sequence[Stage], notes: Sequence[str], config_name: str, *, watched: bool) -> None:
     for line in (*notes, *(f"code: {line}" for line in code_that_runs(stages))):
         print(f"leeway: {line}", flush=True)
+    if watched:
+        watch_beside(stages[0].config.run_dir)
     runner = importlib.import_module("leeway.driver.runner")
     raise typer.Exit(runner.run_stages(stages, stages[0].config.run_dir, config_name, sys.argv))
 

@@ -1,0 +1,237 @@
+// Rollouts: filter, read, a group side by side, one task at two steps; each token coloured by what is known of it.
+
+import { ask } from "./api.js";
+import { el, fill, number } from "./dom.js";
+
+const PAGE = 50;
+const RANGES = [["reward", "Reward"], ["lag", "Lag"], ["tokens", "Tokens"], ["step", "Step"]];
+const COLORINGS = [["version", "policy version"], ["logprob", "logprob"], ["difference", "logprob difference"], ["advantage", "advantage"], ["none", "nothing"]];
+
+export class Rollouts {
+  constructor(root) {
+    this.root = root;
+    this.offset = 0;
+    this.open = [];
+    this.coloring = "version";
+    this.ids = false;
+    this.form = this.makeForm();
+    this.list = el("div", { class: "list" });
+    this.detail = el("div", { class: "reading-pane" });
+    fill(root, el("h2", {}, "What the policy writes"), this.form, this.list, this.detail);
+  }
+
+  recolor() {}
+
+  makeForm() {
+    const range = ([name, label]) => el("fieldset", {}, el("legend", {}, label),
+      el("input", { name: `${name}_min`, "aria-label": `${label} at least`, placeholder: "min", inputmode: "decimal", size: 6, autocomplete: "off" }),
+      el("input", { name: `${name}_max`, "aria-label": `${label} at most`, placeholder: "max", inputmode: "decimal", size: 6, autocomplete: "off" }));
+    this.reason = el("select", { name: "reason" }, el("option", { value: "" }, "any"));
+    this.sign = el("select", { name: "sign" }, el("option", { value: "" }, "any"));
+    return el("form", { class: "filters", "aria-label": "Filter rollouts", onsubmit: (e) => { e.preventDefault(); this.offset = 0; this.load(); },
+      onchange: () => { this.offset = 0; this.load(); }, onreset: () => setTimeout(() => { this.offset = 0; this.load(); }) },
+      RANGES.map(range),
+      el("label", {}, "Task", el("input", { name: "task", size: 12, autocomplete: "off" })),
+      el("label", {}, "Group", el("input", { name: "group", size: 8, inputmode: "numeric", autocomplete: "off" })),
+      el("label", {}, "Ended by", this.reason), el("label", {}, "Sign of hacking", this.sign),
+      el("label", {}, "Order", el("select", { name: "sort" }, ["newest", "oldest", "best", "worst", "longest", "stalest"].map((o) => el("option", { value: o }, o)))),
+      el("button", { type: "submit" }, "Filter"), el("button", { type: "reset", class: "plain" }, "Clear"));
+  }
+
+  async show(selection, words, force) {
+    this.selection = selection;
+    const one = selection[0];
+    if (!one) return;
+    const key = selection.map((o) => `${o.run.run}/${o.stage.name}`).join(",");
+    if (key !== this.key) { this.key = key; this.offset = 0; this.open = []; fill(this.detail); force = true; }
+    // A list that changes while it is read is no use: new rollouts come when asked for.
+    if (force || !this.loaded || (!this.total && one.stage.progress.num_rollouts)) await this.load();
+    else this.drawNew();
+  }
+
+  at() {
+    const { run, stage } = this.selection[0];
+    return { run: run.run, stage: stage.name };
+  }
+
+  async load() {
+    this.loaded = true;
+    const given = Object.fromEntries(new FormData(this.form));
+    try {
+      const found = await ask("rollouts", { ...this.at(), ...given, limit: PAGE, offset: this.offset });
+      this.total = found.total;
+      this.seen = this.selection[0].stage.progress.num_rollouts;
+      this.choices(this.reason, found.choices.reasons);
+      this.choices(this.sign, found.choices.signs);
+      this.drawList(found);
+    } catch (error) {
+      fill(this.list, el("p", { class: "quiet", role: "alert" }, error.message));
+    }
+  }
+
+  choices(select, values) {
+    const now = select.value;
+    fill(select, el("option", { value: "" }, "any"), values.map((v) => el("option", { value: v }, v)));
+    select.value = values.includes(now) ? now : "";
+  }
+
+  drawNew() {
+    const more = this.selection[0].stage.progress.num_rollouts - this.seen;
+    const note = this.list.querySelector(".new");
+    if (note) note.textContent = more > 0 ? `${number(more)} new: show them` : "";
+    if (note) note.hidden = more <= 0;
+  }
+
+  drawList(found) {
+    const cell = (value) => el("td", {}, value);
+    const rows = found.rows.map((row) => el("tr", {},
+      el("td", {}, el("button", { type: "button", class: "link", onclick: () => this.show_([row.rowid]) }, `step ${row.step}`)),
+      cell(number(row.group_id)), el("td", { class: "mono" }, row.task), cell(number(row.reward)), cell(number(row.advantage)), cell(number(row.lag)), cell(number(row.tokens)),
+      cell(row.turns), el("td", {}, row.reason), el("td", {}, row.signs.map((s) => el("span", { class: "sign" }, s))),
+      el("td", {}, el("button", { type: "button", class: "link", onclick: () => this.group(row) }, "group"), " ", el("button", { type: "button", class: "link", onclick: () => this.sameTask(row) }, "same task"))));
+    const heads = ["Rollout", "Group", "Task", "Reward", "Advantage", "Lag", "Tokens", "Turns", "Ended by", "Signs", "Side by side"];
+    const last = Math.min(found.total, this.offset + PAGE);
+    fill(this.list,
+      el("div", { class: "tools" }, el("span", { role: "status" }, found.total ? `${number(this.offset + 1)} to ${number(last)} of ${number(found.total)}` : "No rollout matches."),
+        el("button", { type: "button", disabled: this.offset === 0, onclick: () => { this.offset -= PAGE; this.load(); } }, "Previous"),
+        el("button", { type: "button", disabled: last >= found.total, onclick: () => { this.offset += PAGE; this.load(); } }, "Next"),
+        el("button", { type: "button", class: "new", hidden: true, onclick: () => { this.offset = 0; this.load(); } })),
+      rows.length ? el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Table of rollouts" }, el("table", {}, el("thead", {}, el("tr", {}, heads.map((h) => el("th", { scope: "col" }, h)))), el("tbody", {}, rows))) : null);
+  }
+
+  async group(row) {
+    const found = await ask("rollouts", { ...this.at(), group: row.group_id, sort: "best", limit: 16 });
+    await this.show_(found.rows.filter((r) => r.step === row.step).map((r) => r.rowid), `Group ${row.group_id}: ${found.total} of its rollouts were kept`);
+  }
+
+  // In every run shown: the task at its first and at its last step.
+  async sameTask(row) {
+    const ids = [];
+    for (const one of this.selection) {
+      const at = { run: one.run.run, stage: one.stage.name };
+      for (const sort of ["oldest", "newest"]) {
+        const found = await ask("rollouts", { ...at, task: row.task, sort, limit: 1 });
+        for (const r of found.rows) if (!ids.some((i) => i.id === r.rowid && i.run === at.run)) ids.push({ id: r.rowid, ...at });
+      }
+    }
+    await this.show_(ids, `Task ${row.task}: at its first and its last step${ids.length < 2 ? " (it was kept at one step only)" : ""}`);
+  }
+
+  async show_(ids, title = "") {
+    this.title = title;
+    this.open = await Promise.all(ids.map((id) => ask("rollout", typeof id === "object" ? id : { ...this.at(), id })));
+    this.drawDetail();
+    this.detail.querySelector("h3")?.focus();
+  }
+
+  drawDetail() {
+    if (!this.open.length) return;
+    const choice = el("fieldset", { class: "coloring" }, el("legend", {}, "Colour tokens by"), COLORINGS.map(([value, label]) => {
+      const radio = el("input", { type: "radio", name: "coloring", value, id: `by-${value}`, onchange: () => { this.coloring = value; this.drawTexts(); } });
+      radio.checked = value === this.coloring;
+      return el("label", { for: `by-${value}` }, radio, label);
+    }), el("label", {}, (() => { const box = el("input", { type: "checkbox", onchange: () => { this.ids = box.checked; this.drawTexts(); } }); box.checked = this.ids; return box; })(), "token ids"));
+    this.under = el("p", { class: "under", "aria-live": "polite" }, "Point at a token to see its numbers.");
+    this.columns = el("div", { class: this.open.length > 1 ? "columns many" : "columns" });
+    fill(this.detail, el("h3", { tabindex: "-1" }, this.title || `Rollout at step ${this.open[0].step}`), choice, this.legend = el("p", { class: "scale" }), this.under, this.columns);
+    this.drawTexts();
+  }
+
+  drawTexts() {
+    const versions = this.open.flatMap((r) => r.response.policy_versions || []).filter((v) => v !== null);
+    const newest = Math.max(...versions);
+    fill(this.legend, scaleWords(this.coloring, newest, this.open));
+    fill(this.columns, this.open.map((r) => this.text(r, newest)));
+  }
+
+  text(r, newest) {
+    const facts = [["reward", number(r.reward)], ["advantage", number(r.advantage)], ["lag", number(r.lag)], ["tokens", number(r.tokens)], ["ended by", r.reason],
+      ...Object.entries(r.metrics).slice(0, 6).map(([k, v]) => [k, typeof v === "number" ? number(v) : String(v)])];
+    const notes = [];
+    if (r.cut.prompt) notes.push(`The first ${number(r.cut.prompt)} tokens of the prompt are not shown.`);
+    if (r.cut.response) notes.push(`The last ${number(r.cut.response)} tokens of the answer are not shown.`);
+    const known = r.response.pieces.some((p) => p !== null);
+    return el("article", { class: "rollout" },
+      el("h4", {}, `Step ${r.step}, group ${r.group_id ?? "–"}, no. ${r.sequence ?? "–"}`),
+      el("dl", { class: "facts" }, facts.flatMap(([k, v]) => [el("dt", {}, k), el("dd", {}, v)])),
+      r.signs.length ? el("p", {}, "Signs: ", r.signs.map((s) => el("span", { class: "sign" }, s))) : null,
+      el("section", { class: "turn given" }, el("h5", {}, "Prompt"), el("p", { class: "text" }, this.plain(r.prompt))),
+      known || this.ids ? this.turns(r, newest) : [el("section", { class: "turn sampled" }, el("h5", {}, "Answer"), el("p", { class: "text" }, r.text)),
+        el("p", { class: "quiet" }, "No tokenizer of this run's model was found here, so tokens are not told apart; their ids can be shown.")],
+      notes.map((n) => el("p", { class: "quiet" }, n)));
+  }
+
+  plain(part) {
+    if (this.ids || part.pieces.every((p) => p === null)) return part.ids.length ? part.ids.join(" ") : "(empty)";
+    return part.pieces.map((p, i) => p ?? `[${part.ids[i]}]`).join("");
+  }
+
+  turns(r, newest) {
+    const { ids, pieces, loss_mask: mask } = r.response;
+    const blocks = [];
+    ids.forEach((id, i) => {
+      const sampled = mask ? Boolean(mask[i]) : true;
+      if (!blocks.length || blocks[blocks.length - 1].sampled !== sampled) blocks.push({ sampled, tokens: [] });
+      blocks[blocks.length - 1].tokens.push(i);
+    });
+    return blocks.map((block, n) => {
+      const calls = block.sampled && /tool_call|<function|```python/.test(block.tokens.map((i) => pieces[i] ?? "").join(""));
+      const text = el("p", { class: "text tokens", onmouseover: (e) => this.tell(r, e.target), onfocusin: (e) => this.tell(r, e.target) });
+      for (const i of block.tokens) text.append(this.token(r, i, newest, block.sampled));
+      return el("section", { class: block.sampled ? "turn sampled" : "turn given" }, el("h5", {}, block.sampled ? (calls ? "Model, with a tool call" : n ? "Model, next turn" : "Model") : "Environment (masked: not trained on)"), text);
+    });
+  }
+
+  token(r, i, newest, sampled) {
+    const piece = r.response.pieces[i];
+    const node = el("span", { class: "token", "data-i": i }, this.ids || piece === null ? `${r.response.ids[i]} ` : piece.replace(/\n/g, "↵\n"));
+    if (sampled) {
+      const [level, side] = levelOf(this.coloring, r, i, newest);
+      if (level > 0) node.classList.add(`${side}-${level}`);
+    }
+    return node;
+  }
+
+  tell(r, node) {
+    if (!node.dataset?.i) return;
+    const i = Number(node.dataset.i), t = r.response;
+    const parts = [`token ${i}`, `id ${t.ids[i]}`];
+    if (t.policy_versions) parts.push(`version ${t.policy_versions[i]} (lag ${number(r.step - 1 - t.policy_versions[i])})`);
+    if (t.behavior_logprobs) parts.push(`logprob ${number(t.behavior_logprobs[i])}`);
+    if (t.trainer_logprobs) parts.push(`in the trainer ${number(t.trainer_logprobs[i])}`);
+    parts.push(`advantage ${number(t.advantages ? t.advantages[i] : r.advantage)}`);
+    this.under.textContent = parts.join(", ");
+  }
+}
+
+// 0 to 5, and which scale: "cool" is fresh, likely, or made likelier; "warm" is old, unlikely, or made less likely.
+function levelOf(coloring, r, i, newest) {
+  const t = r.response;
+  const step = (share) => Math.min(5, Math.max(0, Math.ceil(5 * share)));
+  if (coloring === "version" && t.policy_versions) {
+    const behind = newest - t.policy_versions[i];
+    return behind === 0 ? [1, "cool"] : [Math.min(5, behind), "warm"];
+  }
+  if (coloring === "logprob" && t.behavior_logprobs) return [step(-t.behavior_logprobs[i] / 5), "warm"];
+  if (coloring === "difference" && t.trainer_logprobs && t.behavior_logprobs) {
+    const d = t.trainer_logprobs[i] - t.behavior_logprobs[i];
+    return [step(Math.abs(d) / 0.5), d > 0 ? "cool" : "warm"];
+  }
+  if (coloring === "advantage") {
+    const a = t.advantages ? t.advantages[i] : r.advantage;
+    return a ? [step(Math.abs(a) / 2), a > 0 ? "cool" : "warm"] : [0, "cool"];
+  }
+  return [0, "cool"];
+}
+
+function scaleWords(coloring, newest, open) {
+  const mark = (name, words) => [el("span", { class: `token ${name}` }, " a "), ` ${words} `];
+  if (coloring === "version") return [mark("cool-1", `version ${newest}, the newest here`), mark("warm-1", "1 step older"), mark("warm-3", "3 steps older"), mark("warm-5", "5 and more")];
+  if (coloring === "logprob") return [mark("warm-1", "likely (above -1 nat)"), mark("warm-3", "-2 to -3"), mark("warm-5", "unlikely (below -4): the policy was surprised to say it")];
+  if (coloring === "difference") {
+    if (!open.some((r) => r.response.trainer_logprobs)) return ["These rollouts hold no logprobs of the trainer."];
+    return [mark("cool-3", "likelier in the trainer than when sampled"), mark("warm-3", "less likely; full colour from 0.5 nats on")];
+  }
+  if (coloring === "advantage") return [mark("cool-3", "made likelier"), mark("warm-3", "made less likely; full colour from 2 on")];
+  return [""];
+}

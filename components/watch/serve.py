@@ -1,0 +1,102 @@
+"""Starts the page's server in this process, at the lowest priority, and ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import uvicorn
+
+from ..config.errors import ConfigError
+from .folder import RunFolder
+from .server import build_app
+from .watcher import Watcher, default_cache
+
+PARENT_ENV = "LEEWAY_WATCH_PARENT"
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
+LOOK_S = 1.0
+
+
+def watch(runs: Sequence[Path], *, host: str, port: int, open_to_all: bool, must_exist: bool = True) -> None:
+    """Serve until it is interrupted, or the process that `LEEWAY_WATCH_PARENT` names has ended.
+
+    `open_to_all`: without a token. Raises ConfigError for what cannot be served.
+    """
+    for run in runs:
+        if must_exist and not run.is_dir():
+            raise ConfigError("RUN", got=str(run), expected="the folder of a run", fix="e.g. runs/leeway/quickstart")
+    local = is_loopback(host)
+    if open_to_all and not local:
+        fix = "leave out --no-token: everybody who reaches this machine could read the run"
+        raise ConfigError("--host", got=host, expected="127.0.0.1 with --no-token", fix=fix)
+    os.nice(19)  # whatever is left over by the run
+    token = None if open_to_all else secrets.token_urlsafe(24)
+    listening = _listen(host, port)
+    port = listening.getsockname()[1]
+    watcher = Watcher(_named(runs), default_cache())
+    watcher.start()
+    try:
+        hosts = LOOPBACK if local else None
+        app = build_app(watcher, token=token, hosts=hosts, cookie=f"leeway_watch_{port}")
+        shown_host = f"[{host}]" if ":" in host else host
+        print(f"leeway: watch: http://{shown_host}:{port}/{f'?token={token}' if token else ''}", flush=True)
+        asyncio.run(_serve(app, listening))
+    except KeyboardInterrupt:
+        pass
+    finally:
+        listening.close()
+        watcher.close()
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+async def _serve(app: object, listening: socket.socket) -> None:
+    config = uvicorn.Config(
+        app,  # pyright: ignore[reportArgumentType]
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        server_header=False,
+        timeout_graceful_shutdown=2,
+    )
+    server = uvicorn.Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    parent = os.environ.get(PARENT_ENV, "")
+    while not serving.done():
+        await asyncio.wait({serving}, timeout=LOOK_S)
+        if parent.isdigit() and not psutil.pid_exists(int(parent)):
+            server.should_exit = True
+    await serving
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except (OSError, OverflowError) as error:
+        got = f"{host} port {port} ({error})"
+        raise ConfigError("--port", got=got, expected="an address that is free here", fix="leave it out") from None
+    return listening
+
+
+def _named(runs: Sequence[Path]) -> list[RunFolder]:
+    """Each by the last part of its path; by two where that would be ambiguous."""
+    paths = [run.absolute() for run in runs]
+    names = [path.name for path in paths]
+    return [
+        RunFolder(path, name if names.count(name) == 1 else f"{path.parent.name}/{name}")
+        for path, name in zip(paths, names, strict=True)
+    ]

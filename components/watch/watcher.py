@@ -1,0 +1,240 @@
+"""The runs that are watched: one thread reads what is new, and says what changed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..monitor.waits import who_waits
+from .advisories import advisories
+from .columns import TIME, thinned
+from .folder import RunFolder, State
+from .index import StageIndex, cache_folder
+from .pieces import Pieces
+from .shown import shown_value
+from .spans import SpanIndex
+
+LOOK_S = 1.0
+JUDGE_S = 3.0
+"""How often advisories are computed again while there is more to read."""
+MAX_POINTS = 2_000
+KEPT_ANSWERS = 64
+SHOWN_SETTINGS = (
+    "staleness.max_policy_lag",
+    "staleness.reorder_window",
+    "train.steps",
+    "train.groups_per_step",
+    "algorithm.group_size",
+    "rollout.num_generators",
+    "rollout.max_response_tokens",
+    "algorithm.loss.clip_low",
+    "algorithm.loss.clip_high",
+)
+
+
+@dataclass
+class _Stage:
+    index: StageIndex
+    spans: SpanIndex
+    pieces: Pieces
+    judged_at: float = 0.0
+    judged: tuple[int, list[dict[str, Any]]] = (-1, [])
+
+
+class Watcher:
+    """`runs`: folders, each with the name that the page shows. `cache`: where indexes are kept; None: in a temporary
+    folder. `start` begins reading; `close` ends it.
+    """
+
+    def __init__(self, runs: Sequence[RunFolder], cache: Path | None = None) -> None:
+        self.runs = list(runs)
+        self._held = ExitStack()
+        self._cache = self._own_cache(cache)
+        self._stages: list[dict[str, _Stage]] = [{} for _ in runs]
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._read_for_ever, name="index", daemon=True)
+        self._overview: list[dict[str, Any]] = [self._described(i) for i in range(len(runs))]
+        self._answers: OrderedDict[tuple[Any, ...], tuple[int, Any]] = OrderedDict()
+        self._answers_lock = threading.Lock()
+        self.failure: str | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=60)
+        if not self._thread.is_alive():
+            for stages in self._stages:
+                for stage in stages.values():
+                    stage.index.close()
+        self._held.close()
+
+    def overview(self) -> list[dict[str, Any]]:
+        """Of each run what the top of the page says. Made by the reading thread; costs nothing here."""
+        return self._overview
+
+    def stage(self, run: int, name: str) -> _Stage:
+        """Raises KeyError if there is none."""
+        if not 0 <= run < len(self._stages):
+            raise KeyError(run)
+        return self._stages[run][name]
+
+    def series(self, run: int, stage: str, name: str, start: float, stop: float, points: int) -> dict[str, Any]:
+        """One metric, thinned. An answer is kept until the stage has new lines, so five pages cost what one does."""
+        index = self.stage(run, stage).index
+        points = max(2, min(points, MAX_POINTS))
+        return self._kept(
+            (run, stage, "series", name, start, stop, points),
+            index.revision,
+            lambda: thinned(*index.series(name, start, stop), points),
+        )
+
+    def window(self, run: int, stage: str, start: float, stop: float) -> dict[str, Any]:
+        """The lanes between two times."""
+        spans = self.stage(run, stage).spans
+        return self._kept((run, stage, "window", start, stop), spans.revision, lambda: spans.window(start, stop))
+
+    def steps_at(self, run: int, stage: str) -> dict[str, list[float]]:
+        """When steps were: pairs of step and seconds since the epoch."""
+        return self.series(run, stage, TIME, float("-inf"), float("inf"), 500)
+
+    def look(self) -> bool:
+        """Read once what is new in all runs; returns whether there may be more. For the thread, and for tests."""
+        more = False
+        for i, run in enumerate(self.runs):
+            for name, folder in run.stage_dirs().items():
+                if name not in self._stages[i]:
+                    self._stages[i][name] = self._open(run, folder)
+                stage = self._stages[i][name]
+                is_new = stage.index.advance()
+                stage.spans.advance()
+                self._judge(run, name, stage, settled=not is_new)
+                more |= is_new
+            self._overview[i] = self._described(i)
+        return more
+
+    def _read_for_ever(self) -> None:
+        try:
+            while not self._stop.is_set():
+                if not self.look():
+                    self._stop.wait(LOOK_S)
+        except Exception as error:  # a full disk: the page says so, and shows what it has
+            self.failure = f"{type(error).__name__}: {error}"
+
+    def _open(self, run: RunFolder, folder: Path) -> _Stage:
+        cache = cache_folder(self._cache, folder)
+        places = [run.path / "model", *_models(run.settings(folder.name)), *_checkpoints(folder)]
+        return _Stage(StageIndex(folder, cache), SpanIndex(folder), Pieces(places, cache / "pieces.sqlite"))
+
+    def _described(self, i: int) -> dict[str, Any]:
+        run, stages = self.runs[i], self._stages[i]
+        state = run.state(max((s.index.last_time for s in stages.values()), default=0.0))
+        described = {
+            "run": i,
+            "name": run.name,
+            "path": str(run.path),
+            "state": state.kind,
+            "state_text": state.text,
+            "cause": state.cause,
+            "stages": [self._described_stage(run, name, stage) for name, stage in stages.items()],
+            "death": self._death(run, state, stages),
+            "warnings": [w for w in run.summary().get("warnings") or [] if isinstance(w, str)][:20],
+            "parts": _parts_of(run),
+        }
+        return shown_value(described)
+
+    def _described_stage(self, run: RunFolder, name: str, stage: _Stage) -> dict[str, Any]:
+        settings = run.settings(name)
+        index = stage.index
+        wait = who_waits(index.recent_rows(), settings)
+        extent = stage.spans.extent()
+        return {
+            "name": name,
+            "step": index.last_step,
+            "time": index.last_time,
+            "revision": index.revision,
+            "progress": index.progress(),
+            "wait": asdict(wait) if wait else None,
+            "advisories": stage.judged[1],
+            "settings": {key: settings[key] for key in SHOWN_SETTINGS if settings.get(key) is not None},
+            "spans": list(extent) if extent else None,
+        }
+
+    def _judge(self, run: RunFolder, name: str, stage: _Stage, *, settled: bool) -> None:
+        """Compute the advisories if there are new lines: when all were read, and now and then before."""
+        now, index = time.monotonic(), stage.index
+        if stage.judged[0] != index.revision and (settled or now - stage.judged_at > JUDGE_S):
+            stage.judged, stage.judged_at = (index.revision, advisories(index, run.settings(name))), now
+
+    def _death(self, run: RunFolder, state: State, stages: Mapping[str, _Stage]) -> dict[str, Any] | None:
+        last = list(stages.values())[-1] if stages else None
+        death = run.death(state, last.index.dir if last else None)
+        if death is None:
+            return None
+        waits = []
+        for part in ("driver", "trainer-0", "generator-0") if last else ():
+            span = last.spans.last_wait(part) if last else None
+            if span is not None and part != death.part:
+                waits.append({"part": part, "for": span["attrs"].get("for", "a batch"), "start": span["start"]})
+        return asdict(death) | {"waits": waits}
+
+    def _kept(self, key: tuple[Any, ...], revision: int, compute: Callable[[], Any]) -> Any:
+        with self._answers_lock:
+            if (found := self._answers.get(key)) is not None and found[0] == revision:
+                self._answers.move_to_end(key)
+                return found[1]
+        answer = compute()
+        with self._answers_lock:
+            self._answers[key] = (revision, answer)
+            while len(self._answers) > KEPT_ANSWERS:
+                self._answers.popitem(last=False)
+        return answer
+
+    def _own_cache(self, cache: Path | None) -> Path:
+        """`cache`, held by a lock while this object lives; a temporary folder if another one holds it."""
+        if cache is not None:
+            try:
+                cache.mkdir(parents=True, exist_ok=True)
+                file = self._held.enter_context((cache / "lock").open("w"))
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return cache
+            except OSError:
+                pass
+        return Path(self._held.enter_context(tempfile.TemporaryDirectory(prefix="leeway-watch-")))
+
+
+def default_cache() -> Path:
+    """Under the user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "leeway" / "watch"
+
+
+def _models(settings: Mapping[str, Any]) -> list[Path]:
+    path = settings.get("model.path")
+    return [Path(path).expanduser()] if isinstance(path, str) else []
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return sorted(folder.glob("checkpoints/step-*/hf"), reverse=True)[:1]
+
+
+def _parts_of(run: RunFolder) -> list[dict[str, Any]]:
+    """The parts of a run's life: each `leeway run` or `resume`, and how it ended."""
+    parts = run.record().get("parts")
+    keys = ("command", "began", "status", "wall_s")
+    return [{key: own.get(key) for key in keys} for own in parts or [] if isinstance(own, dict)][-20:]
+
+
+def overview_text(overview: Sequence[Mapping[str, Any]]) -> str:
+    return json.dumps(overview, ensure_ascii=False, allow_nan=False)
