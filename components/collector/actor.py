@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import secrets
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -112,8 +113,8 @@ class CollectorActor(Watched):
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self.role = role
         self._log_file = log_file
-        # Of this process: what is started in its place asks for groups under another name.
-        self._name = f"{role}/{os.getpid()}"
+        # Of this process alone: what is started in its place, perhaps elsewhere, asks for groups under another name.
+        self._name = f"{role}/{secrets.token_hex(4)}"
         self._settings = engine
         self._engine: Engine | None = None
         self._current: CollectorRun | None = None

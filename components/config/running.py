@@ -52,7 +52,9 @@ class MonitorConfig(Section):
 class ClusterConfig(Section):
     """Processes, cores, GPUs and deadlines."""
 
-    address: str | None = Field(default=None, description="Ray cluster to join; null: start one on this machine")
+    address: str | None = Field(
+        default=None, description="Ray cluster to join (docs/cluster.md); null: start one on this machine"
+    )
     device: Literal["cuda", "cpu"] = Field(default="cuda", description="what engines and trainers run on")
     placement: Annotated[Literal["separate", "turns", "together"], ROLLOUTS] = Field(
         default="separate",
@@ -68,10 +70,11 @@ class ClusterConfig(Section):
         "the engines' cores (device cpu)",
     )
     engine_cores: Annotated[list[NonNegativeInt] | None, GENERATION] = Field(
-        default=None, description="cores for engines; null: those before the trainers'"
+        default=None,
+        description="cores for engines, on each machine of a joined cluster; null: those before the trainers'",
     )
     trainer_cores: Annotated[list[NonNegativeInt] | None, TRAINING] = Field(
-        default=None, description="cores for trainers; null: the last ones"
+        default=None, description="cores for trainers, on each machine of a joined cluster; null: the last ones"
     )
     kv_cache_gib: Annotated[PositiveFloat, ON_CPU] = Field(
         default=1.0, description="KV cache per engine in GiB (device cpu)"

@@ -25,13 +25,17 @@ import psutil
 import ray
 import ray._private.worker as ray_worker
 from ray._private import ray_constants, services
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.node import Node
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+from ray.exceptions import AuthenticationError
 
 from ..config import Config, Recipe, Stage, derive
+from ..config.derived import Derived
 from ..config.names import user_names
 from ..config.plugins import modules_in
 from ..failures import Kind, PartFailed
+from .footprint import MARK_ENV, PREFIX_ENV
 from .fork_server import ForkServer, can_fork, modules_of
 from .threads import yielding
 from .watch import RunWatch
@@ -54,6 +58,9 @@ ON_LOOPBACK = {
 }
 """Where the libraries of a run's own cluster listen; a setting of the user's stands."""
 _TOKEN = secrets.token_hex(32)
+OF_THE_RUN = (MARK_ENV, PREFIX_ENV, "SPT_NOENV")
+"""What marks processes of the run that it does not start itself; see `footprint`."""
+REACH_S = 20.0
 
 START_LOCK = "\0leeway-ray-start"
 """An address, bound while Ray starts: several concurrent starts take longer than Ray waits for one (30 s)."""
@@ -125,12 +132,12 @@ def connect(
             for kind, pid in _own_processes():
                 watch.add("ray", [pid], what=f"{kind} process", kind=Kind.CLUSTER)
         return
-    ray_constants.ENABLE_RAY_CLUSTER = True
+    runtime_env = options.setdefault("runtime_env", {})
+    runtime_env["env_vars"] = {name: os.environ[name] for name in OF_THE_RUN if name in os.environ}
     if config.cluster.device == "cpu":
-        runtime_env = options.setdefault("runtime_env", {})
-        runtime_env["env_vars"] = yielding(os.environ)
-    ray.init(address=config.cluster.address, **options)
-    check_room(stages, ray.cluster_resources())
+        runtime_env["env_vars"] |= yielding(os.environ)
+    _join(config.cluster.address, options)
+    check_room(stages, [node["Resources"] for node in ray.nodes() if node["Alive"]])
 
 
 def _print_to_log(data: dict[str, Any], ignore_prefix: bool = False) -> None:
@@ -138,20 +145,68 @@ def _print_to_log(data: dict[str, Any], ignore_prefix: bool = False) -> None:
     print(*data["lines"], sep="\n", file=sys.stderr, flush=True)
 
 
-def check_room(stages: Sequence[Stage], have: Mapping[str, float]) -> None:
-    """Raise `ClusterError` for the first stage that needs more GPUs or CPUs than there are."""
-    gpus, cpus = have.get("GPU", 0), have.get("CPU", 0)
+def _join(address: str, options: Mapping[str, Any]) -> None:
+    """Raises `ClusterError` in one line where there is no cluster, or this process may not join it."""
+    host, _, port = address.rpartition(":")
+    if port.isdigit():  # Ray itself waits for minutes
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+        except OSError as error:
+            raise ClusterError(
+                "cluster.address",
+                f"got {address}, where nothing answers ({error.strerror or error}); expected the address that "
+                "`ray start --head` has printed; start the cluster, or correct it",
+            ) from None
+    ray_constants.ENABLE_RAY_CLUSTER = True
+    # Ray does so by itself for a cluster that it finds, and not for one that it is told of.
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+    try:
+        ray.init(address=address, **options)
+    except (AuthenticationError, ConnectionError, RuntimeError) as error:
+        said = " ".join(str(error).split())
+        how = "; see docs/cluster.md"
+        if "oken" in said:
+            how = (
+                "; the cluster wants its token: copy ~/.ray/auth_token from the machine of `ray start --head` (or set "
+                "RAY_AUTH_TOKEN), and set RAY_AUTH_MODE=token for every `ray start` and here"
+            )
+        raise ClusterError("cluster.address", f"got {address}, which cannot be joined: {said[:300]}{how}") from None
+
+
+def check_room(stages: Sequence[Stage], hosts: Sequence[Mapping[str, float]]) -> None:
+    """Raise `ClusterError` for the first stage that needs more GPUs or CPUs than these machines have together, or more
+    for one of its processes than any has left beside the others.
+    """
+    gpus, cpus = (sum(host.get(kind, 0) for host in hosts) for kind in ("GPU", "CPU"))
     for stage in stages:
         need = derive(stage.config, stage.recipe)
-        if gpus >= need.gpus_needed and cpus >= need.cpus_needed:
+        if gpus >= need.gpus_needed and cpus >= need.cpus_needed and _fits(need, hosts):
             continue
         roles = {"generator": "rollout.num_generators", "trainer": "train.num_ranks"}
         keys = " or ".join(key for role, key in roles.items() if need.processes[role])
         raise ClusterError(
             "cluster.address",
             f"the cluster has {gpus:g} GPUs and {cpus:g} CPUs, expected {need.gpus_needed} and {need.cpus_needed} "
-            f"for the stage {stage.name}; lower {keys}, or add nodes",
+            f"for the stage {stage.name}, those of each process on one machine; lower {keys}, or add machines",
         )
+
+
+def _fits(need: Derived, hosts: Sequence[Mapping[str, float]]) -> bool:
+    """Whether each process finds a machine if the largest ones are placed first."""
+    left = [(host.get("GPU", 0), host.get("CPU", 0)) for host in hosts]
+    roles = [role for role in need.processes if not (need.shares_devices and role == "generator")]
+    each = [
+        (need.gpus[role] // number, need.cpus[role] // number)
+        for role in roles
+        if (number := need.processes[role])
+        for _ in range(number)
+    ]
+    for process in sorted(each, reverse=True):
+        room = next((i for i, own in enumerate(left) if all(a >= b for a, b in zip(own, process, strict=True))), None)
+        if room is None:
+            return False
+        left[room] = (left[room][0] - process[0], left[room][1] - process[1])
+    return True
 
 
 def _keep_to_this_machine() -> None:

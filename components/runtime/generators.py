@@ -27,9 +27,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 Ask = Callable[[Any], Awaitable[T]]
 """From an actor's handle to a call of it."""
-Launch = Callable[[Callable[[Any], None], Instead | None], Awaitable[str]]
-"""`launch(made, instead)` starts a process and has it watched; it calls `made` with its actor before it waits for
-anything, and returns the name under which the process asks for groups.
+Made = Callable[[Any, Callable[[], None]], None]
+Launch = Callable[[Made, Instead | None], Awaitable[str]]
+"""`launch(made, instead)` starts a process and has it watched, and returns the name under which the process asks for
+groups. As soon as there is an actor it calls `made(actor, leave)`; `leave()` frees its place when it is gone.
 """
 
 KILL_S = 10.0
@@ -88,6 +89,7 @@ class _Process:
 
     def __init__(self) -> None:
         self.actor: Any = None
+        self.leave: Callable[[], None] = lambda: None
         self.name = ""
         self.lost: asyncio.Future[PartFailed] = asyncio.get_running_loop().create_future()
 
@@ -231,8 +233,8 @@ class Generator:
             self._replacing = self._supervisor.watch(self.role, self._replaced(process, failure))
 
     async def _start(self, process: _Process) -> None:
-        def made(actor: Any) -> None:
-            process.actor = actor
+        def made(actor: Any, leave: Callable[[], None]) -> None:
+            process.actor, process.leave = actor, leave
 
         self._newest = process
         instead = (lambda failure: self._give_up(process, failure)) if self._restarts.allowed else None
@@ -291,6 +293,7 @@ class Generator:
         self._supervisor.end_part(self.role)
         if process.actor is not None:
             await _kill(process.actor, self.role)
+            process.leave()
         return await self._restarts.lost(process.name, failure.cause) if process.name else 0
 
 

@@ -28,13 +28,15 @@ GRACE_S = 15.0
 class Guardian:
     """The driver's side of it."""
 
-    def __init__(self, footprint: Footprint, run_dir: Path) -> None:
+    def __init__(self, footprint: Footprint, run_dir: Path, *, detached: bool = False) -> None:
+        """`detached`: no child of this process, with which its children may be killed."""
         settings = {"mark": footprint.mark, "scratch": str(footprint.scratch), "run_dir": str(run_dir)}
         settings |= {"driver": os.getpid(), "started": time.time()}
         self._footprint = footprint
+        apart = ["setsid", "--fork"] if detached else []
         self._process = subprocess.Popen(
             # -P: no module in the working directory can shadow one of Python's own.
-            [sys.executable, "-P", "-m", "leeway.runtime.guardian", json.dumps(settings)],
+            [*apart, sys.executable, "-P", "-m", "leeway.runtime.guardian", json.dumps(settings)],
             env={**os.environ, "PYTHONPATH": str(Path(sys.modules["leeway"].__file__ or "").absolute().parents[1])},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,9 @@ from ..auxiliary.actor import AuxiliaryRemote
 from ..collector.actor import CollectorRemote
 from ..collector.engine import EngineSettings
 from ..config import Config, Recipe, derive
-from ..config.derived import devices_of_copy
+from ..config.inputs import AuxiliaryModel
 from ..config.objective import objective_of
-from ..failures import PartFailed
+from ..failures import Kind, PartFailed, machine
 from ..monitor.logs import say
 from ..param_server.actor import ParameterServerRemote
 from ..replay.actor import ReplayBufferRemote
@@ -31,8 +30,9 @@ from ..trainer.settings import TrainerSettings
 from ..transports.transport import TransportSettings
 from ..weights import CanaryPrompts
 from .fleet import Fleet
-from .generators import Generator, Restarts
-from .placement import Cores, assign_cores, beside_engines, keep_on
+from .generators import Generator, Made, Restarts
+from .hosts import Cluster
+from .placement import OwnMachine, Place, Places
 from .supervisor import Instead, Supervisor, as_coroutine, together
 
 LAST_SPANS_S = 1.0
@@ -50,6 +50,7 @@ class Parts:
     supervisor: Supervisor
     generators: Fleet
     restarts: Restarts
+    places: Places
     trainers: list[Any] = field(default_factory=list)
     auxiliaries: list[Any] = field(default_factory=list)
     buffer: Any = None
@@ -81,6 +82,7 @@ class Parts:
         deadline = time.monotonic() + grace_s
         while thread.is_alive() and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
+        await self.places.close(grace_s)
 
 
 async def _clock_offset(actor: Any) -> tuple[float, float]:
@@ -172,18 +174,23 @@ class Launcher:
         self._config = config
         self._recipe = recipe
         self._run_dir = run_dir.absolute()
-        self._logs = self._run_dir / "logs"
         self._spans = self._run_dir / "spans" if config.log.spans else None
         if self._spans is not None:
             spans.open_writer(self._spans / "driver.jsonl", part="driver")
         self._transport = transport_settings(config, self._run_dir)
-        self._cores: Cores = assign_cores(config, recipe)
-        self._others = beside_engines(self._cores)
         self._addresses: dict[str, str] = {}
-        self._node = ray.util.get_node_ip_address() if ray.is_initialized() else None
         cluster = config.cluster
+        self._places: Places
+        if cluster.address is None:
+            self._places = OwnMachine(config, recipe, self._run_dir)
+        else:
+            self._places = Cluster(config, recipe, run_dir=self._run_dir, silent=self._machine_is_silent)
+        self._ranks: list[Place] = []
+        self._folders: dict[str, Path] = {}
+        self._machines: dict[str, str] = {}
+        self._instead: dict[str, Instead] = {}
         self._load_weights = False
-        self._places: list[tuple[dict[str, Any], list[str]]] = []
+        self._options: list[tuple[dict[str, Any], list[str]]] = []
         fleet = Fleet(
             self._generator,
             start=lambda generator: self._wait(generator.start(), generator.role),
@@ -200,6 +207,7 @@ class Launcher:
                 tell=say,
                 lost=self._lost_generator,
             ),
+            self._places,
         )
 
     async def reset(self, config: Config, *, total_steps: int, canary: CanaryPrompts) -> None:
@@ -214,13 +222,8 @@ class Launcher:
             "replay",
         )
         trainers = [
-            actor.reset.remote(
-                trainer_settings(
-                    config, self._recipe, total_steps=total_steps, canary=canary, cores=self._cores.trainers[rank]
-                ),
-                self._transport,
-            )
-            for rank, actor in enumerate(parts.trainers)
+            actor.reset.remote(await self._trainer_settings(place, total_steps, canary), self._transport)
+            for actor, place in zip(parts.trainers, self._ranks, strict=True)
         ]
         parts.generators.forget_duties()
         generators = [g.call(lambda a: a.reset.remote(config, **self._for_collectors())) for g in parts.generators]
@@ -228,28 +231,17 @@ class Launcher:
         await self._wait(together(generators), "generators")
 
     async def trainers(self, *, total_steps: int, canary: CanaryPrompts) -> None:
-        config, gpus = self._config, 1 if self._config.cluster.device == "cuda" else 0
-        num_ranks = config.train.num_ranks
+        ranks = range(self._config.train.num_ranks)
+        self._ranks = await self._wait(together([self._places.trainer(rank) for rank in ranks]), "trainer")
         self.parts.trainers = [
-            TrainerRank.options(num_gpus=gpus).remote(
-                **self._common(f"trainer-{rank}"), cores=self._cores.trainers[rank]
-            )
-            for rank in range(num_ranks)
+            TrainerRank.options(**place.options).remote(**self._common(f"trainer-{rank}", place), cores=place.cores)
+            for rank, place in enumerate(self._ranks)
         ]
         await self._meet({f"trainer-{rank}": actor for rank, actor in enumerate(self.parts.trainers)})
         address = await self._wait(self.parts.trainers[0].address.remote(), "trainer-0")
         starts = [
             actor.start.remote(
-                trainer_settings(
-                    config,
-                    self._recipe,
-                    total_steps=total_steps,
-                    canary=canary,
-                    cores=self._cores.trainers[rank],
-                ),
-                rank,
-                address,
-                self._transport,
+                await self._trainer_settings(self._ranks[rank], total_steps, canary), rank, address, self._transport
             )
             for rank, actor in enumerate(self.parts.trainers)
         ]
@@ -257,6 +249,10 @@ class Launcher:
         processes = await asyncio.gather(*(self._wait(s, f"trainer-{rank}") for rank, s in enumerate(starts)))
         for rank, process in enumerate(processes):
             self._started(f"trainer-{rank}", self.parts.trainers[rank], process)
+
+    async def _trainer_settings(self, place: Place, total_steps: int, canary: CanaryPrompts) -> TrainerSettings:
+        config = await self._wait(place.localize(self._config), "trainer")
+        return trainer_settings(config, self._recipe, total_steps=total_steps, canary=canary, cores=place.cores)
 
     async def load_state(self, directory: Path) -> int:
         """All ranks resume from a checkpoint; returns its policy version."""
@@ -268,21 +264,26 @@ class Launcher:
 
         It reads the tasks, so it runs on the driver's machine, where their files were checked.
         """
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        actor = ReplayBufferRemote.options(max_concurrency=calls_at_once(self._config), scheduling_strategy=here)
-        self.parts.buffer = actor.remote(self._config, role="replay", log_file=self._logs / "replay.log", start=start)
+        actor, log_file = ReplayBufferRemote.options(**self._beside_driver()), self._common("replay")["log_file"]
+        self.parts.buffer = actor.remote(self._config, role="replay", log_file=log_file, start=start)
         await self._meet({"replay": self.parts.buffer})
         process = await self._wait(self.parts.buffer.start.remote(), "replay")
-        self._started("replay", self.parts.buffer, process, cores=self._others)
+        self._started("replay", self.parts.buffer, process)
+        self._places.keep_off_engines(process)
 
     async def param_server(self) -> None:
-        room = calls_at_once(self._config)
-        self.parts.param_server = ParameterServerRemote.options(max_concurrency=room).remote(
+        """On the driver's machine too: the run ends with either of them."""
+        self.parts.param_server = ParameterServerRemote.options(**self._beside_driver()).remote(
             keep=derive(self._config).versions_kept, **self._common("param_server")
         )
         await self._meet({"param_server": self.parts.param_server})
         process = await self._wait(self.parts.param_server.start.remote(), "param_server")
-        self._started("param_server", self.parts.param_server, process, cores=self._others)
+        self._started("param_server", self.parts.param_server, process)
+        self._places.keep_off_engines(process)
+
+    def _beside_driver(self) -> dict[str, Any]:
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        return {"max_concurrency": calls_at_once(self._config), "scheduling_strategy": here}
 
     async def generators(self, *, load_weights: bool = False) -> None:
         """Start the engines concurrently.
@@ -291,26 +292,36 @@ class Launcher:
         """
         await self._auxiliaries()
         self._load_weights = load_weights
-        self._places = await self._engine_places()
-        await self.parts.generators.begin(len(self._places))
+        self._options = await self._engine_places()
+        await self.parts.generators.begin(len(self._options))
 
     def _generator(self, index: int) -> Generator:
         parts = self.parts
         launch = functools.partial(self._launch_generator, index)
         return Generator(f"generator-{index}", launch, supervisor=parts.supervisor, restarts=parts.restarts)
 
-    async def _launch_generator(self, index: int, made: Callable[[Any], None], instead: Instead | None) -> str:
+    async def _launch_generator(self, index: int, made: Made, instead: Instead | None) -> str:
         """See `generators.Launch`. The deadline is the caller's."""
-        place, cores = index % len(self._places), self._cores.engines[index % len(self._cores.engines)]
-        role, (where, gpus) = f"generator-{index}", self._places[place]
-        settings = engine_settings(self._config, cores=cores, load_weights=self._load_weights)
-        actor = CollectorRemote.options(**where).remote(settings, gpus=gpus, **self._common(role))
-        made(actor)
-        place = await actor.answer.remote()
-        self._met(role, actor, place, instead)
-        await self._open_spans(role, actor, place)
-        process = await actor.start.remote(self._config, **self._for_collectors())
-        self._started(role, actor, process, cores=self._others, instead=instead)
+        role, (options, gpus) = f"generator-{index}", self._options[index % len(self._options)]
+        place = await self._places.generator(index, options)
+        pids: list[int] = []
+        try:
+            config = await place.localize(self._config)
+            settings = engine_settings(config, cores=place.cores, load_weights=self._load_weights)
+            actor = CollectorRemote.options(**place.options).remote(settings, gpus=gpus, **self._common(role, place))
+        except BaseException:
+            place.leave(())
+            raise
+        made(actor, lambda: place.leave(pids))
+        where = await actor.answer.remote()
+        if place.machine not in ("", where[0]):  # that machine was lost, and Ray knew before us
+            raise PartFailed(role, "it was started on another machine than the one prepared for it", kind=Kind.LOST)
+        self._met(role, actor, where, instead)
+        await self._open_spans(role, actor, where)
+        process = await actor.start.remote(config, **self._for_collectors())
+        pids += [process["pid"], *process["engine_pids"]]
+        self._started(role, actor, process, instead=instead)
+        self._places.keep_off_engines(process)
         return process["name"]
 
     async def _lost_generator(self, name: str, cause: str) -> int:
@@ -354,13 +365,12 @@ class Launcher:
 
     async def _auxiliaries(self) -> None:
         """Serve the models of `env.models` that have a path, and tell the collectors where."""
-        config, on_gpu = self._config, self._config.cluster.device == "cuda"
+        config = self._config
         copies: dict[str, dict[str, Any]] = {}
         for name, model in config.env.models.items():
             if model.path is not None:
-                actor = AuxiliaryRemote.options(num_gpus=devices_of_copy(model) if on_gpu else 0)
                 roles = [f"auxiliary-{name}" + (f".{i}" if i else "") for i in range(model.num_engines)]
-                copies[name] = {role: actor.remote(model, **self._common(role)) for role in roles}
+                copies[name] = {role: await self._auxiliary(role, name, model) for role in roles}
         everyone = {role: actor for actors in copies.values() for role, actor in actors.items()}
         self.parts.auxiliaries = [*everyone.values()]
         await self._meet(everyone)
@@ -376,6 +386,11 @@ class Launcher:
             self._addresses[name] = await self._wait(first.serve.remote(others), f"auxiliary-{name}")
         self._config = self._with_addresses(config)
 
+    async def _auxiliary(self, role: str, name: str, model: AuxiliaryModel) -> Any:
+        place = await self._wait(self._places.auxiliary(role, model), role)
+        config = await self._wait(place.localize(self._config), role)
+        return AuxiliaryRemote.options(**place.options).remote(config.env.models[name], **self._common(role, place))
+
     def _with_addresses(self, config: Config) -> Config:
         """The settings with served models as models at an address; never written down, because it holds their key."""
         if not self._addresses:
@@ -385,8 +400,10 @@ class Launcher:
             models[name] = models[name].model_copy(update={"path": None, "url": url})
         return config.model_copy(update={"env": config.env.model_copy(update={"models": models})})
 
-    def _common(self, role: str) -> dict[str, Any]:
-        return {"role": role, "log_file": self._logs / f"{role}.log", "log_level": self._config.log.level}
+    def _common(self, role: str, place: Place | None = None) -> dict[str, Any]:
+        """`place` None: beside the driver."""
+        folder = self._folders[role] = self._run_dir if place is None else place.folder
+        return {"role": role, "log_file": folder / "logs" / f"{role}.log", "log_level": self._config.log.level}
 
     async def _meet(self, actors: Mapping[str, Any]) -> None:
         """Watch them as soon as their processes exist, even while they are still starting."""
@@ -401,19 +418,27 @@ class Launcher:
         )
 
     def _met(self, role: str, actor: Any, place: tuple[str, int], instead: Instead | None = None) -> None:
-        machine, pid = place
-        self.parts.supervisor.watch_process(
-            role, actor.wait_until_death.remote(), pids=[pid] if machine == os.uname().nodename else [], instead=instead
-        )
+        self._machines[role], pid = place
+        pids = [pid] if self._machines[role] == machine() else []
+        if instead is not None:
+            self._instead[role] = instead
+        self.parts.supervisor.watch_process(role, actor.wait_until_death.remote(), pids=pids, instead=instead)
+
+    def _machine_is_silent(self, where: str, cause: str) -> None:
+        """Generators there are lost. Of the other parts Ray tells, and the run ends."""
+        for role, instead in list(self._instead.items()):
+            if self._machines[role] == where:
+                del self._instead[role]
+                instead(PartFailed(role, cause, kind=Kind.LOST))
 
     async def _open_spans(self, role: str, actor: Any, place: tuple[str, int]) -> None:
         """Another machine's clock is compared with this one's, by the quickest of a few answers."""
         if self._spans is None:
             return
         looks = [(0.0, 0.0)]
-        if place[0] != os.uname().nodename:
+        if place[0] != machine():
             looks = [await _clock_offset(actor) for _ in range(CLOCK_LOOKS)]
-        await actor.open_spans.remote(self._spans / f"{role}.jsonl", role, min(looks)[1])
+        await actor.open_spans.remote(self._folders[role] / "spans" / f"{role}.jsonl", role, min(looks)[1])
 
     def _started(
         self,
@@ -421,15 +446,10 @@ class Launcher:
         actor: Any,
         process: dict[str, Any],
         *,
-        cores: Sequence[int] = (),
         instead: Instead | None = None,
     ) -> None:
-        """`cores`: where the process is kept, on a cluster of this run's own (empty: it says so itself, or floats)."""
         self.parts.processes[role] = process
-        if cores and self._config.cluster.address is None:
-            keep_on(process["pid"], cores, but=process.get("compute_threads", ()))
-        here = process["node"] == self._node
-        engine_pids = process.get("engine_pids", []) if here else []
+        engine_pids = process.get("engine_pids", []) if self._machines[role] == machine() else []
         self.parts.supervisor.watch_pulse(role, lambda: actor.answer.remote(), engine_pids=engine_pids, instead=instead)
 
     async def _wait(self, call: Any, role: str) -> Any:

@@ -1,14 +1,59 @@
-"""Which cores the compute threads of engines and trainers run on; other parts are kept off the engines' cores."""
+"""Where processes of a run go. On a cluster of its own: which cores the compute threads of engines and trainers run on;
+other parts are kept off the engines' cores. For a joined cluster see `hosts`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 from ..config import Config, Needs, derive
+from ..config.derived import devices_of_copy
+from ..config.inputs import AuxiliaryModel
+
+
+async def _as_they_are(config: Config) -> Config:
+    return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Of one process. `options`: Ray's, for its actor. `cores`: of its compute threads ([]: not pinned). `folder`: for
+    what it writes there, its log and its spans. `localize`: the settings with paths as they are there. `machine`: see
+    `failures.machine` (empty: the driver's). `leave(pids)`: these processes, its own, are gone or to be ended, and the
+    place is free.
+    """
+
+    options: dict[str, Any]
+    cores: list[int]
+    folder: Path
+    machine: str = ""
+    localize: Callable[[Config], Awaitable[Config]] = _as_they_are
+    leave: Callable[[Sequence[int]], None] = lambda pids: None
+
+
+class Places(Protocol):
+    """Each waits for room; the deadline is the caller's."""
+
+    async def trainer(self, rank: int) -> Place: ...
+
+    async def generator(self, index: int, options: dict[str, Any]) -> Place:
+        """`options`: Ray's, with the machine of the trainer's ranks where it shares their GPUs."""
+        ...
+
+    async def auxiliary(self, role: str, model: AuxiliaryModel) -> Place: ...
+
+    def keep_off_engines(self, process: dict[str, Any]) -> None:
+        """A part that has started: what it computes outside of its engine."""
+        ...
+
+    async def close(self, grace_s: float) -> None:
+        """All parts have ended: leave nothing on other machines."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -46,6 +91,35 @@ def assign_cores(config: Config, recipe: Needs, available: list[int] | None = No
         _deal(engine_cores, num_engines, need.cores_per_engine),
         _deal(trainer_cores, num_trainers, config.cluster.cpus_per_trainer),
     )
+
+
+class OwnMachine:
+    """Places in a cluster of the run's own."""
+
+    def __init__(self, config: Config, recipe: Needs, run_dir: Path) -> None:
+        self._cores = assign_cores(config, recipe)
+        self._others = beside_engines(self._cores)
+        self._on_gpu = config.cluster.device == "cuda"
+        self._run_dir = run_dir
+
+    async def trainer(self, rank: int) -> Place:
+        return Place(options={"num_gpus": int(self._on_gpu)}, cores=self._cores.trainers[rank], folder=self._run_dir)
+
+    async def generator(self, index: int, options: dict[str, Any]) -> Place:
+        cores = self._cores.engines
+        return Place(options=options, cores=cores[index % len(cores)], folder=self._run_dir)
+
+    async def auxiliary(self, role: str, model: AuxiliaryModel) -> Place:
+        return Place(
+            options={"num_gpus": devices_of_copy(model) if self._on_gpu else 0}, cores=[], folder=self._run_dir
+        )
+
+    def keep_off_engines(self, process: dict[str, Any]) -> None:
+        if self._others:
+            keep_on(process["pid"], self._others, but=process.get("compute_threads", ()))
+
+    async def close(self, grace_s: float) -> None:
+        """The run's end removes what is here: see `footprint`."""
 
 
 def beside_engines(cores: Cores, available: list[int] | None = None) -> list[int]:

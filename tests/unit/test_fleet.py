@@ -17,7 +17,7 @@ from leeway.driver.control import Control
 from leeway.failures import PartFailed
 from leeway.runtime import generators as generators_module
 from leeway.runtime.fleet import Duty, Fleet
-from leeway.runtime.generators import Generator, Restarts
+from leeway.runtime.generators import Generator, Made, Restarts
 from leeway.runtime.parts_files import PARTS, SCALE, Wanted, read_json, read_wanted
 from leeway.runtime.supervisor import Supervisor
 
@@ -79,11 +79,11 @@ class World:
         self.fleet = Fleet(self._make, start=self._begin, retire=self._retire, supervisor=self.supervisor)
 
     def _make(self, index: int) -> Generator:
-        async def launch(made: Callable[[Any], None], instead: Any) -> str:
+        async def launch(made: Made, instead: Any) -> str:
             if self.refuses:
                 raise ValueError("no memory")
             name = f"generator-{index}/{len(self.workers)}"
-            made(worker := Worker(self, name, instead))
+            made(worker := Worker(self, name, instead), lambda: None)
             self.workers[name] = worker
             return name
 

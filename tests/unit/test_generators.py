@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from leeway.failures import Kind, PartFailed
 from leeway.runtime import generators as generators_module
-from leeway.runtime.generators import Generator, Restarts
+from leeway.runtime.generators import Generator, Made, Restarts
 from leeway.runtime.supervisor import Supervisor
 
 from .virtual_clock import VirtualClock
@@ -28,6 +28,7 @@ class Fleet:
         self.made: list[Fake] = []
         self.told: list[str] = []
         self.given_back: list[str] = []
+        self.left: list[int] = []
         self.started_at: list[float] = []
         self.supervisor = Supervisor()
         self.restarts = Restarts(
@@ -39,12 +40,12 @@ class Fleet:
         self.given_back.append(name)
         return 3
 
-    async def _launch(self, made: Callable[[Any], None], instead: Any) -> str:
+    async def _launch(self, made: Made, instead: Any) -> str:
         number = len(self.made)
         process = Fake(number, instead)
         self.made.append(process)
         self.started_at.append(asyncio.get_running_loop().time())
-        made(process)
+        made(process, lambda: self.left.append(number))
         failure = self.fails.get(number)
         if isinstance(failure, Exception):
             raise failure
@@ -117,6 +118,7 @@ def test_what_was_asked_of_a_process_that_dies_is_asked_of_its_successor(monkeyp
         assert await fleet.supervisor.wait(asking, what="generators", timeout_s=30) == 7
         await until(lambda: fleet.restarts.over)
         assert fleet.given_back == ["generator-0/0"]
+        assert fleet.left == [0], "and its place is free"
         assert (fleet.made[0].killed, fleet.made[1].killed) == (True, False)
         (restart,) = fleet.restarts.over
         assert (restart.part, restart.groups) == ("generator-0", 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 
 from leeway.config import ConfigError, derive, find_recipe, load_config
-from leeway.failures import PartFailed
-from leeway.runtime import launch
+from leeway.failures import PartFailed, machine
+from leeway.runtime import launch, placement
 from leeway.runtime.launch import Launcher, calls_at_once
 from leeway.runtime.supervisor import Supervisor
 
@@ -32,7 +31,7 @@ class FakeActor:
 
     def __getattr__(self, method: str) -> Any:
         async def answer(*args: Any, **named: Any) -> Any:
-            return (os.uname().nodename, 0) if method == "answer" else {"pid": 0, "node": ""}
+            return (machine(), 0) if method == "answer" else {"pid": 0, "node": ""}
 
         return SimpleNamespace(remote=answer)
 
@@ -47,7 +46,7 @@ def test_waiting_collectors_leave_room_for_what_ends_their_wait(
     fakes = {name: FakeActor() for name in ("ReplayBufferRemote", "ParameterServerRemote")}
     for name, fake in fakes.items():
         monkeypatch.setattr(launch, name, fake)
-    monkeypatch.setattr(launch, "keep_on", lambda pid, cores, **_: None)
+    monkeypatch.setattr(placement, "keep_on", lambda pid, cores, **_: None)
     here = SimpleNamespace(get_node_id=lambda: "0" * 56)
     monkeypatch.setattr(launch.ray, "get_runtime_context", lambda: here)
 

@@ -218,7 +218,7 @@ def test_resume_finds_the_file_of_the_run_from_anywhere(here: Path, monkeypatch:
 def test_a_joined_cluster_needs_what_each_recipe_needs(tmp_path: Path, recipe: str, key: str, fits: int) -> None:
     text = "model: {path: org/name}\ntask: {path: tasks.jsonl, holdout_frac: 0.1}\ncluster: {device: cuda}\n"
     (tmp_path / "c.yaml").write_text(text + "train: {steps: 4}\n")
-    have = {"GPU": 4.0, "CPU": 64.0}
+    have = [{"GPU": 4.0, "CPU": 64.0}]
     check_room(plan_run(str(tmp_path / "c.yaml"), recipe, [f"{key}={fits}"]), have)
     with pytest.raises(ClusterError, match=rf"expected 5 and .* lower .*{key}"):
         check_room(plan_run(str(tmp_path / "c.yaml"), recipe, [f"{key}={fits + 1}"]), have)
@@ -228,7 +228,7 @@ def test_every_stage_must_fit_into_a_joined_cluster() -> None:
     stages = plan_run("quickstart", "async_rl", ["cluster.device=cuda", "stages.async_rl.train.num_ranks=4"])
     assert derive(stages[0].config, stages[0].recipe).gpus_needed == 1
     with pytest.raises(ClusterError, match=r"has 4 GPUs and 64 CPUs, expected 5 .* for the stage async_rl"):
-        check_room(stages, {"GPU": 4.0, "CPU": 64.0})
+        check_room(stages, [{"GPU": 4.0, "CPU": 64.0}])
 
 
 def test_the_command_copies_a_recipe_and_validates_the_copy(leeway: Callable[..., Done], tmp_path: Path) -> None:

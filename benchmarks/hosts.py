@@ -1,0 +1,214 @@
+"""A run on two machines, and what becomes of it when the link between them is cut or slow, or the other Ray dies.
+
+    python benchmarks/hosts.py --out /tmp/hosts                                 # all cells, about half an hour
+    python benchmarks/hosts.py --out /tmp/hosts --cells plain:broadcast cut-60:object_store
+
+The machines are namespaces of this one (see namespaces.py; needs root). Machine a has the head of a Ray cluster, the
+driver, the trainer and a generator; machine b, with its own /tmp, shared memory and processes, has another. Nothing but
+this checkout is there for both, and a token of Ray. On b, Ray is started again whenever it ends.
+
+A cell is case:transport. Cases: `plain`; `cut-S`, the link is down for S seconds; `cut-forever`, until the run has
+ended; `slow-M`, M Mbit/s from the start on; `kill`, the raylet of machine b. Printed, and written to hosts.json: exit
+code, steps, restarts, the longest time without a step, and how long after the act machine b served again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from namespaces import ROOT, Cable, Machine, ray_start, refusal, wait_until
+
+CELLS = [f"plain:{t}" for t in ("object_store", "broadcast")]
+CELLS += [f"{case}:object_store" for case in ("cut-5", "cut-60", "cut-forever", "slow-10", "kill")]
+CELLS += [f"{case}:broadcast" for case in ("cut-5", "cut-60", "slow-10")]
+A, B = "10.77.0.1", "10.77.0.2"
+HEAD = f"{A}:6379"
+START_S, END_S = 300.0, 900.0
+TOKEN = "5a" * 32
+LEEWAY = [sys.executable, "-c", "from leeway.cli.main import main; main()"]
+SETTINGS = [
+    "stages.sft=null",
+    "rollout.engine.name=hf",
+    "rollout.num_generators=2",
+    "stages.async_rl.train.groups_per_step=16",
+    "env.name=unhurried:Unhurried",
+    f"cluster.address={HEAD}",
+    "cluster.restart_backoff_s=2",
+    "monitor.console=plain",
+    "eval.at_start=false",
+    "eval.at_end=false",
+    "project=hosts",
+]
+# It lies on machine a only. Steps are to take about a second, and little of the processor.
+UNHURRIED = """
+import asyncio
+from leeway import Environment, Trajectory
+
+class Unhurried(Environment):
+    async def rollout(self, task, policy):
+        await asyncio.sleep(2)
+        prompt = policy.encode(task.prompt)
+        completions = await policy.generate(prompt)
+        return [Trajectory.from_completion(prompt, c, reward=len(c.tokens) / 8) for c in completions]
+"""
+
+
+class TwoMachines:
+    """A Ray cluster on both; `log`: what Ray says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.a = Machine("host-a", A, folder=folder / "a")
+        self.b = Machine("host-b", B, folder=folder / "b", cores=[1])
+        self.cable = Cable(self.a, self.b)
+        self._log = (folder / "ray.log").open("w+b")
+        options = ["--head", "--port=6379", "--include-dashboard=false"]
+        ray_start(self.a, *options, cpus=2, log=self._log, token=TOKEN)
+        self.up(1)
+        ray_start(self.b, f"--address={HEAD}", cpus=2, log=self._log, token=TOKEN, again=True)
+        self.up(2)
+
+    def up(self, times: int) -> None:
+        """Wait until Ray has started so often, on both together."""
+        file = Path(self._log.name)
+        wait_until(lambda: file.read_bytes().count(b"Ray runtime started") >= times, within_s=START_S, what="Ray")
+
+    def close(self) -> None:
+        for part in (self.a, self.b, self.cable):
+            part.close()
+        self._log.close()
+
+
+@contextlib.contextmanager
+def two_machines() -> Iterator[TwoMachines]:
+    folder = Path(tempfile.mkdtemp(prefix="leeway-hosts-"))
+    try:
+        machines = TwoMachines(folder)
+        try:
+            yield machines
+        finally:
+            machines.close()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Run:
+    """`leeway run` on machine a, under way."""
+
+    def __init__(self, machines: TwoMachines, name: str, *settings: str, steps: int) -> None:
+        home = machines.a.folder
+        (home / "unhurried.py").write_text(UNHURRIED)
+        self.folder = home / "runs" / "hosts" / name
+        self.stage = self.folder / "stages" / "async_rl"
+        self._output = home / f"{name}.txt"
+        command = [*LEEWAY, "run", "async_rl", "--config", "quickstart", f"name={name}", *SETTINGS, *settings]
+        with self._output.open("wb") as log:
+            own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:/tmp"}
+            self.process = machines.a.start([*command, f"stages.async_rl.train.steps={steps}"], log=log, env=own)
+
+    def output(self) -> str:
+        return self._output.read_text(errors="replace")
+
+    def steps(self) -> list[float]:
+        """When each was done."""
+        file = self.stage / "metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [row["time"] for row in rows if "train/grad_norm" in row]
+
+    def hosts(self) -> dict[str, str]:
+        """Of the generators that serve."""
+        with contextlib.suppress(OSError, ValueError):
+            parts = json.loads((self.folder / "parts.json").read_text())["parts"]
+            return {p["role"]: p["host"] for p in parts if p["role"].startswith("gen") and p["state"] == "serves"}
+        return {}
+
+    def wait_for(self, holds: Any, what: str, *, within_s: float = END_S) -> float:
+        def now() -> bool:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the run ended before {what}:\n{self.output()[-3000:]}")
+            return holds()
+
+        return wait_until(now, within_s=within_s, what=what)
+
+    def ends(self) -> int:
+        try:
+            return self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            return -1
+
+
+def cell(machines: TwoMachines, name: str) -> dict[str, Any]:
+    case, transport = name.split(":")
+    act, _, amount = case.partition("-")
+    if act == "slow":
+        machines.cable.slow(float(amount))
+    steps = {"plain": 8, "slow": 8, "kill": 150, "cut": 150}[act] if case != "cut-5" else 40
+    run = Run(machines, f"{case}-{transport}", f"param_server.transport={transport}", steps=steps)
+    back_s = None
+    try:
+        run.wait_for(lambda: B in run.hosts().values() and len(run.steps()) >= 3, "three steps, with both machines")
+        began = time.time()
+        if act == "cut":
+            machines.cable.cut()
+            if amount != "forever":
+                time.sleep(float(amount))
+                machines.cable.mend()
+        elif act == "kill":
+            assert machines.b.kill("src/ray/raylet/raylet")
+        if case in ("cut-60", "kill"):
+            run.wait_for(lambda: "serves again" in run.output() and B in run.hosts().values(), "machine b serves again")
+            back_s = round(time.time() - began, 1)
+        code = run.ends()
+    finally:
+        machines.cable.mend()
+        if act == "slow":
+            machines.cable.slow(10_000)
+    times = [t for t in run.steps() if t >= began]
+    summary = json.loads((run.folder / "summary.json").read_text())
+    stage = summary["stages"].get("async_rl", {})
+    left = [p for p in machines.b.processes() if "Actor" in " ".join(p.cmdline())]
+    return {
+        "code": code,
+        "cause": summary["cause"],
+        "steps": stage.get("steps"),
+        "max_policy_lag": stage.get("max_policy_lag_observed"),
+        "restarts": stage.get("restarts"),
+        "longest_gap_s": round(max((b - a for a, b in zip([began, *times], times, strict=False)), default=0.0), 1),
+        "back_after_s": back_s,
+        "left_on_b": len(left),
+        "said": [line for line in run.output().splitlines() if "warning" in line or "serves again" in line],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cells", nargs="+", default=CELLS)
+    args = parser.parse_args()
+    if (why := refusal()) is not None:
+        raise SystemExit(f"hosts: {why}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = {}
+    for name in args.cells:
+        with two_machines() as machines:
+            try:
+                results[name] = cell(machines, name)
+            except Exception as error:
+                results[name] = {"error": f"{type(error).__name__}: {error}"}
+            shutil.copytree(machines.a.folder / "runs", args.out / name.replace(":", "-"), dirs_exist_ok=True)
+        print(name, json.dumps(results[name]), flush=True)
+        (args.out / "hosts.json").write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
