@@ -8,8 +8,10 @@ driver, the trainer and a generator; machine b, with its own /tmp, shared memory
 this checkout is there for both, and a token of Ray. On b, Ray is started again whenever it ends.
 
 A cell is case:transport. Cases: `plain`; `cut-S`, the link is down for S seconds; `cut-forever`, until the run has
-ended; `slow-M`, M Mbit/s from the start on; `kill`, the raylet of machine b. Printed, and written to hosts.json: exit
-code, steps, restarts, the longest time without a step, and how long after the act machine b served again.
+ended; `slow-M`, M Mbit/s from the start on; `kill`, the raylet of machine b; `ranks`, a trainer's rank on each, with a
+folder that both share for the run; `refused`, the same without that folder; `token`, the driver has another token.
+Printed, and written to hosts.json: exit code, steps, restarts, the longest time without a step, and how long after the
+act machine b served again.
 """
 
 from __future__ import annotations
@@ -31,10 +33,14 @@ from namespaces import ROOT, Cable, Machine, ray_start, refusal, wait_until
 CELLS = [f"plain:{t}" for t in ("object_store", "broadcast")]
 CELLS += [f"{case}:object_store" for case in ("cut-5", "cut-60", "cut-forever", "slow-10", "kill")]
 CELLS += [f"{case}:broadcast" for case in ("cut-5", "cut-60", "slow-10")]
+CELLS += [f"{case}:object_store" for case in ("ranks", "refused", "token")]
+RANKS = ["train.num_ranks=2", "cluster.cpus_per_trainer=2"]
+SHARED = "/tmp/shared"
 A, B = "10.77.0.1", "10.77.0.2"
 HEAD = f"{A}:6379"
 START_S, END_S = 300.0, 900.0
 TOKEN = "5a" * 32
+TOKENS = {"refused": TOKEN, "token": "a5" * 32}
 LEEWAY = [sys.executable, "-c", "from leeway.cli.main import main; main()"]
 SETTINGS = [
     "stages.sft=null",
@@ -67,14 +73,16 @@ class TwoMachines:
     """A Ray cluster on both; `log`: what Ray says."""
 
     def __init__(self, folder: Path) -> None:
-        self.a = Machine("host-a", A, folder=folder / "a")
-        self.b = Machine("host-b", B, folder=folder / "b", cores=[1])
+        self.shared = folder / "shared"
+        self.shared.mkdir()
+        self.a = Machine("host-a", A, folder=folder / "a", shared=self.shared)
+        self.b = Machine("host-b", B, folder=folder / "b", shared=self.shared, cores=[1])
         self.cable = Cable(self.a, self.b)
         self._log = (folder / "ray.log").open("w+b")
         options = ["--head", "--port=6379", "--include-dashboard=false"]
-        ray_start(self.a, *options, cpus=2, log=self._log, token=TOKEN)
+        ray_start(self.a, *options, cpus=3, log=self._log, token=TOKEN)
         self.up(1)
-        ray_start(self.b, f"--address={HEAD}", cpus=2, log=self._log, token=TOKEN, again=True)
+        ray_start(self.b, f"--address={HEAD}", cpus=3, log=self._log, token=TOKEN, again=True)
         self.up(2)
 
     def up(self, times: int) -> None:
@@ -104,16 +112,25 @@ def two_machines() -> Iterator[TwoMachines]:
 class Run:
     """`leeway run` on machine a, under way."""
 
-    def __init__(self, machines: TwoMachines, name: str, *settings: str, steps: int) -> None:
+    def __init__(
+        self,
+        machines: TwoMachines,
+        name: str,
+        *settings: str,
+        steps: int,
+        token: str = TOKEN,
+        shared: bool = False,
+    ) -> None:
         home = machines.a.folder
         (home / "unhurried.py").write_text(UNHURRIED)
-        self.folder = home / "runs" / "hosts" / name
+        self.folder = (machines.shared if shared else home / "runs") / "hosts" / name
         self.stage = self.folder / "stages" / "async_rl"
         self._output = home / f"{name}.txt"
         command = [*LEEWAY, "run", "async_rl", "--config", "quickstart", f"name={name}", *SETTINGS, *settings]
+        command += [f"stages.async_rl.train.steps={steps}", f"output_dir={SHARED if shared else '/tmp/runs'}"]
         with self._output.open("wb") as log:
-            own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:/tmp"}
-            self.process = machines.a.start([*command, f"stages.async_rl.train.steps={steps}"], log=log, env=own)
+            own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:/tmp", "RAY_AUTH_TOKEN": token}
+            self.process = machines.a.start(command, log=log, env=own)
 
     def output(self) -> str:
         return self._output.read_text(errors="replace")
@@ -152,8 +169,14 @@ def cell(machines: TwoMachines, name: str) -> dict[str, Any]:
     act, _, amount = case.partition("-")
     if act == "slow":
         machines.cable.slow(float(amount))
-    steps = {"plain": 8, "slow": 8, "kill": 150, "cut": 150}[act] if case != "cut-5" else 40
-    run = Run(machines, f"{case}-{transport}", f"param_server.transport={transport}", steps=steps)
+    settings = [f"param_server.transport={transport}"]
+    if act in ("refused", "token"):
+        run = Run(machines, case, *settings, *(RANKS if act == "refused" else ()), steps=4, token=TOKENS[act])
+        code = run.ends()
+        return {"code": code, "said": run.output().strip().splitlines()[-1:]}
+    steps = 40 if case == "cut-5" else 150 if act in ("kill", "cut") else 8
+    settings += RANKS if act == "ranks" else []
+    run = Run(machines, f"{case}-{transport}", *settings, steps=steps, shared=act == "ranks")
     back_s = None
     try:
         run.wait_for(lambda: B in run.hosts().values() and len(run.steps()) >= 3, "three steps, with both machines")
@@ -186,6 +209,7 @@ def cell(machines: TwoMachines, name: str) -> dict[str, Any]:
         "longest_gap_s": round(max((b - a for a, b in zip([began, *times], times, strict=False)), default=0.0), 1),
         "back_after_s": back_s,
         "left_on_b": len(left),
+        "hosts": {role: process["node"] for role, process in stage.get("processes", {}).items()},
         "said": [line for line in run.output().splitlines() if "warning" in line or "serves again" in line],
     }
 

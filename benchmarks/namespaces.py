@@ -75,9 +75,11 @@ class Namespace:
 
 
 class Machine(Namespace):
-    """`folder`: its /tmp, which has the home folder, as this machine sees it. It sees this checkout where it is."""
+    """`folder`: its /tmp, with the home folder in it. It sees this checkout where it is, `shared` as /tmp/shared."""
 
-    def __init__(self, name: str, address: str, *, folder: Path, cores: Sequence[int] = ()) -> None:
+    def __init__(
+        self, name: str, address: str, *, folder: Path, cores: Sequence[int] = (), shared: Path | None = None
+    ) -> None:
         self.name, self.address, self.folder = name, address, folder
         self._cores = list(cores)
         (folder / "home").mkdir(parents=True)
@@ -87,6 +89,9 @@ class Machine(Namespace):
             if kept.is_relative_to("/tmp"):
                 place = folder / kept.relative_to("/tmp")
                 setup += [f"mkdir -p '{place}'", f"mount --bind -o ro '{kept}' '{place}'"]
+        if shared is not None:
+            (folder / "shared").mkdir()
+            setup += [f"mount --bind '{shared}' '{folder}/shared'"]
         setup += [f"mount --rbind '{folder}' /tmp"]
         super().__init__(*ALL, setup="; ".join(setup))
 
