@@ -31,9 +31,9 @@ jq -c 'select(."train/reward/mean") | [.step, ."train/reward/mean"]' metrics.jso
 python -c 'import pandas; print(pandas.read_json("metrics.jsonl", lines=True).groupby("step").mean(numeric_only=True))'
 ```
 
-`monitor.tensorboard=true` and `monitor.wandb=offline|online` show the same numbers elsewhere. metrics.jsonl is the run's record: if it
-cannot be written (a full disk), the run ends. The terminal, TensorBoard and wandb are views of it: if one fails during the run, it is switched off
-with one warning, and the run continues.
+TensorBoard, wandb, MLflow, trackio and places of your own show the same numbers ([loggers.md](loggers.md)). metrics.jsonl is the run's
+record: if it cannot be written (a full disk), the run ends. The others are views of it: one that fails during the run is tried again, then
+switched off with one warning, and the run continues.
 
 A resumed run (`leeway resume`) appends to the same file. The rows up to the checkpoint stay. Rows beyond it,
 whose steps are trained again, are moved to `metrics-1.jsonl` (`-2`, ...). So no step appears twice, and `summary.json` covers the whole

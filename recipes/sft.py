@@ -112,20 +112,21 @@ async def train_offline(
             status = "interrupted"
             await asyncio.shield(checkpoints.at_end(interrupted=True))
             raise
+        summary = {
+            "steps": last_step,
+            "wall_s": round(time.monotonic() - started, 1),
+            "tokens": record.num_tokens,
+            "loss_last": record.loss,
+            "processes": parts.processes,
+            **asdict(record.verdict()),
+        }
+        if any(evals.values()):
+            summary["eval"] = evals
+        monitor.summary(summary)
         status = "done"
     finally:
         monitor.close(status)
         await parts.stop()
-    summary = {
-        "steps": last_step,
-        "wall_s": round(time.monotonic() - started, 1),
-        "tokens": record.num_tokens,
-        "loss_last": record.loss,
-        "processes": parts.processes,
-        **asdict(record.verdict()),
-    }
-    if any(evals.values()):
-        summary["eval"] = evals
     return driver.StageResult(
         summary=summary,
         model_path=str(folder) if folder else None,

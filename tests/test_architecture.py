@@ -153,6 +153,9 @@ def test_nothing_that_is_read_is_unpickled() -> None:
                 raise AssertionError(f"{where(file, node.value.lineno)}: allow_pickle")
 
 
+DOORS = ("vllm", "ray", "wandb", "tensorboard", "mlflow", "trackio")
+
+
 def may_import(file: Path, library: str) -> bool:
     part, name = part_of(file), file.name
     if library == "vllm":
@@ -161,7 +164,7 @@ def may_import(file: Path, library: str) -> bool:
         return name in ("actor.py", "object_store.py") or part in ("runtime", "driver")
     if library in ("omegaconf", "yaml"):
         return part == "config" or (library, part, name) == ("yaml", "monitor", "metrics.py")  # the table of metrics
-    return part == "monitor" and library in name  # wandb, tensorboard, mlflow: their own sink
+    return part == "monitor" and library in name  # wandb, tensorboard, mlflow, trackio: their own sink
 
 
 def test_libraries_come_in_by_their_doors() -> None:
@@ -169,7 +172,7 @@ def test_libraries_come_in_by_their_doors() -> None:
         for line, module, level in imports(file):
             names = module.split(".")
             library = "tensorboard" if module.startswith("torch.utils.tensorboard") else names[0]
-            if not level and library in ("vllm", "ray", "omegaconf", "yaml", "wandb", "tensorboard", "mlflow"):
+            if not level and library in (*DOORS, "omegaconf", "yaml"):
                 assert may_import(file, library), f"{where(file, line)}: {library} does not belong here"
 
 

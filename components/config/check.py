@@ -177,6 +177,10 @@ def _missing_packages(config: Config, recipe: Needs) -> Found:
         needed["wandb"] = ("monitor.wandb", "monitor")
     if config.monitor.tensorboard:
         needed["tensorboard"] = ("monitor.tensorboard", "monitor")
+    if config.monitor.mlflow != "off":
+        needed["mlflow"] = ("monitor.mlflow", "mlflow")
+    if config.monitor.trackio != "off":
+        needed["trackio"] = ("monitor.trackio", "trackio")
     for package, (key, extra) in needed.items():
         if find_module(package) is None:
             yield key, f'missing package {package}; install it: pip install "leeway[{extra}]"'

@@ -11,6 +11,14 @@ from .effect import GENERATION, ROLLOUTS, TRAINING, OnlyWith
 from .names import check_name
 
 WATCHED = OnlyWith(lambda c: c.monitor.suspects, "monitor.suspects is true")
+TO_WANDB = OnlyWith(lambda c: c.monitor.wandb != "off", "monitor.wandb is not off")
+TAGGED = OnlyWith(
+    lambda c: {c.monitor.wandb, c.monitor.mlflow} != {"off"}, "monitor.wandb or monitor.mlflow is not off"
+)
+LOGGED = OnlyWith(
+    lambda c: {c.monitor.wandb, c.monitor.mlflow, c.monitor.trackio} != {"off"},
+    "monitor.wandb, monitor.mlflow or monitor.trackio is not off",
+)
 RESTARTED = OnlyWith(lambda c: c.cluster.restarts > 0, "cluster.restarts is above 0")
 NOT_IN_TURNS = OnlyWith(lambda c: not c.cluster.in_turns, "cluster.placement is not turns")
 ON_CPU = OnlyWith(lambda c: c.cluster.device == "cpu", "cluster.device is cpu")
@@ -25,9 +33,37 @@ class MonitorConfig(Section):
         "lines elsewhere",
     )
     wandb: Literal["off", "offline", "online"] = Field(default="off", description="also log to Weights & Biases")
+    mlflow: str = Field(
+        default="off",
+        pattern=r"^(off|local|https?://[^\s@]+)$",
+        description="also log to MLflow: off, local (files under mlruns/ in the stage's folder), or the address of a "
+        "server (without a password: MLflow reads MLFLOW_TRACKING_USERNAME, _PASSWORD and _TOKEN)",
+    )
+    trackio: str = Field(
+        default="off",
+        pattern=r"^(off|local|https?://[^\s@?]+|[\w.-]+/[\w.-]+)$",
+        description="also log to trackio: off, local (its own folder, TRACKIO_DIR), OWNER/SPACE of Hugging Face, or "
+        "the address of a server (trackio reads TRACKIO_WRITE_TOKEN)",
+    )
     tensorboard: bool = Field(default=False, description="also log to TensorBoard files")
     sinks: list[str] = Field(
         default_factory=list, description='more places for metrics: your own classes as "pkg.mod:Class" (leeway.Sink)'
+    )
+    id: Annotated[str | None, LOGGED] = Field(
+        default=None,
+        pattern=r"^[\w-]+$",
+        description="name of this run in wandb, MLflow and trackio; a run there that has it is continued. null: they "
+        "make one, and a resumed run continues that",
+    )
+    entity: Annotated[str | None, TO_WANDB] = Field(
+        default=None, description="user or team of wandb; null: its default"
+    )
+    group: Annotated[str | None, LOGGED] = Field(
+        default=None, description="group of the run in wandb and trackio, a tag in MLflow; e.g. the runs of one study"
+    )
+    tags: Annotated[list[str], TAGGED] = Field(default_factory=list, description="tags of the run in wandb and MLflow")
+    table_every: Annotated[NonNegativeInt, ROLLOUTS, LOGGED] = Field(
+        default=20, description="steps between two tables of rollouts in wandb, MLflow and trackio; 0: none"
     )
     rollouts_per_step: Annotated[NonNegativeInt, ROLLOUTS] = Field(
         default=16, description="trajectories written to rollouts/ per step; 0: none"

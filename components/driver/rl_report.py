@@ -232,6 +232,10 @@ class Reporter:
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         self._monitor.log(step, dict(metrics), role="evaluation")
 
+    def totals(self, summary: Mapping[str, Any]) -> None:
+        """What the stage came to, for those who show more than curves."""
+        self._monitor.summary(summary)
+
     @property
     def failed_sinks(self) -> dict[str, str]:
         return self._monitor.failed_sinks

@@ -188,6 +188,7 @@ class RLStage:
             "failed_sinks": report.failed_sinks,
             **asdict(report.verdict()),
         }
+        report.totals(summary)
         return StageResult(summary=summary, model_path=str(folder) if folder else None, goodbye=goodbye(summary))
 
     async def _speeds(self, report: Reporter, turns: Turns) -> Speeds:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..config.running import MonitorConfig
 from ..importing import import_user_object
+from .beside import Beside
 from .jsonl import JsonlSink
 from .monitor import Monitor
 from .sink import MonitorError, Sink
@@ -31,21 +33,11 @@ def build_monitor(
     """
     run_dir = Path(run_dir)
     own = own_sinks(monitor_config)
-    sinks: list[Sink] = [make(run_dir, title=title, config=config_dict, resumed_at=resumed_at) for make in own]
-    if monitor_config.wandb != "off":
-        from .wandb import WandbSink
-
-        project = str(config_dict.get("project", "leeway"))
-        sinks.append(
-            WandbSink(
-                run_dir,
-                mode=monitor_config.wandb,
-                project=project,
-                name=title,
-                config=config_dict,
-                goes_on=resumed_at is not None,
-            )
-        )
+    services = services_of(monitor_config, run_dir, config_dict, title, goes_on=resumed_at is not None)
+    for make in own:
+        about = {"title": title, "config": config_dict, "resumed_at": resumed_at}
+        services[make.name] = functools.partial(make, run_dir, **about)
+    sinks: list[Sink] = [Beside(name, make) for name, make in services.items()]
     if monitor_config.tensorboard:
         from .tensorboard import TensorboardSink
 
@@ -62,11 +54,38 @@ def build_monitor(
         config=config_dict,
         sinks=sinks,
         rollouts_per_step=monitor_config.rollouts_per_step,
+        table_every=monitor_config.table_every,
         resumed_at=resumed_at,
     )
 
 
-def own_sinks(monitor_config: MonitorConfig) -> list[Callable[..., Sink]]:
+def services_of(
+    monitor: MonitorConfig, run_dir: Path, config: dict[str, Any], title: str, *, goes_on: bool
+) -> dict[str, Callable[[], Sink]]:
+    """What makes the sink of each service that is switched on. A package is imported when its sink is made."""
+    project, id = str(config.get("project", "leeway")), monitor.id and f"{monitor.id}-{run_dir.name}"
+    common: dict[str, Any] = {"project": project, "name": title, "config": config, "goes_on": goes_on}
+
+    def wandb() -> Sink:
+        from .wandb import WandbSink
+
+        about = {"entity": monitor.entity, "group": monitor.group, "tags": monitor.tags, "id": id}
+        return WandbSink(run_dir, mode=monitor.wandb, **about, **common)
+
+    def mlflow() -> Sink:
+        from .mlflow import MlflowSink
+
+        return MlflowSink(run_dir, address=monitor.mlflow, group=monitor.group, tags=monitor.tags, id=id, **common)
+
+    def trackio() -> Sink:
+        from .trackio import TrackioSink
+
+        return TrackioSink(run_dir, address=monitor.trackio, group=monitor.group, id=id, **common)
+
+    return {make.__name__: make for make in (wandb, mlflow, trackio) if getattr(monitor, make.__name__) != "off"}
+
+
+def own_sinks(monitor_config: MonitorConfig) -> list[type[Sink]]:
     """The user's own classes. Raises ValueError in one line for one that is not there, or is no sink."""
     found = []
     for name in monitor_config.sinks:

@@ -10,11 +10,13 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from ..failures import printable
 from .jsonl import as_line, write_text_atomically
 from .sink import Record, Sink
 from .suspects import SuspectList
 
 _RESERVED = frozenset({"step", "time", "role", "nonfinite"})
+TABLE_CHARS = 4000
 _logger = logging.getLogger("leeway.monitor")
 
 
@@ -34,10 +36,12 @@ class Monitor:
         config: dict[str, Any],
         sinks: Sequence[Sink],
         rollouts_per_step: int | None = None,
+        table_every: int = 0,
         resumed_at: int | None = None,
     ) -> None:
         """`rollouts_per_step`: at most this many rows of a step are written, spread evenly; None writes all, 0 none.
 
+        `table_every`: sinks are given those of every so many steps, and of the first (0: none).
         `resumed_at`: as for `JsonlSink`.
         """
         if rollouts_per_step is not None and rollouts_per_step < 0:
@@ -47,6 +51,7 @@ class Monitor:
         self.failed_sinks: dict[str, str] = {}
         self._sinks = list(sinks)
         self._rollouts_per_step = rollouts_per_step
+        self._table_every, self._next_table = table_every, 0
         self._suspects = SuspectList(self.run_dir / "suspects.jsonl", resumed_at=resumed_at)
         self._closed = False
 
@@ -69,6 +74,14 @@ class Monitor:
             return
         text = "".join(as_line(row) + "\n" for row in chosen)
         write_text_atomically(self.run_dir / "rollouts" / f"step-{step:06d}.jsonl", text)
+        if self._table_every and step >= self._next_table:
+            self._next_table = step - step % self._table_every + self._table_every
+            table = [table_row(step, row) for row in chosen]
+            self._each_sink(lambda sink: sink.rollouts(step, table))
+
+    def summary(self, numbers: Mapping[str, Any]) -> None:
+        """What the stage came to."""
+        self._each_sink(lambda sink: sink.summary(numbers))
 
     def suspects(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
         """Append to suspects.jsonl, see `SuspectList`."""
@@ -100,6 +113,22 @@ class Monitor:
                 )
         if fatal is not None:
             raise fatal
+
+
+def table_row(step: int, row: Mapping[str, Any]) -> dict[str, str | float]:
+    """One answer for a table of a logger: what a person reads of it, as text and numbers."""
+    versions = row.get("policy_versions") or [-1]
+    advantage = row.get("advantage", math.nan)
+    return {
+        "step": step,
+        "task": printable(str(row.get("task_id", ""))),
+        "text": printable(str(row.get("text", "")))[:TABLE_CHARS],
+        "reward": float(row.get("reward", math.nan)),
+        "advantage": float(advantage) if isinstance(advantage, int | float) else sum(advantage) / len(advantage),
+        "tokens": len(row.get("response_tokens", ())),
+        "finish_reason": printable(str(row.get("finish_reason", ""))),
+        "oldest_version": min(versions),
+    }
 
 
 def _number(key: str, value: Any) -> int | float:

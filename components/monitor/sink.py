@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class MonitorError(ValueError):
@@ -31,7 +31,8 @@ class Sink(ABC):
 
     Your own is named in `monitor.sinks` as "pkg.mod:Class" and made as
     `Class(run_dir, title=..., config=..., resumed_at=...)`: the run's folder, what to call the run, its settings
-    without secrets, and the step that it resumes from, or None.
+    without secrets, and the step that it resumes from, or None. All of its calls come from one thread, in order; one
+    that raises is tried again a few times.
 
     `required` decides what an exception means. True: the sink is the run's record, so its failure ends the run.
     False: it is a view of that record, so the monitor reports the failure once, switches it off and continues.
@@ -43,6 +44,12 @@ class Sink(ABC):
     @abstractmethod
     def log(self, record: Record) -> None:
         """Write one record; raise if it cannot be written."""
+
+    def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027  # most show numbers only
+        """A table of readable answers, see `build.table_of`."""
+
+    def summary(self, numbers: Mapping[str, Any]) -> None:  # noqa: B027
+        """What the run or stage came to, as in summary.json; before `close`, if it got that far."""
 
     @abstractmethod
     def close(self, status: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,38 @@ class WandbSink(Sink):
 
     The step is logged as a separate metric rather than as wandb's `step`: wandb drops rows whose step is older than
     the last one, and parts report the same step at different moments. `goes_on`: continue the wandb run of an earlier
-    part of this run; steps that are trained again appear twice.
+    part of this run; steps that are trained again appear twice. `id`: its id, also where no earlier part is known here.
     """
 
     name = "wandb"
 
     def __init__(
-        self, run_dir: Path, *, mode: str, project: str, name: str, config: dict[str, Any], goes_on: bool = False
+        self,
+        run_dir: Path,
+        *,
+        mode: str,
+        project: str,
+        name: str,
+        config: dict[str, Any],
+        entity: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] = (),
+        id: str | None = None,
+        goes_on: bool = False,
     ) -> None:
         if mode not in ("offline", "online"):
             raise MonitorError(f"monitor.wandb: got {mode!r}, expected 'off', 'offline' or 'online'")
         run_dir.mkdir(parents=True, exist_ok=True)
         id_file = run_dir / "wandb" / "run-id"
-        earlier = id_file.read_text().strip() if goes_on and id_file.exists() else None
+        earlier = id_file.read_text().strip() if goes_on and id_file.exists() else id
         # wandb's capture of stdout would fight the live console for the terminal.
         settings = wandb.Settings(console="off", init_timeout=INIT_TIMEOUT_S, silent=mode == "offline")
         try:
             self._run = wandb.init(
                 project=project,
+                entity=entity,
+                group=group,
+                tags=list(tags) or None,
                 name=name,
                 config=config,
                 dir=str(run_dir),
@@ -58,6 +73,14 @@ class WandbSink(Sink):
 
     def log(self, record: Record) -> None:
         self._run.log({_STEP: record.step, **record.metrics})
+
+    def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        columns: list[Any] = [*rows[0]]
+        table = wandb.Table(columns=columns, data=[[row[key] for key in columns] for row in rows])
+        self._run.log({_STEP: step, "rollouts": table})
+
+    def summary(self, numbers: Mapping[str, Any]) -> None:
+        self._run.summary.update(dict(numbers))
 
     def close(self, status: str) -> None:
         self._run.summary["status"] = status

@@ -62,7 +62,12 @@ def _trial(config: Config, *, lag: int, least: int, correction: str, seed: int) 
             "rollout": {"pull_every": ON_DEMAND, "pull": "oldest"},
             "eval": {"at_start": True, "at_end": True, "every": _eval_every(config) if lockstep else 0},
             "checkpoint": {"save_hf": "never", "save_state": "never", "every": 0},
-            "monitor": {"console": "off", "wandb": "off", "tensorboard": False, "sinks": [], "rollouts_per_step": 0},
+            "monitor": {
+                **dict.fromkeys(("console", "wandb", "mlflow", "trackio"), "off"),
+                "tensorboard": False,
+                "sinks": [],
+                "rollouts_per_step": 0,
+            },
         },
     )
     rules = (*COMMON_RULES, *RL_RULES)

@@ -351,13 +351,18 @@ def _without_block_headers(data: bytes) -> bytes:
 def test_wandb_offline_leaves_a_run_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # anything that did reach for the network would fail
-    monitor = build_monitor(tmp_path, Settings(wandb="offline"), {"project": "p", "seed": 3}, None, "rl")
+    settings = Settings(wandb="offline", table_every=1)
+    monitor = build_monitor(tmp_path, settings, {"project": "p", "seed": 3}, None, "rl")
     monitor.log(5, {"train/reward/mean": 0.125})
     monitor.log(4, {"collector/pause_s": 0.5}, role="collector")  # a late row of an older step must not be lost
+    monitor.rollouts(4, [{"text": "an answer", "reward": 1.0, "policy_versions": [3, 4]}])
+    monitor.summary({"steps": 5, "eval": {"after": {"accuracy": 0.625}}})
     monitor.close("done")
     assert monitor.failed_sinks == {}
+    (table,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/rollouts*.json")
+    assert "an answer" in table.read_text()
     (binary,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
-    expected = (b"train/reward/mean", b"collector/pause_s", b"0.125")
+    expected = (b"train/reward/mean", b"collector/pause_s", b"0.125", b"0.625")
     deadline = time.monotonic() + 200  # wandb's own service may still be writing the file's last block after finish()
     while not all(text in _without_block_headers(binary.read_bytes()) for text in expected):
         assert time.monotonic() < deadline, f"{binary} holds not all of {expected}"
