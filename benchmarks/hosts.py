@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class Unhurried(Environment):
 class TwoMachines:
     """A Ray cluster on both; `log`: what Ray says."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cpus: int) -> None:
         self.shared = folder / "shared"
         self.shared.mkdir()
         self.a = Machine("host-a", A, folder=folder / "a", shared=self.shared)
@@ -80,9 +80,9 @@ class TwoMachines:
         self.cable = Cable(self.a, self.b)
         self._log = (folder / "ray.log").open("w+b")
         options = ["--head", "--port=6379", "--include-dashboard=false"]
-        ray_start(self.a, *options, cpus=3, log=self._log, token=TOKEN)
+        ray_start(self.a, *options, cpus=cpus, log=self._log, token=TOKEN)
         self.up(1)
-        ray_start(self.b, f"--address={HEAD}", cpus=3, log=self._log, token=TOKEN, again=True)
+        ray_start(self.b, f"--address={HEAD}", cpus=cpus, log=self._log, token=TOKEN, again=True)
         self.up(2)
 
     def up(self, times: int) -> None:
@@ -97,10 +97,11 @@ class TwoMachines:
 
 
 @contextlib.contextmanager
-def two_machines() -> Iterator[TwoMachines]:
+def two_machines(cpus: int = 2) -> Iterator[TwoMachines]:
+    """With room for a trainer and a generator on machine a: a lost generator waits for machine b."""
     folder = Path(tempfile.mkdtemp(prefix="leeway-hosts-"))
     try:
-        machines = TwoMachines(folder)
+        machines = TwoMachines(folder, cpus)
         try:
             yield machines
         finally:
@@ -164,12 +165,12 @@ class Run:
             return -1
 
 
-def cell(machines: TwoMachines, name: str) -> dict[str, Any]:
+def cell(machines: TwoMachines, name: str, overrides: Sequence[str]) -> dict[str, Any]:
     case, transport = name.split(":")
     act, _, amount = case.partition("-")
     if act == "slow":
         machines.cable.slow(float(amount))
-    settings = [f"param_server.transport={transport}"]
+    settings = [f"param_server.transport={transport}", *overrides]
     if act in ("refused", "token"):
         run = Run(machines, case, *settings, *(RANKS if act == "refused" else ()), steps=4, token=TOKENS[act])
         code = run.ends()
@@ -218,15 +219,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cells", nargs="+", default=CELLS)
+    parser.add_argument("--overrides", nargs="+", default=[], help="for all runs, key=value")
     args = parser.parse_args()
     if (why := refusal()) is not None:
         raise SystemExit(f"hosts: {why}")
     args.out.mkdir(parents=True, exist_ok=True)
     results = {}
     for name in args.cells:
-        with two_machines() as machines:
+        with two_machines(3 if name.startswith(("ranks", "refused")) else 2) as machines:
             try:
-                results[name] = cell(machines, name)
+                results[name] = cell(machines, name, args.overrides)
             except Exception as error:
                 results[name] = {"error": f"{type(error).__name__}: {error}"}
             shutil.copytree(machines.a.folder / "runs", args.out / name.replace(":", "-"), dirs_exist_ok=True)

@@ -101,3 +101,20 @@ def test_devices_are_shared_one_to_one(tmp_path: Path) -> None:
         load_config("quickstart", shared, recipe="async_rl")
     with pytest.raises(ConfigError, match=r"staleness.in_flight: got 'keep', expected recompute or off"):
         load_config("quickstart", ["cluster.placement=turns", "staleness.in_flight=keep"], recipe="async_rl")
+
+
+def test_generators_on_a_machine_that_is_silent_are_lost(tmp_path: Path) -> None:
+    config = load_config("quickstart", ["monitor.console=off"], recipe="async_rl")
+    lost: list[str] = []
+
+    async def main() -> None:
+        launcher = Launcher(config, find_recipe("async_rl"), run_dir=tmp_path, supervisor=Supervisor())
+        for role, where in (("generator-0", "a"), ("generator-1", "b"), ("generator-2", "b")):
+            launcher._met(role, FakeActor(), (where, 0), instead=lambda failure: lost.append(str(failure)))
+        launcher._machine_is_silent("b", "its machine has not answered")
+        launcher._machine_is_silent("b", "its machine has not answered")
+        await asyncio.sleep(0)
+        launcher.parts.supervisor.forget_all()
+
+    asyncio.run(main())
+    assert lost == [f"generator-{i}: its machine has not answered" for i in (1, 2)], "each process once"
