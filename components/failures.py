@@ -90,15 +90,6 @@ class Watched:
         """The machine and the process id; answers at once, unless something blocks the event loop."""
         return machine(), os.getpid()
 
-
-def machine() -> str:
-    """The same text in all processes that can see each other by their ids: host names may be those of others too."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:  # no Linux
-        return os.uname().nodename
-
     async def clock(self) -> float:
         """This machine's."""
         return time.time()
@@ -109,6 +100,15 @@ def machine() -> str:
 
     async def close_spans(self) -> None:
         spans.close_writer()
+
+
+def machine() -> str:
+    """The same text in all processes that can see each other by their ids: host names may be those of others too."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:  # no Linux
+        return os.uname().nodename
 
 
 def as_text(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:

@@ -390,3 +390,8 @@ def test_a_part_that_fails_there_says_so() -> None:
 
     with pytest.raises(PartFailed, match=r"^host-b: AttributeError"):
         asyncio.run(fails())
+
+
+def test_an_actors_class_answers_what_the_driver_asks_of_every_part() -> None:
+    for asked in ("wait_until_death", "answer", "clock", "open_spans", "close_spans"):
+        assert asyncio.iscoroutinefunction(getattr(HostActor, asked)), asked
