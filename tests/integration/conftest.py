@@ -6,8 +6,10 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +21,11 @@ import psutil
 import pytest
 
 from leeway.config import load_config
+from leeway.runtime.footprint import MARK_ENV, Footprint
 from leeway.tasks.bootstrap import build_model_dir
 from leeway.tasks.taskset import build_taskset
+
+from ..forked import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 ANY_ENGINE = "rollout.engine.name=hf"
@@ -35,7 +40,7 @@ QUICKSTART = (
     "monitor.tensorboard=true",
     "monitor.console=plain",
 )
-LEEWAY = [sys.executable, "-c", "from leeway.cli.main import main; main()"]
+LEEWAY = "from leeway.cli.main import main; main()"
 
 
 @dataclass
@@ -61,21 +66,27 @@ class Run:
 
 
 class Started:
-    """A `leeway` command that is under way, in a process group of its own and with a mark in its environment."""
+    """A `leeway` command that is under way, in a process group of its own. What it starts bears a mark.
 
-    def __init__(self, args: list[str], *, cwd: Path, run_dir: Path) -> None:
+    `anew`: by an interpreter that has imported nothing. Otherwise it is forked from one that has (`forked`).
+    """
+
+    def __init__(self, args: list[str], *, cwd: Path, run_dir: Path, anew: bool = False) -> None:
         self.run_dir = run_dir
         self._mark = f"leeway-test-{time.monotonic_ns()}"
         self._log = cwd / f"{self._mark}.txt"
+        env = {**os.environ, "LEEWAY_TEST_MARK": self._mark, "PYTHONPATH": str(ROOT / "src")}
+        self.process: subprocess.Popen[bytes] | Forked
         with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*LEEWAY, *args],
-                cwd=cwd,
-                env={**os.environ, "LEEWAY_TEST_MARK": self._mark, "PYTHONPATH": str(ROOT / "src")},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            if anew:
+                command = [sys.executable, "-c", LEEWAY, *args]
+                self.process = subprocess.Popen(
+                    command, cwd=cwd, env=env, stdout=log, stderr=log, start_new_session=True
+                )
+            else:
+                self.process = Forked(
+                    LEEWAY, *args, cwd=cwd, env=env, stdin=0, stdout=log, stderr=log, start_new_session=True
+                )
 
     def output(self) -> str:
         return self._log.read_text(errors="replace")
@@ -105,7 +116,7 @@ class Started:
             time.sleep(0.1)
 
     def processes(self) -> list[psutil.Process]:
-        """Every living process that inherited this command's environment, wherever its parents went."""
+        """Every living process below this command, wherever its parents went: by the mark in its environment."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -145,13 +156,62 @@ def command_line(process: psutil.Process) -> str:
         return ""
 
 
+# vLLM's title for its engine, or the command line of its start: setproctitle writes no title if the first variable of
+# the environment was changed before, and the order of Ray's is a matter of chance.
+ENGINE = ("EngineCore", "multiprocessing.spawn")
+
+
+def part_of(command: Any, *words: str) -> psutil.Process:
+    named = [(command_line(p), p) for p in command.processes()]
+    found = [process for name, process in named if any(word in name for word in words)]
+    assert found, "\n".join([command.output(), *(f"{p.pid} {name[:100]}" for name, p in named)])
+    return found[0]
+
+
+def shared_memory_of(engine: psutil.Process, temporary: Path) -> set[Path]:
+    """That of its run."""
+    return Footprint(engine.environ()[MARK_ENV], temporary).shared_memory()
+
+
+def left_by(command: Any, temporary: Path) -> list[str]:
+    """Processes, shared memory and temporary files. Kernels that were compiled stay, for runs to come."""
+    files = [path.name for path in temporary.iterdir() if "torchinductor" not in path.name]
+    return command.left_over(grace_s=120) + files
+
+
+def check_that_only_this_user_on_this_machine_can_connect(command: Any, temporary: Path) -> None:
+    """No socket of a run on one machine is open to others; Ray's token is the run's own; its folders are private."""
+    listening = []
+    for process in command.processes():
+        with contextlib.suppress(psutil.NoSuchProcess):  # some of Ray's programs are short-lived
+            name = command_line(process)[:100]
+            for socket_ in process.net_connections("inet"):
+                is_open = socket_.type == socket.SOCK_DGRAM and not socket_.raddr
+                if is_open or socket_.status == psutil.CONN_LISTEN:
+                    listening.append((socket_.laddr.ip, socket_.laddr.port, name))
+    assert len(listening) > 5, "Ray's own, at least"
+    assert [one for one in listening if one[0].removeprefix("::ffff:") not in ("127.0.0.1", "::1")] == []
+    assert len(part_of(command, "raylet").environ()["RAY_AUTH_TOKEN"]) == 64
+    scratch = [folder for folder in temporary.iterdir() if folder.name.startswith("leeway-")]
+    assert [oct(folder.stat().st_mode & 0o777) for folder in scratch] == ["0o700"] * len(scratch) != []
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """For the temporary files of runs; its name is short, because sockets are in it."""
+    with tempfile.TemporaryDirectory(prefix="ends-") as folder:
+        yield Path(folder)
+
+
 @contextmanager
 def starting(folder: Path) -> Iterator[Any]:
     started: list[Started] = []
 
-    def begin(recipe: str, *overrides: str, config: str = "quickstart", name: str = "run") -> Started:
+    def begin(
+        recipe: str, *overrides: str, config: str = "quickstart", name: str = "run", anew: bool = False
+    ) -> Started:
         args = ["run", recipe, "--config", config, f"output_dir={folder}/runs", f"name={name}", *overrides]
-        command = Started(args, cwd=folder, run_dir=folder / "runs/leeway" / name)
+        command = Started(args, cwd=folder, run_dir=folder / "runs/leeway" / name, anew=anew)
         started.append(command)
         return command
 
@@ -199,10 +259,19 @@ def from_untrained(untrained: Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def quickstart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Started]:
+def temporary_of_quickstart() -> Iterator[Path]:
+    with temporary_folder() as folder:
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def quickstart(tmp_path_factory: pytest.TempPathFactory, temporary_of_quickstart: Path) -> Iterator[Started]:
     """The quickstart under way, with smaller steps: a supervised warm-up, then asynchronous RL with vLLM."""
-    with starting(tmp_path_factory.mktemp("quickstart")) as begin:
-        yield begin("async_rl", *QUICKSTART)
+    with starting(tmp_path_factory.mktemp("quickstart")) as begin, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(temporary_of_quickstart))
+        started = begin("async_rl", *QUICKSTART, anew=True)
+        patch.undo()
+        yield started
 
 
 @pytest.fixture(scope="session")

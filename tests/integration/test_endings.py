@@ -1,38 +1,32 @@
 """How a run ends when it is not allowed to finish: within its deadline, by the right name, and with nothing left.
 
-The engine's own process dies in a run with vLLM; where any part will do, the run has no other: one_part.py.
-Interrupts, the death of the driver and mistakes in a user's code end runs that have to show something else first:
-test_plugins.py and test_auxiliary.py. Runs without Ray: tests/unit/test_endings.py. The whole grid of parts, acts and
-phases is a benchmark, which `make test-long` runs: benchmarks/chaos.py.
+Where any part will do, the run has no other: one_part.py. Engines and generators that die, interrupts, the death of the
+driver and mistakes in a user's code are in runs that have to show something else first: test_learning.py,
+test_lockstep.py, test_plugins.py and test_auxiliary.py. Runs without Ray: tests/unit/test_endings.py. The whole grid of
+parts, acts and phases is a benchmark, which `make test-long` runs: benchmarks/chaos.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from leeway.runtime.footprint import MARK_ENV, Footprint
-
-from .conftest import ROOT, command_line
+from .conftest import ENGINE, ROOT, left_by, part_of, shared_memory_of, temporary_folder
 
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the runs of a test have their temporary files; short, because sockets are in it."""
-    with tempfile.TemporaryDirectory(prefix="ends-") as folder:
-        monkeypatch.setenv("TMPDIR", folder)
-        yield Path(folder)
+    """Where the runs of a test have their temporary files."""
+    with temporary_folder() as folder:
+        monkeypatch.setenv("TMPDIR", str(folder))
+        yield folder
 
 
 ONE_PART = str(Path(__file__).with_name("one_part.py"))
@@ -49,52 +43,17 @@ def of_one_part(on_untrained: list[str]) -> list[str]:
     return ["stages=null", *on_untrained]
 
 
-# vLLM's title for its engine, or the command line of its start: setproctitle writes no title if the first variable of
-# the environment was changed before, and the order of Ray's is a matter of chance.
-ENGINE = ("EngineCore", "multiprocessing.spawn")
-
-
-def part_of(command: Any, *words: str) -> psutil.Process:
-    named = [(command_line(p), p) for p in command.processes()]
-    found = [process for name, process in named if any(word in name for word in words)]
-    assert found, "\n".join([command.output(), *(f"{p.pid} {name[:100]}" for name, p in named)])
-    return found[0]
-
-
-def left_by(command: Any, temporary: Path) -> list[str]:
-    """Processes, shared memory and temporary files. Kernels that were compiled stay, for runs to come."""
-    files = [path.name for path in temporary.iterdir() if "torchinductor" not in path.name]
-    return command.left_over(grace_s=120) + files
-
-
-def check_that_only_this_user_on_this_machine_can_connect(command: Any, temporary: Path) -> None:
-    """No socket of a run on one machine is open to others; Ray's token is the run's own; its folders are private."""
-    listening = []
-    for process in command.processes():
-        with contextlib.suppress(psutil.NoSuchProcess):  # some of Ray's programs are short-lived
-            name = command_line(process)[:100]
-            for socket_ in process.net_connections("inet"):
-                is_open = socket_.type == socket.SOCK_DGRAM and not socket_.raddr
-                if is_open or socket_.status == psutil.CONN_LISTEN:
-                    listening.append((socket_.laddr.ip, socket_.laddr.port, name))
-    assert len(listening) > 5, "Ray's own, at least"
-    assert [one for one in listening if one[0].removeprefix("::ffff:") not in ("127.0.0.1", "::1")] == []
-    assert len(part_of(command, "raylet").environ()["RAY_AUTH_TOKEN"]) == 64
-    scratch = [folder for folder in temporary.iterdir() if folder.name.startswith("leeway-")]
-    assert [oct(folder.stat().st_mode & 0o777) for folder in scratch] == ["0o700"] * len(scratch) != []
-
-
+@pytest.mark.long("in test_learning.py an engine dies once, and its run goes on")
 @pytest.mark.timeout(900)
 def test_a_generator_that_dies_is_replaced_as_often_as_is_allowed(
     start: Any, from_untrained: list[str], temporary: Path
 ) -> None:
     command = start("async_rl", *from_untrained, "eval.at_start=false", "cluster.restarts=1")
     command.wait_for("steps, lag bound", 400)
-    check_that_only_this_user_on_this_machine_can_connect(command, temporary)
     part_of(command, *ENGINE).kill()
     command.wait_for("generator-0 serves again", 400)
     engine = part_of(command, *ENGINE)
-    shared = Footprint(engine.environ()[MARK_ENV], temporary).shared_memory()
+    shared = shared_memory_of(engine, temporary)
     engine.kill()
     run = command.wait(300)
     assert run.code == 1, run.output
@@ -106,6 +65,7 @@ def test_a_generator_that_dies_is_replaced_as_often_as_is_allowed(
     assert [path for path in shared if path.exists()] == []
 
 
+@pytest.mark.long("as one of Ray's processes, or a generator in test_lockstep.py")
 @pytest.mark.timeout(900)
 def test_a_killed_actor_ends_the_run_by_name(start: Any, of_one_part: list[str], temporary: Path) -> None:
     command = start(ONE_PART, *of_one_part)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +22,20 @@ from leeway.tasks.tiny_tokenizer import build_tokenizer
 from leeway.trainer.canary import score_canary
 from leeway.trainer.convert import convert
 from leeway.trainer.trainer import Trainer
-from leeway.weights import WeightSyncError
+from leeway.weights import Canary, WeightSyncError
 
-from ..engine_contract import TOLERANCE, EngineContract, Served, engine_settings
+from ..engine_contract import TOLERANCE, EngineContract, Publisher, Served
 from ..trainers import batch_of, free_address, random_trajectories, settings_of
 
 VLLM_OPTIONS = {"enforce_eager": True, "block_size": 32, "max_num_seqs": 64}
 
 
 class ServedByVllm(Served):
+    """`gap_at_start` and `gap_after_a_load`: from the canary of the weights that it started with."""
+
+    gap_at_start: float
+    gap_after_a_load: float
+
     def __init__(self, folder: Path, **changes: Any) -> None:
         super().__init__(folder, lambda settings: VllmEngine(replace(settings, **{"options": VLLM_OPTIONS, **changes})))
 
@@ -49,15 +52,46 @@ def sabotaged(folder: Path, **changes: Any) -> Iterator[ServedByVllm]:
         patch.syspath_prepend(here := str(Path(__file__).parent))
         patch.setenv("PYTHONPATH", os.pathsep.join([here, *sys.path]))
         served = ServedByVllm(folder, **changes)
-        served.recover()
         yield served
         served.close()
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedByVllm]:
-    with sabotaged(tmp_path_factory.mktemp("model")) as served:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Canary]:
+    """A model; a checkpoint of it, trained, saved in shards and converted; what the trainer computes with that."""
+    folder = tmp_path_factory.mktemp("trained")
+    publisher = Publisher(base := folder / "base")
+    build_tokenizer(["12 + 34 = 46"]).save_pretrained(base)
+    settings = settings_of(base, canary=publisher.prompts, lr=0.01, eps=1e-8, max_policy_lag=None)
+    trainer = Trainer(settings, rank=0, init_method=free_address())
+    try:
+        for step in range(3):
+            trainer.forward_backward(batch_of(random_trajectories(step, 4)))
+            trainer.optim_step()
+        trainer.save_state(str(folder / "run/checkpoints/step-000003/trainer"))
+        canary = score_canary(trainer._model, publisher.prompts, torch.device("cpu"))
+    finally:
+        trainer.close()
+    ((converted, written),) = convert(folder / "run", base_model=str(base))
+    assert written
+    return base, converted, canary
+
+
+@pytest.fixture(scope="module")
+def served(trained: tuple[Path, Path, Canary]) -> Iterator[ServedByVllm]:
+    """It starts with the converted weights: those of the publisher are others."""
+    base, converted, canary = trained
+    with sabotaged(base, model_path=str(converted), load_weights=True) as served:
+        served.gap_at_start = served.run(served.engine.score(canary)).largest
+        served.recover()
+        served.gap_after_a_load = served.run(served.engine.score(canary)).largest
         yield served
+
+
+def test_a_converted_checkpoint_is_served_from_disk_and_agrees_with_the_trainer(served: ServedByVllm) -> None:
+    """Trained, saved in shards, converted, loaded by an engine that starts: it computes what the trainer does."""
+    assert 0 < served.gap_at_start <= TOLERANCE
+    assert not served.gap_after_a_load <= TOLERANCE, "these are other weights"
 
 
 class TestVllm(EngineContract):
@@ -153,51 +187,3 @@ def test_a_prefix_cache_kept_across_versions_is_refused(served: ServedByVllm, mo
         served.give(*served.publisher.next())
     monkeypatch.undo()
     served.recover()
-
-
-def test_a_converted_checkpoint_is_served_from_disk_and_agrees_with_the_trainer(
-    served: ServedByVllm, tmp_path: Path
-) -> None:
-    """Trained, saved in shards, converted, loaded by an engine that starts: it computes what the trainer does."""
-    base = served.folder
-    build_tokenizer(["12 + 34 = 46"]).save_pretrained(base)
-    settings = settings_of(base, canary=served.publisher.prompts, lr=0.01, eps=1e-8, max_policy_lag=None)
-    trainer = Trainer(settings, rank=0, init_method=free_address())
-    try:
-        for step in range(3):
-            trainer.forward_backward(batch_of(random_trajectories(step, 4)))
-            trainer.optim_step()
-        trainer.save_state(str(tmp_path / "run/checkpoints/step-000003/trainer"))
-        canary = score_canary(trainer._model, served.publisher.prompts, torch.device("cpu"))
-    finally:
-        trainer.close()
-    assert not served.run(served.engine.score(canary)).largest <= TOLERANCE, "these are other weights"
-    ((folder, written),) = convert(tmp_path / "run", base_model=str(base))
-    assert written
-    # An engine of its own: where the head is tied, loading anew into one that runs is not what loading at its start is.
-    # And a process of its own, because two engines in one do not always end.
-    work = tmp_path / "work.json"
-    work.write_text(
-        json.dumps([asdict(engine_settings(folder, options=VLLM_OPTIONS, load_weights=True)), asdict(canary)])
-    )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, "-c", SCORE, str(work)], env=env, capture_output=True, text=True, timeout=280
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    gap = float(done.stdout.split()[-1])
-    assert 0 < gap <= TOLERANCE
-
-
-SCORE = """
-import asyncio, json, os, sys
-from leeway.collector.engine import EngineSettings
-from leeway.engines.vllm_engine import VllmEngine
-from leeway.weights import Canary, CanaryPrompts
-settings, canary = json.load(open(sys.argv[1]))
-engine = VllmEngine(EngineSettings(**settings))
-gap = asyncio.run(engine.score(Canary(**canary | {"prompts": CanaryPrompts(**canary["prompts"])})))
-engine.shutdown()
-print(gap.largest, flush=True)
-os._exit(0)
-"""

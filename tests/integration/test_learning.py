@@ -1,22 +1,40 @@
-"""The job itself: the reward rises, trainer and engine agree, the bound holds, and all that a run promises is there."""
+"""The job itself: the reward rises, trainer and engine agree, the bound holds, and all that a run promises is there,
+although its engine dies on the way.
+"""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from statistics import mean
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from .conftest import Started
+from .conftest import (
+    ENGINE,
+    Started,
+    check_that_only_this_user_on_this_machine_can_connect,
+    left_by,
+    part_of,
+    shared_memory_of,
+)
 
 TOLERANCE = 1e-4
 
 
-@pytest.mark.timeout(1000)
-def test_asynchronous_rl_learns_within_the_bound(quickstart: Started) -> None:
-    run = quickstart.wait(800)
+@pytest.mark.timeout(1600)
+def test_asynchronous_rl_learns_within_the_bound_although_its_engine_dies(
+    quickstart: Started, temporary_of_quickstart: Path
+) -> None:
+    quickstart.wait_for_steps(1, timeout_s=600)
+    check_that_only_this_user_on_this_machine_can_connect(quickstart, temporary_of_quickstart)
+    engine = part_of(quickstart, *ENGINE)
+    shared = shared_memory_of(engine, temporary_of_quickstart)
+    engine.kill()
+    run = quickstart.wait(900)
     assert run.code == 0, run.output
+    assert "generator-0 serves again" in run.output
     summary = run.summary
     assert summary["status"] == "completed"
     assert summary["steps"] == 40
@@ -51,6 +69,8 @@ def test_asynchronous_rl_learns_within_the_bound(quickstart: Started) -> None:
     assert list(run.dir.glob("stages/async_rl/tensorboard/*tfevents*"))
     assert {"trainer-0", "generator-0", "replay", "param_server"} <= set(summary["processes"])
     assert summary["versions"]["vllm"]
-    assert quickstart.left_over(grace_s=120) == []
+    assert left_by(quickstart, temporary_of_quickstart) == []
+    assert shared
+    assert [path for path in shared if path.exists()] == []
     saved = run.dir / "stages/async_rl/checkpoints/step-000040/hf"
     assert AutoModelForCausalLM.from_pretrained(saved).config.model_type == "qwen2"

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.long("an engine of several p
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedByVllm]:
     options = {**VLLM_OPTIONS, "tensor_parallel_size": 2}
     with sabotaged(tmp_path_factory.mktemp("model"), options=options, cores=[0, 1]) as served:
+        served.recover()
         yield served
 
 
