@@ -171,9 +171,10 @@ class RLRun:
             await self._publishing.gather(self.version)
         await self.turns.engines()  # groups that no batch needed are finished there
 
-    async def evaluate(self) -> dict[str, Any]:
+    async def evaluate(self, *, tell_first: bool = True) -> dict[str, Any]:
         """Evaluate the current version on every evaluation taskset; an empty dict if there is none.
 
+        `tell_first`: say the first one's numbers too, which the run's closing lines may have.
         The first taskset's numbers (the held-out tasks) are at the top level; the others' are under "tasksets".
         """
         if not self._evalsets:
@@ -181,7 +182,7 @@ class RLRun:
         metrics, _ = await evaluate(self.config, self._parts, self._evalsets, policy_version=self.version)
         self._report.evaluation(self.version, metrics)
         by_set = {e.name: of_set(metrics, e.name) for e in self._evalsets}
-        for name, numbers in by_set.items():
+        for name, numbers in [*by_set.items()][0 if tell_first else 1 :]:
             say(f"{self._name}: {name.replace('_', '-')} {in_one_line(numbers)} at version {self.version}")
         first = by_set.pop(self._evalsets[0].name)
         measure, value = measured_by(first)

@@ -174,7 +174,7 @@ class RLStage:
         rl_s = time.monotonic() - begun + sum(row.get("step/total_s", 0.0) for row in earlier)
         await run.serve()
         if self._config.eval.at_end:
-            evals["after"] = await run.evaluate()
+            evals["after"] = await run.evaluate(tell_first=not evals.get("before"))
         await report.collect_stats(run.version)
         await run.turns.trainer()
         folder = await checkpoints.at_end()

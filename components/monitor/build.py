@@ -12,7 +12,7 @@ from ..importing import import_user_object
 from .beside import Beside
 from .jsonl import JsonlSink
 from .monitor import Monitor
-from .sink import MonitorError, Sink
+from .sink import MonitorError, Sink, by_dotted_key
 
 
 def build_monitor(
@@ -47,7 +47,13 @@ def build_monitor(
         from .console import ConsoleSink
 
         sinks.append(
-            ConsoleSink(mode=monitor_config.console, total_steps=total_steps, title=title, step=resumed_at or 0)
+            ConsoleSink(
+                mode=monitor_config.console,
+                total_steps=total_steps,
+                title=title,
+                step=resumed_at or 0,
+                settings=by_dotted_key(config_dict),
+            )
         )
     return Monitor(
         run_dir,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .sink import MonitorError, Record, Sink
+from .sink import MonitorError, Record, Sink, by_dotted_key
 
 MAX_PARAM_CHARS = 500
 BATCH = 500
@@ -64,7 +64,7 @@ class MlflowSink(Sink):
             own = {key: value for key, value in (("group", group), ("id", id)) if value}
             run = self._client.create_run(experiment, run_name=name, tags={**own, **dict.fromkeys(tags, "true")})
             self._run_id = run.info.run_id
-            params = [Param(key, str(value)[:MAX_PARAM_CHARS]) for key, value in flat(config).items()]
+            params = [Param(key, str(value)[:MAX_PARAM_CHARS]) for key, value in by_mlflow_name(config).items()]
             for first in range(0, len(params), 100):  # as many as one request takes
                 self._client.log_batch(self._run_id, params=params[first : first + 100])
         except Exception as error:  # its client raises many kinds
@@ -88,7 +88,7 @@ class MlflowSink(Sink):
 
     def summary(self, numbers: Mapping[str, Any]) -> None:
         now_ms = int(time.time() * 1000)
-        values = {k: v for k, v in flat(numbers).items() if isinstance(v, int | float) and math.isfinite(v)}
+        values = {k: v for k, v in by_mlflow_name(numbers).items() if isinstance(v, int | float) and math.isfinite(v)}
         metrics = [self._metric(f"summary/{key}", float(value), now_ms, 0) for key, value in values.items()]
         for first in range(0, len(metrics), BATCH):
             self._client.log_batch(self._run_id, metrics=metrics[first : first + BATCH])
@@ -98,10 +98,7 @@ class MlflowSink(Sink):
         self._client.set_terminated(self._run_id, ended)
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"train": {"steps": 5}} -> {"train.steps": 5}; names keep only what MLflow allows in them."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        name = prefix + "".join(c if c.isalnum() or c in "_-./ " else "_" for c in str(key))
-        found |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return found
+def by_mlflow_name(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Names keep only what MLflow allows in them."""
+    named = by_dotted_key(values).items()
+    return {"".join(c if c.isalnum() or c in "_-./ " else "_" for c in key): value for key, value in named}

@@ -54,3 +54,11 @@ class Sink(ABC):
     @abstractmethod
     def close(self, status: str) -> None:
         """Flush and let go; `status` is how the run ended ("done" is success, anything else is not)."""
+
+
+def by_dotted_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"train": {"steps": 5}} -> {"train.steps": 5}."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= by_dotted_key(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found

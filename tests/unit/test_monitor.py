@@ -32,7 +32,7 @@ from leeway.monitor import (
     weights_sha256,
     write_summary,
 )
-from leeway.monitor.console import ConsoleSink, who_waits
+from leeway.monitor.console import ConsoleSink, as_duration, sparkline
 from leeway.monitor.curves import build_figure, draw_curves
 from leeway.monitor.jsonl import JsonlSink
 from leeway.monitor.logs import others_to_file
@@ -227,7 +227,7 @@ def test_auto_off_a_terminal_prints_a_line_every_few_seconds_and_never_the_same_
     sink.close("done")
     text = out.getvalue().splitlines()
     assert text[0] == "rl [a] step 1/100  reward 0.010"
-    assert [int(re.findall(r"step (\d+)/", line)[0]) for line in text[:-1]] == [
+    assert [int(re.findall(r"step (\d+)/", line)[0]) for line in text] == [
         1,
         11,
         21,
@@ -240,7 +240,7 @@ def test_auto_off_a_terminal_prints_a_line_every_few_seconds_and_never_the_same_
         91,
         100,
     ]
-    assert text[-1] == "rl [a]: done at step 100 after 50.0 s"
+    assert text[-1] == "rl [a] step 100/100  reward 1.000 | done in 50.0 s"
 
 
 def test_the_last_step_is_said_once_however_many_parts_report_it() -> None:
@@ -252,7 +252,7 @@ def test_the_last_step_is_said_once_however_many_parts_report_it() -> None:
     sink.close("done")
     lines = out.getvalue().splitlines()
     assert sum("2/2" in line for line in lines) <= 2
-    assert lines[-1] == "rl [a]: done at step 2 after 0.0 s"
+    assert lines[-1] == "rl [a] step 2/2  reward 0.500 | done in 0.0 s"
     assert not [line for line in lines if "eval/" in line], "the recipe says what was evaluated"
 
 
@@ -269,7 +269,7 @@ def test_a_bar_is_full_where_the_run_is_done_early(status: str, shows: str) -> N
     sink = ConsoleSink(mode="live", total_steps=600, title="sft", console=console)
     sink.log(record(315, train__loss__sft=0.4))
     sink.close(status)
-    assert shows in out.getvalue().rsplit("sft", 2)[-2]
+    assert re.findall(r"\d+/\d+", out.getvalue())[-1] == shows
 
 
 def test_what_libraries_write_to_stderr_goes_to_a_file_and_leeways_own_warnings_to_the_terminal(
@@ -302,16 +302,66 @@ def test_live_mode_shows_the_bar_and_the_status_line() -> None:
     sink.close("interrupted")
     assert "rl [a]" in out.getvalue()
     assert "3/4" in out.getvalue()
-    assert "reward 0.500 | 1.00 s/step | trainer waits for a batch 40 %" in out.getvalue()
-    assert "rl [a]: interrupted at step 3" in out.getvalue()
+    assert "reward 0.500 | 1.00 s/step" in out.getvalue()
+    assert re.search(r"rl \[a\]: interrupted after [\d.]+ s, at step 3", out.getvalue())
 
 
-def test_who_waits_names_the_side_that_waits_more() -> None:
-    trainer = {"step/total_s": 1.0, "step/wait_for_batch_s": 0.3}
-    assert who_waits({**trainer, "collector/wait_for_slot_frac": 0.1}) == ["trainer waits for a batch 30 %"]
-    assert who_waits({**trainer, "collector/wait_for_slot_frac": 0.5}) == ["collectors wait for a slot 50 %"]
-    assert who_waits({"step/total_s": 1.0, "step/wait_for_batch_s": 0.01}) == ["nobody waits"]
-    assert who_waits({"step/total_s": 0.0, "step/wait_for_batch_s": 0.0}) == []
+WAITING = {"step__total_s": 2.0, "step__wait_for_batch_s": 1.2, "step__forward_backward_s": 0.8}
+
+
+def test_live_mode_shows_the_course_of_the_reward_and_who_waits_for_whom() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=160, force_terminal=True)
+    settings, clock = {"rollout.num_generators": 1}, [0.0]
+    sink = ConsoleSink(
+        mode="live", total_steps=10, title="rl", console=console, settings=settings, clock=lambda: clock[0]
+    )
+    for step in range(1, 9):
+        sink.log(Record(step=step, time=0.0, role="collector", metrics={"collector/generate_frac": 0.9}))
+        clock[0] = 2.0 * step
+        sink.log(record(step, train__reward__mean=step / 8, **WAITING))
+    sink.close("done")
+    text = out.getvalue()
+    assert "reward 1.000 ▁▂▃▄▅▆▇█" in text
+    assert "The trainer waits 60 % of its time for a batch" in text
+    assert "done" not in text, "the bar is full"
+
+
+def test_without_a_terminal_who_waits_is_said_when_it_changes() -> None:
+    clock = [0.0]
+    sink, out = plain_console(clock)
+    for step in range(1, 101):
+        clock[0] = step * 2.0
+        shares = WAITING if step <= 50 else {"step__total_s": 2.0, "step__forward_backward_s": 2.0}
+        sink.log(record(step, train__reward__mean=0.5, **shares))
+    sink.close("done")
+    lines = out.getvalue().splitlines()
+    sentences = [line for line in lines if line.startswith("rl [a]: ")]
+    assert [sentence.split(": ", 1)[1].split()[:3] for sentence in sentences] == [
+        ["The", "trainer", "waits"],
+        ["The", "trainer", "waits"],
+        ["Nobody", "waits:", "the"],
+    ], "at first, again after a while, and when it has changed"
+    assert "98 s left" not in lines[0]
+    assert "3 min left" in lines[0], "99 steps of 2 s"
+    assert all(line.isascii() for line in lines), "a file is read by anything"
+
+
+def test_a_long_run_says_less_and_less_often() -> None:
+    clock = [0.0]
+    sink, out = plain_console(clock, total_steps=None)
+    for step in range(1, 36_001):
+        clock[0] = float(step)
+        sink.log(record(step, train__reward__mean=0.5))
+    assert 600 <= len(out.getvalue().splitlines()) <= 900, "ten hours, a line a second possible"
+
+
+def test_a_sparkline_goes_from_the_least_to_the_largest() -> None:
+    assert sparkline([0.0, 1.0]) == "▁█"
+    assert sparkline([0.5] * 10) == "▁" * 10
+    assert len(sparkline([float(i) for i in range(1000)], width=24)) == 24
+    assert sparkline([1.0]) == ""
+    assert [as_duration(s) for s in (5, 100, 7200)] == ["5 s", "2 min", "2.0 h"]
 
 
 # tensorboard, wandb
