@@ -231,7 +231,9 @@ def main() -> None:
                 results[name] = cell(machines, name, args.overrides)
             except Exception as error:
                 results[name] = {"error": f"{type(error).__name__}: {error}"}
-            shutil.copytree(machines.a.folder / "runs", args.out / name.replace(":", "-"), dirs_exist_ok=True)
+            for runs in (machines.a.folder / "runs", machines.shared):
+                if runs.is_dir():
+                    shutil.copytree(runs, args.out / name.replace(":", "-"), dirs_exist_ok=True)
         print(name, json.dumps(results[name]), flush=True)
         (args.out / "hosts.json").write_text(json.dumps(results, indent=2) + "\n")
 
