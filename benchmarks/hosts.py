@@ -7,11 +7,11 @@ The machines are namespaces of this one (see namespaces.py; needs root). Machine
 driver, the trainer and a generator; machine b, with its own /tmp, shared memory and processes, has another. Nothing but
 this checkout is there for both, and a token of Ray. On b, Ray is started again whenever it ends.
 
-A cell is case:transport. Cases: `plain`; `cut-S`, the link is down for S seconds; `cut-forever`, until the run has
-ended; `slow-M`, M Mbit/s from the start on; `kill`, the raylet of machine b; `ranks`, a trainer's rank on each, with a
-folder that both share for the run; `refused`, the same without that folder; `token`, the driver has another token.
-Printed, and written to hosts.json: exit code, steps, restarts, the longest time without a step, and how long after the
-act machine b served again.
+A cell is case:transport. Cases: `plain`, with a supervised stage before; `cut-S`, the link is down for S seconds;
+`cut-forever`, until the run has ended; `slow-M`, M Mbit/s from the start on; `kill`, the raylet of machine b; `ranks`,
+a trainer's rank on each, with a folder that both share for the run; `refused`, the same without that folder; `token`,
+the driver has another token. Printed, and written to hosts.json: exit code, steps, restarts, the longest time without
+a step, and how long after the act machine b served again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ TOKEN = "5a" * 32
 TOKENS = {"refused": TOKEN, "token": "a5" * 32}
 LEEWAY = [sys.executable, "-c", "from leeway.cli.main import main; main()"]
 SETTINGS = [
-    "stages.sft=null",
     "rollout.engine.name=hf",
     "rollout.num_generators=2",
     "stages.async_rl.train.groups_per_step=16",
@@ -172,10 +171,19 @@ def cell(machines: TwoMachines, name: str, overrides: Sequence[str]) -> dict[str
         machines.cable.slow(float(amount))
     settings = [f"param_server.transport={transport}", *overrides]
     if act in ("refused", "token"):
-        run = Run(machines, case, *settings, *(RANKS if act == "refused" else ()), steps=4, token=TOKENS[act])
+        run = Run(
+            machines,
+            case,
+            *settings,
+            "stages.sft=null",
+            *(RANKS if act == "refused" else ()),
+            steps=4,
+            token=TOKENS[act],
+        )
         code = run.ends()
         return {"code": code, "said": run.output().strip().splitlines()[-1:]}
     steps = 40 if case == "cut-5" else 150 if act in ("kill", "cut") else 8
+    settings += ["stages.sft.train.steps=5"] if act == "plain" else ["stages.sft=null"]
     settings += RANKS if act == "ranks" else []
     run = Run(machines, f"{case}-{transport}", *settings, steps=steps, shared=act == "ranks")
     back_s = None

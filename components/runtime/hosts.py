@@ -364,6 +364,7 @@ class Cluster:
         )
         self._run_dir = run_dir
         self._ranks: dict[int, Host] = {}
+        self._groups: list[PlacementGroup] = []
 
     async def trainer(self, rank: int) -> Place:
         """On the driver's machine as long as it has room."""
@@ -413,6 +414,9 @@ class Cluster:
         """Ray knows how many CPUs are taken, and not which: parts without one float."""
 
     async def close(self, grace_s: float) -> None:
+        """The next stage of the run finds room."""
+        for group in list(self._groups):
+            self._remove(group)
         await self.hosts.close(grace_s)
 
     async def _check_files(self, role: str, host: Host) -> None:
@@ -440,10 +444,11 @@ class Cluster:
     ) -> tuple[Host, Place]:
         bundle = {"CPU": float(cpus), **({"GPU": float(gpus)} if gpus else {})}
         group = await asyncio.to_thread(placement_group, [bundle], strategy="STRICT_PACK", _soft_target_node_id=rather)
+        self._groups.append(group)
         try:
             host = await self.hosts.at(await self._node_of(group, role, bundle))
         except BaseException:
-            _remove_group(group)
+            self._remove(group)
             raise
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
         options = {"num_gpus": gpus, "scheduling_strategy": where}
@@ -453,9 +458,15 @@ class Cluster:
             among=among,
             from_the_end=from_the_end,
             options=options,
-            then=lambda: _remove_group(group),
+            then=lambda: self._remove(group),
         )
         return host, place
+
+    def _remove(self, group: PlacementGroup) -> None:
+        """In the background: Ray is asked, which may not answer."""
+        if group in self._groups:
+            self._groups.remove(group)
+            asyncio.get_running_loop().run_in_executor(None, remove_placement_group, group)
 
     async def _node_of(self, group: PlacementGroup, role: str, bundle: Mapping[str, float]) -> str:
         """The deadline is the caller's."""
@@ -518,11 +529,6 @@ class Cluster:
                 "env": config.env.model_copy(update={"models": models}),
             }
         )
-
-
-def _remove_group(group: PlacementGroup) -> None:
-    """In the background: Ray is asked, which may not answer."""
-    asyncio.get_running_loop().run_in_executor(None, remove_placement_group, group)
 
 
 def _leave_token(folder: Path, token: str) -> str:

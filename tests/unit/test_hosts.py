@@ -256,7 +256,7 @@ def test_each_engine_has_a_group_of_its_own_and_cores_of_its_own_machine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(hosts.os, "sched_getaffinity", lambda pid: {0, 1})
-    groups = Groups(monkeypatch, OWN, OWN, OTHER, OTHER)
+    groups = Groups(monkeypatch, OWN, OWN, OTHER, OTHER, OTHER)
 
     async def scenario(made: Cluster) -> None:
         trainer = await made.trainer(0)
@@ -270,9 +270,11 @@ def test_each_engine_has_a_group_of_its_own_and_cores_of_its_own_machine(
         await asyncio.to_thread(lambda: None)
         assert (await made.generator(1, {"num_gpus": 0})).cores == [4], "it has left"
 
-    groups._nodes = (*groups._nodes, OTHER)
+        await made.close(60.0)
+
     places(monkeypatch, tmp_path, scenario)
-    assert 2 in groups.removed
+    assert groups.removed[0] == 2
+    assert sorted(groups.removed) == [0, 1, 2, 3, 4], "each once, at the latest when the stage has ended"
 
 
 def test_a_place_that_is_given_up_while_it_waits_for_room_leaves_no_group(
