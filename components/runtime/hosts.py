@@ -21,7 +21,7 @@ import os
 import secrets
 import signal
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from .. import __version__
 from ..config import Config, Needs, derive
 from ..config.derived import devices_of_copy
 from ..config.engines import is_local_path
@@ -56,6 +57,7 @@ CHUNK_BYTES = 16 << 20
 MARKER = ".machines"
 FILES = "run"
 """A folder below the scratch folder of another machine, for what parts write into the stage's own here."""
+Watch = Callable[[str, Awaitable[Any]], "asyncio.Future[Any]"]
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Left alone, gloo listens where the machine's own name leads, which may be loopback."""
 
@@ -68,6 +70,7 @@ class HostFacts:
 
     machine: str
     name: str
+    leeway: str
     cores: list[int]
     sees_run: bool
     scratch: Path
@@ -92,6 +95,7 @@ class HostActor(Watched):
         return HostFacts(
             machine=machine(),
             name=os.uname().nodename,
+            leeway=__version__,
             cores=sorted(os.sched_getaffinity(0)),
             sees_run=_token_in(run_dir) == token,
             scratch=self._footprint.scratch,
@@ -205,18 +209,22 @@ class Host:
 class Hosts:
     """The machines on which a stage has parts; `run_dir`: the stage's folder, `whole_run`: that of its run.
 
-    `silent`: is told of one that has not answered for `SILENT_S`; it may answer again.
+    `silent`: is told of one that has not answered for `SILENT_S`; it may answer again. `watch(part, work)`: has `work`
+    done until the stage ends, which it does if that fails.
     """
 
-    def __init__(self, run_dir: Path, *, whole_run: Path, log_level: str, silent: Callable[[Host], None]) -> None:
+    def __init__(
+        self, run_dir: Path, *, whole_run: Path, log_level: str, silent: Callable[[Host], None], watch: Watch
+    ) -> None:
         self._run_dir = run_dir
         self._silent = silent
+        self._watch = watch
         self._whole_run = whole_run
         self._log_level = log_level
         self._token = secrets.token_hex(16)
         self._found: dict[str, asyncio.Future[Host]] = {}
         self._sums: dict[str, asyncio.Future[dict[str, str]]] = {}
-        self._following: list[asyncio.Task[None]] = []
+        self._following: list[asyncio.Future[Any]] = []
 
     @functools.cached_property
     def own_node(self) -> str:
@@ -285,6 +293,11 @@ class Hosts:
         )
         token = await asyncio.to_thread(_leave_token, self._run_dir, self._token)
         facts: HostFacts = await actor.facts.remote(self._run_dir, token)
+        if facts.leeway != __version__:
+            raise InputRefused(
+                role,
+                f"cluster.address: {facts.name} has Leeway {facts.leeway}, expected {__version__} as here; install it",
+            )
         host = Host(
             node=node,
             name=facts.name,
@@ -295,7 +308,7 @@ class Hosts:
             environ=facts.environ,
             actor=actor,
         )
-        self._following.append(asyncio.create_task(self._follow(host)))
+        self._following.append(self._watch(role, self._follow(host)))
         return host
 
     async def _follow(self, host: Host) -> None:
@@ -352,8 +365,10 @@ class Cluster:
     GPUs: groups do not grow, and generators come and go.
     """
 
-    def __init__(self, config: Config, recipe: Needs, *, run_dir: Path, silent: Callable[[str, str], None]) -> None:
-        """`silent(machine, cause)`: parts there cannot be reached; see `Place.machine`."""
+    def __init__(
+        self, config: Config, recipe: Needs, *, run_dir: Path, silent: Callable[[str, str], None], watch: Watch
+    ) -> None:
+        """`silent(machine, cause)`: parts there cannot be reached; see `Place.machine`. `watch`: see `Hosts`."""
         self._config = config
         self._numbers = derive(config, recipe)
         self.hosts = Hosts(
@@ -361,6 +376,7 @@ class Cluster:
             whole_run=config.run_dir.absolute(),
             log_level=config.log.level,
             silent=lambda host: silent(host.machine, f"its machine {host.name} has not answered for {SILENT_S:g} s"),
+            watch=watch,
         )
         self._run_dir = run_dir
         self._ranks: dict[int, Host] = {}

@@ -184,7 +184,8 @@ class Launcher:
         if cluster.address is None:
             self._places = OwnMachine(config, recipe, self._run_dir)
         else:
-            self._places = Cluster(config, recipe, run_dir=self._run_dir, silent=self._machine_is_silent)
+            watching: Any = {"silent": self._machine_is_silent, "watch": supervisor.watch}
+            self._places = Cluster(config, recipe, run_dir=self._run_dir, **watching)
         self._ranks: list[Place] = []
         self._folders: dict[str, Path] = {}
         self._machines: dict[str, str] = {}

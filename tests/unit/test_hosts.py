@@ -43,6 +43,7 @@ class Elsewhere(HostActor):
         self.mended = asyncio.Event()
         self.mended.set()
         self.silent: list[str] = []
+        self.leeway = hosts.__version__
 
     async def lines(self, known: Any) -> dict[str, tuple[int, bytes]]:
         await self.mended.wait()
@@ -50,13 +51,18 @@ class Elsewhere(HostActor):
 
     async def facts(self, run_dir: Path, token: str) -> HostFacts:
         found = await super().facts(run_dir, token)
-        return HostFacts(**{**vars(found), "sees_run": False, "machine": "another", "cores": [4, 5, 6]})
+        own = {"sees_run": False, "machine": "another", "cores": [4, 5, 6], "leeway": self.leeway}
+        return HostFacts(**{**vars(found), **own})
 
     async def has(self, folder: str, sums: Any) -> bool:
         return Path(folder).is_relative_to(self._footprint.scratch) and await super().has(folder, sums)
 
     async def sees(self, folder: str, token: str) -> bool:
         return False
+
+
+def watch(part: str, work: Awaitable[Any]) -> asyncio.Future[Any]:
+    return asyncio.ensure_future(work)
 
 
 @contextlib.asynccontextmanager
@@ -76,7 +82,9 @@ async def two_machines(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> AsyncI
     }.items():
         monkeypatch.setattr(hosts.ray, name, value)
     monkeypatch.setattr(hosts.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
-    found = Hosts(run_dir, whole_run=run_dir, log_level="INFO", silent=lambda host: there.silent.append(host.name))
+    found = Hosts(
+        run_dir, whole_run=run_dir, log_level="INFO", silent=lambda host: there.silent.append(host.name), watch=watch
+    )
     try:
         yield found, there
     finally:
@@ -198,6 +206,15 @@ def test_what_a_lost_generator_leaves_there_is_killed_and_nothing_else_is(
     play(monkeypatch, tmp_path / "run", scenario)
 
 
+def test_another_version_there_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    async def scenario(found: Hosts, there: Elsewhere) -> None:
+        there.leeway = "0.0.9"
+        with pytest.raises(InputRefused, match=r"^cluster.address: .* has Leeway 0.0.9, expected .* as here"):
+            await found.at(OTHER)
+
+    play(monkeypatch, tmp_path / "run", scenario)
+
+
 # ------------------------------------------------------------------------------------------------------------- places
 
 
@@ -244,7 +261,11 @@ class Groups:
 def places(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, scenario: Any, **sections: Any) -> None:
     async def main() -> None:
         made = Cluster(
-            config_of(tmp_path, **sections), find_recipe("async_rl"), run_dir=tmp_path / "run", silent=lambda *_: None
+            config_of(tmp_path, **sections),
+            find_recipe("async_rl"),
+            run_dir=tmp_path / "run",
+            silent=lambda *_: None,
+            watch=watch,
         )
         async with two_machines(monkeypatch, tmp_path / "run") as (made.hosts, _):
             await scenario(made)
