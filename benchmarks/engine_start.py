@@ -37,7 +37,7 @@ async def measure(path: str, name: str, core: int) -> None:
     engine: Engine = await start_engine(
         EngineSettings(
             name=name, model_path=path, dtype="float32", device="cpu", max_model_len=64, seed=0,
-            options=OPTIONS.get(name, {}), cores=[core], kv_cache_gib=1.0, load_weights=True,
+            options=OPTIONS.get(name, {}), cores=[core], kv_cache_gib=1.0, initial_version=0,
         )
     )  # fmt: skip
 

@@ -137,7 +137,7 @@ def engine(args: argparse.Namespace) -> Callable[[], object]:
                 options={"enforce_eager": True, "block_size": 32},
                 cores=sorted(os.sched_getaffinity(0)),
                 kv_cache_gib=1.0,
-                load_weights=True,
+                initial_version=0,
             )
         )
 

@@ -44,9 +44,7 @@ async def run(context: driver.StageContext) -> driver.StageResult:
                 run_dir=context.dir,
                 supervisor=driver.Supervisor(context.watch),
             )
-            metrics, trajectories, processes = await _measure(context, launcher, evalsets)
-            # Engines label their initial weights as version 0; the real version is known only here.
-            metrics |= {f"eval/{e.name}/policy_version": float(version) for e in evalsets}
+            metrics, trajectories, processes = await _measure(context, launcher, evalsets, version)
             monitor.log(version, metrics, role="evaluation")
             monitor.rollouts(version, [asdict(t) for t in trajectories])
             measured[version] = {e.name: driver.of_set(metrics, e.name) for e in evalsets}
@@ -70,12 +68,12 @@ RECIPE = Recipe(run=run, generates=True, reads="heldout", rules=EVALUATION_RULES
 
 
 async def _measure(
-    context: driver.StageContext, launcher: driver.Launcher, evalsets: list[driver.EvalSet]
+    context: driver.StageContext, launcher: driver.Launcher, evalsets: list[driver.EvalSet], version: int
 ) -> tuple[dict[str, float], list[Trajectory], dict[str, Any]]:
     parts, config = launcher.parts, context.config
     try:
-        starting = launcher.generators(load_weights=True)
+        starting = launcher.generators(initial_version=version)
         await driver.timed(context.name, "generators ready", starting, see=f"{context.dir / 'logs'}/")
-        return *await driver.evaluate(config, parts, evalsets, policy_version=0), parts.processes
+        return *await driver.evaluate(config, parts, evalsets, policy_version=version), parts.processes
     finally:
         await parts.stop()

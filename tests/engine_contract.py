@@ -269,6 +269,25 @@ class EngineContract:
         gaps = [served.give(*served.publisher.next(scale)) for _ in range(5)]
         assert 0 < max(gaps) <= TOLERANCE
 
+    @pytest.mark.parametrize(("n", "temperature"), [(2, 1.0), (1, 0.0)])
+    def test_whoever_listens_hears_each_token_as_it_is_answered(
+        self, served: Served, n: int, temperature: float
+    ) -> None:
+        heard: list[list[tuple[int, float, int]]] = [[] for _ in range(n)]
+        calls: list[int] = []
+
+        def hear(index: int, tokens: list[int], logprobs: list[float], version: int) -> None:
+            calls.append(index)
+            heard[index] += [(*pair, version) for pair in zip(tokens, logprobs, strict=True)]
+
+        answers = served.run(
+            served.engine.generate(
+                [5, 6, 7], n=n, temperature=temperature, max_tokens=12, stop_token_ids=[], heard=hear
+            )
+        )
+        assert [[*zip(a.tokens, a.logprobs, a.policy_versions, strict=True)] for a in answers] == heard
+        assert len(calls) > n, "all at once is no stream"
+
     @pytest.mark.slow
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
     def test_tokens_in_flight_are_exact_for_their_own_version(self, served: Served, temperature: float) -> None:

@@ -54,7 +54,7 @@ class AuxiliaryActor(Watched):
                         options=options_of(model.engine).model_dump(),
                         cores=[],
                         kv_cache_gib=kv_cache_gib,
-                        load_weights=True,
+                        initial_version=0,
                     )
                 )
         except Exception as error:

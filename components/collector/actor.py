@@ -72,7 +72,7 @@ class CollectorRun:
             paused=lambda: clock.doing("pause"),
             on_quarantine=lambda error: self.collector.discard(str(error)),
             max_failures=config.param_server.quarantine_pulls,
-            verified_version=0 if settings.load_weights else -1,
+            verified_version=-1 if settings.initial_version is None else settings.initial_version,
             finish_first=oldest,
             caught_up=engine.progress.caught_up,
             asleep=lambda: clock.doing("asleep"),

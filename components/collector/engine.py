@@ -34,8 +34,9 @@ class EngineSettings:
     """Everything an engine is started with. `cores`: CPU cores for its compute threads (empty: not pinned).
 
     `name`: what `rollout.engine.name` says; `options`: the rest of `rollout.engine`. `head_dtype`: what the output head
-    computes in (None: in `dtype`); an engine that cannot do that raises `Refused`. `load_weights`: serve the weights
-    in `model_path` as version 0; else serve nothing before a verified load. `seeded`: some requests have a seed.
+    computes in (None: in `dtype`); an engine that cannot do that raises `Refused`. `initial_version`: that of the
+    weights in `model_path`, which it serves from its start (None: it serves nothing before a verified load).
+    `seeded`: some requests have a seed.
     `read_back`: whether `Engine.read_back` compares anything. `sleep_level`: of `Engine.sleep` (None: it is never
     called). `max_model_len`: tokens of a prompt and its response. `kv_cache_gib`: memory for keys and values on a CPU,
     in GiB.
@@ -51,7 +52,7 @@ class EngineSettings:
     kv_cache_gib: float
     name: str = "vllm"
     head_dtype: str | None = None
-    load_weights: bool = False
+    initial_version: int | None = None
     seeded: bool = False
     read_back: bool = True
     sleep_level: int | None = None
@@ -82,6 +83,10 @@ class LoadTimes:
     ahead_s: float = 0.0
 
 
+Heard = Callable[[int, list[int], list[float], int], None]
+"""(index of the completion, its next tokens, their logprobs, the version that drew them), pass by pass."""
+
+
 class Generates(Protocol):
     """The one verb that a policy needs."""
 
@@ -96,11 +101,13 @@ class Generates(Protocol):
         seed: int | None = None,
         top_p: float = 1.0,
         clock: RolloutClock | None = None,
+        heard: Heard | None = None,
     ) -> list[SampledTokens]:
         """Sample n completions of one prompt. Cancelling the call aborts them.
 
         `temperature` 0: n times the likeliest one. `seed` makes the samples a function of (weights, prompt, seed),
-        whatever else is being generated. `clock` is notified of the passes that worked on them. Raises EngineLost.
+        whatever else is being generated. `clock` is notified of the passes that worked on them. `heard` is told of
+        tokens on the way (at temperature 0, of completion 0 alone). Raises EngineLost.
         """
         ...
 
@@ -197,7 +204,7 @@ class Engine(Generates, LoadsWeights, Protocol):
 
 
 async def start_engine(settings: EngineSettings) -> Engine:
-    """The engine that `settings.name` says, up and ready for a load (or serving its own weights as version 0)."""
+    """The engine that `settings.name` says, up and ready for a load (or serving its own weights)."""
     cls = import_user_object(
         engine_kind(settings.name).target, key="rollout.engine.name", expected="a class like leeway's Engine"
     )

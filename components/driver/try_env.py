@@ -47,7 +47,7 @@ async def run(choice: Choice, context: StageContext) -> StageResult:
     launcher = Launcher(config, context.recipe, run_dir=context.dir, supervisor=Supervisor(context.watch))
     try:
         say(f"starting an engine with {config.model.path}")
-        await launcher.generators(load_weights=True)
+        await launcher.generators(initial_version=0)
         call = launcher.parts.generators[0].call(
             lambda actor: actor.rollouts.remote([task], config.rollout.temperature, choice.times)
         )

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from ..collector.clock import RolloutClock
-from ..collector.engine import EngineLost, EngineSettings, LoadTimes, SampledTokens, StagedWeights
+from ..collector.engine import EngineLost, EngineSettings, Heard, LoadTimes, SampledTokens, StagedWeights
 from ..collector.progress import Progress, Sampled
 from ..config.engines import HfOptions
 from ..failures import Refused
@@ -53,6 +53,7 @@ class _Request:
     max_tokens: int
     stop: frozenset[int]
     loop: asyncio.AbstractEventLoop
+    heard: Heard | None = None
     answer: Future[list[SampledTokens]] = field(default_factory=Future)
     sequences: list[_Sequence] = field(default_factory=list)
 
@@ -62,7 +63,7 @@ class _Sequence:
     """One completion under way. `tokens`: prompt and response; `num_wanted`: their number at the most."""
 
     request: _Request
-    id: str
+    index: int
     draw: random.Random
     tokens: list[int]
     num_wanted: int
@@ -84,7 +85,7 @@ class HfEngine:
         self._ids = itertools.count()
         # Engines of one run must not draw the same numbers.
         self._seeds = random.Random(f"{settings.seed}/{os.getpid()}")
-        self._version = 0 if settings.load_weights else -1
+        self._version = -1 if settings.initial_version is None else settings.initial_version
         self._waiting: deque[_Sequence] = deque()
         self._held: list[_Request] = []
         self._running: list[_Sequence] = []
@@ -125,6 +126,7 @@ class HfEngine:
         seed: int | None = None,
         top_p: float = 1.0,
         clock: RolloutClock | None = None,
+        heard: Heard | None = None,
     ) -> list[SampledTokens]:
         room = self._settings.max_model_len - len(prompt_tokens)
         if not prompt_tokens or room < 1:
@@ -139,13 +141,14 @@ class HfEngine:
             max_tokens=min(max_tokens, room),
             stop=frozenset(stop_token_ids),
             loop=asyncio.get_running_loop(),
+            heard=heard,
         )
         first = self._seeds.getrandbits(62) if seed is None else seed
         num_sampled = n if temperature else 1
         request.sequences = [
             _Sequence(
                 request,
-                f"{request.id}-{i}",
+                i,
                 random.Random(first + i),
                 list(prompt_tokens),
                 len(prompt_tokens) + request.max_tokens,
@@ -328,7 +331,7 @@ class HfEngine:
         running = self._running
         logits = self._decoder.step([s.tokens[-1] for s in running], [len(s.tokens) - 1 for s in running])
         tokens, logprobs = _sample(logits, running, scale=self._decoder.model.transform.scale)
-        heard: dict[asyncio.AbstractEventLoop, list[Sampled]] = {}
+        passed: dict[asyncio.AbstractEventLoop, list[Sampled]] = {}
         for s, token, logprob in zip(running, tokens, logprobs, strict=True):
             s.tokens.append(token)
             s.logprobs.append(logprob)
@@ -337,9 +340,11 @@ class HfEngine:
                 s.finish_reason = "stop"
             elif len(s.tokens) == s.num_wanted:
                 s.finish_reason = "length"
-            sampled = Sampled(s.request.id, s.id, 1, bool(s.finish_reason))
-            heard.setdefault(s.request.loop, []).append(sampled)
-        for loop, sampled in heard.items():
+            sampled = Sampled(s.request.id, f"{s.request.id}-{s.index}", 1, bool(s.finish_reason))
+            passed.setdefault(s.request.loop, []).append(sampled)
+            if s.request.heard is not None:
+                _tell(s.request.loop, s.request.heard, s.index, [token], [logprob], self._version)
+        for loop, sampled in passed.items():
             _tell(loop, self.progress.passed, time.monotonic(), sampled)
         ended = {s.request.id: s.request for s in running if s.finish_reason}
         self._keep([s for s in running if not s.finish_reason])

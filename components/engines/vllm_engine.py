@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from ..collector.clock import RolloutClock
-from ..collector.engine import EngineLost, EngineSettings, LoadTimes, SampledTokens, StagedWeights
+from ..collector.engine import EngineLost, EngineSettings, Heard, LoadTimes, SampledTokens, StagedWeights
 from ..collector.progress import Progress, Sampled
 from ..config.engines import VllmOptions
 from ..failures import Refused
@@ -37,8 +37,8 @@ class VllmEngine:
     @classmethod
     async def start(cls, settings: EngineSettings) -> VllmEngine:
         engine = cls(settings)
-        if settings.load_weights:
-            await engine._llm.update_weight_version("0")
+        if settings.initial_version is not None:
+            await engine._llm.update_weight_version(str(settings.initial_version))
         return engine
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -55,6 +55,7 @@ class VllmEngine:
         self._is_asleep = False
         self._num_loads = 0
         self._cache_salt: str | None = None
+        self._heard: dict[str, Heard] = {}
 
     def _start(self, settings: EngineSettings) -> None:
         options = VllmOptions(**settings.options)
@@ -77,7 +78,7 @@ class VllmEngine:
             dtype=settings.dtype,
             max_model_len=settings.max_model_len,
             seed=settings.seed,
-            load_format="auto" if settings.load_weights else "dummy",
+            load_format="dummy" if settings.initial_version is None else "auto",
             skip_tokenizer_init=True,
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
@@ -127,6 +128,8 @@ class VllmEngine:
         process, requests, passed = processor.process_outputs, processor.request_states, self.progress.passed
 
         def process_outputs(outputs: list[Any], timestamp: float | None = None, *args: Any, **kwargs: Any) -> Any:
+            if self._heard:
+                self._tell(outputs, int(kwargs["weight_version"]))
             sampled = [
                 Sampled(requests[o.request_id].external_req_id, o.request_id, len(o.new_token_ids), o.finished)
                 for o in outputs
@@ -136,6 +139,16 @@ class VllmEngine:
             return process(outputs, timestamp, *args, **kwargs)
 
         processor.process_outputs = process_outputs  # type: ignore[method-assign]
+
+    def _tell(self, outputs: list[Any], version: int) -> None:
+        """Of one pass, those who listen: the requests themselves are given only their end."""
+        requests = self._llm.output_processor.request_states
+        for o in outputs:
+            request = requests.get(o.request_id)
+            heard = None if request is None else self._heard.get(request.external_req_id)
+            if heard is not None and o.new_token_ids:
+                logprobs = [float(row[0]) for row in o.new_logprobs.logprobs]  # the sampled token's comes first
+                heard(request.request_index, list(o.new_token_ids), logprobs, version)
 
     async def generate(
         self,
@@ -148,6 +161,7 @@ class VllmEngine:
         seed: int | None = None,
         top_p: float = 1.0,
         clock: RolloutClock | None = None,
+        heard: Heard | None = None,
     ) -> list[SampledTokens]:
         params = self._params(
             n=n if temperature else 1,
@@ -160,7 +174,7 @@ class VllmEngine:
             flat_logprobs=True,
             seed=seed,
         )
-        outputs = (await self._final_output(list(prompt_tokens), params, clock=clock)).outputs
+        outputs = (await self._final_output(list(prompt_tokens), params, clock=clock, heard=heard)).outputs
         completions = [_sampled_tokens(o) for o in sorted(outputs, key=lambda o: o.index)]
         return completions if temperature else completions * n  # greedy: n times the same, sampled once
 
@@ -286,7 +300,13 @@ class VllmEngine:
         return [abs(output.logprobs[0][token].logprob - expected)]
 
     async def _final_output(
-        self, prompt_tokens: list[int], params: Any, *, priority: int = 0, clock: RolloutClock | None = None
+        self,
+        prompt_tokens: list[int],
+        params: Any,
+        *,
+        priority: int = 0,
+        clock: RolloutClock | None = None,
+        heard: Heard | None = None,
     ) -> Any:
         final = None
         # With its type a prompt is taken as it is; without, vLLM hands it to another thread that would tokenise text.
@@ -295,9 +315,14 @@ class VllmEngine:
             prompt["cache_salt"] = self._cache_salt
         request_id = next(self._request_ids)
         work = self.progress.request(request_id, num_sequences=params.n, prompt_tokens=len(prompt_tokens), clock=clock)
-        with work, self._alive():
-            async for output in self._llm.generate(prompt, params, request_id=request_id, priority=priority):
-                final = output
+        if heard is not None:
+            self._heard[request_id] = heard
+        try:
+            with work, self._alive():
+                async for output in self._llm.generate(prompt, params, request_id=request_id, priority=priority):
+                    final = output
+        finally:
+            self._heard.pop(request_id, None)
         assert final is not None, "vLLM ended a request without an output"
         return final
 

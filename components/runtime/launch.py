@@ -121,7 +121,7 @@ def trainer_settings(
     )
 
 
-def engine_settings(config: Config, *, cores: list[int], load_weights: bool) -> EngineSettings:
+def engine_settings(config: Config, *, cores: list[int], initial_version: int | None) -> EngineSettings:
     assert config.model.path is not None
     return EngineSettings(
         name=config.rollout.engine_name,
@@ -134,7 +134,7 @@ def engine_settings(config: Config, *, cores: list[int], load_weights: bool) -> 
         options=config.rollout.engine_options.model_dump(),
         cores=cores,
         kv_cache_gib=config.cluster.kv_cache_gib,
-        load_weights=load_weights,
+        initial_version=initial_version,
         seeded=derive(config).seeded_requests or evaluation_is_seeded(config),
         read_back=config.param_server.read_back,
         sleep_level=config.rollout.sleep_level if config.cluster.in_turns else None,
@@ -190,7 +190,7 @@ class Launcher:
         self._folders: dict[str, Path] = {}
         self._machines: dict[str, str] = {}
         self._instead: dict[str, Instead] = {}
-        self._load_weights = False
+        self._initial_version: int | None = None
         self._options: list[tuple[dict[str, Any], list[str]]] = []
         fleet = Fleet(
             self._generator,
@@ -286,13 +286,13 @@ class Launcher:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         return {"max_concurrency": calls_at_once(self._config), "scheduling_strategy": here}
 
-    async def generators(self, *, load_weights: bool = False) -> None:
+    async def generators(self, *, initial_version: int | None = None) -> None:
         """Start the engines concurrently.
 
-        `load_weights`: serve the model's own weights, without a parameter server.
+        `initial_version`: serve the model's own weights, which have this version, without a parameter server.
         """
         await self._auxiliaries()
-        self._load_weights = load_weights
+        self._initial_version = initial_version
         self._options = await self._engine_places()
         await self.parts.generators.begin(len(self._options))
 
@@ -308,7 +308,7 @@ class Launcher:
         pids: list[int] = []
         try:
             config = await place.localize(self._config)
-            settings = engine_settings(config, cores=place.cores, load_weights=self._load_weights)
+            settings = engine_settings(config, cores=place.cores, initial_version=self._initial_version)
             actor = CollectorRemote.options(**place.options).remote(settings, gpus=gpus, **self._common(role, place))
         except BaseException:
             place.leave(())

@@ -34,7 +34,7 @@ def actor(model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("gc.freeze", lambda: None)
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "here")
     config = load_config("quickstart", [f"model.path={model_path}", *OVERRIDES])
-    settings = engine_settings(config, cores=[], load_weights=False)
+    settings = engine_settings(config, cores=[], initial_version=None)
     return CollectorActor(settings, role="generator-0", log_file=tmp_path / "log", log_level="INFO")
 
 

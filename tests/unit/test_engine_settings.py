@@ -82,7 +82,7 @@ def test_an_engine_of_the_users_own_is_looked_at_before_a_run(tmp_path, monkeypa
     monkeypatch.syspath_prepend(str(tmp_path))
     config = load_config("quickstart", ["rollout.engine.name=engine_of_mine:Mine", "rollout.engine.anything=1"])
     assert engine_kind(config.rollout.engine_name).package is None
-    settings = engine_settings(config.with_model_path("m"), cores=[], load_weights=False)
+    settings = engine_settings(config.with_model_path("m"), cores=[], initial_version=None)
     assert (settings.name, settings.options) == ("engine_of_mine:Mine", {"anything": 1})
     with pytest.raises(ValueError, match=r"rollout.engine.name: got engine_of_mine:Mine, which has no generate\(\)"):
         check_plugins(config)

@@ -37,7 +37,7 @@ def save(folder: Path, kind: str, **options: Any) -> str:
 
 
 def settings_of(folder: str, **changes: Any) -> EngineSettings:
-    return engine_settings(Path(folder), **({"max_model_len": 64, "load_weights": True} | changes))
+    return engine_settings(Path(folder), **({"max_model_len": 64, "initial_version": 0} | changes))
 
 
 @pytest.mark.slow
