@@ -6,7 +6,11 @@ tasksets (held out, eval.tasksets) -> Collector[N] -> summary.json, rollouts/
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,9 +26,8 @@ async def run(context: driver.StageContext) -> driver.StageResult:
     """The model at `model.path`, or with `eval.checkpoints` the weights of each checkpoint below that folder."""
     config = context.config
     evalsets = driver.build_evalsets(config)
-    assert config.model.path is not None
     folder = config.eval.checkpoints
-    models = {0: Path(config.model.path)} if folder is None else driver.saved_models(folder)
+    saved = [] if folder is None else driver.saved_models("eval.checkpoints", folder)
     monitor = build_monitor(context.dir, config.monitor, config.written(), 1, f"{config.name} / {context.name}")
     status = "failed"
     started = time.monotonic()
@@ -34,21 +37,23 @@ async def run(context: driver.StageContext) -> driver.StageResult:
     try:
         for e in evalsets:
             driver.say(f"{context.name}: {len(e.tasks)} tasks of {e.name}, temperature {e.sampling.temperature:g}")
-        for version, model in models.items():
-            if folder is not None:
-                await asyncio.to_thread(driver.check_weights, "eval.checkpoints", str(model))
-                driver.say(f"{context.name}: weights of step {version}, {model}")
-            launcher = driver.Launcher(
-                config.with_model_path(model),
-                context.recipe,
-                run_dir=context.dir,
-                supervisor=driver.Supervisor(context.watch),
-            )
-            metrics, trajectories, processes = await _measure(context, launcher, evalsets, version)
+        for weights in saved or [None]:
+            version = 0 if weights is None else weights.version
+            with _model(context, weights) as model:
+                if weights is not None:
+                    await asyncio.to_thread(driver.check_weights, "eval.checkpoints", str(model))
+                    driver.say(f"{context.name}: weights of step {version}, {weights.step}")
+                launcher = driver.Launcher(
+                    config.with_model_path(model),
+                    context.recipe,
+                    run_dir=context.dir,
+                    supervisor=driver.Supervisor(context.watch),
+                )
+                metrics, trajectories, processes = await _measure(context, launcher, evalsets, version)
             monitor.log(version, metrics, role="evaluation")
             monitor.rollouts(version, [asdict(t) for t in trajectories])
             measured[version] = {e.name: driver.of_set(metrics, e.name) for e in evalsets}
-            at = "" if folder is None else f"step {version}: "
+            at = "" if weights is None else f"step {version}: "
             lines += [f"{at}{k} = {v:.4g}" for k, v in metrics.items()]
         status = "done"
     finally:
@@ -59,12 +64,26 @@ async def run(context: driver.StageContext) -> driver.StageResult:
         "wall_s": round(time.monotonic() - started, 1),
         "processes": processes,
     }
-    if folder is not None:
+    if saved:
         summary["checkpoints"] = {str(version): sets for version, sets in measured.items()}
     return driver.StageResult(summary=summary, model_path=None, goodbye=lines)
 
 
 RECIPE = Recipe(run=run, generates=True, reads="heldout", rules=EVALUATION_RULES)
+
+
+@contextmanager
+def _model(context: driver.StageContext, weights: driver.SavedWeights | None) -> Iterator[Path]:
+    """A Hugging Face folder; one that is written for this is removed afterwards."""
+    if weights is None:
+        assert context.config.model.path is not None
+        yield Path(context.config.model.path)
+        return
+    scratch = Path(tempfile.mkdtemp(prefix="weights-", dir=context.dir))
+    try:
+        yield weights.as_model(scratch)
+    finally:
+        shutil.rmtree(scratch)
 
 
 async def _measure(

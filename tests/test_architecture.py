@@ -19,7 +19,7 @@ LAYERS = [
     {"config", "monitor"},
     {"tasks", "envs", "transports"},
     {"collector", "replay", "param_server", "trainer"},
-    {"runtime", "planning", "auxiliary", "engines"},
+    {"runtime", "planning", "auxiliary", "engines", "serving"},
     {"driver"},
     {"studies", "watch"},
     {"recipes", "cli"},

@@ -1,8 +1,9 @@
-"""`leeway run | resume | watch | ps | scale | trace | plan | ls | cat | cp | validate | convert | env try`.
+"""`leeway run | resume | serve | watch | ps | scale | trace | plan | ls | cat | cp | validate | convert | env try`.
 
 Exit codes: 0 done, 1 the run failed or learned nothing (the last line says why), 2 the input was refused, 130 or 143
-interrupted. Everything is checked before anything heavy is imported. Only `run`, `resume` and `env try` import torch,
-ray and vllm, and they do so last (`convert` imports torch; `validate` imports the user's modules named in settings).
+interrupted. Everything is checked before anything heavy is imported. Only `run`, `resume`, `serve` and `env try` import
+torch, ray and vllm, and they do so last (`convert` imports torch; `validate` imports the user's modules named in
+settings).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from .complete import complete_bundled, complete_config, complete_key, complete_
 from .env import app as env_app
 from .parts import ps, scale
 from .see import trace
+from .serve import serve
 from .show import bundled_table, describe, recipe_table
 from .watch import watch, watch_beside
 
@@ -57,6 +59,7 @@ app.command()(ps)
 app.command()(scale)
 app.command()(trace)
 app.command()(watch)
+app.command()(serve)
 
 Overrides = Annotated[
     list[str] | None,

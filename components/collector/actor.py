@@ -25,8 +25,9 @@ from ..types import Task, Trajectory
 from ..weights import Publication
 from .clock import ActivityClock
 from .completion_queue import unless
-from .engine import Engine, EngineSettings, start_engine
+from .engine import Engine, EngineSettings, SampledTokens, start_engine
 from .loop_watch import LoopWatch
+from .open_requests import OpenRequests, Piece
 from .weight_sync import WeightSync
 
 
@@ -135,6 +136,7 @@ class CollectorActor(Watched):
             cause = last_error(self._log_file, but="Engine core initialization failed") or error
             raise PartFailed(self.role, f"the engine did not start: {cause}", tail(self._log_file)) from None
         self._current = CollectorRun(config, engine, self._settings, name=self._name, **others)
+        self._requests = OpenRequests(engine)
         # What the engine and torch have loaded stays: each collection would walk it, a fifth of this process's time.
         gc.collect()
         gc.freeze()
@@ -163,6 +165,25 @@ class CollectorActor(Watched):
         for anything at all, a load or a canary included.
         """
         await unless(self._run.collector.watch_engine(), self._run.weight_sync.run())
+
+    @as_text
+    async def watch_engine(self) -> None:
+        """Fails when the engine has work and gives no sign of life; for an engine that syncs no weights."""
+        await self._run.collector.watch_engine()
+
+    @as_text
+    async def sample(self, name: str, prompt_tokens: list[int], **sampling: Any) -> list[SampledTokens] | None:
+        """See `OpenRequests.sample`. Answered when every version in it is verified."""
+        sampled = await self._requests.sample(name, prompt_tokens, **sampling)
+        if sampled:
+            await self._run.weight_sync.until_verified(max(v for s in sampled for v in s.policy_versions))
+        return sampled
+
+    async def heard(self, name: str, within_s: float) -> list[Piece]:
+        return await self._requests.heard(name, within_s=within_s)
+
+    async def end(self, name: str) -> None:
+        self._requests.end(name)
 
     @as_text
     async def sleep(self) -> int:

@@ -55,7 +55,7 @@ class EnginePolicy:
         self._max_response_tokens = max_response_tokens
         self.max_model_len = max_model_len
         self._seed = seed
-        self._top_p = {} if top_p == 1.0 else {"top_p": top_p}
+        self._top_p: dict[str, Any] = {} if top_p == 1.0 else {"top_p": top_p}
         self._num_calls = 0
         self._count_tokens = count_tokens
         self._generating = generating

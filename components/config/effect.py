@@ -59,7 +59,8 @@ PAIRS = OnlyIn(lambda recipe: recipe.trains_on == "pairs", "the recipe dpo")
 REFERENCE = OnlyIn(lambda recipe: recipe.trains_on in ("pairs", "rollouts"), "recipes with a reference policy")
 GENERATION = OnlyIn(lambda recipe: recipe.generates, "recipes that generate")
 STUDY = OnlyIn(lambda recipe: recipe.study_of is not None, "studies (frontier)")
-EVALUATION = OnlyIn(lambda recipe: not recipe.trains, "the recipe evaluate")
+EVALUATION = OnlyIn(lambda recipe: recipe.reads == "heldout", "the recipe evaluate")
+SERVING = OnlyIn(lambda recipe: recipe.reads == "nothing", "`leeway serve`")
 
 
 def for_source(*names: str) -> OnlyWith:

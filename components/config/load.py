@@ -22,7 +22,7 @@ from .keys import check_known, default_of
 from .names import nearest
 from .paths import bundled_folder, is_file, user_path
 from .recipe import Named, Recipe
-from .rules import COMMON_RULES, check_rules
+from .rules import COMMON_RULES, TASK_RULES, check_rules
 from .run_weights import newest_weights
 from .schema import Config
 from .secrets import references_in, secret_values
@@ -116,7 +116,8 @@ def build_config(tree: Tree, *, recipe: Recipe, stage: str = "", stage_tree: Tre
 
 def _check_rules(config: Config, recipe: Recipe, named: Named) -> None:
     try:
-        check_rules(config, (*COMMON_RULES, *recipe.rules), named)
+        of_tasks = () if recipe.reads == "nothing" else TASK_RULES
+        check_rules(config, (*of_tasks, *COMMON_RULES, *recipe.rules), named)
     except ConfigError:
         raise
     except Exception as error:  # in a rule of the user's own

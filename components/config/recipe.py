@@ -44,12 +44,12 @@ class Needs:
 
     `generates`: it starts engines. `trains_on`: what its trainer ranks learn from (None: there is no trainer).
     `answers` are the tasks' own, and `pairs` are chosen and rejected ones. `reads`: the tasks that it cannot do
-    without: those to train on, or only those held out.
+    without: those to train on, only those held out, or none.
     """
 
     generates: bool
     trains_on: Literal["rollouts", "answers", "pairs"] | None = None
-    reads: Literal["train", "heldout"] = "train"
+    reads: Literal["train", "heldout", "nothing"] = "train"
 
     @property
     def trains(self) -> bool:

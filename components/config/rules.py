@@ -437,7 +437,6 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
 COMMON_RULES: tuple[Rule, ...] = (
     model_is_loaded_or_built,
     model_path_is_a_path_or_a_hub_id,
-    task_source_is_complete,
     prompt_template_holds_the_prompt,
     environment_and_reward_exist,
     environment_options_are_valid,
@@ -453,6 +452,8 @@ COMMON_RULES: tuple[Rule, ...] = (
     evaluation_samples_suffice,
 )
 """What every recipe's settings must obey."""
+TASK_RULES: tuple[Rule, ...] = (task_source_is_complete,)
+"""What the settings of recipes that read tasks must obey."""
 TRAINING_RULES: tuple[Rule, ...] = (
     steps_or_epochs_is_set,
     only_a_gpu_is_offloaded,

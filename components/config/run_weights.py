@@ -24,7 +24,7 @@ def newest_weights(key: str, path: str) -> str:
         return path
     if is_file(folder / "hf/config.json"):
         return str(folder / "hf")
-    places = [folder, folder / "checkpoints", *reversed(_stages(folder))]
+    places = [folder, folder / "checkpoints", *reversed(stage_checkpoints(folder))]
     for place in places:
         step = _newest_step(place)
         if step is None:
@@ -37,7 +37,7 @@ def newest_weights(key: str, path: str) -> str:
     return path
 
 
-def _stages(folder: Path) -> list[Path]:
+def stage_checkpoints(folder: Path) -> list[Path]:
     """Checkpoint folders of the stages of a run, in the order in which they ran."""
     try:
         with (folder / "config.yaml").open(encoding="utf-8") as opened:

@@ -148,6 +148,28 @@ class ClusterConfig(Section):
         return self.placement == "turns"
 
 
+class ServeConfig(Section):
+    """An OpenAI-compatible address for clients outside of the run."""
+
+    host: str = Field(
+        default="127.0.0.1", description="address that it listens on; 0.0.0.0: reachable from other machines"
+    )
+    port: int = Field(default=8000, ge=0, le=65535, description="its port; 0: a free one")
+    token_variable: str | None = Field(
+        default=None,
+        description="environment variable with the tokens of the clients, separated by commas, at least 16 characters "
+        "each; every client sees its own answers alone; null: one token is made and printed",
+    )
+    model: str | None = Field(default=None, description="name of the model for clients; null: that of its folder")
+    timeout_s: PositiveFloat = Field(default=600.0, description="seconds within which an answer must be complete")
+    max_requests: PositiveInt = Field(default=256, description="requests of one client at a time")
+    keep_tokens: PositiveInt = Field(
+        default=1_000_000,
+        description="tokens of past conversations that are kept, to be continued, rewarded and committed; the oldest "
+        "are forgotten first",
+    )
+
+
 class LogConfig(Section):
     """The logs under logs/, and the spans under spans/."""
 

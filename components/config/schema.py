@@ -10,13 +10,13 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PrivateAttr, model_v
 from ..redaction import hide
 from ..section import Section
 from .algorithm import AlgorithmConfig, with_preset
-from .effect import GENERATION, ROLLOUTS, STUDY, TRAINING, OnlyWith
+from .effect import GENERATION, ROLLOUTS, SERVING, STUDY, TRAINING, OnlyWith
 from .flow import ParamServerConfig, ReplayConfig, RolloutConfig, StalenessConfig
 from .inputs import EnvConfig, EvalConfig, ModelConfig, TaskConfig
 from .learning import CheckpointConfig, CriticConfig, FrontierConfig, OptimizerConfig, TrainConfig
 from .paths import folder_name, user_path
 from .plugins import use_folders
-from .running import ClusterConfig, LogConfig, MonitorConfig
+from .running import ClusterConfig, LogConfig, MonitorConfig, ServeConfig
 from .secrets import fingerprints, secret_values, without_secrets
 
 CRITIC = OnlyWith(lambda c: c.algorithm.needs_critic, "the advantage is a critic's (algorithm.name=ppo)")
@@ -56,6 +56,9 @@ class Config(Section):
     )
     checkpoint: Annotated[CheckpointConfig, TRAINING] = Field(
         default_factory=CheckpointConfig, description="saved weights"
+    )
+    serve: Annotated[ServeConfig, SERVING] = Field(
+        default_factory=ServeConfig, description="the address of `leeway serve`"
     )
     monitor: MonitorConfig = Field(default_factory=MonitorConfig, description="progress and loggers")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="processes and hardware")

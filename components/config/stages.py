@@ -86,8 +86,7 @@ def resolve_stages(
     _stage_trees(tree)
     if not selected:
         only = asked or find_recipe(DEFAULT)
-        config = build_config(base, recipe=only)
-        recipe_reads(config, only, typed, str, in_files=True)
+        config = _config_alone(base, only, typed)
         notes += _weights_note(base, config)
         return [Stage(name=only.label, recipe=only, config=config, dir=config.run_dir, notes=notes)]
     stages = []
@@ -103,6 +102,21 @@ def resolve_stages(
     for keys in [{key} for key in typed] or [set[str]()]:
         _refuse_what_nobody_reads(keys, stages)
     return stages
+
+
+def config_alone(tree: Tree, recipe: Recipe, overrides: Sequence[str] = ()) -> Config:
+    """The settings of one recipe, of a tree without stages."""
+    tree, settings = copy.deepcopy(tree), parse_overrides(overrides)
+    check_known(tree)
+    apply_overrides(settings, tree, {}, [])
+    return _config_alone(tree, recipe, {leaf for override in settings for leaf in override.leaves()})
+
+
+def _config_alone(tree: Tree, recipe: Recipe, typed: set[str]) -> Config:
+    """`typed`: the keys that were set on the command line."""
+    config = build_config(tree, recipe=recipe)
+    recipe_reads(config, recipe, typed, str, in_files=True)
+    return config
 
 
 def _refuse_what_nobody_reads(keys: set[str], stages: Sequence[Stage]) -> None:

@@ -53,6 +53,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .rl_run import RLRun as RLRun
     from .rl_stage import RLStage as RLStage
     from .rollouts import Rollouts as Rollouts
+    from .saved_weights import SavedWeights as SavedWeights
     from .saved_weights import saved_models as saved_models
 
 __getattr__, __dir__, __all__ = offered(__name__)

@@ -162,6 +162,8 @@ def _check_tasks(stage: Stage, seen: set[str]) -> None:
     from ..tasks.taskset import build_taskset
 
     config = stage.config
+    if stage.recipe.reads == "nothing":
+        return
     for task in (config.task, *config.task.mix.values()):
         if task.name == "hf" and task.path is not None and not is_local_path(task.path):
             check_dataset_exists(task.path)
@@ -171,7 +173,7 @@ def _check_tasks(stage: Stage, seen: set[str]) -> None:
     evaluated = build_evalsets(config)
     if stage.recipe.reads == "heldout":
         if config.eval.checkpoints is not None:
-            saved_models(config.eval.checkpoints)
+            saved_models("eval.checkpoints", config.eval.checkpoints)
         if not evaluated:
             raise ValueError("eval: nothing is held out, expected tasks to evaluate on; set eval.tasksets or eval.path")
         dry_run(config, evaluated[0].tasks[0])

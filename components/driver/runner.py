@@ -272,7 +272,8 @@ class _Run:
 
     def _on_interrupt(self, number: signal.Signals) -> None:
         stop_s = self._stages[0].config.cluster.stop_timeout_s
-        say(f"{number.name}: saving a checkpoint, then stopping (within {stop_s:g} s)")
+        first = "saving a checkpoint, then " if any(stage.recipe.trains for stage in self._stages) else ""
+        say(f"{number.name}: {first}stopping (within {stop_s:g} s)")
         assert self._task is not None
         self._task.cancel()
 
@@ -350,7 +351,9 @@ class _Run:
         if status == "completed":
             return
         go_on = [] if status == "learned nothing" else self._how_to_go_on()  # resuming would not help
-        if status == "interrupted" and NOT_SAVED not in cause:
+        if status == "interrupted" and self._is_scratch:
+            last_lines = [cause]
+        elif status == "interrupted" and NOT_SAVED not in cause:
             last_lines = [cause, *(go_on or ["no checkpoint to resume from"])]
         else:
             last_lines = [*go_on, cause if status == "interrupted" else f"{status}: {cause}"]

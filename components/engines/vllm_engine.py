@@ -145,8 +145,9 @@ class VllmEngine:
         requests = self._llm.output_processor.request_states
         for o in outputs:
             request = requests.get(o.request_id)
-            heard = None if request is None else self._heard.get(request.external_req_id)
-            if heard is not None and o.new_token_ids:
+            if request is None or not o.new_token_ids:
+                continue
+            if (heard := self._heard.get(request.external_req_id)) is not None:
                 logprobs = [float(row[0]) for row in o.new_logprobs.logprobs]  # the sampled token's comes first
                 heard(request.request_index, list(o.new_token_ids), logprobs, version)
 

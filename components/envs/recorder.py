@@ -58,19 +58,19 @@ class Recorder:
 
     async def chat(self, messages: list[dict[str, Any]], *, tools_text: str | None, max_tokens: int | None) -> ChatTurn:
         """One turn. Raises ValueError for messages that cannot be rendered, `NoRoom` for ones that are too long."""
-        seen = [_seen(m) for m in messages]
+        seen = [seen_message(m) for m in messages]
         known = [c for c in self._conversations if isinstance(c.seen, list) and _continues(c.seen, seen)]
         if known:
             found = max(known, key=lambda c: len(c.seen))
             # Work on a copy, so that a request that is aborted and sent again finds the conversation unchanged.
             transcript = found.transcript.copy()
-            self._observe(transcript, _rendered(messages[len(found.seen) :]))
+            self._observe(transcript, rendered(messages[len(found.seen) :]))
         else:
-            prompt_messages = with_system(_rendered(messages), tools_text)
+            prompt_messages = with_system(rendered(messages), tools_text)
             found = _Conversation([], Transcript(self._policy.prompter, prompt_messages))
             transcript = found.transcript
         turn = await self._sample(found, transcript, max_tokens)
-        found.seen = [*seen, _seen({"role": "assistant", "content": turn.text, "tool_calls": turn.calls})]
+        found.seen = [*seen, seen_message({"role": "assistant", "content": turn.text, "tool_calls": turn.calls})]
         return turn
 
     async def complete(self, prompt: Prompt, *, max_tokens: int | None) -> ChatTurn:
@@ -130,7 +130,7 @@ class Recorder:
         found.transcript, found.num_sampled = transcript, found.num_sampled + len(completion.tokens)
         if not calls:
             return ChatTurn(completion.text, [], completion, len(prompt))
-        return _turn(completion, len(prompt), number=number)
+        return chat_turn(completion, len(prompt), number=number)
 
     def trajectory(self, *, reward: float, metrics: dict[str, float], longest_only: bool = False) -> Trajectory:
         """The conversation with the most sampled tokens; the others are attached to it, in order.
@@ -151,7 +151,7 @@ def _continues(known: list[Seen], new: list[Seen]) -> bool:
     return new[: len(known)] == known and bool(rest) and all(role != "assistant" for role, _, _ in rest)
 
 
-def _seen(message: dict[str, Any]) -> Seen:
+def seen_message(message: dict[str, Any]) -> Seen:
     calls = [
         (c["function"]["name"], _canonical(c["function"].get("arguments", ""))) for c in message.get("tool_calls") or []
     ]
@@ -174,7 +174,7 @@ def _content(message: dict[str, Any]) -> str:
     return "" if content is None else str(content)
 
 
-def _rendered(messages: list[dict[str, Any]]) -> list[Message]:
+def rendered(messages: list[dict[str, Any]]) -> list[Message]:
     """As chat templates take them: results of tools become user messages, calls become the text that they were."""
     out: list[Message] = []
     for message in messages:
@@ -194,7 +194,7 @@ def _rendered(messages: list[dict[str, Any]]) -> list[Message]:
     return out
 
 
-def _turn(completion: Completion, num_prompt_tokens: int, *, number: int) -> ChatTurn:
+def chat_turn(completion: Completion, num_prompt_tokens: int, *, number: int) -> ChatTurn:
     found = [call for call in parse_calls(completion.text) if call.error is None]
     if not found:
         return ChatTurn(completion.text, [], completion, num_prompt_tokens)

@@ -9,12 +9,12 @@ bounded in size, time and number, and one key's requests cannot starve another's
 from __future__ import annotations
 
 import asyncio
-import hmac
+import hashlib
 import json
 import logging
 import resource
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,11 +50,11 @@ _JSON, _EVENTS = ({"Content-Type": f"{kind}; charset=utf-8"} for kind in ("appli
 
 @dataclass(frozen=True)
 class Answer:
-    """`events`: sent as a stream of server-sent events instead of `body`."""
+    """`events`: sent as a stream of server-sent events instead of `body`; a generator's one by one, as they come."""
 
     body: Any
     status: int = 200
-    events: list[Any] | None = None
+    events: list[Any] | AsyncGenerator[Any] | None = None
 
 
 class Refusal(Exception):
@@ -77,6 +77,7 @@ class Session:
     key: str
     routes: Mapping[tuple[str, str], Handler]
     max_body_bytes: int
+    max_requests: int
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
     bodies: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_BODIES))
 
@@ -84,22 +85,26 @@ class Session:
 class Server:
     """One listening socket. `open` gives a key, `close` ends what is being answered to it; other keys are refused.
 
-    A client that disconnects ends its own requests. `stop` ends all.
+    A client that disconnects ends its own requests. `stop` ends all. `public`: paths that anybody may GET.
     """
 
-    def __init__(self) -> None:
-        self._sessions: dict[str, Session] = {}
+    def __init__(self, public: Mapping[str, Callable[[], Answer]] | None = None) -> None:
+        self._public = public or {}
+        self._sessions: dict[bytes, Session] = {}
         self._http: _Connections | None = None
         self._listening: asyncio.Server | None = None
         self._starting = asyncio.Lock()
 
-    async def start(self, host: str = "127.0.0.1") -> None:
-        """Listen on a free port of `host`, until `stop` or until the tasks of the event loop are cancelled."""
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """Listen on a port of `host` (0: a free one), until `stop` or until the tasks of the event loop are cancelled.
+
+        Raises OSError where that is not possible.
+        """
         async with self._starting:
             if self._listening is None:
                 self._http = _Connections(self._answer)
                 loop = asyncio.get_running_loop()
-                self._listening = await loop.create_server(self._http, host, 0, backlog=MAX_WAITING)
+                self._listening = await loop.create_server(self._http, host, port, backlog=MAX_WAITING)
                 self._serving = asyncio.create_task(self._until_cancelled(), name="leeway-server")
 
     @property
@@ -109,14 +114,22 @@ class Server:
         host, port, *_ = self._listening.sockets[0].getsockname()
         return f"{host}:{port}"
 
-    def open(self, routes: Mapping[tuple[str, str], Handler], *, max_body_bytes: int) -> Session:
-        name = secrets.token_hex(8)
-        session = Session(f"{name}.{secrets.token_hex(24)}", routes, max_body_bytes)
-        self._sessions[name] = session
+    def open(
+        self,
+        routes: Mapping[tuple[str, str], Handler],
+        *,
+        max_body_bytes: int,
+        key: str | None = None,
+        max_requests: int | None = None,
+    ) -> Session:
+        """`key`: None: a new one. `max_requests`: of it at a time (None: `MAX_REQUESTS`)."""
+        key = key or f"{secrets.token_hex(8)}.{secrets.token_hex(24)}"
+        session = Session(key, routes, max_body_bytes, max_requests or MAX_REQUESTS)
+        self._sessions[_digest(session.key)] = session
         return session
 
     def close(self, session: Session) -> None:
-        del self._sessions[session.key.partition(".")[0]]
+        del self._sessions[_digest(session.key)]
         for task in session.requests:
             task.cancel()
 
@@ -137,18 +150,25 @@ class Server:
             self._listening.close()
             await self._http.shutdown(0)
 
-    async def _answer(self, request: web.BaseRequest) -> web.Response:
-        session = self._session(request.headers.get("authorization", ""))
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        if request.method == "GET" and (answer := self._public.get(request.path)) is not None:
+            return _written(answer())
+        # Found by its digest: how long that takes says nothing about the keys that there are.
+        session = self._sessions.get(_digest(request.headers.get("authorization", "").removeprefix("Bearer ")))
         if session is None:
-            return _refused(Refusal(401, "expected the key of a running rollout", "invalid_api_key"))
+            return _refused(Refusal(401, "expected `authorization: Bearer KEY` with a valid key", "invalid_api_key"))
         task = asyncio.current_task()
         assert task is not None
-        if len(session.requests) >= MAX_REQUESTS:
-            return _refused(Refusal(429, f"expected at most {MAX_REQUESTS} requests at a time", "rate_limit_exceeded"))
+        if len(session.requests) >= session.max_requests:
+            few = f"expected at most {session.max_requests} requests at a time"
+            return _refused(Refusal(429, few, "rate_limit_exceeded"))
         session.requests.add(task)
         try:
             handler = _route(request, session)
-            return _written(await handler(await _body(request, session)))
+            answer = await handler(await _body(request, session))
+            if answer.events is None or isinstance(answer.events, list):
+                return _written(answer)
+            return await _streamed(request, answer.events)
         except Refusal as refusal:
             return _refused(refusal)
         except RecursionError:
@@ -158,13 +178,6 @@ class Server:
             return _refused(Refusal(500, f"{type(error).__name__}: {error}", "server_error"))
         finally:
             session.requests.discard(task)
-
-    def _session(self, authorization: str) -> Session | None:
-        key = authorization.removeprefix("Bearer ")
-        session = self._sessions.get(key.partition(".")[0])
-        # The first part only names the session. The secret is compared in constant time.
-        same = session is not None and hmac.compare_digest(key.encode(errors="replace"), session.key.encode())
-        return session if same else None
 
 
 _OF_LOOP: dict[asyncio.AbstractEventLoop, Server] = {}
@@ -183,7 +196,7 @@ class _Connections(web.Server):
     When all are taken, a new connection takes the place of the one that has been idle for longest.
     """
 
-    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.Response]]) -> None:
+    def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
         limits: dict[str, Any] = {**MAX_HEAD, "keepalive_timeout": IDLE_S, "lingering_time": LINGER_S}
         # Compressed bodies are refused, so they are not expanded either. A client hears what it sent wrong, the log
         # does not: it would grow by a traceback for each.
@@ -277,14 +290,55 @@ def _no_number(name: str) -> None:
 _DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode(errors="replace")).digest()
+
+
 def _refused(refusal: Refusal) -> web.Response:
-    error = {"message": str(refusal), "type": refusal.code, "code": refusal.code}
-    return _written(Answer({"error": error}, refusal.status))
+    return _written(Answer(_error(refusal), refusal.status))
+
+
+def _error(refusal: Refusal) -> dict[str, Any]:
+    return {"error": {"message": str(refusal), "type": refusal.code, "code": refusal.code}}
+
+
+async def _streamed(request: web.BaseRequest, events: AsyncGenerator[Any]) -> web.StreamResponse:
+    """Each event when it is there. What fails before the first one is refused as any request is; later, in an event.
+
+    A client that does not read is cut off, and with it what makes the events.
+    """
+    response = web.StreamResponse(headers=_EVENTS)
+    try:
+        first = await anext(events)
+        try:
+            await _sent(response.prepare(request))
+            await _sent(response.write(_event(first)))
+            try:
+                async for event in events:
+                    await _sent(response.write(_event(event)))
+            except Refusal as refusal:
+                await _sent(response.write(_event(_error(refusal))))
+            await _sent(response.write_eof(b"data: [DONE]\n\n"))
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+    finally:
+        await events.aclose()
+    return response
+
+
+async def _sent(writing: Awaitable[Any]) -> None:
+    async with asyncio.timeout(WRITE_S):
+        await writing
+
+
+def _event(event: Any) -> bytes:
+    return f"data: {json.dumps(event)}\n\n".encode()
 
 
 def _written(answer: Answer) -> web.Response:
     if answer.events is None:
         return web.Response(body=json.dumps(answer.body).encode(), status=answer.status, headers=_JSON)
-    lines = [*(json.dumps(event) for event in answer.events), "[DONE]"]
-    body = "".join(f"data: {line}\n\n" for line in lines).encode()
+    assert isinstance(answer.events, list), "streamed"
+    body = b"".join(map(_event, answer.events)) + b"data: [DONE]\n\n"
     return web.Response(body=body, status=answer.status, headers=_EVENTS)

@@ -35,23 +35,28 @@ def convert(path: Path, *, base_model: str | None = None, dtype: str | None = No
         if target.exists():
             yield target, False
             continue
-        index = read_tensors(step / STATE_DIR)
-        base = _base_of(step, base_model)
-        try:
-            writer = HFWriter(base, target, dtype=getattr(torch, dtype or "float32"))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{step}: {base} cannot be its model: {' '.join(str(error).split())[:300]}") from None
-        try:
-            _check_same_model(step, base, index, writer)
-            for weights in _weights(step / STATE_DIR, index):
-                writer.add(weights)
-        except BaseException as error:
-            writer.abandon()
-            if isinstance(error, DamagedFileError):
-                raise CheckpointError(f"checkpoint {error}") from None
-            raise
-        writer.finish()
+        export(step, target, base_model=base_model, dtype=dtype)
         yield target, True
+
+
+def export(step: Path, target: Path, *, base_model: str | None = None, dtype: str | None = None) -> None:
+    """Write the weights of one sharded checkpoint as the Hugging Face folder `target`; see `convert`."""
+    index = read_tensors(step / STATE_DIR)
+    base = _base_of(step, base_model)
+    try:
+        writer = HFWriter(base, target, dtype=getattr(torch, dtype or "float32"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{step}: {base} cannot be its model: {' '.join(str(error).split())[:300]}") from None
+    try:
+        _check_same_model(step, base, index, writer)
+        for weights in _weights(step / STATE_DIR, index):
+            writer.add(weights)
+    except BaseException as error:
+        writer.abandon()
+        if isinstance(error, DamagedFileError):
+            raise CheckpointError(f"checkpoint {error}") from None
+        raise
+    writer.finish()
 
 
 def _steps(path: Path) -> list[Path]:

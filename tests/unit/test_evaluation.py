@@ -196,14 +196,18 @@ def test_saved_models_of_a_run_in_order(tmp_path):
         (folder / "hf/config.json").write_text("{}")
     (tmp_path / "run/stages/rl/checkpoints/step-000020.partial/hf").mkdir(parents=True)
     (tmp_path / "run/stages/rl/checkpoints/step-000030").mkdir()
-    assert list(saved_models(tmp_path / "run")) == [2, 10]
-    with pytest.raises(ValueError, match=r"checkpoint\.save_hf=always"):
-        saved_models(tmp_path / "run/stages/rl/checkpoints/step-000030")
+    sharded = tmp_path / "run/stages/rl/checkpoints/step-000006/trainer"
+    sharded.mkdir(parents=True)
+    (sharded / "state.json").write_text("{}")
+    found = saved_models("eval.checkpoints", tmp_path / "run")
+    assert [(saved.version, saved.exported is None) for saved in found] == [(2, False), (6, True), (10, False)]
+    with pytest.raises(ValueError, match=r"eval\.checkpoints: got .*step-000030, expected a run's folder"):
+        saved_models("eval.checkpoints", tmp_path / "run/stages/rl/checkpoints/step-000030")
     twin = tmp_path / "run/stages/sft/checkpoints/step-000002/hf"
     twin.mkdir(parents=True)
     (twin / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="both of step 2; name the folder of one stage"):
-        saved_models(tmp_path / "run")
+        saved_models("eval.checkpoints", tmp_path / "run")
 
 
 class PlayedCollector:

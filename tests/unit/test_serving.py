@@ -1,0 +1,416 @@
+"""A served address: which engine answers, what clients are told and when, and what becomes of their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import pytest
+
+from leeway.collector.engine import SampledTokens
+from leeway.collector.open_requests import OpenRequests
+from leeway.envs.server import Server
+from leeway.serving.front import Front, FrontSettings
+from leeway.serving.router import BLOCK, SLACK, EngineGone, Router
+from leeway.serving.text import GrowingText
+from leeway.tasks import Prompter
+from leeway.tasks.tiny_tokenizer import build_tokenizer
+from leeway.types import Group
+
+ANSWER = "the answer is 46, größer than 12"
+CALL = 'I look. <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+PROMPTER = Prompter(build_tokenizer([ANSWER, CALL, "what is 12 + 34 ?"]))
+CHAT, COMPLETE, FEEDBACK, COMMIT = "/v1/chat/completions", "/v1/completions", "/v1/feedback", "/v1/commit"
+ASKED = {"messages": [{"role": "user", "content": "what is 12 + 34 ?"}]}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+class Says:
+    """An engine that says a text, token by token; under version 4, and from its third token on under version 5."""
+
+    def __init__(self, text: str = ANSWER, *, newer: bool = False) -> None:
+        self.tokens = [*PROMPTER.encode_plain(text), PROMPTER.stop_token_ids[0]]
+        self.newer = newer
+        self.asked: list[dict[str, Any]] = []
+        self.num_passes = self.num_aborted = 0
+        self.held: asyncio.Event | None = None
+
+    async def generate(self, prompt_tokens: Any, *, heard: Any = None, **sampling: Any) -> list[SampledTokens]:
+        self.asked.append({"prompt": list(prompt_tokens), **sampling})
+        tokens = self.tokens[: sampling["max_tokens"]]
+        versions = [5 if self.newer and t >= 2 else 4 for t in range(len(tokens))]
+        logprobs = [-0.5 - t for t in range(len(tokens))]
+        try:
+            for token, logprob, version in zip(tokens, logprobs, versions, strict=True):
+                await asyncio.sleep(0)
+                if self.held is not None:
+                    await self.held.wait()
+                self.num_passes += 1
+                for index in range(sampling["n"]) if heard else ():
+                    heard(index, [token], [logprob], version)
+        except asyncio.CancelledError:
+            self.num_aborted += 1
+            raise
+        reason = "stop" if len(tokens) == len(self.tokens) else "length"
+        return [SampledTokens(tokens, logprobs, versions, reason)] * sampling["n"]
+
+
+class InProcess:
+    """See `serving.router.ServedEngine`."""
+
+    def __init__(self, engine: Any, name: str = "generator-0") -> None:
+        self.name, self.is_up = name, True
+        self.is_lost = False
+        self._requests = OpenRequests(engine)
+
+    async def sample(self, name: str, prompt_tokens: list[int], **sampling: Any) -> Any:
+        if self.is_lost:
+            self.is_up = False
+            raise EngineGone(self.name)
+        return await self._requests.sample(name, prompt_tokens, **sampling)
+
+    async def heard(self, name: str, *, within_s: float) -> Any:
+        return await self._requests.heard(name, within_s=within_s)
+
+    async def end(self, name: str) -> None:
+        self._requests.end(name)
+
+
+class Client:
+    """Of one token."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, key: str) -> None:
+        self._session, self._url, self._headers = session, url, {"authorization": f"Bearer {key}"}
+
+    async def post(self, path: str, body: Any) -> tuple[int, Any]:
+        async with self._session.post(self._url + path, json=body, headers=self._headers) as response:
+            return response.status, await response.json()
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with self._session.get(self._url + path, headers=self._headers) as response:
+            return response.status, await response.json()
+
+    async def ok(self, path: str, body: Any) -> Any:
+        status, answer = await self.post(path, body)
+        assert status == 200, answer
+        return answer
+
+    async def refused(self, path: str, body: Any) -> str:
+        status, answer = await self.post(path, body)
+        assert 400 <= status < 600, answer
+        return f"{status} {answer['error']['message']}"
+
+    async def events(self, path: str, body: Any) -> list[Any]:
+        async with self._session.post(
+            self._url + path, json={**body, "stream": True}, headers=self._headers
+        ) as response:
+            assert response.content_type == "text/event-stream", await response.text()
+            text = (await response.read()).decode()
+        lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+        assert lines.pop() == "[DONE]"
+        return [json.loads(line) for line in lines]
+
+
+def play(
+    scenario: Callable[..., Awaitable[None]], *engines: Any, groups: list[Group] | None = None, **changes: Any
+) -> None:
+    """`scenario(client, other client)`; `groups`: where committed ones go."""
+
+    async def keep(group: Group) -> str:
+        assert groups is not None
+        await asyncio.sleep(0)
+        groups.append(group)
+        return f"group-{len(groups)}"
+
+    async def main() -> None:
+        served = [
+            engine if hasattr(engine, "is_up") else InProcess(engine, f"generator-{i}")
+            for i, engine in enumerate(engines)
+        ]
+        settings: dict[str, Any] = {
+            **dict(model="m", max_model_len=120, max_response_tokens=60, temperature=1.0, timeout_s=200.0),
+            **dict(keep_tokens=10_000, group_size=2, max_policy_lag=1),
+            **changes,
+        }
+        front = Front(
+            FrontSettings(**settings),
+            Router(lambda: served),
+            PROMPTER,
+            keep=None if groups is None else keep,
+            newest_version=lambda: 5,
+        )
+        server = Server({"/health": front.health})
+        await server.start()
+        try:
+            keys = [server.open(front.routes(name), max_body_bytes=2**16).key for name in ("a", "b")]
+            async with aiohttp.ClientSession() as session:
+                await scenario(*(Client(session, f"http://{server.address}", key) for key in keys))
+        finally:
+            await server.stop()
+
+    asyncio.run(asyncio.wait_for(main(), 250))
+
+
+# ------------------------------------------------------------------------------------------------- text that grows
+
+
+@pytest.mark.parametrize("text", [ANSWER, "größer 46 \U0001f600!", ""])
+def test_a_growing_text_ends_as_the_whole_text(text: str) -> None:
+    growing, shown = GrowingText(PROMPTER), ""
+    for token in [*PROMPTER.encode_plain(text), PROMPTER.stop_token_ids[0]]:
+        shown += growing.add(token)
+        assert text.startswith(shown), "nothing is taken back"
+    assert shown + growing.end() == text
+
+
+@pytest.mark.parametrize(
+    ("stops", "expected"), [(["is 4"], "the answer "), (["46,", "answer"], "the "), (["46, x", "zz"], ANSWER)]
+)
+def test_nothing_of_a_stop_text_is_shown(stops: list[str], expected: str) -> None:
+    growing, shown = GrowingText(PROMPTER, stops=stops), ""
+    for token in PROMPTER.encode_plain(ANSWER):
+        if not growing.is_stopped:
+            shown += growing.add(token)
+        assert expected.startswith(shown)
+    assert shown + growing.end() == expected
+    assert growing.is_stopped == (expected != ANSWER)
+
+
+# ------------------------------------------------------------------------------------------------- routing
+
+
+def router_of(*names: str) -> Router:
+    engines = [InProcess(Says(), name) for name in names]
+    return Router(lambda: engines)
+
+
+def test_requests_go_to_the_least_busy_engine_and_to_the_reader_of_their_beginning() -> None:
+    router = router_of("a", "b", "c")
+    prompt, other = list(range(3 * BLOCK)), list(range(100, 100 + 2 * BLOCK))
+    with router.engine_for(prompt, 2) as first, router.engine_for(other, 1) as second:
+        assert first is not None
+        assert second is not None
+        assert first.name != second.name
+        with router.engine_for([*prompt, 7], 1) as again, router.engine_for(prompt[: BLOCK + 3], 1) as shorter:
+            assert again is first
+            assert shorter is first
+        with router.engine_for([5] * 4, 1) as short:
+            assert short is not None
+            assert short.name not in (first.name, second.name), "less than a block says nothing"
+        with router.engine_for(prompt, SLACK), router.engine_for(prompt, 1) as elsewhere:
+            assert elsewhere is not first, "far busier than the others"
+    assert [num for _, num in router.engines()] == [0, 0, 0]
+
+
+def test_an_engine_that_is_down_is_not_asked_and_what_is_known_of_prompts_is_bounded(monkeypatch: Any) -> None:
+    router = router_of("a", "b")
+    (a, _), (b, _) = router.engines()
+    with router.engine_for(range(BLOCK), 1) as first:
+        assert first is a
+        a.is_up = False  # type: ignore[misc]
+        with router.engine_for(range(BLOCK), 1) as second:
+            assert second is b
+        b.is_up = False  # type: ignore[misc]
+        with router.engine_for([1], 1) as nobody:
+            assert nobody is None
+        b.is_up = True  # type: ignore[misc]
+    monkeypatch.setattr("leeway.serving.router.MAX_BLOCKS", 10)
+    for i in range(50):
+        with router.engine_for([i] * BLOCK, 1):
+            assert len(router._readers) <= 10
+
+
+def test_a_request_whose_engine_is_lost_is_answered_by_another() -> None:
+    lost = InProcess(Says(), "generator-0")
+    lost.is_lost = True
+
+    async def scenario(client: Client, other: Client) -> None:
+        answer = await client.ok(CHAT, ASKED)
+        assert answer["choices"][0]["message"]["content"] == ANSWER
+        status, health = await client.get("/health")
+        assert (status, [e["up"] for e in health["engines"]]) == (200, [False, True])
+
+    play(scenario, lost, InProcess(Says(), "generator-1"))
+
+
+def test_without_any_engine_a_request_ends_at_its_deadline() -> None:
+    down = InProcess(Says())
+    down.is_up = False
+
+    async def scenario(client: Client, other: Client) -> None:
+        assert await client.refused(CHAT, ASKED) == "503 no engine was up for 0.1 s (serve.timeout_s)"
+        assert (await client.get("/health"))[0] == 503
+
+    play(scenario, down, timeout_s=0.1)
+
+
+# ------------------------------------------------------------------------------------------------- answers
+
+
+def test_a_chat_is_answered_with_what_openai_clients_read() -> None:
+    engine = Says()
+
+    async def scenario(client: Client, other: Client) -> None:
+        asked = {**ASKED, "n": 2, "max_tokens": 50, "temperature": 0.7, "top_p": 0.9, "seed": 3}
+        answer = await client.ok(CHAT, {**asked, "logprobs": True, "return_token_ids": True, "model": "m"})
+        assert answer["object"] == "chat.completion"
+        for i, choice in enumerate(answer["choices"]):
+            assert (choice["index"], choice["finish_reason"]) == (i, "stop")
+            assert choice["message"] == {"role": "assistant", "content": ANSWER}
+            assert choice["token_ids"] == engine.tokens
+            assert [c["logprob"] for c in choice["logprobs"]["content"]][:2] == [-0.5, -1.5]
+        prompt = PROMPTER.encode(ASKED["messages"])
+        size = len(engine.tokens)
+        assert answer["usage"]["completion_tokens"] == 2 * size
+        assert answer["usage"]["prompt_tokens"] == len(prompt)
+        assert engine.asked == [
+            {"prompt": prompt, "n": 2, "temperature": 0.7, "top_p": 0.9, "seed": 3, "max_tokens": 50}
+            | {"stop_token_ids": PROMPTER.stop_token_ids}
+        ]
+        models = (await client.get("/v1/models"))[1]["data"]
+        assert (models[0]["id"], models[0]["policy_version"]) == ("m", 5)
+
+    play(scenario, engine)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETE])
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_says_what_the_whole_answer_says_piece_by_piece(path: str, n: int) -> None:
+    body = {**(ASKED if path == CHAT else {"prompt": "what is"}), "n": n, "stream_options": {"include_usage": True}}
+
+    async def scenario(client: Client, other: Client) -> None:
+        whole = await client.ok(path, body)
+        *events, usage = await client.events(path, {**body, "return_token_ids": True})
+        assert usage["usage"] == whole["usage"]
+        assert usage["choices"] == []
+        for i, choice in enumerate(whole["choices"]):
+            own = [e["choices"][0] for e in events if e["choices"][0]["index"] == i]
+            assert len(own) > 5, "all at once is no stream"
+            said = [c["delta"]["content"] if path == CHAT else c["text"] for c in own]
+            assert "".join(said) == (choice["message"]["content"] if path == CHAT else choice["text"]) == ANSWER
+            assert [c["finish_reason"] for c in own] == [None] * (len(own) - 1) + ["stop"]
+            assert [token for c in own for token in c.get("token_ids", [])] == Says().tokens
+            if path == CHAT:
+                assert [c["delta"].get("role") for c in own] == ["assistant"] + [None] * (len(own) - 1)
+
+    play(scenario, Says())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_text_ends_the_request_at_the_engine(stream: bool) -> None:
+    engine = Says()
+
+    async def scenario(client: Client, other: Client) -> None:
+        body = {**ASKED, "stop": [" 46"]}
+        if stream:
+            choices = [e["choices"][0] for e in await client.events(CHAT, body)]
+            text = "".join(c["delta"]["content"] for c in choices)
+            assert choices[-1]["finish_reason"] == "stop"
+        else:
+            text = (await client.ok(CHAT, body))["choices"][0]["message"]["content"]
+        assert text == "the answer is"
+        while not engine.num_aborted:
+            await asyncio.sleep(0.001)
+        assert engine.num_passes < len(engine.tokens)
+
+    engine.tokens = engine.tokens[:-1] * 40
+    play(scenario, engine, max_model_len=5000, max_response_tokens=4000)
+
+
+def test_tools_are_described_and_their_calls_are_read_whole_or_streamed() -> None:
+    engine = Says(CALL)
+
+    async def scenario(client: Client, other: Client) -> None:
+        body = {**ASKED, "tools": TOOLS}
+        choice = (await client.ok(CHAT, body))["choices"][0]
+        assert choice["finish_reason"] == "tool_calls"
+        assert choice["message"]["content"] == "I look. "
+        assert choice["message"]["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+        assert "add" in PROMPTER.tokenizer.decode(engine.asked[0]["prompt"])
+        choices = [e["choices"][0] for e in await client.events(CHAT, body)]
+        assert "".join(c["delta"]["content"] for c in choices) == "I look. "
+        assert choices[-1]["delta"]["tool_calls"] == [{"index": 0, **choice["message"]["tool_calls"][0]}]
+        untold = (await client.ok(CHAT, ASKED))["choices"][0]["message"]
+        assert untold == {"role": "assistant", "content": CALL}, "whoever named no tools is told the text"
+
+    play(scenario, engine, max_model_len=600)
+
+
+def test_a_conversation_goes_on_from_the_tokens_that_were_sampled() -> None:
+    engine = Says()
+
+    async def scenario(client: Client, other: Client) -> None:
+        first = (await client.ok(CHAT, ASKED))["choices"][0]["message"]
+        longer = [*ASKED["messages"], first, {"role": "user", "content": " is it ?"}]
+        await client.ok(CHAT, {"messages": longer})
+        begun = [*engine.asked[0]["prompt"], *engine.tokens]
+        assert engine.asked[1]["prompt"][: len(begun)] == begun
+        await other.ok(CHAT, {"messages": longer})
+        assert engine.asked[2]["prompt"][: len(begun)] != begun, "another client's conversation"
+
+    play(scenario, engine)
+
+
+@pytest.mark.parametrize("changes", [{}, {"stream": True}])
+def test_an_answer_that_takes_too_long_is_given_up_and_aborted(changes: dict[str, Any]) -> None:
+    engine = Says()
+
+    async def scenario(client: Client, other: Client) -> None:
+        engine.held = asyncio.Event()
+        refusal = await client.refused(CHAT, {**ASKED, **changes})
+        assert refusal == "504 no complete answer within 0.05 s (serve.timeout_s)"
+        while not engine.num_aborted:
+            await asyncio.sleep(0.001)
+
+    play(scenario, engine, timeout_s=0.05)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_whoever_hangs_up_ends_the_generation(stream: bool) -> None:
+    engine = Says()
+
+    async def scenario(client: Client, other: Client) -> None:
+        engine.held = asyncio.Event()
+        asking = asyncio.ensure_future(client.post(CHAT, {**ASKED, "stream": stream}))
+        while not engine.asked:
+            await asyncio.sleep(0.001)
+        asking.cancel()
+        while not engine.num_aborted:
+            await asyncio.sleep(0.001)
+
+    play(scenario, engine)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (CHAT, {**ASKED, "n": 0}, "400 n: "),
+        (CHAT, {**ASKED, "n": 10**9}, "400 n: "),
+        (CHAT, {**ASKED, "temperature": 0.001}, "400 temperature: "),
+        (CHAT, {**ASKED, "stop": ["a"] * 17}, "400 stop"),
+        (CHAT, {**ASKED, "stop": ""}, "400 stop"),
+        (CHAT, {**ASKED, "top_k": 5}, "400 top_k: got 5, which is not served here; leave it out"),
+        (CHAT, {**ASKED, "logit_bias": {"5": 1}}, "400 logit_bias: got"),
+        (CHAT, {**ASKED, "top_logprobs": 3}, "400 top_logprobs: got 3"),
+        (CHAT, {**ASKED, "response_format": {"type": "json_object"}}, "400 response_format: got"),
+        (CHAT, {**ASKED, "model": "gpt-4"}, "404 model: got gpt-4, expected m"),
+        (CHAT, {"messages": [{"role": "user", "content": "12 " * 200}]}, "400 the conversation has"),
+        (COMPLETE, {"prompt": [10**6]}, "400 prompt: got the token id 1000000"),
+        (COMPLETE, {"prompt": []}, "400 prompt"),
+        (COMPLETE, {}, "400 prompt"),
+        (COMMIT, {"ids": ["x"]}, "409 commit: nothing keeps groups here"),
+        ("/v1/embeddings", {}, "404 POST /v1/embeddings: expected one of"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_request_is_refused_in_a_line(path: str, body: dict[str, Any], message: str, stream: bool) -> None:
+    async def scenario(client: Client, other: Client) -> None:
+        refusal = await client.refused(path, {**body, **({"stream": True} if stream and path != COMMIT else {})})
+        assert refusal.startswith(message)
+        assert "\n" not in refusal
+        assert len(refusal) < 400
+
+    play(scenario, Says())
