@@ -81,7 +81,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Canar
 def served(trained: tuple[Path, Path, Canary]) -> Iterator[ServedByVllm]:
     """It starts with the converted weights: those of the publisher are others."""
     base, converted, canary = trained
-    with sabotaged(base, model_path=str(converted), load_weights=True) as served:
+    with sabotaged(base, model_path=str(converted), initial_version=0) as served:
         served.gap_at_start = served.run(served.engine.score(canary)).largest
         served.recover()
         served.gap_after_a_load = served.run(served.engine.score(canary)).largest
