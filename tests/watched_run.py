@@ -93,3 +93,29 @@ def write_tokenizer(folder: Path) -> None:
     vocabulary = {"a": 0, "Ġask": 1, "Ġwhat": 2, "Ġone": 3, "<|tool|>": 4, "Ġtwo": 5, "Ċ": 6}
     tokenizer = {"model": {"type": "BPE", "vocab": vocabulary}, "decoder": {"type": "ByteLevel"}, "added_tokens": []}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def write_spans(stage: Path, *, steps: int = 40, at: float = 1_700_000_000.0) -> None:
+    """Of each step: the driver waits 0.6 s for a batch while generator-0 generates it, then all train 0.3 s."""
+    folder = stage / "spans"
+    folder.mkdir()
+    spans: dict[str, list[dict[str, Any]]] = {"driver": [], "generator-0": [], "replay": [], "trainer-0": []}
+
+    def add(part: str, name: str, start: float, end: float, **attrs: Any) -> None:
+        number = len(spans[part]) + 1
+        spans[part].append({"id": f"{part}:{number}", "name": name, "start": start, "end": end, "attrs": attrs})
+
+    for step in range(1, steps + 1):
+        begun, group = at + step, 10 * step
+        add("replay", "admitted", begun, begun, group=group)
+        add("generator-0", "generate", begun, begun + 0.58, group=group, version=step - 1, tokens=16)
+        add("replay", "stored", begun + 0.59, begun + 0.59, group=group)
+        add("replay", "wait", begun, begun + 0.59, **{"for": "generator-0", "why": f"group {group}"})
+        add("driver", "batch", begun, begun + 0.6)
+        add("driver", "step", begun + 0.6, begun + 0.95, step=step, groups=[group])
+        add("trainer-0", "forward_backward", begun + 0.62, begun + 0.9, step=step)
+        add("trainer-0", "publish", begun + 0.9, begun + 0.99, version=step)
+        add("generator-0", "wait", begun + 0.6, begun + 0.9, **{"for": "slot", "why": "no group may start"})
+        add("generator-0", "fetch_weights", begun + 0.95, begun + 1.0, version=step)
+    for part, own in spans.items():
+        append_lines(folder / f"{part}.jsonl", [{"part": part, "pid": 1, "host": "a", "clock_offset_s": 0.0}, *own])

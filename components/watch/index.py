@@ -94,6 +94,11 @@ class StageIndex:
         with self._lock:
             return list(self._recent)
 
+    def seconds_of_steps(self, num: int, default: float = 30.0) -> float:
+        """How long the last `num` steps took together."""
+        took = [t for row in self.recent_rows() if isinstance(t := row.get("step/total_s"), float) and 0 < t < 1e6]
+        return sum(took[-num:]) or default
+
     def progress(self) -> dict[str, Any]:
         """How much was read: shares, and what could not be."""
         known, waiting = len(self._known), len(self._pending)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ class Pieces:
     def __init__(self, folders: Iterable[Path], database: Path) -> None:
         self._folders, self._database = list(folders), database
         self._source: Path | None = None
+        self._building = threading.Lock()  # a page asks for a whole group at once
 
     def find(self, ids: Sequence[int]) -> list[str | None]:
         """One for each id. Bytes that are no character by themselves are shown as \\x.."""
@@ -42,9 +44,10 @@ class Pieces:
         source = next((file for folder in self._folders if (file := folder / "tokenizer.json").is_file()), None)
         if source is None:
             return False
-        if source != self._source:
-            self._build(source)
-            self._source = source
+        with self._building:
+            if source != self._source:
+                self._build(source)
+                self._source = source
         return True
 
     def _build(self, source: Path) -> None:

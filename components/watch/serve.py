@@ -86,6 +86,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listening = socket.socket(family, kind)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
+        listening.listen(128)  # who opens the address at once waits, and is not refused
     except (OSError, OverflowError) as error:
         got = f"{host} port {port} ({error})"
         raise ConfigError("--port", got=got, expected="an address that is free here", fix="leave it out") from None

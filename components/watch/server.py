@@ -55,6 +55,8 @@ HEADERS = {
 }
 MAX_NAMES = 60
 MAX_LIMIT = 200
+SHOWN_STEPS = 10
+"""What the timeline opens with."""
 EVENT_EVERY_S = 1.0
 ALIVE_EVERY_S = 15.0
 _FILTERS = (*(f"{name}_{end}" for name in ("reward", "lag", "tokens", "step") for end in ("min", "max")),)
@@ -242,7 +244,7 @@ def _rollout(watcher: Watcher, request: Request) -> dict[str, Any]:
 def _lanes(watcher: Watcher, request: Request) -> dict[str, Any]:
     stage = _stage(watcher, request)
     extent = stage.spans.extent()
-    seconds = max(0.001, min(24 * 3600.0, _number(request, "seconds", 30.0)))
+    seconds = max(0.001, min(24 * 3600.0, _number(request, "seconds", stage.index.seconds_of_steps(SHOWN_STEPS))))
     stop = _number(request, "to", extent[1] if extent else 0.0)
     if extent is None:
         return {"lanes": [], "start": None, "stop": None, "extent": None}

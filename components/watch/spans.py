@@ -1,6 +1,6 @@
 """What each process did when, from the stage's spans/: one file for each part, found by time without being loaded.
 
-The format: `monitor/spans.py`.
+The format: `spans.py` of the package.
 """
 
 from __future__ import annotations
@@ -38,41 +38,45 @@ class _Part:
     first: float = math.inf
     last: float = 0.0
 
+    @property
+    def name(self) -> str:
+        return self.path.stem.removesuffix(".old")
+
 
 class SpanIndex:
     """`advance` in one thread; `window` from any."""
 
     def __init__(self, stage_dir: Path) -> None:
         self._folder = stage_dir / "spans"
-        self._parts: dict[str, _Part] = {}
+        self._files: dict[int, _Part] = {}  # by inode: a file that has grown large is renamed to PART.old.jsonl
         self.revision = 0
 
     def advance(self) -> bool:
         """Note what was appended; returns whether anything was."""
         before = self.revision
-        try:
-            files = sorted(self._folder.glob("*.jsonl"))[:MAX_PARTS]
-        except OSError:
-            return False
-        for file in files:
-            part = self._parts.setdefault(file.stem, _Part(file))
+        there: dict[int, _Part] = {}
+        for path in sorted(self._folder.glob("*.jsonl"))[:MAX_PARTS]:
+            try:
+                inode = path.stat().st_ino
+            except OSError:
+                continue
+            there[inode] = self._files.get(inode) or _Part(path)
+            there[inode].path = path
+        self._files = there
+        for part in there.values():
             self._follow(part)
         return self.revision != before
 
     def extent(self) -> tuple[float, float] | None:
         """When the first span began and the last one ended; None without spans."""
-        parts = [p for p in self._parts.values() if p.last]
+        parts = [p for p in self._files.values() if p.last]
         return (min(p.first for p in parts), max(p.last for p in parts)) if parts else None
 
     def window(self, start: float, stop: float) -> dict[str, Any]:
         """The spans of each part that overlap [start, stop], and how many were left out."""
         lanes = []
-        for name, part in list(self._parts.items()):
-            spans = {
-                s["id"]: s
-                for s in [*(own for own in part.long if _overlaps(own, start, stop)), *self._read(part, start, stop)]
-            }
-            found = sorted(spans.values(), key=lambda s: s["start"])
+        for name in sorted({part.name for part in self._files.values()}):
+            found = self.spans(name, start, stop)
             left_out = max(0, len(found) - MAX_SPANS)
             if left_out:
                 kept = sorted(found, key=lambda s: s["start"] - s["end"])[:MAX_SPANS]
@@ -80,20 +84,30 @@ class SpanIndex:
             lanes.append({"part": name, "spans": found, "left_out": left_out})
         return {"lanes": lanes}
 
+    def spans(self, part: str, start: float, stop: float) -> list[dict[str, Any]]:
+        """Those of one part that overlap [start, stop], in order of their start."""
+        spans: dict[str, dict[str, Any]] = {}
+        for own in [p for p in self._files.values() if p.name == part]:
+            long = [s for s in own.long if _overlaps(s, start, stop)]
+            spans |= {s["id"]: s for s in (*long, *self._read(own, start, stop))}
+        return sorted(spans.values(), key=lambda s: s["start"])
+
+    def parts(self) -> list[str]:
+        return sorted({part.name for part in self._files.values()})
+
     def last_wait(self, part: str) -> dict[str, Any] | None:
         """The last span of a part that is a wait."""
-        own = self._parts.get(part)
-        if own is None:
-            return None
-        waits = [s for s in self._read(own, own.last - 60, own.last + 1) if s["name"] == "wait" or s["name"] == "batch"]
-        return waits[-1] if waits else None
+        last = max((p.last for p in self._files.values() if p.name == part), default=0.0)
+        waits = [s for s in self.spans(part, last - 60, last + 1) if s["name"] in ("wait", "batch")] if last else []
+        return max(waits, key=lambda s: s["end"], default=None)
 
     def _follow(self, part: _Part) -> None:
         try:
             with part.path.open("rb") as file:
                 size = file.seek(0, 2)
-                if size < part.offset:  # another run writes here now
+                if size < part.offset:  # another file got the number of one that has gone
                     part.offset, part.num_lines, part.marks, part.long = 0, 0, [], []
+                    part.first, part.last = math.inf, 0.0
                 file.seek(part.offset)
                 while chunk := file.read(CHUNK):
                     end = chunk.rfind(b"\n") + 1

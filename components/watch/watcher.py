@@ -15,11 +15,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..monitor.waits import who_waits
+from ..monitor.waits import Wait, who_waits
 from .advisories import advisories
+from .chain import with_chain
 from .columns import TIME, thinned
 from .folder import RunFolder, State
-from .index import StageIndex, cache_folder
+from .index import RECENT_STEPS, StageIndex, cache_folder
 from .pieces import Pieces
 from .shown import shown_value
 from .spans import SpanIndex
@@ -49,6 +50,7 @@ class _Stage:
     pieces: Pieces
     judged_at: float = 0.0
     judged: tuple[int, list[dict[str, Any]]] = (-1, [])
+    waited: tuple[int, Wait | None] = (-1, None)
 
 
 class Watcher:
@@ -158,7 +160,12 @@ class Watcher:
     def _described_stage(self, run: RunFolder, name: str, stage: _Stage) -> dict[str, Any]:
         settings = run.settings(name)
         index = stage.index
-        wait = who_waits(index.recent_rows(), settings)
+        if stage.waited[0] != index.revision:
+            wait = who_waits(index.recent_rows(), settings)
+            if wait is not None:
+                wait = with_chain(wait, stage.spans, index.seconds_of_steps(RECENT_STEPS))
+            stage.waited = (index.revision, wait)
+        wait = stage.waited[1]
         extent = stage.spans.extent()
         return {
             "name": name,

@@ -86,7 +86,7 @@ function drawTop() {
   else if (wait?.advice) {
     const [setting, ...rest] = wait.advice.split(": ");
     fill(advice, live ? "To change it: " : "To change it in a next run: ", el("code", {}, setting), rest.length ? ` – ${rest.join(": ")}. ` : ". ",
-      stage.spans ? el("a", { href: "#/timeline" }, "Show the moment") : null);
+      stage.spans ? el("a", { href: "#/timeline", onclick: () => { timeline.asked_for = true; if (currentView() === "timeline") draw(true); } }, "Show the moment") : null);
   } else fill(advice);
   const reading = byId("reading");
   const progress = stage?.progress;

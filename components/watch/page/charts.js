@@ -53,11 +53,16 @@ export class Charts {
     this.drawAdvisories();
     const revisions = JSON.stringify(selection.map((one) => [one.run.run, one.stage.name, one.stage.revision]));
     const now = Date.now();
-    if (!force && (revisions === this.revisions || now - this.asked < EVERY_MS || document.hidden)) return;
+    if (!force && (revisions === this.revisions || document.hidden)) return;
+    if (!force && now - this.asked < EVERY_MS) { // soon: another line may never come
+      clearTimeout(this.later);
+      this.later = setTimeout(() => this.show(this.selection, words, false), EVERY_MS - (now - this.asked) + 10);
+      return;
+    }
     this.revisions = revisions;
     this.asked = now;
     await Promise.all(selection.map((one) => this.load(one)));
-    if (selection === this.selection || !this.cards.length) this.drawAll();
+    this.drawAll();
   }
 
   async load({ run, stage }) {

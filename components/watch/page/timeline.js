@@ -19,7 +19,7 @@ const GROUP_EVENTS = { admitted: "other", stored: "wait", batch_taken: "train", 
 export class Timeline {
   constructor(root) {
     this.root = root;
-    this.seconds = 30;
+    this.seconds = null; // until chosen: ten steps
     this.to = null;
     this.selected = null;
     this.asked = 0;
@@ -36,13 +36,22 @@ export class Timeline {
     const key = `${one.run.run}/${one.stage.name}`;
     if (key !== this.key) Object.assign(this, { key, to: null, selected: null, found: null });
     this.one = one;
+    const said = one.stage.wait;
+    if (this.asked_for && said) this.moment = said.waiter === "generators" ? "generator" : "driver";
+    if (this.asked_for) Object.assign(this, { asked_for: false, to: null });
     if (!one.stage.spans) {
       this.found = null;
       fill(this.root, el("h2", {}, "Timeline"), el("p", { class: "quiet" }, "This stage wrote no spans, so there are no lanes (they are written with log.spans=true). The sentence on top comes from its metrics."));
       return;
     }
     const isNew = this.revision !== one.stage.revision;
-    if (!force && this.found && (this.to !== null || !isNew || Date.now() - this.asked < 2000 || document.hidden)) return;
+    if (!force && this.found && (this.to !== null || !isNew || document.hidden)) return;
+    const wait = 2000 - (Date.now() - this.asked);
+    if (!force && this.found && wait > 0) { // soon: another span may never come
+      clearTimeout(this.later);
+      this.later = setTimeout(() => this.show(selection, words, false), wait + 10);
+      return;
+    }
     this.revision = one.stage.revision;
     await this.load();
   }
@@ -51,8 +60,11 @@ export class Timeline {
     this.asked = Date.now();
     const { run, stage } = this.one;
     const found = await ask("lanes", { run: run.run, stage: stage.name, seconds: this.seconds, to: this.to });
+    found.lanes.sort((a, b) => order(a.part) - order(b.part) || a.part.localeCompare(b.part, "en", { numeric: true }));
     this.found = found;
+    this.seconds = found.stop - found.start;
     this.build();
+    if (this.moment) this.showMoment(this.moment);
   }
 
   build() {
@@ -81,6 +93,14 @@ export class Timeline {
     }
     this.draw();
     this.drawWaits();
+  }
+
+  // The longest wait of the part that the sentence on top is about.
+  showMoment(part) {
+    this.moment = null;
+    const waits = this.found.lanes.filter((lane) => lane.part.startsWith(part)).flatMap((lane) => lane.spans.filter(isWait).map((span) => ({ part: lane.part, span })));
+    const longest = waits.sort((a, b) => b.span.end - b.span.start - (a.span.end - a.span.start))[0];
+    if (longest) this.choose(longest.part, longest.span);
   }
 
   pan(share) {
@@ -114,15 +134,14 @@ export class Timeline {
     let y = AXIS;
     const rows = [];
     for (const lane of lanes) {
-      const ends = [];
-      for (const span of lane.spans.filter((s) => s.end > s.start)) {
-        let row = ends.findIndex((end) => end <= span.start + 1e-6);
-        if (row < 0 && ends.length < 4) { row = ends.length; ends.push(0); }
-        if (row < 0) row = 3;
-        ends[row] = Math.max(ends[row], span.end);
+      const place = lane.part.startsWith("generator") ? byKind() : packed();
+      let count = 1;
+      for (const span of lane.spans.filter((s) => s.end > s.start || lane.part === "param_server")) {
+        const row = place(span);
+        count = Math.max(count, row + 1);
         this.boxes.push({ lane: lane.part, span, y: y + row * 14, h: 13 });
       }
-      const height = Math.max(ROW, ends.length * 14 + GAP);
+      const height = Math.max(ROW, count * 14 + GAP);
       rows.push({ part: lane.part, y, height });
       y += height;
     }
@@ -140,8 +159,10 @@ export class Timeline {
       const left = Math.max(LEFT, this.x(box.span.start)), right = Math.min(this.width - 8, this.x(box.span.end));
       box.left = left; box.right = Math.max(left + 1, right);
       g.fillStyle = css(`--${colorOf(box.span)}`);
+      g.globalAlpha = box.span.name === "generate" ? 0.55 : 1; // groups overlap: the fuller, the more at once
       g.fillRect(left, box.y, box.right - left, box.h);
-      if (box.right - left > 60) {
+      g.globalAlpha = 1;
+      if (box.right - left > 60 && box.span.name !== "generate") {
         g.fillStyle = css("--on-color");
         g.fillText(short(isWait(box.span) ? `waits: ${box.span.attrs.for ?? "batch"}` : box.span.name, Math.floor((box.right - left) / 7)), left + 4, box.y + 7);
       }
@@ -176,14 +197,15 @@ export class Timeline {
 
   drawGroups() {
     const groups = new Map();
-    const of = (id) => groups.get(id) || (groups.size < 400 && groups.set(id, []).get(id)) || [];
+    const of = (id) => groups.get(id) || groups.set(id, []).get(id);
     for (const lane of this.found.lanes) {
       for (const span of lane.spans) {
         const ids = span.attrs.group !== undefined ? [span.attrs.group] : Array.isArray(span.attrs.groups) ? span.attrs.groups : [];
         for (const id of ids) of(id).push(span);
       }
     }
-    const shown = [...groups].slice(-28);
+    const whole = [...groups].filter(([, spans]) => spans.some((s) => s.name === "generate"));
+    const shown = whole.sort(([, a], [, b]) => last(a) - last(b)).slice(-28);
     const g = this.prepare(this.groupsCanvas, AXIS + shown.length * 14 + 4);
     this.groupsCanvas.setAttribute("aria-label", `Life lines of ${shown.length} of ${groups.size} groups`);
     this.axis(g, AXIS + shown.length * 14);
@@ -276,11 +298,33 @@ export class Timeline {
 
   drawWaits() {
     const all = this.found.lanes.flatMap((lane) => lane.spans.filter(isWait).map((span) => ({ part: lane.part, span })));
-    const longest = all.sort((a, b) => b.span.end - b.span.start - (a.span.end - a.span.start)).slice(0, 8);
+    const of = {};
+    const longest = all.sort((a, b) => b.span.end - b.span.start - (a.span.end - a.span.start))
+      .filter(({ part }) => (of[part] = (of[part] ?? 0) + 1) <= 3).slice(0, 12);
     fill(this.waits, longest.length ? el("ol", {}, longest.map(({ part, span }) => el("li", {},
       el("button", { type: "button", class: "wait-row", onclick: () => this.choose(part, span) }, `${part} waits ${number(span.end - span.start)} s for ${span.attrs.for ?? "a batch"}${span.attrs.why ? ` (${span.attrs.why})` : ""}`))))
       : el("p", { class: "quiet" }, "None."));
   }
+}
+
+const order = (part) => ["driver", "trainer", "generator", "replay", "param_server"].findIndex((p) => part.startsWith(p)) + 9 * !/^(driver|trainer|generator|replay|param)/.test(part);
+const last = (spans) => Math.max(...spans.map((span) => span.end));
+
+// Rows of a lane: spans that overlap lie below each other, in at most four.
+function packed() {
+  const ends = [];
+  return (span) => {
+    let row = ends.findIndex((end) => end <= span.start + 1e-6);
+    if (row < 0 && ends.length < 4) row = ends.length;
+    if (row < 0) row = 3;
+    ends[row] = Math.max(ends[row] ?? 0, span.end);
+    return row;
+  };
+}
+
+// Of a generator: groups and idling in the first row, the environment in the second, weights in the third.
+function byKind() {
+  return (span) => (span.name === "environment" ? 1 : ["generate", "wait"].includes(span.name) ? 0 : 2);
 }
 
 function short(text, max) {
