@@ -75,6 +75,7 @@ def test_a_receiver_that_has_the_last_version_fetches_what_changed() -> None:
     assert asyncio.run(fetched(transport, publications[2], held(9))) > WHOLE, "it has a version that nobody knows"
 
 
+@pytest.mark.slow
 def test_those_who_come_new_never_fetch_much_more_than_a_version() -> None:
     transport = Delta(ObjectStore.of_this_process())
     for number in range(3 * MAX_CHAIN):
@@ -128,6 +129,7 @@ def test_after_a_refused_version_all_of_the_next_one_is_fetched() -> None:
     assert synced.engine.num_staged == 1, "the one that is held"
 
 
+@pytest.mark.slow
 def test_another_job_reads_the_newest_whole_version_and_all_that_is_needed_stays(tmp_path: Path) -> None:
     below = Files(tmp_path, keep=2)
     transport = Delta(below)

@@ -95,7 +95,7 @@ def test_data_comes_back_with_its_exact_types(jail: Jail) -> None:
         ("module", "module is no data"),
         ("deep", "deeper than 100"),
         ("much", "bytes of output"),
-        ("spin", "processor time"),
+        pytest.param("spin", "processor time", marks=pytest.mark.slow),
         ("sleep", "asleep"),
         ("hoard", "MemoryError|memory"),
     ],

@@ -22,7 +22,7 @@ def test_the_named_models_have_their_published_sizes():
 @pytest.mark.parametrize(
     "changes",
     [
-        *NAMED.values(),
+        *(pytest.param(named, marks=pytest.mark.slow) for named in NAMED.values()),
         {"model_type": "llama", "tie_word_embeddings": True},
         {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
         {"model_type": "mistral", "head_dim": 16, "tie_word_embeddings": False},

@@ -111,6 +111,7 @@ def test_the_speeds_of_a_run_are_found_again(run: Path) -> None:
     assert 0.9 < found.generate_slowdown < 1.1
 
 
+@pytest.mark.slow
 def test_moments_without_any_generator_say_nothing_of_its_speed(run: Path) -> None:
     metrics = run / "stages/async_rl/metrics.jsonl"
     replaced = {"step": 3, "role": "collector", "collector/restarts": 1.0, "collector/interval_s": 20.0, "time": 0.0}

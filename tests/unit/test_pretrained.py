@@ -18,6 +18,8 @@ from leeway.trainer.pretrained import ModelFiles, ModelRefusedError, read_weight
 from leeway.trainer.shards import own_rows
 from leeway.trainer.tensors import by_tensor, fill, saved_tensors
 
+from ..tiers import slow_but_for
+
 SIZES: dict[str, Any] = {
     **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "initializer_range": 0.3},
@@ -50,7 +52,7 @@ def all_of(lm: nn.Module) -> dict[str, torch.Tensor]:
     return dict(lm.named_parameters(remove_duplicate=False)) | dict(lm.named_buffers(remove_duplicate=False))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but_for(["qwen2"], FAMILIES))
 def test_what_is_read_is_what_transformers_loads_to_the_bit(tmp_path, family):
     path = str(save(tmp_path, family))
     expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")

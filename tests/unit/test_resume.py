@@ -338,6 +338,7 @@ def test_a_run_resumes_by_itself_after_what_may_be_over_now(
     assert (f"leeway: resuming from the newest checkpoint, {done + 1} of 3 times" in capsys.readouterr().out) == resumes
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_is_the_command_for_it_in_the_same_process(tmp_path: Path) -> None:
     code = f"from pathlib import Path; from leeway.driver.runner import resume_now; resume_now(Path({str(tmp_path)!r}))"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)

@@ -41,7 +41,7 @@ from ..trainers import (
 # ------------------------------------------------------------------------------------------------------- scoring
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("temperature", slow_but_for([0.6], [1.0, 0.6]))
 @pytest.mark.parametrize("max_tokens", slow_but_for([40], [10_000, 40, 1]))
 def test_logprobs_and_entropy_are_those_of_transformers_on_each_sequence_alone(
     make, model_path, temperature, max_tokens
