@@ -66,7 +66,9 @@ class MonitorConfig(Section):
         default=20, description="steps between two tables of rollouts in wandb, MLflow and trackio; 0: none"
     )
     rollouts_per_step: Annotated[NonNegativeInt, ROLLOUTS] = Field(
-        default=16, description="trajectories written to rollouts/ per step; 0: none"
+        default=16,
+        description="trajectories written to rollouts/ per step, one whole group among them if that is at most half; "
+        "0: none",
     )
     suspects: Annotated[bool, ROLLOUTS] = Field(
         default=True,

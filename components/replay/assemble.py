@@ -120,7 +120,7 @@ class Assembler:
             steps=steps,
             metrics=_batch_metrics(groups, own)
             | {"train/tokens_in_pass": float(in_pass), "train/reused_groups": float(len(reused))},
-            rollouts=_readable(groups, own, self.rollouts_per_batch),
+            rollouts=_readable(groups, own, self.rollouts_per_batch, whole=index),
         )
 
     def _advantages(self, groups: Sequence[Group]) -> list[Advantages]:
@@ -238,12 +238,20 @@ def _batch_metrics(groups: Sequence[Group], advantages: Sequence[Advantages]) ->
     return metrics
 
 
-def _readable(groups: Sequence[Group], advantages: Sequence[Advantages], limit: int) -> list[dict]:
-    """At most `limit` trajectories, spread evenly over the batch."""
-    every = [(g, a, i) for g, a in zip(groups, advantages, strict=True) for i in range(len(g))]
-    count = min(limit, len(every))
-    chosen = [every[k * len(every) // count] for k in range(count)]
-    return [_row(g, i, a.readable[i]) for g, a, i in chosen]
+def _readable(groups: Sequence[Group], advantages: Sequence[Advantages], limit: int, *, whole: int) -> list[dict]:
+    """At most `limit` trajectories, in the batch's order: all of one group, where these are at most half of them, and
+    others spread evenly over the batch. So what a group's advantages compare can be read side by side.
+
+    `whole`: which group, counted around the batch.
+    """
+    every = [(number, i) for number, g in enumerate(groups) for i in range(len(g))]
+    chosen: list[tuple[int, int]] = []
+    if groups and 2 * len(groups[whole % len(groups)]) <= limit < len(every):
+        chosen = [own for own in every if own[0] == whole % len(groups)]
+        every = [own for own in every if own[0] != whole % len(groups)]
+    count = min(limit - len(chosen), len(every))
+    chosen += [every[k * len(every) // count] for k in range(count)]
+    return [_row(groups[n], i, advantages[n].readable[i]) for n, i in sorted(chosen)]
 
 
 def _row(group: Group, index: int, advantage: float | list[float]) -> dict:

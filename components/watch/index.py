@@ -18,7 +18,7 @@ from typing import Any
 from .columns import Columns, load_state
 from .lines import FollowedFile, as_object, last_lines, objects
 
-VERSION = 1
+VERSION = 2
 """Of what is kept on disk; an index of another one is made anew."""
 RECENT_STEPS = 20
 MAX_SUSPECTS = 25_000
@@ -33,6 +33,7 @@ create table if not exists rollouts(
 create index if not exists by_step on rollouts(step);
 create index if not exists by_group on rollouts(group_id);
 create index if not exists by_task on rollouts(task, step);
+create table if not exists reasons(reason text primary key);
 create table if not exists suspects(step integer, group_id integer, sequence integer, signs text);
 create index if not exists by_suspect on suspects(group_id, sequence);
 """
@@ -120,7 +121,8 @@ class StageIndex:
         query = f"select rowid, * from rollouts where {where} order by {SORTS[sort]} limit ? offset ?"
         with self._reader() as db:
             rows = [dict(row) for row in db.execute(query, (*values, limit, offset))]
-            (total,) = db.execute(f"select count(*) from rollouts where {where}", values).fetchone()
+            count = f"select count(*) from rollouts where {where}"
+            total = db.execute(count, values).fetchone()[0] if values else self._num_rollouts
             for row in rows:
                 row["signs"] = _signs(db, row)
         return {"total": total, "rows": rows}
@@ -128,7 +130,7 @@ class StageIndex:
     def choices(self) -> dict[str, list[str]]:
         """The reasons of ending and the signs of suspects that occur."""
         with self._reader() as db:
-            reasons = [r[0] for r in db.execute("select distinct reason from rollouts limit 30") if r[0]]
+            reasons = [r[0] for r in db.execute("select reason from reasons limit 30") if r[0]]
             signs = [r[0] for r in db.execute("select distinct signs from suspects limit 500")]
         return {"reasons": sorted(reasons), "signs": sorted({one for text in signs for one in text.split()})[:30]}
 
@@ -252,6 +254,7 @@ class StageIndex:
         except OSError:
             return
         self._writer.executemany(_INSERT, rows)
+        self._writer.executemany("insert or ignore into reasons values (?)", {(row[10],) for row in rows})
         self._writer.execute("insert or replace into files values (?, ?)", (step, len(rows)))
         self._num_rollouts += len(rows)
         self.revision += 1
@@ -342,7 +345,7 @@ class StageIndex:
             self._pending, self._known, self._listed_at = [], set(), -1
             self._num_suspects = self._num_rollouts = 0
             self.last_step, self.last_time = -1, 0.0
-        for table in ("rollouts", "files", "suspects"):
+        for table in ("rollouts", "files", "reasons", "suspects"):
             self._writer.execute(f"delete from {table}")
         self._writer.commit()
         self._state_file.unlink(missing_ok=True)

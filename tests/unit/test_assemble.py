@@ -283,6 +283,12 @@ def test_rollouts_are_a_readable_sample_of_the_batch():
     assert len(assemble(groups, rollouts=100).rollouts) == 12
     rollouts = assemble(groups, rollouts=6).rollouts
     assert [(r["group_id"], r["sequence_id"]) for r in rollouts] == [(0, 0), (0, 2), (1, 0), (1, 2), (2, 0), (2, 2)]
+    whole = assemble(groups, rollouts=8).rollouts  # of batch 7: the second group
+    assert [(r["group_id"], r["sequence_id"]) for r in whole] == [
+        *[(0, 0), (0, 2)],
+        *[(1, 0), (1, 1), (1, 2), (1, 3)],
+        *[(2, 0), (2, 2)],
+    ]
     first = groups[0].trajectories()[0]
     assert rollouts[0]["text"] == first.text
     assert rollouts[0]["behavior_logprobs"] == first.behavior_logprobs
