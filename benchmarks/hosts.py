@@ -49,6 +49,7 @@ SETTINGS = [
     "env.name=unhurried:Unhurried",
     f"cluster.address={HEAD}",
     "cluster.restart_backoff_s=2",
+    "cluster.start_timeout_s=900",  # six processes start on the cores of one machine
     "monitor.console=plain",
     "eval.at_start=false",
     "eval.at_end=false",
