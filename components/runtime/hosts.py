@@ -222,6 +222,7 @@ class Hosts:
         self._whole_run = whole_run
         self._log_level = log_level
         self._token = secrets.token_hex(16)
+        self._marked: set[Path] = set()
         self._found: dict[str, asyncio.Future[Host]] = {}
         self._sums: dict[str, asyncio.Future[dict[str, str]]] = {}
         self._following: list[asyncio.Future[Any]] = []
@@ -244,8 +245,8 @@ class Hosts:
         """Whether a folder of this machine is the same one there."""
         if host.actor is None:
             return True
-        token = await asyncio.to_thread(_leave_token, folder, self._token)
-        return await host.actor.sees.remote(str(folder), token)
+        await self._mark(folder)
+        return await host.actor.sees.remote(str(folder), self._token)
 
     async def model(self, host: Host, path: str) -> str:
         """What a model is called on this host: its folder is brought there, unless the host has the same one."""
@@ -269,7 +270,8 @@ class Hosts:
         await asyncio.gather(*self._following, return_exceptions=True)
         await asyncio.gather(*(self._leave(found, grace_s) for found in self._found.values()))
         self._found.clear()
-        (self._run_dir / MARKER).unlink(missing_ok=True)
+        for folder in self._marked:
+            (folder / MARKER).unlink(missing_ok=True)
 
     async def _leave(self, found: asyncio.Future[Host], grace_s: float) -> None:
         with contextlib.suppress(Exception):  # a machine that is gone, or cannot be reached: its guardian ends it
@@ -279,6 +281,17 @@ class Hosts:
                     await self._bring_lines(host)
                     await host.actor.clean_up.remote()
                     ray.kill(host.actor)
+
+    async def _mark(self, folder: Path) -> None:
+        """Leave there what another machine may look for."""
+
+        def write() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / MARKER).write_text(self._token)
+
+        if folder not in self._marked:
+            await asyncio.to_thread(write)
+            self._marked.add(folder)
 
     async def _meet(self, node: str) -> Host:
         if node == self.own_node:
@@ -291,8 +304,8 @@ class Hosts:
         actor = HostRemote.options(scheduling_strategy=where).remote(
             role=role, log_level=self._log_level, address=address
         )
-        token = await asyncio.to_thread(_leave_token, self._run_dir, self._token)
-        facts: HostFacts = await actor.facts.remote(self._run_dir, token)
+        await self._mark(self._run_dir)
+        facts: HostFacts = await actor.facts.remote(self._run_dir, self._token)
         if facts.leeway != __version__:
             raise InputRefused(
                 role,
@@ -545,12 +558,6 @@ class Cluster:
                 "env": config.env.model_copy(update={"models": models}),
             }
         )
-
-
-def _leave_token(folder: Path, token: str) -> str:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MARKER).write_text(token)
-    return token
 
 
 def _token_in(folder: Path) -> str | None:
