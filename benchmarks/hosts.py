@@ -5,7 +5,7 @@
 
 The machines are namespaces of this one (see namespaces.py; needs root). Machine a has the head of a Ray cluster, the
 driver, the trainer and a generator; machine b, with its own /tmp, shared memory and processes, has another. Nothing but
-this checkout is there for both, and a token of Ray. On b, Ray is started again whenever it ends.
+this checkout is there for both, and a token of Ray. Ray is started again whenever it ends.
 
 A cell is case:transport. Cases: `plain`, with a supervised stage before; `cut-S`, the link is down for S seconds;
 `cut-forever`, until the run has ended; `slow-M`, M Mbit/s from the start on; `kill`, the raylet of machine b; `ranks`,
@@ -80,7 +80,7 @@ class TwoMachines:
         self.cable = Cable(self.a, self.b)
         self._log = (folder / "ray.log").open("w+b")
         options = ["--head", "--port=6379", "--include-dashboard=false"]
-        ray_start(self.a, *options, cpus=cpus, log=self._log, token=TOKEN)
+        ray_start(self.a, *options, cpus=cpus, log=self._log, token=TOKEN, again=True)
         self.up(1)
         ray_start(self.b, f"--address={HEAD}", cpus=cpus, log=self._log, token=TOKEN, again=True)
         self.up(2)
