@@ -4,6 +4,7 @@ from leeway import Environment, Policy, Task, Trajectory      # write an environ
 from leeway import StepEnvironment, Completion                # or one in steps: reset, step
 from leeway import PolicyLoss, GroupAdvantage, RatioCorrection # write a part of an algorithm
 from leeway import Config, load_config                        # read settings
+from leeway import run, open_run                              # start a run, read one: docs/library.md
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time names are loaded
     from .envs import Policy as Policy
     from .envs import StepEnvironment as StepEnvironment
     from .envs import Transcript as Transcript
+    from .library.job import Job as Job
+    from .library.job import run as run
+    from .library.opened import OpenedRun as OpenedRun
+    from .library.opened import open_run as open_run
     from .monitor import Record as Record
     from .monitor import Sink as Sink
     from .types import Completion as Completion

@@ -22,6 +22,7 @@ LAYERS = [
     {"runtime", "planning", "auxiliary", "engines", "serving"},
     {"driver"},
     {"studies", "watch"},
+    {"library"},
     {"recipes", "cli"},
 ]
 MIDDLE = LAYERS[4]

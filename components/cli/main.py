@@ -1,4 +1,4 @@
-"""`leeway run | resume | serve | watch | ps | scale | trace | plan | ls | cat | cp | validate | convert | env try`.
+"""`leeway run | resume | serve | watch | ps | scale | trace | plot | plan | ls | cat | cp | validate | convert | env try`.
 
 Exit codes: 0 done, 1 the run failed or learned nothing (the last line says why), 2 the input was refused, 130 or 143
 interrupted. Everything is checked before anything heavy is imported. Only `run`, `resume`, `serve` and `env try` import
@@ -34,6 +34,7 @@ from ..failures import printable
 from .complete import complete_bundled, complete_config, complete_key, complete_recipe
 from .env import app as env_app
 from .parts import ps, scale
+from .see import plot as plot_curves
 from .see import trace
 from .serve import serve
 from .show import bundled_table, describe, recipe_table
@@ -58,6 +59,7 @@ app.add_typer(env_app)
 app.command()(ps)
 app.command()(scale)
 app.command()(trace)
+app.command("plot")(plot_curves)
 app.command()(watch)
 app.command()(serve)
 

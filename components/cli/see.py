@@ -1,7 +1,8 @@
-"""`leeway trace`: what every part of a run did and when, as one file."""
+"""`leeway trace` and `leeway plot`: what a run did, as one file or one figure."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from pathlib import Path
@@ -52,3 +53,38 @@ def trace(
     number = sum(len(part.spans) for part in parts)
     open_it = "open it at https://ui.perfetto.dev" if form == "chrome" else "for a collector's otlpjsonfile receiver"
     print(printable(f"{out}: {number:,} spans of {len(parts)} parts; {open_it}"))
+
+
+def plot(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN]...", help="Folders of runs; of a study, all seeds.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="Where it is written: .svg, .pdf or .png.")
+    ] = Path("plot.svg"),
+    x: Annotated[
+        Literal["steps", "samples", "seconds"], typer.Option("--x", help="What the curves go over.")
+    ] = "steps",
+    metric: Annotated[
+        list[str] | None,
+        typer.Option("--metric", "-m", metavar="NAME", help="A panel each. Default: reward and held-out tasks."),
+    ] = None,
+    band: Annotated[
+        Literal["sd", "ci", "range"],
+        typer.Option(help="Over seeds: one standard deviation, the 95 % interval of the mean, least to largest."),
+    ] = "sd",
+    smooth: Annotated[
+        int | None, typer.Option("--smooth", min=1, metavar="N", help="Running mean over N steps. Default: a 15th.")
+    ] = None,
+    stage: Annotated[str | None, typer.Option("--stage", metavar="NAME", help="Default: each run's last one.")] = None,
+) -> None:
+    """Draw curves of runs for a paper: a line for each setting, a band over its seeds.
+
+    Example: leeway plot runs/leeway/lag2-seed* runs/leeway/lag0-seed* --x seconds -o lag.pdf
+    """
+    if out.suffix not in (".svg", ".pdf", ".png"):
+        raise ConfigError("--out", got=str(out), expected="a name that ends in .svg, .pdf or .png", fix="e.g. plot.pdf")
+    open_run = importlib.import_module("leeway.library.opened").open_run
+    figures = importlib.import_module("leeway.library.figures")
+    opened = [open_run(run) for run in runs]
+    figure = figures.plot_runs(opened, metrics=metric or (), x=x, band=band, smooth=smooth, stage=stage)
+    figures.save(figure, out)
+    print(printable(f"{out}: {len(opened)} {'run' if len(opened) == 1 else 'runs'}"))
