@@ -1,4 +1,4 @@
-"""`leeway run | resume | serve | watch | ps | scale | trace | plot | plan | ls | cat | cp | validate | convert | env try`.
+"""`leeway run | resume | serve | watch | ps | scale | trace | plot | plan | ls | cat | cp | validate | convert | env`.
 
 Exit codes: 0 done, 1 the run failed or learned nothing (the last line says why), 2 the input was refused, 130 or 143
 interrupted. Everything is checked before anything heavy is imported. Only `run`, `resume`, `serve` and `env try` import
