@@ -187,6 +187,8 @@ class Launcher:
             watching: Any = {"silent": self._machine_is_silent, "watch": supervisor.watch}
             self._places = Cluster(config, recipe, run_dir=self._run_dir, **watching)
         self._ranks: list[Place] = []
+        self._ranks_are_placed = asyncio.Event()
+        self._ranks_are_placed.set()
         self._folders: dict[str, Path] = {}
         self._machines: dict[str, str] = {}
         self._instead: dict[str, Instead] = {}
@@ -233,7 +235,9 @@ class Launcher:
 
     async def trainers(self, *, total_steps: int, canary: CanaryPrompts) -> None:
         ranks = range(self._config.train.num_ranks)
+        self._ranks_are_placed.clear()
         self._ranks = await self._wait(together([self._places.trainer(rank) for rank in ranks]), "trainer")
+        self._ranks_are_placed.set()
         self.parts.trainers = [
             TrainerRank.options(**place.options).remote(**self._common(f"trainer-{rank}", place), cores=place.cores)
             for rank, place in enumerate(self._ranks)
@@ -287,10 +291,11 @@ class Launcher:
         return {"max_concurrency": calls_at_once(self._config), "scheduling_strategy": here}
 
     async def generators(self, *, initial_version: int | None = None) -> None:
-        """Start the engines concurrently.
+        """Start the engines concurrently, once ranks that are being started have their places: those choose first.
 
         `initial_version`: serve the model's own weights, which have this version, without a parameter server.
         """
+        await self._wait(self._ranks_are_placed.wait(), "trainer")
         await self._auxiliaries()
         self._initial_version = initial_version
         self._options = await self._engine_places()

@@ -118,3 +118,31 @@ def test_generators_on_a_machine_that_is_silent_are_lost(tmp_path: Path) -> None
 
     asyncio.run(main())
     assert lost == [f"generator-{i}: its machine has not answered" for i in (1, 2)], "each process once"
+
+
+def test_ranks_choose_their_places_before_engines_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may not go everywhere: they save where the run's folder is."""
+    config = load_config("quickstart", ["monitor.console=off"], recipe="async_rl")
+    asked: list[str] = []
+
+    class Slow:
+        async def trainer(self, rank: int) -> Any:
+            await asyncio.sleep(0.1)
+            asked.append("trainer")
+            raise PartFailed("trainer-0", "enough")
+
+        async def generator(self, index: int, options: Any) -> Any:
+            asked.append("generator")
+            raise PartFailed("generator-0", "too early")
+
+    async def main() -> None:
+        launcher = Launcher(config, find_recipe("async_rl"), run_dir=tmp_path, supervisor=Supervisor())
+        launcher._places = Slow()  # type: ignore[assignment]
+        trainers = asyncio.ensure_future(launcher.trainers(total_steps=1, canary=None))  # type: ignore[arg-type]
+        generators = asyncio.ensure_future(launcher.generators())
+        with pytest.raises(PartFailed, match="enough"):
+            await trainers
+        generators.cancel()
+
+    asyncio.run(main())
+    assert asked == ["trainer"]
