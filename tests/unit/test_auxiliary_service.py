@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -196,7 +198,14 @@ class FakeRemote:
             async def answer() -> tuple[str, int]:
                 return "elsewhere", 0
 
-            verbs = {"start": start, "serve": serve, "answer": answer, "wait_until_death": asyncio.Event().wait}
+            async def clock() -> float:
+                return time.time()
+
+            async def open_spans(path: Path, part: str, clock_offset_s: float) -> None:
+                pass
+
+            verbs = {"start": start, "serve": serve, "answer": answer, "clock": clock, "open_spans": open_spans}
+            verbs |= {"wait_until_death": asyncio.Event().wait}
             return SimpleNamespace(role=role, **{name: SimpleNamespace(remote=verb) for name, verb in verbs.items()})
 
         return SimpleNamespace(remote=make)
