@@ -23,7 +23,9 @@ from leeway.types import Trajectory
 
 
 async def run(context: driver.StageContext) -> driver.StageResult:
-    """The model at `model.path`, or with `eval.checkpoints` the weights of each checkpoint below that folder."""
+    """The model at `model.path`, with `eval.checkpoints` the weights of each checkpoint below that folder, or with
+    `eval.address` the model that answers there.
+    """
     config = context.config
     evalsets = driver.build_evalsets(config)
     folder = config.eval.checkpoints
@@ -33,12 +35,11 @@ async def run(context: driver.StageContext) -> driver.StageResult:
     started = time.monotonic()
     measured: dict[int, dict[str, Any]] = {}
     processes: dict[str, Any] = {}
-    lines: list[str] = []
     try:
         for e in evalsets:
             driver.say(f"{context.name}: {len(e.tasks)} tasks of {e.name}, temperature {e.sampling.temperature:g}")
         for weights in saved or [None]:
-            version = 0 if weights is None else weights.version
+            version = await driver.version_at(config.eval) if weights is None else weights.version
             with _model(context, weights) as model:
                 if weights is not None:
                     await asyncio.to_thread(driver.check_weights, "eval.checkpoints", str(model))
@@ -53,8 +54,6 @@ async def run(context: driver.StageContext) -> driver.StageResult:
             monitor.log(version, metrics, role="evaluation")
             monitor.rollouts(version, [asdict(t) for t in trajectories])
             measured[version] = {e.name: driver.of_set(metrics, e.name) for e in evalsets}
-            at = "" if weights is None else f"step {version}: "
-            lines += [f"{at}{k} = {v:.4g}" for k, v in metrics.items()]
         status = "done"
     finally:
         monitor.close(status)
@@ -64,7 +63,9 @@ async def run(context: driver.StageContext) -> driver.StageResult:
         "wall_s": round(time.monotonic() - started, 1),
         "processes": processes,
     }
+    lines = [f"eval/{name}/{k} = {v:.4g}" for name, own in last.items() for k, v in own.items()]
     if saved:
+        lines = [line for e in evalsets for line in driver.table_of_versions(e.name, measured)]
         summary["checkpoints"] = {str(version): sets for version, sets in measured.items()}
     return driver.StageResult(summary=summary, model_path=None, goodbye=lines)
 

@@ -170,6 +170,8 @@ ENGINES = {
     "hf": EngineKind(target="leeway.engines.hf_engine:HfEngine", options=HfOptions, without=("vllm",)),
 }
 DEFAULT = "vllm"
+ADDRESS_ENGINE = "leeway.engines.address_engine:AddressEngine"
+"""What stands for `eval.address`."""
 
 LEAST_TEMPERATURE = 0.01
 """vLLM raises a temperature between 0 and this value to this value, and so samples from a different distribution."""

@@ -13,6 +13,7 @@ from .engines import Temperature
 from .plugins import EnvironmentName, RewardName, target
 
 IN_HALF = OnlyWith(lambda c: c.model.dtype != "float32", "model.dtype is bfloat16 or float16")
+AT_ADDRESS = OnlyWith(lambda c: c.eval.address is not None, "eval.address is set")
 BY_DIFFICULTY = OnlyWith(lambda c: c.task.order == "easy_to_hard", "task.order is easy_to_hard")
 
 
@@ -186,6 +187,12 @@ class EvalTasks(Partial, TaskSource, EvalSampling):
     )
 
 
+def _is_address_without_key(url: str) -> str:
+    if not re.match(r"https?://[^/@]+(/|$)", url):
+        raise ValueError("http://host:port/v1 or https://..., without a key in it")
+    return url
+
+
 class EvalConfig(EvalSampling):
     """How the policy is evaluated on held-out tasks: before, during and after training."""
 
@@ -203,6 +210,17 @@ class EvalConfig(EvalSampling):
     checkpoints: Annotated[str | None, EVALUATION] = Field(
         default=None,
         description="recipe evaluate: the folder of a run; all of its saved weights are evaluated, in order",
+    )
+    address: Annotated[Annotated[str, AfterValidator(_is_address_without_key)] | None, EVALUATION] = Field(
+        default=None,
+        description="recipe evaluate: an OpenAI-compatible address that takes token ids, e.g. http://host:8000/v1, "
+        "whose answers are evaluated; model.path is for its tokenizer",
+    )
+    model: Annotated[str | None, EVALUATION, AT_ADDRESS] = Field(
+        default=None, description="the model's name at eval.address; null: the first one that it lists"
+    )
+    key_variable: Annotated[str | None, EVALUATION, AT_ADDRESS] = Field(
+        default=None, description="environment variable that holds the key for eval.address; null: no key is sent"
     )
 
     def sampling(self, name: str | None) -> EvalSampling:

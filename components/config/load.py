@@ -110,6 +110,8 @@ def build_config(tree: Tree, *, recipe: Recipe, stage: str = "", stage_tree: Tre
         raise _first_error(error, named) from None
     except ConfigError as error:
         raise error.where_set(named) from None
+    if config.eval.address is not None and recipe.reads == "heldout":
+        config = config.evaluated_at_address()
     _check_rules(config, recipe, named)
     return config
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 
@@ -141,6 +142,21 @@ def _no_heldout(config: Config, key: str) -> ConfigError:
 def something_is_held_out(config: Config) -> None:
     if not has_heldout_tasks(config):
         raise _no_heldout(config, "task.holdout_frac")
+
+
+def one_thing_is_evaluated(config: Config) -> None:
+    own = config.eval
+    if own.address is not None and own.checkpoints is not None:
+        raise ConfigError(
+            "eval.checkpoints", expected="null where eval.address says what is evaluated", fix="leave one of them out"
+        )
+    if own.key_variable is not None and not os.environ.get(own.key_variable):
+        raise ConfigError(
+            "eval.key_variable",
+            got=own.key_variable,
+            expected="an environment variable that is set and holds the key",
+            fix=f"export {own.key_variable}=..., or leave it out",
+        )
 
 
 def a_queue_feeds_rollouts(config: Config) -> None:
@@ -478,4 +494,4 @@ OWN_LOOP_RULES: tuple[Rule, ...] = (*RL_RULES, a_loop_of_ones_own_is_one_process
 """Rollouts for a training loop that a recipe brings itself, `driver.Rollouts`."""
 SUPERVISED_RULES: tuple[Rule, ...] = (*TRAINING_RULES, a_queue_feeds_rollouts)
 PREFERENCE_RULES: tuple[Rule, ...] = (*SUPERVISED_RULES, pairs_fill_batches)
-EVALUATION_RULES: tuple[Rule, ...] = (something_is_held_out,)
+EVALUATION_RULES: tuple[Rule, ...] = (something_is_held_out, one_thing_is_evaluated)

@@ -11,6 +11,7 @@ from ..redaction import hide
 from ..section import Section
 from .algorithm import AlgorithmConfig, with_preset
 from .effect import GENERATION, ROLLOUTS, SERVING, STUDY, TRAINING, OnlyWith
+from .engines import ADDRESS_ENGINE
 from .flow import ParamServerConfig, ReplayConfig, RolloutConfig, StalenessConfig
 from .inputs import EnvConfig, EvalConfig, ModelConfig, TaskConfig
 from .learning import CheckpointConfig, CriticConfig, FrontierConfig, OptimizerConfig, TrainConfig
@@ -102,6 +103,19 @@ class Config(Section):
     def run_dir(self) -> Path:
         """The folder of the whole run; a stage's own files are under `Stage.dir`."""
         return user_path(self.output_dir) / self.project / self.name
+
+    def evaluated_at_address(self) -> Config:
+        """The same settings, where the answers of `eval.address` are asked for: nothing is computed here."""
+        evaluation, rollout = self.eval, self.rollout
+        engine = {
+            "name": ADDRESS_ENGINE,
+            "url": evaluation.address,
+            "model": evaluation.model,
+            "key_variable": evaluation.key_variable,
+            "timeout_s": rollout.timeout_s,
+        }
+        here = self.cluster.model_copy(update={"device": "cpu"})
+        return self.model_copy(update={"rollout": rollout.model_copy(update={"engine": engine}), "cluster": here})
 
     def with_model_path(self, path: str | Path) -> Config:
         """The same settings, starting from the weights at `path` (the previous stage's)."""

@@ -7,13 +7,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from ..config import Config
-from ..config.inputs import EvalSampling
-from ..failures import PartFailed
+from ..config.inputs import AuxiliaryModel, EvalConfig, EvalSampling
+from ..envs.auxiliary import AuxiliaryClient, AuxiliaryError
+from ..failures import PartFailed, Refused
 from ..runtime.launch import Parts
 from ..runtime.supervisor import together
 from ..tasks.evalsets import EvalSet
 from ..types import Task, Trajectory
-from .eval_metrics import at_k
+from .eval_metrics import at_k, interval
 
 PROGRESS_S = 10.0
 """How often the driver asks how many tasks have ended."""
@@ -105,6 +106,33 @@ def measured_by(numbers: Mapping[str, float]) -> tuple[str, float]:
     return ("accuracy", numbers["exact_match"]) if "exact_match" in numbers else ("reward", numbers["reward"])
 
 
+async def version_at(evaluation: EvalConfig) -> int:
+    """The policy version that `eval.address` says it serves; 0 where it says none, or none is set."""
+    if evaluation.address is None:
+        return 0
+    settings = AuxiliaryModel(url=evaluation.address, key_variable=evaluation.key_variable)
+    try:
+        model = await AuxiliaryClient("", settings, where="eval.address").first_model()
+    except AuxiliaryError as error:
+        raise Refused(f"{error}; expected an OpenAI-compatible address that answers GET /v1/models") from None
+    version = model.get("policy_version")
+    return version if isinstance(version, int) and version >= 0 else 0
+
+
+def table_of_versions(name: str, measured: Mapping[int, Mapping[str, Mapping[str, float]]]) -> list[str]:
+    """Lines of a table: what models are compared by, at each version, with its 95 % interval over tasks."""
+    first = next(iter(measured.values()))[name]
+    called, _ = measured_by(first)
+    metric = "exact_match" if called == "accuracy" else "reward"
+    lines = [f"{name}: step  {called} (95 % of samples of tasks like these)  tokens"]
+    for version, sets in measured.items():
+        own = sets[name]
+        low, high = own.get(f"{metric}_low"), own.get(f"{metric}_high")
+        between = "" if low is None or high is None else f" ({low:.4f} to {high:.4f})"
+        lines.append(f"{name}: {version:>4}  {own[metric]:.4f}{between}  {own['response_tokens_mean']:.1f}")
+    return lines
+
+
 def of_set(metrics: dict[str, float], name: str) -> dict[str, float]:
     """The metrics of one taskset, by their bare names."""
     prefix = f"eval/{name}/"
@@ -128,11 +156,20 @@ def summarise(
     for metric in sorted({m for t in trajectories for m in t.metrics}):
         values = [t.metrics[metric] for t in trajectories if metric in t.metrics]
         metrics[metric] = sum(values) / len(values)
+    if sampling.samples == 1:
+        metrics |= _intervals("reward", [t.reward for t in trajectories])
+        if right := [t.metrics["exact_match"] for t in trajectories if "exact_match" in t.metrics]:
+            metrics |= _intervals("exact_match", right)
     if sampling.samples > 1:
         rewards = [[t.reward for t in group] for group in answered]
         right = [[_is_right(t, sampling.solved) for t in group] for group in answered]
         metrics |= at_k(rewards, right, sampling.ks())
     return {f"eval/{name}/{metric}": value for metric, value in metrics.items()}
+
+
+def _intervals(name: str, values: Sequence[float]) -> dict[str, float]:
+    low, high = interval(values)
+    return {f"{name}_low": low, f"{name}_high": high}
 
 
 def _is_right(trajectory: Trajectory, solved: float) -> bool:

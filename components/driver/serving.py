@@ -14,6 +14,7 @@ from typing import Any
 from ..collector.engine import SampledTokens
 from ..collector.open_requests import Piece
 from ..config import Config
+from ..config.paths import user_path
 from ..config.running import ServeConfig
 from ..envs.server import Server, body_room
 from ..failures import Refused
@@ -23,6 +24,7 @@ from ..runtime.generators import Generator
 from ..runtime.launch import Launcher
 from ..runtime.supervisor import Supervisor
 from ..serving.front import Front, FrontSettings
+from ..serving.group_folder import GroupFolder
 from ..serving.router import EngineGone, Router
 from ..tasks.prompting import Prompter
 from .context import StageContext, StageResult, timed
@@ -88,7 +90,8 @@ class Address:
             group_size=config.algorithm.group_size,
             max_policy_lag=config.staleness.max_policy_lag,
         )
-        self.front = Front(settings, Router(engines), prompter, keep=None, newest_version=newest_version)
+        groups = None if serve.groups is None else GroupFolder(user_path(serve.groups))
+        self.front = Front(settings, Router(engines), prompter, keep=groups, newest_version=newest_version)
         self._server = Server({"/health": self.front.health})
         self.tokens: list[str] = []
 

@@ -35,9 +35,11 @@ class AuxiliaryError(RuntimeError):
 class AuxiliaryClient:
     """One of `env.models`. A request takes at most (retries + 1) x `timeout_s`, plus the waits in between."""
 
-    def __init__(self, name: str, settings: AuxiliaryModel) -> None:
+    def __init__(self, name: str, settings: AuxiliaryModel, *, where: str = "") -> None:
+        """`where`: the setting it comes from, for errors (default: under `env.models`)."""
         assert settings.url is not None, "models with a path are given an address when they are served"
         self.name = name
+        self._where = where or f"env.models.{name}"
         self._settings = settings
         parts = urlsplit(settings.url)
         host = parts.netloc.rpartition("@")[2]
@@ -64,6 +66,15 @@ class AuxiliaryClient:
             await self._ask("completions", {"prompt": prompt, **sampling}), lambda a: a["choices"][0]["text"]
         )
 
+    async def choices(self, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The choices of a response to exactly this request."""
+        answer = await self._post(f"{self._url}/{path}", {"model": await self._known_as(), **body})
+        return self._read(answer, lambda a: [dict(choice) for choice in a["choices"]])
+
+    async def first_model(self) -> dict[str, Any]:
+        """What the address says of the model that it serves, or of the first one."""
+        return self._read(await self._post(f"{self._url}/models", None), lambda a: dict(a["data"][0]))
+
     async def classify(self, text: str) -> list[float]:
         """The scores that a sequence classifier gives a text, one per class."""
         model = await self._known_as()
@@ -78,7 +89,7 @@ class AuxiliaryClient:
     async def _known_as(self) -> str:
         async with self._finding_model:
             if self._model is None:
-                self._model = self._read(await self._post(f"{self._url}/models", None), lambda a: a["data"][0]["id"])
+                self._model = str((await self.first_model())["id"])
         return self._model
 
     async def _post(self, url: str, body: dict[str, Any] | None) -> Any:
@@ -101,7 +112,7 @@ class AuxiliaryClient:
             except (aiohttp.ClientError, OSError, ValueError, RecursionError) as error:
                 cause = getattr(error, "os_error", error)
                 reason = f"{type(cause).__name__}: {cause}"
-        raise AuxiliaryError(redacted(f"env.models.{self.name} at {url}: {' '.join(reason.split())}"))
+        raise AuxiliaryError(redacted(f"{self._where} at {url}: {' '.join(reason.split())}"))
 
     async def _request(self, url: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
         """(status, answer). A redirect is an answer too: following it would send the key to wherever it points."""
@@ -122,7 +133,7 @@ class AuxiliaryClient:
             return what(answer)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise AuxiliaryError(
-                f"env.models.{self.name} at {self._url}: got {json.dumps(answer)[:200]}, which is no answer of the "
+                f"{self._where} at {self._url}: got {json.dumps(answer)[:200]}, which is no answer of the "
                 f"protocol ({type(error).__name__}: {error})"
             ) from None
 

@@ -13,7 +13,9 @@ import pytest
 from leeway.collector.engine import SampledTokens
 from leeway.collector.open_requests import OpenRequests
 from leeway.envs.server import Server
+from leeway.failures import Refused
 from leeway.serving.front import Front, FrontSettings
+from leeway.serving.group_folder import GroupFolder, committed_groups
 from leeway.serving.router import BLOCK, SLACK, EngineGone, Router
 from leeway.serving.text import GrowingText
 from leeway.tasks import Prompter
@@ -414,3 +416,149 @@ def test_a_wrong_request_is_refused_in_a_line(path: str, body: dict[str, Any], m
         assert len(refusal) < 400
 
     play(scenario, Says())
+
+
+# ------------------------------------------------------------------------------------------------- feedback, groups
+
+
+async def rewarded(client: Client, *rewards: float, **asked: Any) -> str:
+    """The id of a response whose choices have these rewards."""
+    answer = await client.ok(CHAT, {**ASKED, "n": len(rewards), **asked})
+    for i, reward in enumerate(rewards):
+        given = {"id": f"{answer['id']}/{i}", "reward": reward, "metrics": {"exact_match": float(reward > 0)}}
+        assert await client.ok(FEEDBACK, given) == {"id": given["id"], "reward": reward}
+    return answer["id"]
+
+
+def test_rewarded_answers_become_a_group_with_every_token_its_logprob_and_its_version() -> None:
+    groups: list[Group] = []
+    engine = Says(newer=True)
+
+    async def scenario(client: Client, other: Client) -> None:
+        name = await rewarded(client, 1.0, 0.0)
+        answer = await client.ok(COMMIT, {"ids": [name], "task_id": "sum/3"})
+        assert answer == {"group": "group-1", "task_id": "sum/3", "policy_versions": [4, 5], "size": 2}
+
+    play(scenario, engine, groups=groups)
+    (group,) = groups
+    group.check()
+    assert (group.task_id, group.rewards) == ("sum/3", [1.0, 0.0])
+    assert group.metrics == [{"exact_match": 1.0}, {"exact_match": 0.0}]
+    for t in group.trajectories():
+        assert t.prompt_tokens == engine.asked[0]["prompt"]
+        assert t.response_tokens == engine.tokens
+        assert t.policy_versions == [4, 4] + [5] * (len(engine.tokens) - 2)
+        assert t.behavior_logprobs == [-0.5 - i for i in range(len(engine.tokens))]
+        assert all(t.loss_mask)
+
+
+def test_a_conversation_of_several_turns_is_one_trajectory_with_the_clients_words_masked() -> None:
+    groups: list[Group] = []
+    engine = Says()
+
+    async def scenario(client: Client, other: Client) -> None:
+        ids = []
+        for reward in (0.0, 1.0):
+            first = (await client.ok(CHAT, ASKED))["choices"][0]["message"]
+            longer = [*ASKED["messages"], first, {"role": "user", "content": " is it ?"}]
+            second = await client.ok(CHAT, {"messages": longer})
+            ids.append(second["id"])
+            await client.ok(FEEDBACK, {"id": second["id"], "reward": reward})
+        await client.ok(COMMIT, {"ids": ids})
+
+    play(scenario, engine, groups=groups)
+    for t in groups[0].trajectories():
+        sampled = [token for token, mine in zip(t.response_tokens, t.loss_mask, strict=True) if mine]
+        assert sampled == engine.tokens * 2
+        assert not all(t.loss_mask)
+        assert {v for v, mine in zip(t.policy_versions, t.loss_mask, strict=True) if mine} == {4}
+
+
+def test_a_group_that_cannot_be_trained_on_is_refused_and_one_that_can_is_committed_once() -> None:
+    groups: list[Group] = []
+
+    async def scenario(client: Client, other: Client) -> None:
+        name = await rewarded(client, 1.0, 0.0)
+        assert "got 1 answers, expected algorithm.group_size 2" in await client.refused(COMMIT, {"ids": [f"{name}/0"]})
+        assert "the same answer twice" in await client.refused(COMMIT, {"ids": [f"{name}/0"] * 2})
+        plain = (await client.ok(CHAT, {**ASKED, "n": 2}))["id"]
+        assert f"{plain}/0 has no reward yet" in await client.refused(COMMIT, {"ids": [plain]})
+        cold = await rewarded(client, 1.0, 0.0, temperature=0.5)
+        assert "sampled at temperature 0.5, and the run's is 1" in await client.refused(COMMIT, {"ids": [cold]})
+        cut = await rewarded(client, 1.0, 0.0, top_p=0.5)
+        assert "sampled with top_p=0.5" in await client.refused(COMMIT, {"ids": [cut]})
+        elsewhere = await rewarded(client, 1.0, messages=[{"role": "user", "content": "12 ?"}])
+        assert "answers another prompt" in await client.refused(COMMIT, {"ids": [f"{name}/0", elsewhere]})
+        assert "which has 2 choices; expected one" in await client.refused(FEEDBACK, {"id": name, "reward": 1.0})
+        for theirs in (name, f"{name}/0", "chatcmpl-none", f"{name}/7"):
+            assert (await other.refused(FEEDBACK, {"id": theirs, "reward": 9.0})).startswith("404 id: got")
+            assert (await other.refused(COMMIT, {"ids": [theirs]})).startswith("404 id: got")
+        twice = await asyncio.gather(*(client.post(COMMIT, {"ids": [name]}) for _ in range(5)))
+        assert sorted(status for status, _ in twice) == [200, 409, 409, 409, 409]
+        assert "its reward is final" in await client.refused(FEEDBACK, {"id": f"{name}/0", "reward": 2.0})
+
+    play(scenario, Says(), groups=groups)
+    assert [group.rewards for group in groups] == [[1.0, 0.0]]
+
+
+@pytest.mark.parametrize(("lag", "is_taken"), [(1, True), (0, False)])
+def test_tokens_that_are_too_old_for_the_bound_are_not_committed(lag: int, is_taken: bool) -> None:
+    """Sampled under version 4; version 5 is served."""
+    groups: list[Group] = []
+
+    async def scenario(client: Client, other: Client) -> None:
+        status, answer = await client.post(COMMIT, {"ids": [await rewarded(client, 1.0, 0.0)]})
+        assert (status == 200) == is_taken
+        if not is_taken:
+            assert "a token is of version 4, version 5 is served now" in answer["error"]["message"]
+
+    play(scenario, Says(), groups=groups, max_policy_lag=lag)
+    assert bool(groups) == is_taken
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"id": "a"}, {"id": "a", "reward": "1"}, {"id": "a", "reward": True}, {"id": "a", "reward": 1e999},
+        {"id": ["a"], "reward": 1}, {"id": "a\nb", "reward": 1}, {"id": "a", "reward": 1, "extra": 2},
+        {"id": "a", "reward": 1, "metrics": {str(i): 1.0 for i in range(33)}},
+        {"id": "a", "reward": 1, "metrics": {"x y": 1.0}}, {"id": "a", "reward": 1, "metrics": {"x": "1"}}, [], None,
+    ],
+)  # fmt: skip
+def test_feedback_of_the_wrong_form_is_refused(body: Any) -> None:
+    async def scenario(client: Client, other: Client) -> None:
+        assert (await client.refused(FEEDBACK, body)).startswith("400 ")
+
+    play(scenario, Says())
+
+
+def test_what_is_kept_of_answers_is_bounded_and_the_oldest_are_forgotten() -> None:
+    async def scenario(client: Client, other: Client) -> None:
+        ids = [(await client.ok(CHAT, ASKED))["id"] for _ in range(30)]
+        statuses = [(await client.post(FEEDBACK, {"id": name, "reward": 1.0}))[0] for name in ids]
+        assert statuses == sorted(statuses, reverse=True)
+        assert 1 <= statuses.count(200) < 10
+
+    play(scenario, Says(), keep_tokens=200)
+
+
+def test_committed_groups_are_on_disk_as_they_were(tmp_path: Any) -> None:
+    groups: list[Group] = []
+
+    async def scenario(client: Client, other: Client) -> None:
+        for reward in (1.0, 0.5):
+            await client.ok(COMMIT, {"ids": [await rewarded(client, reward, 0.0)]})
+
+    play(scenario, Says(newer=True), groups=groups)
+
+    async def write(group: Group) -> str:
+        return await GroupFolder(tmp_path / "groups")(group)  # each time as after a restart
+
+    assert [asyncio.run(write(group)) for group in groups] == [f"group-0000000{i}.safetensors64" for i in (0, 1)]
+    assert list(committed_groups(tmp_path / "groups")) == groups
+    (tmp_path / "groups/group-00000002.safetensors64").write_text("no group")
+    with pytest.raises(Refused, match="no groups"):
+        list(committed_groups(tmp_path / "groups"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Refused, match=r"serve\.groups: got .*file \(.*\), expected a folder"):
+        GroupFolder(tmp_path / "file")
