@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -39,6 +40,7 @@ class Says:
         self.asked: list[dict[str, Any]] = []
         self.num_passes = self.num_aborted = 0
         self.held: asyncio.Event | None = None
+        self.ends = True
 
     async def generate(self, prompt_tokens: Any, *, heard: Any = None, **sampling: Any) -> list[SampledTokens]:
         self.asked.append({"prompt": list(prompt_tokens), **sampling})
@@ -53,6 +55,8 @@ class Says:
                 self.num_passes += 1
                 for index in range(sampling["n"]) if heard else ():
                     heard(index, [token], [logprob], version)
+            if not self.ends:
+                await asyncio.Event().wait()
         except asyncio.CancelledError:
             self.num_aborted += 1
             raise
@@ -85,14 +89,26 @@ class Client:
     """Of one token."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, key: str) -> None:
-        self._session, self._url, self._headers = session, url, {"authorization": f"Bearer {key}"}
+        self.session, self.url, self.headers = session, url, {"authorization": f"Bearer {key}"}
+
+    async def unread(self, path: str, body: Any) -> socket.socket:
+        """The connection of a request whose answer is not read."""
+        host, port = self.url.removeprefix("http://").split(":")
+        loop, connection, raw = asyncio.get_running_loop(), socket.socket(), json.dumps(body).encode()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setblocking(False)
+        await loop.sock_connect(connection, (host, int(port)))
+        head = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(raw)}"]
+        lines = [*head, *(f"{name}: {value}" for name, value in self.headers.items()), "", ""]
+        await loop.sock_sendall(connection, "\r\n".join(lines).encode() + raw)
+        return connection
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
-        async with self._session.post(self._url + path, json=body, headers=self._headers) as response:
+        async with self.session.post(self.url + path, json=body, headers=self.headers) as response:
             return response.status, await response.json()
 
     async def get(self, path: str) -> tuple[int, Any]:
-        async with self._session.get(self._url + path, headers=self._headers) as response:
+        async with self.session.get(self.url + path, headers=self.headers) as response:
             return response.status, await response.json()
 
     async def ok(self, path: str, body: Any) -> Any:
@@ -106,9 +122,7 @@ class Client:
         return f"{status} {answer['error']['message']}"
 
     async def events(self, path: str, body: Any) -> list[Any]:
-        async with self._session.post(
-            self._url + path, json={**body, "stream": True}, headers=self._headers
-        ) as response:
+        async with self.session.post(self.url + path, json={**body, "stream": True}, headers=self.headers) as response:
             assert response.content_type == "text/event-stream", await response.text()
             text = (await response.read()).decode()
         lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
@@ -117,7 +131,11 @@ class Client:
 
 
 def play(
-    scenario: Callable[..., Awaitable[None]], *engines: Any, groups: list[Group] | None = None, **changes: Any
+    scenario: Callable[..., Awaitable[None]],
+    *engines: Any,
+    groups: list[Group] | None = None,
+    max_requests: int | None = None,
+    **changes: Any,
 ) -> None:
     """`scenario(client, other client)`; `groups`: where committed ones go."""
 
@@ -147,7 +165,10 @@ def play(
         server = Server({"/health": front.health})
         await server.start()
         try:
-            keys = [server.open(front.routes(name), max_body_bytes=2**16).key for name in ("a", "b")]
+            keys = [
+                server.open(front.routes(name), max_body_bytes=2**16, max_requests=max_requests).key
+                for name in ("a", "b")
+            ]
             async with aiohttp.ClientSession() as session:
                 await scenario(*(Client(session, f"http://{server.address}", key) for key in keys))
         finally:
@@ -542,6 +563,7 @@ def test_what_is_kept_of_answers_is_bounded_and_the_oldest_are_forgotten() -> No
     play(scenario, Says(), keep_tokens=200)
 
 
+@pytest.mark.slow
 def test_committed_groups_are_on_disk_as_they_were(tmp_path: Any) -> None:
     groups: list[Group] = []
 
@@ -562,3 +584,59 @@ def test_committed_groups_are_on_disk_as_they_were(tmp_path: Any) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(Refused, match=r"serve\.groups: got .*file \(.*\), expected a folder"):
         GroupFolder(tmp_path / "file")
+
+
+# ------------------------------------------------------------------------------------------------- hostile clients
+
+
+@pytest.mark.slow
+def test_a_client_that_does_not_read_its_stream_is_cut_off_and_its_generation_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("leeway.envs.server.WRITE_S", 0.2)
+    engine = Says()
+    engine.tokens, engine.ends = engine.tokens[:-1] * 5000, False
+
+    async def scenario(client: Client, other: Client) -> None:
+        connection = await client.unread(CHAT, {**ASKED, "stream": True, "logprobs": True, "return_token_ids": True})
+        while not engine.num_aborted:
+            await asyncio.sleep(0.01)
+        connection.close()
+        while (await other.get("/health"))[1]["engines"][0]["sequences"]:
+            await asyncio.sleep(0.01)
+
+    play(scenario, engine, max_model_len=10**6, max_response_tokens=10**6)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETE, FEEDBACK, COMMIT])
+def test_bodies_that_are_too_large_or_no_json_are_refused_before_they_are_kept(path: str) -> None:
+    async def scenario(client: Client, other: Client) -> None:
+        assert (await client.refused(path, {"x": "y" * 2**17})).startswith("413 a body of ")
+        async with client.session.post(client.url + path, data=b"{" * 100, headers=client.headers) as response:
+            assert response.status == 400
+            assert "the body is not JSON" in (await response.json())["error"]["message"]
+        deep = b"[" * 50_000 + b"]" * 50_000
+        async with client.session.post(client.url + path, data=deep, headers=client.headers) as response:
+            assert response.status in (400, 413)
+        assert (await client.refused(path, [1])).startswith("400 ")
+
+    play(scenario, Says())
+
+
+def test_a_wrong_token_is_told_nothing_and_a_client_has_only_so_many_requests() -> None:
+    engine = Says()
+
+    async def scenario(client: Client, other: Client) -> None:
+        for wrong in ("", "Bearer", "Bearer x", f"Basic {client.headers['authorization']}", "Bearer " + "x" * 3000):
+            async with client.session.post(client.url + CHAT, json=ASKED, headers={"authorization": wrong}) as response:
+                assert response.status == 401
+        engine.held = asyncio.Event()
+        asking = [asyncio.ensure_future(client.post(CHAT, ASKED)) for _ in range(3)]
+        while len(engine.asked) < 3:
+            await asyncio.sleep(0.001)
+        assert await client.refused(CHAT, ASKED) == "429 expected at most 3 requests at a time"
+        assert (await other.get("/v1/models"))[0] == 200, "another client has its own"
+        engine.held.set()
+        assert [status for status, _ in await asyncio.gather(*asking)] == [200] * 3
+
+    play(scenario, engine, max_requests=3)
