@@ -184,3 +184,7 @@ class LogConfig(Section):
     spans: bool = Field(
         default=True, description="record what every part does and when, for `leeway trace` and `leeway watch`"
     )
+    ray_timeline: bool = Field(
+        default=False,
+        description="at the end, also keep what Ray recorded of its calls; `leeway trace` puts it beside the spans",
+    )

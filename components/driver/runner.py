@@ -278,6 +278,8 @@ class _Run:
         self._task.cancel()
 
     def _leave_cluster(self) -> None:
+        if self._stages[0].config.log.ray_timeline:
+            self._keep_timeline()
         pids = self._watch.process_ids()
         self._watch.forget_all()
         if self._fork_server is not None:
@@ -286,6 +288,17 @@ class _Run:
             from ..runtime.cluster import disconnect
 
             disconnect(pids)
+
+    def _keep_timeline(self) -> None:
+        if "leeway.runtime.cluster" not in sys.modules or self._watch.cluster_broken:
+            return
+        from ..monitor.trace import RAY_TIMELINE
+        from ..runtime.cluster import write_timeline
+
+        try:
+            write_timeline(self._run_dir / RAY_TIMELINE)
+        except Exception as error:  # the run's own end matters more
+            say(f"warning: {RAY_TIMELINE} was not written: {type(error).__name__}: {error}")
 
     def _learned_nothing(self) -> str | None:
         """The reason given by the stage that learned nothing; None if every stage learned."""

@@ -70,7 +70,7 @@ class OpenedRun:
 
     def metrics_of(self, stage: str | None = None) -> pandas.DataFrame:
         """A row for each optimizer step (the index), a column for each metric: the mean of what parts reported."""
-        rows = self.rows_of(stage)
+        rows: Any = self.rows_of(stage)
         return rows.drop(columns=["time", "role"]).groupby("step").mean(numeric_only=True)
 
     def rows_of(self, stage: str | None = None) -> pandas.DataFrame:

@@ -301,6 +301,11 @@ def _own_processes() -> list[tuple[str, int]]:
     ]
 
 
+def write_timeline(path: Path) -> None:
+    """What Ray recorded of its calls, as events for a Chrome trace. It keeps about the last 100,000."""
+    ray.timeline(filename=str(path))
+
+
 def disconnect(pids: Sequence[int], *, grace_s: float = 10.0) -> None:
     """Disconnect from Ray, then make sure that none of these processes of the run is left."""
     ray.shutdown()

@@ -11,6 +11,8 @@ from statistics import mean
 import pytest
 from transformers import AutoModelForCausalLM
 
+from leeway.monitor.trace import arrows, read_spans
+
 from .conftest import (
     ENGINE,
     Started,
@@ -64,6 +66,7 @@ def test_asynchronous_rl_learns_within_the_bound_although_its_engine_dies(
         assert len(row["policy_versions"]) == len(row["behavior_logprobs"]) == len(row["response_tokens"])
         assert min(row["policy_versions"]) >= 0
 
+    check_spans(run.dir)
     for name in ("config.yaml", "summary.json", "curves.png"):
         assert (run.dir / name).stat().st_size > 0
     assert list(run.dir.glob("stages/async_rl/tensorboard/*tfevents*"))
@@ -74,3 +77,20 @@ def test_asynchronous_rl_learns_within_the_bound_although_its_engine_dies(
     assert [path for path in shared if path.exists()] == []
     saved = run.dir / "stages/async_rl/checkpoints/step-000040/hf"
     assert AutoModelForCausalLM.from_pretrained(saved).config.model_type == "qwen2"
+
+
+def check_spans(run_dir: Path) -> None:
+    """What every part did is on record, that of the generator which was killed too; and versions can be followed."""
+    parts = {part.name: part for part in read_spans(run_dir) if part.stage == "async_rl"}
+    assert {*parts} == {"driver", "trainer-0", "generator-0", "replay", "param_server"}
+    processes = {span.id.split(":")[1].split(".")[0] for span in parts["generator-0"].spans}
+    assert len(processes) == 2, "the one that was killed, and its successor"
+    taken = {g for s in parts["replay"].spans if s.name == "batch_taken" for g in s.attrs["groups"]}
+    generated = {s.attrs["group"] for s in parts["generator-0"].spans if s.name == "generate"}
+    # What the killed one wrote last may be lost: half a second.
+    assert len(taken & generated) >= 30 * 48
+    steps = [s.attrs["step"] for s in parts["trainer-0"].spans if s.name == "forward_backward"]
+    assert steps == sorted(steps)
+    whole = [[s.name for s in chain] for chain in arrows([*parts.values()]) if len(chain) == 5]
+    assert len(whole) >= 10
+    assert whole[0] == ["publish", "fetch_weights", "pause", "generate", "forward_backward"]
