@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import socket
 import time
 from collections.abc import Mapping
@@ -55,10 +56,10 @@ class Death:
 
 
 class RunFolder:
-    """`name` is what the page calls it."""
+    """`path` as it was given is what the page shows; `name` is what the page calls it."""
 
     def __init__(self, path: Path, name: str = "") -> None:
-        self.path = path.absolute()
+        self.path, self.shown_path = path.absolute(), path
         self.name = name or self.path.name
         self._settings: dict[str, Any] = {}
         self._settings_read: tuple[float, int] | None = None
@@ -134,7 +135,9 @@ class RunFolder:
             waited=WAITED_FOR.get(kind, ""),
             log_file=str(log.relative_to(self.path)) if log else "",
             log=_tail(log) if log else [],
-            advice=f"leeway resume {self.path}" if stage_dir and (stage_dir / "checkpoints").is_dir() else "",
+            advice=f"leeway resume {shlex.quote(str(self.shown_path))}"
+            if stage_dir and (stage_dir / "checkpoints").is_dir()
+            else "",
         )
 
     def _log_of(self, part: str, stage_dir: Path | None) -> Path | None:

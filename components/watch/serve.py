@@ -95,9 +95,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _named(runs: Sequence[Path]) -> list[RunFolder]:
     """Each by the last part of its path; by two where that would be ambiguous."""
-    paths = [run.absolute() for run in runs]
-    names = [path.name for path in paths]
+    names = [run.absolute().name for run in runs]
     return [
-        RunFolder(path, name if names.count(name) == 1 else f"{path.parent.name}/{name}")
-        for path, name in zip(paths, names, strict=True)
+        RunFolder(run, name if names.count(name) == 1 else f"{run.absolute().parent.name}/{name}")
+        for run, name in zip(runs, names, strict=True)
     ]

@@ -146,7 +146,7 @@ class Watcher:
         described = {
             "run": i,
             "name": run.name,
-            "path": str(run.path),
+            "path": str(run.shown_path),
             "state": state.kind,
             "state_text": state.text,
             "cause": state.cause,

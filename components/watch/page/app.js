@@ -79,7 +79,7 @@ function drawTop() {
   const wait = stage?.wait;
   const live = run.state === "live" || run.state === "waiting";
   let words = wait?.sentence || (run.state === "waiting" ? "Waiting for the run to begin." : "No step was measured yet.");
-  if (run.state === "dead") words = run.cause || "The run died.";
+  if (run.state === "dead") words = headline(run.cause) || "The run died.";
   setText(byId("sentence"), words);
   const advice = byId("advice");
   if (run.state === "dead") fill(advice, wait ? `In its last steps: ${wait.sentence}` : "");
@@ -101,16 +101,23 @@ function drawTop() {
   }
 }
 
+// The cause without what it says in brackets; the whole stands below.
+function headline(cause) {
+  const end = cause.indexOf(" (");
+  return cause.length > 120 ? `${cause.slice(0, end > 0 && end < 120 ? end : 120)} …` : cause;
+}
+
 function drawDeath() {
   const run = first();
   const box = byId("death");
   const death = run.death;
-  box.hidden = !death;
+  box.hidden = !death || currentView() !== "overview";
   if (!death) return;
   const key = JSON.stringify([run.run, death]);
   if (box.dataset.key === key) return;
   box.dataset.key = key;
   const facts = [];
+  if (headline(death.cause) !== death.cause) facts.push(el("dt", {}, "In full"), el("dd", {}, death.cause));
   if (death.part) facts.push(el("dt", {}, "Part"), el("dd", {}, el("code", {}, death.part)));
   if (death.waited) facts.push(el("dt", {}, "Waiting for it"), el("dd", {}, `${death.waited}.`));
   for (const wait of death.waits) facts.push(el("dt", {}, wait.part), el("dd", {}, `its last wait was for ${wait.for}`));
@@ -118,7 +125,7 @@ function drawDeath() {
   fill(box, el("h2", { id: "death-title" }, "What it died of"), el("dl", {}, facts),
     death.log.length ? [el("h3", {}, `Last lines of ${death.log_file}`),
       el("pre", { tabindex: "0", "aria-label": `Last lines of ${death.log_file}` }, death.log.join("\n"))]
-      : el("p", {}, "No log of this part was found."));
+      : el("p", {}, death.log_file ? `${death.log_file} is empty: it was killed from outside, or died before it could say why.` : "No log of this part was found."));
 }
 
 function setText(node, text) {

@@ -5,7 +5,7 @@ import { el, fill, number } from "./dom.js";
 
 const PAGE = 50;
 const RANGES = [["reward", "Reward"], ["lag", "Lag"], ["tokens", "Tokens"], ["step", "Step"]];
-const COLORINGS = [["version", "policy version"], ["logprob", "logprob"], ["difference", "logprob difference"], ["advantage", "advantage"], ["none", "nothing"]];
+const COLORINGS = [["version", "policy version"], ["logprob", "logprob"], ["advantage", "advantage"], ["none", "nothing"]];
 
 export class Rollouts {
   constructor(root) {
@@ -140,7 +140,7 @@ export class Rollouts {
   drawTexts() {
     const versions = this.open.flatMap((r) => r.response.policy_versions || []).filter((v) => v !== null);
     const newest = Math.max(...versions);
-    fill(this.legend, scaleWords(this.coloring, newest, this.open));
+    fill(this.legend, scaleWords(this.coloring, newest));
     fill(this.columns, this.open.map((r) => this.text(r, newest)));
   }
 
@@ -198,13 +198,12 @@ export class Rollouts {
     const parts = [`token ${i}`, `id ${t.ids[i]}`];
     if (t.policy_versions) parts.push(`version ${t.policy_versions[i]} (lag ${number(r.step - 1 - t.policy_versions[i])})`);
     if (t.behavior_logprobs) parts.push(`logprob ${number(t.behavior_logprobs[i])}`);
-    if (t.trainer_logprobs) parts.push(`in the trainer ${number(t.trainer_logprobs[i])}`);
     parts.push(`advantage ${number(t.advantages ? t.advantages[i] : r.advantage)}`);
     this.under.textContent = parts.join(", ");
   }
 }
 
-// 0 to 5, and which scale: "cool" is fresh, likely, or made likelier; "warm" is old, unlikely, or made less likely.
+// 0 to 5, and which scale: "cool" is fresh, or made likelier; "warm" is old, unlikely, or made less likely.
 function levelOf(coloring, r, i, newest) {
   const t = r.response;
   const step = (share) => Math.min(5, Math.max(0, Math.ceil(5 * share)));
@@ -213,10 +212,6 @@ function levelOf(coloring, r, i, newest) {
     return behind === 0 ? [1, "cool"] : [Math.min(5, behind), "warm"];
   }
   if (coloring === "logprob" && t.behavior_logprobs) return [step(-t.behavior_logprobs[i] / 5), "warm"];
-  if (coloring === "difference" && t.trainer_logprobs && t.behavior_logprobs) {
-    const d = t.trainer_logprobs[i] - t.behavior_logprobs[i];
-    return [step(Math.abs(d) / 0.5), d > 0 ? "cool" : "warm"];
-  }
   if (coloring === "advantage") {
     const a = t.advantages ? t.advantages[i] : r.advantage;
     return a ? [step(Math.abs(a) / 2), a > 0 ? "cool" : "warm"] : [0, "cool"];
@@ -224,14 +219,10 @@ function levelOf(coloring, r, i, newest) {
   return [0, "cool"];
 }
 
-function scaleWords(coloring, newest, open) {
+function scaleWords(coloring, newest) {
   const mark = (name, words) => [el("span", { class: `token ${name}` }, " a "), ` ${words} `];
   if (coloring === "version") return [mark("cool-1", `version ${newest}, the newest here`), mark("warm-1", "1 step older"), mark("warm-3", "3 steps older"), mark("warm-5", "5 and more")];
   if (coloring === "logprob") return [mark("warm-1", "likely (above -1 nat)"), mark("warm-3", "-2 to -3"), mark("warm-5", "unlikely (below -4): the policy was surprised to say it")];
-  if (coloring === "difference") {
-    if (!open.some((r) => r.response.trainer_logprobs)) return ["These rollouts hold no logprobs of the trainer."];
-    return [mark("cool-3", "likelier in the trainer than when sampled"), mark("warm-3", "less likely; full colour from 0.5 nats on")];
-  }
   if (coloring === "advantage") return [mark("cool-3", "made likelier"), mark("warm-3", "made less likely; full colour from 2 on")];
   return [""];
 }
