@@ -92,8 +92,9 @@ def train(start: Any, from_untrained: list[str], generators: int, ranks: int) ->
 
 @pytest.fixture(scope="module")
 def alone(start_for_all: Any, from_untrained: list[str]) -> tuple[str, Path]:
-    """One generator, one rank, never disturbed."""
-    return train(start_for_all, from_untrained, 1, 1)
+    """One generator, one rank, never disturbed; it records no spans, and those that it is compared with do."""
+    command = begin(start_for_all, from_untrained, 1, 1, "log.spans=false", name="lockstep-1-1")
+    return weights_of(command, 1, 1)
 
 
 @pytest.fixture(scope="module")
