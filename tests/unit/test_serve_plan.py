@@ -45,7 +45,7 @@ def planned(target: Path | str, *overrides: str, step: int | None = None) -> tup
 
 
 def test_a_runs_newest_weights_are_served_under_the_settings_of_their_stage(run: Path) -> None:
-    version, config = planned(run, "rollout.num_generators=3", "serve.port=0")
+    version, config = planned(run, "rollout.num_generators=3", "serve.port=0", "staleness.max_policy_lag=7")
     assert version == 20
     assert config.model.path == str(run / "stages/async_rl/checkpoints/step-000020/hf")
     assert config.model.init is None
@@ -53,8 +53,9 @@ def test_a_runs_newest_weights_are_served_under_the_settings_of_their_stage(run:
     assert (config.rollout.num_generators, config.serve.port) == (3, 0)
     trained = load_config("quickstart", [])
     assert config.rollout.max_model_len == trained.rollout.max_model_len
-    assert config.algorithm.group_size == trained.algorithm.group_size
-    assert config.staleness.max_policy_lag == trained.staleness.max_policy_lag
+    assert config.algorithm.group_size == trained.algorithm.group_size != 3
+    assert planned(run, "algorithm.group_size=3")[1].algorithm.group_size == 3, "that of groups that are committed"
+    assert config.staleness.max_policy_lag == 7
     assert config.serve.model == "my_run"
     assert config.task.path is None, "it reads no tasks"
 
