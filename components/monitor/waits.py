@@ -18,6 +18,7 @@ TIGHT_FRAC = 0.15
 """Both sides wait at least this much: what lies between them is the cause."""
 LAST_STEPS = 20
 TRAINER_WORK = ("forward_backward", "optim", "proximal", "critic")
+_MEANS = ("param_server/publish_s", "train/environment_s/mean", "limit/generate_s", "replay/groups_ready")
 _WEIGHTS = ("wait_for_weights", "withheld", "pause")
 _TRAINER_WAITS = {
     "publish": "a version to be published",
@@ -46,12 +47,16 @@ class Wait:
 
 @dataclass(frozen=True)
 class Shares:
-    """Of each side's time over some steps: what for, as shares of 1. `publish_s`, `step_s`: means."""
+    """Of each side's time over some steps: what for, as shares of 1. The others are means: seconds of a publication, of
+    a step, of a group in its environment, of the engines for one step's batch; and groups that wait to be taken.
+    """
 
     trainer: Mapping[str, float]
     generator: Mapping[str, float]
     publish_s: float
     step_s: float
+    environment_s: float
+    engine_s: float
     num_ready: float
 
     @classmethod
@@ -59,7 +64,8 @@ class Shares:
         """`rows` of a metrics.jsonl. Long steps and long reports weigh as long as they lasted."""
         seconds: dict[str, float] = {}
         of_generators: dict[str, float] = {}
-        interval_s, published, ready = 0.0, [], []
+        interval_s = 0.0
+        means: dict[str, list[float]] = {name: [] for name in _MEANS}
         for row in rows:
             own_s = _number(row.get("collector/interval_s"))
             for name, raw in row.items():
@@ -69,16 +75,16 @@ class Shares:
                     seconds[name[5:-2]] = seconds.get(name[5:-2], 0.0) + value
                 elif own_s and name.startswith("collector/") and name.endswith("_frac"):
                     of_generators[name[10:-5]] = of_generators.get(name[10:-5], 0.0) + value * own_s
-                elif name == "param_server/publish_s":
-                    published.append(value)
-                elif name == "replay/groups_ready":
-                    ready.append(value)
+                elif name in means:
+                    means[name].append(value)
             interval_s += own_s or 0.0
         total_s = seconds.pop("total", 0.0)
         steps = sum("step/total_s" in row for row in rows) if isinstance(rows, Sequence) else 0
         trainer = {name: s / total_s for name, s in seconds.items()} if total_s else {}
         generator = {name: s / interval_s for name, s in of_generators.items()} if interval_s else {}
-        return cls(trainer, generator, _mean(published), total_s / steps if steps else 0.0, _mean(ready))
+        publish_s, environment_s, engine_s, ready = (_mean(own) for own in means.values())
+        step_s = total_s / steps if steps else 0.0
+        return cls(trainer, generator, publish_s, step_s, environment_s, engine_s, ready)
 
     @property
     def trainer_works(self) -> float:
@@ -190,18 +196,26 @@ def _generators_are_slow(s: Shares, known: Mapping[str, Any]) -> Wait:
     if not any(own.values()):
         return _wait(s, "trainer", "generators", s.waits_for_batch, text + ".", "rollout.num_generators", "", known)
     holder, share = max(own.items(), key=lambda item: item[1])
+    if holder == "generate" and s.environment_s > max(s.engine_s, 0.5 * s.step_s):
+        # Some group is always at the engine, so it is never seen idle; but most of a group's life is spent elsewhere.
+        holder = "groups"
     why = {
         "generate": f", because the generators generate {_percent(share)} of theirs: the engines are the slower side.",
+        "groups": f", because a group spends {s.environment_s:.2g} s in its environment, "
+        f"of a step of {s.step_s:.2g} s.",
         "environment": f", because the generators wait {_percent(share)} of theirs for the environment.",
         "evaluate": f", because the generators answer held-out tasks {_percent(share)} of theirs.",
         "weights": f", because the generators wait {_percent(share)} of theirs for weights.",
     }[holder]
+    faster = "a faster environment, or more groups in flight by a larger bound"
     setting, advice = {
         "generate": ("rollout.num_generators", "more generators, or larger limits under rollout.engine"),
-        "environment": ("staleness.max_policy_lag", "a faster environment, or more groups in flight by a larger bound"),
+        "groups": ("staleness.max_policy_lag", faster),
+        "environment": ("staleness.max_policy_lag", faster),
         "evaluate": ("eval.every", "evaluate less often, or fewer tasks (eval.num_tasks)"),
         "weights": ("param_server.publish_every", "publish or pull (rollout.pull_every) less often"),
     }[holder]
+    holder = "environment" if holder == "groups" else holder
     return _wait(s, "trainer", holder, s.waits_for_batch, text + why, setting, advice, known)
 
 

@@ -50,6 +50,17 @@ def test_a_planted_bottleneck_is_named(planted: Any, setting: str, says: str) ->
     assert wait.setting == setting
 
 
+def test_an_environment_is_slow_though_some_group_is_always_at_the_engine() -> None:
+    rows = steps(wait_for_batch=0.8, generate=0.5, environment=0.1, step_s=5.0)
+    for row in rows:
+        if row.get("role") == "trainer":
+            row |= {"train/environment_s/mean": 4.1, "limit/generate_s": 1.2}
+    wait = who_waits(rows, SETTINGS)
+    assert wait is not None
+    assert wait.sentence.endswith("because a group spends 4.1 s in its environment, of a step of 5 s.")
+    assert (wait.holder, wait.setting) == ("environment", "staleness.max_policy_lag")
+
+
 def test_finished_groups_behind_a_slow_one_ask_for_a_wider_window() -> None:
     rows = steps(wait_for_batch=0.4, wait_for_slot=0.4, ready=3.0)
     wait = who_waits(rows, SETTINGS | {"staleness.reorder_window": 1})
