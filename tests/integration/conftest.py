@@ -92,8 +92,8 @@ class Started:
         return self._log.read_text(errors="replace")
 
     def wait(self, timeout_s: float) -> Run:
-        self.process.wait(timeout_s)
-        return Run(self.process.returncode, self.output(), self.run_dir)
+        code = self.process.wait(timeout_s)
+        return Run(code, self.output(), self.run_dir)
 
     def wait_for(self, text: str, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
