@@ -100,8 +100,10 @@ def within_steps(parts: Sequence[Part], first: int, last: int) -> list[Part]:
 
 
 def chrome_trace(parts: Sequence[Part], *, ray_events: Iterable[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """`ray_events`: Ray's own timeline, beside the parts'. Times are microseconds since the first span."""
-    begin = min((s.start for p in parts for s in p.spans), default=0.0)
+    """`ray_events`: Ray's own timeline, beside the parts'. Times are microseconds since the first of all."""
+    ray_events = list(ray_events)
+    starts = [s.start for p in parts for s in p.spans] + [e["ts"] / 1e6 for e in ray_events if "ts" in e]
+    begin = min(starts, default=0.0)
     events: list[dict[str, Any]] = []
     placed: dict[str, tuple[int, int]] = {}  # span id -> (pid, tid)
     for pid, part in enumerate(parts, start=1):

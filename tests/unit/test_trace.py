@@ -93,8 +93,10 @@ def test_spans_on_one_track_never_cross(run: Path) -> None:
 
 def test_rays_own_timeline_is_put_beside_it(run: Path) -> None:
     ray = [{"ph": "X", "pid": "127.0.0.1", "tid": "worker:1", "ts": (T0 + 1) * 1e6, "dur": 5.0, "name": "task"}]
+    ray.append({**ray[0], "ts": (T0 - 2) * 1e6, "name": "earlier"})  # a viewer takes no time below zero
     trace = chrome_trace(read_spans(run), ray_events=ray)
-    assert [(e["pid"], e["ts"]) for e in of_phase(trace, "X") if e["name"] == "task"] == [("ray 127.0.0.1", 1e6)]
+    assert min(e["ts"] for e in of_phase(trace, "X")) == 0
+    assert [(e["pid"], e["ts"]) for e in of_phase(trace, "X") if e["name"] == "task"] == [("ray 127.0.0.1", 3e6)]
 
 
 def test_only_some_steps(run: Path) -> None:
