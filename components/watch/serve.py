@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import os
 import secrets
+import signal
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ def watch(runs: Sequence[Path], *, host: str, port: int, open_to_all: bool, must
     port = listening.getsockname()[1]
     watcher = Watcher(_named(runs), default_cache())
     watcher.start()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it again when it has stopped
     try:
         hosts = LOOPBACK if local else None
         app = build_app(watcher, token=token, hosts=hosts, cookie=f"leeway_watch_{port}")

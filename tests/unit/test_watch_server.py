@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -223,8 +226,6 @@ def test_watching_takes_no_lock_and_writes_nothing_into_the_run(tmp_path: Path) 
     (run / "run.lock").write_text("{}")
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*")}
     watcher = read(run, tmp_path)
-    import fcntl
-
     with (run / "run.lock").open("r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         while watcher.look():
@@ -258,6 +259,26 @@ def test_what_files_say_is_shown_with_every_character_visible(tmp_path: Path) ->
     cause = "<img src=x onerror=alert(1)>\u202e\x1b[2J"
     found = overview(make_run(tmp_path / "dead", status="failed", cause=cause), tmp_path)
     assert found["cause"] == "<img src=x onerror=alert(1)>\\u202e\\x1b[2J"
+
+
+@pytest.mark.slow
+def test_a_watcher_that_is_ended_leaves_nothing(run: Path, tmp_path: Path) -> None:
+    """It has no cache, because another one holds it: what it kept for itself goes."""
+    cache, scratch = tmp_path / "user/leeway/watch", tmp_path / "scratch"
+    cache.mkdir(parents=True)
+    scratch.mkdir()
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "user"), "TMPDIR": str(scratch)}
+    code = "from leeway.cli.main import main; main()"
+    with (cache / "lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        command = [sys.executable, "-c", code, "watch", str(run)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+        assert process.stdout is not None
+        assert "http://127.0.0.1:" in process.stdout.readline()
+        assert any(scratch.iterdir())
+        process.terminate()
+        assert process.wait(120) == 0
+    assert not any(scratch.iterdir())
 
 
 def test_what_cannot_be_served_is_refused(tmp_path: Path) -> None:
