@@ -48,6 +48,10 @@ SHAPES = {
         vocab_size=49152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
         intermediate_size=1536,
     ),
+    "0.5b": dict(
+        vocab_size=151936, hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+        intermediate_size=4864,
+    ),
 }  # fmt: skip
 GROUP_SIZE, PROMPT, RESPONSE = 8, 14, 32
 
@@ -175,7 +179,7 @@ class Bench:
         medians = [statistics.median(row[i] for row in rows) for i in range(len(Pulled._fields) - 1)]
         num_gb = self.model.num_bytes / 1e9
         seconds = " ".join(f"{m / num_gb:11.3f}" for m in medians[:-1])
-        print(f"{name:<22} {in_flight:>9} {seconds} {medians[-1] / self.model.num_bytes:9.1%}", flush=True)
+        print(f"{name:<32} {in_flight:>9} {seconds} {medians[-1] / self.model.num_bytes:9.1%}", flush=True)
 
     async def _pulls(self, in_flight: int, pulls: int) -> list[Pulled]:
         stop = asyncio.Event()
@@ -207,6 +211,20 @@ def cpu_s() -> float:
 
 async def run(args: argparse.Namespace, folder: Path) -> None:
     dtype = getattr(torch, args.dtype)
+    model = Model(folder / "model", SHAPES[args.shape], args.checksum, dtype)
+    print(f"{model.num_bytes / 1e9:.3f} GB in {args.dtype}, every weight moved by about {args.lr:g}; seconds per GB")
+    for name, seconds in floors(folder, min(model.num_bytes, 1 << 28)).items():
+        print(f"{name:<32} {seconds:11.3f}")
+    names = [name.replace("_cpu", " CPU") for name in Pulled._fields[:-2]]
+    print(f"{'transport':<32} {'in flight':>9} " + " ".join(f"{name:>11}" for name in names) + f" {'fetched':>9}")
+    for num_ranks in args.engine_ranks:
+        await table(args, folder, model, num_ranks)
+
+
+async def table(args: argparse.Namespace, folder: Path, model: Model, num_ranks: int) -> None:
+    options: dict[str, Any] = {"max_num_seqs": 256}
+    if args.engine == "vllm":
+        options |= {"enforce_eager": True, "block_size": 32, "tensor_parallel_size": num_ranks}
     settings = EngineSettings(
         name=args.engine,
         model_path=str(folder / "model"),
@@ -214,24 +232,19 @@ async def run(args: argparse.Namespace, folder: Path) -> None:
         device="cpu",
         max_model_len=128,
         seed=0,
-        options={"max_num_seqs": 256} | ({"enforce_eager": True, "block_size": 32} if args.engine == "vllm" else {}),
-        cores=[0],  # one, as in the quickstart
+        options=options,
+        cores=list(range(num_ranks)),  # one a rank, as in the quickstart
         kv_cache_gib=1.0,
     )
-    model = Model(folder / "model", SHAPES[args.shape], args.checksum, dtype)
-    print(f"{model.num_bytes / 1e9:.3f} GB in {args.dtype}, every weight moved by about {args.lr:g}; seconds per GB")
-    for name, seconds in floors(folder, min(model.num_bytes, 1 << 28)).items():
-        print(f"{name:<32} {seconds:11.3f}")
-    names = [name.replace("_cpu", " CPU") for name in Pulled._fields[:-2]]
-    print(f"{'transport':<22} {'in flight':>9} " + " ".join(f"{name:>11}" for name in names) + f" {'fetched':>9}")
-    engine, tolerance = await start_engine(settings), 1e-3 if dtype == torch.float32 else 0.3
+    engine, tolerance = await start_engine(settings), 1e-3 if args.dtype == "float32" else 0.3
     try:
         for name in args.transport:
             for delta in args.delta if name != "ipc" else [0]:  # where nothing travels
-                transport = opened(name, folder / f"{name}-{delta}", delta)
+                transport = opened(name, folder / f"{name}-{delta}-{num_ranks}", delta)
                 bench = Bench(engine, model, transport, args.lr, tolerance)
+                title = name + " + delta" * delta + (f", {num_ranks} ranks" if num_ranks > 1 else "")
                 for in_flight in args.in_flight if args.pulls else []:
-                    await bench.row(name + " + delta" * delta, args.pulls, in_flight)
+                    await bench.row(title, args.pulls, in_flight)
                 if args.clean:
                     await bench.clean(args.clean)
                 bench.sync._hold(None)
@@ -299,6 +312,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="quickstart")
     parser.add_argument("--engine", default="vllm")
+    parser.add_argument("--engine-ranks", type=int, nargs="*", default=[1], help="tensor parallel, of vLLM")
     parser.add_argument("--transport", nargs="*", default=list(TRANSPORTS))
     parser.add_argument("--delta", type=int, nargs="*", default=[0, 1], help="0: whole versions, 1: differences")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
