@@ -18,6 +18,7 @@ LAYERS = [
     {"algorithms"},
     {"config", "monitor"},
     {"tasks", "envs", "transports"},
+    {"jobs"},
     {"collector", "replay", "param_server", "trainer"},
     {"runtime", "planning", "auxiliary", "engines", "serving"},
     {"driver"},
@@ -25,7 +26,7 @@ LAYERS = [
     {"library"},
     {"recipes", "cli"},
 ]
-MIDDLE = LAYERS[4]
+MIDDLE = LAYERS[5]
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 
 

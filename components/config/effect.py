@@ -61,6 +61,7 @@ BATCHES = OnlyIn(
 PAIRS = OnlyIn(lambda recipe: recipe.trains_on == "pairs", "the recipe dpo")
 REFERENCE = OnlyIn(lambda recipe: recipe.trains_on in ("pairs", "rollouts"), "recipes with a reference policy")
 GENERATION = OnlyIn(lambda recipe: recipe.generates, "recipes that generate")
+JOBS = OnlyIn(lambda recipe: recipe.is_online, "recipes that train on rollouts, as jobs of their own (train, explore)")
 STUDY = OnlyIn(lambda recipe: recipe.study_of is not None, "studies (frontier)")
 EVALUATION = OnlyIn(lambda recipe: recipe.reads == "heldout", "the recipe evaluate")
 SERVING = OnlyIn(lambda recipe: recipe.reads == "nothing", "`leeway serve`")
@@ -86,12 +87,15 @@ def recipe_reads(
 ) -> None:
     """Refuse one of `keys`, set for `recipe` to anything but its default, that the recipe never looks at.
 
+    The two jobs of a run share its settings, so a half of a run may be given those of the other half.
+
     `in_files`: also refuse the settings of which `OnlyIn` says so.
     """
+    whole = recipe.whole
     for key, value, markers in _set(config):
         is_own = any(key == own or key.startswith(f"{own}.") for own in keys)
         for marker in markers:
-            if isinstance(marker, OnlyIn) and (is_own or (in_files and marker.in_files)) and not marker.holds(recipe):
+            if isinstance(marker, OnlyIn) and (is_own or (in_files and marker.in_files)) and not marker.holds(whole):
                 raise _refused(named(key), value, f"in {marker.where}, not in {recipe.name}", marker.fix)
 
 

@@ -105,6 +105,8 @@ def build_config(tree: Tree, *, recipe: Recipe, stage: str = "", stage_tree: Tre
     _take_newest_weights(resolved, named)
     try:
         config = Config.model_validate(resolved).from_environment(references)
+        if recipe.elsewhere is not None:
+            config = config.of_half(recipe.elsewhere)
         settings_have_an_effect(config, recipe)
     except ValidationError as error:
         raise _first_error(error, named) from None

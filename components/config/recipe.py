@@ -44,16 +44,22 @@ class Needs:
 
     `generates`: it starts engines. `trains_on`: what its trainer ranks learn from (None: there is no trainer).
     `answers` are the tasks' own, and `pairs` are chosen and rejected ones. `reads`: the tasks that it cannot do
-    without: those to train on, only those held out, or none.
+    without: those to train on, only those held out, or none. `elsewhere`: the half of the run that is another job.
     """
 
     generates: bool
     trains_on: Literal["rollouts", "answers", "pairs"] | None = None
     reads: Literal["train", "heldout", "nothing"] = "train"
+    elsewhere: Literal["trainer", "generators"] | None = None
 
     @property
     def trains(self) -> bool:
-        return self.trains_on is not None
+        return self.trains_on is not None and self.elsewhere != "trainer"
+
+    @property
+    def explores(self) -> bool:
+        """It generates for a trainer in another job."""
+        return self.elsewhere == "trainer"
 
     @property
     def is_online(self) -> bool:
@@ -105,6 +111,11 @@ class Recipe(Needs):
         return self.name.endswith(".py")
 
     @property
+    def whole(self) -> Recipe:
+        """With the half that is another job."""
+        return self if self.elsewhere is None else replace(self, generates=True, elsewhere=None)
+
+    @property
     def label(self) -> str:
         """A short name for folders and lines: the file's, without its folder."""
         return self.name if self.file is None else self.file.stem
@@ -114,8 +125,8 @@ class Recipe(Needs):
         return self.file == other.file and self.run == other.run
 
     def is_like(self, other: Recipe) -> bool:
-        """Whether it can take the other's place among stages: both need the same."""
-        mine, theirs = (self.generates, self.trains_on, self.reads), (other.generates, other.trains_on, other.reads)
+        """Whether it can take the other's place among stages: both need the same, here or in another job."""
+        mine, theirs = ((r.generates or r.elsewhere is not None, r.trains_on, r.reads) for r in (self, other))
         return mine == theirs
 
 

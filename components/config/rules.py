@@ -257,6 +257,38 @@ def a_loop_of_ones_own_is_one_process(config: Config) -> None:
         )
 
 
+def the_other_job_reads_the_weights(config: Config) -> None:
+    """Two jobs have a folder in common, and nothing else."""
+    p = config.param_server
+    if p.transport != "files":
+        raise ConfigError(
+            "param_server.transport",
+            expected="files where generation and training are jobs of their own",
+            fix="leave it out",
+        )
+    if "folder" in p.transport_options:
+        raise ConfigError(
+            "param_server.transport_options.folder",
+            got=p.transport_options["folder"],
+            expected="nothing: weights are where the jobs meet",
+            fix="leave it out, and set explorer.folder",
+        )
+    if p.delta:
+        raise ConfigError(
+            "param_server.delta", expected="false: another job reads whole versions alone", fix="leave it out"
+        )
+    if config.rollout.pull == "oldest":
+        raise ConfigError(
+            "rollout.pull", expected="newest where generation and training are jobs of their own", fix="leave it out"
+        )
+    if config.cluster.shares_devices:
+        raise ConfigError(
+            "cluster.placement",
+            expected="separate where generation and training are jobs of their own",
+            fix="leave it out, or use async_rl",
+        )
+
+
 def pairs_fill_batches(config: Config) -> None:
     size, ranks = config.train.batch_size, config.train.num_ranks
     if size % 2 or size < 2 * ranks:
@@ -490,6 +522,8 @@ RL_RULES: tuple[Rule, ...] = (
     engines_fit_on_shared_devices,
 )
 """Training on rollouts within the lag bound."""
+JOB_RULES: tuple[Rule, ...] = (*RL_RULES, the_other_job_reads_the_weights)
+"""One half of such a run, as a job of its own."""
 OWN_LOOP_RULES: tuple[Rule, ...] = (*RL_RULES, a_loop_of_ones_own_is_one_process)
 """Rollouts for a training loop that a recipe brings itself, `driver.Rollouts`."""
 SUPERVISED_RULES: tuple[Rule, ...] = (*TRAINING_RULES, a_queue_feeds_rollouts)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 
 from ..section import Section
 from .effect import GENERATION, ROLLOUTS, TRAINING, OnlyWith
 from .names import check_name
+from .paths import folder_name
 
 WATCHED = OnlyWith(lambda c: c.monitor.suspects, "monitor.suspects is true")
 TO_WANDB = OnlyWith(lambda c: c.monitor.wandb != "off", "monitor.wandb is not off")
@@ -172,6 +173,32 @@ class ServeConfig(Section):
     )
     groups: str | None = Field(
         default=None, description="folder for the groups that clients commit; null: commits are refused"
+    )
+
+
+class ExplorerConfig(Section):
+    """How the jobs of one run, `explore` and `train`, find each other and tell that the other is gone."""
+
+    name: Annotated[str, AfterValidator(folder_name)] = Field(
+        default="explorer", description="name of this job among the run's explorers"
+    )
+    tasks: Literal["trainer", "own"] = Field(
+        default="trainer",
+        description="whose tasks it works on: those that the trainer hands out, or its own (task.*), each of which is "
+        "trained on once",
+    )
+    folder: str | None = Field(
+        default=None,
+        description="folder that both jobs reach, where they meet; null: meeting/ in the run's own (output_dir, "
+        "project and name)",
+    )
+    wait_s: PositiveFloat = Field(
+        default=86400.0, description="seconds that a job waits for the other one, at its start and whenever it is gone"
+    )
+    silent_s: PositiveFloat = Field(
+        default=30.0,
+        description="seconds without a sign of life after which an explorer counts as lost, and what it held is issued "
+        "again; it may come back",
     )
 
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PrivateAttr, model_validator
 
 from ..redaction import hide
 from ..section import Section
 from .algorithm import AlgorithmConfig, with_preset
-from .effect import GENERATION, ROLLOUTS, SERVING, STUDY, TRAINING, OnlyWith
+from .effect import GENERATION, JOBS, ROLLOUTS, SERVING, STUDY, TRAINING, OnlyWith
 from .engines import ADDRESS_ENGINE
 from .flow import ParamServerConfig, ReplayConfig, RolloutConfig, StalenessConfig
 from .inputs import EnvConfig, EvalConfig, ModelConfig, TaskConfig
 from .learning import CheckpointConfig, CriticConfig, FrontierConfig, OptimizerConfig, TrainConfig
 from .paths import folder_name, user_path
 from .plugins import use_folders
-from .running import ClusterConfig, LogConfig, MonitorConfig, ServeConfig
+from .running import ClusterConfig, ExplorerConfig, LogConfig, MonitorConfig, ServeConfig
 from .secrets import fingerprints, secret_values, without_secrets
 
 CRITIC = OnlyWith(lambda c: c.algorithm.needs_critic, "the advantage is a critic's (algorithm.name=ppo)")
@@ -61,6 +61,9 @@ class Config(Section):
     serve: Annotated[ServeConfig, SERVING] = Field(
         default_factory=ServeConfig, description="the address of `leeway serve`"
     )
+    explorer: Annotated[ExplorerConfig, JOBS] = Field(
+        default_factory=ExplorerConfig, description="jobs of their own for generation and training"
+    )
     monitor: MonitorConfig = Field(default_factory=MonitorConfig, description="progress and loggers")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="processes and hardware")
     log: LogConfig = Field(default_factory=LogConfig, description="logs")
@@ -73,6 +76,7 @@ class Config(Section):
     def _preset_fills_in(cls, tree: Any) -> Any:
         return with_preset(tree)
 
+    _elsewhere: Literal["trainer", "generators"] | None = PrivateAttr(default=None)
     _references: dict[str, str] = PrivateAttr(default_factory=dict)
     """Dotted key -> text, of the settings that come from the environment; see `secrets`."""
 
@@ -99,10 +103,35 @@ class Config(Section):
         """Dotted key -> reference and mark of the value, of our own settings that come from the environment."""
         return fingerprints(self.model_dump(mode="json"), self._references)
 
+    def of_half(self, elsewhere: Literal["trainer", "generators"]) -> Config:
+        """The same settings, of a job that is one half of the run of this name; `elsewhere`: the other one.
+
+        Weights travel in files, unless something else than the default was chosen.
+        """
+        p = self.param_server
+        if p.transport == ParamServerConfig.model_fields["transport"].default:
+            p = p.model_copy(update={"transport": "files"})
+        half = self.model_copy(update={"param_server": p})
+        half._elsewhere = elsewhere
+        return half
+
+    @property
+    def elsewhere(self) -> Literal["trainer", "generators"] | None:
+        """The half of the run that is another job."""
+        return self._elsewhere
+
     @property
     def run_dir(self) -> Path:
-        """The folder of the whole run; a stage's own files are under `Stage.dir`."""
-        return user_path(self.output_dir) / self.project / self.name
+        """The folder of the whole run; a stage's own files are under `Stage.dir`. An explorer has its own in it."""
+        folder = user_path(self.output_dir) / self.project / self.name
+        return folder / "explorers" / self.explorer.name if self._elsewhere == "trainer" else folder
+
+    @property
+    def meeting_folder(self) -> Path:
+        """Where the jobs of a run meet."""
+        if self.explorer.folder is not None:
+            return user_path(self.explorer.folder)
+        return user_path(self.output_dir) / self.project / self.name / "meeting"
 
     def evaluated_at_address(self) -> Config:
         """The same settings, where the answers of `eval.address` are asked for: nothing is computed here."""

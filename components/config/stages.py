@@ -78,6 +78,8 @@ def resolve_stages(
         selected = [] if last is None else selected[: selected.index(last) + 1]
         if last is not None:
             recipes[last] = asked
+            if asked.explores:  # the stages before are the trainer's
+                selected = selected[-1:]
     base = {name: value for name, value in tree.items() if name != "stages"}
     check_known(base)
     notes = tuple(apply_overrides(settings, base, trees, selected))

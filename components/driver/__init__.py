@@ -46,6 +46,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .evaluation import of_set as of_set
     from .evaluation import table_of_versions as table_of_versions
     from .evaluation import version_at as version_at
+    from .explore_stage import ExploreStage as ExploreStage
     from .models import check_weights as check_weights
     from .offline import Feed as Feed
     from .offline import Measure as Measure

@@ -76,6 +76,8 @@ def _time(config: Config, recipe: Recipe, shape: ModelShape) -> str:
         return "unknown: it depends on the lengths of the examples"
     if not recipe.is_online or recipe.study_of is not None:
         return "unknown: it depends on the tasks"
+    if recipe.elsewhere is not None:
+        return f"unknown: it depends on the job of the {recipe.elsewhere} as well"
     need, rollout, device = derive(config, recipe), config.rollout, config.cluster.device
     sequences, size = need.sequences_per_step, shape.num_parameters
     units = need.cpus if device == "cpu" else need.gpus

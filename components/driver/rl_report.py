@@ -129,8 +129,10 @@ class Reporter:
                 self._queue.put(report), what="reports", timeout_s=self._config.cluster.step_timeout_s
             )
 
-    def begin(self, speeds: Speeds) -> None:
-        """Log reports from now on; if that fails, the run ends with the cause."""
+    def begin(self, speeds: Speeds | None) -> None:
+        """Log reports from now on; if that fails, the run ends with the cause. `speeds`: None: engines are elsewhere,
+        and what they could do at best is not known.
+        """
         self._running = asyncio.create_task(self._run(speeds))
         self._parts.supervisor.watch("driver", self._running)
 
@@ -162,11 +164,11 @@ class Reporter:
         rest.cancel()
         return not late and rest.exception() is None
 
-    async def _run(self, speeds: Speeds) -> None:
+    async def _run(self, speeds: Speeds | None) -> None:
         """Consumes step reports; waits for steps; asks the collectors for theirs; returns after `end`."""
         lag = derive(self._config).max_policy_lag
         num_measured = len(self._parts.generators)
-        limit = LimitMeter(speeds, max_policy_lag=lag, in_turns=self._config.cluster.in_turns)
+        limit = speeds and LimitMeter(speeds, max_policy_lag=lag, in_turns=self._config.cluster.in_turns)
         updates = self._config.train.updates_per_batch
         await self.collect_stats()  # what happened before the first step does not count
         self._training = True
@@ -177,15 +179,17 @@ class Reporter:
                 continue
             batch, step_s = report.batch_metrics, report.metrics["step/total_s"]
             response_tokens = batch["train/response_tokens/total"] / updates
-            metrics = report.metrics | limit.step(
-                sequences=batch["train/sequences"] / updates,
-                response_tokens=response_tokens,
-                trained_tokens=batch["train/tokens_in_pass"] / updates,
-                longest_response_tokens=batch["train/response_tokens/max"],
-                longest_environment_s=batch["train/environment_s/max"],
-                generators=len(self._parts.generators) / num_measured,
-                step_s=step_s,
-            )
+            metrics = dict(report.metrics)
+            if limit is not None:
+                metrics |= limit.step(
+                    sequences=batch["train/sequences"] / updates,
+                    response_tokens=response_tokens,
+                    trained_tokens=batch["train/tokens_in_pass"] / updates,
+                    longest_response_tokens=batch["train/response_tokens/max"],
+                    longest_environment_s=batch["train/environment_s/max"],
+                    generators=len(self._parts.generators) / num_measured,
+                    step_s=step_s,
+                )
             metrics["train/tokens_per_s"] = response_tokens / step_s
             if report.rollouts is not None:  # a batch's metrics are logged once
                 metrics |= batch
@@ -329,4 +333,4 @@ def describe_time_shares(shares: dict[str, dict[str, float]]) -> list[str]:
     def line(causes: dict[str, float]) -> str:
         return ", ".join(f"{cause.replace('_', ' ')} {share:.0%}" for cause, share in causes.items() if share >= 0.005)
 
-    return [f"{role}: {line(causes)}" for role, causes in shares.items()]
+    return [f"{role}: {line(causes)}" for role, causes in shares.items() if causes]

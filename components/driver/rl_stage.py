@@ -29,6 +29,7 @@ from .speeds import measure_speeds, save_speeds, saved_speeds
 from .turns import Turns
 
 T = TypeVar("T")
+SAYINGS_S = 1.0
 TrainingLoop = Callable[[RLRun], Awaitable[None]]
 
 
@@ -47,7 +48,8 @@ class RLStage:
         self._numbers = derive(config)
         self._prompter = Prompter.load(config.model.path)
         self._train_tasks = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
-        self._evalsets = build_evalsets(config)
+        self._generates = context.recipe.generates
+        self._evalsets = build_evalsets(config) if self._generates else []
         self._total_steps = self._num_steps()
         self._resumed = resume_point(context.dir / "checkpoints", config)
         self._first_step = saved_version(self._resumed) if self._resumed is not None else 0
@@ -103,18 +105,19 @@ class RLStage:
             assert self._resumed is None, "a study's runs all begin at the start"
             await launcher.reset(config, total_steps=self._total_steps, canary=canary)
         else:
-            say(
-                f"{self._context.name}: starting {config.rollout.num_generators} generator(s), "
-                f"{config.train.num_ranks} trainer rank(s)"
-            )
+            generators = f"{config.rollout.num_generators} generator(s), " if self._generates else ""
+            say(f"{self._context.name}: starting {generators}{config.train.num_ranks} trainer rank(s)")
             start = saved_position(self._resumed) if self._resumed else None
             trainers = asyncio.ensure_future(self._timed("trainer ready", self._trainers(canary)))
             await asyncio.gather(  # begun in this order: collectors are given the handles of the first two
                 launcher.param_server(),
                 launcher.buffer(start=start),
                 trainers,
-                self._timed("generators ready", self._generators(trainers)),
+                *([self._timed("generators ready", self._generators(trainers))] if self._generates else []),
             )
+            if not self._generates:
+                self._parts.supervisor.watch("replay", self._parts.buffer.host.remote())
+                self._parts.supervisor.watch("driver", self._say_who_comes())
         self._parts.generators.always(lambda actor: actor.sync_weights_loop.remote())
 
     async def _trainers(self, canary: CanaryPrompts) -> None:
@@ -128,6 +131,15 @@ class RLStage:
         if self._config.cluster.shares_devices:  # engines start where the trainer is, and has left
             await asyncio.wait([trainers])
         await self._launcher.generators()
+
+    async def _say_who_comes(self) -> None:
+        """Never returns."""
+        folder, wait_s = self._config.meeting_folder, self._config.explorer.wait_s
+        say(f"{self._context.name}: explorers are met in {folder} (within {wait_s:g} s, explorer.wait_s)")
+        while True:
+            for text in await self._wait(self._parts.buffer.sayings.remote(), "replay"):
+                say(f"{self._context.name}: {text}")
+            await asyncio.sleep(SAYINGS_S)
 
     def _checkpoints(self, report: Reporter) -> Checkpoints:
         return Checkpoints(
@@ -149,12 +161,13 @@ class RLStage:
         checkpoints: Checkpoints,
         started: float,
     ) -> StageResult:
-        await self._timed(f"version {run.version} served and proven", run.serve())
+        what = "served and proven" if self._generates else "published"
+        await self._timed(f"version {run.version} {what}", run.serve())
         earlier = read_metrics(self._context.dir / "metrics.jsonl")  # of the run's earlier part, if it is resumed
         evals = {}
         if self._config.eval.at_start:
             evals["before"] = evaluated_at_start(earlier, self._evalsets) or await run.evaluate()
-        speeds = self.speeds = await self._speeds(report, run.turns)
+        speeds = self.speeds = await self._speeds(report, run.turns) if self._generates else None
         begun = time.monotonic()
         say(
             f"{self._context.name}: {self._total_steps} steps, lag bound {self._numbers.max_policy_lag}, "
@@ -206,6 +219,8 @@ class RLStage:
 
     async def _save_interrupted(self, run: RLRun, report: Reporter) -> None:
         """Everything that the ranks did is saved and logged."""
+        if not self._generates:
+            await self._wait(self._parts.buffer.leave.remote(ended=False), "replay")
         last = await run.interrupted()
         if not await report.end_interrupted(last):
             say(f"{self._context.name}: the last steps' metrics were not written within {LAST_REPORTS_S:g} s")

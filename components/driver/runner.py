@@ -254,6 +254,8 @@ class _Run:
     async def _prepare_model(self) -> str:
         """The folder (or hub id) that the first stage starts from; built from the task text where so configured."""
         config = self._stages[0].config
+        if self._stages[0].recipe.explores:  # it has the train job's
+            return ""
         if config.model.init is None:
             assert config.model.path is not None
             return os.path.expanduser(config.model.path)

@@ -16,6 +16,10 @@ from .. import spans
 from ..config import Config, derive
 from ..failures import Watched, as_text
 from ..group import Group
+from ..jobs.fit import must_be_equal
+from ..jobs.folder import Meeting
+from ..jobs.host import Host, shared_model
+from ..jobs.store import GroupStore
 from ..monitor.logs import log_to_file
 from ..tasks.examples import expert_source, expert_tasks
 from ..tasks.prompting import Prompter
@@ -56,12 +60,23 @@ class BatchRefs:
 
 
 class ReplayBufferActor(Watched):
-    def __init__(self, config: Config, *, role: str, log_file: Path, start: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        role: str,
+        log_file: Path,
+        start: dict[str, Any] | None = None,
+        meets: bool = False,
+    ) -> None:
+        """`meets`: those who generate are jobs of their own, see `host`."""
         self.role = role
         log_to_file(log_file, config.log.level)
-        self._begin(config, start)
+        self._host: Host | None = None
+        self._store: GroupStore | None = None
+        self._begin(config, start, meets=meets)
 
-    def _begin(self, config: Config, start: dict[str, Any] | None = None) -> None:
+    def _begin(self, config: Config, start: dict[str, Any] | None = None, *, meets: bool = False) -> None:
         """`start`: what `position` returned in the run that this one resumes."""
         # Here, because torchrl and tensordict load a compiler: seconds of the driver, which only names this class.
         from torchrl.data.replay_buffers.samplers import Sampler
@@ -141,7 +156,37 @@ class ReplayBufferActor(Watched):
             priority=priority,
             # Before operators, because the groups that they leave out say most about how hard a task is.
             delivered=self._delivered,
-            num_collectors=config.rollout.num_generators,
+            num_collectors=0 if meets else config.rollout.num_generators,
+            anybody=lambda: self._host is None or self._host.num_explorers > 0,
+        )
+        if meets:
+            self._meet(position, is_resumed=start is not None)
+
+    def _meet(self, position: Position, *, is_resumed: bool) -> None:
+        """Prepare the folder where explorers are met, and go on with what they have finished already."""
+        config, meeting = self._config, Meeting(self._config.meeting_folder)
+        version = position.num_batches * config.train.updates_per_batch if is_resumed else -1
+        self._store = store = GroupStore(meeting.groups)
+        finished = store.resume(num_batches=position.num_batches, policy_version=version)
+        is_open = {*position.open_draws}.__contains__
+        for group_id, group in finished.items():
+            if (is_open(group_id) or group_id >= position.next_draw) and self._buffer.keep(group):
+                continue
+            store.void([group_id])
+        path = config.model.path
+        assert path is not None
+        if is_here := Path(path).is_dir():
+            shared_model(Path(path), meeting.model)
+        self._host = Host(
+            meeting,
+            self._buffer,
+            store,
+            about={"model": None if is_here else path, "must_be_equal": must_be_equal(config)},
+            group_size=config.algorithm.group_size,
+            resumed_at=version,
+            silent_s=config.explorer.silent_s,
+            timeout_s=config.cluster.step_timeout_s,
+            wait_s=config.explorer.wait_s,
         )
 
     def _delivered(self, task: Task, group: Group) -> None:
@@ -252,6 +297,8 @@ class ReplayBufferActor(Watched):
     @as_text
     async def trained(self, group_ids: list[int]) -> dict[str, float]:
         """Mark the batch as trained; returns the state of the buffer."""
+        if self._store is not None:
+            await asyncio.to_thread(self._store.trained, group_ids, batch=self._buffer.num_trained_batches)
         await self._buffer.trained(group_ids)
         spans.instant("trained", groups=group_ids)
         self._stream.forget_before(self._buffer.first_draw)
@@ -262,6 +309,8 @@ class ReplayBufferActor(Watched):
             "replay/too_long": float(self._stream.num_too_long),
             "replay/cut_prompts": float(self._stream.num_shortened),
         }
+        if self._host is not None:
+            own |= self._host.metrics()
         return counts | own | self._buffer.length_bias.metrics() | self._pipeline.counts() | self._reuse.metrics()
 
     @as_text
@@ -282,10 +331,29 @@ class ReplayBufferActor(Watched):
     @as_text
     async def published(self, policy_version: int) -> None:
         await self._buffer.published(policy_version)
+        if self._host is not None:
+            self._host.published(policy_version)
 
     @as_text
     async def close(self) -> None:
         await self._buffer.close()
+        await self.leave(ended=True)
+
+    @as_text
+    async def host(self) -> None:
+        """Meet explorers; never returns."""
+        assert self._host is not None, "meets"
+        await self._host.run()
+
+    async def sayings(self) -> list[str]:
+        """What became of explorers since the last call."""
+        return [] if self._host is None else self._host.sayings()
+
+    @as_text
+    async def leave(self, *, ended: bool) -> None:
+        """Explorers hear that the run has ended, or (not `ended`) that it stops for now."""
+        if self._host is not None:
+            await self._host.close(ended=ended)
 
     @as_text
     async def sample_batch(self, trajectories: list[Trajectory], group_size: int) -> tuple[list[Any], dict[str, float]]:

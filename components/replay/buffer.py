@@ -105,7 +105,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     `num_batches` ends the run after this many batches (None: when the tasks end). `reuse`: batches also hold groups
     that were used before. `priority`: among the groups that it may choose, the window prefers the best. `delivered` is
     called with every delivered group and its task, before operators, and never for one that was issued again.
-    `num_collectors`: the first slots are handed out once this many have asked, or after `FIRST_SLOTS_S`.
+    `num_collectors`: the first slots are handed out once this many have asked, or after `FIRST_SLOTS_S`. `anybody`:
+    whether there is any now who generates; else no wait has a deadline.
 
     `storage`, `writer`, `sampler`, `transform` and `collate_fn` are torchrl's and do here what they do there: a group
     is stored as one flat TensorDict (`Group.packed`), and a batch is sampled as a lazy stack of these. A sampler
@@ -130,6 +131,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         priority: Priority | None = None,
         delivered: Callable[[Task, Group], None] | None = None,
         num_collectors: int = 1,
+        anybody: Callable[[], bool] = lambda: True,
         storage: Storage | None = None,
         writer: FreeSlotWriter | None = None,
         sampler: Sampler | None = None,
@@ -180,6 +182,9 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._slot_requests: dict[_SlotRequest, None] = {}  # in the order in which they asked
         self._batch_waiters: deque[asyncio.Future[None]] = deque()
         self._num_expected: int = num_collectors
+        self._anybody = anybody
+        self._kept: dict[int, Group] = {}
+        self._draw_ahead: int | None = None
         self._have_asked: set[str] = set()  # collectors that have asked, until all have
         self._held_back: asyncio.TimerHandle | None = None
         self._progress_at = float("-inf")
@@ -221,7 +226,30 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
         A group from an old attempt that has since been issued again is ignored: only the newest attempt counts.
         """
-        current = [group for group in groups if not self._superseded(group.group_id, group.attempt)]
+        self._accept([group for group in groups if not self._superseded(group.group_id, group.attempt)])
+
+    def admission_of(self, group_id: int, collector: str) -> Admission | None:
+        """Of a group in flight that this collector holds."""
+        held = self._in_flight.get(group_id)
+        if held is None or held.collector != collector:
+            return None
+        return replace(held.admission, attempt=self._attempts.get(group_id, 0))
+
+    def has(self, group_id: int) -> bool:
+        """Whether the group is stored, and not yet in a batch."""
+        return group_id in self._storage_index
+
+    def keep(self, group: Group) -> bool:
+        """A group that an earlier life of the run has admitted, and that was finished since: it takes the place of its
+        draw when that comes, if its tokens are then of versions that it may have. Returns whether that can still be.
+        """
+        draw = group.group_id
+        if draw <= self._last_draw or draw in self._kept:
+            return False
+        self._kept[draw] = group
+        return True
+
+    def _accept(self, current: Sequence[Group]) -> None:
         if self._delivered is not None:
             for group in current:
                 if (held := self._in_flight.get(group.group_id)) is not None:  # else the ledger refuses it below
@@ -436,6 +464,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     def _progressed(self) -> None:
         """Restart the deadlines, and wake every waiter that can continue."""
         self._progress_at = asyncio.get_running_loop().time()
+        self._admit_kept()
         self._hand_out_slots()
         self._wake_batch_waiter()
 
@@ -524,12 +553,39 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         task = self._next_task
         assert task is not None
         self._draw()
-        group_id = self._last_draw = next(self._draws)
+        group_id = self._last_draw = self._upcoming_draw()
+        self._draw_ahead = None
         min_policy_version = self._window.admit(group_id)
         self._drawn.append(group_id)
         self._ledger.admit(group_id)
         spans.instant("admitted", group=group_id, version=min_policy_version)
         return Admission(group_id=group_id, task=task, min_policy_version=min_policy_version)
+
+    def _upcoming_draw(self) -> int:
+        if self._draw_ahead is None:
+            self._draw_ahead = next(self._draws)
+        return self._draw_ahead
+
+    def _admit_kept(self) -> None:
+        """Groups that were finished before they were drawn again: nobody need make them."""
+        while self._kept and self._num_free_slots():
+            group = self._kept.get(self._upcoming_draw())
+            if group is None or not self._is_kept_for(group):
+                return
+            admission = self._admit_one()
+            self._in_flight[admission.group_id] = _InFlight(admission, None)
+            self._accept([replace(self._kept.pop(admission.group_id), attempt=0)])
+
+    def _is_kept_for(self, group: Group) -> bool:
+        """Whether it is of the task that comes next, and new enough for the place that it would get."""
+        assert self._next_task is not None, "there is a free slot"
+        oldest, newest = group.policy_versions()
+        min_policy_version = self._rule.min_policy_version(self._window.next_queue_index)
+        if group.task_id == self._next_task.task_id and min_policy_version <= oldest and newest <= self._published:
+            return True
+        logger.info("group %d is made again: what was kept of it cannot be trained on", group.group_id)
+        del self._kept[group.group_id]
+        return False
 
     @property
     def _tasks_ended(self) -> bool:
@@ -639,7 +695,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     ) -> T:
         """The result of `answer`. Raises TimeoutError if there was no progress for `timeout_s`.
 
-        That time counts only while `counts()` is true and the trainer is not working on a batch.
+        That time counts only while `counts()` is true, somebody generates, and the trainer is not working on a batch.
         """
         loop = asyncio.get_running_loop()
         since = loop.time()
@@ -647,7 +703,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             left_s = max(since, self._progress_at) + timeout_s - loop.time()
             if left_s > 0:
                 await asyncio.wait({answer}, timeout=left_s)
-            elif self._served or not counts():
+            elif self._served or not self._anybody() or not counts():
                 since = loop.time()
             else:
                 raise TimeoutError(f"waited {timeout_s:g} s for {missing()} without progress: {self._who_has_what()}")

@@ -22,6 +22,8 @@ from ..config import Config, Recipe, derive
 from ..config.inputs import AuxiliaryModel
 from ..config.objective import objective_of
 from ..failures import Kind, PartFailed, machine
+from ..jobs.actor import TrainLinkRemote
+from ..jobs.folder import Meeting
 from ..monitor.logs import say
 from ..param_server.actor import ParameterServerRemote
 from ..replay.actor import ReplayBufferRemote
@@ -150,11 +152,14 @@ def transport_settings(config: Config, run_dir: Path) -> TransportSettings:
     """For this process; a trainer's rank is elsewhere, and puts its own host in."""
     p, reach = config.param_server, config.staleness.max_policy_lag + config.param_server.publish_every
     audited = reach + 1 if config.train.audit_every else 1
+    options = p.transport_options
+    if config.elsewhere is not None:
+        options = {**options, "folder": str(Meeting(config.meeting_folder).weights)}
     return TransportSettings(
         name=p.transport,
         folder=run_dir,
         keep=max(derive(config).versions_kept, audited),
-        options=p.transport_options,
+        options=options,
         delta=p.delta,
         device=config.cluster.device,
         timeout_s=config.cluster.step_timeout_s,
@@ -270,7 +275,8 @@ class Launcher:
         It reads the tasks, so it runs on the driver's machine, where their files were checked.
         """
         actor, log_file = ReplayBufferRemote.options(**self._beside_driver()), self._common("replay")["log_file"]
-        self.parts.buffer = actor.remote(self._config, role="replay", log_file=log_file, start=start)
+        meets = self._config.elsewhere == "generators"
+        self.parts.buffer = actor.remote(self._config, role="replay", log_file=log_file, start=start, meets=meets)
         await self._meet({"replay": self.parts.buffer})
         process = await self._wait(self.parts.buffer.start.remote(), "replay")
         self._started("replay", self.parts.buffer, process)
@@ -289,6 +295,15 @@ class Launcher:
     def _beside_driver(self) -> dict[str, Any]:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         return {"max_concurrency": calls_at_once(self._config), "scheduling_strategy": here}
+
+    async def link(self) -> None:
+        """Buffer and parameter server are another job's: here is what stands for both."""
+        actor = TrainLinkRemote.options(**self._beside_driver()).remote(self._config, **self._common("train_link"))
+        self.parts.buffer = self.parts.param_server = actor
+        await self._meet({"train_link": actor})
+        process = await self._wait(actor.start.remote(), "train_link")
+        self._started("train_link", actor, process)
+        self._places.keep_off_engines(process)
 
     async def generators(self, *, initial_version: int | None = None) -> None:
         """Start the engines concurrently, once ranks that are being started have their places: those choose first.

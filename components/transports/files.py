@@ -59,7 +59,7 @@ class Files:
 
     def begin(self, policy_version: int) -> _Writing:
         if self._lock is None:
-            self._claim()
+            self._claim(policy_version)
         return _Writing(self, policy_version)
 
     async def fetch(self, publication: Publication, index: int, into: np.ndarray, held: Held | None = None) -> int:
@@ -72,8 +72,10 @@ class Files:
             os.close(self._lock)
             self._lock = None
 
-    def _claim(self) -> None:
-        """One writer at a time. What a killed one left unfinished is removed; its whole versions may still be read."""
+    def _claim(self, policy_version: int) -> None:
+        """One writer at a time, which begins with this version. What a killed one left unfinished is removed; its whole
+        versions before this one may still be read, and the others are of weights that have been given up.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(self.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
@@ -85,7 +87,11 @@ class Files:
                 "of this run's own; choose another"
             ) from None
         self._lock = lock
-        known = {name for _, name, _ in _versions(self.folder)}
+        there = _versions(self.folder)
+        kept = [version for version in there if version[0] < policy_version]
+        if kept != there:
+            self._replace(self.folder / NEWEST, json.dumps({"versions": kept}).encode())
+        known = {name for _, name, _ in kept}
         for entry in os.scandir(self.folder):
             left = entry.name.startswith(PARTIAL) or (VERSION.fullmatch(entry.name) and entry.name not in known)
             if left and entry.is_dir(follow_symlinks=False):
@@ -148,14 +154,18 @@ class _Writing:
         shutil.rmtree(self._partial, ignore_errors=True)
 
 
-def newest_publication(folder: Path, *, newer_than: int = -1) -> Publication | None:
+def newest_publication(folder: Path, *, newer_than: int = -1, at_most: int | None = None) -> Publication | None:
     """What another job reads: the newest whole version in `folder`; None if it is not newer than `newer_than`.
+
+    `at_most`: no newer one than this, because only up to there they are known to be of this life of the run.
 
     Raises ValueError for a folder whose files do not belong together, or are no such files at all.
     """
     for policy_version, name, sha256 in reversed(_versions(folder)):
         if policy_version <= newer_than:
             return None
+        if at_most is not None and policy_version > at_most:
+            continue
         content = _read_json(folder / name / "manifest.json")
         if hashlib.sha256(content).hexdigest() != sha256:
             raise ValueError(f"{folder / name}: manifest.json does not match its SHA-256 in {NEWEST}")

@@ -1,0 +1,90 @@
+"""The link to the train job as a Ray actor: collectors call it as they call the buffer and the parameter server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from ..config import Config
+from ..failures import Watched, as_text
+from ..group import Group
+from ..monitor.logs import log_to_file
+from ..types import Admission
+from ..weights import Publication
+from .folder import Meeting
+from .link import TrainLink
+
+
+class TrainLinkActor(Watched):
+    def __init__(self, config: Config, *, role: str, log_file: Path, log_level: str) -> None:
+        self.role = role
+        log_to_file(log_file, log_level)
+        explorer = config.explorer
+        self._link = TrainLink(
+            Meeting(config.meeting_folder), explorer.name, silent_s=explorer.silent_s, wait_s=explorer.wait_s
+        )
+
+    async def start(self) -> dict[str, Any]:
+        return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
+
+    @as_text
+    async def serve(self) -> None:
+        """Never returns."""
+        await self._link.run()
+
+    async def state(self) -> dict[str, Any]:
+        """`said`: what a user should know, since the last call."""
+        return {
+            "has_ended": self._link.has_ended,
+            "must_start_again": self._link.must_start_again,
+            "said": self._link.sayings(),
+        }
+
+    @as_text
+    async def leave(self) -> None:
+        await self._link.leave()
+
+    @as_text
+    async def admit(self, limit: int, timeout_s: float, collector: str) -> list[Admission]:
+        return await self._link.admit(limit, collector)
+
+    @as_text
+    async def put(self, groups: Sequence[Group]) -> None:
+        await self._link.put(groups)
+
+    @as_text
+    async def retried(self, group_id: int, attempt: int) -> None:
+        await self._link.retried(group_id, attempt)
+
+    @as_text
+    async def fail(self, group_id: int, reason: str, attempt: int) -> None:
+        await self._link.fail(group_id, reason, attempt)
+
+    @as_text
+    async def give_back(self, collector: str, reason: str) -> list[int]:
+        return await self._link.give_back(collector, reason)
+
+    @as_text
+    async def mark_dead(self, collector: str, reason: str) -> list[int]:
+        return await self._link.mark_dead(collector, reason)
+
+    @as_text
+    async def retire(self, collector: str) -> None:
+        await self._link.retire(collector)
+
+    @as_text
+    async def pull(self, newer_than: int, timeout_s: float, oldest: bool) -> Publication | None:
+        assert not oldest, "a rule on settings"
+        return await self._link.pull(newer_than, timeout_s)
+
+    async def ping(self) -> None:
+        await asyncio.sleep(0)
+
+
+TrainLinkRemote = ray.remote(num_cpus=0)(TrainLinkActor)
+"""Create it with a `max_concurrency` above the number of its waiting callers: see `runtime.launch`."""

@@ -1,0 +1,163 @@
+"""Calls from an explorer to the train job, as files: any number at once, answered in any order.
+
+A call stays until it was answered. So one that the train job did not come to, because it was stopped or killed, is
+found by its successor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .folder import MOST_GROUP_BYTES, ExplorerFiles, read_bytes, read_json, write_json, write_whole
+
+SOON_S, LATER_S = 0.01, 0.1
+"""Interval between looks: right after something happened, and when nothing has for long."""
+NAME = re.compile(r"(?P<session>[0-9a-f]{8}-[0-9a-f]{8})-(?P<number>\d{8})\.json")
+
+
+class Pace:
+    """Look often while things happen, and seldom when nothing does."""
+
+    def __init__(self) -> None:
+        self._next_s = SOON_S
+
+    async def wait(self, *, busy: bool) -> None:
+        self._next_s = SOON_S if busy else min(LATER_S, self._next_s * 1.5)
+        await asyncio.sleep(self._next_s)
+
+
+@dataclass(frozen=True)
+class Call:
+    """`session`: of the explorer's life with one life of the train job. `payload`: groups as bytes, if it has any."""
+
+    session: str
+    number: int
+    verb: str
+    arguments: dict[str, Any]
+    payload: bytes | None
+
+
+class Caller:
+    """The explorer's end. `run` fetches answers, for ever; a call that nobody answers waits."""
+
+    def __init__(self, files: ExplorerFiles) -> None:
+        self._files = files
+        self._waiting: dict[str, asyncio.Future[Any]] = {}
+        self._number = 0
+        files.calls.mkdir(parents=True, exist_ok=True)
+        files.answers.mkdir(parents=True, exist_ok=True)
+
+    async def send(
+        self, session: str, verb: str, arguments: dict[str, Any], payload: bytes | None = None
+    ) -> asyncio.Future[Any]:
+        """Returns when the call is on disk: it will be answered, whatever becomes of this process."""
+        self._number += 1
+        stem = f"{session}-{self._number:08d}"
+        answer = self._waiting[stem] = asyncio.get_running_loop().create_future()
+        await asyncio.to_thread(self._write, stem, {"verb": verb, **arguments}, payload)
+        return answer
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def run(self) -> None:
+        pace = Pace()
+        while True:
+            names = os.listdir(self._files.answers) if self._waiting else []
+            found = [name for name in names if NAME.fullmatch(name)]
+            for name in found:
+                path = self._files.answers / name
+                answer = read_json(path)
+                path.unlink(missing_ok=True)
+                waiting = self._waiting.pop(name.removesuffix(".json"), None)  # None: of this explorer's earlier life
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(answer or {})
+            await pace.wait(busy=bool(found))
+
+    def _write(self, stem: str, content: dict[str, Any], payload: bytes | None) -> None:
+        if payload is not None:
+            write_whole(self._files.calls / f"{stem}.groups", payload)
+        write_json(self._files.calls / f"{stem}.json", content | {"has_groups": payload is not None})
+
+
+class Calls:
+    """The train job's end, of one explorer. Calls are handled one after the other, but for those that wait (`admit`)."""
+
+    def __init__(self, files: ExplorerFiles, handle: Callable[[Call], Awaitable[dict[str, Any]]]) -> None:
+        self._files = files
+        self._handle = handle
+        self._known: set[str] = set()
+        self._handling: asyncio.Task[None] | None = None
+        self._waits: set[asyncio.Task[None]] = set()
+
+    def look(self) -> bool:
+        """Begin to handle what is new; returns whether there was anything. Raises what kept a call from an answer."""
+        for task in [t for t in self._waits if t.done()]:
+            self._waits.discard(task)
+            task.result()
+        if self._handling is not None:
+            if not self._handling.done():
+                return True
+            self._handling.result()
+            self._handling = None
+        try:
+            names = sorted(name for name in os.listdir(self._files.calls) if NAME.fullmatch(name))
+        except FileNotFoundError:
+            return False
+        self._known.intersection_update(names)
+        if new := [name for name in names if name not in self._known]:
+            self._known.update(new)
+            self._handling = asyncio.create_task(self._handle_all(new))
+        return bool(new)
+
+    def stop(self) -> None:
+        for task in [*self._waits, *([self._handling] if self._handling else [])]:
+            task.cancel()
+
+    async def _handle_all(self, names: list[str]) -> None:
+        for name in names:
+            try:
+                call = await asyncio.to_thread(self._read, name)
+            except ValueError as error:
+                await self._answer(name, {"error": str(error)})
+                continue
+            if call.verb == "admit":
+                self._waits.add(asyncio.create_task(self._handle_one(name, call)))
+            else:
+                await self._handle_one(name, call)
+
+    async def _handle_one(self, name: str, call: Call) -> None:
+        try:
+            answer = await self._handle(call)
+        except ValueError as error:  # no call that a job of ours makes: its explorer is told, and the run goes on
+            answer = {"error": " ".join(str(error).split())[:500]}
+        await self._answer(name, answer)
+
+    async def _answer(self, name: str, answer: dict[str, Any]) -> None:
+        path = self._files.calls / name
+        with contextlib.suppress(FileNotFoundError):  # somebody has removed the explorer's folder
+            await asyncio.to_thread(write_json, self._files.answers / name, answer)
+        path.unlink(missing_ok=True)
+        path.with_suffix(".groups").unlink(missing_ok=True)
+
+    def _read(self, name: str) -> Call:
+        match = NAME.fullmatch(name)
+        assert match is not None
+        path: Path = self._files.calls / name
+        content = read_json(path)
+        if content is None or not isinstance(content.get("verb"), str):
+            raise ValueError(f"{path.name}: no call")
+        payload = None
+        if content.pop("has_groups", False):
+            payload = read_bytes(path.with_suffix(".groups"), MOST_GROUP_BYTES)
+            if payload is None:
+                raise ValueError(f"{path.name}: its groups are missing")
+        return Call(match["session"], int(match["number"]), content.pop("verb"), content, payload)

@@ -1,0 +1,120 @@
+"""The folder in which the jobs of a run meet. Whoever can write it takes part in the run: it is for its jobs alone.
+
+    FOLDER/train.json                     the train job: who it is, what must be equal, a beat every second
+    FOLDER/model/                         config and tokenizer (and the weights to start with)
+    FOLDER/weights/                       versions of the policy (`transports.files`)
+    FOLDER/groups/                        finished groups (`store`)
+    FOLDER/explorers/NAME/explorer.json   an explorer: its session, its state, a beat every second
+    FOLDER/explorers/NAME/calls/          what it asks of the replay buffer: SESSION-NUMBER.json, .groups beside it
+    FOLDER/explorers/NAME/answers/        the answers, under the same names; each side removes what it has read
+
+Files are renamed into place when they are whole, nothing is locked, and no clock of one host is compared with another's:
+so any file system that renames atomically will do, shared by whatever means.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+BEAT_S = 1.0
+"""How often each side gives a sign of life."""
+MOST_JSON_BYTES = 1 << 24
+MOST_GROUP_BYTES = 1 << 32
+
+
+class Meeting:
+    """The paths in the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.train = folder / "train.json"
+        self.model = folder / "model"
+        self.weights = folder / "weights"
+        self.groups = folder / "groups"
+        self.explorers = folder / "explorers"
+
+    def explorer(self, name: str) -> ExplorerFiles:
+        return ExplorerFiles(self.explorers / name)
+
+    def all_explorers(self) -> list[ExplorerFiles]:
+        try:
+            with os.scandir(self.explorers) as entries:
+                return [ExplorerFiles(Path(e.path)) for e in entries if e.is_dir(follow_symlinks=False)]
+        except FileNotFoundError:
+            return []
+
+
+class ExplorerFiles:
+    def __init__(self, folder: Path) -> None:
+        self.name = folder.name
+        self.folder = folder
+        self.about = folder / "explorer.json"
+        self.calls = folder / "calls"
+        self.answers = folder / "answers"
+
+
+class Beats:
+    """Whether somebody whose counter one reads is alive. Only this process's own clock is asked."""
+
+    def __init__(self, silent_s: float, *, now: Callable[[], float] = time.monotonic) -> None:
+        self._silent_s, self._now = silent_s, now
+        self._last: object = None
+        self._since = now()
+
+    def saw(self, beat: object) -> None:
+        if beat != self._last:
+            self._last, self._since = beat, self._now()
+
+    @property
+    def silent_for_s(self) -> float:
+        return self._now() - self._since
+
+    @property
+    def is_silent(self) -> bool:
+        return self.silent_for_s > self._silent_s
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """On disk before it is seen, and seen whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    write_whole(path, json.dumps(content).encode())
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """None: there is no such file (now). Raises ValueError for a file that no job of ours has written."""
+    data = read_bytes(path, MOST_JSON_BYTES)
+    if data is None:
+        return None
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: no JSON ({' '.join(str(error).split())[:120]})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: no JSON object")
+    return content
+
+
+def read_bytes(path: Path, most: int) -> bytes | None:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    with os.fdopen(descriptor, "rb") as file:
+        if (size := os.fstat(descriptor).st_size) > most:
+            raise ValueError(f"{path}: {size} bytes, expected at most {most}")
+        return file.read()

@@ -1,0 +1,319 @@
+"""The train job's side of the meeting: explorers join, ask the replay buffer for groups, deliver them, and go.
+
+It lives beside the buffer, in its process and on its event loop. Admission, order, the bound and exactly-once are the
+buffer's alone: to it, a collector of an explorer is one more collector.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..group import Group
+from ..types import Admission
+from .calls import Call, Calls, Pace
+from .folder import BEAT_S, Beats, ExplorerFiles, Meeting, read_json, write_json
+from .group_bytes import groups_of
+from .store import GroupStore
+
+logger = logging.getLogger(__name__)
+
+UP, STOPPED, ENDED, LEFT = "up", "stopped", "ended", "left"
+"""States of a job: at work; gone, and may come back; done, for good. An explorer that has `LEFT` may come back too."""
+
+
+class Buffer(Protocol):
+    """What is asked of the replay buffer, see `replay.buffer.ReplayBuffer`."""
+
+    async def admit(self, limit: int, *, timeout_s: float, collector: str = "") -> list[Admission]: ...
+    async def put(self, groups: Sequence[Group]) -> None: ...
+    async def retried(self, group_id: int, *, attempt: int = 0) -> None: ...
+    async def fail(self, group_id: int, reason: str, *, attempt: int = 0) -> None: ...
+    async def give_back(self, collector: str, reason: str) -> list[int]: ...
+    async def mark_dead(self, collector: str, reason: str) -> list[int]: ...
+    async def retire(self, collector: str) -> None: ...
+    def admission_of(self, group_id: int, collector: str) -> Admission | None: ...
+    def has(self, group_id: int) -> bool: ...
+    def keep(self, group: Group) -> bool: ...
+
+
+@dataclass(eq=False)
+class _Explorer:
+    """`session`: of its life with this life of the train job; "": none yet. `collectors`: those that have asked."""
+
+    files: ExplorerFiles
+    beats: Beats
+    calls: Calls
+    session: str = ""
+    is_here: bool = False
+    collectors: set[str] = field(default_factory=set)
+    num_groups: int = 0
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+class Host:
+    """`run` never returns. `about`: what explorers must know, and have equal. `resumed_at`: the policy version that this
+    life of the train job continues from; newer ones of an earlier life are no more (-1: all of them).
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        buffer: Buffer,
+        store: GroupStore,
+        *,
+        about: dict[str, Any],
+        group_size: int,
+        resumed_at: int,
+        silent_s: float,
+        timeout_s: float,
+        wait_s: float,
+    ) -> None:
+        """`wait_s`: without any explorer for so long, the run ends."""
+        self._meeting, self._buffer, self._store = meeting, buffer, store
+        self._about = about
+        self._group_size = group_size
+        self._resumed_at = resumed_at
+        self._silent_s, self._timeout_s, self._wait_s = silent_s, timeout_s, wait_s
+        self._next_beat = 0.0
+        self._life = secrets.token_hex(4)
+        self._state = UP
+        self._beat = 0
+        self._explorers: dict[str, _Explorer] = {}
+        self._published = -1
+        self._sayings: list[str] = []
+        for folder in (meeting.folder, meeting.explorers):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def num_explorers(self) -> int:
+        """Those that are here."""
+        return sum(e.is_here for e in self._explorers.values())
+
+    def published(self, policy_version: int) -> None:
+        """Explorers should hear of it now."""
+        self._published = policy_version
+        self._next_beat = 0.0
+
+    def sayings(self) -> list[str]:
+        """What a user should know, since the last call."""
+        said, self._sayings = self._sayings, []
+        return said
+
+    def metrics(self) -> dict[str, float]:
+        groups = {f"explorers/{name}/groups": float(e.num_groups) for name, e in self._explorers.items()}
+        return {"explorers/present": float(self.num_explorers), **groups}
+
+    async def run(self) -> None:
+        await asyncio.to_thread(self._give_sign)
+        loop, pace = asyncio.get_running_loop(), Pace()
+        next_look = alone_since = loop.time()
+        while True:
+            now = loop.time()
+            if now >= next_look:
+                next_look = now + BEAT_S
+                await self._look_for_explorers()
+            if now >= self._next_beat:
+                self._next_beat = now + BEAT_S
+                await asyncio.to_thread(self._give_sign)
+            if self.num_explorers:
+                alone_since = now
+            elif now - alone_since > self._wait_s:
+                raise TimeoutError(f"no explorer was here for {self._wait_s:g} s (explorer.wait_s)")
+            busy = [e.calls.look() for e in list(self._explorers.values())]
+            await pace.wait(busy=any(busy))
+
+    async def close(self, *, ended: bool) -> None:
+        """Tell the explorers that no more groups are wanted: for good, or (not `ended`) for now."""
+        self._state = ENDED if ended else STOPPED
+        await asyncio.to_thread(self._give_sign)
+
+    def _give_sign(self) -> None:
+        self._beat += 1
+        write_json(
+            self._meeting.train,
+            {
+                **self._about,
+                "life": self._life,
+                "state": self._state,
+                "beat": self._beat,
+                "published": self._published,
+                "resumed_at": self._resumed_at,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+            },
+        )
+
+    async def _look_for_explorers(self) -> None:
+        for files in await asyncio.to_thread(self._meeting.all_explorers):
+            explorer = self._explorers.get(files.name)
+            if explorer is None:
+                explorer = self._explorers[files.name] = self._made(files)
+            try:
+                about = await asyncio.to_thread(read_json, files.about)
+            except ValueError as error:
+                logger.warning("explorer %s: %s", files.name, error)
+                continue
+            if about is not None:
+                await self._saw(explorer, about)
+        for explorer in self._explorers.values():
+            if explorer.is_here and explorer.beats.is_silent:
+                await self._gone(explorer, f"it has given no sign of life for {explorer.beats.silent_for_s:.0f} s")
+
+    def _made(self, files: ExplorerFiles) -> _Explorer:
+        async def handle(call: Call) -> dict[str, Any]:
+            return await self._handle(explorer, call)
+
+        explorer = _Explorer(files, Beats(self._silent_s), Calls(files, handle))
+        return explorer
+
+    async def _saw(self, explorer: _Explorer, about: dict[str, Any]) -> None:
+        session, state = str(about.get("session", "")), about.get("state")
+        explorer.beats.saw((session, about.get("beat")))
+        explorer.about = about
+        if session != explorer.session and session.startswith(f"{self._life}-") and state == UP:
+            if explorer.is_here:
+                await self._gone(explorer, "it was started again")
+            explorer.session, explorer.is_here, explorer.collectors = session, True, set()
+            self._say(f"explorer {explorer.files.name} has joined, on {str(about.get('host'))[:80]}")
+        elif explorer.is_here and session == explorer.session and state == LEFT:
+            await self._gone(explorer, "it has left")
+
+    async def _gone(self, explorer: _Explorer, cause: str) -> None:
+        """What it holds is issued again. If it comes back, it comes under another session."""
+        explorer.is_here = False
+        held = [await self._buffer.mark_dead(name, cause) for name in sorted(explorer.collectors)]
+        num_groups = sum(map(len, held))
+        self._say(f"explorer {explorer.files.name} is gone: {cause}; {num_groups} groups were issued again")
+
+    def _say(self, text: str) -> None:
+        logger.warning("%s", text)
+        self._sayings.append(text)
+
+    async def _handle(self, explorer: _Explorer, call: Call) -> dict[str, Any]:
+        """The answer. Raises ValueError for a call that no job of ours makes."""
+        verb = getattr(self, f"_on_{call.verb}", None) if call.verb in VERBS else None
+        if verb is None:
+            raise ValueError(f"no such call: {call.verb[:40]}")
+        if not (explorer.is_here and call.session == explorer.session):
+            if call.verb == "put":
+                self._keep(call, explorer)
+            return {"over": True}
+        arguments = call.arguments
+        collector = f"{explorer.files.name}#{call.session[-8:]}/{_text(arguments, 'collector')}"
+        explorer.collectors.add(collector)
+        return await verb(explorer, call, collector)
+
+    async def _on_admit(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
+        try:
+            admissions = await self._buffer.admit(
+                _number(call.arguments, "limit"), timeout_s=self._timeout_s, collector=collector
+            )
+        except TimeoutError:  # whether that is too long is for the train job to say, not for its explorers
+            return {"again": True}
+        if not (explorer.is_here and call.session == explorer.session):
+            return {"over": True}
+        return {"admissions": [asdict(admission) for admission in admissions]}
+
+    async def _on_put(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
+        wanted = []
+        for group in groups_of(call.payload or b""):
+            admission = self._buffer.admission_of(group.group_id, collector)
+            if admission is None or admission.attempt != group.attempt:
+                logger.info("group %d of %s comes late: it was issued again", group.group_id, collector)
+                continue
+            self._check(group, admission)
+            wanted.append(group)
+        if wanted:
+            await asyncio.to_thread(self._store.add, wanted, explorer=explorer.files.name)
+            # While it was written they may have been taken away from it.
+            wanted = [g for g in wanted if self._buffer.admission_of(g.group_id, collector) is not None]
+            await self._buffer.put(wanted)
+            explorer.num_groups += len(wanted)
+            if dropped := [g.group_id for g in wanted if not self._buffer.has(g.group_id)]:
+                await asyncio.to_thread(self._store.left_out, dropped)
+        return {"groups": len(wanted)}
+
+    def _check(self, group: Group, admission: Admission) -> None:
+        oldest, newest = group.policy_versions()
+        if not admission.min_policy_version <= oldest <= newest <= self._published:
+            raise ValueError(
+                f"group {group.group_id}: got tokens of versions {oldest} to {newest}, expected "
+                f"{admission.min_policy_version} to {self._published}"
+            )
+        if len(group) != self._group_size or group.task_id != admission.task.task_id:
+            raise ValueError(
+                f"group {group.group_id}: got {len(group)} trajectories of task {group.task_id[:80]}, expected "
+                f"{self._group_size} of {admission.task.task_id}"
+            )
+
+    def _keep(self, call: Call, explorer: _Explorer) -> None:
+        """Groups for an earlier life of the train job: those made under weights that are still good are of use."""
+        if call.session.startswith(self._life):
+            return  # of a session that is over: issued again
+        for group in groups_of(call.payload or b""):
+            good = len(group) == self._group_size and group.policy_versions()[1] <= self._resumed_at
+            if good and self._buffer.keep(group):
+                self._store.add([group], explorer=explorer.files.name)
+
+    async def _on_retried(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
+        group_id, attempt = _number(call.arguments, "group_id"), _number(call.arguments, "attempt")
+        if self._buffer.admission_of(group_id, collector) is not None:
+            await self._buffer.retried(group_id, attempt=attempt)
+        return {}
+
+    async def _on_fail(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
+        group_id, attempt = _number(call.arguments, "group_id"), _number(call.arguments, "attempt")
+        if self._buffer.admission_of(group_id, collector) is not None:
+            await self._buffer.fail(group_id, _text(call.arguments, "reason"), attempt=attempt)
+        return {}
+
+    async def _on_give_back(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
+        return {"group_ids": await self._buffer.give_back(collector, _text(call.arguments, "reason"))}
+
+    async def _on_mark_dead(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
+        return {"group_ids": await self._buffer.mark_dead(collector, _text(call.arguments, "reason"))}
+
+    async def _on_retire(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
+        await self._buffer.retire(collector)
+        return {}
+
+
+VERBS = ("admit", "put", "retried", "fail", "give_back", "mark_dead", "retire")
+
+
+def _text(arguments: dict[str, Any], name: str) -> str:
+    value = arguments.get(name)
+    if not isinstance(value, str):
+        raise ValueError(f"{name}: got {value!r:.40}, expected text")
+    return value[:1000]
+
+
+def _number(arguments: dict[str, Any], name: str) -> int:
+    value = arguments.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name}: got {value!r:.40}, expected a whole number")
+    return value
+
+
+def shared_model(path: Path, into: Path) -> None:
+    """The files of a model's folder where explorers find them: links on one disk, copies otherwise."""
+    import shutil
+
+    into.mkdir(parents=True, exist_ok=True)
+    for file in path.iterdir():
+        if not file.is_file():
+            continue
+        there = into / file.name
+        there.unlink(missing_ok=True)
+        try:
+            os.link(file.resolve(), there)
+        except OSError:
+            shutil.copyfile(file, there)

@@ -1,0 +1,267 @@
+"""The explorer's side of the meeting: what its collectors know as the replay buffer and the parameter server.
+
+A session is this job's life with one life of the train job. It ends when either is thought lost: then what the
+collectors hold is no longer theirs, and they go on in another session as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+import secrets
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..failures import Kind, PartFailed
+from ..group import Group
+from ..transports.files import newest_publication
+from ..types import Admission, Task
+from ..weights import Publication
+from .calls import Caller
+from .folder import BEAT_S, Beats, Meeting, read_json, write_json
+from .group_bytes import laid_out
+from .host import ENDED, LEFT, UP
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.05
+LEAVE_S = 30.0
+"""How long a job that leaves waits until what it has delivered was taken."""
+
+
+class SessionOver(Exception):
+    """The train job has given this session up, or is another one by now."""
+
+
+class TrainLink:
+    """`run` never returns. `wait_s`: how long the train job may be gone. `about`: what others see of this explorer."""
+
+    def __init__(
+        self, meeting: Meeting, name: str, *, silent_s: float, wait_s: float, about: Callable[[], dict[str, Any]] = dict
+    ) -> None:
+        self._meeting, self._files = meeting, meeting.explorer(name)
+        self._caller = Caller(self._files)
+        self._silent_s, self._wait_s = silent_s, wait_s
+        self._about = about
+        self._beats = Beats(silent_s)
+        self._train: dict[str, Any] = {}
+        self._life = self._session = ""
+        self._state, self._beat = UP, 0
+        self._changed = asyncio.Condition()
+        self._holders: dict[int, str] = {}
+        self._newest_pulled = -1
+        self._was_gone = self._is_over = False
+        self._sayings: list[str] = []
+        self.must_start_again = False
+        """The train job continues from weights that are older than what the engines serve."""
+
+    # -------------------------------------------------------------------------------------------- as the replay buffer
+
+    async def admit(self, limit: int, collector: str) -> list[Admission]:
+        """See `ReplayBuffer.admit`. Waits for as long as the train job is gone, `wait_s` at most."""
+        while await self._until_here():
+            try:
+                answer = await self._ask("admit", limit=limit, collector=collector)
+            except SessionOver:
+                continue
+            if answer.get("again"):
+                continue
+            admissions = [Admission(**{**row, "task": Task(**row["task"])}) for row in answer["admissions"]]
+            self._holders.update({a.group_id: collector for a in admissions})
+            return admissions
+        return []
+
+    async def put(self, groups: Sequence[Group]) -> None:
+        """Returns when they are on disk; a train job that is gone takes them when it is back."""
+        by_collector: dict[str, list[Group]] = defaultdict(list)
+        for group in groups:
+            by_collector[self._holders.pop(group.group_id, "nobody")].append(group)
+        for collector, own in by_collector.items():
+            answer = await self._caller.send(self._session, "put", {"collector": collector}, laid_out(own))
+            answer.add_done_callback(functools.partial(self._delivered, self._session))
+
+    async def retried(self, group_id: int, attempt: int) -> None:
+        await self._tell("retried", group_id)(group_id=group_id, attempt=attempt)
+
+    async def fail(self, group_id: int, reason: str, attempt: int) -> None:
+        await self._tell("fail", group_id)(group_id=group_id, reason=reason, attempt=attempt)
+        self._holders.pop(group_id, None)
+
+    async def give_back(self, collector: str, reason: str) -> list[int]:
+        return (await self._tell("give_back")(collector=collector, reason=reason)).get("group_ids", [])
+
+    async def mark_dead(self, collector: str, reason: str) -> list[int]:
+        return (await self._tell("mark_dead")(collector=collector, reason=reason)).get("group_ids", [])
+
+    async def retire(self, collector: str) -> None:
+        await self._tell("retire")(collector=collector)
+
+    # ----------------------------------------------------------------------------------------- as the parameter server
+
+    async def pull(self, newer_than: int, timeout_s: float) -> Publication | None:
+        """See `ParameterServer.pull`: the newest that the train job of this session has published."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while asyncio.get_running_loop().time() < deadline:
+            published = self._train.get("published", -1)
+            if not self.must_start_again and published > newer_than:
+                publication = await asyncio.to_thread(
+                    newest_publication, self._meeting.weights, newer_than=newer_than, at_most=published
+                )
+                if publication is not None:
+                    self._newest_pulled = max(self._newest_pulled, publication.manifest.policy_version)
+                    return publication
+            await asyncio.sleep(LOOK_S)
+        return None
+
+    # ------------------------------------------------------------------------------------------------------- the link
+
+    @property
+    def has_ended(self) -> bool:
+        """The train job has done all of its steps."""
+        return self._train.get("state") == ENDED
+
+    def sayings(self) -> list[str]:
+        """What a user should know, since the last call."""
+        said, self._sayings = self._sayings, []
+        return said
+
+    async def run(self) -> None:
+        answers = asyncio.create_task(self._caller.run())
+        try:
+            next_beat = 0.0
+            while True:
+                if answers.done():
+                    answers.result()
+                await self._look()
+                now = asyncio.get_running_loop().time()
+                if now >= next_beat:
+                    next_beat = now + BEAT_S
+                    await asyncio.to_thread(self._give_sign)
+                await asyncio.sleep(LOOK_S)
+        finally:
+            answers.cancel()
+
+    async def leave(self) -> None:
+        """What was delivered is taken first, if the train job is there."""
+        deadline = asyncio.get_running_loop().time() + LEAVE_S
+        while self._caller.num_waiting and not self._is_gone and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(LOOK_S)
+        self._state = LEFT
+        await asyncio.to_thread(self._give_sign)
+
+    @property
+    def _is_gone(self) -> bool:
+        return self._train.get("state") != UP or self._beats.is_silent
+
+    async def _look(self) -> None:
+        train = await asyncio.to_thread(read_json, self._meeting.train) or {}
+        self._beats.saw((train.get("life"), train.get("beat")))
+        self._train = train
+        if self._is_gone != self._was_gone:
+            self._was_gone = self._is_gone
+            self._say(self._how_it_is())
+        if self._beats.silent_for_s > self._wait_s:
+            raise PartFailed("train", f"the train job was not there for {self._wait_s:g} s (explorer.wait_s)", kind=Kind.LOST)
+        if train.get("life", self._life) != self._life and train.get("state") == UP:
+            if self._newest_pulled > train.get("resumed_at", -1):
+                self.must_start_again = True
+            self._life = train["life"]
+            await self._begin_session()
+        elif self._is_over and not self._is_gone:
+            await self._begin_session()
+        elif train.get("state") == ENDED or self.must_start_again:
+            async with self._changed:
+                self._changed.notify_all()
+
+    def _how_it_is(self) -> str:
+        if not self._is_gone:
+            return "the train job is there"
+        state = self._train.get("state")
+        if state == ENDED:
+            return "the train job has ended"
+        how = "was stopped" if state != UP else f"has given no sign of life for {self._beats.silent_for_s:.0f} s"
+        return f"the train job {how}; what is finished is kept for it (explorer.wait_s: {self._wait_s:g})"
+
+    async def _begin_session(self) -> None:
+        self._session, self._is_over = f"{self._life}-{secrets.token_hex(4)}", False
+        self._holders.clear()
+        await asyncio.to_thread(self._give_sign)
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _until_here(self) -> bool:
+        """Whether groups are wanted, or will be; waits for a session."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._session or self.has_ended or self.must_start_again)
+        return not (self.has_ended or self.must_start_again)
+
+    async def _ask(self, verb: str, **arguments: Any) -> dict[str, Any]:
+        session = self._session
+        answered = await self._caller.send(session, verb, arguments)
+        ended = asyncio.ensure_future(self._until_ended())
+        try:
+            await asyncio.wait({answered, ended}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ended.cancel()
+        if not answered.done():
+            raise SessionOver
+        answer = answered.result()
+        if answer.get("over"):
+            if session == self._session and not self.has_ended:
+                await self._begin_session()
+            raise SessionOver
+        return _checked(answer)
+
+    async def _until_ended(self) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.has_ended or self.must_start_again)
+
+    def _tell(self, verb: str, group_id: int | None = None) -> Any:
+        async def tell(**arguments: Any) -> dict[str, Any]:
+            if group_id is not None:
+                arguments["collector"] = self._holders.get(group_id, "nobody")
+            if not self._session:
+                return {}
+            try:
+                return await self._ask(verb, **arguments)
+            except SessionOver:  # all that it held is issued again
+                return {}
+
+        return tell
+
+    def _delivered(self, session: str, answer: asyncio.Future[Any]) -> None:
+        if answer.cancelled():
+            return
+        if (error := answer.result().get("error")) is not None:
+            self._say(f"warning: the train job refused groups: {error}")
+        elif answer.result().get("over") and session == self._session:
+            self._is_over = True
+
+    def _give_sign(self) -> None:
+        self._beat += 1
+        write_json(
+            self._files.about,
+            {
+                **self._about(),
+                "session": self._session,
+                "state": self._state,
+                "beat": self._beat,
+                "policy_version": self._newest_pulled,
+                "host": socket.gethostname(),
+                "pid": os.getpid(),
+            },
+        )
+
+    def _say(self, text: str) -> None:
+        logger.warning("%s", text)
+        self._sayings.append(text)
+
+
+def _checked(answer: dict[str, Any]) -> dict[str, Any]:
+    if (error := answer.get("error")) is not None:
+        raise RuntimeError(f"the train job refused a call: {error}")
+    return answer

@@ -1,0 +1,175 @@
+"""Finished groups on disk: files of groups as safetensors, and an index in SQLite. No pickle.
+
+    FOLDER/index.sqlite          one row a group: where it is, who made it, under which versions, what became of it
+    FOLDER/000012/NAME.groups    groups end to end, each behind its length (`group_bytes.laid_out`)
+
+A group is on disk, and in the index, before whoever delivers it is told that it has arrived. One process writes; others
+may read at the same time.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..group import Group
+from .folder import MOST_GROUP_BYTES, read_bytes, write_whole
+from .group_bytes import groups_of, laid_out
+
+FILES_PER_FOLDER = 1000
+FINISHED, TRAINED, LEFT_OUT, VOID = "finished", "trained", "left out", "void"
+"""States: not trained on yet; trained on; dropped by an operator; of a life of the run that was given up."""
+_TABLE = """
+CREATE TABLE IF NOT EXISTS groups (
+    row INTEGER PRIMARY KEY,
+    file TEXT NOT NULL, place INTEGER NOT NULL,
+    group_id INTEGER NOT NULL, attempt INTEGER NOT NULL, task_id TEXT NOT NULL, explorer TEXT NOT NULL,
+    oldest_version INTEGER NOT NULL, newest_version INTEGER NOT NULL,
+    reward REAL NOT NULL, tokens INTEGER NOT NULL,
+    state TEXT NOT NULL, batch INTEGER
+)
+"""
+_INDICES = ("group_id", "state", "file")
+
+
+@dataclass(frozen=True)
+class StoredGroup:
+    """A row of the index, and its group. `batch`: the one that it was trained in."""
+
+    group: Group
+    explorer: str
+    state: str
+    batch: int | None
+
+
+class GroupStore:
+    """Opened by the one process that writes. Raises ValueError for an index of something else."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        self._writing = threading.Lock()
+        self._index = sqlite3.connect(folder / "index.sqlite", isolation_level=None, check_same_thread=False)
+        try:
+            self._index.execute("PRAGMA journal_mode=WAL")
+            self._index.execute("PRAGMA synchronous=FULL")
+            self._index.execute(_TABLE)
+            for column in _INDICES:
+                self._index.execute(f"CREATE INDEX IF NOT EXISTS by_{column} ON groups({column})")
+        except sqlite3.DatabaseError as error:
+            raise ValueError(f"{folder / 'index.sqlite'}: no index of groups ({error})") from None
+        self._num_files = self._index.execute("SELECT COUNT(DISTINCT file) FROM groups").fetchone()[0]
+
+    def add(self, groups: Sequence[Group], *, explorer: str = "") -> None:
+        """Returns when they are on disk."""
+        name = f"{self._num_files // FILES_PER_FOLDER:06d}/{self._num_files:09d}-{secrets.token_hex(4)}.groups"
+        self._num_files += 1
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        write_whole(path, laid_out(groups))
+        rows = [
+            (
+                name, place, g.group_id, g.attempt, g.task_id, explorer, *g.policy_versions(),
+                sum(g.rewards) / len(g.rewards), sum(g.sampled_counts()), FINISHED,
+            )
+            for place, g in enumerate(groups)
+        ]  # fmt: skip
+        with self._transaction():
+            self._index.executemany(
+                "INSERT INTO groups (file, place, group_id, attempt, task_id, explorer, oldest_version, newest_version, "
+                "reward, tokens, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                rows,
+            )
+
+    def trained(self, group_ids: Sequence[int], *, batch: int) -> None:
+        """These were trained on, in this batch."""
+        with self._transaction():
+            self._index.executemany(
+                "UPDATE groups SET state = ?, batch = ? WHERE group_id = ? AND state = ?",
+                [(TRAINED, batch, group_id, FINISHED) for group_id in group_ids],
+            )
+
+    def left_out(self, group_ids: Sequence[int]) -> None:
+        """An operator has dropped these."""
+        with self._transaction():
+            self._index.executemany(
+                "UPDATE groups SET state = ? WHERE group_id = ? AND state = ?",
+                [(LEFT_OUT, group_id, FINISHED) for group_id in group_ids],
+            )
+
+    def resume(self, *, num_batches: int, policy_version: int) -> dict[int, Group]:
+        """What is finished and can still be trained on by a run that begins with this batch, and these weights.
+
+        Later batches are undone. Groups of later weights are void: these weights are made anew, and are others.
+        """
+        with self._transaction():
+            undone = (FINISHED, num_batches)
+            self._index.execute("UPDATE groups SET state = ?, batch = NULL WHERE batch >= ?", undone)
+            # What an operator dropped is delivered again: it is dropped again, or the operator has changed.
+            self._index.execute("UPDATE groups SET state = ? WHERE state = ?", (FINISHED, LEFT_OUT))
+            self._index.execute(
+                "UPDATE groups SET state = ? WHERE state = ? AND newest_version > ?", (VOID, FINISHED, policy_version)
+            )
+        return {stored.group.group_id: stored.group for stored in self.read(state=FINISHED)}
+
+    def void(self, group_ids: Sequence[int]) -> None:
+        """These will not be trained on."""
+        with self._transaction():
+            self._index.executemany(
+                "UPDATE groups SET state = ? WHERE group_id = ? AND state = ?",
+                [(VOID, group_id, FINISHED) for group_id in group_ids],
+            )
+
+    def forget_before(self, batch: int) -> int:
+        """Remove the files of which nothing was trained in this batch or later, or will be; returns how many."""
+        old = "SELECT file FROM groups GROUP BY file HAVING SUM(state = ? OR batch >= ?) = 0"
+        names = [name for (name,) in self._index.execute(old, (FINISHED, batch))]
+        with self._transaction():
+            self._index.executemany("DELETE FROM groups WHERE file = ?", [(name,) for name in names])
+        for name in names:
+            (self.folder / name).unlink(missing_ok=True)
+        return len(names)
+
+    def count(self, state: str) -> int:
+        return self._index.execute("SELECT COUNT(*) FROM groups WHERE state = ?", (state,)).fetchone()[0]
+
+    def by_explorer(self) -> dict[str, int]:
+        """How many groups each explorer has delivered."""
+        return dict(self._index.execute("SELECT explorer, COUNT(*) FROM groups GROUP BY explorer"))
+
+    def read(self, *, state: str | None = None) -> Iterator[StoredGroup]:
+        """In the order in which they arrived. A group whose file is gone or damaged raises ValueError."""
+        return read_groups(self.folder, self._index, state=state)
+
+    def close(self) -> None:
+        self._index.close()
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._writing:  # `add` runs in a thread
+            self._index.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._index.execute("ROLLBACK")
+                raise
+            self._index.execute("COMMIT")
+
+
+
+def read_groups(folder: Path, index: sqlite3.Connection, *, state: str | None = None) -> Iterator[StoredGroup]:
+    where, values = ("WHERE state = ?", (state,)) if state is not None else ("", ())
+    rows = index.execute(f"SELECT file, place, explorer, state, batch FROM groups {where} ORDER BY row", values).fetchall()
+    held: tuple[str, list[Group]] = ("", [])
+    for file, place, explorer, its_state, batch in rows:
+        if held[0] != file:
+            data = read_bytes(folder / file, MOST_GROUP_BYTES)
+            if data is None:
+                raise ValueError(f"{folder / file}: the index names it, but it is not there")
+            held = (file, groups_of(data))
+        yield StoredGroup(held[1][place], explorer, its_state, batch)
