@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,15 @@ class Admission:
     task: Task
     min_policy_version: int
     attempt: int = 0
+
+
+@dataclass(eq=False)
+class Offer:
+    """Draws that a collector may be given groups for. `used`: those that it need not offer again."""
+
+    source: str
+    tasks: deque[tuple[int, Task]]
+    used: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -273,6 +273,13 @@ def the_other_job_reads_the_weights(config: Config) -> None:
             expected="nothing: weights are where the jobs meet",
             fix="leave it out, and set explorer.folder",
         )
+    if config.explorer.tasks == "own" and (config.task.name == "queue" or config.task.order == "adaptive"):
+        raise ConfigError(
+            "explorer.tasks",
+            expected="trainer for a queue, or an adaptive order: an explorer's own tasks come in an order that never "
+            "changes",
+            fix="set explorer.tasks=trainer, or task.order=shuffle",
+        )
     if p.delta:
         raise ConfigError(
             "param_server.delta", expected="false: another job reads whole versions alone", fix="leave it out"

@@ -62,21 +62,22 @@ class ExploreStage:
     async def _train_job(self) -> dict[str, Any]:
         """What the train job says of itself, once it gives signs of life."""
         wait_s, since = self._config.explorer.wait_s, time.monotonic()
-        first, said = read_json(self._meeting.train), False
+        before: dict[str, Any] | None = None
         while True:
-            await asyncio.sleep(LOOK_S)
             train = await asyncio.to_thread(read_json, self._meeting.train)
-            if train is not None and train.get("state") == UP and first is not None and train != first:
+            if train is not None and train.get("state") == UP and before is not None and train != before:
                 return train
-            first = train if first is None or first.get("life") != (train or {}).get("life") else first
-            if not said:
-                said = True
-                say(f"{self._name}: waits for a train job at {self._meeting.folder} (within {wait_s:g} s, explorer.wait_s)")
-            if time.monotonic() - since > wait_s:
+            waited_s = time.monotonic() - since
+            if 2 * LOOK_S < waited_s <= 3 * LOOK_S:
+                where = f"{self._meeting.folder} (within {wait_s:g} s, explorer.wait_s)"
+                say(f"{self._name}: waits for a train job at {where}")
+            if waited_s > wait_s:
                 raise Refused(
                     f"explorer.wait_s: got {wait_s:g}, within which no train job came to {self._meeting.folder}; start "
                     "`leeway run train` with the same output_dir, project and name, or the same explorer.folder"
                 )
+            before = train
+            await asyncio.sleep(LOOK_S)
 
     def _fitting(self, train: dict[str, Any]) -> Config:
         check_fit(self._config, train["must_be_equal"])
@@ -111,9 +112,7 @@ class ExploreStage:
             await timed(self._name, "generators ready", launcher.generators(), see=f"{self._context.dir / 'logs'}/")
             parts.generators.always(lambda actor: actor.sync_weights_loop.remote())
             collecting = parts.generators.always(lambda actor: actor.collect.remote(), drains=True)
-            control = Control(
-                config, parts, config.run_dir.absolute(), stage=self._name, version=lambda: self._version
-            )
+            control = Control(config, parts, config.run_dir.absolute(), stage=self._name, version=lambda: self._version)
             controlling = parts.supervisor.watch("driver", control.run())
             ended = asyncio.ensure_future(collecting.ended())
             try:
@@ -163,4 +162,3 @@ class ExploreStage:
 
     async def _wait(self, parts: Parts, call: Any) -> Any:
         return await parts.supervisor.wait(call, what="train_link", timeout_s=self._config.cluster.step_timeout_s)
-

@@ -116,7 +116,8 @@ class RLStage:
                 *([self._timed("generators ready", self._generators(trainers))] if self._generates else []),
             )
             if not self._generates:
-                self._parts.supervisor.watch("replay", self._parts.buffer.host.remote())
+                buffer: Any = self._parts.buffer
+                self._parts.supervisor.watch("replay", buffer.host.remote())
                 self._parts.supervisor.watch("driver", self._say_who_comes())
         self._parts.generators.always(lambda actor: actor.sync_weights_loop.remote())
 

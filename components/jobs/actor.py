@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,10 @@ from ..config import Config
 from ..failures import Watched, as_text
 from ..group import Group
 from ..monitor.logs import log_to_file
-from ..types import Admission
+from ..tasks.prompting import Prompter
+from ..tasks.queue_tasks import QueueTaskSet
+from ..tasks.taskset import build_taskset
+from ..types import Admission, Task
 from ..weights import Publication
 from .folder import Meeting
 from .link import TrainLink
@@ -25,9 +28,23 @@ class TrainLinkActor(Watched):
         self.role = role
         log_to_file(log_file, log_level)
         explorer = config.explorer
+        self._config = config
         self._link = TrainLink(
-            Meeting(config.meeting_folder), explorer.name, silent_s=explorer.silent_s, wait_s=explorer.wait_s
+            Meeting(config.meeting_folder),
+            explorer.name,
+            silent_s=explorer.silent_s,
+            wait_s=explorer.wait_s,
+            own=self._tasks if explorer.tasks == "own" else None,
         )
+
+    def _tasks(self) -> Iterator[Task]:
+        """Its own, without those whose prompts are too long."""
+        config = self._config
+        taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
+        assert not isinstance(taskset, QueueTaskSet), "a rule on settings"
+        assert config.model.path is not None
+        prompter, most = Prompter.load(config.model.path), config.rollout.max_prompt_tokens
+        return (task for task in taskset if len(prompter.encode(task.prompt)) <= most)
 
     async def start(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}

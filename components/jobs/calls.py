@@ -89,7 +89,7 @@ class Caller:
 
 
 class Calls:
-    """The train job's end, of one explorer. Calls are handled one after the other, but for those that wait (`admit`)."""
+    """The train job's end, of one explorer. Calls are handled one after the other, all but those that wait (`admit`)."""
 
     def __init__(self, files: ExplorerFiles, handle: Callable[[Call], Awaitable[dict[str, Any]]]) -> None:
         self._files = files

@@ -33,4 +33,6 @@ def check_fit(config: Config, theirs: dict[str, Any]) -> None:
     """Raises a ConfigError for the first setting that is not as in the train job."""
     for key, own in must_be_equal(config).items():
         if key in theirs and theirs[key] != own:
-            raise ConfigError(key, got=own, expected=f"{theirs[key]} as in the train job", fix=f"set {key}={theirs[key]}")
+            raise ConfigError(
+                key, got=own, expected=f"{theirs[key]} as in the train job", fix=f"set {key}={theirs[key]}"
+            )

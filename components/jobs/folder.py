@@ -8,8 +8,8 @@
     FOLDER/explorers/NAME/calls/          what it asks of the replay buffer: SESSION-NUMBER.json, .groups beside it
     FOLDER/explorers/NAME/answers/        the answers, under the same names; each side removes what it has read
 
-Files are renamed into place when they are whole, nothing is locked, and no clock of one host is compared with another's:
-so any file system that renames atomically will do, shared by whatever means.
+Files are renamed into place when they are whole, nothing is locked, and no clock of one host is compared with that of
+another: so any file system that renames atomically will do, shared by whatever means.
 """
 
 from __future__ import annotations

@@ -11,13 +11,14 @@ import logging
 import os
 import secrets
 import socket
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..group import Group
-from ..types import Admission
+from ..types import Admission, Offer, Task
 from .calls import Call, Calls, Pace
 from .folder import BEAT_S, Beats, ExplorerFiles, Meeting, read_json, write_json
 from .group_bytes import groups_of
@@ -32,7 +33,9 @@ UP, STOPPED, ENDED, LEFT = "up", "stopped", "ended", "left"
 class Buffer(Protocol):
     """What is asked of the replay buffer, see `replay.buffer.ReplayBuffer`."""
 
-    async def admit(self, limit: int, *, timeout_s: float, collector: str = "") -> list[Admission]: ...
+    async def admit(
+        self, limit: int, *, timeout_s: float, collector: str = "", offer: Any = None
+    ) -> list[Admission]: ...
     async def put(self, groups: Sequence[Group]) -> None: ...
     async def retried(self, group_id: int, *, attempt: int = 0) -> None: ...
     async def fail(self, group_id: int, reason: str, *, attempt: int = 0) -> None: ...
@@ -40,8 +43,11 @@ class Buffer(Protocol):
     async def mark_dead(self, collector: str, reason: str) -> list[int]: ...
     async def retire(self, collector: str) -> None: ...
     def admission_of(self, group_id: int, collector: str) -> Admission | None: ...
+    async def withdraw(self, source: str) -> list[int]: ...
+    def where(self, source: str) -> tuple[int, list[int]]: ...
+    def of(self, group_id: int) -> tuple[str, int] | None: ...
     def has(self, group_id: int) -> bool: ...
-    def keep(self, group: Group) -> bool: ...
+    def keep(self, group: Group, *, of: tuple[str, int] | None = None) -> bool: ...
 
 
 @dataclass(eq=False)
@@ -59,8 +65,8 @@ class _Explorer:
 
 
 class Host:
-    """`run` never returns. `about`: what explorers must know, and have equal. `resumed_at`: the policy version that this
-    life of the train job continues from; newer ones of an earlier life are no more (-1: all of them).
+    """`run` never returns. `about`: what explorers must know, and have equal. `resumed_at`: the policy version that
+    this life of the train job continues from; newer ones of an earlier life are no more (-1: all of them).
     """
 
     def __init__(
@@ -190,8 +196,12 @@ class Host:
         """What it holds is issued again. If it comes back, it comes under another session."""
         explorer.is_here = False
         held = [await self._buffer.mark_dead(name, cause) for name in sorted(explorer.collectors)]
-        num_groups = sum(map(len, held))
-        self._say(f"explorer {explorer.files.name} is gone: {cause}; {num_groups} groups were issued again")
+        returned = await self._buffer.withdraw(explorer.files.name)
+        num_groups = sum(map(len, held)) - len(returned)
+        self._say(
+            f"explorer {explorer.files.name} is gone: {cause}; {num_groups} groups were issued again"
+            + (f", and {len(returned)} of its own tasks wait for it" if returned else "")
+        )
 
     def _say(self, text: str) -> None:
         logger.warning("%s", text)
@@ -212,15 +222,31 @@ class Host:
         return await verb(explorer, call, collector)
 
     async def _on_admit(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
+        offer = self._offer(explorer, call.arguments.get("own"))
         try:
             admissions = await self._buffer.admit(
-                _number(call.arguments, "limit"), timeout_s=self._timeout_s, collector=collector
+                _number(call.arguments, "limit"), timeout_s=self._timeout_s, collector=collector, offer=offer
             )
         except TimeoutError:  # whether that is too long is for the train job to say, not for its explorers
             return {"again": True}
         if not (explorer.is_here and call.session == explorer.session):
             return {"over": True}
-        return {"admissions": [asdict(admission) for admission in admissions]}
+        used = [] if offer is None else offer.used
+        rows = [{**asdict(a), "draw": of[1] if (of := self._buffer.of(a.group_id)) else None} for a in admissions]
+        return {"admissions": rows, "used": used}
+
+    def _offer(self, explorer: _Explorer, own: Any) -> Offer | None:
+        if own is None:
+            return None
+        try:
+            return Offer(explorer.files.name, deque((int(draw), Task(**task)) for draw, task in own))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"own: got no tasks ({' '.join(str(error).split())[:120]})") from None
+
+    async def _on_where(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
+        """Where the explorer's own tasks go on."""
+        first, again = self._buffer.where(explorer.files.name)
+        return {"next": first, "open": again}
 
     async def _on_put(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
         wanted = []
@@ -232,7 +258,7 @@ class Host:
             self._check(group, admission)
             wanted.append(group)
         if wanted:
-            await asyncio.to_thread(self._store.add, wanted, explorer=explorer.files.name)
+            await asyncio.to_thread(self._store.add, wanted, explorer=explorer.files.name, of=self._buffer.of)
             # While it was written they may have been taken away from it.
             wanted = [g for g in wanted if self._buffer.admission_of(g.group_id, collector) is not None]
             await self._buffer.put(wanted)
@@ -260,8 +286,10 @@ class Host:
             return  # of a session that is over: issued again
         for group in groups_of(call.payload or b""):
             good = len(group) == self._group_size and group.policy_versions()[1] <= self._resumed_at
-            if good and self._buffer.keep(group):
-                self._store.add([group], explorer=explorer.files.name)
+            draw = call.arguments.get("draws", {}).get(str(group.group_id))
+            of = None if draw is None else (explorer.files.name, int(draw))
+            if good and self._buffer.keep(group, of=of):
+                self._store.add([group], explorer=explorer.files.name, of=lambda _, of=of: of)
 
     async def _on_retried(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
         group_id, attempt = _number(call.arguments, "group_id"), _number(call.arguments, "attempt")
@@ -286,7 +314,7 @@ class Host:
         return {}
 
 
-VERBS = ("admit", "put", "retried", "fail", "give_back", "mark_dead", "retire")
+VERBS = ("admit", "put", "where", "retried", "fail", "give_back", "mark_dead", "retire")
 
 
 def _text(arguments: dict[str, Any], name: str) -> str:

@@ -12,8 +12,9 @@ import logging
 import os
 import secrets
 import socket
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ..failures import Kind, PartFailed
@@ -38,21 +39,33 @@ class SessionOver(Exception):
 
 
 class TrainLink:
-    """`run` never returns. `wait_s`: how long the train job may be gone. `about`: what others see of this explorer."""
+    """`run` never returns. `wait_s`: how long the train job may be gone. `own`: the explorer's own tasks, in an order
+    that never changes, each time anew (None: it works on the trainer's).
+    """
 
     def __init__(
-        self, meeting: Meeting, name: str, *, silent_s: float, wait_s: float, about: Callable[[], dict[str, Any]] = dict
+        self,
+        meeting: Meeting,
+        name: str,
+        *,
+        silent_s: float,
+        wait_s: float,
+        own: Callable[[], Iterator[Task]] | None = None,
     ) -> None:
         self._meeting, self._files = meeting, meeting.explorer(name)
         self._caller = Caller(self._files)
         self._silent_s, self._wait_s = silent_s, wait_s
-        self._about = about
+        self._own = own
+        self._draws: Iterator[tuple[int, Task]] | None = None
+        self._offers: deque[tuple[int, Task]] = deque()
+        self._drawing = asyncio.Lock()
         self._beats = Beats(silent_s)
         self._train: dict[str, Any] = {}
         self._life = self._session = ""
         self._state, self._beat = UP, 0
         self._changed = asyncio.Condition()
         self._holders: dict[int, str] = {}
+        self._draw_of: dict[int, int] = {}
         self._newest_pulled = -1
         self._was_gone = self._is_over = False
         self._sayings: list[str] = []
@@ -65,15 +78,51 @@ class TrainLink:
         """See `ReplayBuffer.admit`. Waits for as long as the train job is gone, `wait_s` at most."""
         while await self._until_here():
             try:
-                answer = await self._ask("admit", limit=limit, collector=collector)
+                if self._own is None:
+                    answer = await self._ask("admit", limit=limit, collector=collector)
+                else:
+                    answer = await self._ask_with_own(limit, collector)
             except SessionOver:
                 continue
-            if answer.get("again"):
+            if answer is None:
+                return []
+            if answer.get("again") or (answer.get("used") and not answer["admissions"]):
                 continue
-            admissions = [Admission(**{**row, "task": Task(**row["task"])}) for row in answer["admissions"]]
-            self._holders.update({a.group_id: collector for a in admissions})
-            return admissions
+            return [self._admitted(row, collector) for row in answer["admissions"]]
         return []
+
+    async def _ask_with_own(self, limit: int, collector: str) -> dict[str, Any] | None:
+        """None: its tasks have ended."""
+        session = self._session
+        async with self._drawing:
+            if self._draws is None:
+                where = await self._ask("where", collector=collector)
+                self._draws = self._drawn_from(where["next"], {*where["open"]})
+                self._offers.clear()
+            draws = self._draws
+            while len(self._offers) < limit and (drawn := await asyncio.to_thread(next, draws, None)) is not None:
+                self._offers.append(drawn)
+            offered = [self._offers.popleft() for _ in range(min(limit, len(self._offers)))]
+        if not offered:
+            return None
+        own = [[draw, asdict(task)] for draw, task in offered]
+        answer = await self._ask("admit", limit=limit, collector=collector, own=own)
+        if session == self._session:
+            used = {*answer.get("used", ())}
+            self._offers.extendleft(reversed([offer for offer in offered if offer[0] not in used]))
+        return answer
+
+    def _drawn_from(self, first: int, again: set[int]) -> Iterator[tuple[int, Task]]:
+        assert self._own is not None
+        return ((draw, task) for draw, task in enumerate(self._own()) if draw >= first or draw in again)
+
+    def _admitted(self, row: dict[str, Any], collector: str) -> Admission:
+        draw = row.pop("draw")
+        admission = Admission(**{**row, "task": Task(**row["task"])})
+        self._holders[admission.group_id] = collector
+        if draw is not None:
+            self._draw_of[admission.group_id] = draw
+        return admission
 
     async def put(self, groups: Sequence[Group]) -> None:
         """Returns when they are on disk; a train job that is gone takes them when it is back."""
@@ -81,7 +130,9 @@ class TrainLink:
         for group in groups:
             by_collector[self._holders.pop(group.group_id, "nobody")].append(group)
         for collector, own in by_collector.items():
-            answer = await self._caller.send(self._session, "put", {"collector": collector}, laid_out(own))
+            draws = {g.group_id: d for g in own if (d := self._draw_of.pop(g.group_id, None)) is not None}
+            arguments = {"collector": collector, "draws": draws}
+            answer = await self._caller.send(self._session, "put", arguments, laid_out(own))
             answer.add_done_callback(functools.partial(self._delivered, self._session))
 
     async def retried(self, group_id: int, attempt: int) -> None:
@@ -165,7 +216,9 @@ class TrainLink:
             self._was_gone = self._is_gone
             self._say(self._how_it_is())
         if self._beats.silent_for_s > self._wait_s:
-            raise PartFailed("train", f"the train job was not there for {self._wait_s:g} s (explorer.wait_s)", kind=Kind.LOST)
+            raise PartFailed(
+                "train", f"the train job was not there for {self._wait_s:g} s (explorer.wait_s)", kind=Kind.LOST
+            )
         if train.get("life", self._life) != self._life and train.get("state") == UP:
             if self._newest_pulled > train.get("resumed_at", -1):
                 self.must_start_again = True
@@ -189,6 +242,8 @@ class TrainLink:
     async def _begin_session(self) -> None:
         self._session, self._is_over = f"{self._life}-{secrets.token_hex(4)}", False
         self._holders.clear()
+        self._draw_of.clear()
+        self._draws = None
         await asyncio.to_thread(self._give_sign)
         async with self._changed:
             self._changed.notify_all()
@@ -246,7 +301,6 @@ class TrainLink:
         write_json(
             self._files.about,
             {
-                **self._about(),
                 "session": self._session,
                 "state": self._state,
                 "beat": self._beat,

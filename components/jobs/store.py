@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 import sqlite3
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ CREATE TABLE IF NOT EXISTS groups (
     row INTEGER PRIMARY KEY,
     file TEXT NOT NULL, place INTEGER NOT NULL,
     group_id INTEGER NOT NULL, attempt INTEGER NOT NULL, task_id TEXT NOT NULL, explorer TEXT NOT NULL,
+    source TEXT NOT NULL, draw INTEGER NOT NULL,
     oldest_version INTEGER NOT NULL, newest_version INTEGER NOT NULL,
     reward REAL NOT NULL, tokens INTEGER NOT NULL,
     state TEXT NOT NULL, batch INTEGER
@@ -39,10 +40,13 @@ _INDICES = ("group_id", "state", "file")
 
 @dataclass(frozen=True)
 class StoredGroup:
-    """A row of the index, and its group. `batch`: the one that it was trained in."""
+    """A row of the index, and its group. `of`: (source, draw), where its task is an explorer's own. `batch`: the one
+    that it was trained in.
+    """
 
     group: Group
     explorer: str
+    of: tuple[str, int] | None
     state: str
     batch: int | None
 
@@ -65,8 +69,14 @@ class GroupStore:
             raise ValueError(f"{folder / 'index.sqlite'}: no index of groups ({error})") from None
         self._num_files = self._index.execute("SELECT COUNT(DISTINCT file) FROM groups").fetchone()[0]
 
-    def add(self, groups: Sequence[Group], *, explorer: str = "") -> None:
-        """Returns when they are on disk."""
+    def add(
+        self,
+        groups: Sequence[Group],
+        *,
+        explorer: str = "",
+        of: Callable[[int], tuple[str, int] | None] = lambda _: None,
+    ) -> None:
+        """Returns when they are on disk. `of(group_id)`: see `StoredGroup`."""
         name = f"{self._num_files // FILES_PER_FOLDER:06d}/{self._num_files:09d}-{secrets.token_hex(4)}.groups"
         self._num_files += 1
         path = self.folder / name
@@ -74,15 +84,16 @@ class GroupStore:
         write_whole(path, laid_out(groups))
         rows = [
             (
-                name, place, g.group_id, g.attempt, g.task_id, explorer, *g.policy_versions(),
+                name, place, g.group_id, g.attempt, g.task_id, explorer,
+                *(of(g.group_id) or ("", 0)), *g.policy_versions(),
                 sum(g.rewards) / len(g.rewards), sum(g.sampled_counts()), FINISHED,
             )
             for place, g in enumerate(groups)
         ]  # fmt: skip
         with self._transaction():
             self._index.executemany(
-                "INSERT INTO groups (file, place, group_id, attempt, task_id, explorer, oldest_version, newest_version, "
-                "reward, tokens, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO groups (file, place, group_id, attempt, task_id, explorer, source, draw, oldest_version, "
+                "newest_version, reward, tokens, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 rows,
             )
 
@@ -102,7 +113,7 @@ class GroupStore:
                 [(LEFT_OUT, group_id, FINISHED) for group_id in group_ids],
             )
 
-    def resume(self, *, num_batches: int, policy_version: int) -> dict[int, Group]:
+    def resume(self, *, num_batches: int, policy_version: int) -> list[StoredGroup]:
         """What is finished and can still be trained on by a run that begins with this batch, and these weights.
 
         Later batches are undone. Groups of later weights are void: these weights are made anew, and are others.
@@ -115,7 +126,7 @@ class GroupStore:
             self._index.execute(
                 "UPDATE groups SET state = ? WHERE state = ? AND newest_version > ?", (VOID, FINISHED, policy_version)
             )
-        return {stored.group.group_id: stored.group for stored in self.read(state=FINISHED)}
+        return [*self.read(state=FINISHED)]
 
     def void(self, group_ids: Sequence[int]) -> None:
         """These will not be trained on."""
@@ -161,15 +172,15 @@ class GroupStore:
             self._index.execute("COMMIT")
 
 
-
 def read_groups(folder: Path, index: sqlite3.Connection, *, state: str | None = None) -> Iterator[StoredGroup]:
     where, values = ("WHERE state = ?", (state,)) if state is not None else ("", ())
-    rows = index.execute(f"SELECT file, place, explorer, state, batch FROM groups {where} ORDER BY row", values).fetchall()
+    columns = "file, place, explorer, source, draw, state, batch"
+    rows = index.execute(f"SELECT {columns} FROM groups {where} ORDER BY row", values).fetchall()
     held: tuple[str, list[Group]] = ("", [])
-    for file, place, explorer, its_state, batch in rows:
+    for file, place, explorer, source, draw, its_state, batch in rows:
         if held[0] != file:
             data = read_bytes(folder / file, MOST_GROUP_BYTES)
             if data is None:
                 raise ValueError(f"{folder / file}: the index names it, but it is not there")
             held = (file, groups_of(data))
-        yield StoredGroup(held[1][place], explorer, its_state, batch)
+        yield StoredGroup(held[1][place], explorer, (source, draw) if source else None, its_state, batch)

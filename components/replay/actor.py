@@ -116,7 +116,6 @@ class ReplayBufferActor(Watched):
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             shortened=self._shortened,
             epochs=train.epochs,
-            draws=position,
             start=stream,
         )
         self._suspects = SuspectWatch(solved=config.eval.solved) if config.monitor.suspects else None
@@ -157,6 +156,7 @@ class ReplayBufferActor(Watched):
             # Before operators, because the groups that they leave out say most about how hard a task is.
             delivered=self._delivered,
             num_collectors=0 if meets else config.rollout.num_generators,
+            drawn=self._stream.admitted,
             anybody=lambda: self._host is None or self._host.num_explorers > 0,
         )
         if meets:
@@ -168,11 +168,11 @@ class ReplayBufferActor(Watched):
         version = position.num_batches * config.train.updates_per_batch if is_resumed else -1
         self._store = store = GroupStore(meeting.groups)
         finished = store.resume(num_batches=position.num_batches, policy_version=version)
-        is_open = {*position.open_draws}.__contains__
-        for group_id, group in finished.items():
-            if (is_open(group_id) or group_id >= position.next_draw) and self._buffer.keep(group):
-                continue
-            store.void([group_id])
+        for stored in finished:
+            group_id = stored.group.group_id
+            again = group_id in position.open_draws or group_id >= position.next_draw
+            if not ((stored.of or again) and self._buffer.keep(stored.group, of=stored.of)):
+                store.void([group_id])
         path = config.model.path
         assert path is not None
         if is_here := Path(path).is_dir():

@@ -33,7 +33,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from .. import spans
 from ..group import Group
 from ..tasks.queue_tasks import NoTaskYet
-from ..types import Admission, Task
+from ..types import Admission, Offer, Task
 from .admission import AdmissionRule
 from .ledger import GroupState, Ledger
 from .length_bias import LengthBiasMeter
@@ -41,6 +41,7 @@ from .operators import Operator
 from .position import Position
 from .reuse import Priority, ReusePool
 from .saved_groups import groups_as_text, groups_from_text
+from .sources import Sources
 from .stats import BufferStats
 from .storage import FreeSlotWriter, SafetensorsCheckpointer, WindowSampler, stacked
 from .window import Window
@@ -87,7 +88,8 @@ class _InFlight:
 class _SlotRequest:
     """A collector that waits for slots. `capacity`: how many groups it can hold in total.
 
-    `goes_last`: it gave back its groups, so others come first.
+    `goes_last`: it gave back its groups, so others come first. `offer`: the tasks that it works on, where these are its
+    explorer's own.
     """
 
     collector: str
@@ -95,6 +97,11 @@ class _SlotRequest:
     answer: asyncio.Future[list[Admission]]
     issued: list[Admission] = field(default_factory=list)
     goes_last: bool = False
+    offer: Offer | None = None
+
+    @property
+    def source(self) -> str:
+        return "" if self.offer is None else self.offer.source
 
 
 class ReplayBuffer(torchrl.data.ReplayBuffer):
@@ -106,7 +113,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     that were used before. `priority`: among the groups that it may choose, the window prefers the best. `delivered` is
     called with every delivered group and its task, before operators, and never for one that was issued again.
     `num_collectors`: the first slots are handed out once this many have asked, or after `FIRST_SLOTS_S`. `anybody`:
-    whether there is any now who generates; else no wait has a deadline.
+    whether there is any now who generates; else no wait has a deadline. `drawn` is called with the id of each group
+    whose task is from `tasks`.
 
     `storage`, `writer`, `sampler`, `transform` and `collate_fn` are torchrl's and do here what they do there: a group
     is stored as one flat TensorDict (`Group.packed`), and a batch is sampled as a lazy stack of these. A sampler
@@ -132,6 +140,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         delivered: Callable[[Task, Group], None] | None = None,
         num_collectors: int = 1,
         anybody: Callable[[], bool] = lambda: True,
+        drawn: Callable[[int], None] = lambda _: None,
         storage: Storage | None = None,
         writer: FreeSlotWriter | None = None,
         sampler: Sampler | None = None,
@@ -183,7 +192,10 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._batch_waiters: deque[asyncio.Future[None]] = deque()
         self._num_expected: int = num_collectors
         self._anybody = anybody
+        self._on_drawn = drawn
+        self._sources = Sources(start.sources)
         self._kept: dict[int, Group] = {}
+        self._kept_of: dict[tuple[str, int], Group] = {}
         self._draw_ahead: int | None = None
         self._have_asked: set[str] = set()  # collectors that have asked, until all have
         self._held_back: asyncio.TimerHandle | None = None
@@ -191,7 +203,9 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self.last_delivered = ("", -1)
         """The collector that delivered last, and its group."""
 
-    async def admit(self, limit: int, *, timeout_s: float, collector: str = "") -> list[Admission]:
+    async def admit(
+        self, limit: int, *, timeout_s: float, collector: str = "", offer: Offer | None = None
+    ) -> list[Admission]:
         """Wait for at least one group, then start up to `limit`. An empty list: there will never be another group.
 
         Groups to issue again come first, in order. `collector` is the caller, so that `mark_dead` knows what it holds.
@@ -200,11 +214,14 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         If several collectors wait, slots go one by one to the one with the smallest share of its room in use: each
         batch is then made by all of them. No slot is kept free while any collector asks. Raises TimeoutError, naming
         what it waited for.
+
+        `offer`: an explorer's own tasks, of which groups are made instead of `tasks`. Groups of a source are issued
+        again to those who offer that source.
         """
         if self._is_over() or collector in self._retired:
             return []
         answer = asyncio.get_running_loop().create_future()
-        request = _SlotRequest(collector, self._num_held[collector] + limit, answer)
+        request = _SlotRequest(collector, self._num_held[collector] + limit, answer, offer=offer)
         self._slot_requests[request] = None
         self._hold_back(collector)
         try:
@@ -239,10 +256,16 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         """Whether the group is stored, and not yet in a batch."""
         return group_id in self._storage_index
 
-    def keep(self, group: Group) -> bool:
+    def keep(self, group: Group, *, of: tuple[str, int] | None = None) -> bool:
         """A group that an earlier life of the run has admitted, and that was finished since: it takes the place of its
-        draw when that comes, if its tokens are then of versions that it may have. Returns whether that can still be.
+        draw when that comes, if its tokens are then of versions that it may have. `of`: (source, draw) of an explorer's
+        own task. Returns whether that can still be.
         """
+        if of is not None:
+            wanted = self._sources.is_wanted(*of) and of not in self._kept_of
+            if wanted:
+                self._kept_of[of] = group
+            return wanted
         draw = group.group_id
         if draw <= self._last_draw or draw in self._kept:
             return False
@@ -316,6 +339,29 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         await self.retire(collector)
         return await self.give_back(collector, reason)
 
+    async def withdraw(self, source: str) -> list[int]:
+        """Nobody is left who could generate groups of this source: what is in flight of it ends, and its tasks will be
+        drawn again when it is back. Returns the groups' ids.
+        """
+        gone = [group_id for group_id in self._sources.groups(source) if group_id in self._in_flight]
+        for group_id in gone:
+            self._ledger.move(group_id, GroupState.RETURNED)
+            self._release(group_id)
+            self._window.drop(group_id)
+            self._sources.returned(group_id)
+        again = set(self._to_reissue).difference(gone)
+        self._to_reissue = sorted(again)
+        self._progressed()
+        return gone
+
+    def of(self, group_id: int) -> tuple[str, int] | None:
+        """See `Sources.of`."""
+        return self._sources.of(group_id)
+
+    def where(self, source: str) -> tuple[int, list[int]]:
+        """See `Sources.where`."""
+        return self._sources.where(source)
+
     async def retire(self, collector: str) -> None:
         """This collector never gets a group again: its next `admit` is answered with none. What it holds it finishes.
 
@@ -370,6 +416,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self.num_trained_batches += 1
         self._num_trained += len(served)
         first = self._first_open(over=set())
+        for group_id in served:
+            self._sources.over(group_id)
         self._drawn = [g for g in self._drawn if g >= first]
         self._trained = {g for g in self._trained if g >= first}
         self._progressed()
@@ -392,6 +440,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             num_taken=self._num_trained + len(over),
             open_draws=open_draws,
             next_draw=max(self._start.next_draw, self._last_draw + 1),
+            sources=self._sources.position(over=over),
         )
 
     @property
@@ -429,6 +478,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             groups_taken=self._window.num_taken,
             filtered=self._ledger.count(GroupState.FILTERED),
             failed=self._ledger.count(GroupState.FAILED),
+            returned=self._ledger.count(GroupState.RETURNED),
             retries=self._ledger.num_retries,
             admitted=self._start.num_taken + self._ledger.num_admitted,
             # Nothing is dropped for being stale: a group that was admitted and is nowhere else would be counted here.
@@ -436,7 +486,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             - (self._window.num_taken - self._start.num_taken)
             - self._window.num_outstanding
             - self._ledger.count(GroupState.FILTERED)
-            - self._ledger.count(GroupState.FAILED),
+            - self._ledger.count(GroupState.FAILED)
+            - self._ledger.count(GroupState.RETURNED),
         )
 
     def _apply_operators(self, group: Group) -> Group | str:
@@ -454,8 +505,10 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         return next(still_open, self._last_draw + 1)
 
     def _num_free_slots(self) -> int:
-        if self._next_task is None:
-            return 0
+        return self._num_places() if self._next_task is not None else 0
+
+    def _num_places(self) -> int:
+        """How many more groups may start now, if there are tasks for them."""
         limit = self._rule.num_admissible(published=self._published)
         if self._num_batches is not None:
             limit = min(limit, self._num_batches * self._rule.groups_per_batch)
@@ -490,18 +543,18 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             for request in list(self._slot_requests):
                 self._answer(request)
             return
-        if len(self._have_asked) < self._num_expected or not self._num_startable():
+        if len(self._have_asked) < self._num_expected or not (self._to_reissue or self._num_places()):
             return
         emptiest = [(*self._fullness(r), i, r) for i, r in enumerate(self._slot_requests) if self._has_room(r)]
         heapq.heapify(emptiest)
         given: dict[_SlotRequest, None] = {}
         try:
-            while emptiest and self._num_startable():
+            while emptiest and (self._to_reissue or self._num_places()):
                 *_, number, request = emptiest[0]
-                if not self._has_room(request):  # several calls of one collector
+                admission = self._next_for(request) if self._has_room(request) else None  # several calls of one
+                if admission is None:
                     heapq.heappop(emptiest)
                     continue
-                admission = self._issue_again() if self._to_reissue else self._admit_one()
                 self._in_flight[admission.group_id] = _InFlight(admission, request.collector)
                 self._num_held[request.collector] += 1
                 request.issued.append(admission)
@@ -513,8 +566,31 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             if given:
                 self._progress_at = asyncio.get_running_loop().time()
 
-    def _num_startable(self) -> int:
-        return len(self._to_reissue) or self._num_free_slots()
+    def _next_for(self, request: _SlotRequest) -> Admission | None:
+        """A group that this collector can generate."""
+        source, offer = request.source, request.offer
+        for group_id in self._to_reissue:
+            if self._source_of(group_id) == source:
+                return self._issue_again(group_id)
+        if offer is None:
+            return self._admit_one() if self._num_free_slots() else None
+        while offer.tasks and self._num_places():
+            draw, task = offer.tasks.popleft()
+            offer.used.append(draw)
+            if not self._sources.is_wanted(source, draw):
+                continue
+            admission = self._admitted(task)
+            self._sources.admitted(admission.group_id, source, draw)
+            kept = self._kept_of.pop((source, draw), None)
+            if kept is None or not self._may_be(kept, admission):
+                return admission
+            self._in_flight[admission.group_id] = _InFlight(admission, None)
+            self._accept([replace(kept, group_id=admission.group_id, attempt=0)])
+        return None
+
+    def _source_of(self, group_id: int) -> str:
+        own = self._sources.of(group_id)
+        return "" if own is None else own[0]
 
     def _has_room(self, request: _SlotRequest) -> bool:
         return self._num_held[request.collector] < request.capacity
@@ -553,10 +629,15 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         task = self._next_task
         assert task is not None
         self._draw()
+        admission = self._admitted(task)
+        self._drawn.append(admission.group_id)
+        self._on_drawn(admission.group_id)
+        return admission
+
+    def _admitted(self, task: Task) -> Admission:
         group_id = self._last_draw = self._upcoming_draw()
         self._draw_ahead = None
         min_policy_version = self._window.admit(group_id)
-        self._drawn.append(group_id)
         self._ledger.admit(group_id)
         spans.instant("admitted", group=group_id, version=min_policy_version)
         return Admission(group_id=group_id, task=task, min_policy_version=min_policy_version)
@@ -579,13 +660,20 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     def _is_kept_for(self, group: Group) -> bool:
         """Whether it is of the task that comes next, and new enough for the place that it would get."""
         assert self._next_task is not None, "there is a free slot"
-        oldest, newest = group.policy_versions()
         min_policy_version = self._rule.min_policy_version(self._window.next_queue_index)
-        if group.task_id == self._next_task.task_id and min_policy_version <= oldest and newest <= self._published:
+        admission = Admission(group_id=group.group_id, task=self._next_task, min_policy_version=min_policy_version)
+        if self._may_be(group, admission):
             return True
-        logger.info("group %d is made again: what was kept of it cannot be trained on", group.group_id)
         del self._kept[group.group_id]
         return False
+
+    def _may_be(self, kept: Group, admission: Admission) -> bool:
+        oldest, newest = kept.policy_versions()
+        fits = kept.task_id == admission.task.task_id and admission.min_policy_version <= oldest
+        if not (fits and newest <= self._published):
+            logger.info("group %d is made again: what was kept of it cannot be trained on", admission.group_id)
+            return False
+        return True
 
     @property
     def _tasks_ended(self) -> bool:
@@ -598,8 +686,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         except NoTaskYet as error:
             self._next_task, self._awaited_task = None, str(error)
 
-    def _issue_again(self) -> Admission:
-        group_id = self._to_reissue.pop(0)
+    def _issue_again(self, group_id: int) -> Admission:
+        self._to_reissue.remove(group_id)
         return replace(self._in_flight[group_id].admission, attempt=self._attempts[group_id])
 
     def _reissue(self, group_ids: Sequence[int], reason: str) -> None:
@@ -651,6 +739,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._ledger.move(group_id, state)
         self._release(group_id)
         self._window.drop(group_id)
+        self._sources.over(group_id)
         self._dropped_in_a_row += 1
         self._last_reasons.append(reason)
 
@@ -763,6 +852,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             **{name: getattr(self, f"_{name}") for name in _PLAIN},
             "window": self._window.state_dict(),
             "ledger": self._ledger.state_dict(),
+            "sources": self._sources.state_dict(),
             "length_bias": self.length_bias.state_dict(),
             "start": asdict(self._start),
             "next_task": None if self._next_task is None else asdict(self._next_task),
@@ -785,6 +875,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             setattr(self, f"_{name}", state[name])
         self._window.load_state_dict(state["window"])
         self._ledger.load_state_dict(state["ledger"])
+        self._sources.load_state_dict(state["sources"])
         self.length_bias.load_state_dict(state["length_bias"])
         self._start = Position(**state["start"])
         later = [d for d in self._start.open_draws if d > self._last_draw]

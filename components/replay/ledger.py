@@ -1,4 +1,5 @@
-"""The life of every group: admitted -> generated -> taken -> trained, or filtered, or failed.
+"""The life of every group: admitted -> generated -> taken -> trained, or filtered, or failed, or
+returned: nobody is left who could generate it, and its task is drawn again, as another group.
 
 Each group goes through exactly one such life, and each transition is checked: a group that is delivered twice, or
 trained without being taken, is a bug in Leeway and raises.
@@ -19,15 +20,17 @@ class GroupState(StrEnum):
     TRAINED = "trained"
     FILTERED = "filtered"
     FAILED = "failed"
+    RETURNED = "returned"
 
 
 _NEXT = {
-    GroupState.ADMITTED: {GroupState.GENERATED, GroupState.FILTERED, GroupState.FAILED},
+    GroupState.ADMITTED: {GroupState.GENERATED, GroupState.FILTERED, GroupState.FAILED, GroupState.RETURNED},
     GroupState.GENERATED: {GroupState.TAKEN},
     GroupState.TAKEN: {GroupState.TRAINED},
     GroupState.TRAINED: set(),
     GroupState.FILTERED: set(),
     GroupState.FAILED: set(),
+    GroupState.RETURNED: set(),
 }
 
 

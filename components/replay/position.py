@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,7 @@ class Position:
     num_taken: int = 0
     open_draws: list[int] = field(default_factory=list)
     next_draw: int = 0
+    sources: dict[str, Any] = field(default_factory=dict)  # of explorers' own tasks, see `Sources.position`
 
     def draws(self) -> Iterator[int]:
         """Draw numbers from here on."""

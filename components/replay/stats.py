@@ -12,6 +12,7 @@ class BufferStats:
     groups_taken: int
     filtered: int
     failed: int
+    returned: int
     retries: int
     admitted: int
     dropped_stale: int

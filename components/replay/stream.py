@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,8 +29,7 @@ class TaskStream(Iterator[Task]):
     """Endless, or `epochs` passes (the last one may be partial), without tasks whose prompt is too long.
 
     `num_tokens` gives the length of a prompt, `shortened` the replacement for one that is too long (None: there is
-    none; it may raise). `start`: what `position` returned in an earlier run, with `draws` (those to repeat first, and
-    where to continue after them); its tasks come first.
+    none; it may raise). `start`: what `position` returned in an earlier run; its open tasks come first.
 
     Drawing from a queue raises `NoTaskYet` if it is empty now.
     """
@@ -42,7 +42,6 @@ class TaskStream(Iterator[Task]):
         max_prompt_tokens: int,
         shortened: Callable[[Task], Task | None] = lambda task: None,
         epochs: float | None = None,
-        draws: Position | None = None,
         start: dict[str, Any] | None = None,
     ) -> None:
         self._taskset = taskset
@@ -51,8 +50,8 @@ class TaskStream(Iterator[Task]):
         if epochs is not None:
             assert not isinstance(taskset, QueueTaskSet), "a rule on settings: nobody knows how long a queue will be"
             self._most = round(epochs * len(taskset))
-        self._numbers = (draws or Position()).draws()
         self._task_of: dict[int, str] = {}  # by draw, from the first one that is not over
+        self._ahead: deque[str] = deque()  # drawn, for groups that nobody has asked for yet
         self._again: list[Task] = []
         self._num_drawn = 0
         self.num_too_long = self.num_shortened = 0
@@ -68,8 +67,12 @@ class TaskStream(Iterator[Task]):
 
     def __next__(self) -> Task:
         task = (self._fitting(self._again.pop()) if self._again else None) or self._fresh()
-        self._task_of[next(self._numbers)] = task.task_id
+        self._ahead.append(task.task_id)
         return task
+
+    def admitted(self, draw: int) -> None:
+        """The oldest task that is drawn ahead is that of this group."""
+        self._task_of[draw] = self._ahead.popleft()
 
     def forget_before(self, draw: int) -> None:
         """Every draw before this one is finished."""
@@ -80,11 +83,13 @@ class TaskStream(Iterator[Task]):
 
         A task that was drawn ahead, for a group that no collector has requested yet, is among the former.
         """
-        ahead = [d for d in self._task_of if d >= position.next_draw]
         waiting = [task.task_id for task in reversed(self._again)]
         return {
-            "open_tasks": [self._task_of[d] for d in sorted({*position.open_draws, *ahead} & self._task_of.keys())]
-            + waiting,
+            "open_tasks": [
+                *(self._task_of[d] for d in sorted(self._task_of.keys() & {*position.open_draws})),
+                *self._ahead,
+                *waiting,
+            ],
             "num_drawn": self._num_drawn,
             "taskset": self._taskset.state_dict(),
         }

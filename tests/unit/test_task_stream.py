@@ -50,7 +50,6 @@ class Run:
             self.taskset,
             num_tokens=lambda task: len(task.prompt),
             max_prompt_tokens=NUM_TASKS,
-            draws=position,
             start=stream,
         )
         rule = AdmissionRule(
@@ -62,6 +61,7 @@ class Run:
             num_batches=None,
             capacity=64,
             start=position,
+            drawn=self.stream.admitted,
         )
         self.version = position.num_batches
 
@@ -129,9 +129,9 @@ def test_a_lockstep_run_that_is_ended_anywhere_draws_what_it_would_have_drawn(ki
 
 
 def test_epochs_end_where_they_would_have_ended_and_long_prompts_are_left_out_in_both_runs() -> None:
-    def stream(start: Any = None, draws: Position | None = None) -> TaskStream:
+    def stream(start: Any = None) -> TaskStream:
         options = {"max_prompt_tokens": 4, "epochs": 2.5, "num_tokens": lambda task: len(task.prompt)}
-        return TaskStream(taskset_of("shuffle", 10), start=start, draws=draws, **options)
+        return TaskStream(taskset_of("shuffle", 10), start=start, **options)
 
     whole = [task.task_id for task in stream()]
     assert set(whole) == {str(i) for i in range(5)}
@@ -141,8 +141,9 @@ def test_epochs_end_where_they_would_have_ended_and_long_prompts_are_left_out_in
     assert drawn == whole[:6]
     assert first.num_too_long > 0
     # Draws 2 and 4 are not over; 5 was drawn ahead and nobody has asked for it.
-    position = Position(open_draws=[2, 4], next_draw=5)
-    second = stream(first.position(position), position)
+    for draw in range(5):
+        first.admitted(draw)
+    second = stream(first.position(Position(open_draws=[2, 4], next_draw=5)))
     assert [task.task_id for task in second] == [whole[2], whole[4], *whole[5:]]
 
 
