@@ -89,7 +89,7 @@ class Caller:
 
 
 class Calls:
-    """The train job's end, of one explorer. Calls are handled one after the other, all but those that wait (`admit`)."""
+    """The train job's end, of one explorer. Calls are handled in order, but for those that wait (`admit`)."""
 
     def __init__(self, files: ExplorerFiles, handle: Callable[[Call], Awaitable[dict[str, Any]]]) -> None:
         self._files = files
@@ -117,6 +117,11 @@ class Calls:
             self._known.update(new)
             self._handling = asyncio.create_task(self._handle_all(new))
         return bool(new)
+
+    async def handled(self) -> None:
+        """Wait until what was found is handled, but for those that wait."""
+        if self._handling is not None:
+            await self._handling
 
     def stop(self) -> None:
         for task in [*self._waits, *([self._handling] if self._handling else [])]:

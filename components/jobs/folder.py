@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -81,7 +82,7 @@ class Beats:
 
 def write_whole(path: Path, data: bytes) -> None:
     """On disk before it is seen, and seen whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     with partial.open("wb") as file:
         file.write(data)
         file.flush()

@@ -11,8 +11,9 @@ import logging
 import os
 import secrets
 import socket
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,6 +61,7 @@ class _Explorer:
     session: str = ""
     is_here: bool = False
     collectors: set[str] = field(default_factory=set)
+    has_own: bool = False
     num_groups: int = 0
     about: dict[str, Any] = field(default_factory=dict)
 
@@ -81,8 +83,10 @@ class Host:
         silent_s: float,
         timeout_s: float,
         wait_s: float,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`wait_s`: without any explorer for so long, the run ends."""
+        """`wait_s`: without any explorer for so long, the run ends. `now`: the clock that tells when one is silent."""
+        self._now = now
         self._meeting, self._buffer, self._store = meeting, buffer, store
         self._about = about
         self._group_size = group_size
@@ -92,6 +96,7 @@ class Host:
         self._life = secrets.token_hex(4)
         self._state = UP
         self._beat = 0
+        self._signing, self._looking = asyncio.Lock(), asyncio.Lock()
         self._explorers: dict[str, _Explorer] = {}
         self._published = -1
         self._sayings: list[str] = []
@@ -118,7 +123,8 @@ class Host:
         return {"explorers/present": float(self.num_explorers), **groups}
 
     async def run(self) -> None:
-        await asyncio.to_thread(self._give_sign)
+        await self._take_what_waits()
+        await self._give_sign()
         loop, pace = asyncio.get_running_loop(), Pace()
         next_look = alone_since = loop.time()
         while True:
@@ -128,7 +134,7 @@ class Host:
                 await self._look_for_explorers()
             if now >= self._next_beat:
                 self._next_beat = now + BEAT_S
-                await asyncio.to_thread(self._give_sign)
+                await self._give_sign()
             if self.num_explorers:
                 alone_since = now
             elif now - alone_since > self._wait_s:
@@ -136,48 +142,60 @@ class Host:
             busy = [e.calls.look() for e in list(self._explorers.values())]
             await pace.wait(busy=any(busy))
 
+    async def _take_what_waits(self) -> None:
+        """What was delivered while there was no train job comes before anything that is asked now."""
+        for files in self._meeting.all_explorers():
+            explorer = self._explorers[files.name] = self._made(files)
+            explorer.calls.look()
+            await explorer.calls.handled()
+
     async def close(self, *, ended: bool) -> None:
         """Tell the explorers that no more groups are wanted: for good, or (not `ended`) for now."""
         self._state = ENDED if ended else STOPPED
-        await asyncio.to_thread(self._give_sign)
+        await self._give_sign()
 
-    def _give_sign(self) -> None:
-        self._beat += 1
-        write_json(
-            self._meeting.train,
-            {
-                **self._about,
-                "life": self._life,
-                "state": self._state,
-                "beat": self._beat,
-                "published": self._published,
-                "resumed_at": self._resumed_at,
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-            },
-        )
+    async def _give_sign(self) -> None:
+        async with self._signing:
+            self._beat += 1
+            await asyncio.to_thread(write_json, self._meeting.train, self._sign())
+
+    def _sign(self) -> dict[str, Any]:
+        return {
+            **self._about,
+            "life": self._life,
+            "state": self._state,
+            "beat": self._beat,
+            "published": self._published,
+            "resumed_at": self._resumed_at,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
 
     async def _look_for_explorers(self) -> None:
         for files in await asyncio.to_thread(self._meeting.all_explorers):
             explorer = self._explorers.get(files.name)
             if explorer is None:
                 explorer = self._explorers[files.name] = self._made(files)
-            try:
-                about = await asyncio.to_thread(read_json, files.about)
-            except ValueError as error:
-                logger.warning("explorer %s: %s", files.name, error)
-                continue
-            if about is not None:
-                await self._saw(explorer, about)
+            await self._look_at(explorer)
         for explorer in self._explorers.values():
             if explorer.is_here and explorer.beats.is_silent:
                 await self._gone(explorer, f"it has given no sign of life for {explorer.beats.silent_for_s:.0f} s")
+
+    async def _look_at(self, explorer: _Explorer) -> None:
+        async with self._looking:
+            try:
+                about = await asyncio.to_thread(read_json, explorer.files.about)
+            except ValueError as error:
+                logger.warning("explorer %s: %s", explorer.files.name, error)
+                return
+            if about is not None:
+                await self._saw(explorer, about)
 
     def _made(self, files: ExplorerFiles) -> _Explorer:
         async def handle(call: Call) -> dict[str, Any]:
             return await self._handle(explorer, call)
 
-        explorer = _Explorer(files, Beats(self._silent_s), Calls(files, handle))
+        explorer = _Explorer(files, Beats(self._silent_s, now=self._now), Calls(files, handle))
         return explorer
 
     async def _saw(self, explorer: _Explorer, about: dict[str, Any]) -> None:
@@ -196,12 +214,12 @@ class Host:
         """What it holds is issued again. If it comes back, it comes under another session."""
         explorer.is_here = False
         held = [await self._buffer.mark_dead(name, cause) for name in sorted(explorer.collectors)]
-        returned = await self._buffer.withdraw(explorer.files.name)
-        num_groups = sum(map(len, held)) - len(returned)
-        self._say(
-            f"explorer {explorer.files.name} is gone: {cause}; {num_groups} groups were issued again"
-            + (f", and {len(returned)} of its own tasks wait for it" if returned else "")
-        )
+        what = f"{sum(map(len, held))} groups are issued to others"
+        if explorer.has_own:
+            what = f"{len(await self._buffer.withdraw(explorer.files.name))} of its own tasks wait for it"
+        elif not any(e.is_here and not e.has_own for e in self._explorers.values()):
+            what = f"{len(await self._buffer.withdraw(''))} tasks wait for somebody who works on the trainer's"
+        self._say(f"explorer {explorer.files.name} is gone: {cause}; {what}")
 
     def _say(self, text: str) -> None:
         logger.warning("%s", text)
@@ -212,6 +230,8 @@ class Host:
         verb = getattr(self, f"_on_{call.verb}", None) if call.verb in VERBS else None
         if verb is None:
             raise ValueError(f"no such call: {call.verb[:40]}")
+        if call.session != explorer.session:  # it may have come before its sign was seen
+            await self._look_at(explorer)
         if not (explorer.is_here and call.session == explorer.session):
             if call.verb == "put":
                 self._keep(call, explorer)
@@ -223,6 +243,7 @@ class Host:
 
     async def _on_admit(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
         offer = self._offer(explorer, call.arguments.get("own"))
+        explorer.has_own = offer is not None
         try:
             admissions = await self._buffer.admit(
                 _number(call.arguments, "limit"), timeout_s=self._timeout_s, collector=collector, offer=offer

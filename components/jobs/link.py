@@ -64,6 +64,7 @@ class TrainLink:
         self._life = self._session = ""
         self._state, self._beat = UP, 0
         self._changed = asyncio.Condition()
+        self._signing = asyncio.Lock()
         self._holders: dict[int, str] = {}
         self._draw_of: dict[int, int] = {}
         self._newest_pulled = -1
@@ -191,7 +192,7 @@ class TrainLink:
                 now = asyncio.get_running_loop().time()
                 if now >= next_beat:
                     next_beat = now + BEAT_S
-                    await asyncio.to_thread(self._give_sign)
+                    await self._give_sign()
                 await asyncio.sleep(LOOK_S)
         finally:
             answers.cancel()
@@ -202,7 +203,7 @@ class TrainLink:
         while self._caller.num_waiting and not self._is_gone and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(LOOK_S)
         self._state = LEFT
-        await asyncio.to_thread(self._give_sign)
+        await self._give_sign()
 
     @property
     def _is_gone(self) -> bool:
@@ -244,7 +245,7 @@ class TrainLink:
         self._holders.clear()
         self._draw_of.clear()
         self._draws = None
-        await asyncio.to_thread(self._give_sign)
+        await self._give_sign()
         async with self._changed:
             self._changed.notify_all()
 
@@ -296,19 +297,20 @@ class TrainLink:
         elif answer.result().get("over") and session == self._session:
             self._is_over = True
 
-    def _give_sign(self) -> None:
-        self._beat += 1
-        write_json(
-            self._files.about,
-            {
-                "session": self._session,
-                "state": self._state,
-                "beat": self._beat,
-                "policy_version": self._newest_pulled,
-                "host": socket.gethostname(),
-                "pid": os.getpid(),
-            },
-        )
+    async def _give_sign(self) -> None:
+        async with self._signing:
+            self._beat += 1
+            await asyncio.to_thread(write_json, self._files.about, self._sign())
+
+    def _sign(self) -> dict[str, Any]:
+        return {
+            "session": self._session,
+            "state": self._state,
+            "beat": self._beat,
+            "policy_version": self._newest_pulled,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+        }
 
     def _say(self, text: str) -> None:
         logger.warning("%s", text)

@@ -158,7 +158,8 @@ class GroupStore:
         return read_groups(self.folder, self._index, state=state)
 
     def close(self) -> None:
-        self._index.close()
+        with self._writing:
+            self._index.close()
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:

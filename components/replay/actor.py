@@ -157,6 +157,7 @@ class ReplayBufferActor(Watched):
             delivered=self._delivered,
             num_collectors=0 if meets else config.rollout.num_generators,
             drawn=self._stream.admitted,
+            returned=self._stream.returned,
             anybody=lambda: self._host is None or self._host.num_explorers > 0,
         )
         if meets:

@@ -113,8 +113,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     that were used before. `priority`: among the groups that it may choose, the window prefers the best. `delivered` is
     called with every delivered group and its task, before operators, and never for one that was issued again.
     `num_collectors`: the first slots are handed out once this many have asked, or after `FIRST_SLOTS_S`. `anybody`:
-    whether there is any now who generates; else no wait has a deadline. `drawn` is called with the id of each group
-    whose task is from `tasks`.
+    whether there is any now who generates; else no wait has a deadline. `drawn` is told the id of the group that gets
+    the next of `tasks`, `returned` that a group is no more and its task is to come again.
 
     `storage`, `writer`, `sampler`, `transform` and `collate_fn` are torchrl's and do here what they do there: a group
     is stored as one flat TensorDict (`Group.packed`), and a batch is sampled as a lazy stack of these. A sampler
@@ -140,7 +140,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         delivered: Callable[[Task, Group], None] | None = None,
         num_collectors: int = 1,
         anybody: Callable[[], bool] = lambda: True,
-        drawn: Callable[[int], None] = lambda _: None,
+        drawn: Callable[[int], None] = lambda group_id: None,
+        returned: Callable[[int, Task], None] = lambda group_id, task: None,
         storage: Storage | None = None,
         writer: FreeSlotWriter | None = None,
         sampler: Sampler | None = None,
@@ -192,7 +193,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._batch_waiters: deque[asyncio.Future[None]] = deque()
         self._num_expected: int = num_collectors
         self._anybody = anybody
-        self._on_drawn = drawn
+        self._on_drawn, self._on_returned = drawn, returned
         self._sources = Sources(start.sources)
         self._kept: dict[int, Group] = {}
         self._kept_of: dict[tuple[str, int], Group] = {}
@@ -243,7 +244,10 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
         A group from an old attempt that has since been issued again is ignored: only the newest attempt counts.
         """
-        self._accept([group for group in groups if not self._superseded(group.group_id, group.attempt)])
+        current = [group for group in groups if not self._superseded(group.group_id, group.attempt)]
+        self._accept(current)
+        if current:
+            self._progressed()
 
     def admission_of(self, group_id: int, collector: str) -> Admission | None:
         """Of a group in flight that this collector holds."""
@@ -295,8 +299,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
                 self.update_priority(index, torch.tensor(float(priority)))
             self._dropped_in_a_row = 0
             self._last_reasons.clear()
-        if current:
-            self._progressed()
+        self._wake_batch_waiter()
 
     async def retried(self, group_id: int, *, attempt: int = 0) -> None:
         """The collector that holds this group retries it: same queue index, same `min_policy_version`."""
@@ -340,17 +343,23 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         return await self.give_back(collector, reason)
 
     async def withdraw(self, source: str) -> list[int]:
-        """Nobody is left who could generate groups of this source: what is in flight of it ends, and its tasks will be
-        drawn again when it is back. Returns the groups' ids.
+        """Nobody is left who could generate groups of this source ("": the trainer's own tasks). What is in flight of
+        it ends, and its tasks will be drawn again. Returns the groups' ids.
         """
-        gone = [group_id for group_id in self._sources.groups(source) if group_id in self._in_flight]
-        for group_id in gone:
+        gone = sorted(g for g in self._in_flight if self._source_of(g) == source)
+        for group_id in reversed(gone):
+            task = self._in_flight[group_id].admission.task
             self._ledger.move(group_id, GroupState.RETURNED)
             self._release(group_id)
             self._window.drop(group_id)
-            self._sources.returned(group_id)
-        again = set(self._to_reissue).difference(gone)
-        self._to_reissue = sorted(again)
+            if source:
+                self._sources.returned(group_id)
+            else:
+                self._drawn.remove(group_id)
+                self._on_returned(group_id, task)
+        self._to_reissue = sorted(set(self._to_reissue).difference(gone))
+        if gone and not source and self._tasks_ended:
+            self._draw()
         self._progressed()
         return gone
 
@@ -517,7 +526,6 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     def _progressed(self) -> None:
         """Restart the deadlines, and wake every waiter that can continue."""
         self._progress_at = asyncio.get_running_loop().time()
-        self._admit_kept()
         self._hand_out_slots()
         self._wake_batch_waiter()
 
@@ -537,6 +545,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
     def _hand_out_slots(self) -> None:
         """Answer the collectors for which there is a group, or for which there will never be one again."""
+        self._admit_kept()
         if not self._slot_requests:
             return
         if self._is_over():
@@ -554,6 +563,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
                 admission = self._next_for(request) if self._has_room(request) else None  # several calls of one
                 if admission is None:
                     heapq.heappop(emptiest)
+                    if request.offer is not None and request.offer.used and not request.offer.tasks:
+                        given[request] = None  # none of what it offered was wanted: it has others
                     continue
                 self._in_flight[admission.group_id] = _InFlight(admission, request.collector)
                 self._num_held[request.collector] += 1

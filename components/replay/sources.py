@@ -31,9 +31,6 @@ class Sources:
         """(source, draw) of a group that is not over; None: its task is the trainer's own."""
         return self._groups.get(group_id)
 
-    def groups(self, source: str) -> list[int]:
-        return [group_id for group_id, (name, _) in self._groups.items() if name == source]
-
     def where(self, source: str) -> tuple[int, list[int]]:
         """(the first draw that was never seen, those before it that are to be drawn again)."""
         own = self._sources.get(source, _Source())

@@ -74,6 +74,11 @@ class TaskStream(Iterator[Task]):
         """The oldest task that is drawn ahead is that of this group."""
         self._task_of[draw] = self._ahead.popleft()
 
+    def returned(self, draw: int, task: Task) -> None:
+        """The group of this draw is no more: its task is drawn again, under another number."""
+        del self._task_of[draw]
+        self._again.append(task)
+
     def forget_before(self, draw: int) -> None:
         """Every draw before this one is finished."""
         self._task_of = {d: task_id for d, task_id in self._task_of.items() if d >= draw}

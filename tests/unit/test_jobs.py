@@ -1,0 +1,579 @@
+"""The jobs of a run in one folder: a real replay buffer, its host, and explorers' links, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leeway.config.errors import ConfigError
+from leeway.config.stages import plan_run
+from leeway.failures import PartFailed, Refused
+from leeway.group import Group
+from leeway.jobs import calls, host, link
+from leeway.jobs.calls import Call, Caller, Calls
+from leeway.jobs.fit import check_fit, must_be_equal
+from leeway.jobs.folder import Meeting, read_json
+from leeway.jobs.group_bytes import group_bytes, group_of, groups_of, laid_out
+from leeway.jobs.host import Host
+from leeway.jobs.link import TrainLink
+from leeway.jobs.store import FINISHED, TRAINED, VOID, GroupStore
+from leeway.replay.admission import AdmissionRule
+from leeway.replay.buffer import ReplayBuffer
+from leeway.replay.position import Position
+from leeway.replay.stream import TaskStream
+from leeway.tasks.taskset import TaskSet
+from leeway.types import Admission, Task
+
+from .. import fakes
+
+P, LIMIT_S = 4, 120.0
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (host, link):
+        monkeypatch.setattr(module, "BEAT_S", 0.02)
+    monkeypatch.setattr(link, "LOOK_S", 0.01)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+class Train:
+    """The train job's buffer with its host and store, as the actor puts them together; L = 1."""
+
+    def __init__(
+        self,
+        folder: Path,
+        start: str | None = None,
+        *,
+        num_batches: int | None = None,
+        now: Callable[[], float] | None = None,
+        silent_s: float = 5.0,
+    ) -> None:
+        saved: dict[str, Any] | None = json.loads(start) if start else None
+        stream = saved.pop("stream") if saved else None
+        position = Position(**(saved or {}))
+        self.meeting, self.clock = Meeting(folder), Clock()
+        tasks = TaskSet([Task(task_id=f"task-{i}", prompt="p") for i in range(1000)], seed=0, order="sequential")
+        self.stream = TaskStream(tasks, num_tokens=lambda task: 1, max_prompt_tokens=1, start=stream)
+        self.buffer = ReplayBuffer(
+            tasks=self.stream,
+            drawn=self.stream.admitted,
+            returned=self.stream.returned,
+            start=position,
+            rule=AdmissionRule(
+                groups_per_batch=P, updates_per_batch=1, publish_every=1, reorder_window=1, target_lag=1, max_lag=1
+            ),
+            num_batches=num_batches,
+            capacity=64,
+            num_collectors=0,
+        )
+        self.store = GroupStore(self.meeting.groups)
+        self.version = position.num_batches
+        resumed_at = self.version if start else -1
+        for stored in self.store.resume(num_batches=position.num_batches, policy_version=resumed_at):
+            again = stored.group.group_id in position.open_draws or stored.group.group_id >= position.next_draw
+            if not ((stored.of or again) and self.buffer.keep(stored.group, of=stored.of)):
+                self.store.void([stored.group.group_id])
+        self.host = Host(
+            self.meeting, self.buffer, self.store, about={"must_be_equal": {}, "model": None}, group_size=2,
+            resumed_at=resumed_at, silent_s=silent_s, timeout_s=1e6, wait_s=1e6, now=now or self.clock,
+        )  # fmt: skip
+        self.running: asyncio.Task[None] | None = None
+
+    async def begin(self) -> None:
+        self.running = asyncio.create_task(self.host.run())
+        await self.publish()
+
+    async def publish(self) -> None:
+        await self.buffer.published(self.version)
+        self.host.published(self.version)
+
+    async def step(self) -> list[Group]:
+        served = await self.buffer.take_batch(timeout_s=1e6)
+        assert served is not None
+        for group in served.groups:
+            oldest, newest = group.policy_versions()
+            assert 0 <= self.version - newest <= self.version - oldest <= 1, "the bound"
+        self.version += 1
+        await self.publish()
+        self.store.trained(served.group_ids, batch=served.index)
+        await self.buffer.trained(served.group_ids)
+        return served.groups
+
+    def saved(self) -> str:
+        position = self.buffer.position(self.version)
+        assert position is not None
+        return json.dumps(asdict(position) | {"stream": self.stream.position(position)})
+
+    async def loses_the_only_one(self, name: str) -> None:
+        """It gives no more signs, and the last that it gave was seen; then time passes."""
+
+        def last_seen() -> bool:
+            beat = (read_json(self.meeting.explorer(name).about) or {})["beat"]
+            return self.host._explorers[name].about.get("beat") == beat
+
+        await until(last_seen, "its last sign was seen")
+        self.clock.seconds += 100.0
+        await until(lambda: self.host.num_explorers == 0, "it is lost")
+
+    async def killed(self) -> None:
+        assert self.running is not None
+        self.running.cancel()
+        await asyncio.wait({self.running})
+        for explorer in self.host._explorers.values():
+            explorer.calls.stop()
+        self.store.close()
+
+
+class Explorer:
+    """A link and one collector, which finishes what it is told to. `version`: of its engine."""
+
+    def __init__(self, folder: Path, name: str, *, own: Callable[[], Iterator[Task]] | None = None) -> None:
+        self.link = TrainLink(Meeting(folder), name, silent_s=1e6, wait_s=1e6, own=own)
+        self.running = asyncio.create_task(self.link.run())
+        self.version = 0
+
+    async def admit(self, limit: int = 2) -> list[Admission]:
+        return await asyncio.wait_for(self.link.admit(limit, "generator-0/1"), LIMIT_S)
+
+    async def put(self, *admissions: Admission, version: int | None = None) -> None:
+        await self.link.put([finished(a, self.version if version is None else version) for a in admissions])
+
+    async def work(self) -> None:
+        """For ever: one group after the other, under the newest weights that there are."""
+        while admissions := await self.link.admit(2, "generator-0/1"):
+            for admission in admissions:
+                version = max(self.link._train.get("published", 0), admission.min_policy_version)
+                await self.put(admission, version=version)
+                await asyncio.sleep(0)
+
+    async def killed(self) -> None:
+        self.running.cancel()
+        await asyncio.wait({self.running})
+
+
+def finished(admission: Admission, version: int, rewards: tuple[float, ...] = (0.0, 1.0)) -> Group:
+    trajectories = [fakes.trajectory(reward, version) for reward in rewards]
+    return Group.of(
+        group_id=admission.group_id,
+        task_id=admission.task.task_id,
+        attempt=admission.attempt,
+        trajectories=trajectories,
+    )
+
+
+async def until(holds: Callable[[], Any], what: str) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not holds():
+            await asyncio.sleep(0.005)
+    assert holds(), what
+
+
+def play(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(LIMIT_S):
+            await scenario()
+
+    asyncio.run(limited())
+
+
+# ------------------------------------------------------------------------------------------------------------- bytes
+
+
+def test_a_group_is_the_same_as_bytes_and_nothing_else_is_one() -> None:
+    groups = [fakes.group(3), fakes.group(4, rewards=(0.25, 0.5, 1.0))]
+    data = laid_out(groups)
+    assert groups_of(data) == groups
+    assert group_of(group_bytes(groups[1])) == groups[1]
+    for wrong in (data[:-3], b"\x80\x04N.", b"{}", group_bytes(groups[0])[:40], (1 << 40).to_bytes(8, "little") + b"x"):
+        with pytest.raises(Refused):
+            groups_of(wrong)
+
+
+# ------------------------------------------------------------------------------------------------------------- calls
+
+
+def test_calls_are_answered_whenever_somebody_comes_and_what_waits_holds_up_nothing(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        files = Meeting(tmp_path).explorer("a")
+        caller = Caller(files)
+        fetching = asyncio.create_task(caller.run())
+        stale = files.answers / "00000000-00000000-00000001.json"
+        stale.write_text("{}")
+        first = await caller.send("0000000a-0000000b", "put", {"x": 1}, b"bytes")
+        second = await caller.send("0000000a-0000000b", "admit", {})
+        third = await caller.send("0000000a-0000000b", "fail", {})
+        seen: list[Call] = []
+        free = asyncio.Event()
+
+        async def handle(call: Call) -> dict[str, Any]:
+            seen.append(call)
+            if call.verb == "admit":
+                await free.wait()
+            if call.verb == "fail":
+                raise ValueError("no such group")
+            return {"number": call.number}
+
+        answering = Calls(files, handle)
+
+        async def look() -> None:
+            while True:
+                answering.look()
+                await asyncio.sleep(0.005)
+
+        looking = asyncio.create_task(look())
+        assert await first == {"number": 1}
+        assert await third == {"error": "no such group"}
+        assert not second.done()
+        free.set()
+        assert await second == {"number": 2}
+        assert [(c.verb, c.arguments, c.payload) for c in seen] == [
+            ("put", {"x": 1}, b"bytes"), ("admit", {}, None), ("fail", {}, None),
+        ]  # fmt: skip
+        await until(lambda: not [*files.calls.iterdir(), *files.answers.iterdir()], "both sides clean up")
+        for task in (looking, fetching):
+            task.cancel()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("content", [b"[]", b"{", b'{"verb": 3}', b'{"verb": "put", "has_groups": true}', b"\xff"])
+def test_a_file_that_is_no_call_is_answered_with_what_is_wrong(tmp_path: Path, content: bytes) -> None:
+    async def scenario() -> None:
+        files = Meeting(tmp_path).explorer("a")
+        Caller(files)
+        name = "0000000a-0000000b-00000001.json"
+        (files.calls / name).write_bytes(content)
+        answering = Calls(files, lambda call: pytest.fail("it was handled"))
+        while not (files.answers / name).exists():
+            answering.look()
+            await asyncio.sleep(0.005)
+        assert "error" in (read_json(files.answers / name) or {})
+
+    play(scenario)
+
+
+# ------------------------------------------------------------------------------------------------------------- store
+
+
+def test_what_was_stored_is_there_after_a_kill_and_later_batches_are_undone(tmp_path: Path) -> None:
+    store = GroupStore(tmp_path)
+    store.add([fakes.group(0), fakes.group(1)], explorer="a")
+    store.add([fakes.group(2)], explorer="b", of=lambda _: ("b", 7))
+    later = Group.of(group_id=3, task_id="task-3", trajectories=[fakes.trajectory(0.0, 5), fakes.trajectory(1.0, 6)])
+    store.add([later], explorer="a")
+    store.trained([0], batch=0)
+    store.trained([1], batch=1)
+    again = GroupStore(tmp_path)  # the first was not closed
+    kept = again.resume(num_batches=1, policy_version=5)
+    assert [(s.group, s.explorer, s.of) for s in kept] == [
+        (fakes.group(1), "a", None),
+        (fakes.group(2), "b", ("b", 7)),
+    ]
+    assert (again.count(TRAINED), again.count(FINISHED), again.count(VOID)) == (1, 2, 1)
+    assert again.by_explorer() == {"a": 3, "b": 1}
+
+
+def test_a_file_goes_when_nothing_in_it_is_needed(tmp_path: Path) -> None:
+    store = GroupStore(tmp_path)
+    for i in range(4):
+        store.add([fakes.group(2 * i), fakes.group(2 * i + 1)])
+    for batch in range(3):
+        store.trained([2 * batch, 2 * batch + 1], batch=batch)
+    assert store.forget_before(2) == 2
+    assert [s.group.group_id for s in store.read()] == [4, 5, 6, 7]
+    assert len([*tmp_path.glob("*/*.groups")]) == 2
+
+
+def test_an_index_of_something_else_and_a_missing_file_are_named(tmp_path: Path) -> None:
+    (tmp_path / "index.sqlite").write_text("something else, and long enough to be taken for a header of SQLite" * 3)
+    with pytest.raises(ValueError, match=r"index\.sqlite: no index of groups"):
+        GroupStore(tmp_path)
+    store = GroupStore(tmp_path / "own")
+    store.add([fakes.group(0)])
+    next((tmp_path / "own").glob("*/*.groups")).unlink()
+    with pytest.raises(ValueError, match=r"\.groups: the index names it"):
+        list(store.read())
+
+
+# ----------------------------------------------------------------------------------------------------- both together
+
+
+def test_an_explorer_joins_delivers_and_hears_of_the_end(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        explorer = Explorer(tmp_path, "a")  # before there is a train job
+        admitting = asyncio.create_task(explorer.admit())
+        train = Train(tmp_path, num_batches=2)
+        await train.begin()
+        admissions = await admitting
+        assert [a.group_id for a in admissions] == [0, 1]
+        assert train.host.num_explorers == 1
+        await explorer.put(*admissions)
+        working = asyncio.create_task(explorer.work())
+        trained = [g.group_id for _ in range(2) for g in await train.step()]
+        assert trained == [*range(2 * P)]
+        assert train.store.count(TRAINED) == 2 * P
+        await train.host.close(ended=True)
+        await asyncio.wait_for(working, LIMIT_S)  # without any group
+        await until(lambda: explorer.link.has_ended, "it hears of it")
+
+    play(scenario)
+
+
+def test_one_that_is_silent_is_lost_and_what_it_then_delivers_is_not_trained_twice(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        one = Explorer(tmp_path, "a")
+        held = await one.admit(2)
+        await one.killed()  # it gives no more signs
+        await train.loses_the_only_one("a")
+        assert any("a is gone" in text for text in train.host.sayings())
+        other = Explorer(tmp_path, "b")
+        again = await other.admit(3)
+        assert {a.task.task_id for a in again} == {"task-0", "task-1", "task-2"}, "one was drawn ahead"
+        one.running = asyncio.create_task(one.link.run())  # it goes on
+        await one.put(*held)
+        await until(lambda: train.host.num_explorers == 2, "it is back, under another session")
+        await other.put(*again)
+        working = [asyncio.create_task(explorer.work()) for explorer in (one, other)]
+        trained = [g.task_id for _ in range(3) for g in await train.step()]
+        assert sorted(trained) == sorted(f"task-{i}" for i in range(3 * P))
+        assert train.store.count(TRAINED) == 3 * P
+        for task in working:
+            task.cancel()
+
+    play(scenario)
+
+
+def test_a_train_job_that_was_killed_goes_on_with_what_was_finished_meanwhile(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        explorer = Explorer(tmp_path, "a")
+        await explorer.put(*await explorer.admit(2), *await explorer.admit(2))
+        await train.step()
+        saved = train.saved()
+        held = await explorer.admit(4)  # groups 4 to 7, under version 1
+        await explorer.put(held[0], version=1)
+        await until(lambda: train.store.count(FINISHED) == 1, "one is stored")
+        await train.killed()
+        await explorer.put(held[1], version=1)  # nobody is there
+        train = Train(tmp_path, saved)
+        await train.begin()
+        rest = await explorer.admit(2)
+        assert [a.group_id for a in rest] == [6, 7], "4 and 5 are finished"
+        await explorer.put(*rest, version=1)
+        trained = await train.step()
+        assert [g.group_id for g in trained] == [4, 5, 6, 7]
+        assert not explorer.link.must_start_again
+
+    play(scenario)
+
+
+def test_groups_and_weights_of_a_life_that_was_given_up_are_not_used(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        saved = train.saved()
+        explorer = Explorer(tmp_path, "a")
+        await explorer.put(*await explorer.admit(2), *await explorer.admit(2))
+        await train.step()
+        held = await explorer.admit(2)
+        await explorer.put(held[0], version=1)  # of weights that are never made again
+        await until(lambda: train.store.count(FINISHED) == 1, "it is stored")
+        explorer.link._newest_pulled = 1
+        await train.killed()
+        train = Train(tmp_path, saved)
+        await train.begin()
+        await until(lambda: explorer.link.must_start_again, "its engine has weights that are no more")
+        assert await explorer.admit() == []
+        fresh = Explorer(tmp_path, "a")
+        assert [a.group_id for a in await fresh.admit(4)] == [4, 5, 6, 7], "0 to 3 were kept, of version 0"
+        assert [g.group_id for g in await train.step()] == [0, 1, 2, 3]
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("version", "rewards", "cause"),
+    [(9, (0.0, 1.0), "got tokens of versions 9 to 9, expected 0 to 0"), (0, (1.0,), "got 1 trajectories")],
+)
+def test_a_group_that_cannot_be_is_refused_and_its_slot_is_not_lost(
+    tmp_path: Path, version: int, rewards: tuple[float, ...], cause: str
+) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        explorer = Explorer(tmp_path, "a")
+        first, second = await explorer.admit(2)
+        await explorer.link.put([finished(first, version, rewards)])
+        said: list[str] = []
+        await until(lambda: said.extend(explorer.link.sayings()) or any(cause in text for text in said), cause)
+        await explorer.put(second)
+        await explorer.link.leave()
+        other = Explorer(tmp_path, "b")
+        assert first.task in [a.task for a in await other.admit(2)]
+
+    play(scenario)
+
+
+def own_tasks(name: str) -> Callable[[], Iterator[Task]]:
+    return lambda: (Task(task_id=f"{name}-{i}", prompt="p") for i in itertools.count())
+
+
+def test_an_explorers_own_tasks_wait_for_it_and_nobody_else_gets_them(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        own = Explorer(tmp_path, "a", own=own_tasks("a"))
+        held = await own.admit(3)
+        assert [a.task.task_id for a in held] == ["a-0", "a-1", "a-2"]
+        await own.put(held[1])
+        await own.killed()
+        await until(lambda: train.store.count(FINISHED) == 1, "it is stored")
+        await train.loses_the_only_one("a")
+        other = Explorer(tmp_path, "b")
+        assert [a.task.task_id for a in await other.admit(2)] == ["task-0", "task-1"], "the trainer's own"
+        back = Explorer(tmp_path, "a", own=own_tasks("a"))
+        assert [a.task.task_id for a in await back.admit(3)] == ["a-0", "a-2", "a-3"]
+
+    play(scenario)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_whoever_dies_each_own_task_is_trained_once_and_in_the_end_none_is_left_out(tmp_path: Path, seed: int) -> None:
+    """Explorers and the train job are killed at random; the train job goes on from its last checkpoint."""
+    rng = random.Random(seed)
+
+    async def scenario() -> None:
+        train = Train(tmp_path, now=time.monotonic, silent_s=1.0)
+        await train.begin()
+        saved, trained_at_saved = train.saved(), 0
+        trained: list[tuple[str, int]] = []
+        explorers: dict[str, tuple[Explorer, asyncio.Task[None]]] = {}
+
+        def start(name: str) -> None:
+            explorer = Explorer(tmp_path, name, own=own_tasks(name) if name != "t" else None)
+            explorers[name] = explorer, asyncio.create_task(explorer.work())
+
+        async def stop(name: str) -> None:
+            explorer, working = explorers.pop(name)
+            working.cancel()
+            await explorer.killed()
+
+        for name in "abt":
+            start(name)
+        for _ in range(20):
+            assert train.running is not None
+            stepping = asyncio.create_task(train.step())
+            going_on = {train.running, *(working for _, working in explorers.values())}
+            await asyncio.wait({stepping, *going_on}, return_when=asyncio.FIRST_COMPLETED)
+            for task in going_on:
+                if task.done():
+                    task.result()
+            for group in await stepping:
+                trained.append((group.task_id, train.version))
+            if rng.random() < 0.3:
+                saved, trained_at_saved = train.saved(), len(trained)
+            if rng.random() < 0.2 and len(explorers) > 1:
+                await stop(rng.choice(list(explorers)))
+            if rng.random() < 0.3:
+                for name in set("abt") - explorers.keys():
+                    start(name)
+            if rng.random() < 0.1:
+                await train.killed()
+                del trained[trained_at_saved:]
+                for name in list(explorers):  # as their stages do when the weights are others
+                    await stop(name)
+                train = Train(tmp_path, saved, now=time.monotonic, silent_s=1.0)
+                await train.begin()
+                for name in "abt":
+                    start(name)
+        ids = [task_id for task_id, _ in trained]
+        assert len(ids) == len(set(ids)), "a task was trained on twice"
+        for name in ("a", "b", "task"):
+            own = sorted(int(task_id.split("-")[1]) for task_id in ids if task_id.startswith(f"{name}-"))
+            missing = set(range(own[-1])) - set(own)
+            assert len(missing) <= 4 * P, f"tasks of {name} were lost: {sorted(missing)}"
+
+    play(scenario)
+
+
+def test_without_any_explorer_the_wait_ends_by_name(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        train.host._wait_s = 0.0
+        with pytest.raises(TimeoutError, match=r"no explorer was here for 0 s \(explorer\.wait_s\)"):
+            await train.host.run()
+
+    play(scenario)
+
+
+def test_a_train_job_that_never_comes_back_ends_the_explorer_by_name(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        alone = TrainLink(Meeting(tmp_path), "a", silent_s=0.0, wait_s=0.0)
+        with pytest.raises(PartFailed, match=r"the train job was not there for 0 s \(explorer\.wait_s\)"):
+            await alone.run()
+
+    play(scenario)
+
+
+# ---------------------------------------------------------------------------------------------------------- settings
+
+
+def test_settings_that_both_must_share_are_refused_with_the_difference() -> None:
+    (*_, train) = plan_run("quickstart", "train")
+    theirs = json.loads(json.dumps(must_be_equal(train.config)))
+    (explore,) = plan_run("quickstart", "explore", ["explorer.name=a", "rollout.num_generators=2"])
+    check_fit(explore.config, theirs)
+    (other,) = plan_run("quickstart", "explore", ["rollout.temperature=0.7"])
+    with pytest.raises(ConfigError, match=r"rollout\.temperature: got 0\.7, expected 1\.0 as in the train job"):
+        check_fit(other.config, theirs)
+
+
+def test_the_halves_of_a_run_meet_in_its_folder_and_each_has_its_own() -> None:
+    *before, train = plan_run("quickstart", "train", ["output_dir=/tmp/o"])
+    (explore,) = plan_run("quickstart", "explore", ["output_dir=/tmp/o", "explorer.name=a"])
+    assert [stage.name for stage in before] == ["sft"], "what comes before is the train job's"
+    assert train.config.meeting_folder == explore.config.meeting_folder == Path("/tmp/o/leeway/quickstart/meeting")
+    assert explore.config.run_dir == Path("/tmp/o/leeway/quickstart/explorers/a")
+    assert train.config.run_dir == Path("/tmp/o/leeway/quickstart")
+    assert train.config.param_server.transport == explore.config.param_server.transport == "files"
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("param_server.transport=broadcast", "param_server.transport: got 'broadcast', expected files"),
+        ("param_server.delta=true", "param_server.delta: got True, expected false"),
+        ("rollout.pull=oldest", "rollout.pull: got 'oldest', expected newest"),
+        ("cluster.placement=turns", "cluster.placement: got 'turns', expected separate"),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["train", "explore"])
+def test_what_two_jobs_cannot_do_is_refused(recipe: str, setting: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        plan_run("quickstart", recipe, [setting])
+    assert said in str(error.value)
+
+
+def test_calls_says_how_often_it_looks() -> None:
+    assert calls.SOON_S < calls.LATER_S <= 0.1, "a call and its answer take less than a fifth of a second"
