@@ -1,0 +1,69 @@
+"""A train job and explorers that have a folder in common, and nothing else: they come in any order, and may be killed."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .conftest import DIGITS_LAST, Started
+
+SMALL = ["stages.async_rl.train.steps=8", "stages.async_rl.train.groups_per_step=16", "rollout.engine.name=hf"]
+
+
+def rows(run: Path, query: str) -> list[tuple[Any, ...]]:
+    index = run / "meeting/groups/index.sqlite"
+    if not index.exists():
+        return []
+    with closing(sqlite3.connect(f"file:{index}?mode=ro", uri=True)) as connection:
+        return connection.execute(query).fetchall()
+
+
+def wait_for_groups(train: Started, explorer: str, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not rows(train.run_dir, f"SELECT row FROM groups WHERE explorer = '{explorer}'"):
+        assert train.process.poll() is None, train.output()
+        assert time.monotonic() < deadline, f"{explorer} delivered nothing in {timeout_s:g} s:\n{train.output()}"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_explorers_that_come_before_the_train_job_and_die_under_it_cost_no_group(
+    start: Any, of_sums: list[str], from_untrained: list[str]
+) -> None:
+    settings = [*SMALL, *of_sums, *from_untrained, *DIGITS_LAST, "explorer.silent_s=6"]
+    first = start("explore", *settings, "explorer.name=first")
+    first.wait_for("waits for a train job", 120)
+    train = start("train", *settings)
+    wait_for_groups(train, "first", 240)
+    first.kill()
+    own = start("explore", *settings, "explorer.name=second", "explorer.tasks=own", "seed=5")
+    run = train.wait(400)
+    assert run.code == 0, run.output
+    assert "explorer first is gone" in run.output
+    last = own.wait(120)
+    assert last.code == 0, last.output
+    assert max(run.series("train/policy_lag/max")) <= 2
+    trained = rows(run.dir, "SELECT group_id, source, draw, explorer FROM groups WHERE state = 'trained'")
+    assert len(trained) == 8 * 16
+    assert len({group_id for group_id, *_ in trained}) == len(trained), "a group was trained on twice"
+    draws = [(source, draw) for _, source, draw, _ in trained if source]
+    assert draws, "nothing of the second one's own tasks"
+    assert len(set(draws)) == len(draws), "a task of its own was trained on twice"
+    assert {explorer for *_, explorer in trained} == {"first", "second"}
+    assert not [*first.left_over(20), *own.left_over(20), *train.left_over(20)]
+
+
+def test_an_explorer_whose_settings_differ_is_refused_with_the_difference(
+    start: Any, of_sums: list[str], from_untrained: list[str]
+) -> None:
+    settings = [*SMALL, *of_sums, *from_untrained, *DIGITS_LAST]
+    train = start("train", *settings)
+    train.wait_for("explorers are met", 120)
+    other = start("explore", *settings, "rollout.temperature=0.5").wait(120)
+    assert other.code == 2, other.output
+    assert "rollout.temperature: got 0.5, expected 1.0 as in the train job" in other.last_line()
