@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from ..config import Config
+from ..config.errors import ConfigError
 from ..failures import Refused
 from ..jobs.fit import check_fit
 from ..jobs.folder import Meeting, read_json
@@ -80,7 +81,10 @@ class ExploreStage:
             await asyncio.sleep(LOOK_S)
 
     def _fitting(self, train: dict[str, Any]) -> Config:
-        check_fit(self._config, train["must_be_equal"])
+        try:
+            check_fit(self._config, train["must_be_equal"])
+        except ConfigError as error:
+            raise Refused(str(error)) from None
         return self._config.with_model_path(train["model"] or self._meeting.model)
 
     async def _refuse_a_namesake(self) -> None:
