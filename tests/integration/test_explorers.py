@@ -1,4 +1,4 @@
-"""A train job and explorers that have a folder in common, and nothing else; they come in any order and may be killed."""
+"""A train job and explorers with a folder in common, and nothing else; they come in any order and may be killed."""
 
 from __future__ import annotations
 
