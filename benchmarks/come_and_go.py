@@ -143,7 +143,7 @@ def main() -> None:
     print(f"b left with exit code {b.end(120)}, at step {len(trained_steps(run))}", flush=True)
     c.signal_all(signal.SIGKILL)
     print(f"c was killed at step {len(trained_steps(run))}", flush=True)
-    c = Job(out, "c", "explore", *settings, "explorer.name=c", "seed=2", "checkpoint.resume=auto", *OWN_TASKS)
+    c = Job(out, "c", "explore", *settings, "explorer.name=c", "seed=2", *OWN_TASKS)
     until_it_delivers(run, "c", train)
     a.signal_all(signal.SIGSTOP)
     print(f"a was stopped at step {len(trained_steps(run))}", flush=True)

@@ -66,7 +66,7 @@ def _engines(config: Config) -> Iterator[Served]:
 def earlier_run(config: Config, folder: Path | None = None) -> Problem | None:
     """Whether `folder` (the run's own) already holds a run, whose files would be mixed with the new ones."""
     folder = folder or config.run_dir
-    if config.checkpoint.resume == "auto":
+    if config.checkpoint.resume == "auto" or config.elsewhere == "trainer":  # an explorer comes and goes
         return None
     found = [name for name in ("summary.json", "config.yaml", "metrics.jsonl") if is_file(folder / name)]
     if not found:

@@ -120,7 +120,7 @@ class GroupStore:
         """
         with self._transaction():
             undone = (FINISHED, num_batches)
-            self._index.execute("UPDATE groups SET state = ?, batch = NULL WHERE batch >= ?", undone)
+            self._index.execute("UPDATE groups SET state = ?, batch = NULL WHERE batch >= ? AND file != ''", undone)
             # What an operator dropped is delivered again: it is dropped again, or the operator has changed.
             self._index.execute("UPDATE groups SET state = ? WHERE state = ?", (FINISHED, LEFT_OUT))
             self._index.execute(
@@ -137,11 +137,14 @@ class GroupStore:
             )
 
     def forget_before(self, batch: int) -> int:
-        """Remove the files of which nothing was trained in this batch or later, or will be; returns how many."""
-        old = "SELECT file FROM groups GROUP BY file HAVING SUM(state = ? OR batch >= ?) = 0"
-        names = [name for (name,) in self._index.execute(old, (FINISHED, batch))]
+        """Remove the files of which nothing was trained in this batch or later, or will be; returns how many.
+
+        The index keeps what is known of their groups, and forgets where they were.
+        """
+        old = "SELECT file FROM groups WHERE file != '' GROUP BY file HAVING SUM(state IN (?, ?) OR batch >= ?) = 0"
+        names = [name for (name,) in self._index.execute(old, (FINISHED, LEFT_OUT, batch))]
         with self._transaction():
-            self._index.executemany("DELETE FROM groups WHERE file = ?", [(name,) for name in names])
+            self._index.executemany("UPDATE groups SET file = '' WHERE file = ?", [(name,) for name in names])
         for name in names:
             (self.folder / name).unlink(missing_ok=True)
         return len(names)
@@ -154,7 +157,9 @@ class GroupStore:
         return dict(self._index.execute("SELECT explorer, COUNT(*) FROM groups GROUP BY explorer"))
 
     def read(self, *, state: str | None = None) -> Iterator[StoredGroup]:
-        """In the order in which they arrived. A group whose file is gone or damaged raises ValueError."""
+        """Those that are still on disk, in the order in which they arrived. A file that is gone or damaged raises
+        ValueError.
+        """
         return read_groups(self.folder, self._index, state=state)
 
     def close(self) -> None:
@@ -174,9 +179,9 @@ class GroupStore:
 
 
 def read_groups(folder: Path, index: sqlite3.Connection, *, state: str | None = None) -> Iterator[StoredGroup]:
-    where, values = ("WHERE state = ?", (state,)) if state is not None else ("", ())
+    where, values = ("AND state = ?", (state,)) if state is not None else ("", ())
     columns = "file, place, explorer, source, draw, state, batch"
-    rows = index.execute(f"SELECT {columns} FROM groups {where} ORDER BY row", values).fetchall()
+    rows = index.execute(f"SELECT {columns} FROM groups WHERE file != '' {where} ORDER BY row", values).fetchall()
     held: tuple[str, list[Group]] = ("", [])
     for file, place, explorer, source, draw, its_state, batch in rows:
         if held[0] != file:

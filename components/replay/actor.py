@@ -168,6 +168,7 @@ class ReplayBufferActor(Watched):
         config, meeting = self._config, Meeting(self._config.meeting_folder)
         version = position.num_batches * config.train.updates_per_batch if is_resumed else -1
         self._store = store = GroupStore(meeting.groups)
+        self._needed_from = position.num_batches
         finished = store.resume(num_batches=position.num_batches, policy_version=version)
         for stored in finished:
             group_id = stored.group.group_id
@@ -324,6 +325,10 @@ class ReplayBufferActor(Watched):
         if position is None:
             return None
         used = self._reuse.after(position.num_batches)
+        if self._store is not None and not self._config.explorer.keep_groups:
+            # The checkpoint before is still needed, until the one that is being saved is whole.
+            await asyncio.to_thread(self._store.forget_before, self._needed_from)
+            self._needed_from = position.num_batches
         return asdict(position) | {
             "stream": self._stream.position(position),
             "used_groups": await asyncio.to_thread(groups_as_text, used) if used else "",

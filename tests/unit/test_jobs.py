@@ -565,6 +565,7 @@ def test_the_halves_of_a_run_meet_in_its_folder_and_each_has_its_own() -> None:
         ("param_server.transport=broadcast", "param_server.transport: got 'broadcast', expected files"),
         ("param_server.delta=true", "param_server.delta: got True, expected false"),
         ("rollout.pull=oldest", "rollout.pull: got 'oldest', expected newest"),
+        ("eval.every=5", "eval.every: got 5, expected 0"),
         ("cluster.placement=turns", "cluster.placement: got 'turns', expected separate"),
     ],
 )
