@@ -39,7 +39,7 @@ from ..trainer.durable import sync, write_durably
 # Settings that may change when a run is resumed: where it runs and what it reports, not what it learns.
 # The weights come from the checkpoint, which knows their shapes itself, so the model's own folder may have moved,
 # and nothing is built a second time.
-FREE = {"name", "project", "output_dir", "cluster", "monitor", "log", "checkpoint", "eval", "stages"}
+FREE = {"name", "project", "output_dir", "explorer", "cluster", "monitor", "log", "checkpoint", "eval", "stages"}
 FREE_KEYS = {"train.steps", "train.epochs", "train.num_ranks", "train.max_tokens_per_microbatch", "train.packing"} | {
     "model.path",
     "model.init",
