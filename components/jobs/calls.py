@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
 from collections.abc import Awaitable, Callable
@@ -17,9 +18,15 @@ from typing import Any
 
 from .folder import MOST_GROUP_BYTES, ExplorerFiles, read_bytes, read_json, write_json, write_whole
 
+logger = logging.getLogger(__name__)
+
 SOON_S, LATER_S = 0.01, 0.1
 """Interval between looks: right after something happened, and when nothing has for long."""
 NAME = re.compile(r"(?P<session>[0-9a-f]{8}-[0-9a-f]{8})-(?P<number>\d{8})\.json")
+
+
+class StoreFailed(RuntimeError):
+    """What was delivered could not be written: the run's own failure, and nobody else's."""
 
 
 class Pace:
@@ -71,11 +78,14 @@ class Caller:
     async def run(self) -> None:
         pace = Pace()
         while True:
-            names = os.listdir(self._files.answers) if self._waiting else []
+            names = await asyncio.to_thread(os.listdir, self._files.answers) if self._waiting else []
             found = [name for name in names if NAME.fullmatch(name)]
             for name in found:
                 path = self._files.answers / name
-                answer = read_json(path)
+                try:
+                    answer = await asyncio.to_thread(read_json, path)
+                except ValueError:  # replaced in this moment: it is looked at again
+                    continue
                 path.unlink(missing_ok=True)
                 waiting = self._waiting.pop(name.removesuffix(".json"), None)  # None: of this explorer's earlier life
                 if waiting is not None and not waiting.done():
@@ -110,7 +120,7 @@ class Calls:
             self._handling = None
         try:
             names = sorted(name for name in os.listdir(self._files.calls) if NAME.fullmatch(name))
-        except FileNotFoundError:
+        except OSError:  # none yet, or somebody has put something else there
             return False
         self._known.intersection_update(names)
         if new := [name for name in names if name not in self._known]:
@@ -131,7 +141,7 @@ class Calls:
         for name in names:
             try:
                 call = await asyncio.to_thread(self._read, name)
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 await self._answer(name, {"error": str(error)})
                 continue
             if call.verb == "admit":
@@ -142,16 +152,20 @@ class Calls:
     async def _handle_one(self, name: str, call: Call) -> None:
         try:
             answer = await self._handle(call)
-        except ValueError as error:  # no call that a job of ours makes: its explorer is told, and the run goes on
-            answer = {"error": " ".join(str(error).split())[:500]}
+        except StoreFailed:
+            raise
+        except Exception as error:  # what a call provokes is its explorer's affair: it is told, and the run goes on
+            logger.warning("a call of explorer %s failed", self._files.name, exc_info=error)
+            answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"}
         await self._answer(name, answer)
 
     async def _answer(self, name: str, answer: dict[str, Any]) -> None:
         path = self._files.calls / name
-        with contextlib.suppress(FileNotFoundError):  # somebody has removed the explorer's folder
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # somebody has removed the explorer's folder
             await asyncio.to_thread(write_json, self._files.answers / name, answer)
-        path.unlink(missing_ok=True)
-        path.with_suffix(".groups").unlink(missing_ok=True)
+        for done in (path, path.with_suffix(".groups")):
+            with contextlib.suppress(IsADirectoryError, PermissionError, FileNotFoundError):
+                done.unlink()
 
     def _read(self, name: str) -> Call:
         match = NAME.fullmatch(name)

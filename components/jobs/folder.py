@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,8 @@ BEAT_S = 1.0
 """How often each side gives a sign of life."""
 MOST_JSON_BYTES = 1 << 24
 MOST_GROUP_BYTES = 1 << 32
+MOST_VERSIONS = 1 << 62
+MOST_LIVES = 1000
 
 
 class Meeting:
@@ -57,6 +60,16 @@ class ExplorerFiles:
         self.about = folder / "explorer.json"
         self.calls = folder / "calls"
         self.answers = folder / "answers"
+
+
+def good_until(lives: list[Any], life: str) -> int:
+    """The newest policy version of this life of the train job whose weights every later life has continued from; -1 if
+    it is unknown. `lives`: (life, the version that it began with) of each, oldest first.
+    """
+    names = [str(name) for name, _ in lives]
+    if life not in names:
+        return -1
+    return min([MOST_VERSIONS, *(int(began) for _, began in lives[names.index(life) + 1 :])])
 
 
 class Beats:
@@ -109,13 +122,18 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_bytes(path: Path, most: int) -> bytes | None:
+    """None: there is no such file (now). Raises ValueError for one that is no file, too large, or cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            about = os.fstat(descriptor)
+            if not stat.S_ISREG(about.st_mode) or about.st_size > most:
+                raise ValueError(f"{path}: no file of at most {most} bytes")
+            with os.fdopen(os.dup(descriptor), "rb") as file:
+                return file.read(most + 1)
+        finally:
+            os.close(descriptor)
     except FileNotFoundError:
         return None
-    except OSError as error:
+    except OSError as error:  # on a shared disk, also one that was replaced in this moment
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
-    with os.fdopen(descriptor, "rb") as file:
-        if (size := os.fstat(descriptor).st_size) > most:
-            raise ValueError(f"{path}: {size} bytes, expected at most {most}")
-        return file.read()

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import socket
+import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,10 +19,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from ..group import Group
 from ..types import Admission, Offer, Task
-from .calls import Call, Calls, Pace
-from .folder import BEAT_S, Beats, ExplorerFiles, Meeting, read_json, write_json
+from .calls import Call, Calls, Pace, StoreFailed
+from .folder import BEAT_S, MOST_LIVES, Beats, ExplorerFiles, Meeting, good_until, read_json, write_json
 from .group_bytes import groups_of
 from .store import GroupStore
 
@@ -47,8 +50,14 @@ class Buffer(Protocol):
     async def withdraw(self, source: str) -> list[int]: ...
     def where(self, source: str) -> tuple[int, list[int]]: ...
     def of(self, group_id: int) -> tuple[str, int] | None: ...
+    def restart_deadlines(self) -> None: ...
     def has(self, group_id: int) -> bool: ...
     def keep(self, group: Group, *, of: tuple[str, int] | None = None) -> bool: ...
+
+
+MOST_AHEAD = 100_000
+"""How far an explorer's own draws may be ahead of the first that was never seen."""
+MOST_REFUSED, MOST_COLLECTORS = 10, 10_000
 
 
 @dataclass(eq=False)
@@ -61,7 +70,9 @@ class _Explorer:
     session: str = ""
     is_here: bool = False
     collectors: set[str] = field(default_factory=set)
+    retired: set[str] = field(default_factory=set)
     has_own: bool = False
+    num_refused: int = 0  # deliveries in a row
     num_groups: int = 0
     about: dict[str, Any] = field(default_factory=dict)
 
@@ -79,17 +90,21 @@ class Host:
         *,
         about: dict[str, Any],
         group_size: int,
+        vocab_size: int | None,
+        max_length: int,
         resumed_at: int,
         silent_s: float,
         timeout_s: float,
         wait_s: float,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`wait_s`: without any explorer for so long, the run ends. `now`: the clock that tells when one is silent."""
+        """`vocab_size`: of the model (None: unknown); `max_length`: of a prompt and its response. `wait_s`: without any
+        explorer for so long, the run ends. `now`: the clock that tells when one is silent.
+        """
         self._now = now
         self._meeting, self._buffer, self._store = meeting, buffer, store
         self._about = about
-        self._group_size = group_size
+        self._group_size, self._vocab_size, self._max_length = group_size, vocab_size, max_length
         self._resumed_at = resumed_at
         self._silent_s, self._timeout_s, self._wait_s = silent_s, timeout_s, wait_s
         self._next_beat = 0.0
@@ -102,11 +117,17 @@ class Host:
         self._sayings: list[str] = []
         for folder in (meeting.folder, meeting.explorers):
             folder.mkdir(parents=True, exist_ok=True)
+        self._lives = [*_earlier_lives(meeting), (self._life, resumed_at)][-MOST_LIVES:]
 
     @property
     def num_explorers(self) -> int:
         """Those that are here."""
         return sum(e.is_here for e in self._explorers.values())
+
+    @property
+    def somebody_generates(self) -> bool:
+        """Whether an explorer is here that has asked for groups: its engines are up."""
+        return any(e.is_here and e.collectors for e in self._explorers.values())
 
     def published(self, policy_version: int) -> None:
         """Explorers should hear of it now."""
@@ -166,7 +187,7 @@ class Host:
             "state": self._state,
             "beat": self._beat,
             "published": self._published,
-            "resumed_at": self._resumed_at,
+            "lives": self._lives,
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }
@@ -206,6 +227,7 @@ class Host:
             if explorer.is_here:
                 await self._gone(explorer, "it was started again")
             explorer.session, explorer.is_here, explorer.collectors = session, True, set()
+            explorer.has_own, explorer.num_refused = about.get("own") is True, 0
             self._say(f"explorer {explorer.files.name} has joined, on {str(about.get('host'))[:80]}")
         elif explorer.is_here and session == explorer.session and state == LEFT:
             await self._gone(explorer, "it has left")
@@ -217,9 +239,12 @@ class Host:
         what = f"{sum(map(len, held))} groups are issued to others"
         if explorer.has_own:
             what = f"{len(await self._buffer.withdraw(explorer.files.name))} of its own tasks wait for it"
-        elif not any(e.is_here and not e.has_own for e in self._explorers.values()):
+        elif not self._trainers_tasks_have_somebody():
             what = f"{len(await self._buffer.withdraw(''))} tasks wait for somebody who works on the trainer's"
         self._say(f"explorer {explorer.files.name} is gone: {cause}; {what}")
+
+    def _trainers_tasks_have_somebody(self) -> bool:
+        return any(e.is_here and not e.has_own for e in self._explorers.values())
 
     def _say(self, text: str) -> None:
         logger.warning("%s", text)
@@ -238,12 +263,17 @@ class Host:
             return {"over": True}
         arguments = call.arguments
         collector = f"{explorer.files.name}#{call.session[-8:]}/{_text(arguments, 'collector')}"
+        if len(explorer.collectors) >= MOST_COLLECTORS and collector not in explorer.collectors:
+            raise ValueError(f"collector: more than {MOST_COLLECTORS} in one session")
+        if not explorer.collectors:
+            self._buffer.restart_deadlines()
         explorer.collectors.add(collector)
         return await verb(explorer, call, collector)
 
     async def _on_admit(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
         offer = self._offer(explorer, call.arguments.get("own"))
-        explorer.has_own = offer is not None
+        if (offer is not None) is not explorer.has_own:
+            raise ValueError("own: got tasks from an explorer that has none, or none from one that has")
         try:
             admissions = await self._buffer.admit(
                 _number(call.arguments, "limit"), timeout_s=self._timeout_s, collector=collector, offer=offer
@@ -252,6 +282,11 @@ class Host:
             return {"again": True}
         if not (explorer.is_here and call.session == explorer.session):
             return {"over": True}
+        if not admissions and self._state == UP and not (offer and offer.used) and collector not in explorer.retired:
+            await asyncio.sleep(
+                BEAT_S
+            )  # all groups are out; should this life end before they are trained on, there are more
+            return {"again": True}
         used = [] if offer is None else offer.used
         rows = [{**asdict(a), "draw": of[1] if (of := self._buffer.of(a.group_id)) else None} for a in admissions]
         return {"admissions": rows, "used": used}
@@ -260,8 +295,12 @@ class Host:
         if own is None:
             return None
         try:
-            return Offer(explorer.files.name, deque((int(draw), Task(**task)) for draw, task in own))
-        except (TypeError, ValueError) as error:
+            offer = Offer(explorer.files.name, deque((int(draw), Task(**task)) for draw, task in own))
+            first, _ = self._buffer.where(explorer.files.name)
+            if any(not 0 <= draw < first + MOST_AHEAD or not _is_task(task) for draw, task in offer.tasks):
+                raise ValueError(f"draws from {first} on, and tasks as text")
+            return offer
+        except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"own: got no tasks ({' '.join(str(error).split())[:120]})") from None
 
     async def _on_where(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
@@ -270,16 +309,18 @@ class Host:
         return {"next": first, "open": again}
 
     async def _on_put(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
-        wanted = []
-        for group in groups_of(call.payload or b""):
-            admission = self._buffer.admission_of(group.group_id, collector)
-            if admission is None or admission.attempt != group.attempt:
-                logger.info("group %d of %s comes late: it was issued again", group.group_id, collector)
-                continue
-            self._check(group, admission)
-            wanted.append(group)
+        try:
+            wanted = self._wanted(call, collector)
+        except Exception as error:
+            await self._refused(explorer, collector, error)
+            raise
         if wanted:
-            await asyncio.to_thread(self._store.add, wanted, explorer=explorer.files.name, of=self._buffer.of)
+            explorer.num_refused = 0
+            of = {g.group_id: self._buffer.of(g.group_id) for g in wanted}
+            try:
+                await asyncio.to_thread(self._store.add, wanted, explorer=explorer.files.name, of=of.get)
+            except (OSError, sqlite3.Error) as error:
+                raise StoreFailed(f"{self._store.folder}: groups could not be written: {error}") from error
             # While it was written they may have been taken away from it.
             wanted = [g for g in wanted if self._buffer.admission_of(g.group_id, collector) is not None]
             await self._buffer.put(wanted)
@@ -288,7 +329,41 @@ class Host:
                 await asyncio.to_thread(self._store.left_out, dropped)
         return {"groups": len(wanted)}
 
+    def _wanted(self, call: Call, collector: str) -> list[Group]:
+        """Those of the delivered groups that are still theirs to deliver. Raises for one that cannot be trained on."""
+        wanted: dict[int, Group] = {}
+        for group in groups_of(call.payload or b""):
+            admission = self._buffer.admission_of(group.group_id, collector)
+            if admission is None or admission.attempt != group.attempt:
+                logger.info("group %d of %s comes late: it was issued again", group.group_id, collector)
+                continue
+            self._check(group, admission)
+            wanted[group.group_id] = group
+        return list(wanted.values())
+
+    async def _refused(self, explorer: _Explorer, collector: str, error: Exception) -> None:
+        """What it was to deliver is issued again; one that delivers nothing else is sent away."""
+        explorer.num_refused += 1
+        await self._buffer.give_back(collector, f"it delivered what cannot be trained on: {error}"[:300])
+        if explorer.num_refused >= MOST_REFUSED:
+            await self._gone(
+                explorer, f"{MOST_REFUSED} deliveries in a row could not be trained on, the last: {error}"[:300]
+            )
+
     def _check(self, group: Group, admission: Admission) -> None:
+        samples = group.samples
+        tokens = torch.cat([samples["prompt_tokens"], samples["response_tokens"]])
+        longest = int((samples["prompt_lengths"] + samples["response_lengths"]).max())
+        if (
+            int(tokens.min()) < 0
+            or (self._vocab_size is not None and int(tokens.max()) >= self._vocab_size)
+            or longest > self._max_length
+            or not bool(samples["behavior_logprobs"].isfinite().all())
+        ):
+            raise ValueError(
+                f"group {group.group_id}: expected tokens of a vocabulary of {self._vocab_size}, at most "
+                f"{self._max_length} in a conversation, and finite logprobs"
+            )
         oldest, newest = group.policy_versions()
         if not admission.min_policy_version <= oldest <= newest <= self._published:
             raise ValueError(
@@ -297,7 +372,7 @@ class Host:
             )
         if len(group) != self._group_size or group.task_id != admission.task.task_id:
             raise ValueError(
-                f"group {group.group_id}: got {len(group)} trajectories of task {group.task_id[:80]}, expected "
+                f"group {group.group_id}: got {len(group)} trajectories of task {str(group.task_id)[:80]}, expected "
                 f"{self._group_size} of {admission.task.task_id}"
             )
 
@@ -305,9 +380,11 @@ class Host:
         """Groups for an earlier life of the train job: those made under weights that are still good are of use."""
         if call.session.startswith(self._life):
             return  # of a session that is over: issued again
+        newest = good_until(self._lives, call.session[:8])
+        draws = call.arguments.get("draws")
         for group in groups_of(call.payload or b""):
-            good = len(group) == self._group_size and group.policy_versions()[1] <= self._resumed_at
-            draw = call.arguments.get("draws", {}).get(str(group.group_id))
+            good = len(group) == self._group_size and group.policy_versions()[1] <= newest
+            draw = draws.get(str(group.group_id)) if isinstance(draws, dict) else None
             of = None if draw is None else (explorer.files.name, int(draw))
             if good and self._buffer.keep(group, of=of):
                 self._store.add([group], explorer=explorer.files.name, of=lambda _, of=of: of)
@@ -331,8 +408,18 @@ class Host:
         return {"group_ids": await self._buffer.mark_dead(collector, _text(call.arguments, "reason"))}
 
     async def _on_retire(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
+        explorer.retired.add(collector)
         await self._buffer.retire(collector)
         return {}
+
+
+def _is_task(task: Task) -> bool:
+    return isinstance(task.task_id, str) and isinstance(task.prompt, str | list) and isinstance(task.answer, str)
+
+
+def _earlier_lives(meeting: Meeting) -> list[tuple[str, int]]:
+    about = read_json(meeting.train) or {}
+    return [(str(life), int(began)) for life, began in about.get("lives", ())]
 
 
 VERBS = ("admit", "put", "where", "retried", "fail", "give_back", "mark_dead", "retire")

@@ -7,6 +7,7 @@ collectors hold is no longer theirs, and they go on in another session as if not
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
@@ -14,7 +15,7 @@ import secrets
 import socket
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..failures import Kind, PartFailed
@@ -23,7 +24,7 @@ from ..transports.files import newest_publication
 from ..types import Admission, Task
 from ..weights import Publication
 from .calls import Caller
-from .folder import BEAT_S, Beats, Meeting, read_json, write_json
+from .folder import BEAT_S, Beats, Meeting, good_until, read_json, write_json
 from .group_bytes import laid_out
 from .host import ENDED, LEFT, UP
 
@@ -32,6 +33,15 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.05
 LEAVE_S = 30.0
 """How long a job that leaves waits until what it has delivered was taken."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Who holds a group of ours: under which session it was admitted, and its draw, if its task is our own."""
+
+    session: str
+    collector: str
+    draw: int | None
 
 
 class SessionOver(Exception):
@@ -65,8 +75,10 @@ class TrainLink:
         self._state, self._beat = UP, 0
         self._changed = asyncio.Condition()
         self._signing = asyncio.Lock()
-        self._holders: dict[int, str] = {}
-        self._draw_of: dict[int, int] = {}
+        self._holders: dict[tuple[int, int], _Held] = {}  # by group and attempt
+        self._no_more: set[str] = set()  # collectors that get no more groups
+        self._dead: set[str] = set()
+        self._owner = secrets.token_hex(8)
         self._newest_pulled = -1
         self._was_gone = self._is_over = False
         self._sayings: list[str] = []
@@ -77,7 +89,8 @@ class TrainLink:
 
     async def admit(self, limit: int, collector: str) -> list[Admission]:
         """See `ReplayBuffer.admit`. Waits for as long as the train job is gone, `wait_s` at most."""
-        while await self._until_here():
+        while collector not in self._no_more and await self._until_here():
+            session = self._session
             try:
                 if self._own is None:
                     answer = await self._ask("admit", limit=limit, collector=collector)
@@ -89,7 +102,11 @@ class TrainLink:
                 return []
             if answer.get("again") or (answer.get("used") and not answer["admissions"]):
                 continue
-            return [self._admitted(row, collector) for row in answer["admissions"]]
+            admissions = [self._admitted(row, collector, session) for row in answer["admissions"]]
+            if admissions and collector in self._dead:
+                await self.mark_dead(collector, "it is no more")
+                return []
+            return admissions
         return []
 
     async def _ask_with_own(self, limit: int, collector: str) -> dict[str, Any] | None:
@@ -117,39 +134,49 @@ class TrainLink:
         assert self._own is not None
         return ((draw, task) for draw, task in enumerate(self._own()) if draw >= first or draw in again)
 
-    def _admitted(self, row: dict[str, Any], collector: str) -> Admission:
+    def _admitted(self, row: dict[str, Any], collector: str, session: str) -> Admission:
         draw = row.pop("draw")
         admission = Admission(**{**row, "task": Task(**row["task"])})
-        self._holders[admission.group_id] = collector
-        if draw is not None:
-            self._draw_of[admission.group_id] = draw
+        self._holders[admission.group_id, admission.attempt] = _Held(session, collector, draw)
         return admission
 
     async def put(self, groups: Sequence[Group]) -> None:
         """Returns when they are on disk; a train job that is gone takes them when it is back."""
-        by_collector: dict[str, list[Group]] = defaultdict(list)
+        by_holder: dict[tuple[str, str], list[tuple[Group, int | None]]] = defaultdict(list)
         for group in groups:
-            by_collector[self._holders.pop(group.group_id, "nobody")].append(group)
-        for collector, own in by_collector.items():
-            draws = {g.group_id: d for g in own if (d := self._draw_of.pop(g.group_id, None)) is not None}
-            arguments = {"collector": collector, "draws": draws}
-            answer = await self._caller.send(self._session, "put", arguments, laid_out(own))
-            answer.add_done_callback(functools.partial(self._delivered, self._session))
+            held = self._holders.pop((group.group_id, group.attempt), None)
+            if held is not None:  # else it was given back
+                by_holder[held.session, held.collector].append((group, held.draw))
+        for (session, collector), own in by_holder.items():
+            arguments = {
+                "collector": collector,
+                "draws": {group.group_id: draw for group, draw in own if draw is not None},
+            }
+            answer = await self._caller.send(session, "put", arguments, laid_out([group for group, _ in own]))
+            answer.add_done_callback(functools.partial(self._delivered, session))
 
     async def retried(self, group_id: int, attempt: int) -> None:
-        await self._tell("retried", group_id)(group_id=group_id, attempt=attempt)
+        await self._report("retried", group_id, attempt)
 
     async def fail(self, group_id: int, reason: str, attempt: int) -> None:
-        await self._tell("fail", group_id)(group_id=group_id, reason=reason, attempt=attempt)
-        self._holders.pop(group_id, None)
+        await self._report("fail", group_id, attempt, reason=reason)
+        self._holders.pop((group_id, attempt), None)
 
     async def give_back(self, collector: str, reason: str) -> list[int]:
+        self._let_go(collector)
         return (await self._tell("give_back")(collector=collector, reason=reason)).get("group_ids", [])
 
     async def mark_dead(self, collector: str, reason: str) -> list[int]:
+        """Does not wait for a train job that is gone: it issues everything again when it is back."""
+        self._no_more.add(collector)
+        self._dead.add(collector)
+        self._let_go(collector)
+        if self._is_gone:
+            return []
         return (await self._tell("mark_dead")(collector=collector, reason=reason)).get("group_ids", [])
 
     async def retire(self, collector: str) -> None:
+        self._no_more.add(collector)
         await self._tell("retire")(collector=collector)
 
     # ----------------------------------------------------------------------------------------- as the parameter server
@@ -158,12 +185,16 @@ class TrainLink:
         """See `ParameterServer.pull`: the newest that the train job of this session has published."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while asyncio.get_running_loop().time() < deadline:
-            published = self._train.get("published", -1)
-            if not self.must_start_again and published > newer_than:
-                publication = await asyncio.to_thread(
-                    newest_publication, self._meeting.weights, newer_than=newer_than, at_most=published
-                )
-                if publication is not None:
+            published, life = self._train.get("published", -1), self._train.get("life")
+            if not self.must_start_again and life == self._life and published > newer_than:
+                try:
+                    publication = await asyncio.to_thread(
+                        newest_publication, self._meeting.weights, newer_than=newer_than, at_most=published
+                    )
+                except (OSError, ValueError) as error:  # removed in this moment, or not yet seen whole on a shared disk
+                    logger.info("a version could not be read yet: %s", error)
+                    publication = None
+                if publication is not None and self._train.get("life") == life and not self.must_start_again:
                     self._newest_pulled = max(self._newest_pulled, publication.manifest.policy_version)
                     return publication
             await asyncio.sleep(LOOK_S)
@@ -210,7 +241,10 @@ class TrainLink:
         return self._train.get("state") != UP or self._beats.is_silent
 
     async def _look(self) -> None:
-        train = await asyncio.to_thread(read_json, self._meeting.train) or {}
+        try:
+            train = await asyncio.to_thread(read_json, self._meeting.train) or {}
+        except ValueError:  # on a shared disk, replaced in this moment; if it lasts, the train job is silent
+            train = self._train
         self._beats.saw((train.get("life"), train.get("beat")))
         self._train = train
         if self._is_gone != self._was_gone:
@@ -221,7 +255,7 @@ class TrainLink:
                 "train", f"the train job was not there for {self._wait_s:g} s (explorer.wait_s)", kind=Kind.LOST
             )
         if train.get("life", self._life) != self._life and train.get("state") == UP:
-            if self._newest_pulled > train.get("resumed_at", -1):
+            if self._life and self._newest_pulled > good_until(train.get("lives", []), self._life):
                 self.must_start_again = True
             self._life = train["life"]
             await self._begin_session()
@@ -242,8 +276,6 @@ class TrainLink:
 
     async def _begin_session(self) -> None:
         self._session, self._is_over = f"{self._life}-{secrets.token_hex(4)}", False
-        self._holders.clear()
-        self._draw_of.clear()
         self._draws = None
         await self._give_sign()
         async with self._changed:
@@ -276,10 +308,16 @@ class TrainLink:
         async with self._changed:
             await self._changed.wait_for(lambda: self.has_ended or self.must_start_again)
 
-    def _tell(self, verb: str, group_id: int | None = None) -> Any:
+    def _let_go(self, collector: str) -> None:
+        self._holders = {key: held for key, held in self._holders.items() if held.collector != collector}
+
+    async def _report(self, verb: str, group_id: int, attempt: int, **arguments: Any) -> None:
+        held = self._holders.get((group_id, attempt))
+        if held is not None and held.session == self._session:
+            await self._tell(verb)(collector=held.collector, group_id=group_id, attempt=attempt, **arguments)
+
+    def _tell(self, verb: str) -> Any:
         async def tell(**arguments: Any) -> dict[str, Any]:
-            if group_id is not None:
-                arguments["collector"] = self._holders.get(group_id, "nobody")
             if not self._session:
                 return {}
             try:
@@ -300,10 +338,23 @@ class TrainLink:
     async def _give_sign(self) -> None:
         async with self._signing:
             self._beat += 1
-            await asyncio.to_thread(write_json, self._files.about, self._sign())
+            await asyncio.to_thread(self._sign_as_the_only_one)
+
+    def _sign_as_the_only_one(self) -> None:
+        about = None
+        with contextlib.suppress(ValueError):
+            about = read_json(self._files.about)
+        if self._beat > 1 and about is not None and about.get("owner") != self._owner:
+            who = f"process {about.get('pid')} on {about.get('host')}"
+            raise PartFailed(
+                "explorer", f"explorer.name: {self._files.name} is explored by {who} by now", kind=Kind.LOST
+            )
+        write_json(self._files.about, self._sign())
 
     def _sign(self) -> dict[str, Any]:
         return {
+            "owner": self._owner,
+            "own": self._own is not None,
             "session": self._session,
             "state": self._state,
             "beat": self._beat,

@@ -9,6 +9,7 @@ may read at the same time.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import sqlite3
 import threading
@@ -20,6 +21,8 @@ from pathlib import Path
 from ..group import Group
 from .folder import MOST_GROUP_BYTES, read_bytes, write_whole
 from .group_bytes import groups_of, laid_out
+
+logger = logging.getLogger(__name__)
 
 FILES_PER_FOLDER = 1000
 FINISHED, TRAINED, LEFT_OUT, VOID = "finished", "trained", "left out", "void"
@@ -35,6 +38,7 @@ CREATE TABLE IF NOT EXISTS groups (
     state TEXT NOT NULL, batch INTEGER
 )
 """
+_FILES_OF = "SELECT file FROM groups WHERE state = ? AND file != '' GROUP BY file ORDER BY MIN(row)"
 _INDICES = ("group_id", "state", "file")
 
 
@@ -126,7 +130,17 @@ class GroupStore:
             self._index.execute(
                 "UPDATE groups SET state = ? WHERE state = ? AND newest_version > ?", (VOID, FINISHED, policy_version)
             )
-        return [*self.read(state=FINISHED)]
+        found = []
+        for file in [name for (name,) in self._index.execute(_FILES_OF, (FINISHED,))]:
+            try:
+                found += [*read_groups(self.folder, self._index, state=FINISHED, file=file)]
+            except ValueError as error:  # made again: one file must not keep the run from going on
+                logger.warning("%s: its groups are made again", error)
+                with self._transaction():
+                    self._index.execute(
+                        "UPDATE groups SET state = ? WHERE file = ? AND state = ?", (VOID, file, FINISHED)
+                    )
+        return found
 
     def void(self, group_ids: Sequence[int]) -> None:
         """These will not be trained on."""
@@ -141,7 +155,8 @@ class GroupStore:
 
         The index keeps what is known of their groups, and forgets where they were.
         """
-        old = "SELECT file FROM groups WHERE file != '' GROUP BY file HAVING SUM(state IN (?, ?) OR batch >= ?) = 0"
+        needed = "SUM(state IN (?, ?) OR COALESCE(batch, -1) >= ?)"
+        old = f"SELECT file FROM groups WHERE file != '' GROUP BY file HAVING {needed} = 0"
         names = [name for (name,) in self._index.execute(old, (FINISHED, LEFT_OUT, batch))]
         with self._transaction():
             self._index.executemany("UPDATE groups SET file = '' WHERE file = ?", [(name,) for name in names])
@@ -178,15 +193,19 @@ class GroupStore:
             self._index.execute("COMMIT")
 
 
-def read_groups(folder: Path, index: sqlite3.Connection, *, state: str | None = None) -> Iterator[StoredGroup]:
-    where, values = ("AND state = ?", (state,)) if state is not None else ("", ())
+def read_groups(
+    folder: Path, index: sqlite3.Connection, *, state: str | None = None, file: str | None = None
+) -> Iterator[StoredGroup]:
+    asked = {"state": state, "file": file}
+    where = "".join(f" AND {column} = ?" for column, value in asked.items() if value is not None)
+    values = [value for value in asked.values() if value is not None]
     columns = "file, place, explorer, source, draw, state, batch"
     rows = index.execute(f"SELECT {columns} FROM groups WHERE file != '' {where} ORDER BY row", values).fetchall()
     held: tuple[str, list[Group]] = ("", [])
-    for file, place, explorer, source, draw, its_state, batch in rows:
-        if held[0] != file:
-            data = read_bytes(folder / file, MOST_GROUP_BYTES)
+    for name, place, explorer, source, draw, its_state, batch in rows:
+        if held[0] != name:
+            data = read_bytes(folder / name, MOST_GROUP_BYTES)
             if data is None:
-                raise ValueError(f"{folder / file}: the index names it, but it is not there")
-            held = (file, groups_of(data))
+                raise ValueError(f"{folder / name}: the index names it, but it is not there")
+            held = (name, groups_of(data))
         yield StoredGroup(held[1][place], explorer, (source, draw) if source else None, its_state, batch)

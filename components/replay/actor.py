@@ -14,6 +14,7 @@ import ray
 
 from .. import spans
 from ..config import Config, derive
+from ..config.model_files import model_config
 from ..failures import Watched, as_text
 from ..group import Group
 from ..jobs.fit import must_be_equal
@@ -158,7 +159,7 @@ class ReplayBufferActor(Watched):
             num_collectors=0 if meets else config.rollout.num_generators,
             drawn=self._stream.admitted,
             returned=self._stream.returned,
-            anybody=lambda: self._host is None or self._host.num_explorers > 0,
+            anybody=lambda: self._host is None or self._host.somebody_generates,
         )
         if meets:
             self._meet(position, is_resumed=start is not None)
@@ -185,6 +186,8 @@ class ReplayBufferActor(Watched):
             store,
             about={"model": None if is_here else path, "must_be_equal": must_be_equal(config)},
             group_size=config.algorithm.group_size,
+            vocab_size=model_config(Path(path)).get("vocab_size") if is_here else None,
+            max_length=config.rollout.max_model_len,
             resumed_at=version,
             silent_s=config.explorer.silent_s,
             timeout_s=config.cluster.step_timeout_s,

@@ -342,6 +342,10 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         await self.retire(collector)
         return await self.give_back(collector, reason)
 
+    def restart_deadlines(self) -> None:
+        """Whoever generates has only now come."""
+        self._progress_at = asyncio.get_running_loop().time()
+
     async def withdraw(self, source: str) -> list[int]:
         """Nobody is left who could generate groups of this source ("": the trainer's own tasks). What is in flight of
         it ends, and its tasks will be drawn again. Returns the groups' ids.
@@ -358,7 +362,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
                 self._drawn.remove(group_id)
                 self._on_returned(group_id, task)
         self._to_reissue = sorted(set(self._to_reissue).difference(gone))
-        if gone and not source and self._tasks_ended:
+        if gone and not source and self._next_task is None:
             self._draw()
         self._progressed()
         return gone
@@ -545,6 +549,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
     def _hand_out_slots(self) -> None:
         """Answer the collectors for which there is a group, or for which there will never be one again."""
+        if self._published < 0 and (self._kept or self._kept_of):
+            return  # of which version they may be is known with the first publication
         self._admit_kept()
         if not self._slot_requests:
             return

@@ -42,6 +42,8 @@ QUICKSTART = (
 )
 LEEWAY = "from leeway.cli.main import main; main()"
 
+AT_START = frozenset(os.environ)
+
 
 @dataclass
 class Run:
@@ -75,7 +77,9 @@ class Started:
         self.run_dir = run_dir
         self._mark = f"leeway-test-{time.monotonic_ns()}"
         self._log = cwd / f"{self._mark}.txt"
-        env = {**os.environ, "LEEWAY_TEST_MARK": self._mark, "PYTHONPATH": str(ROOT / "src")}
+        # What `ray.init` in a test of this process has left there is not a user's environment.
+        own = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") or name in AT_START}
+        env = {**own, "LEEWAY_TEST_MARK": self._mark, "PYTHONPATH": str(ROOT / "src")}
         self.process: subprocess.Popen[bytes] | Forked
         with self._log.open("w") as log:
             if anew:

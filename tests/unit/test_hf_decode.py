@@ -60,7 +60,7 @@ def test_tokens_have_the_logprobs_of_one_pass_over_the_whole_sequence(kind: str,
             with torch.no_grad():
                 logprobs = (model(tokens).logits[0, len(prompt) - 1 : -1] / 0.8).log_softmax(-1)
             expected = logprobs.gather(-1, tokens[0, len(prompt) :, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(c.logprobs), expected, rtol=0, atol=1e-5)
+            torch.testing.assert_close(torch.tensor(c.logprobs), expected, rtol=0, atol=5e-5)
             assert set(c.policy_versions) == {0}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -21,7 +22,7 @@ from leeway.group import Group
 from leeway.jobs import calls, host, link
 from leeway.jobs.calls import Call, Caller, Calls
 from leeway.jobs.fit import check_fit, must_be_equal
-from leeway.jobs.folder import Meeting, read_json
+from leeway.jobs.folder import Meeting, good_until, read_json
 from leeway.jobs.group_bytes import group_bytes, group_of, groups_of, laid_out
 from leeway.jobs.host import Host
 from leeway.jobs.link import TrainLink
@@ -91,7 +92,8 @@ class Train:
             if not ((stored.of or again) and self.buffer.keep(stored.group, of=stored.of)):
                 self.store.void([stored.group.group_id])
         self.host = Host(
-            self.meeting, self.buffer, self.store, about={"must_be_equal": {}, "model": None}, group_size=2,
+            self.meeting, self.buffer, self.store, about={"must_be_equal": {}, "model": None},
+            group_size=2, vocab_size=16, max_length=8,
             resumed_at=resumed_at, silent_s=silent_s, timeout_s=1e6, wait_s=1e6, now=now or self.clock,
         )  # fmt: skip
         self.running: asyncio.Task[None] | None = None
@@ -121,14 +123,14 @@ class Train:
         assert position is not None
         return json.dumps(asdict(position) | {"stream": self.stream.position(position)})
 
+    def last_sign_was_seen(self, name: str) -> bool:
+        beat = (read_json(self.meeting.explorer(name).about) or {})["beat"]
+        return self.host._explorers[name].about.get("beat") == beat
+
     async def loses_the_only_one(self, name: str) -> None:
         """It gives no more signs, and the last that it gave was seen; then time passes."""
 
-        def last_seen() -> bool:
-            beat = (read_json(self.meeting.explorer(name).about) or {})["beat"]
-            return self.host._explorers[name].about.get("beat") == beat
-
-        await until(last_seen, "its last sign was seen")
+        await until(lambda: self.last_sign_was_seen(name), "its last sign was seen")
         self.clock.seconds += 100.0
         await until(lambda: self.host.num_explorers == 0, "it is lost")
 
@@ -239,7 +241,7 @@ def test_calls_are_answered_whenever_somebody_comes_and_what_waits_holds_up_noth
 
         looking = asyncio.create_task(look())
         assert await first == {"number": 1}
-        assert await third == {"error": "no such group"}
+        assert await third == {"error": "ValueError: no such group"}
         assert not second.done()
         free.set()
         assert await second == {"number": 2}
@@ -432,6 +434,91 @@ def test_a_group_that_cannot_be_is_refused_and_its_slot_is_not_lost(
         assert first.task in [a.task for a in await other.admit(2)]
 
     play(scenario)
+
+
+def test_a_second_attempt_is_not_taken_for_the_first_that_its_collector_still_works_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        one, other = Explorer(tmp_path, "a"), Explorer(tmp_path, "b")
+        (first,) = await one.admit(1)
+        await other.admit(1)
+        await one.killed()
+        await until(lambda: train.last_sign_was_seen("a"), "its last sign was seen")
+        train.host._explorers["a"].beats._since -= 100.0
+        await until(lambda: train.host.num_explorers == 1, "one is lost")
+        one.running = asyncio.create_task(one.link.run())
+        again = await one.admit(2)
+        assert (again[0].group_id, again[0].attempt) == (first.group_id, 1), "nobody else had room for it"
+        await one.put(first)  # the attempt that was given up ends first
+        await one.put(*again)
+        await until(lambda: train.buffer.has(first.group_id), "the second one arrives")
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("sabotage", ["tokens", "logprobs", "twice", "draws", "number"])
+def test_what_a_broken_explorer_delivers_neither_ends_the_run_nor_is_trained_on(tmp_path: Path, sabotage: str) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        explorer = Explorer(tmp_path, "a")
+        first, _ = await explorer.admit(2)
+        group = finished(first, 0)
+        if sabotage == "tokens":
+            group.samples["response_tokens"][0] = 16
+        if sabotage == "logprobs":
+            group.samples["behavior_logprobs"][0] = float("nan")
+        data = laid_out([group, group] if sabotage == "twice" else [group])
+        held = explorer.link._holders.pop((first.group_id, 0))
+        arguments: dict[str, Any] = {"collector": 7 if sabotage == "number" else held.collector, "draws": [1]}
+        answer = await (await explorer.link._caller.send(held.session, "put", arguments, data))
+        assert ("error" in answer) is (sabotage in ("tokens", "logprobs", "number")), answer
+        assert train.running is not None
+        assert not train.running.done()
+        assert train.store.count(FINISHED) == (sabotage in ("twice", "draws"))
+        if sabotage in ("tokens", "logprobs"):
+            assert (await explorer.admit(1))[0].group_id == first.group_id, "it is issued again"
+
+    play(scenario)
+
+
+def test_odd_files_in_the_folder_end_nobody(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        odd = tmp_path / "explorers" / "odd"
+        (odd / "explorer.json").mkdir(parents=True)
+        (odd / "calls").write_text("a file")
+        worse = tmp_path / "explorers" / "worse" / "calls"
+        (worse / "0000000a-0000000b-00000001.json").mkdir(parents=True)
+        os.mkfifo(worse / "0000000a-0000000b-00000002.json")
+        await train.begin()
+        explorer = Explorer(tmp_path, "a")
+        assert await explorer.admit(1)
+        assert train.running is not None
+        assert not train.running.done()
+
+    play(scenario)
+
+
+def test_of_two_that_explore_under_one_name_the_first_ends_by_name(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        one = Explorer(tmp_path, "a")
+        await one.admit(1)
+        other = Explorer(tmp_path, "a")
+        done, _ = await asyncio.wait({one.running, other.running}, return_when=asyncio.FIRST_COMPLETED)
+        with pytest.raises(PartFailed, match=r"explorer\.name: a is explored by process \d+ on .* by now"):
+            done.pop().result()
+
+    play(scenario)
+
+
+def test_weights_of_a_life_are_good_until_the_earliest_beginning_of_a_later_one() -> None:
+    lives = [["a", -1], ["b", 4], ["c", 6]]
+    assert [good_until(lives, life) for life in "abx"] == [4, 6, -1]
+    assert good_until(lives, "c") > 10**9
 
 
 def own_tasks(name: str) -> Callable[[], Iterator[Task]]:
