@@ -439,6 +439,30 @@ def _number(arguments: dict[str, Any], name: str) -> int:
     return value
 
 
+class Begins(Protocol):
+    """See `replay.position.Position`."""
+
+    @property
+    def num_batches(self) -> int: ...
+    @property
+    def open_draws(self) -> list[int]: ...
+    @property
+    def next_draw(self) -> int: ...
+
+
+def take_over(store: GroupStore, buffer: Buffer, position: Begins, *, policy_version: int) -> None:
+    """What an earlier life of the run has finished, for the one that begins at `position` with these weights."""
+    for stored in store.resume(num_batches=position.num_batches, policy_version=policy_version):
+        group_id, of = stored.group.group_id, stored.of
+        comes = of is not None or group_id in position.open_draws or group_id >= position.next_draw
+        if comes and buffer.keep(stored.group, of=of):
+            continue
+        if comes and of is None:
+            store.void([group_id])
+        else:  # its draw is over: its batch was trained on, and its job was killed before it had written that down
+            store.trained([group_id], batch=position.num_batches - 1)
+
+
 def shared_model(path: Path, into: Path) -> None:
     """The files of a model's folder where explorers find them: links on one disk, copies otherwise."""
     import shutil

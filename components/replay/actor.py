@@ -19,7 +19,7 @@ from ..failures import Watched, as_text
 from ..group import Group
 from ..jobs.fit import must_be_equal
 from ..jobs.folder import Meeting
-from ..jobs.host import Host, shared_model
+from ..jobs.host import Host, shared_model, take_over
 from ..jobs.store import GroupStore
 from ..monitor.logs import log_to_file
 from ..tasks.examples import expert_source, expert_tasks
@@ -170,12 +170,7 @@ class ReplayBufferActor(Watched):
         version = position.num_batches * config.train.updates_per_batch if is_resumed else -1
         self._store = store = GroupStore(meeting.groups)
         self._needed_from = position.num_batches
-        finished = store.resume(num_batches=position.num_batches, policy_version=version)
-        for stored in finished:
-            group_id = stored.group.group_id
-            again = group_id in position.open_draws or group_id >= position.next_draw
-            if not ((stored.of or again) and self._buffer.keep(stored.group, of=stored.of)):
-                store.void([group_id])
+        take_over(store, self._buffer, position, policy_version=version)
         path = config.model.path
         assert path is not None
         if is_here := Path(path).is_dir():

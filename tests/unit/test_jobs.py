@@ -24,7 +24,7 @@ from leeway.jobs.calls import Call, Caller, Calls
 from leeway.jobs.fit import check_fit, must_be_equal
 from leeway.jobs.folder import Meeting, good_until, read_json
 from leeway.jobs.group_bytes import group_bytes, group_of, groups_of, laid_out
-from leeway.jobs.host import Host
+from leeway.jobs.host import Host, take_over
 from leeway.jobs.link import TrainLink
 from leeway.jobs.store import FINISHED, TRAINED, VOID, GroupStore
 from leeway.replay.admission import AdmissionRule
@@ -87,10 +87,7 @@ class Train:
         self.store = GroupStore(self.meeting.groups)
         self.version = position.num_batches
         resumed_at = self.version if start else -1
-        for stored in self.store.resume(num_batches=position.num_batches, policy_version=resumed_at):
-            again = stored.group.group_id in position.open_draws or stored.group.group_id >= position.next_draw
-            if not ((stored.of or again) and self.buffer.keep(stored.group, of=stored.of)):
-                self.store.void([stored.group.group_id])
+        take_over(self.store, self.buffer, position, policy_version=resumed_at)
         self.host = Host(
             self.meeting, self.buffer, self.store, about={"must_be_equal": {}, "model": None},
             group_size=2, vocab_size=16, max_length=8,
@@ -106,7 +103,7 @@ class Train:
         await self.buffer.published(self.version)
         self.host.published(self.version)
 
-    async def step(self) -> list[Group]:
+    async def step(self, *, written_down: bool = True) -> list[Group]:
         served = await self.buffer.take_batch(timeout_s=1e6)
         assert served is not None
         for group in served.groups:
@@ -114,8 +111,9 @@ class Train:
             assert 0 <= self.version - newest <= self.version - oldest <= 1, "the bound"
         self.version += 1
         await self.publish()
-        self.store.trained(served.group_ids, batch=served.index)
-        await self.buffer.trained(served.group_ids)
+        if written_down:
+            self.store.trained(served.group_ids, batch=served.index)
+            await self.buffer.trained(served.group_ids)
         return served.groups
 
     def saved(self) -> str:
@@ -385,6 +383,23 @@ def test_a_train_job_that_was_killed_goes_on_with_what_was_finished_meanwhile(tm
         trained = await train.step()
         assert [g.group_id for g in trained] == [4, 5, 6, 7]
         assert not explorer.link.must_start_again
+
+    play(scenario)
+
+
+def test_a_batch_that_was_trained_and_not_written_down_is_not_trained_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        explorer = Explorer(tmp_path, "a")
+        await explorer.put(*await explorer.admit(2), *await explorer.admit(2))
+        await train.step(written_down=False)
+        saved = train.saved()
+        await train.killed()
+        train = Train(tmp_path, saved)
+        assert (train.store.count(TRAINED), train.store.count(VOID)) == (P, 0)
+        await train.begin()
+        assert [a.group_id for a in await explorer.admit(2)] == [4, 5]
 
     play(scenario)
 
