@@ -71,10 +71,6 @@ class Caller:
         await asyncio.to_thread(self._write, stem, {"verb": verb, **arguments}, payload)
         return answer
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
     async def run(self) -> None:
         pace = Pace()
         while True:

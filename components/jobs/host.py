@@ -283,9 +283,8 @@ class Host:
         if not (explorer.is_here and call.session == explorer.session):
             return {"over": True}
         if not admissions and self._state == UP and not (offer and offer.used) and collector not in explorer.retired:
-            await asyncio.sleep(
-                BEAT_S
-            )  # all groups are out; should this life end before they are trained on, there are more
+            # All groups are out. Should this life end before they are trained on, there are more.
+            await asyncio.sleep(BEAT_S)
             return {"again": True}
         used = [] if offer is None else offer.used
         rows = [{**asdict(a), "draw": of[1] if (of := self._buffer.of(a.group_id)) else None} for a in admissions]

@@ -78,6 +78,7 @@ class TrainLink:
         self._holders: dict[tuple[int, int], _Held] = {}  # by group and attempt
         self._no_more: set[str] = set()  # collectors that get no more groups
         self._dead: set[str] = set()
+        self._num_undelivered = 0
         self._owner = secrets.token_hex(8)
         self._newest_pulled = -1
         self._was_gone = self._is_over = False
@@ -153,6 +154,7 @@ class TrainLink:
                 "draws": {group.group_id: draw for group, draw in own if draw is not None},
             }
             answer = await self._caller.send(session, "put", arguments, laid_out([group for group, _ in own]))
+            self._num_undelivered += 1
             answer.add_done_callback(functools.partial(self._delivered, session))
 
     async def retried(self, group_id: int, attempt: int) -> None:
@@ -167,11 +169,13 @@ class TrainLink:
         return (await self._tell("give_back")(collector=collector, reason=reason)).get("group_ids", [])
 
     async def mark_dead(self, collector: str, reason: str) -> list[int]:
-        """Does not wait for a train job that is gone: it issues everything again when it is back."""
+        """Does not wait for a train job that is gone: the call lies there when it is back, in this life or another."""
         self._no_more.add(collector)
         self._dead.add(collector)
         self._let_go(collector)
         if self._is_gone:
+            if self._session:
+                await self._caller.send(self._session, "mark_dead", {"collector": collector, "reason": reason})
             return []
         return (await self._tell("mark_dead")(collector=collector, reason=reason)).get("group_ids", [])
 
@@ -231,7 +235,7 @@ class TrainLink:
     async def leave(self) -> None:
         """What was delivered is taken first, if the train job is there."""
         deadline = asyncio.get_running_loop().time() + LEAVE_S
-        while self._caller.num_waiting and not self._is_gone and asyncio.get_running_loop().time() < deadline:
+        while self._num_undelivered and not self._is_gone and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(LOOK_S)
         self._state = LEFT
         await self._give_sign()
@@ -328,6 +332,7 @@ class TrainLink:
         return tell
 
     def _delivered(self, session: str, answer: asyncio.Future[Any]) -> None:
+        self._num_undelivered -= 1
         if answer.cancelled():
             return
         if (error := answer.result().get("error")) is not None:

@@ -472,6 +472,22 @@ def test_a_second_attempt_is_not_taken_for_the_first_that_its_collector_still_wo
     play(scenario)
 
 
+def test_a_collector_that_dies_while_the_train_job_is_silent_leaves_nothing_with_nobody(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        explorer = Explorer(tmp_path, "a")
+        held = await explorer.admit(2)
+        explorer.link._beats._silent_s = -1.0  # as it seems
+        assert await explorer.link.mark_dead("generator-0/1", "killed") == []
+        explorer.link._beats._silent_s = 1e6
+        again = await explorer.link.admit(2, "generator-0/2")
+        assert [(a.group_id, a.attempt) for a in again] == [(a.group_id, 1) for a in held]
+        await asyncio.wait_for(explorer.link.leave(), LIMIT_S)
+
+    play(scenario)
+
+
 @pytest.mark.parametrize("sabotage", ["tokens", "logprobs", "twice", "draws", "number"])
 def test_what_a_broken_explorer_delivers_neither_ends_the_run_nor_is_trained_on(tmp_path: Path, sabotage: str) -> None:
     async def scenario() -> None:
