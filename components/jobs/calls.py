@@ -11,7 +11,8 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 SOON_S, LATER_S = 0.01, 0.1
 """Interval between looks: right after something happened, and when nothing has for long."""
+ABANDONED_S = 60.0
+"""How long an answer that is not ours lies before it is removed."""
 NAME = re.compile(r"(?P<session>[0-9a-f]{8}-[0-9a-f]{8})-(?P<number>\d{8})\.json")
 
 
@@ -58,6 +61,7 @@ class Caller:
         self._files = files
         self._waiting: dict[str, asyncio.Future[Any]] = {}
         self._number = 0
+        self._abandoned: dict[str, float] = {}  # names, and when they were first seen
         files.calls.mkdir(parents=True, exist_ok=True)
         files.answers.mkdir(parents=True, exist_ok=True)
 
@@ -75,18 +79,30 @@ class Caller:
         pace = Pace()
         while True:
             names = await asyncio.to_thread(os.listdir, self._files.answers) if self._waiting else []
-            found = [name for name in names if NAME.fullmatch(name)]
-            for name in found:
+            found = {name: name.removesuffix(".json") for name in names if NAME.fullmatch(name)}
+            ours = {name: stem for name, stem in found.items() if stem in self._waiting}
+            for name, stem in ours.items():
                 path = self._files.answers / name
                 try:
                     answer = await asyncio.to_thread(read_json, path)
                 except ValueError:  # replaced in this moment: it is looked at again
                     continue
                 path.unlink(missing_ok=True)
-                waiting = self._waiting.pop(name.removesuffix(".json"), None)  # None: of this explorer's earlier life
-                if waiting is not None and not waiting.done():
+                waiting = self._waiting.pop(stem)
+                if not waiting.done():
                     waiting.set_result(answer or {})
-            await pace.wait(busy=bool(found))
+            self._remove_abandoned(found.keys() - ours.keys())
+            await pace.wait(busy=bool(ours))
+
+    def _remove_abandoned(self, names: Set[str]) -> None:
+        """Answers to an earlier life of this explorer; not at once, for a namesake may wait for them: one of the two
+        will end, and which one is not known yet.
+        """
+        now = time.monotonic()
+        self._abandoned = {name: self._abandoned.get(name, now) for name in names}
+        for name, since in self._abandoned.items():
+            if now - since > ABANDONED_S:
+                (self._files.answers / name).unlink(missing_ok=True)
 
     def _write(self, stem: str, content: dict[str, Any], payload: bytes | None) -> None:
         if payload is not None:

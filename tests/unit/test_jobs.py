@@ -22,7 +22,7 @@ from leeway.group import Group
 from leeway.jobs import calls, host, link
 from leeway.jobs.calls import Call, Caller, Calls
 from leeway.jobs.fit import check_fit, must_be_equal
-from leeway.jobs.folder import Meeting, good_until, read_json
+from leeway.jobs.folder import Meeting, good_until, read_json, write_json
 from leeway.jobs.group_bytes import group_bytes, group_of, groups_of, laid_out
 from leeway.jobs.host import Host, take_over
 from leeway.jobs.link import TrainLink
@@ -150,7 +150,12 @@ class Explorer:
         self.version = 0
 
     async def admit(self, limit: int = 2) -> list[Admission]:
-        return await asyncio.wait_for(self.link.admit(limit, "generator-0/1"), LIMIT_S)
+        asked = asyncio.create_task(self.link.admit(limit, "generator-0/1"))
+        await asyncio.wait({asked, self.running}, timeout=LIMIT_S, return_when=asyncio.FIRST_COMPLETED)
+        if not asked.done():
+            asked.cancel()
+            await asyncio.wait_for(asyncio.shield(self.running), 0)  # its link has failed: that is the cause
+        return asked.result()
 
     async def put(self, *admissions: Admission, version: int | None = None) -> None:
         await self.link.put([finished(a, self.version if version is None else version) for a in admissions])
@@ -214,8 +219,6 @@ def test_calls_are_answered_whenever_somebody_comes_and_what_waits_holds_up_noth
         files = Meeting(tmp_path).explorer("a")
         caller = Caller(files)
         fetching = asyncio.create_task(caller.run())
-        stale = files.answers / "00000000-00000000-00000001.json"
-        stale.write_text("{}")
         first = await caller.send("0000000a-0000000b", "put", {"x": 1}, b"bytes")
         second = await caller.send("0000000a-0000000b", "admit", {})
         third = await caller.send("0000000a-0000000b", "fail", {})
@@ -248,6 +251,29 @@ def test_calls_are_answered_whenever_somebody_comes_and_what_waits_holds_up_noth
         ]  # fmt: skip
         await until(lambda: not [*files.calls.iterdir(), *files.answers.iterdir()], "both sides clean up")
         for task in (looking, fetching):
+            task.cancel()
+
+    play(scenario)
+
+
+def test_an_answer_to_a_namesake_is_left_to_it_and_removed_when_nobody_wants_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        files = Meeting(tmp_path).explorer("a")
+        one, other = Caller(files), Caller(files)
+        fetching = asyncio.create_task(one.run())
+        await one.send("0000000a-0000000b", "admit", {})
+        awaited = await other.send("0000000a-0000000c", "admit", {})
+        answer = files.answers / "0000000a-0000000c-00000001.json"
+        write_json(answer, {"number": 1})
+        await until(lambda: answer.name in one._abandoned, "one has seen it")
+        also_fetching = asyncio.create_task(other.run())
+        assert await awaited == {"number": 1}
+        monkeypatch.setattr(calls, "ABANDONED_S", 0.0)
+        write_json(answer, {})
+        await until(lambda: not answer.exists(), "it is removed")
+        for task in (fetching, also_fetching):
             task.cancel()
 
     play(scenario)
@@ -421,6 +447,7 @@ def test_groups_and_weights_of_a_life_that_was_given_up_are_not_used(tmp_path: P
         await train.begin()
         await until(lambda: explorer.link.must_start_again, "its engine has weights that are no more")
         assert await explorer.admit() == []
+        await explorer.killed()  # as its job ends
         fresh = Explorer(tmp_path, "a")
         assert [a.group_id for a in await fresh.admit(4)] == [4, 5, 6, 7], "0 to 3 were kept, of version 0"
         assert [g.group_id for g in await train.step()] == [0, 1, 2, 3]
