@@ -3,8 +3,9 @@
     python benchmarks/come_and_go.py --out /tmp/explorers
 
 Three explorers join one after the other, two of them with tasks of their own. One leaves (Ctrl-C), one is killed with
-all of its processes, one is stopped (SIGSTOP) for longer than `explorer.silent_s` and goes on. Then as many steps of
-async_rl, undisturbed. Said at the end: the trainer's steps, the lag, what became of every group, accuracies.
+all of its processes, one is stopped (SIGSTOP) for longer than `explorer.silent_s` and goes on. Then as many steps with
+the same three explorers, undisturbed, by as many seeds as wanted. Said at the end: the trainer's steps, the lag, what
+became of every group, held-out accuracies.
 """
 
 from __future__ import annotations
@@ -89,13 +90,14 @@ def until_it_delivers(run: Path, name: str, train: Job, num_more: int = 20, dead
     print(f"{name} delivers, at step {len(trained_steps(run))}", flush=True)
 
 
-def accuracy(out: Path, name: str, model: Path, settings: list[str]) -> float:
+def accuracy(out: Path, name: str, model: Path, settings: list[str]) -> str:
     evaluate = Job(out, f"evaluate-{name}", "evaluate", "--config", "quickstart", f"output_dir={out}/runs",
                    f"name=evaluate-{name}", f"model.path={model}", "model.init=null", *settings)  # fmt: skip
     if evaluate.end(600):
         raise SystemExit(f"evaluation failed: {evaluate.log}")
     summary = json.loads((out / "runs/leeway" / f"evaluate-{name}" / "summary.json").read_text())
-    return next(iter(summary["eval"].values()))["exact_match"]
+    measured = next(iter(summary["eval"].values()))
+    return f"{measured['exact_match']:.3f} ({measured['exact_match_low']:.3f} to {measured['exact_match_high']:.3f})"
 
 
 def what_became_of_groups(index: Path) -> dict[str, Any]:
@@ -116,6 +118,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--groups", type=int, default=32)
+    parser.add_argument("--undisturbed", type=int, default=1, help="runs, each with a seed of its own")
     parser.add_argument("--engine", default="hf")
     args = parser.parse_args()
     out: Path = args.out.absolute()
@@ -127,23 +130,41 @@ def main() -> None:
         raise SystemExit(f"the warm-up failed: {out}/warm.log")
     model = next(warm.glob("step-*/hf"))
     settings = [
-        *common, "stages.sft=null", f"model.path={model}", "model.init=null", "name=jobs",
-        f"explorer.silent_s={SILENT_S}",
+        *common, "stages.sft=null", f"model.path={model}", "model.init=null", f"explorer.silent_s={SILENT_S}",
         f"stages.async_rl.train.steps={args.steps}", f"stages.async_rl.train.groups_per_step={args.groups}",
     ]  # fmt: skip
-    run = out / "runs/leeway/jobs"
-    train = Job(out, "train", "train", *settings)
-    a = Job(out, "a", "explore", *settings, "explorer.name=a")
+    disturbed(out, settings)
+    said(out / "runs/leeway/disturbed")
+    names = [f"undisturbed-{seed}" for seed in range(args.undisturbed)]
+    for seed, name in enumerate(names):
+        undisturbed(out, name, [*settings, f"seed={100 * seed}"], seed=100 * seed)
+        said(out / "runs/leeway" / name)
+    print(f"held-out accuracy before: {accuracy(out, 'warm', model, engine)}")
+    for name in ("disturbed", *names):
+        weights = next((out / f"runs/leeway/{name}").glob("**/checkpoints/step-*/hf"))
+        print(f"held-out accuracy, {name}: {accuracy(out, name, weights, engine)}", flush=True)
+
+
+def explorer(out: Path, run: str, name: str, settings: list[str], *, seed: int) -> Job:
+    """`a` works on the trainer's tasks, the others on their own."""
+    own = [] if name == "a" else [f"seed={seed}", *OWN_TASKS]
+    return Job(out, f"{run}-{name}", "explore", *settings, f"name={run}", f"explorer.name={name}", *own)
+
+
+def disturbed(out: Path, settings: list[str]) -> None:
+    run = out / "runs/leeway/disturbed"
+    train = Job(out, "disturbed-train", "train", *settings, "name=disturbed")
+    a = explorer(out, "disturbed", "a", settings, seed=0)
     until_it_delivers(run, "a", train)
-    b = Job(out, "b", "explore", *settings, "explorer.name=b", "seed=1", *OWN_TASKS)
+    b = explorer(out, "disturbed", "b", settings, seed=1)
     until_it_delivers(run, "b", train)
-    c = Job(out, "c", "explore", *settings, "explorer.name=c", "seed=2", *OWN_TASKS)
+    c = explorer(out, "disturbed", "c", settings, seed=2)
     until_it_delivers(run, "c", train)
     b.process.send_signal(signal.SIGINT)
     print(f"b left with exit code {b.end(120)}, at step {len(trained_steps(run))}", flush=True)
     c.signal_all(signal.SIGKILL)
     print(f"c was killed at step {len(trained_steps(run))}", flush=True)
-    c = Job(out, "c", "explore", *settings, "explorer.name=c", "seed=2", *OWN_TASKS)
+    c = explorer(out, "disturbed", "c", settings, seed=2)
     until_it_delivers(run, "c", train)
     a.signal_all(signal.SIGSTOP)
     print(f"a was stopped at step {len(trained_steps(run))}", flush=True)
@@ -151,23 +172,22 @@ def main() -> None:
     a.signal_all(signal.SIGCONT)
     print(f"a goes on at step {len(trained_steps(run))}", flush=True)
     until_it_delivers(run, "a", train)
-    codes = {job.name: job.end(900) for job in (train, a, c)}
-    print(f"exit codes {codes}")
+    print(f"exit codes { {job.name: job.end(900) for job in (train, a, c)} }", flush=True)
+
+
+def undisturbed(out: Path, name: str, settings: list[str], *, seed: int) -> None:
+    train = Job(out, f"{name}-train", "train", *settings, f"name={name}")
+    explorers = [explorer(out, name, e, settings, seed=seed + i) for i, e in enumerate("abc")]
+    print(f"exit codes { {job.name: job.end(900) for job in (train, *explorers)} }", flush=True)
+
+
+def said(run: Path) -> None:
     steps = [row["step/total_s"] for row in trained_steps(run)]
     lag = max(row.get("train/policy_lag/max", 0) for row in rows_of(run))
-    print(f"{len(steps)} steps; seconds a step: median {sorted(steps)[len(steps) // 2]:.2f}, longest {max(steps):.2f}")
+    print(f"{run.name}: {len(steps)} steps; median {sorted(steps)[len(steps) // 2]:.2f} s, longest {max(steps):.2f} s")
     print(f"largest lag {lag:g}; dropped as stale {max(r.get('replay/dropped_stale', 0) for r in rows_of(run)):g}")
-    for name, value in what_became_of_groups(run / "meeting/groups/index.sqlite").items():
-        print(f"{name}: {value}")
-    alone = Job(
-        out, "alone", "async_rl", *[s for s in settings if not s.startswith(("name=", "explorer."))], "name=alone"
-    )
-    if alone.end(900):
-        raise SystemExit(f"the undisturbed run failed: {alone.log}")
-    for name in ("jobs", "alone"):
-        weights = next((out / f"runs/leeway/{name}").glob("**/checkpoints/step-*/hf"))
-        print(f"held-out accuracy, {name}: {accuracy(out, name, weights, engine):.3f}", flush=True)
-    print(f"before: {accuracy(out, 'warm', model, engine):.3f}")
+    for what, value in what_became_of_groups(run / "meeting/groups/index.sqlite").items():
+        print(f"{what}: {value}", flush=True)
 
 
 if __name__ == "__main__":
