@@ -581,7 +581,7 @@ def test_an_explorers_own_tasks_wait_for_it_and_nobody_else_gets_them(tmp_path: 
         assert [a.task.task_id for a in held] == ["a-0", "a-1", "a-2"]
         await own.put(held[1])
         await own.killed()
-        await until(lambda: train.store.count(FINISHED) == 1, "it is stored")
+        await until(lambda: train.buffer.has(held[1].group_id), "it has arrived")
         await train.loses("a")
         other = Explorer(tmp_path, "b")
         assert [a.task.task_id for a in await other.admit(2)] == ["task-0", "task-1"], "the trainer's own"
