@@ -19,6 +19,7 @@ def task(*tests: Any) -> Task:
     return Task(task_id="t", prompt="p", info={"tests": list(tests)})
 
 
+@pytest.mark.slow
 @needs_jail
 def test_code_is_scored_by_its_tests() -> None:
     assert code_tests(task("assert add(1, 2) == 3", "assert add(0, 0) == 0"), RIGHT) == 1.0

@@ -36,6 +36,7 @@ async def fetched(transport: Delta, publication: Publication, has: StagedWeights
     return num_bytes
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**32 - 1), size=st.integers(0, 5 * BLOCK), share=st.floats(0, 1))
 def test_a_difference_is_exact(seed: int, size: int, share: float) -> None:
     generator = np.random.default_rng(seed)

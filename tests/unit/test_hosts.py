@@ -162,6 +162,7 @@ def test_logs_of_another_machine_appear_in_the_run_and_it_is_left_clean(
     assert not (tmp_path / "run" / hosts.MARKER).exists()
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_silent_is_told_of_and_its_logs_come_when_it_answers_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -187,6 +188,7 @@ def test_a_machine_that_is_silent_is_told_of_and_its_logs_come_when_it_answers_a
     play(monkeypatch, tmp_path / "run", scenario)
 
 
+@pytest.mark.slow
 def test_what_a_lost_generator_leaves_there_is_killed_and_nothing_else_is(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ def test_nothing_of_a_call_outlives_it(jail: Jail) -> None:
     assert [jail.run("functions_of_a_test:remember") for _ in range(3)] == [1, 1, 1]
 
 
+@pytest.mark.slow
 @needs_jail
 def test_calls_from_many_threads(jail: Jail) -> None:
     found: list[int] = []

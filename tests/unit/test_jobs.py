@@ -353,6 +353,7 @@ def test_an_explorer_joins_delivers_and_hears_of_the_end(tmp_path: Path) -> None
     play(scenario)
 
 
+@pytest.mark.slow
 def test_one_that_is_silent_is_lost_and_what_it_then_delivers_is_not_trained_twice(tmp_path: Path) -> None:
     async def scenario() -> None:
         train = Train(tmp_path)

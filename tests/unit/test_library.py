@@ -81,6 +81,7 @@ def test_rollouts_are_a_table_with_a_row_for_each_answer(opened: OpenedRun) -> N
     assert len(opened.rollouts_of(steps=range(7, 9))) == 0
 
 
+@pytest.mark.slow
 def test_the_picture_of_a_run_is_an_object(opened: OpenedRun) -> None:
     titles = [ax.get_title(loc="left") for ax in opened.curves().axes]
     assert "Reward and held-out evaluation (share, 0 to 1)" in titles or titles[0].startswith("Reward")
@@ -98,6 +99,7 @@ def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, opened: OpenedRun
         opened.metrics_of("sft")
 
 
+@pytest.mark.slow
 def test_seeds_are_one_line_with_a_band_and_settings_are_lines(tmp_path: Path) -> None:
     runs = [open_run(make_run(tmp_path / f"l{lag}-s{s}", seed=s, lag=lag)) for lag in (0, 4) for s in range(3)]
     figure = plot_runs(runs, metrics=["train/reward/mean"], band="range", smooth=1)
@@ -113,6 +115,7 @@ def test_seeds_are_one_line_with_a_band_and_settings_are_lines(tmp_path: Path) -
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [*lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("x", "last", "label"), [("samples", 64 * 40, "answers trained on"), ("seconds", 80, "(s)")])
 def test_the_x_axis_counts_answers_or_seconds_of_training(tmp_path: Path, x: str, last: float, label: str) -> None:
     figure = plot_runs([open_run(make_run(tmp_path / "a"))], x=x)
@@ -121,6 +124,7 @@ def test_the_x_axis_counts_answers_or_seconds_of_training(tmp_path: Path, x: str
         assert label in ax.get_xlabel()
 
 
+@pytest.mark.slow
 def test_runs_of_other_speed_are_compared_where_both_have_got_to(tmp_path: Path) -> None:
     runs = [open_run(make_run(tmp_path / f"s{s}", seed=s, step_s=1.0 + s)) for s in range(2)]
     figure = plot_runs(runs, metrics=["train/reward/mean"], x="seconds", smooth=1)
@@ -128,6 +132,7 @@ def test_runs_of_other_speed_are_compared_where_both_have_got_to(tmp_path: Path)
     assert (at[0], at[-1]) == (2.0, 40.0)
 
 
+@pytest.mark.slow
 def test_a_figure_is_written_with_text_as_text_and_the_same_each_time(tmp_path: Path) -> None:
     runs = [str(make_run(tmp_path / f"s{s}", seed=s)) for s in range(2)]
     for name in ("a.svg", "b.svg", "a.pdf", "b.pdf", "a.png"):
@@ -153,6 +158,7 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(tmp_path: Path, arguments: 
     assert said in str(result.exception)
 
 
+@pytest.mark.slow
 def test_save_refuses_nothing_that_matplotlib_writes(tmp_path: Path, opened: OpenedRun) -> None:
     save(opened.plot("train/reward/mean"), tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000

@@ -117,6 +117,7 @@ def test_a_service_that_does_not_start_refuses_the_run() -> None:
         Beside("service", make)
 
 
+@pytest.mark.slow
 def test_what_each_service_is_told_about_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb")
     told: dict[str, Any] = {}

@@ -26,6 +26,7 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.slow
 def test_a_part_holds_what_its_processes_do_and_its_peak_stays(monkeypatch):
     monkeypatch.setenv(MARK_ENV, "a-run-of-this-test")
     command = [sys.executable, "-c", HOLDS]

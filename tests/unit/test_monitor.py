@@ -347,6 +347,7 @@ def test_without_a_terminal_who_waits_is_said_when_it_changes() -> None:
     assert all(line.isascii() for line in lines), "a file is read by anything"
 
 
+@pytest.mark.slow
 def test_a_long_run_says_less_and_less_often() -> None:
     clock = [0.0]
     sink, out = plain_console(clock, total_steps=None)

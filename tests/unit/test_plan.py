@@ -80,6 +80,7 @@ def test_training_beside_generation_is_slower_by_its_slowdown_for_as_long_as_it_
     assert step_s(job(**slow), 0) == pytest.approx(1.6 + 2.4, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_time_in_the_environment_delays_without_using_the_engine() -> None:
     slow = job(environment_s=Distribution((2.0,)))
     assert step_s(slow, 0) == pytest.approx(1.6 + 2.0 + 0.8, rel=1e-3)

@@ -101,6 +101,7 @@ def test_values_are_cast_as_they_are_read(tmp_path):
         assert torch.equal(weights[name], tensor.float())
 
 
+@pytest.mark.slow
 def test_a_model_loads_without_drawing_numbers(tmp_path):
     path = str(save(tmp_path, "qwen2"))
     before = torch.get_rng_state()

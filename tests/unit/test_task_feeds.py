@@ -271,6 +271,7 @@ def test_tools_by_row(tmp_path):
         build(name="jsonl", path=rows(tmp_path, {"t": [{"no": "name"}]}), tools_key="t")
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(st.text("whatis 12?ü", max_size=60), st.integers(1, 40), st.booleans())
 def test_a_prompt_that_is_cut_fits_and_is_the_end_of_what_it_was(text, limit, as_messages):

@@ -130,6 +130,7 @@ def test_opentelemetry_gets_every_span_with_its_times(run: Path) -> None:
     assert pause["attributes"] == [{"key": "version", "value": {"intValue": "1"}}]
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_file_or_says_in_one_line_what_is_missing(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "trace.json"
     result = CliRunner().invoke(app, ["trace", str(run), "-o", str(out)])

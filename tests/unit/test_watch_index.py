@@ -188,6 +188,7 @@ def test_lines_of_anything_are_survived(stage: Path, tmp_path: Path) -> None:
         json.dumps(readable(*found, Pieces([], tmp_path / "none.sqlite")), allow_nan=False)
 
 
+@pytest.mark.slow
 def test_endless_names_make_no_endless_files(tmp_path: Path) -> None:
     columns = Columns(tmp_path)
     columns.append({"step": 1} | {f"name/{i}": 1.0 for i in range(MAX_NAMES + 10)})
@@ -234,6 +235,7 @@ def test_what_is_shown_has_a_shape() -> None:
     assert shown_value({"a": float("nan"), "\u202e": 1}) == {"a": None, "\\u202e": 1}
 
 
+@pytest.mark.slow
 def test_one_token_of_ten_megabytes_is_cut_with_a_note(stage: Path, tmp_path: Path) -> None:
     write_rollouts(stage, 41, [rollout_row(41, 0, text="A" * 10_000_000, response_tokens=[3] * 50_000)])
     index = opened(stage, tmp_path)

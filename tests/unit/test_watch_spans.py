@@ -34,6 +34,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "spans"
 
 
+@pytest.mark.slow
 def test_a_window_holds_what_overlaps_it(folder: Path) -> None:
     append_lines(folder / "driver.jsonl", [{"part": "driver", "pid": 1}, *spans("driver", 10_000)])
     index = indexed(folder.parent)
@@ -43,6 +44,7 @@ def test_a_window_holds_what_overlaps_it(folder: Path) -> None:
     assert lane["left_out"] == 0
 
 
+@pytest.mark.slow
 def test_a_long_span_is_found_from_its_middle(folder: Path) -> None:
     long = {"id": "driver:long", "name": "wait", "start": AT + 100, "end": AT + 9_000, "attrs": {"for": "trainer"}}
     rows = sorted([*spans("driver", 10_000), long], key=lambda s: s["end"])
@@ -70,6 +72,7 @@ def test_a_file_that_was_set_aside_is_still_the_same_part(folder: Path) -> None:
     assert len(index.spans("driver", AT, AT + 200)) == 100
 
 
+@pytest.mark.slow
 def test_too_many_spans_leave_the_shortest_out_and_say_so(folder: Path) -> None:
     append_lines(folder / "driver.jsonl", spans("driver", MAX_SPANS + 500))
     (lane,) = indexed(folder.parent).window(AT, AT + 1e6)["lanes"]
