@@ -114,6 +114,8 @@ def _init(config: Config) -> str:
 def _tasks(config: Config) -> str:
     task = config.task
     source = f"{task.dataset} ({_arguments(task.options)})" if task.name == "reasoning_gym" else str(task.path)
+    if task.name == "hf":
+        source += f" ({', '.join(filter(None, (task.subset, task.split)))})"
     if task.name == "mix":
         parts = [f"{name} ({own.name}, weight {own.weight:g})" for name, own in task.mix.items()]
         source = ", ".join(parts)

@@ -17,7 +17,7 @@ from .paths import is_file, is_folder
 from .recipe import Needs
 from .schema import Config
 
-_DATA_FILES = {"jsonl": "a .jsonl file", "queue": "a .jsonl file", "sql": "a SQLite file"}
+_DATA_FILES = {"jsonl": "a .jsonl file", "queue": "a .jsonl file", "parquet": "a .parquet file", "sql": "a SQLite file"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,7 @@ def _missing_data(key: str, kind: str | None, path: str | None) -> Found:
     """Whether the file or folder that tasks of this kind are read from is missing."""
     if path is None or (kind == "hf" and not is_local_path(path)):
         return
-    if kind in ("parquet", "hf"):
+    if kind == "hf":
         expected, there = "a file or a folder", is_file(path) or is_folder(path)
     elif kind in _DATA_FILES:
         expected, there = _DATA_FILES[kind], is_file(path)

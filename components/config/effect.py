@@ -1,6 +1,6 @@
 """Where a setting has an effect, said beside the setting. One that has none is refused, by this module alone.
 
-    split: Annotated[str, for_source("hf")] = Field(...)
+    size: Annotated[PositiveInt, for_source("reasoning_gym", "python")] = Field(...)
 
 Two kinds. What depends on other settings (a source, a schedule) is refused wherever it is set. What depends on the
 recipe is refused where it was set for that recipe: on the command line, or in its stage. The rest of a file may serve

@@ -14,7 +14,7 @@ from .schema import Config
 _SOURCES = {
     "jsonl": ("path", "data/train.jsonl"),
     "parquet": ("path", "data/train.parquet"),
-    "hf": ("path", "data/my_dataset"),
+    "hf": ("path", "openai/gsm8k"),
     "python": ("path", "my_tasks:generate"),
     "sql": ("path", "data/tasks.sqlite"),
     "queue": ("path", "data/queue.jsonl"),
@@ -54,6 +54,13 @@ def source_is_complete(task: TaskSource | TaskConfig, where: str) -> None:
                 f"{where}.{key}",
                 expected=f"null, because {where}.name is {task.name}",
                 fix=f"add {where}.{key}=null, or write {where}.name={_source_of(key)} for tasks from there",
+            )
+    for key in ("subset", "split"):
+        if where != "task" and key in task.model_fields_set and task.name != "hf":
+            raise ConfigError(
+                f"{where}.{key}",
+                expected=f"nothing: it has an effect only where {where}.name is hf",
+                fix=f"leave it out, or set {where}.name=hf, which reads hub ids and folders",
             )
     if (task.name == "sql") != (task.query is not None):
         raise ConfigError(

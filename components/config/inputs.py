@@ -14,6 +14,7 @@ from .plugins import EnvironmentName, RewardName, target
 
 IN_HALF = OnlyWith(lambda c: c.model.dtype != "float32", "model.dtype is bfloat16 or float16")
 AT_ADDRESS = OnlyWith(lambda c: c.eval.address is not None, "eval.address is set")
+OF_A_DATA_SET = OnlyWith(lambda c: c.task.name == "hf", "task.name is hf")
 BY_DIFFICULTY = OnlyWith(lambda c: c.task.order == "easy_to_hard", "task.order is easy_to_hard")
 
 
@@ -59,11 +60,16 @@ class TaskSource(Section):
     )
     path: str | None = Field(
         default=None,
-        description="jsonl, queue: the file; parquet: file or folder; hf: folder or hub id; sql: a SQLite file; "
+        description="jsonl, queue, parquet: the file; hf: a hub id (org/name) or a folder; sql: a SQLite file; "
         'python: "pkg.mod:function"',
     )
     query: str | None = Field(default=None, description="sql: the SELECT whose rows are tasks")
-    split: Annotated[str, for_source("hf")] = Field(default="train", description="hf: which split of the dataset")
+    subset: Annotated[str | None, OF_A_DATA_SET] = Field(
+        default=None, description="hf: which subset (configuration) of the data set, e.g. main"
+    )
+    split: Annotated[str, OF_A_DATA_SET] = Field(
+        default="train", description="hf: which split of the data set, e.g. test"
+    )
     dataset: str | None = Field(default=None, description="reasoning_gym: name of the dataset, e.g. chain_sum")
     options: Annotated[dict[str, Any], for_source("reasoning_gym", "python")] = Field(
         default_factory=dict, description="arguments of the reasoning_gym dataset, or of the python function"
@@ -143,7 +149,7 @@ class TaskConfig(TaskSource):
         return self._with({"limit": None, "holdout_frac": 0.0, "order": "shuffle", "difficulty_key": None} | settings)
 
     def _with(self, own: dict[str, Any]) -> TaskSource:
-        shared = self.model_dump(exclude={"mix", "name", "path", "query", "dataset", "options"})
+        shared = self.model_dump(exclude={"mix", "name", "path", "subset", "split", "query", "dataset", "options"})
         return TaskSource.model_validate(shared | own)
 
 

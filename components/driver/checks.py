@@ -164,7 +164,7 @@ def _check_tasks(stage: Stage, seen: set[str]) -> None:
     config = stage.config
     if stage.recipe.reads == "nothing":
         return
-    for task in (config.task, *config.task.mix.values()):
+    for task in (config.task, *config.task.mix.values(), *config.eval.tasksets.values()):
         if task.name == "hf" and task.path is not None and not is_local_path(task.path):
             check_dataset_exists(task.path)
     source = f"{config.task!r} {config.eval!r} {config.seed}"

@@ -3,43 +3,37 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..config.paths import is_file, user_path
+from ..config.paths import is_file, is_folder, user_path
+from .hub_datasets import hub_dataset
 from .questions import Row
 from .rows import RowFormat
 
 
 def read_parquet(path: str, *, form: RowFormat, limit: int | None) -> list[Row]:
-    """Rows of a .parquet file, or of all such files under a folder, ordered by name. Raises a one-line ValueError."""
-    _need("pyarrow", "parquet files")
-    place = user_path(path)
-    files = [place] if is_file(place) else sorted(place.rglob("*.parquet"))
-    if not files:
-        raise ValueError(f"task.path: got {path}, expected a .parquet file or a folder with some")
-    return as_rows(((f"{file}, row {i}", item) for file in files for i, item in _parquet_items(file)), form, limit)
-
-
-def read_hf(path: str, *, split: str, form: RowFormat, limit: int | None) -> list[Row]:
-    """Rows of a Hugging Face dataset: a folder that `save_to_disk` wrote, any folder `load_dataset` reads, a hub id."""
-    _need("datasets", "Hugging Face datasets")
-    datasets: Any = importlib.import_module("datasets")
-    place = user_path(path)
-    saved = is_file(place / "dataset_info.json") or is_file(place / "dataset_dict.json")
-    try:
-        found = datasets.load_from_disk(str(place)) if saved else datasets.load_dataset(str(path), split=split)
-        found = found[split] if isinstance(found, dict) else found
-    except Exception as error:
+    """Rows of one .parquet file. Raises a one-line ValueError; a folder is a data set, which `read_hf` reads."""
+    file = user_path(path)
+    if not is_file(file):
+        folder = is_folder(file)
         raise ValueError(
-            f"task.path: got {path}, split {split!r}, expected a dataset: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:200]}"
-        ) from None
-    return as_rows(((f"{path}, row {i}", item) for i, item in enumerate(found)), form, limit)
+            f"task.path: got {path}{' (a folder)' if folder else ''}, expected one .parquet file"
+            + ("; set task.name=hf, which reads a folder by its splits and subsets" if folder else "")
+        )
+    return as_rows(((f"{file}, row {i}", item) for i, item in _parquet_items(file)), form, limit)
+
+
+def read_hf(path: str, *, subset: str | None, split: str, form: RowFormat, limit: int | None) -> list[Row]:
+    """Rows of one split of a data set: a hub id, a folder as a download leaves it, or one that `save_to_disk` wrote.
+
+    Raises ValueError in one line, also where rows of several subsets would be mixed.
+    """
+    found = hub_dataset(path, subset=subset, split=split)
+    return as_rows(((f"{path}, {split}, row {i}", item) for i, item in enumerate(found)), form, limit)
 
 
 def read_generator(name: str, *, options: dict[str, Any], size: int, seed: int, form: RowFormat) -> list[Row]:
@@ -87,8 +81,3 @@ def as_rows(items: Iterable[tuple[str, Any]], form: RowFormat, limit: int | None
     if not rows:
         raise ValueError("task.path: got no rows, expected at least one; check the source and task.limit")
     return rows
-
-
-def _need(package: str, what: str) -> None:
-    if importlib.util.find_spec(package) is None:
-        raise ValueError(f"task.name: {what} need the package {package}; pip install {package}")

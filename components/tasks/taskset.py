@@ -251,7 +251,7 @@ def _read_rows(config: TaskSource, seed: int) -> list[Row]:
         case "parquet":
             return read_parquet(path, form=form, limit=limit)
         case "hf":
-            return read_hf(path, split=config.split, form=form, limit=limit)
+            return read_hf(path, subset=config.subset, split=config.split, form=form, limit=limit)
         case "sql":
             return as_rows(sql_items(path, str(config.query)), form, limit)
         case "queue" | "mix":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import signal
 from pathlib import Path
@@ -57,20 +58,30 @@ def test_an_environment_of_the_users_own_trains_on_two_ranks_and_what_it_raises_
     assert command.left_over(grace_s=120) == []
 
 
-def rows_of_gsm8k(folder: Path) -> Path:
-    """The real file, or where it is not at hand rows that are written the same way."""
-    if GSM8K.exists():
-        return GSM8K
-    rows = [
+def hub_folder_of_gsm8k(folder: Path) -> Path:
+    """As a download leaves it: two subsets of two splits, parquet. Of `main` the real rows, or where they are not at
+    hand rows that are written the same way; of `socratic` none that anybody could train on.
+    """
+    pa, pq = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    rows = rows_like_gsm8k() if not GSM8K.exists() else [json.loads(line) for line in GSM8K.read_text().splitlines()]
+    main = {"train": rows[:200], "test": rows[200:208]}
+    none = {split: [{"question": "", "answer": "none"}] for split in main}
+    for subset, files in (("main", main), ("socratic", none)):
+        (folder / subset).mkdir(parents=True)
+        for split, own in files.items():
+            pq.write_table(pa.Table.from_pylist(own), folder / subset / f"{split}-00000-of-00001.parquet")
+    return folder
+
+
+def rows_like_gsm8k() -> list[dict[str, str]]:
+    return [
         {
             "question": f"Mia has {a} red marbles, and {b} more blue than red ones. How many are blue?",
             "answer": f"There are {a} + {b} = <<{a}+{b}={a + b}>>{a + b} blue marbles.\n#### {a + b}",
         }
-        for a in range(2, 22)
+        for a in range(2, 24)
         for b in range(3, 13)
     ]
-    (file := folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return file
 
 
 @pytest.mark.timeout(1000)
@@ -85,16 +96,18 @@ def test_gsm8k_rows_with_two_generators_until_an_interrupt_that_saves_a_checkpoi
     start: Any, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     """From nothing, and all promises of asynchronous running with the other engine, which needs no vLLM."""
+    gsm8k = hub_folder_of_gsm8k(tmp_path / "gsm8k")
     command = start(
         "async_rl",
         ANY_ENGINE,
         "rollout.engine.max_num_seqs=24",  # fewer than are asked for at a time
-        "task.name=jsonl",
+        "task.name=hf",
         "task.dataset=null",
         "task.options={}",
-        f"task.path={rows_of_gsm8k(tmp_path)}",
+        f"task.path={gsm8k}",
+        "task.subset=main",
+        f"eval.tasksets={{test: {{name: hf, path: {gsm8k}, subset: main, split: test}}}}",
         "task.answer_after='####'",
-        "task.limit=200",
         "env.rewards={math_verify: 1, length: 1}",  # nothing of this is learned in a minute but to stop
         "model.init.options.max_position_embeddings=512",
         "rollout.max_prompt_tokens=320",
@@ -106,7 +119,7 @@ def test_gsm8k_rows_with_two_generators_until_an_interrupt_that_saves_a_checkpoi
         "stages.async_rl.train.groups_per_step=4",
         "stages.async_rl.train.skip_zero_advantage=false",  # or a first step of equal rewards measures no gap
         "stages.async_rl.optimizer.warmup_steps=0",
-        "eval.num_tasks=8",
+        "eval.tasksets.test.num_tasks=8",
         "monitor.console=plain",
     )
     rows = command.wait_for_steps(5, timeout_s=600)
@@ -124,6 +137,7 @@ def test_gsm8k_rows_with_two_generators_until_an_interrupt_that_saves_a_checkpoi
     assert sequences == [32.0] * len(sequences)
     assert 0 < max(gaps) <= 1e-4
     assert 0 < max(run.series("train/logprob_gap/max")) <= 1e-4
+    assert run.series("eval/test/reward"), "the split test of the same folder was answered before the first step"
 
     # Asynchronous, within the bound, nothing dropped and nothing twice.
     assert max(run.series("train/policy_lag/max")) in (1, 2)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 from typing import Literal
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from leeway.config import ConfigError, load_config
 from leeway.config.inputs import EnvConfig, EvalConfig, TaskConfig
 from leeway.envs import build_environment
 from leeway.envs.by_taskset import ByTaskSet
 from leeway.envs.multi_turn import MultiTurn
 from leeway.tasks import TaskSet, build_taskset
 from leeway.tasks.mixed import MixedTaskSet
+from leeway.tasks.taskset import build_evalset
 from leeway.types import Task
 
 
@@ -42,19 +45,20 @@ def letters(n, **kwargs):
 
 
 @pytest.mark.slow
-def test_parquet_file_and_folder(tmp_path):
+def test_parquet_file(tmp_path):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    (tmp_path / "d").mkdir()
-    pq.write_table(pa.Table.from_pylist(questions(3)), tmp_path / "d" / "b.parquet")
-    pq.write_table(pa.Table.from_pylist(questions(2, start=3)), tmp_path / "d" / "c.parquet")
-    tasks = build(name="parquet", path=str(tmp_path / "d"), order="sequential").tasks
-    assert [(t.prompt, t.answer) for t in tasks] == [(f"q{i}", str(i)) for i in range(5)]
+    file = str(tmp_path / "b.parquet")
+    pq.write_table(pa.Table.from_pylist(questions(3)), file)
+    tasks = build(name="parquet", path=file, order="sequential").tasks
+    assert [(t.prompt, t.answer) for t in tasks] == [(f"q{i}", str(i)) for i in range(3)]
     assert tasks[1].info == {"level": 1}
-    assert len(build(name="parquet", path=str(tmp_path / "d" / "b.parquet"), limit=2).tasks) == 2
+    assert len(build(name="parquet", path=file, limit=2).tasks) == 2
     with pytest.raises(ValueError, match=r"b\.parquet, row 0: no key 'x' .*task\.prompt_key"):
-        build(name="parquet", path=str(tmp_path / "d"), prompt_key="x")
-    with pytest.raises(ValueError, match=r"task\.path.*a \.parquet file"):
+        build(name="parquet", path=file, prompt_key="x")
+    with pytest.raises(ValueError, match=r"task\.path.*one \.parquet file"):
         build(name="parquet", path=str(tmp_path / "none"))
+    with pytest.raises(ValueError, match=r"a folder.*task\.name=hf"):
+        build(name="parquet", path=str(tmp_path))
 
 
 @pytest.mark.slow
@@ -70,6 +74,88 @@ def test_hugging_face_dataset_on_disk(tmp_path):
     with pytest.raises(ValueError, match=r"task\.path: .*split 'nope'") as caught:
         build(name="hf", path=str(tmp_path / "two"), split="nope")
     assert "\n" not in str(caught.value)
+
+
+CARD = """---
+license: mit
+configs:
+- config_name: main
+  data_files: [{split: train, path: main/train-*}, {split: test, path: main/test-*}]
+- config_name: socratic
+  data_files: [{split: train, path: socratic/train-*}, {split: test, path: socratic/test-*}]
+---
+"""
+
+
+@pytest.fixture
+def gsm8k(tmp_path, monkeypatch):
+    """A folder as `leeway download dataset` leaves it: parquet, two subsets of two splits."""
+    datasets, pa, pq = (pytest.importorskip(name) for name in ("datasets", "pyarrow", "pyarrow.parquet"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "gsm8k"
+    for subset in ("main", "socratic"):
+        (folder / subset).mkdir(parents=True)
+        for split, n in (("train", 4), ("test", 3)):
+            rows = [{"question": f"{subset} {split} {i}", "answer": f"so #### {i}"} for i in range(n)]
+            pq.write_table(pa.Table.from_pylist(rows), folder / subset / f"{split}-00000-of-00001.parquet")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", [None, CARD], ids=["folders", "card"])
+def test_a_downloaded_data_set_trains_on_one_split_of_one_subset_and_is_evaluated_on_another(gsm8k, card):
+    if card is not None:
+        (gsm8k / "README.md").write_text(card)
+    hub = {"name": "hf", "path": str(gsm8k), "subset": "main"}
+    evaluation = EvalConfig(tasksets={"test": {**hub, "split": "test"}})
+    trained = build(**hub, split="train", answer_after="####", order="sequential", evaluation=evaluation)
+    assert [(t.prompt, t.answer) for t in trained.tasks] == [(f"main train {i}", str(i)) for i in range(4)]
+    own = TaskConfig(**hub).evaluated(evaluation.tasksets["test"])
+    evaluated = build_evalset(own, name="test", seed=0, num_tasks=9)
+    assert [t.prompt for t in evaluated.tasks] == [f"main test {i}" for i in range(3)]
+    assert len(build(**hub, split="train[:50%]").tasks) == 2
+    for wrong, said in [
+        ({**hub, "split": "nope"}, "the splits train, test; set task.split"),
+        ({**hub, "subset": "nope"}, "nope"),
+        ({**hub, "subset": None}, "main.*socratic"),
+    ]:
+        with pytest.raises(ValueError, match=r"^task\.path: got .*" + said) as caught:
+            build(**wrong)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named", ["../secret.json", "/etc/hostname", "https://example.org/x.json"])
+def test_a_card_reaches_no_file_outside_its_data_set(gsm8k, named):
+    (gsm8k.parent / "secret.json").write_text('{"question": "secret", "answer": "x"}')
+    (gsm8k / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files: {named}\n---\n")
+    with pytest.raises(ValueError, match=r"task\.path: .*"):
+        build(name="hf", path=str(gsm8k), subset="main")
+
+
+@pytest.mark.slow
+def test_a_data_set_with_code_is_refused_and_the_code_is_not_run(gsm8k, monkeypatch):
+    monkeypatch.chdir(gsm8k.parent)
+    folder = gsm8k.parent / "scripted"
+    folder.mkdir()
+    (folder / "scripted.py").write_text("open('ran', 'w')\n")
+    with pytest.raises(ValueError, match=r"^task\.path: .*expected a data set"):
+        build(name="hf", path=str(folder))
+    assert not Path("ran").exists()
+    (folder / "scripted.py").rename(folder / "train.tar")
+    with pytest.raises(ValueError, match="webdataset"):
+        build(name="hf", path=str(folder))
+
+
+def test_a_split_that_its_source_does_not_read_is_refused(tmp_path):
+    file = write(tmp_path / "t.jsonl", questions(3))
+    (config := tmp_path / "c.yaml").write_text("model: {path: org/m}\ntrain: {steps: 1}\n")
+    for setting in ("task.split=test", "task.subset=main"):
+        with pytest.raises(ConfigError, match=r"task\.(split|subset).*name is hf"):
+            load_config(str(config), [f"task.path={file}", setting])
+    mix = f"task.mix={{a: {{name: jsonl, path: {file}, split: test}}}}"
+    with pytest.raises(ConfigError, match=r"task\.mix\.a\.split.*name is hf"):
+        load_config(str(config), ["task.name=mix", mix])
 
 
 GENERATOR = """
