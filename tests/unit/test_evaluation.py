@@ -129,7 +129,7 @@ def rows(path, *questions):
 def config(tmp_path, *overrides):
     train = rows(tmp_path / "train.jsonl", "a", "b", "c", "d")
     return load_config(
-        "gsm8k_qwen2_5_1_5b",
+        "qwen2_5_3b_async_grpo",
         [
             f"task.path={train}",
             "task.answer_after=null",
