@@ -22,6 +22,7 @@ LOGGED = OnlyWith(
 )
 RESTARTED = OnlyWith(lambda c: c.cluster.restarts > 0, "cluster.restarts is above 0")
 NOT_IN_TURNS = OnlyWith(lambda c: not c.cluster.in_turns, "cluster.placement is not turns")
+JOINED = OnlyWith(lambda c: c.cluster.address is not None, "cluster.address is set")
 ON_CPU = OnlyWith(lambda c: c.cluster.device == "cpu", "cluster.device is cpu")
 
 
@@ -131,8 +132,15 @@ class ClusterConfig(Section):
         description="wait before a generator is started again that has not served since its last start; doubled each "
         "time, up to a minute",
     )
+    silent_s: Annotated[PositiveFloat, JOINED] = Field(
+        default=30.0,
+        description="seconds without an answer after which a machine of a joined cluster counts as lost, and what its "
+        "generators held is issued again; Ray itself takes about 65 s for a link that is cut",
+    )
     start_timeout_s: PositiveFloat = Field(
-        default=300.0, description="seconds within which every process must have started"
+        default=300.0,
+        description="seconds within which every process must have started; a generator that takes the place of a lost "
+        "one waits for room before, for as long as the others go on",
     )
     step_timeout_s: PositiveFloat = Field(
         default=3600.0, description="seconds that any single wait may last without progress"

@@ -27,8 +27,8 @@ import ray._private.worker as ray_worker
 from ray._private import ray_constants, services
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.node import Node
-from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
-from ray.exceptions import AuthenticationError
+from ray._raylet import AuthenticationTokenLoader, GcsClient  # type: ignore[attr-defined]
+from ray.exceptions import AuthenticationError, RpcError
 
 from ..config import Config, Recipe, Stage, derive
 from ..config.derived import Derived
@@ -148,7 +148,7 @@ def _print_to_log(data: dict[str, Any], ignore_prefix: bool = False) -> None:
 def _join(address: str, options: Mapping[str, Any]) -> None:
     """Raises `ClusterError` in one line where there is no cluster, or this process may not join it."""
     host, _, port = address.rpartition(":")
-    if port.isdigit():  # Ray itself waits for minutes
+    if port.isdigit():
         try:
             socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
         except OSError as error:
@@ -161,8 +161,10 @@ def _join(address: str, options: Mapping[str, Any]) -> None:
     # Ray does so by itself for a cluster that it finds, and not for one that it is told of.
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
     try:
+        if port.isdigit():
+            GcsClient(address=address)  # raises after 40 s without an answer; `ray.init` asks twenty times
         ray.init(address=address, **options)
-    except (AuthenticationError, ConnectionError, RuntimeError) as error:
+    except (AuthenticationError, ConnectionError, RpcError, RuntimeError) as error:
         said = " ".join(str(error).split())
         how = "; see docs/cluster.md"
         if "oken" in said:

@@ -28,9 +28,10 @@ T = TypeVar("T")
 Ask = Callable[[Any], Awaitable[T]]
 """From an actor's handle to a call of it."""
 Made = Callable[[Any, Callable[[], None]], None]
-Launch = Callable[[Made, Instead | None], Awaitable[str]]
-"""`launch(made, instead)` starts a process and has it watched, and returns the name under which the process asks for
-groups. As soon as there is an actor it calls `made(actor, leave)`; `leave()` frees its place when it is gone.
+Launch = Callable[[Callable[[], None], Made, Instead | None], Awaitable[str]]
+"""`launch(placed, made, instead)` starts a process and has it watched, and returns the name under which the process
+asks for groups. It calls `placed()` when there is room for it, and `made(actor, leave)` as soon as there is an actor;
+`leave()` frees its place when it is gone.
 """
 
 KILL_S = 10.0
@@ -122,7 +123,7 @@ class Generator:
     async def join(self) -> None:
         """The same in a run that goes on without it: nothing is left of one that does not start in time."""
         try:
-            await self._start_in_time(_Process())
+            await self._start_in_time(_Process(), waits_for_room=False)
         except BaseException:
             await self.leave()
             raise
@@ -232,13 +233,13 @@ class Generator:
         elif self._replacing is None:
             self._replacing = self._supervisor.watch(self.role, self._replaced(process, failure))
 
-    async def _start(self, process: _Process) -> None:
+    async def _start(self, process: _Process, *, placed: Callable[[], None] = lambda: None) -> None:
         def made(actor: Any, leave: Callable[[], None]) -> None:
             process.actor, process.leave = actor, leave
 
         self._newest = process
         instead = (lambda failure: self._give_up(process, failure)) if self._restarts.allowed else None
-        launching = asyncio.ensure_future(self._launch(made, instead))
+        launching = asyncio.ensure_future(self._launch(placed, made, instead))
         try:
             await asyncio.wait({launching, process.lost}, return_when=asyncio.FIRST_COMPLETED)
             if process.lost.done():
@@ -251,12 +252,20 @@ class Generator:
         self._process = process
         self._is_up.set()
 
-    async def _start_in_time(self, process: _Process) -> None:
+    async def _start_in_time(self, process: _Process, *, waits_for_room: bool) -> None:
+        """`waits_for_room`: however long that takes. Whether the run can wait for it, the trainer's deadline says."""
+        timeout_s = self._restarts.start_timeout_s
+
+        def placed() -> None:
+            if waits_for_room:
+                limit.reschedule(asyncio.get_running_loop().time() + timeout_s)
+
+        limit = asyncio.timeout(None if waits_for_room else timeout_s)
         try:
-            async with asyncio.timeout(self._restarts.start_timeout_s):
-                await self._start(process)
+            async with limit:
+                await self._start(process, placed=placed)
         except TimeoutError:
-            waited = f"it did not start within {self._restarts.start_timeout_s:g} s (cluster.start_timeout_s)"
+            waited = f"it did not start within {timeout_s:g} s (cluster.start_timeout_s)"
             raise PartFailed(self.role, waited, kind=Kind.TIMEOUT) from None
 
     async def _replaced(self, process: _Process, failure: PartFailed) -> None:
@@ -273,7 +282,7 @@ class Generator:
             in_a_row += 1
             process = _Process()
             try:
-                await self._start_in_time(process)
+                await self._start_in_time(process, waits_for_room=True)
             except PartFailed as error:
                 failure = error
                 continue

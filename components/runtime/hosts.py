@@ -49,8 +49,6 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.25
 SAY_AFTER_S = 10.0
 LOGS_EVERY_S = 2.0
-SILENT_S = 30.0
-"""A machine that does not answer for this long is taken for lost; Ray takes twice as long for a link that is cut."""
 MOST_LINES_BYTES = 4 << 20
 """Of one log, at a time."""
 CHUNK_BYTES = 16 << 20
@@ -202,6 +200,7 @@ class Host:
     cores: CorePool
     environ: dict[str, str]
     actor: Any = None
+    is_silent: bool = False
     models: dict[str, asyncio.Future[str]] = field(default_factory=dict)
     known: dict[str, int] = field(default_factory=dict)
 
@@ -209,14 +208,22 @@ class Host:
 class Hosts:
     """The machines on which a stage has parts; `run_dir`: the stage's folder, `whole_run`: that of its run.
 
-    `silent`: is told of one that has not answered for `SILENT_S`; it may answer again. `watch(part, work)`: has `work`
+    `silent`: is told of one that has not answered for `silent_s`; it may answer again. `watch(part, work)`: has `work`
     done until the stage ends, which it does if that fails.
     """
 
     def __init__(
-        self, run_dir: Path, *, whole_run: Path, log_level: str, silent: Callable[[Host], None], watch: Watch
+        self,
+        run_dir: Path,
+        *,
+        whole_run: Path,
+        log_level: str,
+        silent_s: float,
+        silent: Callable[[Host], None],
+        watch: Watch,
     ) -> None:
         self._run_dir = run_dir
+        self._silent_s = silent_s
         self._silent = silent
         self._watch = watch
         self._whole_run = whole_run
@@ -240,6 +247,11 @@ class Hosts:
         except Exception:
             self._found.pop(node, None)
             raise
+
+    def is_silent(self, node: str) -> bool:
+        """Whether this node does not answer, as far as is known. Ray may still take it for a place."""
+        found = self._found.get(node)
+        return found is not None and found.done() and not found.exception() and found.result().is_silent
 
     async def sees(self, host: Host, folder: Path) -> bool:
         """Whether a folder of this machine is the same one there."""
@@ -330,9 +342,11 @@ class Hosts:
             await asyncio.sleep(LOGS_EVERY_S)
             bringing = asyncio.ensure_future(self._bring_lines(host))
             try:
-                if not (await asyncio.wait({bringing}, timeout=SILENT_S))[0]:
+                if not (await asyncio.wait({bringing}, timeout=self._silent_s))[0]:
+                    host.is_silent = True
                     self._silent(host)
                 await bringing
+                host.is_silent = False
             except (RayActorError, PartFailed) as error:  # of its parts Ray tells too; it is met anew when it is needed
                 logger.warning("%s is gone: %s", host.name, " ".join(str(error).split())[:200])
                 self._found.pop(host.node, None)
@@ -388,7 +402,10 @@ class Cluster:
             run_dir,
             whole_run=config.run_dir.absolute(),
             log_level=config.log.level,
-            silent=lambda host: silent(host.machine, f"its machine {host.name} has not answered for {SILENT_S:g} s"),
+            silent_s=(silent_s := config.cluster.silent_s),
+            silent=lambda host: silent(
+                host.machine, f"its machine {host.name} has not answered for {silent_s:g} s (cluster.silent_s)"
+            ),
             watch=watch,
         )
         self._run_dir = run_dir
@@ -502,8 +519,8 @@ class Cluster:
         waited_s = 0.0
         while True:
             table: Any = await asyncio.to_thread(placement_group_table, group)
-            if table["state"] == "CREATED":
-                return table["bundles_to_node_id"][0]
+            if table["state"] == "CREATED" and not self.hosts.is_silent(node := table["bundles_to_node_id"][0]):
+                return node
             await asyncio.sleep(POLL_S)
             if waited_s < SAY_AFTER_S <= waited_s + POLL_S:
                 wanted = " and ".join(f"{number:g} {kind}" for kind, number in bundle.items())

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -321,10 +321,13 @@ class Launcher:
         launch = functools.partial(self._launch_generator, index)
         return Generator(f"generator-{index}", launch, supervisor=parts.supervisor, restarts=parts.restarts)
 
-    async def _launch_generator(self, index: int, made: Made, instead: Instead | None) -> str:
+    async def _launch_generator(
+        self, index: int, placed: Callable[[], None], made: Made, instead: Instead | None
+    ) -> str:
         """See `generators.Launch`. The deadline is the caller's."""
         role, (options, gpus) = f"generator-{index}", self._options[index % len(self._options)]
         place = await self._places.generator(index, options)
+        placed()
         pids: list[int] = []
         try:
             config = await place.localize(self._config)

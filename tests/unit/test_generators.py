@@ -23,8 +23,11 @@ STOPPED = PartFailed("generator-0", "the process is stopped", kind=Kind.STOPPED)
 class Fleet:
     """Launches processes number 0, 1, ... of one generator; `fails` says which do not start, and how."""
 
-    def __init__(self, *, restarts: int = 5, fails: dict[int, Exception | float] | None = None) -> None:
+    def __init__(
+        self, *, restarts: int = 5, fails: dict[int, Exception | float] | None = None, room_after_s: float = 0.0
+    ) -> None:
         self.fails = fails or {}
+        self.room_after_s = room_after_s
         self.made: list[Fake] = []
         self.told: list[str] = []
         self.given_back: list[str] = []
@@ -40,8 +43,10 @@ class Fleet:
         self.given_back.append(name)
         return 3
 
-    async def _launch(self, made: Made, instead: Any) -> str:
+    async def _launch(self, placed: Callable[[], None], made: Made, instead: Any) -> str:
         number = len(self.made)
+        await asyncio.sleep(self.room_after_s if number else 0)
+        placed()
         process = Fake(number, instead)
         self.made.append(process)
         self.started_at.append(asyncio.get_running_loop().time())
@@ -90,7 +95,7 @@ def play(scenario: Callable[[Fleet], Awaitable[None]], monkeypatch: pytest.Monke
         fleet = Fleet(**options)
         await fleet.generator.start()
         try:
-            async with asyncio.timeout(300):
+            async with asyncio.timeout(36_000):
                 await scenario(fleet)
         finally:
             fleet.supervisor.forget_all()
@@ -204,6 +209,32 @@ def test_a_successor_that_does_not_serve_is_replaced_too_after_longer_and_longer
         ]
 
     play(scenario, monkeypatch, fails={1: ValueError("no memory"), 2: 1e9})
+
+
+def test_a_successor_waits_for_room_and_starts_in_time_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour in which its machine is away is one restart, and not one for every `start_timeout_s`."""
+
+    async def scenario(fleet: Fleet) -> None:
+        asking = asyncio.ensure_future(fleet.generator.call(lambda actor: actor.ask()))
+        await until(lambda: fleet.made[0].num_asked)
+        fleet.made[0].dies()
+        await until(lambda: len(fleet.made) == 3)
+        fleet.made[2].verified.set_result(None)
+        fleet.made[2].answer.set_result("done")
+        assert await asking == "done"
+        assert fleet.started_at[1:] == pytest.approx([3600, 3600 + 30 + 2 + 3600], abs=0.1), "the second hangs"
+        assert fleet.restarts.left == 3
+        assert "it did not start within 30 s" in fleet.told[1]
+
+    play(scenario, monkeypatch, fails={1: 1e9}, room_after_s=3600.0)
+
+
+def test_one_that_joins_does_not_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        with pytest.raises(PartFailed, match="did not start within 30 s"):
+            await fleet.generator.join()
+
+    play(scenario, monkeypatch, room_after_s=3600.0)
 
 
 def test_when_all_restarts_are_used_up_the_run_ends_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RpcError
 
 from leeway.config import Config, find_recipe
 from leeway.failures import InputRefused, PartFailed
@@ -83,7 +84,12 @@ async def two_machines(monkeypatch: pytest.MonkeyPatch, run_dir: Path) -> AsyncI
         monkeypatch.setattr(hosts.ray, name, value)
     monkeypatch.setattr(hosts.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     found = Hosts(
-        run_dir, whole_run=run_dir, log_level="INFO", silent=lambda host: there.silent.append(host.name), watch=watch
+        run_dir,
+        whole_run=run_dir,
+        log_level="INFO",
+        silent_s=600.0,
+        silent=lambda host: there.silent.append(host.name),
+        watch=watch,
     )
     try:
         yield found, there
@@ -167,7 +173,6 @@ def test_a_machine_that_is_silent_is_told_of_and_its_logs_come_when_it_answers_a
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(hosts, "LOGS_EVERY_S", 0.01)
-    monkeypatch.setattr(hosts, "SILENT_S", 0.05)
     log = tmp_path / "run/logs/generator-1.log"
 
     async def until(holds: Callable[[], Any]) -> None:
@@ -177,13 +182,16 @@ def test_a_machine_that_is_silent_is_told_of_and_its_logs_come_when_it_answers_a
 
     async def scenario(found: Hosts, there: Elsewhere) -> None:
         there.mended.clear()
+        found._silent_s = 0.05
         host = await found.at(OTHER)
         (host.folder / "logs/generator-1.log").write_text("while it was cut off\n")
         await until(lambda: there.silent)
         assert not log.exists()
+        assert found.is_silent(OTHER), "so nothing is placed there"
         there.mended.set()
         await until(lambda: log.exists() and log.read_text() == "while it was cut off\n")
         assert there.silent == [host.name], "once"
+        await until(lambda: not found.is_silent(OTHER))
 
     play(monkeypatch, tmp_path / "run", scenario)
 
@@ -320,6 +328,26 @@ def test_a_place_that_is_given_up_while_it_waits_for_room_leaves_no_group(
     assert groups.removed == [0]
 
 
+def test_room_on_a_machine_that_does_not_answer_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ray gives it out until it has noticed, which takes it longer than us; then it moves the group."""
+    groups = Groups(monkeypatch, OTHER, OTHER)
+    monkeypatch.setattr(hosts, "POLL_S", 0.001)
+
+    async def scenario(made: Cluster) -> None:
+        host = await made.hosts.at(OTHER)
+        host.is_silent = True
+        waiting = asyncio.ensure_future(made.generator(0, {"num_gpus": 0}))
+        looks = groups.waits
+        while groups.waits > looks - 3:
+            await asyncio.sleep(0.01)
+        assert not waiting.done()
+        host.is_silent = False
+        assert (await waiting).machine == host.machine
+
+    places(monkeypatch, tmp_path, scenario)
+    assert len(groups.asked) == 1
+
+
 def test_ranks_save_where_the_run_is_or_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     groups = Groups(monkeypatch, OTHER)
 
@@ -380,6 +408,18 @@ def test_an_address_where_nothing_is_is_refused_in_one_line() -> None:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
     with pytest.raises(ClusterError, match=rf"^cluster.address: got {address}, where nothing answers .*ray start"):
         cluster._join(address, {})
+
+
+def test_an_address_that_takes_a_connection_and_says_nothing_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def client(*, address: str) -> None:
+        raise RpcError("Timed out while waiting for GCS to become available.", 14)
+
+    monkeypatch.setattr(cluster, "GcsClient", client)
+    monkeypatch.setattr(cluster, "maybe_enable_token_auth_if_token_available", lambda **_: False)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ClusterError, match=rf"^cluster.address: got {address}, which cannot be joined: Timed out"):
+            cluster._join(address, {})
 
 
 def test_a_missing_token_is_said_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
