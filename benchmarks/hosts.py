@@ -183,7 +183,7 @@ def cell(machines: TwoMachines, name: str, overrides: Sequence[str]) -> dict[str
         )
         code = run.ends()
         return {"code": code, "said": run.output().strip().splitlines()[-1:]}
-    steps = 40 if case == "cut-5" else 150 if act in ("kill", "cut") else 8
+    steps = 40 if case == "cut-5" else 60 if case == "cut-forever" else 150 if act in ("kill", "cut") else 8
     settings += ["stages.sft.train.steps=5"] if act == "plain" else ["stages.sft=null"]
     settings += RANKS if act == "ranks" else []
     run = Run(machines, f"{case}-{transport}", *settings, steps=steps, shared=act == "ranks")

@@ -79,7 +79,8 @@ class World:
         self.fleet = Fleet(self._make, start=self._begin, retire=self._retire, supervisor=self.supervisor)
 
     def _make(self, index: int) -> Generator:
-        async def launch(made: Made, instead: Any) -> str:
+        async def launch(placed: Callable[[], None], made: Made, instead: Any) -> str:
+            placed()
             if self.refuses:
                 raise ValueError("no memory")
             name = f"generator-{index}/{len(self.workers)}"
