@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import secrets
 from collections.abc import Sequence
@@ -29,6 +30,8 @@ from .engine import Engine, EngineSettings, SampledTokens, start_engine
 from .loop_watch import LoopWatch
 from .open_requests import OpenRequests, Piece
 from .weight_sync import WeightSync
+
+logger = logging.getLogger(__name__)
 
 
 class CollectorRun:
@@ -141,6 +144,7 @@ class CollectorActor(Watched):
         gc.collect()
         gc.freeze()
         LoopWatch()
+        logger.info("the engine is ready, in processes %s", engine.process_ids())
         return {
             "name": self._name,
             "pid": os.getpid(),

@@ -264,6 +264,7 @@ class WeightSync:
 
     def _prove(self, policy_version: int) -> None:
         self.verified_version = policy_version
+        logger.info("serves version %d", policy_version)
         for version, waiting in self._waiting.items():
             if version <= policy_version:
                 for proven in waiting:  # each leaves when it goes on: until then no pull may come between

@@ -37,6 +37,8 @@ def log_to_file(path: Path, level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Printable("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler], force=True)
+    # First, so that the log of a process that is killed at once still says which one it was.
+    logging.getLogger("leeway").info("%s is process %d on %s", path.stem, os.getpid(), os.uname().nodename)
     for client in ("httpx", "httpx2"):  # a line for each request of each agent
         logging.getLogger(client).setLevel(logging.WARNING)
 

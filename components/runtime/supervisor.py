@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
@@ -218,10 +219,29 @@ def as_part_failure(part: str, error: BaseException) -> PartFailed:
     if isinstance(original, PartFailed):
         return original
     if isinstance(error, ActorDiedError):
-        return PartFailed(part, f"the process died ({' '.join(str(error).split())[:300]})", str(error), Kind.DIED)
+        return PartFailed(part, f"the process died ({_in_short(error)})", str(error), Kind.DIED)
     if isinstance(error, RayActorError):
-        return PartFailed(part, f"it is unreachable ({' '.join(str(error).split())[:300]})", str(error), Kind.LOST)
+        return PartFailed(part, f"it is unreachable ({_in_short(error)})", str(error), Kind.LOST)
     return PartFailed(part, f"{type(error).__name__}: {' '.join(str(error).split())}", str(error), kind_of(error))
+
+
+def _in_short(error: RayActorError) -> str:
+    """What Ray knows of a death, without its guesses: those stand in the details."""
+    if error.actor_init_failed:
+        return str(error).strip().splitlines()[-1][:200]
+    text = " ".join(str(error).split())
+    pid = re.search(r"\bpid: (\d+)", text)
+    known = re.search(
+        r"Worker exit type: (\w+) Worker exit detail: (.*?)(?: There are some potential root causes|$)", text
+    )
+    if known is None:
+        because = re.search(r"The actor is dead because (.*?)(?:\. |$)", text)
+        said = because[1] if because else re.split(r"(?<=\.) ", text)[0]
+    elif known[1] == "SYSTEM_ERROR" and "code 2. End of file" in known[2]:
+        said = "it was killed from outside, ran out of memory, or crashed in native code"
+    else:
+        said = known[2]
+    return (f"pid {pid[1]}: " if pid else "") + said.rstrip(".")[:200]
 
 
 async def as_coroutine(call: Awaitable[T]) -> T:

@@ -95,11 +95,10 @@ class SpanIndex:
     def parts(self) -> list[str]:
         return sorted({part.name for part in self._files.values()})
 
-    def last_wait(self, part: str) -> dict[str, Any] | None:
-        """The last span of a part that is a wait."""
+    def last_spans(self, part: str) -> list[dict[str, Any]]:
+        """What a part did in its last minute, the last to end first."""
         last = max((p.last for p in self._files.values() if p.name == part), default=0.0)
-        waits = [s for s in self.spans(part, last - 60, last + 1) if s["name"] in ("wait", "batch")] if last else []
-        return max(waits, key=lambda s: s["end"], default=None)
+        return sorted(self.spans(part, last - 60, last + 1), key=lambda s: -s["end"]) if last else []
 
     def _follow(self, part: _Part) -> None:
         try:

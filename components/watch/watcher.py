@@ -30,6 +30,8 @@ JUDGE_S = 3.0
 """How often advisories are computed again while there is more to read."""
 MAX_POINTS = 2_000
 KEPT_ANSWERS = 64
+LAST_SPANS = 3
+"""How many of the last things that a part did are shown of a run that died of it."""
 SHOWN_SETTINGS = (
     "staleness.max_policy_lag",
     "staleness.reorder_window",
@@ -192,10 +194,13 @@ class Watcher:
             return None
         waits = []
         for part in ("driver", "trainer-0", "generator-0") if last else ():
-            span = last.spans.last_wait(part) if last else None
-            if span is not None and part != death.part:
+            spans = last.spans.last_spans(part) if last and part != death.part else []
+            span = next((s for s in spans if s["name"] in ("wait", "batch")), None)
+            if span is not None:
                 waits.append({"part": part, "for": span["attrs"].get("for", "a batch"), "start": span["start"]})
-        return asdict(death) | {"waits": waits}
+        own = last.spans.last_spans(death.part)[:LAST_SPANS] if last and death.part else []
+        did = [{"name": s["name"], "end": s["end"], "attrs": s["attrs"]} for s in own]
+        return asdict(death) | {"waits": waits, "did": did}
 
     def _kept(self, key: tuple[Any, ...], revision: int, compute: Callable[[], Any]) -> Any:
         with self._answers_lock:

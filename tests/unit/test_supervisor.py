@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
 
 from leeway.failures import PartFailed, as_text
 from leeway.runtime import supervisor as supervisor_module
@@ -15,12 +16,27 @@ from leeway.runtime.supervisor import GRACE_S, Supervisor, as_part_failure, toge
 from .virtual_clock import VirtualClock
 
 LONG_S = 30.0
+KILLED = """The actor died unexpectedly before finishing this task.
+\tclass_name: CollectorActor
+\tactor_id: 01
+\tpid: 4711
+\tip: 127.0.0.1
+The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker \
+unexpectedly exits with a connection error code 2. End of file. There are some potential root causes. (1) The process \
+is killed by SIGKILL by OOM killer due to high memory usage. (2) ray stop --force is called."""
+"""What Ray says of a process that was killed."""
 
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Failures that explain others come at once here."""
     monkeypatch.setattr(supervisor_module, "GRACE_S", dict.fromkeys(GRACE_S, 0.1))
+
+
+def died(message: str) -> ActorDiedError:
+    error = ActorDiedError()
+    error.error_msg = message
+    return error
 
 
 async def for_ever() -> None:
@@ -198,6 +214,13 @@ def test_a_failure_becomes_one_line_and_keeps_its_details():
     failure = as_part_failure("replay", KeyError("a\nb"))
     assert "\n" not in str(failure)
     assert failure.part == "replay"
+    assert str(as_part_failure("generator-0", died(KILLED))) == (
+        "generator-0: the process died "
+        "(pid 4711: it was killed from outside, ran out of memory, or crashed in native code)"
+    ), "without what Ray guesses, which is in the details"
+    assert "ray stop --force" in as_part_failure("generator-0", died(KILLED)).details
+    gone = died("The actor died unexpectedly.\nThe actor is dead because its node has died. Node Id: 0a1b")
+    assert as_part_failure("replay", gone).cause == "the process died (its node has died)"
     same = PartFailed("x", "y")
     assert as_part_failure("replay", same) is same
 

@@ -120,6 +120,10 @@ function drawDeath() {
   if (headline(death.cause) !== death.cause) facts.push(el("dt", {}, "In full"), el("dd", {}, death.cause));
   if (death.part) facts.push(el("dt", {}, "Part"), el("dd", {}, el("code", {}, death.part)));
   if (death.waited) facts.push(el("dt", {}, "Waiting for it"), el("dd", {}, `${death.waited}.`));
+  if (death.did.length) facts.push(el("dt", {}, "It did last"), el("dd", {}, death.did.map((span) => {
+    const of = Object.entries(span.attrs).filter(([, v]) => typeof v !== "object").map(([k, v]) => ` ${k} ${v}`).join(",");
+    return el("div", {}, `${new Date(1000 * span.end).toLocaleTimeString("en-GB")} ${span.name}${of}`);
+  })));
   for (const wait of death.waits) facts.push(el("dt", {}, wait.part), el("dd", {}, `its last wait was for ${wait.for}`));
   if (death.advice) facts.push(el("dt", {}, "To go on"), el("dd", {}, el("code", {}, death.advice)));
   fill(box, el("h2", { id: "death-title" }, "What it died of"), el("dl", {}, facts),
