@@ -22,10 +22,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..config import Stage, run_yaml
+from ..config import Config, Stage, run_yaml
 from ..config.secrets import shown_argument
 from ..failures import PASSING, InputRefused, PartFailed, Refused, printable
 from ..monitor import weights_sha256, write_summary
+from ..monitor.jsonl import set_folder_aside
 from ..monitor.logs import others_to_file, say
 from ..redaction import redacted
 from ..runtime.footprint import Footprint
@@ -236,6 +237,7 @@ class _Run:
                 self._results[stage.name] = before
                 model_path = before.model_path or model_path
                 continue
+            await asyncio.to_thread(_begin_anew, stage_dir, stage.config)
             self._stage = stage
             with self._record.stage(stage.name):
                 result = await stage.recipe.run(context)
@@ -389,6 +391,15 @@ class _Run:
             return []
         saved = f"step {step_of(newest)} of {stage.name}, {newest}" if newest else f"the stages before {stage.name}"
         return [f"saved: {saved}", f"resume with: leeway resume {shlex.quote(str(self._shown_dir))}"]
+
+
+def _begin_anew(stage_dir: Path, config: Config) -> None:
+    """Without a checkpoint to go on from, no file of an earlier run may pass for one of this run's."""
+    from .checkpoints import resume_point
+
+    if resume_point(stage_dir / "checkpoints", config) is None:
+        for name in ("spans", "rollouts"):
+            set_folder_aside(stage_dir / name)
 
 
 def num_resumed() -> int:

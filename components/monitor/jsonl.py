@@ -124,6 +124,12 @@ def set_aside(path: Path, resumed_at: int | None) -> None:
     write_text_atomically(path, _lines(kept))
 
 
+def set_folder_aside(folder: Path) -> None:
+    """Move what an earlier run has left in it to FOLDER-1 (-2, ...)."""
+    if folder.is_dir() and any(folder.iterdir()):
+        folder.rename(_free_name(folder))
+
+
 def _lines(rows: list[dict[str, Any]]) -> str:
     return "".join(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n" for row in rows)
 

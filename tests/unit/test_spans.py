@@ -217,3 +217,27 @@ def test_a_groups_time_outside_of_the_engine_is_recorded(file: Path) -> None:
     rows = written(file)
     assert [(row["attrs"]["group"], round(row["end"] - row["start"], 6)) for row in rows] == [(5, 1), (5, 2), (5, 3)]
     assert clock.asked_at == 101.0
+
+
+def test_a_run_that_is_begun_anew_sets_spans_and_rollouts_of_the_earlier_one_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from leeway.config import load_config
+    from leeway.driver import checkpoints
+    from leeway.driver.runner import _begin_anew
+
+    config = load_config("quickstart", [], recipe="async_rl")
+    for life in range(2):
+        for name in ("spans", "rollouts"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "x.jsonl").write_text(f"{life}\n")
+        _begin_anew(tmp_path, config)
+    _begin_anew(tmp_path, config)  # there is nothing
+    assert [(tmp_path / f"spans-{n}/x.jsonl").read_text() for n in (1, 2)] == ["0\n", "1\n"]
+    assert (tmp_path / "rollouts-2").is_dir()
+    assert not (tmp_path / "spans").exists()
+    (tmp_path / "spans").mkdir()
+    (tmp_path / "spans/x.jsonl").write_text("to go on with\n")
+    monkeypatch.setattr(checkpoints, "resume_point", lambda *_: tmp_path)
+    _begin_anew(tmp_path, config)
+    assert (tmp_path / "spans/x.jsonl").exists()
