@@ -85,7 +85,7 @@ class HostActor(Watched):
         self._footprint = Footprint.make()
         self._files = self._footprint.scratch / FILES
         self._guardian = Guardian(self._footprint, self._footprint.scratch / "no run", detached=True)
-        log_to_file(self._files / "logs" / f"{role}.log", log_level)
+        log_to_file(self._files / "logs" / os.uname().nodename / f"{role}.log", log_level)
 
     @as_text
     async def facts(self, run_dir: Path, token: str) -> HostFacts:
@@ -122,7 +122,7 @@ class HostActor(Watched):
 
         def read() -> dict[str, tuple[int, bytes]]:
             found = {}
-            for path in sorted(self._files.glob("*/*")):
+            for path in sorted(p for p in self._files.rglob("*") if p.is_file()):
                 name = str(path.relative_to(self._files))
                 if name.endswith(".old.jsonl"):  # spans that have been brought under their first name
                     continue
@@ -552,6 +552,7 @@ class Cluster:
             cores=cores,
             folder=host.folder,
             machine=host.machine,
+            host="" if host.actor is None else host.name,
             localize=lambda config: self._localized(config, host),
             leave=leave,
         )

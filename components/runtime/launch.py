@@ -427,7 +427,8 @@ class Launcher:
     def _common(self, role: str, place: Place | None = None) -> dict[str, Any]:
         """`place` None: beside the driver."""
         folder = self._folders[role] = self._run_dir if place is None else place.folder
-        return {"role": role, "log_file": folder / "logs" / f"{role}.log", "log_level": self._config.log.level}
+        logs = folder / "logs" / ("" if place is None else place.host)
+        return {"role": role, "log_file": logs / f"{role}.log", "log_level": self._config.log.level}
 
     async def _meet(self, actors: Mapping[str, Any]) -> None:
         """Watch them as soon as their processes exist, even while they are still starting."""

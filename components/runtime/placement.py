@@ -23,7 +23,8 @@ async def _as_they_are(config: Config) -> Config:
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """Of one process. `options`: Ray's, for its actor. `cores`: of its compute threads ([]: not pinned). `folder`: for
-    what it writes there, its log and its spans. `localize`: the settings with paths as they are there. `machine`: see
+    what it writes there, its log and its spans. `host`: the name under which its log is kept, that of another machine
+    (empty: the driver's, whose logs lie on top). `localize`: the settings with paths as they are there. `machine`: see
     `failures.machine` (empty: the driver's). `leave(pids)`: these processes, its own, are gone or to be ended, and the
     place is free.
     """
@@ -32,6 +33,7 @@ class Place:
     cores: list[int]
     folder: Path
     machine: str = ""
+    host: str = ""
     localize: Callable[[Config], Awaitable[Config]] = _as_they_are
     leave: Callable[[Sequence[int]], None] = lambda pids: None
 

@@ -145,7 +145,7 @@ class RunFolder:
         logs: list[Path] = []
         for folder in (stage_dir / "logs" if stage_dir else None, self.path / "logs"):
             try:
-                logs += [p for p in folder.iterdir() if p.suffix == ".log" and p.is_file()] if folder else []
+                logs += [p for p in folder.rglob("*.log") if p.is_file()] if folder else []
             except OSError:
                 continue
         for name in (part, part.rstrip("0123456789").rstrip("-") if part else "", "driver"):

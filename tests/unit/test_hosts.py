@@ -154,15 +154,17 @@ def test_logs_of_another_machine_appear_in_the_run_and_it_is_left_clean(
         host = await found.at(OTHER)
         scratch.append(host.folder.parent)
         assert not host.folder.is_relative_to(tmp_path)
-        (host.folder / "logs/generator-1.log").write_text("first\n")
+        log = host.folder / "logs/there/generator-1.log"
+        log.parent.mkdir()
+        log.write_text("first\n")
         (host.folder / "spans").mkdir()
         (host.folder / "spans/generator-1.jsonl").write_text('{"id": 1}\n')
         await found._bring_lines(host)
-        with (host.folder / "logs/generator-1.log").open("a") as log:
-            log.write("last words\n")
+        with log.open("a") as file:
+            file.write("last words\n")
 
     play(monkeypatch, tmp_path / "run", scenario)
-    assert (tmp_path / "run/logs/generator-1.log").read_text() == "first\nlast words\n"
+    assert (tmp_path / "run/logs/there/generator-1.log").read_text() == "first\nlast words\n"
     assert (tmp_path / "run/spans/generator-1.jsonl").read_text() == '{"id": 1}\n'
     assert not scratch[0].exists()
     assert not (tmp_path / "run" / hosts.MARKER).exists()
