@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import signal
+import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,8 @@ from .conftest import ANY_ENGINE, command_line
 GSM8K = Path(__file__).resolve().parents[3] / "shared/data/gsm8k/train.jsonl"
 
 MY_ENV = '''
+import asyncio
+from pathlib import Path
 from helper_of_mine import bonus
 from leeway import Environment, Task, Trajectory
 
@@ -23,6 +28,8 @@ class ShortAnswers(Environment):
     async def rollout(self, task: Task, policy) -> list[Trajectory]:
         prompt = policy.encode(task.prompt)
         completions = await policy.generate(prompt)
+        while not Path("GO").exists():
+            await asyncio.sleep(0.05)
         if completions[0].policy_versions[0] >= 3:
             raise KeyError("my own mistake")
         return [Trajectory.from_completion(prompt, c, reward=bonus(len(c.tokens)),
@@ -31,10 +38,11 @@ class ShortAnswers(Environment):
 
 
 @pytest.mark.timeout(1000)
-def test_an_environment_of_the_users_own_trains_on_two_ranks_and_what_it_raises_ends_the_run_as_its_reason(
+def test_an_environment_of_the_users_own_trains_on_two_ranks_watched_and_what_it_raises_ends_the_run_as_its_reason(
     start: Any, from_untrained: list[str], of_sums: list[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "envs_of_mine.py").write_text(MY_ENV)
+    go = tmp_path / "go"
+    (tmp_path / "envs_of_mine.py").write_text(MY_ENV.replace("GO", str(go)))
     (tmp_path / "helper_of_mine.py").write_text("def bonus(n):\n    return 1.0 / n\n")
     command = start(
         "async_rl",
@@ -47,7 +55,12 @@ def test_an_environment_of_the_users_own_trains_on_two_ranks_and_what_it_raises_
         "stages.async_rl.train.groups_per_step=4",
         "eval.at_start=false",
         "eval.at_end=false",
+        "--watch",
     )
+    command.wait_for("leeway: watch: http", 400)
+    live = state_on_page(command.output(), within_s=400)
+    go.touch()
+    assert live == "live"
     run = command.wait(600)
     assert run.code == 1, run.output
     assert "my own mistake" in run.last_line()
@@ -55,7 +68,22 @@ def test_an_environment_of_the_users_own_trains_on_two_ranks_and_what_it_raises_
     assert len(run.series("train/accuracy/short")) == len(rewards) >= 3
     assert all(1 / 8 <= r <= 1.0 for r in rewards)
     assert all(r >= 1 / n - 1e-6 for r, n in zip(rewards, lengths, strict=True)), "mean of 1/n is at least 1/mean"
-    assert command.left_over(grace_s=120) == []
+    assert command.left_over(grace_s=120) == [], "the page has ended too"
+
+
+def state_on_page(output: str, *, within_s: float) -> str:
+    """What the page that `--watch` has started says of the run, once it says that it has begun."""
+    found = re.search(r"leeway: watch: (http://\S+)", output)
+    assert found is not None
+    opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+    opener.open(found[1], timeout=within_s).read()
+    deadline = time.monotonic() + within_s
+    while True:
+        with opener.open(f"{found[1].partition('?')[0]}api/overview", timeout=within_s) as answer:
+            (overview,) = json.load(answer)
+        if overview["state"] != "waiting" or time.monotonic() > deadline:
+            return overview["state"]
+        time.sleep(0.2)
 
 
 def hub_folder_of_gsm8k(folder: Path) -> Path:
