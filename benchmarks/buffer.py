@@ -111,7 +111,7 @@ def assembling(num_groups: int, group_size: int, tokens: int) -> tuple[float, fl
         updates_per_batch=1,
         num_ranks=2,
         skip_zero_advantage=False,
-        rollouts_per_batch=16,
+        rollouts_per_step=16,
     )
 
     async def scenario() -> tuple[float, float]:

@@ -108,7 +108,7 @@ STORED_S: list[float] = []
 def measure(count: int, tokens: int, repeats: int) -> dict[str, Any]:
     trajectories = trajectories_of(count, tokens)
     assembler = Assembler(
-        advantage=ADVANTAGES["grpo"](), updates_per_batch=1, num_ranks=1, skip_zero_advantage=True, rollouts_per_batch=1
+        advantage=ADVANTAGES["grpo"](), updates_per_batch=1, num_ranks=1, skip_zero_advantage=True, rollouts_per_step=1
     )
     times: dict[str, list[float]] = {}
 

@@ -20,6 +20,7 @@ class TrainBatch(TensorClass):
 
     `num_sequences` and `num_tokens` count the whole step over all ranks: losses divide by them, so the gradient is the
     same however the step was cut into ranks and microbatches. `prompt_tensors` and `token_tensors`: see `samples`.
+    `recorded`: the trajectories that people can read, whose logprobs are asked for; None: none of them is here.
 
     Example, two trajectories with prompts of 2 tokens and responses of 1 and 3 tokens: `prompt_tokens` [4],
     `prompt_lengths` [2, 2], `response_tokens` [4], `response_lengths` [1, 3]. Supervised examples are the same with
@@ -38,12 +39,20 @@ class TrainBatch(TensorClass):
     num_tokens: torch.Tensor  # int64 [], tokens with loss_mask True
     prompt_tensors: TensorDict | None = None
     token_tensors: TensorDict | None = None
+    recorded: torch.Tensor | None = None  # int64 [R, 2]: (row of the step's rollouts, its conversation here)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _restored, (as_arrays(dict(self.items())),)
 
 
-def batch_samples(samples: Samples, advantages: torch.Tensor, *, num_sequences: int, num_tokens: int) -> TrainBatch:
+def batch_samples(
+    samples: Samples,
+    advantages: torch.Tensor,
+    *,
+    num_sequences: int,
+    num_tokens: int,
+    recorded: Sequence[tuple[int, int]] = (),
+) -> TrainBatch:
     """The batch of these samples; `advantages` float32 [S]."""
     return TrainBatch(
         **{name: samples[name] for name in ("prompt_tokens", "prompt_lengths", "response_lengths", *TOKEN_FIELDS)},
@@ -51,8 +60,17 @@ def batch_samples(samples: Samples, advantages: torch.Tensor, *, num_sequences: 
         num_sequences=torch.tensor(num_sequences),
         num_tokens=torch.tensor(num_tokens),
         **{name: TensorDict(samples[name], batch_size=[]) for name in FURTHER if name in samples},
+        recorded=torch.tensor(recorded, dtype=torch.int64) if recorded else None,
         batch_size=[],
     )
+
+
+def of_recorded(batch: TrainBatch, by_token: torch.Tensor) -> dict[int, torch.Tensor]:
+    """By row of the step's rollouts, what `by_token` [S] says of the response tokens of that trajectory."""
+    if batch.recorded is None:
+        return {}
+    each = torch.split(by_token, batch.response_lengths.tolist())
+    return {row: each[conversation] for row, conversation in batch.recorded.tolist()}
 
 
 def batch_trajectories(

@@ -174,7 +174,7 @@ async def _train(
         refs, num_tokens = await asyncio.to_thread(feed.next, step)
         calls = [t.train_step.remote(ref, False) for t, ref in zip(parts.trainers, refs, strict=True)]
         pending = driver.together(calls)
-        metrics = (await parts.supervisor.wait(pending, what="trainer", timeout_s=timeout_s))[0]
+        metrics = (await parts.supervisor.wait(pending, what="trainer", timeout_s=timeout_s))[0].metrics
         metrics |= await checkpoints.after_step(step)
         record.step(step, metrics, num_tokens=num_tokens, step_s=time.monotonic() - begun)
         if measure is not None and config.eval.every and step % config.eval.every == 0 and step < total_steps:

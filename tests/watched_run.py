@@ -70,6 +70,7 @@ def rollout_row(step: int, sequence: int, **more: Any) -> dict[str, Any]:
         "environment_s": 0.1,
         "policy_versions": [step - 1, step - 2, step - 2, step - 2],
         "behavior_logprobs": [-0.1, -3.0, -0.2, -0.5],
+        "trainer_logprobs": [-0.1, -9.0, -0.4, -0.48],
         "loss_mask": [True, False, True, True],
         "metrics": {"exact_match": float(sequence % 2)},
         **more,

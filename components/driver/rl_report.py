@@ -37,14 +37,15 @@ LAST_REPORTS_S = 30.0
 class StepReport:
     """Something to log at a step. `batch_metrics`: those of the batch, if this is one of its optimizer steps.
 
-    `rollouts`: the readable ones, at the batch's first step; `suspects`: the answers to list there. Nothing here keeps
-    a batch alive in the object store.
+    `rollouts`: the readable ones that the step trained on. `begins_batch`: at its batch's first step, where the batch's
+    metrics are logged, and `suspects` are listed. Nothing here keeps a batch alive in the object store.
     """
 
     step: int
     metrics: dict[str, float]
     batch_metrics: dict[str, float] | None = None
-    rollouts: list[dict] | None = None
+    rollouts: Sequence[dict] = ()
+    begins_batch: bool = False
     suspects: Sequence[dict] = ()
 
 
@@ -191,10 +192,10 @@ class Reporter:
                     step_s=step_s,
                 )
             metrics["train/tokens_per_s"] = response_tokens / step_s
-            if report.rollouts is not None:  # a batch's metrics are logged once
+            if report.begins_batch:
                 metrics |= batch
-                self._monitor.rollouts(report.step, report.rollouts)
                 self._monitor.suspects(report.step, report.suspects)
+            self._monitor.rollouts(report.step, report.rollouts)
             self._monitor.log(report.step, metrics, role="trainer")
             for warning in self._learning.step(metrics):
                 self._warn(warning)

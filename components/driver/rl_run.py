@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import spans
 from ..config import Config, derive
@@ -21,6 +21,9 @@ from .evaluation import evaluate, in_one_line, measured_by, of_set
 from .publishing import Publishing
 from .rl_report import Reporter, StepClock, StepReport
 from .turns import Turns
+
+if TYPE_CHECKING:
+    from ..trainer.actor import TrainedStep
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,8 @@ class RLRun:
         self._train_s = 0.0
         self._batch: BatchRefs | None = None
         self._metrics: dict[str, float] = {}
-        self._is_first = False
-        self._stepping: asyncio.Future[list[dict[str, float]]] | None = None
+        self._update = 0  # which step of its batch is under way
+        self._stepping: asyncio.Future[list[TrainedStep]] | None = None
         self._unlogged: int | None = None
 
     async def batches(self) -> AsyncIterator[BatchRefs]:
@@ -95,7 +98,7 @@ class RLRun:
             with self._clock.waiting("turns"):
                 await self.turns.trainer()
             upcoming = self._feed.ask()
-            self._batch, self._metrics, self._is_first = batch, {}, True
+            self._batch, self._metrics, self._update = batch, {}, 0
             yield batch
             replay = await self._wait(self._parts.buffer.trained.remote(batch.group_ids), "replay")
             await self._report.put(StepReport(self.version, replay))
@@ -125,7 +128,7 @@ class RLRun:
             calls = [t.train_step.remote(share, publish) for t, share in zip(self._parts.trainers, shares, strict=True)]
             self._stepping = together(calls)
             by_rank = await self._wait(asyncio.shield(self._stepping), "trainer")
-        self._metrics |= by_rank[0]
+        self._metrics |= by_rank[0].metrics
         self.version += 1
 
     async def publish(self) -> None:
@@ -152,8 +155,9 @@ class RLRun:
 
     async def log(self) -> None:
         """End the step under way: everything measured in it goes to the monitors, beside the next step."""
-        await self._report.put(self._ended_step(self._metrics))
-        self._metrics, self._is_first, self._unlogged = {}, False, None
+        await self._report.put(self._ended_step())
+        self._metrics, self._unlogged = {}, None
+        self._update += 1
 
     async def serve(self) -> None:
         """Publish this version and wait until every engine serves it, proven."""
@@ -198,18 +202,25 @@ class RLRun:
         await self._checkpoints.at_end(interrupted=True)
         if self._unlogged is None or self._stepping is None or not self._stepping.done():
             return None
-        return self._ended_step(self._metrics | self._stepping.result()[0])
+        self._metrics |= self._stepping.result()[0].metrics
+        return self._ended_step()
 
-    def _ended_step(self, metrics: dict[str, float]) -> StepReport:
-        batch, step = self._batch, self._unlogged
+    def _ended_step(self) -> StepReport:
+        batch, step, metrics = self._batch, self._unlogged, self._metrics
         assert batch is not None
         assert step is not None, "no step is under way"
+        assert self._stepping is not None, "step() was called"
+        rollouts = list(batch.rollouts[self._update])
+        for rank in self._stepping.result():
+            for row, logprobs in rank.logprobs.items():
+                rollouts[row] = rollouts[row] | {"trainer_logprobs": logprobs}
         return StepReport(
             step,
             metrics | self.turns.metrics() | self._clock.end(metrics),
             batch.metrics,
-            batch.rollouts if self._is_first else None,
-            batch.suspects if self._is_first else (),
+            rollouts,
+            begins_batch=self._update == 0,
+            suspects=batch.suspects if self._update == 0 else (),
         )
 
     async def _wait(self, call: Any, what: str) -> Any:

@@ -113,7 +113,7 @@ class Rollouts:
             batch = await self._wait(share, "replay")
             check_versions(batch, policy_version=version, bound=self._numbers.max_policy_lag, with_expert_tokens=False)
             self._metrics = refs.metrics | _lags(batch, version)
-            self._monitor.rollouts(version + 1, refs.rollouts)
+            self._monitor.rollouts(version + 1, refs.rollouts[0])
             self._monitor.suspects(version + 1, refs.suspects)
             yield batch_under_torchrl_keys(batch)
             replay = await self._wait(self._parts.buffer.trained.remote(refs.group_ids), "replay")

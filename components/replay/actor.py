@@ -49,14 +49,15 @@ POLL_S = 0.2
 class BatchRefs:
     """A batch as the driver sees it: `steps[i][rank]` are references into the object store.
 
-    `suspects`: answers to list, see `SuspectWatch`, of the groups that were delivered since the batch before.
+    `rollouts[i]`: the readable trajectories of that step. `suspects`: answers to list, see `SuspectWatch`, of the
+    groups that were delivered since the batch before.
     """
 
     index: int
     group_ids: list[int]
     steps: list[list[Any]]
     metrics: dict[str, float]
-    rollouts: list[dict]
+    rollouts: list[list[dict]]
     suspects: list[dict] = field(default_factory=list)
 
 
@@ -106,7 +107,7 @@ class ReplayBufferActor(Watched):
             updates_per_batch=train.updates_per_batch,
             num_ranks=train.num_ranks,
             skip_zero_advantage=numbers.skip_zero_advantage,
-            rollouts_per_batch=config.monitor.rollouts_per_step,
+            rollouts_per_step=config.monitor.rollouts_per_step,
             experts=self._experts(skip_steps=position.num_batches * train.updates_per_batch),
             count_turns=algorithm.aggregation == "turn_mean_token_mean",
         )

@@ -11,7 +11,7 @@ from ..algorithms.advantages import Advantage, TurnAdvantage
 from ..algorithms.shaping import overlong_penalty, rank_penalty
 from ..algorithms.turns import Turns, by_token, num_turns
 from ..group import Group
-from ..samples import Samples, end_to_end, joined, laid, picked, prompt_keys, token_index
+from ..samples import Samples, end_to_end, joined, laid, picked, prompt_keys, starts, token_index
 from ..train_batch import TrainBatch, batch_samples
 from ..types import Trajectory
 
@@ -48,14 +48,15 @@ class Batch:
     """The groups of one batch, ready to train on.
 
     `steps[i][rank]` is what a rank trains on in the i-th optimizer step of this batch. `metrics` describe the whole
-    batch. `rollouts` are its trajectories in readable form (a sample of them).
+    batch. `rollouts[i]` are trajectories of its i-th step in readable form (a sample of them); `TrainBatch.recorded`
+    says where they are trained on.
     """
 
     index: int
     group_ids: list[int]
     steps: list[list[TrainBatch]]
     metrics: dict[str, float]
-    rollouts: list[dict]
+    rollouts: list[list[dict]]
 
 
 def rewards_of(group: Group) -> torch.Tensor:
@@ -101,7 +102,7 @@ class Assembler:
     updates_per_batch: int
     num_ranks: int
     skip_zero_advantage: bool
-    rollouts_per_batch: int
+    rollouts_per_step: int
     shaping: Callable[[Group], torch.Tensor] = rewards_of
     experts: Callable[[], Sequence[Trajectory]] | None = None
     count_turns: bool = False
@@ -110,8 +111,13 @@ class Assembler:
         """The batch of these groups and of reused ones; metrics and rollouts cover only the new ones."""
         every = [*groups, *reused]
         parts = dict(zip((g.group_id for g in every), self._advantages(every), strict=True))
-        groups_of = [every[i :: self.updates_per_batch] for i in range(self.updates_per_batch)]
-        steps = [self._step(own, [parts[g.group_id] for g in own]) for own in groups_of]
+        steps, rollouts = [], []
+        for i in range(self.updates_per_batch):
+            own, num_new = every[i :: self.updates_per_batch], len(groups[i :: self.updates_per_batch])
+            of_own = [parts[g.group_id] for g in own]
+            chosen = _readable(own[:num_new], self.rollouts_per_step, whole=index)
+            steps.append(self._step(own, of_own, chosen))
+            rollouts.append([_row(own[n], t, of_own[n].readable[t]) for n, t in chosen])
         in_pass = sum(num_pass_tokens(b) for step in steps for b in step)
         own = [parts[g.group_id] for g in groups]
         return Batch(
@@ -120,7 +126,7 @@ class Assembler:
             steps=steps,
             metrics=_batch_metrics(groups, own)
             | {"train/tokens_in_pass": float(in_pass), "train/reused_groups": float(len(reused))},
-            rollouts=_readable(groups, own, self.rollouts_per_batch, whole=index),
+            rollouts=rollouts,
         )
 
     def _advantages(self, groups: Sequence[Group]) -> list[Advantages]:
@@ -140,18 +146,24 @@ class Assembler:
         advantages = torch.split(self.advantage(torch.cat(shaped), indices), sizes)
         return [Advantages.of_trajectories(g, a) for g, a in zip(groups, advantages, strict=True)]
 
-    def _step(self, groups: Sequence[Group], parts: Sequence[Advantages]) -> list[TrainBatch]:
+    def _step(
+        self, groups: Sequence[Group], parts: Sequence[Advantages], chosen: Sequence[tuple[int, int]]
+    ) -> list[TrainBatch]:
+        """`chosen`: (group, trajectory) of each readable row of this step."""
         samples = joined([g.samples for g in groups]) if groups else laid([])
         by_token = torch.cat([p.by_token for p in parts]) if parts else torch.empty(0)
         num_tokens = int(samples["loss_mask"].sum())
         num_sequences = len(samples["response_lengths"])
         if self.count_turns:
             num_sequences = num_turns(samples["loss_mask"], samples["response_lengths"])
+        first = starts([len(g.samples["response_lengths"]) for g in groups])
+        row_of = {first[n] + groups[n].mains[t]: row for row, (n, t) in enumerate(chosen)}
         if self.skip_zero_advantage and groups:
             # Their gradient is exactly zero; the counts above keep everyone else's weight as it was.
             kept = torch.cat([p.is_not_zero for p in parts]).nonzero().flatten().tolist()
             by_token = by_token[token_index(samples, kept)]
             samples = picked(samples, kept)
+            row_of = {i: row_of[c] for i, c in enumerate(kept) if c in row_of}
         if self.experts is not None and groups:
             experts = laid(self.experts())
             share_of_token = 1 / int(experts["loss_mask"].sum())
@@ -163,6 +175,7 @@ class Assembler:
                 by_token[token_index(samples, share)],
                 num_sequences=num_sequences,
                 num_tokens=num_tokens,
+                recorded=[(row_of[c], i) for i, c in enumerate(share) if c in row_of],
             )
             for share in split_evenly(samples, self.num_ranks)
         ]
@@ -238,11 +251,11 @@ def _batch_metrics(groups: Sequence[Group], advantages: Sequence[Advantages]) ->
     return metrics
 
 
-def _readable(groups: Sequence[Group], advantages: Sequence[Advantages], limit: int, *, whole: int) -> list[dict]:
-    """At most `limit` trajectories, in the batch's order: all of one group, where these are at most half of them, and
-    others spread evenly over the batch. So what a group's advantages compare can be read side by side.
+def _readable(groups: Sequence[Group], limit: int, *, whole: int) -> list[tuple[int, int]]:
+    """At most `limit` trajectories as (group, trajectory), in order: all of one group, where these are at most half of
+    them, and others spread evenly. So what a group's advantages compare can be read side by side.
 
-    `whole`: which group, counted around the batch.
+    `whole`: which group, counted around.
     """
     every = [(number, i) for number, g in enumerate(groups) for i in range(len(g))]
     chosen: list[tuple[int, int]] = []
@@ -251,7 +264,7 @@ def _readable(groups: Sequence[Group], advantages: Sequence[Advantages], limit: 
         every = [own for own in every if own[0] != whole % len(groups)]
     count = min(limit - len(chosen), len(every))
     chosen += [every[k * len(every) // count] for k in range(count)]
-    return [_row(groups[n], i, advantages[n].readable[i]) for n, i in sorted(chosen)]
+    return sorted(chosen)
 
 
 def _row(group: Group, index: int, advantage: float | list[float]) -> dict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import socket
 import tempfile
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import ray
@@ -25,9 +26,21 @@ from ..transports.transport import TransportSettings, WeightTransport, open_tran
 from ..weights import Publication
 
 if TYPE_CHECKING:
+    import torch
+
     from ..types import TrainBatch
+    from .trainer import Trainer
 
 T = TypeVar("T")
+
+
+class TrainedStep(NamedTuple):
+    """What a rank says of an optimizer step. `logprobs`: by row of the step's rollouts, those of its response tokens in
+    the pass that was trained, of the rows in this rank's share.
+    """
+
+    metrics: dict[str, float]
+    logprobs: dict[int, list[float]]
 
 
 class TrainerActor(Watched):
@@ -107,17 +120,20 @@ class TrainerActor(Watched):
         return await self._in_order(lambda: self._trainer.audit(batch, manifest, buckets))
 
     @as_text
-    async def train_step(self, batch: TrainBatch, publish: bool) -> dict[str, float]:
+    async def train_step(self, batch: TrainBatch, publish: bool) -> TrainedStep:
         """forward_backward, optim_step and, if asked, what `publish` does.
 
         `step/publish_s`: what publishing costs a step, waiting for the last version's canary included.
         """
         asked = time.monotonic()
 
-        def step() -> dict[str, float]:
+        def step() -> TrainedStep:
             canary_s = time.monotonic() - asked
             inputs = self._step_inputs.popleft() if self._step_inputs else {}
             step = self._trainer.policy_version + 1
+            logprobs = None if batch.recorded is None else _room_for_logprobs(batch, self._trainer)
+            if logprobs is not None:
+                inputs["logprobs_out"] = logprobs
             with spans.span("forward_backward", step=step):
                 metrics = self._trainer.forward_backward(batch, **inputs)
             with spans.span("optimizer", step=step):
@@ -126,7 +142,8 @@ class TrainerActor(Watched):
             if publish:
                 with spans.span("copy_aside", version=step):
                     metrics |= self._trainer.begin_publish()
-            return metrics | {"step/publish_s": canary_s + time.monotonic() - started}
+            metrics |= {"step/publish_s": canary_s + time.monotonic() - started}
+            return TrainedStep(metrics, {} if logprobs is None else _as_rows(batch, logprobs))
 
         stepped = self._in_order(step)
         if publish:
@@ -197,6 +214,21 @@ class TrainerActor(Watched):
     def _in_order(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Its turn is fixed by this call, not by who awaits it."""
         return asyncio.get_running_loop().run_in_executor(self._compute, function)
+
+
+def _room_for_logprobs(batch: TrainBatch, trainer: Trainer) -> torch.Tensor:
+    """[S], nan until a pass has computed them."""
+    import torch
+
+    return torch.full(batch.response_tokens.shape, math.nan, device=trainer.device)
+
+
+def _as_rows(batch: TrainBatch, logprobs: torch.Tensor) -> dict[int, list[float]]:
+    """See `TrainedStep.logprobs`. Those that no pass computed are left out."""
+    from ..train_batch import of_recorded
+
+    rows = of_recorded(batch, logprobs.cpu())
+    return {row: own.tolist() for row, own in rows.items() if not own.isnan().all()}
 
 
 def _opened(settings: TransportSettings) -> WeightTransport:

@@ -72,10 +72,12 @@ class ActorCriticTrainer(Trainer):
         *,
         proximal_logprobs: torch.Tensor | None = None,
         estimates: Estimates | None = None,
+        logprobs_out: torch.Tensor | None = None,
     ) -> dict[str, float]:
         """As `Trainer.forward_backward`, plus the critic's; `estimates` were made when the batch was taken.
 
-        None: it was taken under the current weights, and is a whole batch.
+        None: it was taken under the current weights, and is a whole batch. `logprobs_out` stays as it is while the
+        critic warms up: no policy computes then.
         """
         self._check_versions(batch)
         started = time.monotonic()
@@ -90,7 +92,8 @@ class ActorCriticTrainer(Trainer):
             return own | {"step/forward_backward_s": 0.0, "train/tokens_per_s": num_tokens / elapsed}
         batch = batch.clone(recurse=False)
         batch.advantages = estimates.advantages
-        return super().forward_backward(batch, proximal_logprobs=proximal_logprobs) | own
+        policy = super().forward_backward(batch, proximal_logprobs=proximal_logprobs, logprobs_out=logprobs_out)
+        return policy | own
 
     def optim_step(self) -> dict[str, float]:
         """One step of both, or of the critic alone while it warms up; `policy_version` grows by one either way."""

@@ -124,11 +124,22 @@ class Trainer:
         self._tokens_of_step: int | None = None
         self._offload: Offload | None = None
 
-    def forward_backward(self, batch: TrainBatch, *, proximal_logprobs: torch.Tensor | None = None) -> dict[str, float]:
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def forward_backward(
+        self,
+        batch: TrainBatch,
+        *,
+        proximal_logprobs: torch.Tensor | None = None,
+        logprobs_out: torch.Tensor | None = None,
+    ) -> dict[str, float]:
         """Add this step's gradient; returns metrics of the whole step (the same on every rank).
 
         `batch` is this rank's share; `proximal_logprobs` [S]: the result of `token_logprobs` for it when it was taken
-        (None: it was taken under the current weights). Raises `StalenessError` if a token breaks the bound, before any
+        (None: it was taken under the current weights). `logprobs_out` [S], on this device: filled with the logprobs of
+        this rank's response tokens in this pass. Raises `StalenessError` if a token breaks the bound, before any
         computation.
         """
         self._check_versions(batch)
@@ -143,7 +154,9 @@ class Trainer:
         maxima = torch.full((objective.num_maxima,), float("-inf"), dtype=torch.float64, device=self._device)
         current_is_proximal = objective.needs_proximal and proximal_logprobs is None
         for microbatch in self._passes(batch, proximal_logprobs, reference_logprobs):
-            loss = self._loss(objective, microbatch, batch, current_is_proximal=current_is_proximal)
+            logprobs, loss = self._loss(objective, microbatch, batch, current_is_proximal=current_is_proximal)
+            if logprobs_out is not None:
+                logprobs_out[microbatch.batch_positions] = logprobs
             # FSDP averages gradients over ranks; losses are divided by the step's counts, so the parts must add up.
             (self._loss_scale * (loss.total * self._settings.train.num_ranks)).backward()
             sums += loss.sums
@@ -168,7 +181,7 @@ class Trainer:
     def evaluate(self, batch: TrainBatch) -> dict[str, float]:
         """Evaluate the objective on this share of data under the current weights (a collective); nothing is learned."""
         reference_logprobs = self._score(self._reference, batch) if self._reference is not None else None
-        losses = [self._loss(self._objective, m, batch) for m in self._passes(batch, None, reference_logprobs)]
+        losses = [self._loss(self._objective, m, batch)[1] for m in self._passes(batch, None, reference_logprobs)]
         sums = self._reduce(torch.stack([loss.sums for loss in losses]).sum(0), dist.ReduceOp.SUM)
         maxima = torch.stack([loss.maxima for loss in losses]).amax(0)
         return self._objective.metrics(sums, self._reduce(maxima, dist.ReduceOp.MAX))
@@ -383,11 +396,12 @@ class Trainer:
 
     def _loss(
         self, objective: Objective, microbatch: Microbatch, batch: TrainBatch, *, current_is_proximal: bool = False
-    ) -> Loss:
+    ) -> tuple[torch.Tensor, Loss]:
+        """(logprobs [S] of the microbatch's tokens, detached; their loss)."""
         logprobs, entropy = self._run(self._model, microbatch, entropy_gradient=objective.needs_entropy_gradient)
         if current_is_proximal:
             microbatch = replace(microbatch, proximal_logprobs=logprobs.detach())
-        return objective.loss(
+        return logprobs.detach(), objective.loss(
             logprobs,
             entropy,
             microbatch,

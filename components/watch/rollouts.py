@@ -11,7 +11,7 @@ from .shown import shown, shown_value
 
 MAX_TOKENS = 4_096
 MAX_PIECE = 200
-PER_TOKEN = ("policy_versions", "behavior_logprobs", "loss_mask")
+PER_TOKEN = ("policy_versions", "behavior_logprobs", "trainer_logprobs", "loss_mask")
 """Lists of a line of rollouts/, one entry for each response token."""
 
 

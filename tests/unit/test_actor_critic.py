@@ -257,9 +257,9 @@ def test_the_actor_gives_each_step_the_inputs_that_were_computed_when_its_batch_
         assert isinstance(actor._trainer, ActorCriticTrainer)
         fill_head(actor._trainer)
         await actor.score_batch(*batches)
-        got = [await actor.train_step(batch, False) for batch in batches]
+        got = [(await actor.train_step(batch, False)).metrics for batch in batches]
         await actor.reset(settings_of(model_path, objective=OBJECTIVE), transport)
-        return got, await actor.train_step(batches[0], True)
+        return got, (await actor.train_step(batches[0], True)).metrics
 
     got, plain = asyncio.run(through_the_actor(model_path.parent / "trainer.log"))
     assert expected[1]["train/value/clipped_frac"] > 0

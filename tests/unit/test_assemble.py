@@ -61,7 +61,7 @@ def assemble(groups: list[Group], *, u=1, ranks=1, skip=True, rollouts=0) -> Bat
         updates_per_batch=u,
         num_ranks=ranks,
         skip_zero_advantage=skip,
-        rollouts_per_batch=rollouts,
+        rollouts_per_step=rollouts,
     )(7, groups)
 
 
@@ -279,11 +279,11 @@ def test_oldest_version_ignores_tokens_of_the_environment():
 
 def test_rollouts_are_a_readable_sample_of_the_batch():
     groups = random_groups(random.Random(3), 3, 4)
-    assert assemble(groups, rollouts=0).rollouts == []
-    assert len(assemble(groups, rollouts=100).rollouts) == 12
-    rollouts = assemble(groups, rollouts=6).rollouts
+    assert assemble(groups, rollouts=0).rollouts == [[]]
+    assert [len(rows) for rows in assemble(groups, rollouts=100).rollouts] == [12]
+    (rollouts,) = assemble(groups, rollouts=6).rollouts
     assert [(r["group_id"], r["sequence_id"]) for r in rollouts] == [(0, 0), (0, 2), (1, 0), (1, 2), (2, 0), (2, 2)]
-    whole = assemble(groups, rollouts=8).rollouts  # of batch 7: the second group
+    (whole,) = assemble(groups, rollouts=8).rollouts  # of batch 7: the second group
     assert [(r["group_id"], r["sequence_id"]) for r in whole] == [
         *[(0, 0), (0, 2)],
         *[(1, 0), (1, 1), (1, 2), (1, 3)],
@@ -343,7 +343,7 @@ def test_further_conversations_get_the_mean_of_advantages_that_differ_by_turn():
         updates_per_batch=1,
         num_ranks=1,
         skip_zero_advantage=False,
-        rollouts_per_batch=0,
+        rollouts_per_step=0,
     )(0, [group])
     (share,) = batch.steps[0]
     found = {row["response_tokens"][0]: row["advantages"] for row in rows(share)}

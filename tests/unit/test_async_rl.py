@@ -30,6 +30,9 @@ from .standing import generators_of
 from .test_staleness_property import VirtualClock
 
 STEPS, UPDATES = 200, 4
+SHARE: Any = SimpleNamespace(
+    response_tokens=torch.zeros(5), response_lengths=torch.tensor([2, 3]), recorded=torch.tensor([[0, 1]])
+)
 STEP_TIMEOUT_S = load_config("quickstart", [], recipe="async_rl").cluster.step_timeout_s
 
 
@@ -66,7 +69,11 @@ class NoTime:
         transport = ObjectStore(put, np.copy)  # type: ignore[arg-type]
         self._publisher = Publisher(gatherer, transport=transport, checksum="xxh3_128", timeout_s=20)
 
-    def forward_backward(self, batch: Any) -> dict[str, float]:
+    device = torch.device("cpu")
+
+    def forward_backward(self, batch: Any, logprobs_out: torch.Tensor | None = None) -> dict[str, float]:
+        if logprobs_out is not None:
+            logprobs_out.copy_(-torch.arange(len(logprobs_out)) - 10 * self.policy_version)
         return {}
 
     def optim_step(self) -> dict[str, float]:
@@ -103,7 +110,8 @@ class Elsewhere:
         self.reports: list[StepReport] = []
 
     async def take_batch(self, timeout_s: float) -> BatchRefs:
-        return BatchRefs(index=0, group_ids=[0], steps=[["batch"]] * UPDATES, metrics={}, rollouts=[])
+        rollouts = [[{"text": f"of update {i}"}] for i in range(UPDATES)]
+        return BatchRefs(index=0, group_ids=[0], steps=[[SHARE]] * UPDATES, metrics={}, rollouts=rollouts)
 
     async def trained(self, group_ids: Any) -> dict[str, float]:
         return {}
@@ -161,7 +169,11 @@ def test_steps_that_take_no_time_are_all_published_each_with_its_own_weights(tmp
         assert elsewhere.saved == [f"after {v}" for v in range(UPDATES, STEPS + 1, UPDATES)], "only between batches"
         steps = [r for r in elsewhere.reports if r.batch_metrics is not None]
         assert [r.step for r in steps] == list(range(1, STEPS + 1))
-        assert [r.rollouts is not None for r in steps] == [True, False, False, False] * (STEPS // UPDATES)
+        assert [r.begins_batch for r in steps] == [True, False, False, False] * (STEPS // UPDATES)
+        assert [r.rollouts for r in steps[4:6]] == [
+            [{"text": "of update 0", "trainer_logprobs": [-42.0, -43.0, -44.0]}],
+            [{"text": "of update 1", "trainer_logprobs": [-52.0, -53.0, -54.0]}],
+        ], "those that the step trained on, with what its pass computed"
 
     asyncio.run(main())
 
@@ -174,7 +186,7 @@ def test_an_interrupted_step_ends_is_saved_and_is_reported_once(tmp_path: Path) 
         may_end = threading.Event()
         in_third = threading.Event()
 
-        def forward_backward(self, batch: Any) -> dict[str, float]:
+        def forward_backward(self, batch: Any, logprobs_out: torch.Tensor | None = None) -> dict[str, float]:
             if self.policy_version == 2:
                 self.in_third.set()
                 assert self.may_end.wait(200)
@@ -207,7 +219,7 @@ class InStep(NoTime):
         super().__init__(put)
         self.may_end, self.in_third = threading.Event(), threading.Event()
 
-    def forward_backward(self, batch: Any) -> dict[str, float]:
+    def forward_backward(self, batch: Any, **inputs: Any) -> dict[str, float]:
         if self.policy_version == 2:
             self.in_third.set()
             assert self.may_end.wait(200)
@@ -278,7 +290,7 @@ def test_a_step_is_over_before_its_canary_is_scored_and_the_next_one_waits_for_i
     async def main() -> None:
         actor = TrainerActor(role="trainer-0", log_file=tmp_path / "log", log_level="ERROR", cores=[])
         actor._trainer = trainer = SlowCanary()
-        batch: Any = "batch"
+        batch = SHARE
         await asyncio.wait_for(actor.train_step(batch, True), 200)
         published = asyncio.ensure_future(actor.publication())
         second = asyncio.ensure_future(actor.train_step(batch, False))
@@ -286,7 +298,7 @@ def test_a_step_is_over_before_its_canary_is_scored_and_the_next_one_waits_for_i
         assert (trainer.policy_version, trainer.scored) == (1, [])
         assert not published.done()
         trainer.may_score.set()
-        assert (await asyncio.wait_for(second, 200))["step/publish_s"] > 0.05, "what it waited for the canary"
+        assert (await asyncio.wait_for(second, 200)).metrics["step/publish_s"] > 0.05, "what it waited for the canary"
         publication = await asyncio.wait_for(published, 200)
         assert publication is not None
         assert (publication.manifest.policy_version, trainer.scored) == (1, [1])

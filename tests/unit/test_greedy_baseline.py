@@ -94,7 +94,7 @@ def test_its_reward_is_taken_off_and_a_group_of_one_has_an_advantage() -> None:
         updates_per_batch=1,
         num_ranks=1,
         skip_zero_advantage=True,
-        rollouts_per_batch=0,
+        rollouts_per_step=0,
         shaping=PLAIN,
     )(0, [group])
     (row,) = rows_of(batch.steps[0][0])

@@ -166,7 +166,7 @@ def assembled(groups: list[Group], *, ranks: int = 1) -> list[TrainBatch]:
         updates_per_batch=1,
         num_ranks=ranks,
         skip_zero_advantage=False,
-        rollouts_per_batch=0,
+        rollouts_per_step=0,
     )
     batch = assembler(0, groups)
     assembled_tokens.append(batch.metrics["train/tokens_in_pass"])

@@ -125,7 +125,7 @@ def test_every_optimizer_step_gets_its_experts_and_the_counts_stay_those_of_the_
     stream = iter([[expert(3), expert(4)], [expert(5)]])
     batch = Assembler(
         advantage=ADVANTAGES["grpo"](), updates_per_batch=2, num_ranks=2, skip_zero_advantage=True,
-        rollouts_per_batch=0, experts=lambda: next(stream),
+        rollouts_per_step=0, experts=lambda: next(stream),
     )(0, groups)  # fmt: skip
     for step, group_ids, share in ((batch.steps[0], (0, 2), 1 / 5), (batch.steps[1], (1, 3), 1 / 4)):
         rollouts = [t for i in group_ids for t in groups[i].trajectories()]

@@ -253,7 +253,7 @@ def test_the_example_works(monkeypatch: pytest.MonkeyPatch) -> None:
 
     advantage: Any = algorithm.advantage
     batch = Assembler(
-        advantage=advantage, updates_per_batch=1, num_ranks=1, skip_zero_advantage=False, rollouts_per_batch=0,
+        advantage=advantage, updates_per_batch=1, num_ranks=1, skip_zero_advantage=False, rollouts_per_step=0,
     )(0, [Group.of(group_id=0, task_id="a", trajectories=[trajectory(r) for r in (0.0, 1.0, 4.0)])])  # fmt: skip
     assert batch.steps[0][0].advantages.tolist() == [-1.0, 0.0, 3.0]
     assert math.isclose(batch.metrics["train/reward/mean"], 5 / 3, rel_tol=1e-6)

@@ -125,7 +125,7 @@ def test_a_batch_trains_on_both_and_describes_the_new_ones() -> None:
         updates_per_batch=2,
         num_ranks=1,
         skip_zero_advantage=False,
-        rollouts_per_batch=9,
+        rollouts_per_step=9,
     )
     batch = assembler(5, [group(6, version=5), group(7, version=5)], [group(4, version=3, rewards=(0.0, 0.0, 9.0))])
     assert batch.group_ids == [6, 7, 4]
@@ -134,7 +134,7 @@ def test_a_batch_trains_on_both_and_describes_the_new_ones() -> None:
     assert [int(step[0].num_sequences) for step in batch.steps] == [5, 2]
     assert batch.metrics["train/reward/mean"] == 0.5
     assert batch.metrics["train/reused_groups"] == 1.0
-    assert {row["group_id"] for row in batch.rollouts} == {6, 7}
+    assert {row["group_id"] for rows in batch.rollouts for row in rows} == {6, 7}
 
 
 # ------------------------------------------------------------------------------------------------------- settings

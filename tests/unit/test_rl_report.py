@@ -234,10 +234,16 @@ def a_run(tmp_path: Path) -> Reporter:
     """Two batches of two steps: 100 and 200 response tokens; a report of the driver after each."""
     one, two = batch_of(0.25, 100.0), batch_of(0.75, 200.0)
     reports = [
-        StepReport(1, step_metrics(wait_s=2, work_s=2, lag=1), one, [{"text": "one"}]),
+        StepReport(1, step_metrics(wait_s=2, work_s=2, lag=1), one, [{"text": "one"}], begins_batch=True),
         StepReport(2, step_metrics(wait_s=0, work_s=2, lag=2), one),
         StepReport(2, {"replay/dropped_stale": 0.0, "replay/groups_ready": 5.0}),
-        StepReport(3, step_metrics(wait_s=3, work_s=1, lag=1, **{"train/audit_gap/max": 0.5}), two, [{"text": "two"}]),
+        StepReport(
+            3,
+            step_metrics(wait_s=3, work_s=1, lag=1, **{"train/audit_gap/max": 0.5}),
+            two,
+            [{"text": "two"}],
+            begins_batch=True,
+        ),
         StepReport(4, step_metrics(wait_s=0, work_s=2, lag=1, **{"train/audit_gap/max": 0.25}), two),
         StepReport(4, {"param_server/publish_s": 0.5}),
     ]
@@ -318,7 +324,12 @@ def test_a_run_that_was_stopped_has_one_record(tmp_path: Path) -> None:
 
     def steps(*numbers: int) -> list[StepReport]:
         return [StepReport(0 if numbers[0] == 1 else 2, {"param_server/publish_s": 0.5})] + [
-            StepReport(n, step_metrics(wait_s=1, work_s=3, lag=n, **{"train/grad_norm": 1.0}), batches[n - 1], [])
+            StepReport(
+                n,
+                step_metrics(wait_s=1, work_s=3, lag=n, **{"train/grad_norm": 1.0}),
+                batches[n - 1],
+                begins_batch=True,
+            )
             for n in numbers
         ]
 
@@ -340,7 +351,7 @@ def test_a_run_that_was_stopped_has_one_record(tmp_path: Path) -> None:
 def test_a_dropped_group_would_be_seen_and_an_audit_that_never_was_is_not_reported(tmp_path: Path) -> None:
     batch = batch_of(1.0, 10.0)
     reports = [
-        StepReport(1, step_metrics(wait_s=1, work_s=1, lag=0), batch, []),
+        StepReport(1, step_metrics(wait_s=1, work_s=1, lag=0), batch, begins_batch=True),
         StepReport(1, {"replay/dropped_stale": 2.0}),
         StepReport(2, {"replay/dropped_stale": 1.0}),
     ]
@@ -356,7 +367,7 @@ def test_shares_of_a_run_without_a_step_are_empty_and_small_ones_are_left_out(tm
     assert summary["efficiency_second_half"] is None
     batch = batch_of(1.0, 10.0)
     metrics = step_metrics(wait_s=0.001, work_s=5.0, lag=0, **{"step/audit_s": 2.0})
-    report = StepReport(1, metrics | {"step/total_s": 7.001}, batch, [])
+    report = StepReport(1, metrics | {"step/total_s": 7.001}, batch, begins_batch=True)
     busy = reported(tmp_path / "busy", [report], [collector_stats(generate=1.0)])
     shares = busy.summary(steps=1)["time_shares"]
     assert shares["trainer"] == pytest.approx({"work": 5 / 7, "audit": 2 / 7}, abs=1e-3)

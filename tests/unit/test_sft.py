@@ -20,6 +20,7 @@ from leeway.runtime.supervisor import Supervisor
 from leeway.tasks import Prompter
 from leeway.tasks.taskset import build_taskset
 from leeway.tasks.tiny_tokenizer import build_tokenizer
+from leeway.trainer.actor import TrainedStep
 from leeway.types import NO_VERSION, Trajectory, batch_trajectories
 
 TOKENS = 3
@@ -33,9 +34,9 @@ class FakeRank:
         self.losses = (first_loss - 0.1 * i for i in itertools.count())
         self.train_step = SimpleNamespace(remote=self._step)
 
-    async def _step(self, batch: Any, publish: bool) -> dict[str, float]:
+    async def _step(self, batch: Any, publish: bool) -> TrainedStep:
         assert not publish, "nothing is published in supervised training"
-        return {"train/loss/sft": next(self.losses)}
+        return TrainedStep({"train/loss/sft": next(self.losses)}, {})
 
 
 class Recorder:

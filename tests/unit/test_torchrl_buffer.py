@@ -250,7 +250,7 @@ def test_torchrls_prioritized_sampler_and_a_transform_train(make: Any, monkeypat
     trainer = make()
     before = {name: p.detach().clone() for name, p in trainer._model.named_parameters()}
     assembler = Assembler(
-        advantage=ADVANTAGES["grpo"](), updates_per_batch=1, num_ranks=1, skip_zero_advantage=True, rollouts_per_batch=0
+        advantage=ADVANTAGES["grpo"](), updates_per_batch=1, num_ranks=1, skip_zero_advantage=True, rollouts_per_step=0
     )
 
     async def scenario() -> None:

@@ -203,7 +203,7 @@ def assembled(groups: list[Group], name: str) -> Any:
         updates_per_batch=1,
         num_ranks=1,
         skip_zero_advantage=True,
-        rollouts_per_batch=9,
+        rollouts_per_step=9,
         count_turns=True,
     )(0, groups)
 
@@ -216,7 +216,7 @@ def test_each_token_gets_the_advantage_of_its_turn() -> None:
     expected = [first, first, 0.0, second, second, third, third, 0.0, fourth, fourth]
     assert share.advantages.tolist() == pytest.approx(expected, abs=1e-6)
     assert int(share.num_sequences) == 4
-    assert batch.rollouts[0]["advantage"] == pytest.approx(expected[:5])
+    assert batch.rollouts[0][0]["advantage"] == pytest.approx(expected[:5])
     assert batch.metrics["train/zero_advantage_frac"] == 0.0
 
 

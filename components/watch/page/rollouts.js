@@ -5,7 +5,7 @@ import { el, fill, number } from "./dom.js";
 
 const PAGE = 50;
 const RANGES = [["reward", "Reward"], ["lag", "Lag"], ["tokens", "Tokens"], ["step", "Step"]];
-const COLORINGS = [["version", "policy version"], ["logprob", "logprob"], ["advantage", "advantage"], ["none", "nothing"]];
+const COLORINGS = [["version", "policy version"], ["logprob", "logprob"], ["difference", "trainer minus engine"], ["advantage", "advantage"], ["none", "nothing"]];
 
 export class Rollouts {
   constructor(root) {
@@ -158,6 +158,7 @@ export class Rollouts {
       el("section", { class: "turn given" }, el("h5", {}, "Prompt"), el("p", { class: "text" }, this.plain(r.prompt))),
       known || this.ids ? this.turns(r, newest) : [el("section", { class: "turn sampled" }, el("h5", {}, "Answer"), el("p", { class: "text" }, r.text)),
         el("p", { class: "quiet" }, "No tokenizer of this run's model was found here, so tokens are not told apart; their ids can be shown.")],
+      differenceInWords(r),
       notes.map((n) => el("p", { class: "quiet" }, n)));
   }
 
@@ -176,8 +177,9 @@ export class Rollouts {
     });
     return blocks.map((block, n) => {
       const calls = block.sampled && /tool_call|<function|```python/.test(block.tokens.map((i) => pieces[i] ?? "").join(""));
-      const text = el("p", { class: "text tokens", onmouseover: (e) => this.tell(r, e.target), onfocusin: (e) => this.tell(r, e.target) });
+      const text = el("p", { class: "text tokens", onmouseover: (e) => this.tell(r, e.target), onfocusin: (e) => this.tell(r, e.target), onkeydown: walk });
       for (const i of block.tokens) text.append(this.token(r, i, newest, block.sampled));
+      if (text.firstChild) text.firstChild.tabIndex = 0; // one stop of the Tab key; arrow keys go from token to token
       return el("section", { class: block.sampled ? "turn sampled" : "turn given" }, el("h5", {}, block.sampled ? (calls ? "Model, with a tool call" : n ? "Model, next turn" : "Model") : "Environment (masked: not trained on)"), text);
     });
   }
@@ -198,10 +200,46 @@ export class Rollouts {
     const parts = [`token ${i}`, `id ${t.ids[i]}`];
     if (t.policy_versions) parts.push(`version ${t.policy_versions[i]} (lag ${number(r.step - 1 - t.policy_versions[i])})`);
     if (t.behavior_logprobs) parts.push(`logprob ${number(t.behavior_logprobs[i])}`);
+    const off = differenceOf(t, i);
+    if (off !== null) parts.push(`trainer minus engine ${signed(off)} nats`);
     parts.push(`advantage ${number(t.advantages ? t.advantages[i] : r.advantage)}`);
     this.under.textContent = parts.join(", ");
+    node.title = this.under.textContent;
   }
 }
+
+// The arrow keys move from token to token, as in a grid.
+function walk(event) {
+  const now = event.target;
+  const next = { ArrowRight: now.nextElementSibling, ArrowLeft: now.previousElementSibling }[event.key];
+  if (!next || !now.dataset?.i) return;
+  event.preventDefault();
+  now.tabIndex = -1;
+  next.tabIndex = 0;
+  next.focus();
+}
+
+// What the trainer's forward pass of the step says of a sampled token, minus what the engine said when it sampled it, in
+// nats; null where one of them is not known.
+function differenceOf(t, i) {
+  const theirs = t.behavior_logprobs?.[i], own = t.trainer_logprobs?.[i];
+  if (theirs === null || theirs === undefined || own === null || own === undefined || (t.loss_mask && !t.loss_mask[i])) return null;
+  return own - theirs;
+}
+
+const signed = (value) => `${value > 0 ? "+" : value < 0 ? "−" : ""}${number(Math.abs(value))}`;
+
+function differenceInWords(r) {
+  const all = r.response.ids.map((_, i) => ({ i, off: differenceOf(r.response, i) })).filter((one) => one.off !== null);
+  if (!all.length) return null;
+  const mean = all.reduce((sum, one) => sum + Math.abs(one.off), 0) / all.length;
+  const most = all.sort((a, b) => Math.abs(b.off) - Math.abs(a.off)).slice(0, 3)
+    .map(({ i, off }) => `${signed(off)} at token ${i} (${r.response.pieces[i] === null ? `id ${r.response.ids[i]}` : `“${r.response.pieces[i].trim()}”`})`);
+  return el("p", { class: "quiet difference" }, `Trainer minus engine: ${number(mean)} nats on average, without sign; most ${most.join(", ")}.`);
+}
+
+// From which difference, in nats, each colour begins: tenths of a permille are rounding, a third of a nat is drift.
+const DIFFERENCES = [0.001, 0.01, 0.03, 0.1, 0.3];
 
 // 0 to 5, and which scale: "cool" is fresh, or made likelier; "warm" is old, unlikely, or made less likely.
 function levelOf(coloring, r, i, newest) {
@@ -216,6 +254,10 @@ function levelOf(coloring, r, i, newest) {
     const a = t.advantages ? t.advantages[i] : r.advantage;
     return a ? [step(Math.abs(a) / 2), a > 0 ? "cool" : "warm"] : [0, "cool"];
   }
+  if (coloring === "difference") {
+    const off = differenceOf(t, i);
+    return off ? [DIFFERENCES.filter((least) => Math.abs(off) >= least).length, off > 0 ? "cool" : "warm"] : [0, "cool"];
+  }
   return [0, "cool"];
 }
 
@@ -223,6 +265,8 @@ function scaleWords(coloring, newest) {
   const mark = (name, words) => [el("span", { class: `token ${name}` }, " a "), ` ${words} `];
   if (coloring === "version") return [mark("cool-1", `version ${newest}, the newest here`), mark("warm-1", "1 step older"), mark("warm-3", "3 steps older"), mark("warm-5", "5 and more")];
   if (coloring === "logprob") return [mark("warm-1", "likely (above -1 nat)"), mark("warm-3", "-2 to -3"), mark("warm-5", "unlikely (below -4): the policy was surprised to say it")];
+  if (coloring === "difference") return [mark("warm-5", "the trainer finds it less likely by 0.3 nats and more"), mark("warm-3", "by 0.03"), mark("warm-1", "by 0.001"), mark("cool-1", "more likely by 0.001"), mark("cool-3", "by 0.03"), mark("cool-5", "by 0.3 and more."),
+    "The logprob in the step that trained on it, minus the engine's: at lag 0 that is rounding, at a lag also what was learned since. Uncoloured: less, or not known."];
   if (coloring === "advantage") return [mark("cool-3", "made likelier"), mark("warm-3", "made less likely; full colour from 2 on")];
   return [""];
 }
