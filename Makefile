@@ -1,4 +1,4 @@
-# make install | quickstart | test | test-long | test-unit | test-security | test-gpu | lint        (EXTRA=cuda on a GPU machine)
+# make install | quickstart | test | test-long | test-unit | test-security | test-gpu | lint | docs        (EXTRA=cuda on a GPU machine)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || echo python3)
 EXTRA  ?= cpu
@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PIP   := $(BIN)/python -m pip --disable-pip-version-check
 TORCH := torch==2.13.0
 
-.PHONY: help install quickstart test test-long test-unit test-security test-gpu lint clean
+.PHONY: help install quickstart test test-long test-unit test-security test-gpu lint docs clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -69,5 +69,8 @@ lint: $(STAMP)  ## ruff, format check, pyright
 	@$(BIN)/ruff format --check .
 	@$(BIN)/pyright
 
+docs: $(STAMP)  ## the documentation as a site, in site/
+	@$(BIN)/python docs/site/build.py site
+
 clean:  ## remove build products (never runs/ or .venv)
-	@rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	@rm -rf build dist site src/*.egg-info .pytest_cache .ruff_cache .hypothesis
