@@ -22,7 +22,7 @@ LAYERS = [
     {"collector", "replay", "param_server", "trainer"},
     {"runtime", "planning", "auxiliary", "engines", "serving"},
     {"driver"},
-    {"studies", "watch"},
+    {"studies", "watch", "elsewhere"},
     {"library"},
     {"recipes", "cli"},
 ]

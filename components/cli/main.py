@@ -1,4 +1,5 @@
-"""`leeway run | resume | serve | watch | ps | scale | trace | plot | plan | ls | cat | cp | validate | convert | env`.
+"""`leeway run | resume | serve | watch | ps | scale | trace | plot | plan | ls | cat | cp | validate | import |
+convert | env`.
 
 Exit codes: 0 done, 1 the run failed or learned nothing (the last line says why), 2 the input was refused, 130 or 143
 interrupted. Everything is checked before anything heavy is imported. Only `run`, `resume`, `serve` and `env try` import
@@ -33,6 +34,7 @@ from ..config.user_code import code_that_runs
 from ..failures import printable
 from .complete import complete_bundled, complete_config, complete_key, complete_recipe
 from .env import app as env_app
+from .importing import import_config
 from .parts import ps, scale
 from .see import plot as plot_curves
 from .see import trace
@@ -62,6 +64,7 @@ app.command()(trace)
 app.command("plot")(plot_curves)
 app.command()(watch)
 app.command()(serve)
+app.command("import")(import_config)
 
 Overrides = Annotated[
     list[str] | None,

@@ -84,7 +84,9 @@ class TaskSource(Section):
         description="share of the questions held out for evaluation in every stage, chosen by a hash of the question",
     )
     prompt_key: str = Field(default="question", description="key of the prompt (text, or a list of messages)")
-    answer_key: str = Field(default="answer", description="key of the reference answer")
+    answer_key: str = Field(
+        default="answer", description="key of the reference answer; column.key where it is inside of a column"
+    )
     messages_key: str | None = Field(
         default=None,
         description="key of a whole conversation, in place of prompt and answer; sft trains on every assistant turn",

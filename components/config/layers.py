@@ -16,7 +16,12 @@ from .keys import default_of
 from .overrides import Override, apply_override
 from .tree import Tree, merge, settings_in, value_at
 
-RIVALS = (("train.steps", "train.epochs"), ("model.path", "model.init"), ("eval.path", "task.holdout_frac"))
+RIVALS = (
+    ("train.steps", "train.epochs"),
+    ("model.path", "model.init"),
+    ("eval.path", "task.holdout_frac"),
+    ("optimizer.warmup_steps", "optimizer.warmup_frac"),
+)
 """At most one setting of each group is set."""
 OF_A_SOURCE = ("path", "query", "dataset", "options", "mix")
 """Settings whose meaning depends on `task.name`; that of all others beside a `name` depends on it."""

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from ..algorithms.presets import CORRECTIONS
-from ..section import Section
+from ..section import Refused, Section
 from .effect import BATCHES, DATA, ROLLOUTS, OnlyWith
 
 DECAYING = OnlyWith(lambda c: c.optimizer.schedule != "constant", "optimizer.schedule is linear or cosine")
@@ -33,6 +41,9 @@ class OptimizerConfig(Section):
         default="constant", description="learning-rate schedule after warm-up"
     )
     warmup_steps: NonNegativeInt = Field(default=0, description="optimizer steps of linear warm-up")
+    warmup_frac: float = Field(
+        default=0.0, ge=0.0, lt=1.0, description="linear warm-up as a share of the run's optimizer steps"
+    )
     min_lr_frac: Annotated[float, DECAYING] = Field(
         default=0.0, ge=0.0, le=1.0, description="final learning rate as a share of lr"
     )
@@ -42,6 +53,21 @@ class OptimizerConfig(Section):
         description="how many consecutive steps may be skipped because their gradient (the policy's, or the critic's) "
         "is nan or inf; one more ends the run",
     )
+
+    @model_validator(mode="after")
+    def _one_warm_up(self) -> Self:
+        if self.warmup_steps and self.warmup_frac:
+            raise Refused(
+                "optimizer.warmup_frac",
+                got=self.warmup_frac,
+                expected=f"0 where optimizer.warmup_steps is {self.warmup_steps}",
+                fix="set one of them",
+            )
+        return self
+
+    def warm_up(self, total_steps: int) -> int:
+        """Optimizer steps of warm-up in a run of `total_steps`."""
+        return self.warmup_steps or int(self.warmup_frac * total_steps)
 
 
 class CriticConfig(Section):

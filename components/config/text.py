@@ -1,4 +1,4 @@
-"""YAML text to plain values, for files and overrides alike. Any text gives a value or one error.
+"""YAML text to plain values, for files and overrides alike, and back. Any text gives a value or one error.
 
 With aliases, a short YAML text can stand for a tree of any size. Deep nesting crashes yaml's C reader and with it the
 process. So both are counted before anything is built.
@@ -38,6 +38,11 @@ def parse_yaml(text: str) -> Any:
         raise TextError("one value where a mapping or a list is expected") from None
     except Exception as error:  # from yaml or OmegaConf, or a number or date that Python refuses: the text is at fault
         raise TextError(" ".join(str(error).split())[:300] or type(error).__name__) from None
+
+
+def to_text(tree: dict[str, Any]) -> str:
+    """`tree` as YAML, in its order; `parse_yaml` reads it back."""
+    return yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
 
 
 @lru_cache(maxsize=100)  # a command reads the same file and overrides several times, at 10 ms each

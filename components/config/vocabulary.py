@@ -80,6 +80,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "critic.gae_lambda": ("lam", "lambd", "lmbda"),
     "optimizer.lr": ("learning_rate", "lr", "actor_learning_rate", "step_size"),
     "optimizer.warmup_steps": ("num_warmup_steps", "lr_warmup_steps", "lr_warmup_init"),
+    "optimizer.warmup_frac": ("warmup_ratio", "lr_warmup_steps_ratio", "lr_warmup_ratio"),
     "optimizer.schedule": ("lr_scheduler_type", "lr_scheduler", "warmup_style", "lr_decay_style", "scheduler"),
     "optimizer.max_grad_norm": ("grad_clip", "clip_grad", "gradient_clip", "max_norm", "grad_norm"),
     "optimizer.betas": ("adam_beta1", "adam_beta2", "adam_betas"),

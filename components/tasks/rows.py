@@ -52,8 +52,7 @@ class RowFormat:
                 raise ValueError(
                     f"{where}: {self.task.prompt_key!r} has only the assistant's turn; expected a question"
                 )
-        self._need(item, self.task.answer_key, "task.answer_key", where)
-        answer = item.pop(self.task.answer_key)
+        answer = self._answer(item, where)
         answer = answer if isinstance(answer, str) else _as_json(answer, f"{where}: {self.task.answer_key!r}")
         if self.task.answer_after is not None:
             if self.task.answer_after not in answer:
@@ -64,6 +63,19 @@ class RowFormat:
             item = {**item, "solution": answer, "answer_after": self.task.answer_after}
             answer = answer.rpartition(self.task.answer_after)[2].strip()
         return Row(question=question, answer=answer, info=item)
+
+    def _answer(self, item: dict[str, Any], where: str) -> Any:
+        """Under its key, or inside of a column: `reward_model.ground_truth`."""
+        key = self.task.answer_key
+        if key not in item and "." in key:
+            column, _, rest = key.partition(".")
+            found = item.get(column)
+            for part in rest.split("."):
+                found = found.get(part) if isinstance(found, dict) else None
+            if found is not None:
+                return found
+        self._need(item, key, "task.answer_key", where)
+        return item.pop(key)
 
     def _conversation(self, item: dict[str, Any], where: str) -> Row:
         key = self.task.messages_key

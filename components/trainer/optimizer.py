@@ -18,13 +18,14 @@ logger = logging.getLogger(__name__)
 def learning_rate(settings: OptimizerConfig, step: int, *, total_steps: int) -> float:
     """Learning rate of optimizer step `step`, counted from 0, with a schedule over `total_steps`.
 
-    The first `warmup_steps` rise linearly; the last one is at `min_lr_frac` of `lr`.
+    The first `warmup_steps` (or `warmup_frac` of them all) rise linearly; the last one is at `min_lr_frac` of `lr`.
     """
-    if step < settings.warmup_steps:
-        return settings.lr * (step + 1) / settings.warmup_steps
+    warmup = settings.warm_up(total_steps)
+    if step < warmup:
+        return settings.lr * (step + 1) / warmup
     if settings.schedule == "constant":
         return settings.lr
-    done = (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps)
+    done = (step - warmup) / max(1, total_steps - warmup)
     left = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * min(1.0, done)))}[settings.schedule]
     return settings.lr * (settings.min_lr_frac + (1 - settings.min_lr_frac) * max(0.0, left))
 

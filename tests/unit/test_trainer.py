@@ -248,6 +248,8 @@ def test_learning_rates_in_closed_form():
         return [learning_rate(settings, step, total_steps=10) for step in range(10)]
 
     assert rates(schedule="constant", warmup_steps=4) == [0.25, 0.5, 0.75] + [1.0] * 7
+    assert rates(warmup_frac=0.4) == rates(warmup_steps=4)
+    assert rates(schedule="linear", warmup_frac=0.29) == rates(schedule="linear", warmup_steps=2), "rounded down"
     assert rates(schedule="linear") == pytest.approx([1 - i / 10 for i in range(10)])
     linear = rates(schedule="linear", warmup_steps=2, min_lr_frac=0.5)
     assert linear == pytest.approx([0.5, 1.0] + [1 - 0.5 * i / 8 for i in range(8)])

@@ -1,0 +1,1 @@
+"""Settings of other systems (Trinity-RFT, veRL, torchtune) as ours: `leeway import`."""

@@ -1,0 +1,112 @@
+"""What the tables have in common: names of losses and of files, sources of tasks, the lag that a schedule needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from ..config.derived import least_target_policy_lag
+from .table import Fate, Theirs, Unusable, shown
+
+AGGREGATIONS = {
+    "token-mean": "token_mean",
+    "seq-mean-token-sum": "seq_mean_token_sum",
+    "seq-mean-token-mean": "seq_mean_token_mean",
+    "seq-mean-token-sum-norm": "fixed_length",
+}
+ESTIMATORS = {
+    "k1": "k1",
+    "kl": "k1",
+    "k2": "k2",
+    "mse": "k2",
+    "k3": "k3",
+    "low_var_kl": "k3",
+    "abs": "abs",
+    "corrected_k3": "corrected_k3",
+}
+NO_NEED = "it says how the work is divided or looked at, not what is learned"
+MEMORY = "memory and speed only; see `leeway plan --model` for what fits"
+LORA = "no adapters: every weight is trained"
+REMOTE_CODE = "code from a model's folder is never run"
+CHECKPOINT_DIR = "checkpoints, logs and metrics are under output_dir/project/name"
+
+
+def folder(value: Any) -> str:
+    """A name that may be that of a folder."""
+    return re.sub(r"[^\w.\-]+", "-", re.sub(r"\$\{[^}]*\}", "", str(value))).strip("-.")[:100] or "run"
+
+
+def word(value: Any) -> str:
+    """A name that may be part of a dotted key."""
+    return re.sub(r"\W+", "_", str(value)).strip("_")[:60] or "tasks"
+
+
+def one_of(names: Mapping[str, str], key: str, value: str) -> str:
+    if value not in names:
+        raise Unusable(f"{key}: {shown(value)} has no counterpart here; known are {', '.join(names)}")
+    return names[value]
+
+
+def source(path: str) -> dict[str, Any]:
+    """The source of tasks for a path or a hub id. `split` and `subset` belong to hub ids and to folders."""
+    default = re.sub(r"^\$\{oc\.env:\w+,?([^}]*)\}$", r"\1", path)
+    ending = PurePosixPath(default).suffix.lower()
+    kind = {".parquet": "parquet", ".jsonl": "jsonl", ".json": "jsonl"}.get(ending, "hf")
+    return {"name": kind, "path": path}
+
+
+def files(value: Any, key: str) -> list[str]:
+    found = value if isinstance(value, list) else [value]
+    if not found or not all(isinstance(item, str) and item for item in found):
+        raise Unusable(f"{key}: got {shown(value)}, expected a file or a list of files")
+    return found
+
+
+def by_name(paths: list[str]) -> dict[str, str]:
+    """Taskset name -> path: what tells one file from the others."""
+    named: dict[str, str] = {}
+    for path in paths:
+        plain = PurePosixPath(re.sub(r"\$\{[^}]*\}", "", path))
+        name = word(plain.parent.name if plain.parent.name and len(paths) > 1 else plain.stem)
+        number = 2
+        unique = name
+        while unique in named:
+            unique, number = f"{name}_{number}", number + 1
+        named[unique] = path
+    return named
+
+
+def lag_of(groups: int, updates: int, publish_every: int, uses: int = 1) -> int:
+    """The least bound under which batches are made and trained in turn."""
+    return least_target_policy_lag(groups, updates, publish_every, 1) + updates * (uses - 1)
+
+
+def schedule(name: str, key: str, min_frac: float) -> dict[str, Any]:
+    """A learning-rate schedule. The least rate means something only where it decays."""
+    found = one_of({"constant": "constant", "cosine": "cosine", "linear": "linear"}, key, name)
+    return {"optimizer.schedule": found} | ({} if found == "constant" else {"optimizer.min_lr_frac": min_frac})
+
+
+def loggers(names: list[str]) -> Fate:
+    ours: dict[str, Any] = {}
+    left = []
+    for name in names:
+        if name == "wandb":
+            ours["monitor.wandb"] = "online"
+        elif name == "tensorboard":
+            ours["monitor.tensorboard"] = True
+        elif name == "mlflow":
+            ours["monitor.mlflow"] = "local"
+        elif name == "trackio":
+            ours["monitor.trackio"] = "local"
+        elif name not in ("console", "file"):
+            left.append(name)
+    if left:
+        return Fate("approximate", ours, f"no logger {', '.join(map(shown, left))}: metrics.jsonl is always written")
+    return Fate("exact", ours, "metrics.jsonl is always written")
+
+
+def truth(t: Theirs, *keys: str) -> bool:
+    return any(t.flag(key) for key in keys)

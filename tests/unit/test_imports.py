@@ -1,0 +1,315 @@
+"""`leeway import`: what other systems' settings become here, number by number, and hostile files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from leeway.config import ConfigError
+from leeway.config.tree import settings_in
+from leeway.elsewhere.importer import SYSTEMS, Imported, as_table, as_yaml, import_file
+from leeway.elsewhere.script import read_script
+
+SCRIPT = """
+# trains on two files
+set -x
+data=$HOME/sets
+files="['$data/a/train.parquet', '$data/b/train.parquet']"
+prompt=$((1024 * 2))
+answer=${ANSWER:-4096}
+ROLLOUT=(
+    actor_rollout_ref.rollout.name=vllm
+    actor_rollout_ref.rollout.n=6   # answers
+)
+NAME=grpo_$(date +%s)
+CUDA_VISIBLE_DEVICES=0 python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo data.train_files="$files" data.val_files=$data/a/test.parquet \\
+    data.train_batch_size=96 actor_rollout_ref.actor.ppo_mini_batch_size=32 \\
+    data.max_prompt_length=$prompt data.max_response_length=${answer} \\
+    actor_rollout_ref.model.path=org/model actor_rollout_ref.actor.optim.lr=2e-6 \\
+    actor_rollout_ref.actor.clip_ratio_high=0.28 actor_rollout_ref.actor.loss_agg_mode="seq-mean-token-mean" \\
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.002 \\
+    actor_rollout_ref.rollout.tensor_model_parallel_size=4 "${ROLLOUT[@]}" \\
+    trainer.total_training_steps=50 trainer.save_freq=10 trainer.test_freq=5 \\
+    trainer.nnodes=2 trainer.n_gpus_per_node=8 trainer.experiment_name="$NAME" \\
+    trainer.logger='["console","wandb"]' $@ 2>&1 | tee log
+"""
+
+TRINITY = """
+project: p
+name: n
+algorithm: {algorithm_type: grpo, repeat_times: 8, optimizer: {lr: 1.0e-6, lr_warmup_steps_ratio: 0.1},
+            kl_loss_fn: k3, kl_loss_fn_args: {kl_coef: 0.01}}
+model: {model_path: "${oc.env:A_MODEL,org/model}", max_response_tokens: 768, max_model_len: 1024}
+cluster: {node_num: 1, gpu_per_node: 8}
+buffer:
+  total_steps: 300
+  batch_size: 32
+  train_batch_size: 128
+  explorer_input:
+    default_workflow_type: math_workflow
+    taskset: {name: train, path: data/train.jsonl, format: {prompt_key: q, response_key: a},
+              rollout_args: {temperature: 0.8}}
+    eval_tasksets:
+    - {name: held-out, path: data/test.jsonl, repeat_times: 4, format: {prompt_key: q, response_key: a}}
+explorer: {eval_interval: 50, rollout_model: {engine_num: 2, tensor_parallel_size: 2}}
+synchronizer: {sync_style: fixed, sync_interval: 4, sync_offset: 3}
+trainer: {save_interval: 100, save_strategy: single_process}
+"""
+
+TUNE = """
+name: run
+checkpoint_dir: /models/small
+tokenizer: {_component_: torchtune.models.qwen2_5.qwen2_5_tokenizer, path: /models/small/vocab.json, max_seq_len: 512}
+model: {_component_: torchtune.models.qwen2_5.qwen2_5_0_5b}
+dataset: {_component_: torchtune.dev.rl.gsm8k.gsm8k_dataset, partition: 1-9/10}
+orchestration: {num_inference_workers: 3, num_training_workers: 2, num_steps: 40}
+inference: {group_size: 8, max_generated_tokens: 256, steps_before_weight_sync: 1, temperature: 1.0, top_k: null}
+training:
+  checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: "${checkpoint_dir}"}
+  batch_size: 16
+  steps_before_weight_sync: 2
+  optimizer: {_component_: torch.optim.AdamW, lr: 1.0e-5, fused: true}
+  loss: {_component_: torchtune.dev.rl.linear_grpo_loss.LinearGRPOLoss, kl_coeff: 0.01, epsilon: 0.2}
+reward_functions:
+- {_component_: torchtune.dev.rl.rewards.FormattedMathCorrectnessReward, positive_reward: 10.0}
+"""
+
+
+def imported(tmp_path: Path, system: str, text: str, *arguments: str, name: str = "config.yaml") -> Imported:
+    file = tmp_path / name
+    file.write_text(text, encoding="utf-8")
+    return import_file(system, file, arguments)
+
+
+def values(found: Imported) -> dict[str, Any]:
+    return dict(settings_in(found.tree))
+
+
+def check(found: Imported, wanted: dict[str, Any]) -> None:
+    got = values(found)
+    assert {key: got.get(key) for key in wanted} == wanted
+    assert found.problem is None
+
+
+def test_verl_counts_prompts_and_batches_of_rollouts(tmp_path: Path) -> None:
+    found = imported(tmp_path, "verl", SCRIPT, name="run.sh")
+    check(
+        found,
+        {
+            "model.path": "org/model",
+            "train.groups_per_step": 96,
+            "train.updates_per_batch": 3,
+            "staleness.max_policy_lag": 2,
+            "algorithm.group_size": 6,
+            "train.steps": 150,
+            "checkpoint.every": 30,
+            "eval.every": 15,
+            "train.num_ranks": 16,
+            "rollout.num_generators": 4,
+            "rollout.engine.tensor_parallel_size": 4,
+            "cluster.placement": "turns",
+            "rollout.max_prompt_tokens": 2048,
+            "rollout.max_response_tokens": 4096,
+            "algorithm.loss.clip_low": 0.2,
+            "algorithm.loss.clip_high": 0.28,
+            "algorithm.loss.dual_clip": 3.0,
+            "algorithm.aggregation": "seq_mean_token_mean",
+            "algorithm.kl.coef": 0.002,
+            "algorithm.kl.estimator.name": "k3",
+            "optimizer.lr": 2e-6,
+            "optimizer.weight_decay": 0.01,
+            "optimizer.decay": "all",
+            "optimizer.betas": [0.9, 0.999],
+            "task.mix.a.path": "${oc.env:HOME}/sets/a/train.parquet",
+            "task.mix.b.name": "parquet",
+            "task.answer_key": "reward_model.ground_truth",
+            "eval.tasksets.test.path": "${oc.env:HOME}/sets/a/test.parquet",
+            "monitor.wandb": "online",
+        },
+    )
+    assert found.is_whole, as_table(found)
+    assert found.recipe == "async_rl"
+
+
+def test_overrides_come_after_the_file(tmp_path: Path) -> None:
+    more = (
+        "actor_rollout_ref.rollout.n=4",
+        "+trainer.val_only=False",
+        "~trainer.total_training_steps",
+        "trainer.total_epochs=2",
+    )
+    found = imported(tmp_path, "verl", SCRIPT, *more, name="run.sh")
+    check(found, {"algorithm.group_size": 4, "train.epochs": 2, "train.steps": None})
+    with pytest.raises(ConfigError, match="OVERRIDE"):
+        imported(tmp_path, "verl", SCRIPT, "no override", name="run.sh")
+
+
+def test_trinity_counts_tasks_experiences_and_steps_of_lag(tmp_path: Path) -> None:
+    found = imported(tmp_path, "trinity", TRINITY)
+    check(
+        found,
+        {
+            "model.path": "${oc.env:A_MODEL,org/model}",
+            "train.groups_per_step": 16,
+            "algorithm.group_size": 8,
+            "train.steps": 300,
+            "param_server.publish_every": 4,
+            "staleness.max_policy_lag": 6,
+            "rollout.num_generators": 2,
+            "rollout.engine.tensor_parallel_size": 2,
+            "train.num_ranks": 4,
+            "rollout.max_prompt_tokens": 256,
+            "rollout.temperature": 0.8,
+            "eval.every": 52,
+            "eval.tasksets.heldout.samples": 4,
+            "checkpoint.every": 100,
+            "checkpoint.max_writers": 1,
+            "optimizer.warmup_frac": 0.1,
+            "algorithm.kl.coef": 0.01,
+            "algorithm.kl.estimator.name": "k3",
+            "algorithm.aggregation": "token_mean",
+            "env.reward": "math_verify",
+        },
+    )
+    assert found.is_whole, as_table(found)
+
+
+def test_trinitys_stages_are_ours(tmp_path: Path) -> None:
+    text = (
+        TRINITY
+        + """
+stages:
+- stage_name: warm
+  mode: train
+  algorithm: {algorithm_type: sft}
+  buffer: {train_batch_size: 64, total_steps: 10, trainer_input: {experience_buffer: {path: data/sft.jsonl,
+           format: {prompt_type: messages, messages_key: talk}}}}
+- stage_name: rft
+"""
+    )
+    found = imported(tmp_path, "trinity", text)
+    assert list(found.tree["stages"]) == ["warm", "rft"]
+    check(
+        found,
+        {
+            "stages.warm.recipe": "sft",
+            "stages.warm.train.batch_size": 64,
+            "stages.warm.train.steps": 10,
+            "stages.warm.task.messages_key": "talk",
+            "stages.rft.recipe": "async_rl",
+            "stages.rft.train.groups_per_step": 16,
+        },
+    )
+
+
+def test_torchtunes_components_say_what_is_trained(tmp_path: Path) -> None:
+    found = imported(tmp_path, "torchtune", TUNE)
+    got = values(found)
+    wanted = {
+        "model.path": "/models/small",
+        "algorithm.group_size": 8,
+        "train.groups_per_step": 4,
+        "train.num_ranks": 2,
+        "train.steps": 40,
+        "rollout.num_generators": 3,
+        "param_server.publish_every": 2,
+        "staleness.max_policy_lag": 3,
+        "algorithm.loss.clip_low": 0.2,
+        "algorithm.kl.coef": 0.01,
+        "rollout.max_prompt_tokens": 512,
+        "env.rewards.tagged": 10.0,
+        "optimizer.max_grad_norm": 1e9,
+    }
+    assert {key: got.get(key) for key in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    ("system", "text", "line", "kind"),
+    [
+        ("verl", SCRIPT.replace("estimator=grpo", "estimator=opo"), "opo", "refused"),
+        ("verl", SCRIPT.replace(" $@", " some.new_key=3"), "some.new_key", "unknown"),
+        ("verl", SCRIPT.replace(" $@", " actor_rollout_ref.model.lora_rank=32"), "lora_rank", "refused"),
+        ("verl", SCRIPT.replace("data.train_batch_size=96", "data.train_batch_size=many"), "many", "refused"),
+        ("trinity", TRINITY + "service: {data_juicer: {auto_start: true}}", "auto_start", "refused"),
+        ("trinity", TRINITY.replace("math_workflow", "webshop_workflow"), "webshop_workflow", "refused"),
+        ("trinity", TRINITY + "agolrithm: {x: 1}", "agolrithm.x", "unknown"),
+        ("torchtune", TUNE.replace("qwen2_5_0_5b", "lora_qwen2_5_0_5b"), "lora", "refused"),
+    ],
+)  # fmt: skip
+def test_what_is_not_here_is_said_and_nothing_is_dropped(
+    tmp_path: Path, system: str, text: str, line: str, kind: Any
+) -> None:
+    found = imported(tmp_path, system, text, name="run.sh" if system == "verl" else "config.yaml")
+    assert not found.is_whole
+    assert any(line in own.theirs + own.fate.why for own in found.of_kind(kind)), as_table(found)
+    assert all("\n" not in own.fate.why for own in found.lines)
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(12)
+)
+HOSTILE = {
+    "deep": "a: " + "[" * 5000,
+    "bomb": BOMB,
+    "tag": "model: !!python/object/apply:os.system ['touch /tmp/owned']",
+    "control": "model: {model_path: \"a\\e]0;title\\a\"}\nnew_key: \"x\\e[2J\"",
+    "loop": "a: ${b}\nb: ${a}\nmodel: {model_path: '${a}'}",
+    "growing": "\n".join(f"k{i}: ${{k{i + 1}}}${{k{i + 1}}}" for i in range(60)) + "\nk60: " + "x" * 100,
+    "list": "- a\n- b",
+    "text": "just text",
+    "empty": "",
+    "numbers": "buffer: {batch_size: 1e400, total_epochs: .nan}\nalgorithm: {algorithm_type: grpo, repeat_times: -1}",
+    "keys": "1: 2\n? [a, b]\n: 3",
+}  # fmt: skip
+
+
+def refusal(tmp_path: Path, system: str, text: str, name: str) -> str:
+    """The one line that refuses the file, or everything that is said about it, which is not whole."""
+    try:
+        found = imported(tmp_path, system, text, name=name)
+    except ConfigError as error:
+        return str(error)
+    return "" if found.is_whole else "".join((as_table(found) + as_yaml(found, "leeway import")).split("\n"))
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_files_are_refused_in_plain_text(tmp_path: Path, system: str, name: str) -> None:
+    said = refusal(tmp_path, system, HOSTILE[name], "config.yaml")
+    assert said
+    assert said.isprintable()
+    assert len(said) < 2_000_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "python3 -m verl.trainer.main_ppo trainer.project_name=$(touch owned) trainer.nnodes=`touch owned`",
+        "A=" + "$A" * 5000 + "\npython3 -m verl.trainer.main_ppo a.b=$A",
+        "\n".join(f"A{i}=$A{i - 1}$A{i - 1}" for i in range(1, 80)) + "\npython3 -m verl.trainer.main_ppo a.b=$A79",
+        "python3 -m verl.trainer.main_ppo a.b=$((((((1",
+        "python3 -m verl.trainer.main_ppo a.b=$((9" + "*9" * 400 + "))",
+        'python3 -m verl.trainer.main_ppo a.b="${x:-"${y:-"${z',
+        "\\",
+    ],
+)
+def test_hostile_scripts_run_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert sum(len(word) for command in read_script(text).commands for word in command) < 200_000
+    assert refusal(tmp_path, "verl", text, "run.sh").isprintable()
+    assert [file.name for file in tmp_path.iterdir()] == ["run.sh"]
+
+
+def test_our_keys_exist(tmp_path: Path) -> None:
+    """Every key of ours that a table names is one."""
+    from leeway.config.keys import all_keys, is_free_form
+
+    for tables in SYSTEMS.values():
+        for row in (row for table in tables for row in table.rows):
+            for key in row.ours:
+                parts = key.split(".")
+                known = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+                assert any(k in all_keys() and (k == key or is_free_form(k)) for k in known), (row.theirs, key)
