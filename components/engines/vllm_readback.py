@@ -11,6 +11,8 @@ weights in packed form; both are got around without knowing how:
   changed places within a layer, moves logprobs by far more than the canary's tolerance.
 - A packed matrix is read by multiplying it with columns of the identity, which gives its columns back exactly. That
   costs numel x width multiplications, so of large models each load reads a block of columns, the next load the next.
+  Where there is no packed kernel for a type (bfloat16 on a CPU without AVX-512), the plain matrix is what is computed
+  with, and it is summed as it lies: multiplying would cost 3 s per GB.
 - The experts of a mixture are packed for a kernel that cannot be made to give them back. Packing moves weights about
   and pads with zeros, so one sum over each expert's matrices of one width is compared. What it does not see, weights
   that changed places within an expert, the canary sees of the experts that it is routed to.
@@ -19,8 +21,9 @@ weights in packed form; both are got around without knowing how:
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Set
 from dataclasses import dataclass
+from types import FunctionType
 
 import torch
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -35,6 +38,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 MAX_MULTIPLICATIONS = 1e9
 """Per load, for reading packed matrices: a few hundredths of a second of one core."""
+CHUNK_BYTES = 256 << 10
+"""Summed at once: what is computed on the way stays in the core's cache, and no new pages are needed for it."""
 
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
@@ -49,11 +54,37 @@ def layer_of(name: str) -> str:
     return ".".join(parts[: index + 1])
 
 
-def column_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum over rows of the bit patterns of each column: [..., K] -> int64 [K]; of a vector -> [1]."""
+@dataclass(frozen=True)
+class Columns:
+    """Those that one load reads of each matrix: `num` of them, another block each turn; all if it is no wider."""
+
+    num: int
+    turn: int
+
+    def of(self, width: int) -> slice:
+        first = 0 if self.num >= width else self.turn * self.num % width
+        return slice(first, min(width, first + self.num))
+
+
+ALL = Columns(2**62, 0)
+
+
+def column_sums(tensor: torch.Tensor, columns: Columns = ALL, *, multiplied: bool = True) -> torch.Tensor:
+    """Sum over rows of the bit patterns of these columns: [..., K] -> int64 [num]; of a vector -> [1].
+
+    `multiplied`: -0.0 counts as 0.0, into which multiplying with the identity turns it.
+    """
     matrix = tensor.reshape(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.reshape(-1, 1)
-    # Adding zero turns -0.0 into 0.0, as multiplying with the identity does.
-    return (matrix + 0.0).view(_BITS[matrix.dtype]).sum(0, dtype=torch.int64)
+    matrix = matrix[:, columns.of(matrix.shape[1])]
+    bits, wide, num_rows = _BITS[matrix.dtype], torch.int64, max(1, len(matrix))
+    if matrix.device.type == "cpu":
+        num_rows = max(1, CHUNK_BYTES // max(1, matrix.shape[1] * matrix.element_size()))
+        if bits is torch.int16:
+            wide, num_rows = torch.int32, min(num_rows, 2**15)  # the sum of so many fits
+    sums = torch.zeros(matrix.shape[1], dtype=torch.int64, device=matrix.device)
+    for rows in matrix.split(num_rows):
+        sums += (rows + 0.0 if multiplied else rows).view(bits).sum(0, dtype=wide)
+    return sums
 
 
 def expert_of(name: str) -> str | None:
@@ -69,20 +100,25 @@ def total_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Published:
-    """The names and column sums of one publication."""
+    """The names and column sums of one publication. `multiplied`: layers of which some matrix is read that way."""
 
-    def __init__(self, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, *, dtype: torch.dtype, device: torch.device, columns: Columns, multiplied: Set[str]) -> None:
         self._dtype, self._device = dtype, device
+        self._columns, self._multiplied = columns, multiplied
         self.sums: dict[Key, torch.Tensor] = {}
         self._leaves: set[tuple[str, str]] = set()
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         self._leaves.add((layer_of(name), name.rpartition(".")[2]))
         tensor = tensor.to(device=self._device, dtype=self._dtype)
-        expert = expert_of(name)
-        sums = column_sums(tensor) if expert is None else total_sum(tensor)
-        key = (expert or layer_of(name), tensor.shape[-1] if tensor.dim() > 1 else 1)
+        expert, layer = expert_of(name), layer_of(name)
+        sums = total_sum(tensor) if expert is not None else self.sums_of(layer, tensor)
+        key = (expert or layer, tensor.shape[-1] if tensor.dim() > 1 else 1)
         self.sums[key] = self.sums[key] + sums if key in self.sums else sums
+
+    def sums_of(self, layer: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Of a plain tensor of this layer, in the form in which the layer's others are read."""
+        return column_sums(tensor.to(self._dtype), self._columns, multiplied=layer in self._multiplied)
 
     def buffers_of(self, name: str, module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """A module's own buffers that were published (a layer's scale): what a kernel made for itself was not."""
@@ -114,13 +150,17 @@ def read_back(
     `turn` chooses the block of columns where reading all of them would cost too much. `head_is_packed`: the output head
     is computed by a kernel like other matrices, not from its plain weight in another type.
     """
-    published = Published(dtype=dtype, device=device)
-    for name, tensor in tensors:
-        published.add(name, tensor)
-        yield
     # A module under two names (a tied head) was published under both; a router has two names within one layer.
     named = [(layer_of(f"{n}.weight"), m) for n, m in model.named_modules(remove_duplicate=False)]
     modules = {(layer, id(m)): m for layer, m in named if next(m.parameters(False), None) is not None}
+    packed = {id(m) for m in modules.values() if _is_packed(m) and (head_is_packed or isinstance(m, LinearBase))}
+    multiplied = {layer for (layer, _), m in modules.items() if id(m) in packed}
+    sizes = sum(math.prod(_shape(m)) for m in modules.values() if id(m) in packed)
+    columns = Columns(max(1, int(MAX_MULTIPLICATIONS / max(1, sizes))), turn)
+    published = Published(dtype=dtype, device=device, columns=columns, multiplied=multiplied)
+    for name, tensor in tensors:
+        published.add(name, tensor)
+        yield
     names = {layer for layer, _ in published.sums}
     unread: set[str] = set()
     found: dict[Key, torch.Tensor] = {}
@@ -134,26 +174,27 @@ def read_back(
                 unread.add(f"{layer}.experts")
         elif not _is_readable(module) or layer not in names:
             unread.add(layer)
-    packed = {id(m) for m in modules.values() if _is_packed(m) and (head_is_packed or isinstance(m, LinearBase))}
-    sizes = sum(math.prod(_shape(m)) for m in modules.values() if id(m) in packed)
-    num_columns = max(1, int(MAX_MULTIPLICATIONS / max(1, sizes)))
     for (layer, _), module in modules.items():
-        if layer not in unread and not isinstance(module, RoutedExperts):
-            for width, sums in _sums(module, dtype, num_columns, turn, packed=id(module) in packed):
-                found[layer, width] = found[layer, width] + sums if (layer, width) in found else sums
+        if layer in unread or isinstance(module, RoutedExperts):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if name == "weight" and id(module) in packed:
+                width, sums = _shape(module)[1], _multiplied(module, parameter, dtype, columns)
+            else:  # a kernel may have made a bias wider
+                width, sums = parameter.shape[-1] if parameter.dim() > 1 else 1, published.sums_of(layer, parameter)
+            found[layer, width] = found[layer, width] + sums if (layer, width) in found else sums
             yield
     for name, module in model.named_modules():
         for _, buffer in published.buffers_of(name, module):
             key = (layer_of(f"{name}.weight"), buffer.shape[-1] if buffer.dim() > 1 else 1)
             if key[0] not in unread:
-                sums = _block(column_sums(buffer.to(dtype)), num_columns, turn)
+                sums = published.sums_of(key[0], buffer)
                 found[key] = found[key] + sums if key in found else sums
     read = {layer for layer, _ in found}
     differing = {
         layer
         for (layer, width), sums in published.sums.items()
-        if layer in read
-        and not ((layer, width) in found and torch.equal(found[layer, width], _block(sums, num_columns, turn)))
+        if layer in read and not ((layer, width) in found and torch.equal(found[layer, width], sums))
     }
     return ReadBack(sorted(differing), sorted(unread))
 
@@ -169,33 +210,24 @@ def _expert_sums(module: RoutedExperts, layer: str, dtype: torch.dtype) -> Itera
         yield from {(expert, inner): down, (expert, hidden): up + down if inner == hidden else up}.items()
 
 
-def _sums(
-    module: torch.nn.Module, dtype: torch.dtype, num_columns: int, turn: int, *, packed: bool
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """(width, column sums of this turn's block) of each of a module's own parameters."""
-    for name, parameter in module.named_parameters(recurse=False):
-        if name == "weight" and packed:
-            width = _shape(module)[1]
-            identity = _block(torch.eye(width, dtype=dtype, device=parameter.device), num_columns, turn)
-            columns = module.cpu_linear(identity, parameter, None)  # type: ignore[operator]
-            yield width, column_sums(columns.t())
-        else:
-            data = parameter.to(dtype)  # a kernel may have made a bias wider
-            yield (data.shape[-1] if data.dim() > 1 else 1), _block(column_sums(data), num_columns, turn)
-
-
-def _block(rows: torch.Tensor, num_columns: int, turn: int) -> torch.Tensor:
-    """This turn's block of a dimension that is read in turns."""
-    total = len(rows)
-    if num_columns >= total:
-        return rows
-    first = turn * num_columns % total
-    return rows[first : first + num_columns]
+def _multiplied(module: torch.nn.Module, weight: torch.Tensor, dtype: torch.dtype, columns: Columns) -> torch.Tensor:
+    """The column sums of a packed matrix."""
+    width = _shape(module)[1]
+    wanted = columns.of(width)
+    num = wanted.stop - wanted.start
+    of_identity = torch.zeros(num, width, dtype=dtype, device=weight.device)
+    of_identity[torch.arange(num), torch.arange(wanted.start, wanted.stop)] = 1
+    return column_sums(module.cpu_linear(of_identity, weight, None).t())  # type: ignore[operator]
 
 
 def _is_packed(module: torch.nn.Module) -> bool:
-    """Whether a kernel of its own holds this module's weight (an embedding's too, but lookups read the plain one)."""
-    return hasattr(module, "cpu_linear") and isinstance(module, LinearBase | ParallelLMHead)
+    """Whether a kernel of its own holds this module's weight (an embedding's too, but lookups read the plain one).
+
+    vLLM's fallback is a function that holds nothing, and computes with the weight that it is given.
+    """
+    kernel = getattr(module, "cpu_linear", None)
+    holds = not (isinstance(kernel, FunctionType) and kernel.__closure__ is kernel.__defaults__ is None)
+    return kernel is not None and holds and isinstance(module, LinearBase | ParallelLMHead)
 
 
 def _shape(module: torch.nn.Module) -> tuple[int, int]:

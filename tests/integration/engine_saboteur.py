@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from vllm import _custom_ops as ops
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
 from leeway.engines import vllm_worker
@@ -45,6 +46,24 @@ class Saboteur(vllm_worker.WorkerExtension):
         flat.view(torch.int32)[index] ^= -(2**31) if bit == 31 else 1 << bit
         set_weight(layer, weight)
         return before
+
+    def without_kernels(self: Any, without: bool) -> None:
+        """From the next load on, as on a CPU that has no packed kernel for the type: vLLM computes with plain weights.
+
+        Its loader then finds that a kernel cannot be made, and takes the function that it falls back to.
+        """
+        if without:
+            self.create_onednn_mm = ops.create_onednn_mm
+
+            def refuse(*_: Any) -> None:
+                raise RuntimeError("could not create a primitive descriptor")
+
+            ops.create_onednn_mm = refuse
+        else:
+            ops.create_onednn_mm = self.create_onednn_mm
+
+    def plain(self: Any, module: str) -> bool:
+        return not _is_packed(self._layer(module))
 
     def arm(self: Any, fault: str, module: str, index: int = 0, bit: int = 0, rank: int = 0) -> None:
         """Let the next weight sync of one rank go wrong, once: "flip" or "half" after its load, "swap" during it."""

@@ -155,6 +155,24 @@ PACKED = [
 ]
 
 
+def test_plain_weights_that_are_computed_with_are_read_as_they_lie(served: ServedByVllm) -> None:
+    served.rpc("without_kernels", True)
+    served.recover()
+    assert all(served.rpc("plain", module) for module in PACKED)
+    for module, index, bit in ((PACKED[0], 1000, 0), (PACKED[3], 4000, 31), ("lm_head", 77, 0)):
+        served.rpc("arm", "flip", module, index, bit)
+        with pytest.raises(WeightSyncError, match=f"differ from those published in {layer_of(f'{module}.weight')}"):
+            served.give(*served.publisher.next())
+        served.recover()
+    served.rpc("without_kernels", False)
+    served.recover()
+    assert not any(served.rpc("plain", module) for module in PACKED)
+
+
+def layer_of(name: str) -> str:
+    return ".".join(name.split(".")[:3]) if ".layers." in name else name.rpartition(".")[0]
+
+
 def test_an_engine_that_stands_still_is_found_out_and_may_go_on(served: ServedByVllm) -> None:
     process = psutil.Process(served.rpc("process_id"))
     progress = served.engine.progress
