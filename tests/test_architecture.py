@@ -138,21 +138,28 @@ UNSAFE_CALLS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("yaml", "
 
 
 def test_nothing_that_is_read_is_unpickled() -> None:
-    """Files of others can run no code here. No exceptions: what crosses between a run's own processes is pickled by Ray
-    and by torch's collectives, inside those libraries.
+    """Files of others can run no code here. What crosses between a run's own processes is pickled by Ray and by torch's
+    collectives, inside those libraries. Other systems' checkpoints go through torch's restricted reader, at one place.
     """
+    restricted = []
     for file in SOURCES:
         for line, module, _ in imports(file):
             assert not RUNS_WHAT_IT_READS & {*module.split(".")}, f"{where(file, line)}: {module} runs what it reads"
             assert not module.startswith("torch.distributed.checkpoint"), (
                 f"{where(file, line)}: its metadata is pickled"
             )
+        calls = [node for node in nodes_of(file) if isinstance(node, ast.Call)]
+        safe = {id(call.func) for call in calls if "weights_only=True" in map(ast.unparse, call.keywords)}
         for node in nodes_of(file):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 call = (node.value.id, node.attr)
+                if call == ("torch", "load") and id(node) in safe:
+                    restricted.append(where(file, node.lineno).partition(":")[0])
+                    continue
                 assert call not in UNSAFE_CALLS, f"{where(file, node.lineno)}: {'.'.join(call)} can run what it reads"
             if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
                 raise AssertionError(f"{where(file, node.value.lineno)}: allow_pickle")
+    assert restricted == ["components/trainer/fsdp_files.py"]
 
 
 DOORS = ("vllm", "ray", "wandb", "tensorboard", "mlflow", "trackio")

@@ -410,6 +410,8 @@ def convert(
 ) -> None:
     """Write the weights of sharded checkpoints as Hugging Face folders, next to them.
 
+    Those that Trinity-RFT and veRL saved with FSDP are read too: give the folder that holds global_step_N.
+
     Example: leeway convert runs/leeway/quickstart --dtype bfloat16
     """
     if dtype not in (None, "float32", "bfloat16", "float16"):

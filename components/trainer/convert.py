@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from ..integrity import DamagedFileError
 from ..weights import plan_buckets
 from .checkpoint import STATE_DIR, STATE_FILE, CheckpointError, read_about, read_tensors
 from .export import HFWriter
+from .fsdp_files import FsdpWeights, fsdp_folders
 from .shards import Index, load_rows
 
 PREFIX = "model.lm."
@@ -25,28 +26,51 @@ def convert(path: Path, *, base_model: str | None = None, dtype: str | None = No
 
     `path`: a run's folder, a checkpoint, or a folder in between or within. A checkpoint that has an hf/ is skipped.
     `base_model`: folder with config and tokenizer, for when the checkpoint does not name it or it has moved.
-    `dtype` (default float32, as trained). Raises `CheckpointError`, also for other frameworks' checkpoints, by name.
+    `dtype` (default float32, as trained). Those that Trinity-RFT and veRL saved with FSDP are read too. Raises
+    `CheckpointError`, also for other frameworks' checkpoints, by name.
     """
     steps = _steps(path)
-    if not steps:
+    others = [] if steps else fsdp_folders(path)
+    if not steps and not others:
         raise CheckpointError(_what_it_is(path))
-    for step in steps:
-        target = step / "hf"
+    for source in steps or others:
+        target = (source.parent if source.name == "actor" else source) / "hf"
         if target.exists():
             yield target, False
             continue
-        export(step, target, base_model=base_model, dtype=dtype)
+        (export_fsdp if others else export)(source, target, base_model=base_model, dtype=dtype)
         yield target, True
+
+
+def export_fsdp(folder: Path, target: Path, *, base_model: str | None = None, dtype: str | None = None) -> None:
+    """As `export`, of the files that Trinity-RFT's and veRL's ranks saved. Config and tokenizer are beside them."""
+    weights = FsdpWeights(folder)
+    base = base_model or str(folder / "huggingface")
+    if base_model is None and not (folder / "huggingface" / "config.json").exists():
+        raise CheckpointError(f"{folder}: no huggingface/config.json in it; give --base-model FOLDER")
+    writer = _writer(folder, base, target, dtype)
+    try:
+        _check_shapes(folder, base, weights.shapes, writer)
+        part: dict[str, torch.Tensor] = {}
+        for name in writer.shapes:
+            if name in weights.shapes and name in writer.missing(part):
+                part[name] = weights.whole(name)
+            if sum(tensor.nbytes for tensor in part.values()) >= PART_BYTES:
+                writer.add(part)
+                part = {}
+        if part:
+            writer.add(part)
+    except BaseException:
+        writer.abandon()
+        raise
+    writer.finish()
 
 
 def export(step: Path, target: Path, *, base_model: str | None = None, dtype: str | None = None) -> None:
     """Write the weights of one sharded checkpoint as the Hugging Face folder `target`; see `convert`."""
     index = read_tensors(step / STATE_DIR)
     base = _base_of(step, base_model)
-    try:
-        writer = HFWriter(base, target, dtype=getattr(torch, dtype or "float32"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{step}: {base} cannot be its model: {' '.join(str(error).split())[:300]}") from None
+    writer = _writer(step, base, target, dtype)
     try:
         _check_same_model(step, base, index, writer)
         for weights in _weights(step / STATE_DIR, index):
@@ -57,6 +81,13 @@ def export(step: Path, target: Path, *, base_model: str | None = None, dtype: st
             raise CheckpointError(f"checkpoint {error}") from None
         raise
     writer.finish()
+
+
+def _writer(step: Path, base: str, target: Path, dtype: str | None) -> HFWriter:
+    try:
+        return HFWriter(base, target, dtype=getattr(torch, dtype or "float32"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{step}: {base} cannot be its model: {' '.join(str(error).split())[:300]}") from None
 
 
 def _steps(path: Path) -> list[Path]:
@@ -73,8 +104,8 @@ def _steps(path: Path) -> list[Path]:
 def _what_it_is(path: Path) -> str:
     if not path.exists():
         return f"{path}: nothing there; expected a run's folder or a checkpoint"
-    megatron = [*path.rglob("latest_checkpointed_iteration.txt"), *path.rglob("mp_rank_*")]
-    if megatron or re.fullmatch(r"iter_\d+|mp_rank_\d+.*", path.name):
+    megatron = (file for mark in ("mp_rank_*", "iter_*", "*.distcp") for file in path.rglob(mark))
+    if next(megatron, None) is not None or re.fullmatch(r"iter_\d+|mp_rank_\d+.*|dist_ckpt", path.name):
         return f"{path}: a Megatron checkpoint, whose sharding is not supported; convert it with Megatron's own tools"
     expected = f"a folder like checkpoints/step-000050 with {STATE_DIR}/{STATE_FILE}"
     return f"{path}: no sharded checkpoint in it; expected {expected}"
@@ -114,6 +145,10 @@ def _check_same_model(step: Path, base: str, index: Index, writer: HFWriter) -> 
     Before any of them is read: an index can claim any size.
     """
     found = {name.removeprefix(PREFIX): t.shape for name, t in index.tensors.items() if name.startswith(PREFIX)}
+    _check_shapes(step, base, found, writer)
+
+
+def _check_shapes(step: Path, base: str, found: Mapping[str, tuple[int, ...]], writer: HFWriter) -> None:
     for name, shape in found.items():
         expected = writer.shapes.get(name, "absent")
         if expected != shape:
