@@ -24,8 +24,12 @@ if TYPE_CHECKING:
     from .train_batch import TrainBatch as TrainBatch
     from .train_batch import batch_trajectories as batch_trajectories
 
-Message = dict[str, str]
-"""One chat message: {"role": "system" | "user" | "assistant", "content": text}."""
+Message = dict[str, Any]
+"""One chat message: {"role": "system" | "user" | "assistant" | "tool", "content": text}, as chat templates take it.
+
+An assistant's may have "tool_calls": [{"type": "function", "function": {"name": text, "arguments": object}}], with "id"
+where the data has one; a tool's may have "tool_call_id" and "name".
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +37,8 @@ class Task:
     """One problem of a taskset, as plain data that crosses processes.
 
     `task_id` is stable across runs (derived from the content, never from memory addresses or process state).
-    `info` is whatever a reward needs and JSON can carry. `messages` is the whole conversation that the task was taken
-    from (`task.messages_key`), empty where it was none.
+    `info` is whatever a reward needs and JSON can carry. `messages` is what follows the prompt in the data, from the
+    assistant's first turn to its last, where that is more than the text `answer`; else empty.
     """
 
     task_id: str

@@ -114,14 +114,20 @@ class ChatTemplate:
             raise ValueError(f"{name}: got {len(source)} characters, expected at most {MAX_SOURCE}")
         self._template = self._bounded(0, lambda: _environment().from_string(source))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
-        """The conversation as text."""
-        written = sum(len(str(text)) for message in messages for text in message.values())
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
+        """The conversation as text. `tools`: JSON schemas of what the assistant may call."""
+        written = sum(len(str(text)) for message in messages for text in message.values()) + len(str(tools))
         return self._bounded(
             written,
             lambda: self._template.render(
                 messages=messages,
-                tools=None,
+                tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,

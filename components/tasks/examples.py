@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ..types import NO_VERSION, Task, Trajectory
+from ..types import NO_VERSION, Message, Task, Trajectory
 from .conversations import encode_conversation
 from .preferences import rejected_answer
 from .prompting import Prompter
+from .questions import said_in
 from .taskset import TaskSet, build_taskset
 
 
@@ -21,10 +22,7 @@ def example_of(task: Task, prompter: Prompter) -> Trajectory:
     """
     with _naming(task):
         if task.messages:
-            prompt = [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else task.prompt
-            first = next(i for i, message in enumerate(task.messages) if message["role"] == "assistant")
-            encoded = encode_conversation(prompter, [*prompt, *task.messages[first:]], num_prompt=len(prompt))
-            return _trajectory(*encoded, text=task.answer)
+            return _answered(task, prompter, task.messages)
         return _answered(task, prompter, whole_answer(task))
 
 
@@ -32,7 +30,7 @@ def pair_of(task: Task, prompter: Prompter, *, rejected_key: str) -> tuple[Traje
     """(chosen, rejected) of a preference pair. Raises ValueError as `example_of` does."""
     with _naming(task):
         rejected = rejected_answer(task, key=rejected_key)
-        return _answered(task, prompter, whole_answer(task)), _answered(task, prompter, rejected)
+        return example_of(task, prompter), _answered(task, prompter, rejected)
 
 
 def whole_answer(task: Task) -> str:
@@ -43,19 +41,28 @@ def whole_answer(task: Task) -> str:
 def check_examples(tasks: Sequence[Task], prompter: Prompter | None, *, rejected_key: str | None = None) -> None:
     """Raise ValueError naming the first task that cannot be trained on; `rejected_key`: the tasks are pairs.
 
-    Every answer is searched for stop tokens. One example is encoded, to check the chat template. Without a prompter
+    Every answer is searched for stop tokens. One example is encoded, and one that calls tools, to check the chat
+    template. Without a prompter
     (the model is not built yet) only pairs are checked.
     """
     for task in tasks:
         with _naming(task):
-            answers = [m["content"] for m in task.messages if m["role"] == "assistant"] or [whole_answer(task)]
+            answers = [task.messages or whole_answer(task)]
             answers += [rejected_answer(task, key=rejected_key)] if rejected_key is not None else []
             if prompter is not None:
-                for answer in answers:
-                    prompter.check_answer(answer)
-    if tasks and prompter is not None:
-        first = tasks[0]
-        example_of(first, prompter) if rejected_key is None else pair_of(first, prompter, rejected_key=rejected_key)
+                for text in (text for answer in answers for text in _own_texts(answer)):
+                    prompter.check_answer(text)
+    if prompter is not None:
+        calling = (task for task in tasks if any("tool_calls" in message for message in task.messages))
+        for task in (*tasks[:1], *itertools.islice(calling, 1)):
+            example_of(task, prompter) if rejected_key is None else pair_of(task, prompter, rejected_key=rejected_key)
+
+
+def _own_texts(answer: str | list[Message]) -> list[str]:
+    """What the assistant says in an answer."""
+    if isinstance(answer, str):
+        return [answer]
+    return [message["content"] for message in answer if message["role"] == "assistant"]
 
 
 @contextmanager
@@ -66,9 +73,24 @@ def _naming(task: Task) -> Iterator[None]:
         raise error if task.task_id in str(error) else ValueError(f"task {task.task_id}: {error}") from None
 
 
-def _answered(task: Task, prompter: Prompter, answer: str) -> Trajectory:
-    prompt_tokens, response = prompter.encode_example(task.prompt, answer)
-    return _trajectory(prompt_tokens, response, [True] * len(response), text=answer)
+def _answered(task: Task, prompter: Prompter, answer: str | list[Message]) -> Trajectory:
+    if isinstance(answer, str) and not _schemas(task):
+        prompt_tokens, response = prompter.encode_example(task.prompt, answer)
+        return _trajectory(prompt_tokens, response, [True] * len(response), text=answer)
+    turns = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    prompt = [{"role": "user", "content": task.prompt}] if isinstance(task.prompt, str) else task.prompt
+    encoded = encode_conversation(prompter, [*prompt, *turns], num_prompt=len(prompt), tools=_schemas(task))
+    return _trajectory(*encoded, text=said_in(turns[-1]))
+
+
+def _schemas(task: Task) -> list[dict[str, Any]]:
+    """The tools of the task's row (`task.tools_key`), as chat templates take them."""
+    tools = task.info.get("allowed_tools", [])
+    if named := next((tool for tool in tools if isinstance(tool, str)), None):
+        raise ValueError(
+            f"task.tools_key: got the name {named[:60]!r}, expected a JSON schema, which a template can write"
+        )
+    return [{"type": "function", "function": tool} for tool in tools]
 
 
 def expert_tasks(path: str, task_config: Any, eval_config: Any, *, seed: int) -> TaskSet:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..config.schema import Config
-from ..types import Task
+from ..types import Message, Task
 
 
 def rejected_key(config: Config, taskset: str) -> str:
@@ -14,15 +14,19 @@ def rejected_key(config: Config, taskset: str) -> str:
     return (config.task if own is None else config.task.evaluated(own)).rejected_key
 
 
-def rejected_answer(task: Task, *, key: str) -> str:
-    """The rejected answer. Raises ValueError naming the task if it is missing or equals the chosen one."""
+def rejected_answer(task: Task, *, key: str) -> str | list[Message]:
+    """The rejected answer: text, or the messages that follow the prompt.
+
+    Raises ValueError naming the task if it is missing or equals the chosen one.
+    """
     rejected = task.info.get(key)
-    if not isinstance(rejected, str):
+    if not isinstance(rejected, str) and not (isinstance(rejected, list) and rejected):
         raise ValueError(
-            f"task {task.task_id}: got {sorted(task.info)} besides prompt and answer, expected a text under {key!r}; "
+            f"task {task.task_id}: got {sorted(task.info)} besides prompt and answer, expected text or messages "
+            f"under {key!r}; "
             "set task.rejected_key (and task.answer_key to the chosen answer's key)"
         )
-    if rejected == task.answer:
+    if rejected == (task.messages or task.answer):
         raise ValueError(f"task {task.task_id}: chosen and rejected answer are the same; drop the line")
     return rejected
 

@@ -9,6 +9,9 @@ from typing import Any
 from ..types import Message
 from .chat_templates import ChatTemplate
 
+Tools = Sequence[dict[str, Any]]
+"""JSON schemas of functions: {"type": "function", "function": {"name": ..., "parameters": ...}}."""
+
 _PROBE = "leeway probe answer"
 """Placeholder for an answer: rendered in its place, it shows what the template writes around an answer."""
 
@@ -27,6 +30,7 @@ class Prompter:
     def __init__(self, tokenizer: Any, *, extra_stop_token_ids: Iterable[int] = ()) -> None:
         self.tokenizer = tokenizer
         self._direct = _direct(tokenizer)
+        self._written: set[str] = set()  # what the template was seen to write
         self.vocab_size = len(tokenizer)
         self.has_template = bool(tokenizer.chat_template)
         self._chat_template = _chat_template(tokenizer) if self.has_template else None
@@ -53,10 +57,14 @@ class Prompter:
         stops = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         return cls(AutoTokenizer.from_pretrained(str(model_path), trust_remote_code=False), extra_stop_token_ids=stops)
 
-    def encode(self, prompt: str | Sequence[Message]) -> list[int]:
-        """Token ids [T] of a prompt, ready for the assistant to continue. Text counts as one user message."""
+    def encode(self, prompt: str | Sequence[Message], *, tools: Tools = ()) -> list[int]:
+        """Token ids [T] of a prompt, ready for the assistant to continue. Text counts as one user message.
+
+        `tools`: schemas of what the assistant may call, which only a template can write.
+        """
         if self.has_template:
-            return self._tokens(self._render(_as_messages(prompt)))
+            return self._tokens(self._render(_as_messages(prompt), tools=tools))
+        self._refuse_without_template([] if isinstance(prompt, str) else prompt, tools)
         return self.encode_text(_as_text(prompt))
 
     def encode_text(self, text: str) -> list[int]:
@@ -98,22 +106,30 @@ class Prompter:
             return both[len(stands) :]
         return self._tokens(full[len(before) :])
 
-    def encode_example(self, prompt: str | Sequence[Message], answer: str) -> tuple[list[int], list[int]]:
+    def encode_example(
+        self, prompt: str | Sequence[Message], answer: str | Message, *, tools: Tools = ()
+    ) -> tuple[list[int], list[int]]:
         """(prompt tokens [T], response tokens [R]) of a supervised example; the response ends with the stop token.
 
         The prompt's tokens are exactly `encode(prompt)`, the response is what the policy would have to sample behind
-        them: what the template writes before an answer (an empty thought, a channel), the answer, the stop token.
+        them: what the template writes before an answer (an empty thought, a channel), the answer, the stop token. An
+        answer that calls tools is a message with its calls, which the template writes.
         Raises ValueError when the template rewrites the prompt once an answer follows it, when it writes something
         other than the answer, or when a stop token stands in the answer itself.
         """
-        self.check_answer(answer)
-        prompt_tokens = self.encode(prompt)
+        turn: Message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+        text: str = turn["content"]
+        self.check_answer(text)
+        prompt_tokens = self.encode(prompt, tools=tools)
+        if turn.get("tool_calls"):
+            self._refuse_without_template([turn], tools)
+            return prompt_tokens, self._calling(_as_messages(prompt), prompt_tokens, turn, tools)
         if not self.has_template:
-            tokens = self._behind(self.encode_text, _as_text(prompt), prompt_tokens, answer)
+            tokens = self._behind(self.encode_text, _as_text(prompt), prompt_tokens, text)
         else:
             messages = _as_messages(prompt)
-            before = self._render(messages)
-            tokens = self._behind(self._tokens, before, prompt_tokens, self._response(messages, before, answer))
+            before = self._render(messages, tools=tools)
+            tokens = self._behind(self._tokens, before, prompt_tokens, self._response(messages, before, text, tools))
         return prompt_tokens, [*tokens, self._turn_end]
 
     def check_answer(self, answer: str) -> None:
@@ -135,12 +151,68 @@ class Prompter:
             return self.tokenizer.decode(kept, skip_special_tokens=True)
         return self._direct.decode(kept, skip_special_tokens=True)
 
-    def _render(self, messages: list[Message], *, prompt_only: bool = True) -> str:
-        if self._chat_template is None:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt_only)
-        return self._chat_template.render(messages, add_generation_prompt=prompt_only)
+    def _render(self, messages: list[Message], *, prompt_only: bool = True, tools: Tools = ()) -> str:
+        """Raises ValueError for a template that leaves out the tools, or what a tool answered."""
+        text = self._rendered(messages, prompt_only, tools)
+        if tools and "tools" not in self._written:
+            self._refuse_if(self._rendered(messages, prompt_only, ()) == text, "the tools")
+            self._written.add("tools")
+        result = next((i for i, m in enumerate(messages) if m["role"] == "tool" and m["content"].strip()), None)
+        if result is not None and "results" not in self._written:
+            without = [*messages[:result], {**messages[result], "content": ""}, *messages[result + 1 :]]
+            self._refuse_if(self._rendered(without, prompt_only, tools) == text, "what a tool answered")
+            self._written.add("results")
+        return text
 
-    def _response(self, messages: list[Message], before: str, answer: str) -> str:
+    def _rendered(self, messages: list[Message], prompt_only: bool, tools: Tools) -> str:
+        if self._chat_template is None:
+            return self.tokenizer.apply_chat_template(
+                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt_only
+            )
+        return self._chat_template.render(messages, add_generation_prompt=prompt_only, tools=tools)
+
+    def _refuse_if(self, is_left_out: bool, what: str) -> None:
+        if is_left_out:
+            raise ValueError(
+                f"{self._template}: it leaves out {what}; expected a template that writes conversations with tools"
+            )
+
+    def _refuse_without_template(self, messages: Sequence[Message], tools: Tools) -> None:
+        if not self.has_template and (tools or any(m.get("tool_calls") for m in messages)):
+            raise ValueError("tokenizer: it has no chat template, expected one that writes conversations with tools")
+
+    def _calling(self, messages: list[Message], prompt_tokens: list[int], turn: Message, tools: Tools) -> list[int]:
+        """Tokens of a turn that calls tools, up to its stop token, as the template writes it after the prompt.
+
+        How a template writes calls is its own affair, so nothing is compared with the answer. Instead the turn must
+        read otherwise without its calls, and without its text if it has any.
+        """
+        before = self._render(messages, tools=tools)
+        full = self._rendered([*messages, turn], False, tools)
+        self._keeps(before, full)
+        without_calls = {key: value for key, value in turn.items() if key != "tool_calls"}
+        self._refuse_if(self._rendered([*messages, without_calls], False, tools) == full, "the calls of a turn")
+        if turn["content"].strip():
+            silent = {**turn, "content": ""}
+            self._refuse_if(self._rendered([*messages, silent], False, tools) == full, "the text of a turn with calls")
+        tokens = self._behind(self._tokens, before, prompt_tokens, full[len(before) :])
+        ends = [i for i, token in enumerate(tokens) if token in self.stop_token_ids]
+        if len(ends) != 1 or self.tokenizer.decode(tokens[ends[0] + 1 :]).strip():
+            raise ValueError(
+                f"{self._template}: it writes {_short(full[len(before) :])} for a turn that calls tools, with "
+                f"{len(ends)} stop tokens in it; expected one, at its end: the policy stops there"
+            )
+        return tokens[: ends[0] + 1]
+
+    def _keeps(self, before: str, full: str) -> None:
+        if not full.startswith(before):
+            raise ValueError(
+                f"{self._template}: the prompt ends with {before[-40:]!r}, but with an answer the same "
+                f"conversation reads {full[:80]!r}...; expected the first to begin the second; use a template that "
+                "keeps earlier turns"
+            )
+
+    def _response(self, messages: list[Message], before: str, answer: str, tools: Tools) -> str:
         """What the template writes between the prompt, which it renders as `before`, and the end of the answer's turn.
 
         The answer is not searched for, because a template may write its text in other places too. Instead, a
@@ -148,16 +220,11 @@ class Prompter:
         the answer.
         """
         with_answer, with_probe = (
-            self._render([*messages, {"role": "assistant", "content": content}], prompt_only=False)
+            self._rendered([*messages, {"role": "assistant", "content": content}], False, tools)
             for content in (answer, _PROBE)
         )
-        for full in (with_answer, with_probe):
-            if not full.startswith(before):
-                raise ValueError(
-                    f"{self._template}: the prompt ends with {before[-40:]!r}, but with an answer the same "
-                    f"conversation reads {full[:80]!r}...; expected the first to begin the second; use a template that "
-                    "keeps earlier turns"
-                )
+        self._keeps(before, with_answer)
+        self._keeps(before, with_probe)
         written = with_answer[len(before) :]
         lead, found, after = with_probe[len(before) :].rpartition(_PROBE)
         end = len(written) - len(after)

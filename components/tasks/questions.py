@@ -25,7 +25,7 @@ class Row:
         question = [{"content": self.question, "role": ""}] if isinstance(self.question, str) else self.question
         for message in (*question, *self.messages):
             yield message["role"]
-            yield message["content"]
+            yield from texts_in(message)
         yield self.answer
         if isinstance(solution := self.info.get("solution"), str):
             yield solution
@@ -35,6 +35,19 @@ class Row:
         """sha256 (hex) of the question's text; the same on every machine, for every seed and every prompt template."""
         text = self.question if isinstance(self.question, str) else json.dumps(self.question, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def texts_in(message: Message) -> Iterator[str]:
+    """What a message says and calls."""
+    yield message["content"]
+    if calls := message.get("tool_calls"):
+        yield json.dumps(calls, ensure_ascii=False)
+
+
+def said_in(message: Message) -> str:
+    """A turn of the assistant as one text: the names and arguments of its calls as JSON, else its content."""
+    calls = [call["function"] for call in message.get("tool_calls", ())]
+    return json.dumps(calls, ensure_ascii=False) if calls else message["content"]
 
 
 def is_held_out(digest: str, holdout_frac: float) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..config.inputs import TaskSource
 from ..types import Message
-from .questions import Row
+from .questions import Row, said_in
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,13 @@ class RowFormat:
     """How to read an item, as the `task` section says. The prompt is text or a list of messages.
 
     `role_key`, `content_key` and `roles` translate messages of another form ({"from": "human", "value": ...}). Messages
-    that end with the assistant lose that turn; it becomes the answer if the item has no other. With `answer_after`
+    that end with the assistant lose that turn; it becomes the answer if the item has no other. An answer (and a
+    rejected one) may be a message of the assistant instead of text, or several that end with one. With `answer_after`
     the answer is what follows the last occurrence of that mark, and `info["solution"]` keeps the whole text (for
     supervised training). With `messages_key` an item is a whole conversation under that key: its prompt is everything
-    before the first assistant message, its answer the last assistant message, and `Row.messages` all of it. Under
-    `tools_key` an item says which tools it may use (none where it has no such key): `info["allowed_tools"]`. All other
-    keys arrive in `info`.
+    before the first assistant message, its answer the last assistant message, and `Row.messages` all that follows the
+    prompt. The answer of a turn that calls tools is its calls, as JSON. Under `tools_key` an item says which tools it
+    may use (none where it has no such key): `info["allowed_tools"]`. All other keys arrive in `info`.
     """
 
     task: TaskSource
@@ -47,12 +48,17 @@ class RowFormat:
         question = self._prompt(item.pop(self.task.prompt_key), where)
         if not isinstance(question, str) and question[-1]["role"] == "assistant":
             last = question.pop()
-            item.setdefault(self.task.answer_key, last["content"])
+            item.setdefault(self.task.answer_key, [last] if "tool_calls" in last else last["content"])
             if not question:
                 raise ValueError(
                     f"{where}: {self.task.prompt_key!r} has only the assistant's turn; expected a question"
                 )
         answer = self._answer(item, where)
+        if isinstance(rejected := item.get(self.task.rejected_key), list | dict):
+            turns = self._turns(rejected, question, f"{where}: {self.task.rejected_key!r}")
+            item[self.task.rejected_key] = turns or rejected
+        if turns := self._turns(answer, question, f"{where}: {self.task.answer_key!r}"):
+            return Row(question=question, answer=said_in(turns[-1]), info=item, messages=turns)
         answer = answer if isinstance(answer, str) else _as_json(answer, f"{where}: {self.task.answer_key!r}")
         if self.task.answer_after is not None:
             if self.task.answer_after not in answer:
@@ -84,7 +90,7 @@ class RowFormat:
         found = item.pop(key)
         if not isinstance(found, list) or not all(self._is_message(message) for message in found):
             raise ValueError(f"{where}: {key!r} is no list of {self._form_of_a_message} messages")
-        messages = [self._message(message) for message in found]
+        messages = self._messages(found, f"{where}: {key!r}")
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers or answers[0] == 0:
             raise ValueError(
@@ -92,10 +98,27 @@ class RowFormat:
             )
         return Row(
             question=messages[: answers[0]],
-            answer=messages[answers[-1]]["content"],
+            answer=said_in(messages[answers[-1]]),
             info=item,
-            messages=messages,
+            messages=messages[answers[0] : answers[-1] + 1],
         )
+
+    def _turns(self, found: Any, question: str | list[Message], where: str) -> list[Message]:
+        """The assistant's message, or the messages that follow the prompt and end with the assistant's; [] for anything
+        else. A conversation that repeats the prompt is taken without it.
+        """
+        listed = found if isinstance(found, list) else [found]
+        if not listed or not all(self._is_message(message) for message in listed):
+            return []
+        turns = self._messages(listed, where)
+        prompt = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        if turns[: len(prompt)] == prompt:
+            turns = turns[len(prompt) :]
+        if not turns or turns[0]["role"] != "assistant" or turns[-1]["role"] != "assistant":
+            raise ValueError(
+                f"{where} has messages; expected what follows the prompt, from the assistant to the assistant"
+            )
+        return turns
 
     def _need(self, item: dict[str, Any], key: str, option: str, where: str) -> None:
         if key not in item:
@@ -105,7 +128,7 @@ class RowFormat:
         if isinstance(prompt, str) and prompt.strip():
             return prompt
         if isinstance(prompt, list) and prompt and all(self._is_message(message) for message in prompt):
-            return [self._message(message) for message in prompt]
+            return self._messages(prompt, f"{where}: {self.task.prompt_key!r}")
         raise ValueError(
             f"{where}: {self.task.prompt_key!r} is {repr(prompt)[:60]}; expected text or a list of "
             f"{self._form_of_a_message} messages"
@@ -115,16 +138,62 @@ class RowFormat:
     def _form_of_a_message(self) -> str:
         return f'{{"{self.task.role_key}": ..., "{self.task.content_key}": ...}}'
 
-    def _message(self, item: dict[str, str]) -> Message:
+    def _messages(self, items: list[dict[str, Any]], where: str) -> list[Message]:
+        return [self._message(item, f"{where}, message {i}") for i, item in enumerate(items)]
+
+    def _message(self, item: dict[str, Any], where: str) -> Message:
+        """Null is what parquet writes for a key that only other messages have."""
         role = item[self.task.role_key]
-        return {"role": self.task.roles.get(role, role), "content": item[self.task.content_key]}
+        message: Message = {"role": self.task.roles.get(role, role), "content": item.get(self.task.content_key)}
+        if lost := next((key for key in _NOT_TRAINED_ON if item.get(key)), None):
+            raise ValueError(f"{where} has {lost!r}, which no template is given; {_NOT_TRAINED_ON[lost]}")
+        if calls := item.get("tool_calls"):
+            message["tool_calls"] = _tool_calls(calls, where)
+        for key in ("tool_call_id", "name"):
+            if isinstance(item.get(key), str):
+                message[key] = item[key]
+        if message["content"] is None:
+            if "tool_calls" not in message:
+                raise ValueError(f"{where} has neither content nor tool_calls; expected one of them")
+            message["content"] = ""
+        return message
 
     def _is_message(self, item: Any) -> bool:
         return (
             isinstance(item, dict)
             and isinstance(item.get(self.task.role_key), str)
-            and isinstance(item.get(self.task.content_key), str)
+            and isinstance(item.get(self.task.content_key), str | None)
+            and (self.task.content_key in item or bool(item.get("tool_calls")))
         )
+
+
+_NOT_TRAINED_ON = {
+    "function_call": "write it as tool_calls",
+    "reasoning_content": "put the thought into the content as the model writes it, or remove it",
+    "thinking": "put the thought into the content as the model writes it, or remove it",
+}
+
+
+def _tool_calls(found: Any, where: str) -> list[dict[str, Any]]:
+    """Calls as OpenAI writes them, or bare {"name", "arguments"}; arguments as an object, which templates expect."""
+    calls = []
+    for call in found if isinstance(found, list) else [found]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        name, arguments = (
+            (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
+        )
+        try:
+            arguments = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            raise ValueError(
+                f"{where}: the call {repr(call)[:80]} has no name, or arguments that are no JSON object; "
+                'expected {"function": {"name": ..., "arguments": {...}}}'
+            )
+        own = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        calls.append({**own, "type": "function", "function": {"name": name, "arguments": arguments}})
+    return calls
 
 
 def _tools(found: Any, where: str) -> list[str | dict[str, Any]]:

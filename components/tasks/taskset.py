@@ -13,7 +13,7 @@ from ..config.inputs import EvalConfig, TaskConfig, TaskSource
 from ..types import Task
 from .jsonl_tasks import read_jsonl
 from .order import difficulty_of, order_of, updated
-from .questions import Row, is_held_out, make_task
+from .questions import Row, is_held_out, make_task, texts_in
 from .queue_tasks import QueueTaskSet
 from .reasoning_gym_tasks import generate_rows
 from .rows import RowFormat
@@ -97,11 +97,11 @@ class TaskSet(BaseNode[Task]):
             if isinstance(task.prompt, str):
                 yield task.prompt
             else:
-                yield from (message["content"] for message in task.prompt)
+                yield from (text for message in task.prompt for text in texts_in(message))
             yield task.answer
             if "solution" in task.info:
                 yield str(task.info["solution"])
-            yield from (message["content"] for message in task.messages)
+            yield from (text for message in task.messages for text in texts_in(message))
 
     @property
     def epoch(self) -> int:

@@ -84,7 +84,7 @@ def file(tmp_path: Path) -> Path:
 def test_a_line_is_a_conversation(file: Path) -> None:
     [row] = read_jsonl(file, form=FORM)
     assert (row.question, row.answer) == (CONVERSATION[:2], "3")
-    assert (row.info, row.messages) == ({"source": "x"}, CONVERSATION)
+    assert (row.info, row.messages) == ({"source": "x"}, CONVERSATION[2:5])
 
 
 def test_messages_of_another_form_are_translated() -> None:
@@ -96,7 +96,7 @@ def test_messages_of_another_form_are_translated() -> None:
         )
     )
     row = form.row({"chat": theirs}, "here")
-    assert (row.question, row.answer, row.messages) == (CONVERSATION[:2], "3", CONVERSATION)
+    assert (row.question, row.answer, row.messages) == (CONVERSATION[:2], "3", CONVERSATION[2:5])
 
 
 @pytest.mark.parametrize(
