@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
+from ..failures import printable
 from .sink import MonitorError, Record, Sink
 from .waits import LAST_STEPS, Wait, who_waits
 
@@ -52,7 +53,7 @@ class ConsoleSink(Sink):
         if mode not in ("auto", "live", "plain"):
             raise MonitorError(f"monitor.console: got {mode!r}, expected 'auto', 'live', 'plain' or 'off'")
         self._console = console or Console()
-        self._title, self._total_steps, self._clock = title, total_steps, clock
+        self._title, self._total_steps, self._clock = printable(title), total_steps, clock
         self._latest: dict[str, float] = {}
         self._rewards: list[float] = []
         self._sparkline, self._drawn_s = "", -math.inf

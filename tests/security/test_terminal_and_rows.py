@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ import pytest
 from leeway.config.inputs import TaskSource
 from leeway.failures import PartFailed, printable
 from leeway.monitor import Monitor
+from leeway.monitor.console import ConsoleSink
 from leeway.monitor.logs import others_to_file
+from leeway.monitor.monitor import TABLE_CHARS
+from leeway.monitor.sink import Record, Sink
 from leeway.tasks.jsonl_tasks import MAX_LINE_BYTES, read_jsonl
 from leeway.tasks.rows import RowFormat
 from leeway.tasks.sources import read_parquet
@@ -62,6 +66,46 @@ def test_an_escape_is_written_out_wherever_it_goes(
         assert not shapeless(written.replace("\x7f", ""))
         assert written.count("\n") == 1
     assert json.loads((tmp_path / "rollouts" / "step-000001.jsonl").read_text())["text"] == text
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("mode", ["plain", "live"])
+def test_a_run_of_hostile_names_says_plain_lines(mode: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names of tasksets, metrics and runs come from data and settings; a terminal shows some of them."""
+    everything = "".join(ESCAPES.values()) + MARKUP["HTML"]
+    console = ConsoleSink(mode=mode, total_steps=3, title=everything, settings={})
+    monitor = Monitor(tmp_path, config={}, sinks=[console])
+    for step in (1, 2, 3):
+        monitor.log(step, {"train/reward/mean": 0.5, "step/total_s": 1.0, f"train/{everything}": 1.0})
+        monitor.log(step, {f"eval/{everything}/exact_match": 0.5}, role="evaluation")
+    monitor.close("done")
+    said = capsys.readouterr().out
+    assert "reward" in said or "step 3" in said
+    own = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", said).replace("\r", "")  # what the console itself writes for a terminal
+    assert not shapeless(own)
+    assert "\x1b[2J" not in said
+    assert "\x1b]0;" not in said
+
+
+@pytest.mark.attack
+def test_ten_megabytes_of_one_token_are_one_line_of_a_file_and_little_of_a_table(tmp_path: Path) -> None:
+    rows: list[Any] = []
+
+    class Table(Sink):
+        name = "table"
+
+        def log(self, record: Record) -> None: ...
+
+        def rollouts(self, step: int, rows_: Any) -> None:
+            rows.extend(rows_)
+
+        def close(self, status: str) -> None: ...
+
+    text = "\u202e" * 10_000_000
+    Monitor(tmp_path, config={}, sinks=[Table()], table_every=1).rollouts(1, [{"text": text}])
+    assert (tmp_path / "rollouts/step-000001.jsonl").read_text(encoding="utf-8").count("\n") == 1
+    assert not shapeless(rows[0]["text"])
+    assert len(rows[0]["text"]) == TABLE_CHARS
 
 
 @pytest.mark.honest
