@@ -90,9 +90,7 @@ class Columns:
 
     def read(self, name: str, start: float = -math.inf, stop: float = math.inf) -> tuple[np.ndarray, np.ndarray]:
         """Steps, ascending, and values within [start, stop], float64 [n]; several at one step become their mean."""
-        if name not in self._lengths:
-            return np.empty(0), np.empty(0)
-        pairs = np.fromfile(self._path(name), dtype=np.float64, count=2 * self._lengths[name]).reshape(-1, 2)
+        pairs = self._pairs(name)
         steps, values = pairs[:, 0], pairs[:, 1]
         if np.any(np.diff(steps) < 0):
             order = np.argsort(steps, kind="stable")
@@ -109,12 +107,17 @@ class Columns:
 
     def last(self, name: str, num: int) -> np.ndarray:
         """The newest `num` values, fewer if there are fewer."""
+        return self._pairs(name, num)[:, 1]
+
+    def _pairs(self, name: str, num: int | None = None) -> np.ndarray:
+        """The last `num` (None: all) pairs of (step, value), [n, 2]; none where they are cleared at this moment."""
         length = self._lengths.get(name, 0)
-        if not length:
-            return np.empty(0)
-        first = max(0, length - num)
-        pairs = np.fromfile(self._path(name), dtype=np.float64, count=2 * (length - first), offset=16 * first)
-        return pairs[1::2]
+        first = 0 if num is None else max(0, length - num)
+        try:
+            found = np.fromfile(self._path(name), dtype=np.float64, count=2 * (length - first), offset=16 * first)
+        except (KeyError, FileNotFoundError):
+            return np.empty((0, 2))
+        return found[: len(found) // 2 * 2].reshape(-1, 2)
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{self._numbers[name]}.f64"

@@ -64,6 +64,7 @@ class StageIndex:
         self._columns = Columns(cache / "columns")
         self._lock = threading.Lock()
         self._recent: deque[dict[str, Any]] = deque()
+        self._glimpsed = 0
         self._pending: list[int] = []
         self._known: set[int] = set()
         self._listed_at = -1
@@ -77,18 +78,17 @@ class StageIndex:
 
     # What the page asks for
 
+    # Columns are read without the lock: the thread that reads a long file takes it again sooner than anybody wakes up.
+
     @property
     def names(self) -> list[str]:
-        with self._lock:
-            return self._columns.names
+        return self._columns.names
 
     def series(self, name: str, start: float = -math.inf, stop: float = math.inf) -> tuple[Any, Any]:
-        with self._lock:
-            return self._columns.read(name, start, stop)
+        return self._columns.read(name, start, stop)
 
     def last_values(self, name: str, num: int) -> Any:
-        with self._lock:
-            return self._columns.last(name, num)
+        return self._columns.last(name, num)
 
     def recent_rows(self) -> list[dict[str, Any]]:
         """The lines of the last `RECENT_STEPS` steps."""
@@ -179,8 +179,7 @@ class StageIndex:
             self._take_metrics(lines)
         if lines:
             self._take_metrics(lines)
-        with self._lock:
-            self._columns.flush()
+        self._columns.flush()
         self._list_rollouts()
         while self._pending and time.monotonic() < until:
             self._take_rollouts(self._pending.pop())
@@ -196,13 +195,26 @@ class StageIndex:
         self._writer.close()
 
     def _take_metrics(self, lines: list[bytes]) -> None:
-        with self._lock:
-            for row in objects(lines):
+        at = self._metrics.offset - sum(len(line) + 1 for line in lines)
+        for line in lines:
+            at += len(line) + 1
+            if (row := as_object(line)) is not None:
                 self._columns.append(row)
-                self._remember(row)
+                if at > self._glimpsed:
+                    self._remember(row)
         self.revision += 1
 
+    def _glimpse(self, stop: int | None = None) -> None:
+        """Look at the last lines (before `stop`): what a run does now is known long before all of it was read."""
+        self._glimpsed = self._metrics.end() if stop is None else stop
+        for row in objects(last_lines(self._metrics.path, stop=self._glimpsed)):
+            self._remember(row)
+
     def _remember(self, row: dict[str, Any]) -> None:
+        with self._lock:
+            self._note(row)
+
+    def _note(self, row: dict[str, Any]) -> None:
         step, at = row.get("step"), row.get("time")
         if not isinstance(step, int) or abs(step) > 1 << 40:
             return
@@ -328,8 +340,7 @@ class StageIndex:
             return False
         self._known = {step for (step,) in self._writer.execute("select step from files")}
         (self._num_rollouts,) = self._writer.execute("select count(*) from rollouts").fetchone()
-        for row in objects(last_lines(self._metrics.path, stop=self._metrics.offset)):
-            self._remember(row)
+        self._glimpse(self._metrics.offset)
         # A large folder is listed once: what came while nobody looked.
         if len(self._known) >= 5_000:
             self._pending = sorted(set(self._steps_on_disk()) - self._known)
@@ -345,6 +356,7 @@ class StageIndex:
             self._pending, self._known, self._listed_at = [], set(), -1
             self._num_suspects = self._num_rollouts = 0
             self.last_step, self.last_time = -1, 0.0
+        self._glimpse()
         for table in ("rollouts", "files", "reasons", "suspects"):
             self._writer.execute(f"delete from {table}")
         self._writer.commit()

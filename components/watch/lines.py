@@ -45,6 +45,22 @@ class FollowedFile:
         except OSError:
             return True
 
+    def end(self) -> int:
+        """Where the last complete line ends now; 0 if there is none."""
+        try:
+            with self.path.open("rb") as file:
+                size = file.seek(0, 2)
+                start = max(0, size - MAX_LINE)
+                while size > start:
+                    begin = max(start, size - (64 << 10))
+                    file.seek(begin)
+                    if (found := file.read(size - begin).rfind(b"\n")) >= 0:
+                        return begin + found + 1
+                    size = begin
+        except OSError:
+            pass
+        return 0
+
     def progress(self) -> float:
         """Share of the file that was read."""
         try:

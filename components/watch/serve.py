@@ -8,7 +8,9 @@ import os
 import secrets
 import signal
 import socket
+import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -22,6 +24,10 @@ from .watcher import Watcher, default_cache
 PARENT_ENV = "LEEWAY_WATCH_PARENT"
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 LOOK_S = 1.0
+SWITCH_S = 0.0005
+"""How long the thread that reads files may keep one that answers a page waiting, a tenth of Python's own: an answer
+changes threads dozens of times.
+"""
 
 
 def watch(runs: Sequence[Path], *, host: str, port: int, open_to_all: bool, must_exist: bool = True) -> None:
@@ -37,12 +43,13 @@ def watch(runs: Sequence[Path], *, host: str, port: int, open_to_all: bool, must
         fix = "leave out --no-token: everybody who reaches this machine could read the run"
         raise ConfigError("--host", got=host, expected="127.0.0.1 with --no-token", fix=fix)
     os.nice(19)  # whatever is left over by the run
+    sys.setswitchinterval(SWITCH_S)
     token = None if open_to_all else secrets.token_urlsafe(24)
     listening = _listen(host, port)
     port = listening.getsockname()[1]
     watcher = Watcher(_named(runs), default_cache())
     watcher.start()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises it again when it has stopped
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         hosts = LOOPBACK if local else None
         app = build_app(watcher, token=token, hosts=hosts, cookie=f"leeway_watch_{port}")
@@ -63,6 +70,12 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+class _Server(uvicorn.Server):
+    def capture_signals(self) -> AbstractContextManager[None]:
+        """None: it would raise them again when it has stopped, in a task that nobody asks."""
+        return nullcontext()
+
+
 async def _serve(app: object, listening: socket.socket) -> None:
     config = uvicorn.Config(
         app,  # pyright: ignore[reportArgumentType]
@@ -72,13 +85,19 @@ async def _serve(app: object, listening: socket.socket) -> None:
         server_header=False,
         timeout_graceful_shutdown=2,
     )
-    server = uvicorn.Server(config)
+    server = _Server(config)
+
+    def stop() -> None:
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     parent = os.environ.get(PARENT_ENV, "")
     while not serving.done():
         await asyncio.wait({serving}, timeout=LOOK_S)
         if parent.isdigit() and not psutil.pid_exists(int(parent)):
-            server.should_exit = True
+            stop()
     await serving
 
 

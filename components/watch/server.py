@@ -58,6 +58,8 @@ MAX_LIMIT = 200
 SHOWN_STEPS = 10
 """What the timeline opens with."""
 EVENT_EVERY_S = 1.0
+FIRST_EVENT_EVERY_S = 0.05
+"""Until the first stage has been looked at: somebody waits for it."""
 ALIVE_EVERY_S = 15.0
 _FILTERS = (*(f"{name}_{end}" for name in ("reward", "lag", "tokens", "step") for end in ("min", "max")),)
 
@@ -172,7 +174,8 @@ class _Feed:
 
     async def follow(self) -> None:
         while True:
-            await asyncio.sleep(EVENT_EVERY_S)
+            begun = any(run["stages"] for run in self._watcher.overview())
+            await asyncio.sleep(EVENT_EVERY_S if begun else FIRST_EVENT_EVERY_S)
             text = overview_text(self._watcher.overview())
             if text != self._text:
                 self._text = text

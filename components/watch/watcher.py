@@ -32,6 +32,8 @@ MAX_POINTS = 2_000
 KEPT_ANSWERS = 64
 LAST_SPANS = 3
 """How many of the last things that a part did are shown of a run that died of it."""
+LAST_VALUES = ("train/reward/mean", "train/loss/sft", "train/entropy/mean", "train/policy_lag/mean", "step/total_s")
+"""Shown with the sentence, before any curve was read."""
 SHOWN_SETTINGS = (
     "staleness.max_policy_lag",
     "staleness.reorder_window",
@@ -121,6 +123,7 @@ class Watcher:
             for name, folder in run.stage_dirs().items():
                 if name not in self._stages[i]:
                     self._stages[i][name] = self._open(run, folder)
+                    self._overview[i] = self._described(i)  # what it does now, before all that it did was read
                 stage = self._stages[i][name]
                 is_new = stage.index.advance()
                 stage.spans.advance()
@@ -176,6 +179,7 @@ class Watcher:
             "revision": index.revision,
             "progress": index.progress(),
             "wait": asdict(wait) if wait else None,
+            "last": {n: row[n] for row in index.recent_rows() for n in LAST_VALUES if row.get(n) is not None},
             "advisories": stage.judged[1],
             "settings": {key: settings[key] for key in SHOWN_SETTINGS if settings.get(key) is not None},
             "spans": list(extent) if extent else None,

@@ -51,6 +51,20 @@ def test_what_was_written_is_found(stage: Path, tmp_path: Path) -> None:
     }
 
 
+def test_what_a_run_does_now_is_known_before_all_of_it_was_read(stage: Path, tmp_path: Path) -> None:
+    with (stage / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 41, "torn')
+    index = StageIndex(stage, tmp_path / "cache")
+    assert index.last_step == 40
+    assert index.progress()["metrics"] == 0
+    glimpsed = index.recent_rows()
+    assert [row["step"] for row in glimpsed if row["role"] == "trainer"] == list(range(21, 41))
+    while index.advance():
+        pass
+    assert index.recent_rows() == glimpsed, "no line counts twice"
+    assert len(index.series("train/reward/mean")[0]) == 40
+
+
 def test_only_what_is_new_is_read(stage: Path, tmp_path: Path) -> None:
     index = opened(stage, tmp_path)
     assert not index.advance()

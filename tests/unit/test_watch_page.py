@@ -57,6 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         rollout_row(9, 0, text=PWNED, task_id=PWNED, finish_reason=PWNED, metrics={PWNED: 1.0}),
         rollout_row(9, 1, text="\u202egnorts\u202c\x1b]0;title\x07\x00", response_tokens=[99, 98], task_id="\u2066x"),
         rollout_row(9, 2, text="A" * 10_000_000, response_tokens=[99]),
+        rollout_row(9, 3, text="", response_tokens=[5] * 2_000_000, policy_versions=[8] * 10, loss_mask=[True] * 10),
     ]
     write_rollouts(stage, 9, rows)
     append_lines(stage / "metrics.jsonl", [{"step": 9, "time": 1.0, "role": "x", f"eval/{PWNED}/exact_match": 0.5}])
@@ -117,6 +118,7 @@ def test_the_page_says_who_waits_and_draws_the_curves(page: Any, serve: Any) -> 
     opened(page, serve("first"))
     expect(page.locator("#sentence")).to_contain_text("The trainer waits 60 % of its time for a batch")
     expect(page.locator("#advice code")).to_have_text("rollout.num_generators")
+    expect(page.locator("#last")).to_have_text("reward0.4entropy3.99e-4lag1step1 s", use_inner_text=False)
     expect(page.get_by_role("heading", name="Entropy has collapsed")).to_be_visible()
     expect(page.get_by_role("img", name="Reward: now training reward 0.4")).to_be_visible()
     words = page.locator("article", has_text="Entropy").get_by_text("How to read it")
@@ -233,9 +235,10 @@ def test_hostile_text_is_text(page: Any, serve: Any) -> None:
     expect(rows.first).to_be_visible()
     page.get_by_label("Step at least").fill("9")
     page.get_by_role("button", name="Filter").click()
-    expect(rows).to_have_count(3)
+    expect(rows).to_have_count(4)
     page.get_by_role("button", name="group", exact=True).first.click()
-    expect(page.locator("article.rollout")).to_have_count(3)
+    expect(page.locator("article.rollout")).to_have_count(4)
+    expect(page.get_by_text("The last 1,995,904 tokens of the answer are not shown.")).to_be_visible()
     everything = page.locator("main").inner_text()
     assert "<script>window.pwned=1</script>" in everything
     assert "\\u202egnorts" in everything or "\\u2066x" in everything

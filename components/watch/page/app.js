@@ -1,11 +1,12 @@
 // The frame of the page: which runs and stage are shown, the sentence, the cause of a death, and the three views.
 
 import { ask, listen } from "./api.js";
-import { ago, byId, el, fill, percent } from "./dom.js";
+import { ago, byId, el, fill, number, percent } from "./dom.js";
 import { Charts } from "./charts.js";
 import { Timeline } from "./timeline.js";
 import { Rollouts } from "./rollouts.js";
 
+const LAST = [["train/reward/mean", "reward", ""], ["train/loss/sft", "loss", ""], ["train/entropy/mean", "entropy", ""], ["train/policy_lag/mean", "lag", ""], ["step/total_s", "step", " s"]];
 const VIEWS = ["overview", "timeline", "rollouts"];
 const state = { runs: [], shown: new Set([0]), stage: null, words: {} };
 
@@ -88,6 +89,8 @@ function drawTop() {
     fill(advice, live ? "To change it: " : "To change it in a next run: ", el("code", {}, setting), rest.length ? ` – ${rest.join(": ")}. ` : ". ",
       stage.spans ? el("a", { href: "#/timeline", onclick: () => { timeline.asked_for = true; if (currentView() === "timeline") draw(true); } }, "Show the moment") : null);
   } else fill(advice);
+  const last = LAST.filter(([name]) => typeof stage?.last[name] === "number");
+  fill(byId("last"), last.flatMap(([name, label, unit]) => [el("dt", {}, label), el("dd", {}, `${number(stage.last[name])}${unit}`)]));
   const reading = byId("reading");
   const progress = stage?.progress;
   const done = !progress || (progress.metrics >= 1 && progress.rollouts >= 1);

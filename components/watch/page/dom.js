@@ -22,8 +22,8 @@ export const byId = (id) => document.getElementById(id);
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 1e9) return value.toLocaleString("en");
   if (size >= 1e5 || (size > 0 && size < 1e-3)) return value.toExponential(2);
-  if (Number.isInteger(value)) return value.toLocaleString("en");
   return String(Number(value.toPrecision(digits)));
 }
 

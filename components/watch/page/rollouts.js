@@ -234,7 +234,7 @@ function differenceInWords(r) {
   if (!all.length) return null;
   const mean = all.reduce((sum, one) => sum + Math.abs(one.off), 0) / all.length;
   const most = all.sort((a, b) => Math.abs(b.off) - Math.abs(a.off)).slice(0, 3)
-    .map(({ i, off }) => `${signed(off)} at token ${i} (${r.response.pieces[i] === null ? `id ${r.response.ids[i]}` : `“${r.response.pieces[i].trim()}”`})`);
+    .map(({ i, off }) => `${signed(off)} at token ${i} (${r.response.pieces[i] === null ? `id ${r.response.ids[i]}` : `“${r.response.pieces[i].replace(/\n/g, "↵").trim()}”`})`);
   return el("p", { class: "quiet difference" }, `Trainer minus engine: ${number(mean)} nats on average, without sign; most ${most.join(", ")}.`);
 }
 
