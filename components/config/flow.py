@@ -157,7 +157,7 @@ class ParamServerConfig(Section):
     transport_options: dict[str, Any] = Field(
         default_factory=dict,
         description="options of the transport; files: folder (of the run by default), keep (versions, 2), fsync "
-        "(true); broadcast: backend (socket, or gloo; nccl on GPUs)",
+        "(true); broadcast: backend (socket, gloo; nccl, where each end has a GPU)",
     )
     delta: bool = Field(
         default=False,

@@ -24,7 +24,7 @@ from .input_rules import (
 from .names import PRIORITIES, check_name
 from .recipe import Named, Rule
 from .schema import Config
-from .transports import check_transport
+from .transports import can_use_nccl, check_transport
 
 
 def check_rules(config: Config, rules: Sequence[Rule], named: Named = str) -> None:
@@ -108,7 +108,7 @@ def the_transport_takes_its_options(config: Config) -> None:
     check_transport(
         p.transport,
         p.transport_options,
-        on_cpu=config.cluster.device == "cpu",
+        nccl=can_use_nccl(config),
         on_one_machine=config.cluster.address is None,
     )
 

@@ -38,9 +38,25 @@ def _files_need(config: Config) -> str:
     return f"{folder}, on a disk that all hosts of this run share, with room for {options.get('keep', 2) + 1} versions"
 
 
-def _broadcast_needs(config: Config) -> str:
+def can_use_nccl(config: Config) -> bool:
+    """Each end of a link of NCCL needs a GPU of its own."""
+    return config.cluster.device == "cuda" and not config.cluster.shares_devices
+
+
+def transport_options(config: Config) -> Mapping[str, Any]:
+    """`param_server.transport_options`, with what is chosen where nothing is said."""
     options = config.param_server.transport_options
-    backend = options.get("backend", "nccl" if config.cluster.device == "cuda" else "socket")
+    if config.param_server.transport == "broadcast":
+        return {**options, "backend": _backend(config)}
+    return options
+
+
+def _backend(config: Config) -> str:
+    return config.param_server.transport_options.get("backend", "nccl" if can_use_nccl(config) else "socket")
+
+
+def _broadcast_needs(config: Config) -> str:
+    backend = _backend(config)
     gpu = ", and a GPU in the process of each collector" if backend == "nccl" else ""
     return f"a port of rank 0's host that every engine's host can reach ({backend}{gpu}), 2 versions in rank 0's memory"
 
@@ -87,8 +103,11 @@ def transport_needs(config: Config) -> str:
     return transport_kind(config.param_server.transport).needs(config) + (delta if config.param_server.delta else "")
 
 
-def check_transport(name: str, options: Mapping[str, Any], *, on_cpu: bool = True, on_one_machine: bool = True) -> None:
-    """Raise ConfigError for a transport that does not exist, or cannot be here, or an option that it does not take."""
+def check_transport(name: str, options: Mapping[str, Any], *, nccl: bool = False, on_one_machine: bool = True) -> None:
+    """Raise ConfigError for a transport that does not exist, or cannot be here, or an option that it does not take.
+
+    `nccl`: whether that can be used.
+    """
     check_name("param_server.transport", name, TRANSPORTS, kind="Transport")
     if name == "ipc" and not on_one_machine:
         raise ConfigError(
@@ -112,5 +131,10 @@ def check_transport(name: str, options: Mapping[str, Any], *, on_cpu: bool = Tru
             )
         if not _FITS[known[option]](value):
             raise ConfigError(key, got=value, expected=known[option], fix="change it, or leave it out")
-        if value == "nccl" and on_cpu:
-            raise ConfigError(key, got=value, expected="socket or gloo on a CPU", fix="leave it out")
+        if value == "nccl" and not nccl:
+            raise ConfigError(
+                key,
+                got=value,
+                expected="socket or gloo, unless trainer and engines have GPUs of their own",
+                fix="leave it out",
+            )

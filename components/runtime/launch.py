@@ -21,6 +21,7 @@ from ..collector.engine import EngineSettings
 from ..config import Config, Recipe, derive
 from ..config.inputs import AuxiliaryModel
 from ..config.objective import objective_of
+from ..config.transports import transport_options
 from ..failures import Kind, PartFailed, machine
 from ..jobs.actor import TrainLinkRemote
 from ..jobs.folder import Meeting
@@ -152,7 +153,7 @@ def transport_settings(config: Config, run_dir: Path) -> TransportSettings:
     """For this process; a trainer's rank is elsewhere, and puts its own host in."""
     p, reach = config.param_server, config.staleness.max_policy_lag + config.param_server.publish_every
     audited = reach + 1 if config.train.audit_every else 1
-    options = p.transport_options
+    options = dict(transport_options(config))
     if config.elsewhere is not None:
         options = {**options, "folder": str(Meeting(config.meeting_folder).weights)}
     return TransportSettings(
@@ -161,7 +162,6 @@ def transport_settings(config: Config, run_dir: Path) -> TransportSettings:
         keep=max(derive(config).versions_kept, audited),
         options=options,
         delta=p.delta,
-        device=config.cluster.device,
         timeout_s=config.cluster.step_timeout_s,
         host=ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1",
     )

@@ -3,6 +3,8 @@
     rank 0                                      a receiver
     put, commit: kept in main memory
     a thread for this receiver   <-- request -- which version, which bucket
+                                 -- size  -->
+                                 <-- ready --
                                  -- bytes  -->
 
 A receiver asks, and rank 0 answers from what it keeps: neither waits for the other, a receiver that never asks costs
@@ -41,6 +43,8 @@ REQUEST = struct.Struct("<QI")
 """Number of a version, index of a bucket."""
 ANSWER = struct.Struct("<q")
 """Bytes of the bucket, which follow; -1: that version is not kept."""
+READY = b"."
+"""Of a receiver that has the memory for them. Bytes that nobody takes would hold a process group until its deadline."""
 PORT = struct.Struct("<I")
 MOST_LINKS = 1024
 
@@ -72,7 +76,7 @@ class Broadcast:
 
     @classmethod
     def open(cls, settings: TransportSettings) -> Broadcast:
-        backend = settings.options.get("backend", "nccl" if settings.device == "cuda" else "socket")
+        backend = settings.options.get("backend", "socket")
         return cls(host=settings.host, timeout_s=settings.timeout_s, backend=backend, keep=settings.keep)
 
     @property
@@ -250,6 +254,7 @@ class _Sender:
                     connection.sendall(ANSWER.pack(-1))
                     continue
                 connection.sendall(ANSWER.pack(reading.buckets[index].nbytes))
+                _received(connection, len(READY))
                 way.send(reading.buckets[index])
                 if index == len(reading.buckets) - 1:
                     reading = self._turn_to(None, reading)
@@ -298,6 +303,7 @@ class _Link:
             raise LookupError("the trainer does not keep this version any more")
         if num_bytes != into.nbytes:
             raise ValueError(f"the bucket has {num_bytes} bytes, expected {into.nbytes}")
+        connection.sendall(READY)
         self._way.receive(into)
 
     def close(self) -> None:

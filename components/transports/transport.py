@@ -24,8 +24,8 @@ from ..weights import Manifest, Publication
 @dataclass(frozen=True, kw_only=True)
 class TransportSettings:
     """`name`, `options` and `delta`: `param_server.transport`, `.transport_options` and `.delta`. `folder`: of the run,
-    for what it keeps in files. `keep`: versions that can still be asked for. `device`: "cpu" or "cuda", where trainer
-    and engines compute. `timeout_s`: `cluster.step_timeout_s`. `host`: at which others reach a sender.
+    for what it keeps in files. `keep`: versions that can still be asked for. `timeout_s`: `cluster.step_timeout_s`.
+    `host`: at which others reach a sender.
     """
 
     name: str
@@ -33,7 +33,6 @@ class TransportSettings:
     keep: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     delta: bool = False
-    device: str = "cpu"
     timeout_s: float = 600.0
     host: str = "127.0.0.1"
 

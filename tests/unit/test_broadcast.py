@@ -191,6 +191,15 @@ def test_a_process_group_in_which_the_other_end_stands_still_is_left_at_the_dead
     until(lambda: threading.active_count() <= before - 1)
 
 
+def test_a_receiver_that_refuses_a_bucket_leaves_nobody_waiting_in_a_process_group() -> None:
+    sender, receiver = (Broadcast(host="127.0.0.1", timeout_s=3000.0, backend="gloo") for _ in range(2))
+    publication, before = send(sender, 0), threading.active_count()
+    with pytest.raises(ValueError, match=f"the bucket has {SIZES[0]} bytes, expected {SIZES[0] + 1}"):
+        asyncio.run(receiver.fetch(publication, 0, np.empty(SIZES[0] + 1, dtype=np.uint8)))
+    until(lambda: links(sender) == 0 and threading.active_count() <= before)
+    sender.close()
+
+
 @over_each
 def test_a_sender_that_stands_still_is_named_at_the_deadline_and_served_when_it_goes_on(
     other: Callable[..., OtherEnd], run: Callable[[Any], Any], delta: bool

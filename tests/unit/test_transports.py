@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from leeway.config import ConfigError
-from leeway.config.transports import TRANSPORTS, check_transport
+from leeway.config.transports import TRANSPORTS, check_transport, transport_options
 from leeway.transports.broadcast import Broadcast
 from leeway.transports.delta import Delta
 from leeway.transports.files import Files, newest_publication
@@ -367,7 +367,7 @@ def test_a_transport_of_the_users_own_is_opened_with_its_options(tmp_path: Path)
         ("files", {"keep": True}, ["transport_options.keep"]),
         ("files", {"folder": 3}, ["transport_options.folder", "a path"]),
         ("broadcast", {"backend": "mpi"}, ["transport_options.backend", "one of socket, gloo, nccl"]),
-        ("broadcast", {"backend": "nccl"}, ["transport_options.backend", "socket or gloo on a CPU"]),
+        ("broadcast", {"backend": "nccl"}, ["transport_options.backend", "socket or gloo, unless"]),
     ],
 )
 def test_a_transport_takes_its_own_options_only(name: str, options: dict[str, Any], names: list[str]) -> None:
@@ -381,6 +381,18 @@ def test_where_nothing_travels_there_are_no_differences() -> None:
 
     with pytest.raises(ConfigError, match=r"param_server\.delta: got True, expected false with ipc"):
         load_config("quickstart", ["param_server.transport=ipc", "param_server.delta=true"])
+
+
+def test_nccl_is_taken_where_each_end_has_a_gpu_of_its_own() -> None:
+    """It refuses a communicator with two ranks on one GPU, which is where a shared one has trainer and engine."""
+    from leeway.config import load_config
+
+    on_gpus = ["cluster.device=cuda", "param_server.transport=broadcast"]
+    shared, asked = "cluster.placement=together", "param_server.transport_options.backend=nccl"
+    assert transport_options(load_config("quickstart", on_gpus))["backend"] == "nccl"
+    assert transport_options(load_config("quickstart", [*on_gpus, shared]))["backend"] == "socket"
+    with pytest.raises(ConfigError, match=r"transport_options\.backend: got 'nccl', expected socket or gloo, unless"):
+        load_config("quickstart", [*on_gpus, shared, asked])
 
 
 def test_memory_is_shared_on_one_machine_only() -> None:
