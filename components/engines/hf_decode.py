@@ -80,7 +80,9 @@ class KeyValues:
         if num_rows > self.num_rows:
             self.num_rows = max(num_rows, 2 * self.num_rows)
         self.width = max(width, self.width)
-        self._layers = [(self._grown(keys), self._grown(values)) for keys, values in self._layers]
+        for index, (keys, values) in enumerate(self._layers):  # in place: only one layer is there twice
+            self._layers[index] = self._grown(keys), self._grown(values)
+            del keys, values
 
     def _grown(self, old: torch.Tensor) -> torch.Tensor:
         # Zeros, because what is masked is multiplied by 0 all the same.
