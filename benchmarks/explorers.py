@@ -1,24 +1,33 @@
 """How many generators one buffer and one parameter server can serve: the real actors, and generators that only ask.
 
-    python benchmarks/explorers.py --generators 100 --groups 20000
-    python benchmarks/explorers.py --generators 1000 --groups 20000
+    python benchmarks/explorers.py --generators 100 --groups 1000000 --answers 2 --tokens 8   # does it grow?
+    python benchmarks/explorers.py --generators 100 --groups 20000                    # what a call costs
+    python benchmarks/explorers.py --generators 100 --groups 10000 --through folder   # jobs that share a folder
 
-Each generator asks for groups, delivers them made up (8 answers of 64 tokens), and pulls every version that is
-announced. A trainer's loop takes batches, marks them as trained and announces the next version. Printed as one JSON
-line: groups per second of the wall clock; milliseconds of the buffer's and of the server's processor for each group,
-whose inverse is what one core can do; the median and the 99th percentile of an `admit`, in which it may wait for room;
-the buffer's memory, in MiB at every tenth of the groups.
+Each generator asks for groups, delivers them made up (`--answers` of `--tokens` tokens, `--at-once` groups in a call),
+and pulls every version that is announced. One of them is lost every `--lost-every` groups, with what it holds, and
+comes back under another name. A trainer's loop takes batches, marks them as trained and announces the next version.
+
+Printed as JSON lines, one at 10^4, 10^5, ... groups and one at the end: groups per second of the wall clock since the
+line before; microseconds of the buffer's and of the server's processor for each group, whose inverse is what one core
+can do; the memory that the two have for themselves, in MiB; and at the end the median and the 99th percentile of an
+`admit` in milliseconds, in which it may wait for room.
+
+`--through folder`: the generators are explorers with a link of their own each (`jobs/link.py`), in four processes, and
+the calls are files. Weights are not pulled there. Printed too: calls a second.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
+import contextlib
+import functools
 import json
 import logging
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,76 +36,121 @@ import ray
 
 from leeway.config import Config, load_config
 from leeway.group import Group
+from leeway.jobs.folder import Meeting
+from leeway.jobs.link import TrainLink
 from leeway.param_server.actor import ParameterServerRemote
 from leeway.replay.actor import ReplayBufferRemote
 from leeway.runtime.launch import calls_at_once
 from leeway.tasks.bootstrap import build_model_dir
-from leeway.types import Trajectory
+from leeway.types import Admission, Trajectory
 from leeway.weights import Canary, CanaryPrompts, Manifest, Publication, digest_of
 
-ANSWERS, TOKENS = 8, 64
-DEADLINE_S = 600.0
+DEADLINE_S = 3000.0
+GROUPS_EACH = 4
+NUM_PROCESSES = 4
 
 
 class Generators:
-    """`number` of them in one process."""
+    """Those of these names, in one process. `parts`: buffer and server, or the folder that stands for both."""
 
-    def __init__(self, first: int, number: int, buffer: Any, server: Any) -> None:
-        self._names = [f"generator-{first + i}/x" for i in range(number)]
-        self._buffer, self._server = buffer, server
+    def __init__(self, names: list[str], parts: Any, *, answers: int, tokens: int, at_once: int) -> None:
+        self._names, self._parts = names, parts
+        self._make = functools.partial(made_up, answers, tokens)
+        self._at_once = at_once
         self._admitted_s: list[float] = []
+        self._num_calls = 0
+        self._lives = dict.fromkeys(names, 0)
 
-    async def run(self) -> list[float]:
-        """Returns the seconds that each `admit` took, once there is nothing left to do."""
-        pulling = [asyncio.ensure_future(self._pull()) for _ in self._names]
-        await asyncio.gather(*map(self._generate, self._names))
-        for task in pulling:
-            task.cancel()
-        return self._admitted_s
+    async def run(self) -> tuple[list[float], int]:
+        """Returns the seconds that each `admit` took, and the number of calls, once there is nothing left to do."""
+        work = self._through_folder if isinstance(self._parts, Path) else self._through_actors
+        await asyncio.gather(*map(work, self._names))
+        return self._admitted_s, self._num_calls
 
-    async def _generate(self, name: str) -> None:
+    async def lose(self, name: str, buffer: Any) -> None:
+        """What it holds is gone; it goes on under another name."""
+        own = self._collector(name)
+        self._lives[name] += 1
+        await buffer.mark_dead.remote(own, "it was lost")
+
+    def _collector(self, name: str) -> str:
+        return f"{name}/{self._lives[name]}"
+
+    async def _through_actors(self, name: str) -> None:
+        buffer, server = self._parts
+        pulling = asyncio.ensure_future(self._pull(server))
+        admit = lambda own: buffer.admit.remote(GROUPS_EACH, DEADLINE_S, own)  # noqa: E731
         while True:
-            asked = time.monotonic()
-            admissions = await self._buffer.admit.remote(4, DEADLINE_S, name)
-            self._admitted_s.append(time.monotonic() - asked)
-            if not admissions:
+            own = self._collector(name)
+            admissions = await self._timed(admit(own))
+            if not admissions and own == self._collector(name):
+                pulling.cancel()
                 return
-            await self._buffer.put.remote(
-                [made_up(a.group_id, a.task.task_id, a.min_policy_version) for a in admissions]
-            )
+            for groups in self._deliveries(admissions):
+                if own == self._collector(name):
+                    self._num_calls += 1
+                    await buffer.put.remote(groups)
 
-    async def _pull(self) -> None:
+    async def _through_folder(self, name: str) -> None:
+        link = TrainLink(Meeting(self._parts), name, silent_s=600.0, wait_s=DEADLINE_S)
+        serving = asyncio.ensure_future(link.run())
+        while admissions := await self._timed(link.admit(GROUPS_EACH, "collector")):
+            for groups in self._deliveries(admissions):
+                self._num_calls += 1
+                await link.put(groups)
+        await link.leave()
+        serving.cancel()
+
+    def _deliveries(self, admissions: list[Admission]) -> list[list[Group]]:
+        groups = [self._make(admission) for admission in admissions]
+        return [groups[i : i + self._at_once] for i in range(0, len(groups), self._at_once)]
+
+    async def _timed(self, admit: Any) -> list[Admission]:
+        self._num_calls += 1
+        asked = time.monotonic()
+        admissions = await admit
+        self._admitted_s.append(time.monotonic() - asked)
+        return admissions
+
+    async def _pull(self, server: Any) -> None:
         version = -1
         while True:
-            publication = await self._server.pull.remote(newer_than=version, timeout_s=DEADLINE_S, oldest=False)
+            publication = await server.pull.remote(newer_than=version, timeout_s=DEADLINE_S, oldest=False)
             version = publication.manifest.policy_version
 
 
-def made_up(group_id: int, task_id: str, version: int) -> Group:
+def made_up(answers: int, tokens: int, admission: Admission) -> Group:
     """Every other answer is right."""
-    answers = [
+    group = _of_version(answers, tokens, admission.min_policy_version)
+    own = {"group_id": admission.group_id, "task_id": admission.task.task_id, "attempt": admission.attempt}
+    return replace(group, **own)
+
+
+@functools.lru_cache(maxsize=16)
+def _of_version(answers: int, tokens: int, version: int) -> Group:
+    each = [
         Trajectory(
             prompt_tokens=[1] * 16,
-            response_tokens=[2] * TOKENS,
-            loss_mask=[True] * TOKENS,
-            behavior_logprobs=[-1.0] * TOKENS,
-            policy_versions=[version] * TOKENS,
+            response_tokens=[2] * tokens,
+            loss_mask=[True] * tokens,
+            behavior_logprobs=[-1.0] * tokens,
+            policy_versions=[version] * tokens,
             reward=float(i % 2),
             finish_reason="stop",
             text="",
         )
-        for i in range(ANSWERS)
+        for i in range(answers)
     ]
-    return Group.of(answers, group_id=group_id, task_id=task_id)
+    return Group.of(each, group_id=0, task_id="")
 
 
-def settings(folder: Path, generators: int, groups: int) -> Config:
+def settings(folder: Path, args: argparse.Namespace) -> Config:
     rows = [{"question": f"{i} + 1 =", "answer": str(i + 1)} for i in range(10, 60)]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = load_config("quickstart", [], recipe="async_rl")
     assert config.model.init is not None
     model = build_model_dir(config.model.init, ["0 1 2"] * 9, folder / "model", seed=0, dtype="float32")
-    each = generators * 4
+    each = args.generators * GROUPS_EACH
     return load_config(
         "quickstart",
         [
@@ -104,62 +158,100 @@ def settings(folder: Path, generators: int, groups: int) -> Config:
             "model.init=null",
             f"model.path={model}",
             "task={name: jsonl, path: " + str(folder / "tasks.jsonl") + "}",
-            f"rollout.num_generators={generators}",
-            f"rollout.max_response_tokens={TOKENS}",
-            "rollout.max_model_len=128",
+            f"rollout.num_generators={args.generators}",
+            f"rollout.max_response_tokens={args.tokens}",
+            f"rollout.max_model_len={args.tokens + 64}",
             "rollout.engine.name=hf",
+            f"algorithm.group_size={args.answers}",
             "staleness.max_policy_lag=4",
             f"train.groups_per_step={each}",
-            f"train.steps={max(2, groups // each)}",
+            f"train.steps={max(2, -(-args.groups // each))}",
             "monitor.suspects=false",
             "monitor.rollouts_per_step=0",
+            f"explorer.folder={folder / 'meeting'}",
         ],
         recipe="async_rl",
     )
 
 
-async def measure(generators: int, groups: int, folder: Path) -> dict[str, Any]:
-    config = settings(folder, generators, groups)
+class Marks:
+    """Prints a line at each power of ten from 10^4 on, and at the end."""
+
+    def __init__(self, *pids: int) -> None:
+        self._processes = [psutil.Process(pid) for pid in pids]
+        self._next = 10**4
+        self._done, self._since, self._used = 0, time.monotonic(), self._cpu_s()
+
+    def _cpu_s(self) -> list[float]:
+        return [sum(p.cpu_times()[:2]) for p in self._processes]
+
+    def at(self, done: int, *, last: bool = False, **more: Any) -> None:
+        if done < self._next and not last:
+            return
+        now, used = time.monotonic(), self._cpu_s()
+        number = max(1, done - self._done)
+        row = {
+            "groups": done,
+            "groups_per_s": round(number / (now - self._since), 1),
+            "us_per_group": [round(1e6 * (u - b) / number) for u, b in zip(used, self._used, strict=True)],
+            "own_mib": [round(p.memory_full_info().uss / 2**20, 1) for p in self._processes],
+        }
+        print(json.dumps(row | more), flush=True)
+        self._done, self._since, self._used = done, now, used
+        self._next *= 10
+
+
+async def measure(args: argparse.Namespace, folder: Path) -> None:
+    config = settings(folder, args)
+    through_folder = args.through == "folder"
+    if through_folder:
+        config = config.of_half("generators")
     room = {"max_concurrency": calls_at_once(config)}
-    buffer = ReplayBufferRemote.options(**room).remote(config, role="replay", log_file=folder / "replay.log")
-    server = ParameterServerRemote.options(**room).remote(
+    buffer: Any = ReplayBufferRemote.options(**room).remote(
+        config, role="replay", log_file=folder / "replay.log", meets=through_folder
+    )
+    server: Any = ParameterServerRemote.options(**room).remote(
         keep=1, role="param_server", log_file=folder / "param_server.log", log_level="INFO"
     )
     (_, pid), (_, server_pid) = await buffer.answer.remote(), await server.answer.remote()
-    processes = psutil.Process(pid), psutil.Process(server_pid)
-    before = [sum(p.cpu_times()[:2]) for p in processes]
-    making: Any = ray.remote(num_cpus=0, max_concurrency=10 * generators)(Generators)
-    half = generators // 2
-    both = [making.remote(first, number, buffer, server) for first, number in ((0, half), (half, generators - half))]
-    begun, memory, done = time.monotonic(), [], 0
+    names = [f"generator-{i}" for i in range(args.generators)]
+    making: Any = ray.remote(num_cpus=0, max_concurrency=10 * args.generators)(Generators)
+    shares = {i: names[i::NUM_PROCESSES] for i in range(min(NUM_PROCESSES, args.generators))}
+    parts = config.meeting_folder if through_folder else (buffer, server)
+    shape = {"answers": args.answers, "tokens": args.tokens, "at_once": args.at_once}
+    processes = [making.remote(share, parts, **shape) for share in shares.values()]
     await announce(buffer, server, 0)
-    asking = [asyncio.ensure_future(as_coroutine(each.run.remote())) for each in both]
-    every = max(1, (config.train.steps or 1) // 10)
-    for step in itertools.count(1):
+    hosting = asyncio.ensure_future(as_coroutine(buffer.host.remote())) if through_folder else None
+    begun, asking = time.monotonic(), [asyncio.ensure_future(as_coroutine(each.run.remote())) for each in processes]
+    marks, done, lost = Marks(pid, server_pid), 0, 0
+    for step in range(1, (config.train.steps or 0) + 1):
         batch = await buffer.take_batch.remote(DEADLINE_S)
-        if batch is None:
-            break
         done += len(batch.group_ids)
         await buffer.trained.remote(batch.group_ids)
         await announce(buffer, server, step)
-        if step % every == 0:
-            memory.append(round(processes[0].memory_info().rss / 2**20))
-        if step == config.train.steps:
-            break
+        if not through_folder and args.lost_every and done // args.lost_every > lost:
+            lost = done // args.lost_every
+            which = lost % len(shares)
+            await processes[which].lose.remote(shares[which][lost % len(shares[which])], buffer)
+        marks.at(done)
     wall_s = time.monotonic() - begun
     await buffer.close.remote()
-    admitted = sorted(s for seconds in await asyncio.gather(*asking) for s in seconds)
-    used = [sum(p.cpu_times()[:2]) - b for p, b in zip(processes, before, strict=True)]
-    return {
-        "generators": generators,
-        "groups": done,
-        "groups_per_s": round(done / wall_s, 1),
-        "buffer_ms_per_group": round(1000 * used[0] / done, 3),
-        "server_ms_per_group": round(1000 * used[1] / done, 3),
-        "server_ms_per_pull": round(1000 * used[1] / (generators * step), 3),
-        "admit_ms": [round(1000 * admitted[int(len(admitted) * q)], 1) for q in (0.5, 0.99)],
-        "buffer_mib": memory,
-    }
+    answers = await asyncio.gather(*asking)
+    if hosting is not None:
+        hosting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await hosting
+    admitted = sorted(s for seconds, _ in answers for s in seconds)
+    marks.at(
+        done,
+        last=True,
+        generators=args.generators,
+        through=args.through,
+        lost=lost,
+        calls_per_s=round(sum(calls for _, calls in answers) / wall_s, 1),
+        all_groups_per_s=round(done / wall_s, 1),
+        admit_ms=[round(1000 * admitted[int(len(admitted) * q)], 1) for q in (0.5, 0.99)],
+    )
 
 
 async def announce(buffer: Any, server: Any, version: int) -> None:
@@ -176,10 +268,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--generators", type=int, default=100)
     parser.add_argument("--groups", type=int, default=20_000)
+    parser.add_argument("--answers", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--at-once", type=int, default=GROUPS_EACH, help="groups in a delivery")
+    parser.add_argument("--lost-every", type=int, default=1000, help="groups between two deaths; 0: none")
+    parser.add_argument("--through", choices=["actors", "folder"], default="actors")
     args = parser.parse_args()
     ray.init(num_cpus=1, include_dashboard=False, object_store_memory=500 * 2**20, logging_level=logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(asyncio.run(measure(args.generators, args.groups, Path(folder)))), flush=True)
+        asyncio.run(measure(args, Path(folder)))
     ray.shutdown()
 
 

@@ -80,15 +80,21 @@ class TwoMachines:
         self.cable = Cable(self.a, self.b)
         self._log = (folder / "ray.log").open("w+b")
         options = ["--head", "--port=6379", "--include-dashboard=false"]
-        ray_start(self.a, *options, cpus=cpus, log=self._log, token=TOKEN, again=True)
-        self.up(1)
-        ray_start(self.b, f"--address={HEAD}", cpus=cpus, log=self._log, token=TOKEN, again=True)
-        self.up(2)
+        self._starts = [(self.a, options), (self.b, [f"--address={HEAD}"])]
+        self._cpus = cpus
 
-    def up(self, times: int) -> None:
-        """Wait until Ray has started so often, on both together."""
+    def up(self) -> None:
+        """Start Ray on one after the other; where it gives up, on a busy machine, it is started again."""
         file = Path(self._log.name)
-        wait_until(lambda: file.read_bytes().count(b"Ray runtime started") >= times, within_s=START_S, what="Ray")
+        for number, (machine, options) in enumerate(self._starts, start=1):
+            ray_start(machine, *options, cpus=self._cpus, log=self._log, token=TOKEN, again=True)
+            try:
+                wait_until(
+                    lambda n=number: file.read_bytes().count(b"Ray runtime started") >= n, within_s=START_S, what="Ray"
+                )
+            except TimeoutError as error:
+                said = file.read_text(errors="replace")[-1500:]
+                raise RuntimeError(f"{machine.name}: {error}; it said: {said}") from None
 
     def close(self) -> None:
         for part in (self.a, self.b, self.cable):
@@ -103,6 +109,7 @@ def two_machines(cpus: int = 2) -> Iterator[TwoMachines]:
     try:
         machines = TwoMachines(folder, cpus)
         try:
+            machines.up()
             yield machines
         finally:
             machines.close()
@@ -235,14 +242,16 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     results = {}
     for name in args.cells:
-        with two_machines(3 if name.startswith(("ranks", "refused")) else 2) as machines:
-            try:
-                results[name] = cell(machines, name, args.overrides)
-            except Exception as error:
-                results[name] = {"error": f"{type(error).__name__}: {error}"}
-            for runs in (machines.a.folder / "runs", machines.shared):
-                if runs.is_dir():
-                    shutil.copytree(runs, args.out / name.replace(":", "-"), dirs_exist_ok=True)
+        try:
+            with two_machines(3 if name.startswith(("ranks", "refused")) else 2) as machines:
+                try:
+                    results[name] = cell(machines, name, args.overrides)
+                finally:
+                    for runs in (machines.a.folder / "runs", machines.shared):
+                        if runs.is_dir():
+                            shutil.copytree(runs, args.out / name.replace(":", "-"), dirs_exist_ok=True)
+        except Exception as error:
+            results[name] = {"error": f"{type(error).__name__}: {error}"}
         print(name, json.dumps(results[name]), flush=True)
         (args.out / "hosts.json").write_text(json.dumps(results, indent=2) + "\n")
 

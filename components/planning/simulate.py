@@ -306,9 +306,10 @@ class Simulation:
             least = verified + self._s.pull_every
             if verified < wanted < least:
                 least = wanted
-            if collector.pulling is not None or self._published < least:
+            available = self._available(collector)
+            if collector.pulling is not None or available < least:
                 continue
-            collector.pulling = self._published
+            collector.pulling = available
             engine = collector.engine
             engine.advance(self._now)
             if self._s.in_flight == "off" and engine.running:
@@ -317,6 +318,10 @@ class Simulation:
                 pausing.append(collector)
         if pausing:
             self._pause(pausing)
+
+    def _available(self, collector: SimulatedCollector) -> int:
+        """The newest version that this collector can load."""
+        return self._published
 
     def _pause(self, collectors: list[SimulatedCollector]) -> None:
         for collector in collectors:
