@@ -215,11 +215,12 @@ async def measure(args: argparse.Namespace, folder: Path) -> None:
     )
     (_, pid), (_, server_pid) = await buffer.answer.remote(), await server.answer.remote()
     names = [f"generator-{i}" for i in range(args.generators)]
-    making: Any = ray.remote(num_cpus=0, max_concurrency=10 * args.generators)(Generators)
+    making: Any = ray.remote(Generators)
     shares = {i: names[i::NUM_PROCESSES] for i in range(min(NUM_PROCESSES, args.generators))}
     parts = config.meeting_folder if through_folder else (buffer, server)
     shape = {"answers": args.answers, "tokens": args.tokens, "at_once": args.at_once}
-    processes = [making.remote(share, parts, **shape) for share in shares.values()]
+    many: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 10 * args.generators}
+    processes = [making.options(**many).remote(share, parts, **shape) for share in shares.values()]
     await announce(buffer, server, 0)
     hosting = asyncio.ensure_future(as_coroutine(buffer.host.remote())) if through_folder else None
     begun, asking = time.monotonic(), [asyncio.ensure_future(as_coroutine(each.run.remote())) for each in processes]
