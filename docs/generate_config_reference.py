@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic_core import PydanticUndefined
@@ -16,10 +16,8 @@ from leeway.algorithms.piece import Piece
 from leeway.config import Config
 from leeway.config.engines import ENGINES, NOT_REPRODUCIBLE, OWNED_BY_LEEWAY
 from leeway.config.keys import default_of
+from leeway.config.reference import Schema, section_of, sections
 from leeway.section import Section
-
-Schema = dict[str, Any]
-"""A JSON schema, or a part of one."""
 
 HEAD = """\
 # Configuration
@@ -53,9 +51,6 @@ A config is one YAML file that says only what differs from the defaults below. `
   settings: the window, the most groups outstanding, processes, GPUs, memory.
 """
 
-PARTIAL = ("MixedTasks", "EvalTasks", "EnvPart")
-"""Sections that take the settings of others, which have a table of their own."""
-
 ENGINE = """\
 `rollout.engine.name` is one of {engines}, or your own `pkg.module:Class`; another name in a higher layer takes the
 other settings of `rollout.engine` with it. A class of your own is given all of them.
@@ -69,9 +64,9 @@ def page() -> str:
     """The whole page."""
     schema = Config.model_json_schema()
     parts = [HEAD]
-    plain = {name: field for name, field in schema["properties"].items() if _section_of(field) is None}
+    plain = {name: field for name, field in schema["properties"].items() if section_of(field) is None}
     parts.append(_table("Top level", "The run itself.", plain, prefix=""))
-    for name, definition in _sections(schema, schema["properties"], prefix=""):
+    for name, definition in sections(schema):
         parts.append(_table(name, definition["description"], definition["properties"], prefix=f"{name}."))
         if name == "rollout":
             parts.append(
@@ -89,45 +84,6 @@ def page() -> str:
                 for engine, kind in ENGINES.items()
             ]
     return "\n".join(parts)
-
-
-def _sections(schema: Schema, fields: Schema, *, prefix: str) -> Iterator[tuple[str, Schema]]:
-    """(dotted name, definition) of every section in `fields`, each followed by those inside it."""
-    for name, field in fields.items():
-        section = _section_of(field)
-        if "oneOf" in field:
-            yield f"{prefix}{name}", _choice(schema, field)
-        elif section is not None:
-            definition = schema["$defs"][section]
-            yield f"{prefix}{name}", definition
-            yield from _sections(schema, definition["properties"], prefix=f"{prefix}{name}.")
-        elif isinstance(each := field.get("additionalProperties"), dict) and (of := _section_of(each)):
-            definition = schema["$defs"][of]
-            if definition["title"] not in PARTIAL:
-                yield f"{prefix}{name}.<name>", definition
-
-
-def _choice(schema: Schema, field: Schema) -> Schema:
-    """A section whose `name` chooses which options there are, as one definition: each option once for each choice."""
-    classes = [schema["$defs"][_section_of(option)] for option in field["oneOf"]]
-    built_in = [c for c in classes if not c.get("additionalProperties")]
-    names = {c["properties"]["name"]["const"]: c for c in built_in}
-    own = {"name": {"type": "string", "description": f"one of {_names(names)}, or your own class as `pkg.mod:Name`"}}
-    takers: dict[tuple[str, str], list[str]] = {}  # an option with all that is said of it -> the names that take it
-    for name, definition in names.items():
-        for option, inner in definition["properties"].items():
-            if option != "name":
-                takers.setdefault((option, json.dumps(inner)), []).append(name)
-    for (option, inner), of in takers.items():
-        field = json.loads(inner)
-        own[f"{option} {of[0]}"] = field | {"description": f"{_names(of)}: {field['description']}"}
-    return {"description": "Options belong to the `name` beside them.", "properties": own}
-
-
-def _section_of(field: Schema) -> str | None:
-    """The name of the section that a field holds, if it holds one."""
-    options = [field, *field.get("anyOf", [])]
-    return next((option["$ref"].rpartition("/")[2] for option in options if "$ref" in option), None)
 
 
 def _table(title: str, what: str, fields: Schema, *, prefix: str) -> str:

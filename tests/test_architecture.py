@@ -24,6 +24,7 @@ LAYERS = [
     {"driver"},
     {"studies", "watch", "elsewhere"},
     {"library"},
+    {"studio"},
     {"recipes", "cli"},
 ]
 MIDDLE = LAYERS[5]

@@ -1,5 +1,5 @@
-"""`leeway run | resume | serve | watch | ps | scale | trace | plot | plan | ls | cat | cp | validate | import |
-convert | env`.
+"""`leeway run | resume | serve | studio | watch | ps | scale | trace | plot | plan | ls | cat | cp | validate |
+import | convert | env`.
 
 Exit codes: 0 done, 1 the run failed or learned nothing (the last line says why), 2 the input was refused, 130 or 143
 interrupted. Everything is checked before anything heavy is imported. Only `run`, `resume`, `serve` and `env try` import
@@ -10,6 +10,7 @@ settings).
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import shutil
 import sys
@@ -39,7 +40,8 @@ from .parts import ps, scale
 from .see import plot as plot_curves
 from .see import trace
 from .serve import serve
-from .show import bundled_table, describe, recipe_table
+from .show import bundled_table, describe, described, recipe_table
+from .studio import studio
 from .watch import watch, watch_beside
 
 
@@ -64,6 +66,7 @@ app.command()(trace)
 app.command("plot")(plot_curves)
 app.command()(watch)
 app.command()(serve)
+app.command()(studio)
 app.command("import")(import_config)
 
 Overrides = Annotated[
@@ -377,24 +380,39 @@ def validate(
         ),
     ] = False,
     show: Annotated[bool, typer.Option("--yaml", help="Also print every setting, resolved, as YAML.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print all of it, and what is refused, as one object.")
+    ] = False,
 ) -> None:
     """Check a config as `run` does before it starts anything, and print the numbers that follow from it.
 
     Tasks are read, models are located, and your own classes and functions are imported. The exit code is 0 if the
     settings are right, whatever this machine lacks, and 2 if they are refused.
     """
-    stages = plan_run(config, recipe, overrides or [])
+    try:
+        stages = plan_run(config, recipe, overrides or [])
+    except ConfigError as error:
+        if not as_json:
+            raise
+        print(json.dumps({"ok": False, "refused": [str(error)], "key": error.key}))
+        raise typer.Exit(2) from None
     machine = this_machine()
     found = importlib.import_module("leeway.driver.checks").examine(
         stages, stages[0].config.run_dir, machine, quick=quick
     )
-    for line in found.wrong:
-        _refuse(line)
     if found.wrong:
+        if as_json:
+            print(json.dumps({"ok": False, "refused": list(found.wrong), "key": None}))
+        else:
+            for line in found.wrong:
+                _refuse(line)
         raise typer.Exit(2)
     estimate = importlib.import_module("leeway.driver.estimate").estimate_stage
     estimates = [estimate(stage).rows for stage in stages]
-    print(describe(config, stages, machine, found.missing, estimates, overrides or [], quick=quick, yaml=show))
+    if as_json:
+        print(json.dumps(described(config, stages, found.missing, estimates, overrides or [])))
+    else:
+        print(describe(config, stages, machine, found.missing, estimates, overrides or [], quick=quick, yaml=show))
 
 
 @app.command()

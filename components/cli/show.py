@@ -10,6 +10,7 @@ from typing import Any
 from ..config import Config, Hardware, Stage, bundled_configs, bundled_recipes, derive, run_yaml
 from ..config.secrets import shown_argument
 from ..config.transports import transport_needs
+from ..config.tree import settings_in
 from ..config.user_code import code_that_runs
 from ..weights import Tolerance
 
@@ -43,9 +44,7 @@ def describe(
     lines = [f"{name_or_file}: ok", f"this machine: {machine}"]
     lines += [f"  lacks: {problem}" for problem in missing]
     if not missing:
-        shown = map(shown_argument, overrides)
-        command = shlex.join(["leeway", "run", stages[-1].recipe.name, "--config", name_or_file, *shown])
-        lines.append(f"  can run it: {command}")
+        lines.append(f"  can run it: {_command(name_or_file, stages, overrides)}")
         lines += ["  (data, models and your own code were not checked)"] if quick else []
     lines += [f"note: {note}" for note in stages[-1].notes]
     code = code_that_runs(stages)
@@ -55,6 +54,35 @@ def describe(
         lines += ["", f"{stage.name} (recipe {stage.recipe.name})", _table([*_rows(stage), *estimate])]
     lines += ["", run_yaml(stages)] if yaml else ["", "add --yaml to print every setting"]
     return "\n".join(lines)
+
+
+def described(
+    name_or_file: str,
+    stages: Sequence[Stage],
+    missing: Sequence[str],
+    estimates: Sequence[Sequence[tuple[str, str]]],
+    overrides: Sequence[str],
+) -> dict[str, Any]:
+    """The same as JSON data. `settings`: every setting of the last stage, by dotted key."""
+    return {
+        "ok": True,
+        "command": _command(name_or_file, stages, overrides),
+        "recipe": stages[-1].recipe.name,
+        "lacks": list(missing),
+        "notes": list(stages[-1].notes),
+        "code": code_that_runs(stages),
+        "stages": [
+            {"name": stage.name, "recipe": stage.recipe.name, "rows": [*_rows(stage), *estimate]}
+            for stage, estimate in zip(stages, estimates, strict=True)
+        ],
+        "yaml": run_yaml(stages),
+        "settings": dict(settings_in(stages[-1].config.written())),
+    }
+
+
+def _command(name_or_file: str, stages: Sequence[Stage], overrides: Sequence[str]) -> str:
+    shown = map(shown_argument, overrides)
+    return shlex.join(["leeway", "run", stages[-1].recipe.name, "--config", name_or_file, *shown])
 
 
 def _rows(stage: Stage) -> list[tuple[str, str]]:

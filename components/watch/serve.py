@@ -45,7 +45,7 @@ def watch(runs: Sequence[Path], *, host: str, port: int, open_to_all: bool, must
     os.nice(19)  # whatever is left over by the run
     sys.setswitchinterval(SWITCH_S)
     token = None if open_to_all else secrets.token_urlsafe(24)
-    listening = _listen(host, port)
+    listening = listening_at(host, port)
     port = listening.getsockname()[1]
     watcher = Watcher(_named(runs), default_cache())
     watcher.start()
@@ -55,7 +55,7 @@ def watch(runs: Sequence[Path], *, host: str, port: int, open_to_all: bool, must
         app = build_app(watcher, token=token, hosts=hosts, cookie=f"leeway_watch_{port}")
         shown_host = f"[{host}]" if ":" in host else host
         print(f"leeway: watch: http://{shown_host}:{port}/{f'?token={token}' if token else ''}", flush=True)
-        asyncio.run(_serve(app, listening))
+        asyncio.run(serve_app(app, listening))
     except KeyboardInterrupt:
         pass
     finally:
@@ -76,7 +76,7 @@ class _Server(uvicorn.Server):
         return nullcontext()
 
 
-async def _serve(app: object, listening: socket.socket) -> None:
+async def serve_app(app: object, listening: socket.socket) -> None:
     config = uvicorn.Config(
         app,  # pyright: ignore[reportArgumentType]
         log_level="warning",
@@ -101,7 +101,7 @@ async def _serve(app: object, listening: socket.socket) -> None:
     await serving
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listening_at(host: str, port: int) -> socket.socket:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind)

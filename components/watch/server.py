@@ -122,15 +122,29 @@ def build_app(
         Route("/api/events", events),
     ]
     app = Starlette(routes=routes, lifespan=lifespan)
-    app.add_middleware(_Guard, token=token, hosts=hosts, cookie=cookie)
+    app.add_middleware(Guard, token=token, hosts=hosts, cookie=cookie, opened_by="leeway watch")
     return app
 
 
-class _Guard:
-    """Refuses who has no token, and whoever was sent here by another site; adds the headers to every answer."""
+class Guard:
+    """Refuses who has no token, and whoever was sent here by another site; adds the headers to every answer.
 
-    def __init__(self, app: Any, *, token: str | None, hosts: frozenset[str] | None, cookie: str) -> None:
+    `opened_by`: the command that prints the address. `methods`: what may be asked; a POST must say that it is JSON,
+    which no form of another site can.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        *,
+        token: str | None,
+        hosts: frozenset[str] | None,
+        cookie: str,
+        opened_by: str,
+        methods: tuple[str, ...] = ("GET", "HEAD"),
+    ) -> None:
         self._app, self._token, self._hosts, self._cookie = app, token, hosts, cookie
+        self._opened_by, self._methods = opened_by, methods
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -151,15 +165,17 @@ class _Guard:
         name = host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0]
         if self._hosts is not None and name.lower() not in self._hosts:
             return _refused(421, "this address is not served here")
-        if request.method not in ("GET", "HEAD"):
-            return _refused(405, "the page only reads")
+        if request.method not in self._methods:
+            return _refused(405, f"expected {' or '.join(self._methods)}")
+        if request.method == "POST" and request.headers.get("content-type", "").partition(";")[0] != "application/json":
+            return _refused(415, "expected application/json")
         if self._token is None:
             return None
         given = request.cookies.get(self._cookie) or ""
         if request.url.path == "/" and "token" in request.query_params:
             given = request.query_params["token"]
         if not hmac.compare_digest(given.encode("utf-8", "replace"), self._token.encode()):
-            return _refused(401, "open the address that `leeway watch` printed: it has the token")
+            return _refused(401, f"open the address that `{self._opened_by}` printed: it has the token")
         return None
 
 
