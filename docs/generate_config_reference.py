@@ -45,7 +45,7 @@ A config is one YAML file that says only what differs from the defaults below. `
   are. Another name in a higher layer takes the options of the old one with it.
 - **Settings that exclude each other** (`train.steps` and `train.epochs`, `model.path` and `model.init`, `eval.path` and
   `task.holdout_frac`): an override, or a stage, that sets one replaces the other. A new `task.name` takes `task.path`,
-  `dataset`, `query`, `options` and `mix` of the old one with it. A line says what was replaced.
+  `subset`, `split`, `dataset`, `query`, `options` and `mix` of the old one with it. A line says what was replaced.
 - **Before a run**: `leeway validate NAME|FILE` makes the very checks that `leeway run` makes before anything starts,
   data, models and your own code included (`--quick`: the settings only), and prints the numbers that follow from the
   settings: the window, the most groups outstanding, processes, GPUs, memory.

@@ -23,7 +23,7 @@ RIVALS = (
     ("optimizer.warmup_steps", "optimizer.warmup_frac"),
 )
 """At most one setting of each group is set."""
-OF_A_SOURCE = ("path", "query", "dataset", "options", "mix")
+OF_A_SOURCE = ("path", "subset", "split", "query", "dataset", "options", "mix")
 """Settings whose meaning depends on `task.name`; that of all others beside a `name` depends on it."""
 CHOICES = {
     "task.name": "jsonl",
