@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -135,3 +138,15 @@ def test_an_engine_gets_as_many_devices_as_its_weights_need():
 def test_no_setting_is_advised_where_none_helps():
     cluster = Cluster(hosts=1, devices_per_host=8, device_gib=80, host_gib=1024)
     assert remedies(settings().config, cluster, lambda _: False) == []
+
+
+@pytest.mark.slow
+def test_a_real_rank_holds_what_is_counted() -> None:
+    """Its peak over two steps with a publication, as the benchmark measures it."""
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "benchmarks/memory.py", "--part", "trainer"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (row,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert row["counted_mb"] > 500
+    assert row["measured_mb"] == pytest.approx(row["counted_mb"], rel=0.15), row
