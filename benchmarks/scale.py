@@ -12,7 +12,9 @@ What takes time here and not in the planner:
 Every call waits its turn at the one event loop that answers it. A group is delivered to shard `id mod shards`; its
 order and its bound stay with one coordinator, who is told of each delivery. Weights leave the trainer once for each
 child of the root (all children of a relay share its link), bucket after bucket, so that a level of the tree adds one
-bucket and not one copy. `--fan-out 0`: no relays, all engines are children of the trainer.
+bucket and not one copy. Without relays all engines are children of
+the trainer. Each group is delivered in a call of its own; in a run, groups that finish together travel
+together, so calls are counted too high.
 
 Printed for each number of engines: groups and calls per second; how busy coordinator, shard and the trainer's link are
 (1: it is the limit); the longest wait of a call; seconds until the last engine has a version; mean lag; and the step,
@@ -33,7 +35,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from quickstart_runs import finished_run, rows, series
+from quickstart_runs import finished_run, series, warmed_up
 
 from leeway.planning.calibration import calibrate, open_run
 from leeway.planning.lengths import lognormal
@@ -44,7 +46,7 @@ from leeway.planning.simulate import SimulatedRun, Simulation
 ENGINES = (1, 10, 100, 1000)
 TOKEN_BYTES = 13
 """Of a sampled token in a group: id, version, logprob and loss mask (4 + 4 + 4 + 1)."""
-HEAVY = ["staleness.max_policy_lag=2", "train.groups_per_step=32", "log.ray_timeline=true"]
+OVERRIDES = ["staleness.max_policy_lag=2", "train.groups_per_step=32", "log.ray_timeline=true"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,10 +216,12 @@ def reckoned(options: argparse.Namespace) -> None:
 
 
 def measured(options: argparse.Namespace) -> None:
+    out = options.runs.absolute()
+    model = warmed_up(out, "scale")
     for engines in options.engines:
-        overrides = (*HEAVY, f"rollout.num_generators={engines}", "rollout.engine.name=hf")
+        overrides = (*OVERRIDES, f"rollout.num_generators={engines}", "rollout.engine.name=hf")
         steps = f"stages.async_rl.train.steps={options.steps}"
-        folder = finished_run(options.runs.absolute(), "scale", f"engines_{engines}", None, *overrides, steps)
+        folder = finished_run(out, "scale", f"engines_{engines}", model, *overrides, steps)
         run = open_run(folder)
         calibration = calibrate(run)
         settings = calibration.settings
@@ -228,8 +232,8 @@ def measured(options: argparse.Namespace) -> None:
         )
         record = simulated.run()
         calls = real_calls(folder)
-        groups = settings.groups_per_step * len(rows(folder))
         waits, steps_s = series(folder, "step/wait_for_batch_s"), series(folder, "step/total_s")
+        groups = settings.groups_per_step * len(steps_s)
         row = {
             "engines": engines,
             "calls_per_group": {
@@ -262,13 +266,8 @@ def mean(values: list[float]) -> float:
 
 def real_calls(folder: Path) -> Counter[str]:
     """What Ray recorded, by the method's name; it keeps about the last 100,000."""
-    (file,) = folder.rglob("ray_timeline.json")
-    found: Counter[str] = Counter()
-    for event in json.loads(file.read_text()):
-        name = str(event.get("name", ""))
-        if "ReplayBuffer" in name or "ParameterServer" in name:
-            found[name.rpartition(".")[2]] += 1
-    return found
+    (file,) = folder.glob("ray-timeline.json")
+    return Counter(str(event.get("name")) for event in json.loads(file.read_text()))
 
 
 def main() -> None:
