@@ -61,6 +61,15 @@ class Admission:
     attempt: int = 0
 
 
+def clients_of(explorer: str) -> str:
+    """The source of what this explorer's clients commit. No explorer's own source has such a name."""
+    return f"{explorer}/clients"
+
+
+def is_given(source: str) -> bool:
+    return source.endswith("/clients")
+
+
 @dataclass(eq=False)
 class Offer:
     """Draws that a collector may be given groups for. `used`: those that it need not offer again."""

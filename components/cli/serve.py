@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from ..config import ConfigError, Stage
+from ..config import ConfigError
 from ..driver.serve_plan import plan_serving
 from ..failures import printable
 
@@ -37,15 +37,16 @@ def serve(
     code = 2
     try:
         try:
-            recipe, config = plan_serving(target, step, overrides or [], scratch)
+            stage = plan_serving(target, step, overrides or [], scratch)
         except ConfigError:
             raise
         except ValueError as error:
             print(f"leeway: refused: {printable(' '.join(str(error).split()))}", file=sys.stderr)
             raise typer.Exit(2) from None
+        for note in stage.notes:
+            print(f"leeway: note: {note}")
         runner = importlib.import_module("leeway.driver.runner")
-        stage = Stage(name="serve", recipe=recipe, config=config, dir=scratch)
-        code = runner.run_stages([stage], scratch, target, sys.argv, is_scratch=True)
+        code = runner.run_stages([stage], stage.dir, target, sys.argv, is_scratch=stage.dir == scratch)
     finally:
         if code != 1:  # keep the logs of a failure
             shutil.rmtree(scratch, ignore_errors=True)

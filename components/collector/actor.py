@@ -177,7 +177,8 @@ class CollectorActor(Watched):
 
     @as_text
     async def sample(self, name: str, prompt_tokens: list[int], **sampling: Any) -> list[SampledTokens] | None:
-        """See `OpenRequests.sample`. Answered when every version in it is verified."""
+        """See `OpenRequests.sample`. Begun when a version is verified, answered when every version in it is."""
+        await self._run.weight_sync.until_verified(0)
         sampled = await self._requests.sample(name, prompt_tokens, **sampling)
         if sampled:
             await self._run.weight_sync.until_verified(max(v for s in sampled for v in s.policy_versions))

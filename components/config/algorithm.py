@@ -25,7 +25,7 @@ from ..algorithms.presets import (
     AnyLoss,
 )
 from ..section import Refused, Section
-from .effect import GROUPS, PAIRS, REFERENCE
+from .effect import PAIRS, REFERENCE, ROLLOUTS
 from .names import check_name, nearest
 from .tree import value_at
 
@@ -44,7 +44,7 @@ class AlgorithmConfig(Section):
     name: str = Field(
         default="grpo", description=f"preset: fills in every setting below that you do not set: {', '.join(PRESETS)}"
     )
-    group_size: Annotated[PositiveInt, GROUPS] = Field(default=8, description="completions per task")
+    group_size: Annotated[PositiveInt, ROLLOUTS] = Field(default=8, description="completions per task")
     advantage: AnyAdvantage = Field(default=GRPO(), description="how rewards become advantages")
     greedy_baseline: bool = Field(
         default=False,

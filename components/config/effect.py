@@ -48,9 +48,6 @@ Markers = tuple[OnlyWith | OnlyIn, ...]
 ANY = OnlyIn(lambda recipe: True, "all recipes")
 TRAINING = OnlyIn(lambda recipe: recipe.trains, "recipes that train")
 ROLLOUTS = OnlyIn(lambda recipe: recipe.is_online, "recipes that train on rollouts")
-GROUPS = OnlyIn(
-    lambda recipe: recipe.is_online or recipe.reads == "nothing", "`leeway serve` and recipes that train on rollouts"
-)
 DATA = OnlyIn(lambda recipe: recipe.is_offline, "recipes that train on data (sft, dpo)")
 BATCHES = OnlyIn(
     lambda recipe: not recipe.is_online,

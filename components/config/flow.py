@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from ..section import Section
 from ..weights import Checksum, Tolerance
-from .effect import ANY, GROUPS, OnlyWith
+from .effect import ANY, ROLLOUTS, OnlyWith
 from .engines import HIGHEST_TEMPERATURE, LEAST_TEMPERATURE, EngineOptions, name_of, options_of
 from .names import PRIORITIES
 from .plugins import OperatorName
@@ -82,7 +82,7 @@ class RolloutConfig(Section):
 class StalenessConfig(Section):
     """How far the generating policy may lag behind the trainer."""
 
-    max_policy_lag: Annotated[NonNegativeInt, GROUPS] = Field(
+    max_policy_lag: Annotated[NonNegativeInt, ROLLOUTS] = Field(
         default=2, description="hard bound, in optimizer steps: no older token is ever trained on; 0 is synchronous RL"
     )
     target_policy_lag: NonNegativeInt | None = Field(

@@ -179,9 +179,6 @@ class ServeConfig(Section):
         description="tokens of past conversations that are kept, to be continued, rewarded and committed; the oldest "
         "are forgotten first",
     )
-    groups: str | None = Field(
-        default=None, description="folder for the groups that clients commit; null: commits are refused"
-    )
 
 
 class ExplorerConfig(Section):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ..config import Config
 from ..config.errors import ConfigError
 from ..failures import Refused
 from ..jobs.fit import check_fit
-from ..jobs.folder import Meeting, read_json
-from ..jobs.host import UP
+from ..jobs.folder import UP, Meeting, read_json
 from ..monitor import Monitor, build_monitor
 from ..monitor.logs import say
 from ..monitor.metrics import reduced
@@ -24,16 +24,30 @@ LOOK_S = 1.0
 STATS_EVERY_S = 15.0
 
 
-class ExploreStage:
-    """One explorer. It waits for the train job, serves it until that has done all of its steps, and then ends."""
+Work = Callable[[Config, Parts], Awaitable[None]]
+"""What an explorer does with engines that have joined, until the train job has ended or they must start again."""
 
-    def __init__(self, context: StageContext) -> None:
+
+async def collect(config: Config, parts: Parts) -> None:
+    """Groups of the train job's tasks, or of its own."""
+    await parts.generators.always(lambda actor: actor.collect.remote(), drains=True).ended()
+
+
+class ExploreStage:
+    """One explorer. It waits for the train job, works for it until that has done all of its steps, and then ends.
+
+    `clients`: it works on no tasks, see `TrainLink`.
+    """
+
+    def __init__(self, context: StageContext, work: Work = collect, *, clients: bool = False) -> None:
         self._context = context
+        self._work = work
+        self._clients = clients
         self._config = context.config
         self._name = context.name
         self._meeting = Meeting(self._config.meeting_folder)
         self._processes: dict[str, Any] = {}
-        self._num_groups = self._num_starts = self._version = 0
+        self._num_groups = self._num_starts = self.version = 0
 
     async def run(self) -> StageResult:
         started, status = time.monotonic(), "failed"
@@ -53,7 +67,7 @@ class ExploreStage:
         summary = {
             "explorer": config.explorer.name,
             "groups": self._num_groups,
-            "policy_version": self._version,
+            "policy_version": self.version,
             "engine_starts": self._num_starts,
             "wall_s": round(time.monotonic() - started, 1),
             "processes": self._processes,
@@ -109,16 +123,15 @@ class ExploreStage:
         parts = launcher.parts
         self._num_starts += 1
         try:
-            await launcher.link()
+            await launcher.link(clients=self._clients)
             link = parts.buffer
             parts.supervisor.watch("train_link", link.serve.remote())
             say(f"{self._name}: starting {config.rollout.num_generators} generator(s)")
             await timed(self._name, "generators ready", launcher.generators(), see=f"{self._context.dir / 'logs'}/")
             parts.generators.always(lambda actor: actor.sync_weights_loop.remote())
-            collecting = parts.generators.always(lambda actor: actor.collect.remote(), drains=True)
-            control = Control(config, parts, config.run_dir.absolute(), stage=self._name, version=lambda: self._version)
+            control = Control(config, parts, config.run_dir.absolute(), stage=self._name, version=lambda: self.version)
             controlling = parts.supervisor.watch("driver", control.run())
-            ended = asyncio.ensure_future(collecting.ended())
+            ended = asyncio.ensure_future(self._work(config, parts))
             try:
                 await self._watch_until(ended, parts, monitor)
             except asyncio.CancelledError:
@@ -129,6 +142,7 @@ class ExploreStage:
                 controlling.cancel()
             state = await self._wait(parts, link.state.remote())
             self._say(state["said"])
+            self._num_groups += state["given"]
             await self._leave(parts)
             return not state["must_start_again"]
         finally:
@@ -139,18 +153,18 @@ class ExploreStage:
         next_stats = time.monotonic() + STATS_EVERY_S
         while not ended.done():
             await self._wait(parts, asyncio.wait({ended}, timeout=LOOK_S))
-            self._say((await self._wait(parts, parts.buffer.state.remote()))["said"])
+            state = await self._wait(parts, parts.buffer.state.remote())
+            self._say(state["said"])
+            self.version = max(self.version, state["policy_version"])
             if time.monotonic() >= next_stats or ended.done():
                 next_stats = time.monotonic() + STATS_EVERY_S
                 await self._log(parts, monitor)
         ended.result()
 
     async def _log(self, parts: Parts, monitor: Monitor) -> None:
-        states = await self._of_all(parts, lambda actor: actor.state.remote())
-        self._version = max([self._version, *(state["policy_version"] for state in states)])
         stats = reduced(await self._of_all(parts, lambda actor: actor.stats.remote()))
         self._num_groups += int(stats.get("collector/groups_finished", 0))
-        monitor.log(self._version, stats, role="collector")
+        monitor.log(self.version, stats, role="collector")
 
     async def _of_all(self, parts: Parts, ask: Any) -> list[Any]:
         answers = await self._wait(parts, together(g.call_now(ask) for g in parts.generators))

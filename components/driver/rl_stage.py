@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from ..config import derive
+from ..jobs.folder import Meeting, claimed
 from ..monitor import build_monitor, read_metrics
 from ..monitor.logs import say
 from ..runtime.launch import Launcher
@@ -57,6 +58,12 @@ class RLStage:
         self.eval_points: Sequence[EvalPoint] = ()
 
     async def run(self, loop: TrainingLoop) -> StageResult:
+        if self._generates:
+            return await self._run(loop)
+        with claimed(Meeting(self._config.meeting_folder), "explorer.folder"):  # before anything is touched there
+            return await self._run(loop)
+
+    async def _run(self, loop: TrainingLoop) -> StageResult:
         started, status = time.monotonic(), "failed"
         monitor = build_monitor(
             self._context.dir,

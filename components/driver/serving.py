@@ -1,6 +1,7 @@
-"""Serve a model behind one OpenAI-compatible address, until it is interrupted: `leeway serve`.
+"""Serve a model, or the policy of a running train job, behind one OpenAI-compatible address: `leeway serve`.
 
 clients -> envs.server -> serving.Front -> Router -> a generator's actor -> engine
+                                        \\-> commit -> jobs.link -> the train job
 """
 
 from __future__ import annotations
@@ -8,29 +9,33 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from ray.exceptions import RayActorError
 
 from ..collector.engine import SampledTokens
 from ..collector.open_requests import Piece
 from ..config import Config
-from ..config.paths import user_path
 from ..config.running import ServeConfig
-from ..envs.server import Server, body_room
+from ..envs.server import Refusal, Server, body_room
 from ..failures import Refused
+from ..group import Group
 from ..monitor.logs import say
 from ..redaction import MASK, hide
 from ..runtime.generators import Generator
-from ..runtime.launch import Launcher
-from ..runtime.supervisor import Supervisor
-from ..serving.front import Front, FrontSettings
-from ..serving.group_folder import GroupFolder
+from ..runtime.launch import Launcher, Parts
+from ..runtime.supervisor import Supervisor, together
+from ..serving.front import Front, FrontSettings, Give, Unanswered
 from ..serving.router import EngineGone, Router
 from ..tasks.prompting import Prompter
 from .context import StageContext, StageResult, timed
+from .explore_stage import ExploreStage
 
 FOREVER_S = 1e9
 LEAST_TOKEN = 16
+COMMIT_S = 60.0
+"""How long a client that commits waits for the train job."""
 
 
 async def serve(context: StageContext, version: int) -> StageResult:
@@ -46,7 +51,7 @@ async def serve(context: StageContext, version: int) -> StageResult:
         await timed(context.name, "engines ready", starting, see=f"{context.dir / 'logs'}/")
         parts.generators.always(lambda actor: actor.watch_engine.remote())
         prompter = await asyncio.to_thread(Prompter.load, config.model.path)
-        address = Address(config, Engines(parts.generators), prompter, newest_version=lambda: version)
+        address = Address(config, Engines(lambda: parts.generators), prompter, newest_version=lambda: version)
         await address.open(tokens)
         print_address(address, config)
         await parts.supervisor.wait(asyncio.Event().wait(), what="serving", timeout_s=FOREVER_S)
@@ -55,6 +60,75 @@ async def serve(context: StageContext, version: int) -> StageResult:
             await address.close()
         await parts.stop()
     return StageResult(summary={}, model_path=None)
+
+
+async def serve_train_job(context: StageContext) -> StageResult:
+    """Serve the policy of a running train job as it learns; what clients commit is trained on. Ends with that job."""
+    served = _Served(context.config)
+    stage = ExploreStage(context, served.work, clients=True)
+    served.newest_version = lambda: stage.version
+    try:
+        return await stage.run()
+    finally:
+        await served.close()
+
+
+class _Served:
+    """One address for as long as the job lives, though its engines may start again."""
+
+    def __init__(self, config: Config) -> None:
+        self._tokens = client_tokens(config.serve)
+        self._parts: Parts | None = None
+        self._address: Address | None = None
+        self.newest_version: Callable[[], int] = lambda: -1
+
+    async def work(self, config: Config, parts: Parts) -> None:
+        await together(g.call(lambda actor: actor.until_verified.remote(0)) for g in parts.generators)
+        self._parts = parts
+        try:
+            if self._address is None:
+                assert config.model.path is not None
+                prompter = await asyncio.to_thread(Prompter.load, config.model.path)
+                version = self.newest_version
+                self._address = Address(
+                    config, Engines(self._generators), prompter, newest_version=version, give=self._give
+                )
+                await self._address.open(self._tokens)
+                print_address(self._address, config)
+            else:
+                self._address.front.forget()
+            await parts.buffer.until_over.remote()
+        finally:
+            self._parts = None
+
+    async def close(self) -> None:
+        if self._address is not None:
+            await self._address.close()
+
+    def _generators(self) -> Iterable[Generator]:
+        return () if self._parts is None else self._parts.generators
+
+    async def _give(self, group: Group, commit: str, prompt: str) -> None:
+        if self._parts is None:
+            raise Unanswered
+        try:
+            answer = await self._parts.buffer.give.remote(group, commit, prompt, within_s=COMMIT_S)
+        except RayActorError:
+            raise Unanswered from None
+        if not answer.get("taken"):
+            raise _refusal(answer)
+
+
+def _refusal(answer: dict[str, Any]) -> Exception:
+    if answer.get("ended"):
+        return Refusal(409, "commit: the run has all the groups that it will train on", "ended")
+    if "needs" not in answer:
+        return Unanswered()
+    oldest, needs, published = answer["oldest"], answer["needs"], answer["published"]
+    got = f"ids: a token is of version {oldest}, expected {needs} or newer (staleness.max_policy_lag)"
+    if needs > published:
+        return Refusal(429, f"{got}: there are enough groups until version {needs} is served; ask again then", "full")
+    return Refusal(409, f"{got}; ask again, and commit earlier", "too_old")
 
 
 def client_tokens(serve: ServeConfig) -> list[str]:
@@ -76,7 +150,15 @@ def client_tokens(serve: ServeConfig) -> list[str]:
 class Address:
     """What listens: one `Front` for all clients."""
 
-    def __init__(self, config: Config, engines: Engines, prompter: Prompter, *, newest_version: Any) -> None:
+    def __init__(
+        self,
+        config: Config,
+        engines: Engines,
+        prompter: Prompter,
+        *,
+        newest_version: Callable[[], int],
+        give: Give | None = None,
+    ) -> None:
         serve = config.serve
         self.model = serve.model or "policy"
         self._serve, self._max_model_len = serve, config.rollout.max_model_len
@@ -88,10 +170,8 @@ class Address:
             timeout_s=serve.timeout_s,
             keep_tokens=serve.keep_tokens,
             group_size=config.algorithm.group_size,
-            max_policy_lag=config.staleness.max_policy_lag,
         )
-        groups = None if serve.groups is None else GroupFolder(user_path(serve.groups))
-        self.front = Front(settings, Router(engines), prompter, keep=groups, newest_version=newest_version)
+        self.front = Front(settings, Router(engines), prompter, give=give, newest_version=newest_version)
         self._server = Server({"/health": self.front.health})
         self.tokens: list[str] = []
 
@@ -135,11 +215,11 @@ def print_address(address: Address, config: Config) -> None:
 class Engines:
     """The generators of a stage, as many as there are at the moment, for a `Router`."""
 
-    def __init__(self, generators: Any) -> None:
+    def __init__(self, generators: Callable[[], Iterable[Generator]]) -> None:
         self._generators = generators
 
     def __call__(self) -> list[ServedGenerator]:
-        return [ServedGenerator(generator) for generator in self._generators]
+        return [ServedGenerator(generator) for generator in self._generators()]
 
 
 class ServedGenerator:

@@ -19,12 +19,13 @@ from ..tasks.queue_tasks import QueueTaskSet
 from ..tasks.taskset import build_taskset
 from ..types import Admission, Task
 from ..weights import Publication
-from .folder import Meeting
+from .folder import OWN, Meeting
 from .link import TrainLink
 
 
 class TrainLinkActor(Watched):
-    def __init__(self, config: Config, *, role: str, log_file: Path, log_level: str) -> None:
+    def __init__(self, config: Config, *, role: str, log_file: Path, log_level: str, clients: bool = False) -> None:
+        """`clients`: see `TrainLink`."""
         self.role = role
         log_to_file(log_file, log_level)
         explorer = config.explorer
@@ -34,7 +35,8 @@ class TrainLinkActor(Watched):
             explorer.name,
             silent_s=explorer.silent_s,
             wait_s=explorer.wait_s,
-            own=self._tasks if explorer.tasks == "own" else None,
+            own=self._tasks if explorer.tasks == OWN and not clients else None,
+            clients=clients,
         )
 
     def _tasks(self) -> Iterator[Task]:
@@ -59,6 +61,8 @@ class TrainLinkActor(Watched):
         return {
             "has_ended": self._link.has_ended,
             "must_start_again": self._link.must_start_again,
+            "policy_version": self._link.newest_pulled,
+            "given": self._link.num_given,
             "said": self._link.sayings(),
         }
 
@@ -81,6 +85,14 @@ class TrainLinkActor(Watched):
     @as_text
     async def fail(self, group_id: int, reason: str, attempt: int) -> None:
         await self._link.fail(group_id, reason, attempt)
+
+    @as_text
+    async def give(self, group: Group, commit: str, prompt: str, within_s: float) -> dict[str, Any]:
+        return await self._link.give(group, commit=commit, prompt=prompt, within_s=within_s)
+
+    @as_text
+    async def until_over(self) -> None:
+        await self._link.until_over()
 
     @as_text
     async def give_back(self, collector: str, reason: str) -> list[int]:

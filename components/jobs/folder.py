@@ -14,17 +14,27 @@ another: so any file system that renames atomically will do, shared by whatever 
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
+import socket
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..failures import Refused
+
+UP, STOPPED, ENDED, LEFT = "up", "stopped", "ended", "left"
+"""States of a job: at work; gone, and may come back; done, for good. An explorer that has `LEFT` may come back too."""
+TRAINERS, OWN, CLIENTS = "trainer", "own", "clients"
+"""What an explorer makes groups of: the train job's tasks, its own, or what clients of its address commit."""
 BEAT_S = 1.0
 """How often each side gives a sign of life."""
+ALIVE_S = 5.0
 MOST_JSON_BYTES = 1 << 24
 MOST_GROUP_BYTES = 1 << 32
 MOST_VERSIONS = 1 << 62
@@ -70,6 +80,43 @@ def good_until(lives: list[Any], life: str) -> int:
     if life not in names:
         return -1
     return min([MOST_VERSIONS, *(int(began) for _, began in lives[names.index(life) + 1 :])])
+
+
+@contextmanager
+def claimed(meeting: Meeting, key: str) -> Iterator[None]:
+    """Be the only train job there, until the end of the context. Raises Refused, naming `key`, while there is another.
+
+    A lock tells of one on this host. Not every shared disk has locks, so that of another host is known by its beats.
+    """
+    meeting.folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(meeting.folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    try:
+        about = read_json(meeting.train) or {}
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_free = about.get("host") == socket.gethostname() or seen_alive(meeting) is None
+        except OSError:
+            is_free = False
+        if not is_free:
+            raise Refused(
+                f"{key}: got {meeting.folder}, where a train job is running (process {about.get('pid')} on "
+                f"{str(about.get('host'))[:80]}); expected a folder of this run's own"
+            )
+        yield
+    finally:
+        os.close(lock)
+
+
+def seen_alive(meeting: Meeting) -> dict[str, Any] | None:
+    """What the train job says of itself, if it gives signs of life; None takes some seconds where one was killed."""
+    first = read_json(meeting.train)
+    deadline = time.monotonic() + ALIVE_S
+    while first is not None and first.get("state") == UP and time.monotonic() < deadline:
+        time.sleep(BEAT_S / 10)
+        now = read_json(meeting.train)
+        if now is not None and now.get("beat") != first.get("beat"):
+            return now
+    return None
 
 
 class Beats:

@@ -22,16 +22,29 @@ from typing import Any, Protocol
 import torch
 
 from ..group import Group
-from ..types import Admission, Offer, Task
+from ..types import Admission, Offer, Task, clients_of
 from .calls import Call, Calls, Pace, StoreFailed
-from .folder import BEAT_S, MOST_LIVES, Beats, ExplorerFiles, Meeting, good_until, read_json, write_json
+from .folder import (
+    BEAT_S,
+    CLIENTS,
+    ENDED,
+    LEFT,
+    MOST_LIVES,
+    OWN,
+    STOPPED,
+    TRAINERS,
+    UP,
+    Beats,
+    ExplorerFiles,
+    Meeting,
+    good_until,
+    read_json,
+    write_json,
+)
 from .group_bytes import groups_of
 from .store import GroupStore
 
 logger = logging.getLogger(__name__)
-
-UP, STOPPED, ENDED, LEFT = "up", "stopped", "ended", "left"
-"""States of a job: at work; gone, and may come back; done, for good. An explorer that has `LEFT` may come back too."""
 
 
 class Buffer(Protocol):
@@ -42,22 +55,27 @@ class Buffer(Protocol):
     ) -> list[Admission]: ...
     async def put(self, groups: Sequence[Group]) -> None: ...
     async def retried(self, group_id: int, *, attempt: int = 0) -> None: ...
-    async def fail(self, group_id: int, reason: str, *, attempt: int = 0) -> None: ...
+    async def fail(self, group_id: int, reason: str, *, attempt: int = 0, counts: bool = True) -> None: ...
+    def num_held(self, collector: str) -> int: ...
     async def give_back(self, collector: str, reason: str) -> list[int]: ...
     async def mark_dead(self, collector: str, reason: str) -> list[int]: ...
     async def retire(self, collector: str) -> None: ...
     def admission_of(self, group_id: int, collector: str) -> Admission | None: ...
     async def withdraw(self, source: str) -> list[int]: ...
     def where(self, source: str) -> tuple[int, list[int]]: ...
-    def of(self, group_id: int) -> tuple[str, int] | None: ...
+    def of(self, group_id: int) -> tuple[str, int]: ...
     def restart_deadlines(self) -> None: ...
     def has(self, group_id: int) -> bool: ...
-    def keep(self, group: Group, *, of: tuple[str, int] | None = None) -> bool: ...
+    def keep(self, group: Group, *, of: tuple[str, int]) -> bool: ...
+    def next_min_version(self) -> int | None: ...
+    def is_known(self, of: tuple[str, int]) -> bool: ...
+    def give(self, group: Group, *, of: tuple[str, int], prompt: str = "") -> int: ...
 
 
 MOST_AHEAD = 100_000
 """How far an explorer's own draws may be ahead of the first that was never seen."""
-MOST_REFUSED, MOST_COLLECTORS = 10, 10_000
+MOST_REFUSED, MOST_FAILED, MOST_COLLECTORS = 10, 20, 10_000
+MOST_PROMPT = 20_000
 
 
 @dataclass(eq=False)
@@ -71,10 +89,19 @@ class _Explorer:
     is_here: bool = False
     collectors: set[str] = field(default_factory=set)
     retired: set[str] = field(default_factory=set)
-    has_own: bool = False
+    tasks: str = TRAINERS
     num_refused: int = 0  # deliveries in a row
+    num_failed: int = 0  # groups in a row
+    held_s: float = 0.0  # with groups, and without a sign of work on them
     num_groups: int = 0
+    num_told: int = 0  # of these
+    sent_away: str = ""  # why; the session stays what it was, so it does not join again
     about: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        """See `replay.sources`."""
+        return {OWN: self.files.name, CLIENTS: clients_of(self.files.name)}.get(self.tasks, "")
 
 
 class Host:
@@ -107,7 +134,7 @@ class Host:
         self._group_size, self._vocab_size, self._max_length = group_size, vocab_size, max_length
         self._resumed_at = resumed_at
         self._silent_s, self._timeout_s, self._wait_s = silent_s, timeout_s, wait_s
-        self._next_beat = 0.0
+        self._next_beat, self._looked_at = 0.0, now()
         self._life = secrets.token_hex(4)
         self._state = UP
         self._beat = 0
@@ -140,14 +167,17 @@ class Host:
         return said
 
     def metrics(self) -> dict[str, float]:
-        groups = {f"explorers/{name}/groups": float(e.num_groups) for name, e in self._explorers.items()}
+        told = {name: e for name, e in self._explorers.items() if e.is_here or e.num_groups > e.num_told}
+        for explorer in told.values():
+            explorer.num_told = explorer.num_groups
+        groups = {f"explorers/{name}/groups": float(e.num_groups) for name, e in told.items()}
         return {"explorers/present": float(self.num_explorers), **groups}
 
     async def run(self) -> None:
         await self._take_what_waits()
         await self._give_sign()
         loop, pace = asyncio.get_running_loop(), Pace()
-        next_look = alone_since = loop.time()
+        next_look, alone_since = loop.time(), self._now()
         while True:
             now = loop.time()
             if now >= next_look:
@@ -157,10 +187,10 @@ class Host:
                 self._next_beat = now + BEAT_S
                 await self._give_sign()
             if self.num_explorers:
-                alone_since = now
-            elif now - alone_since > self._wait_s:
+                alone_since = self._now()
+            elif self._now() - alone_since > self._wait_s:
                 raise TimeoutError(f"no explorer was here for {self._wait_s:g} s (explorer.wait_s)")
-            busy = [e.calls.look() for e in list(self._explorers.values())]
+            busy = [e.calls.look() for e in list(self._explorers.values()) if e.is_here]
             await pace.wait(busy=any(busy))
 
     async def _take_what_waits(self) -> None:
@@ -198,9 +228,19 @@ class Host:
             if explorer is None:
                 explorer = self._explorers[files.name] = self._made(files)
             await self._look_at(explorer)
-        for explorer in self._explorers.values():
-            if explorer.is_here and explorer.beats.is_silent:
+            if not explorer.is_here:  # what an earlier session has asked
+                explorer.calls.look()
+        passed_s, self._looked_at = self._now() - self._looked_at, self._now()
+        for explorer in [e for e in self._explorers.values() if e.is_here]:
+            if explorer.beats.is_silent:
                 await self._gone(explorer, f"it has given no sign of life for {explorer.beats.silent_for_s:.0f} s")
+                continue
+            num_held = sum(self._buffer.num_held(name) for name in explorer.collectors)
+            # At most what a look may take: if this job was stopped, its explorers could tell it nothing.
+            explorer.held_s = explorer.held_s + min(passed_s, self._silent_s) if num_held else 0.0
+            if explorer.held_s > self._timeout_s / 2:
+                cause = f"it holds {num_held} groups, and has told nothing of them for {explorer.held_s:.0f} s"
+                await self._send_away(explorer, f"{cause} (half of the train job's cluster.step_timeout_s)")
 
     async def _look_at(self, explorer: _Explorer) -> None:
         async with self._looking:
@@ -227,7 +267,9 @@ class Host:
             if explorer.is_here:
                 await self._gone(explorer, "it was started again")
             explorer.session, explorer.is_here, explorer.collectors = session, True, set()
-            explorer.has_own, explorer.num_refused = about.get("own") is True, 0
+            explorer.sent_away, explorer.num_failed, explorer.held_s = "", 0, 0.0
+            tasks = about.get("tasks")
+            explorer.tasks, explorer.num_refused = tasks if tasks in (OWN, CLIENTS) else TRAINERS, 0
             self._say(f"explorer {explorer.files.name} has joined, on {str(about.get('host'))[:80]}")
         elif explorer.is_here and session == explorer.session and state == LEFT:
             await self._gone(explorer, "it has left")
@@ -237,14 +279,21 @@ class Host:
         explorer.is_here = False
         held = [await self._buffer.mark_dead(name, cause) for name in sorted(explorer.collectors)]
         what = f"{sum(map(len, held))} groups are issued to others"
-        if explorer.has_own:
+        if explorer.tasks == CLIENTS:
+            what = "nothing else waits for its clients"
+        elif explorer.tasks == OWN:
             what = f"{len(await self._buffer.withdraw(explorer.files.name))} of its own tasks wait for it"
         elif not self._trainers_tasks_have_somebody():
             what = f"{len(await self._buffer.withdraw(''))} tasks wait for somebody who works on the trainer's"
         self._say(f"explorer {explorer.files.name} is gone: {cause}; {what}")
 
+    async def _send_away(self, explorer: _Explorer, cause: str) -> None:
+        """It does harm: whatever it asks from now on is answered with the cause, which ends it."""
+        explorer.sent_away = cause
+        await self._gone(explorer, f"{cause}; it is sent away")
+
     def _trainers_tasks_have_somebody(self) -> bool:
-        return any(e.is_here and not e.has_own for e in self._explorers.values())
+        return any(e.is_here and e.tasks == TRAINERS for e in self._explorers.values())
 
     def _say(self, text: str) -> None:
         logger.warning("%s", text)
@@ -258,9 +307,12 @@ class Host:
         if call.session != explorer.session:  # it may have come before its sign was seen
             await self._look_at(explorer)
         if not (explorer.is_here and call.session == explorer.session):
+            _refuse_one_sent_away(explorer, call)
             if call.verb == "put":
                 self._keep(call, explorer)
             return {"over": True}
+        if call.verb in OF_NO_COLLECTOR:
+            return await verb(explorer, call)
         arguments = call.arguments
         collector = f"{explorer.files.name}#{call.session[-8:]}/{_text(arguments, 'collector')}"
         if len(explorer.collectors) >= MOST_COLLECTORS and collector not in explorer.collectors:
@@ -272,7 +324,7 @@ class Host:
 
     async def _on_admit(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
         offer = self._offer(explorer, call.arguments.get("own"))
-        if (offer is not None) is not explorer.has_own:
+        if (OWN if offer else TRAINERS) != explorer.tasks:
             raise ValueError("own: got tasks from an explorer that has none, or none from one that has")
         try:
             admissions = await self._buffer.admit(
@@ -281,13 +333,14 @@ class Host:
         except TimeoutError:  # whether that is too long is for the train job to say, not for its explorers
             return {"again": True}
         if not (explorer.is_here and call.session == explorer.session):
+            _refuse_one_sent_away(explorer, call)
             return {"over": True}
         if not admissions and self._state == UP and not (offer and offer.used) and collector not in explorer.retired:
             # All groups are out. Should this life end before they are trained on, there are more.
             await asyncio.sleep(BEAT_S)
             return {"again": True}
         used = [] if offer is None else offer.used
-        rows = [{**asdict(a), "draw": of[1] if (of := self._buffer.of(a.group_id)) else None} for a in admissions]
+        rows = [{**asdict(a), "draw": self._buffer.of(a.group_id)[1]} for a in admissions]
         return {"admissions": rows, "used": used}
 
     def _offer(self, explorer: _Explorer, own: Any) -> Offer | None:
@@ -302,10 +355,50 @@ class Host:
         except (TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"own: got no tasks ({' '.join(str(error).split())[:120]})") from None
 
-    async def _on_where(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
-        """Where the explorer's own tasks go on."""
-        first, again = self._buffer.where(explorer.files.name)
+    async def _on_where(self, explorer: _Explorer, call: Call) -> dict[str, Any]:
+        """Where the explorer's own tasks go on, or the groups of its clients."""
+        first, again = self._buffer.where(explorer.source)
         return {"next": first, "open": again}
+
+    async def _on_give(self, explorer: _Explorer, call: Call) -> dict[str, Any]:
+        """A group of its clients, which nobody was asked for: taken now, or not at all. `draw` is the same each time
+        that the same group is sent.
+        """
+        (group,) = groups_of(call.payload or b"")
+        prompt, of = call.arguments.get("prompt"), (explorer.source, _number(call.arguments, "draw"))
+        if explorer.tasks != CLIENTS or not isinstance(prompt, str):
+            raise ValueError("give: expected groups of clients, with their prompt")
+        if of[1] >= self._buffer.where(explorer.source)[0] + MOST_AHEAD:
+            raise ValueError(f"draw: got {of[1]}, expected the next")
+        self._check_content(group, min_policy_version=0)
+        if self._buffer.is_known(of):
+            return {"taken": True}
+        if (refusal := self._no_room(group)) is not None:
+            return refusal
+        rows = await self._stored([group], explorer, lambda _: of)
+        if (refusal := self._no_room(group)) is not None:  # others came while it was written
+            await asyncio.to_thread(self._store.void, rows)
+            return refusal
+        group_id = self._buffer.give(group, of=of, prompt=prompt[:MOST_PROMPT])
+        explorer.num_groups += 1
+        if not self._buffer.has(group_id):
+            await asyncio.to_thread(self._store.left_out, rows)
+        return {"taken": True}
+
+    def _no_room(self, group: Group) -> dict[str, Any] | None:
+        oldest, _ = group.policy_versions()
+        needs = self._buffer.next_min_version()
+        if needs is None:
+            return {"ended": True}
+        return {"needs": needs, "oldest": oldest, "published": self._published} if oldest < needs else None
+
+    async def _stored(
+        self, groups: list[Group], explorer: _Explorer, of: Callable[[int], tuple[str, int]]
+    ) -> list[int]:
+        try:
+            return await asyncio.to_thread(self._store.add, groups, explorer=explorer.files.name, of=of)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreFailed(f"{self._store.folder}: groups could not be written: {error}") from error
 
     async def _on_put(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
         try:
@@ -314,17 +407,18 @@ class Host:
             await self._refused(explorer, collector, error)
             raise
         if wanted:
-            explorer.num_refused = 0
+            explorer.num_refused = explorer.num_failed = 0
+            explorer.held_s = 0.0
             of = {g.group_id: self._buffer.of(g.group_id) for g in wanted}
-            try:
-                await asyncio.to_thread(self._store.add, wanted, explorer=explorer.files.name, of=of.get)
-            except (OSError, sqlite3.Error) as error:
-                raise StoreFailed(f"{self._store.folder}: groups could not be written: {error}") from error
+            rows = dict(zip(of, await self._stored(wanted, explorer, of.__getitem__), strict=True))
             # While it was written they may have been taken away from it.
             wanted = [g for g in wanted if self._buffer.admission_of(g.group_id, collector) is not None]
+            late = [rows[group_id] for group_id in rows.keys() - {g.group_id for g in wanted}]
             await self._buffer.put(wanted)
             explorer.num_groups += len(wanted)
-            if dropped := [g.group_id for g in wanted if not self._buffer.has(g.group_id)]:
+            dropped = [rows[g.group_id] for g in wanted if not self._buffer.has(g.group_id)]
+            if late or dropped:
+                await asyncio.to_thread(self._store.void, late)
                 await asyncio.to_thread(self._store.left_out, dropped)
         return {"groups": len(wanted)}
 
@@ -345,11 +439,18 @@ class Host:
         explorer.num_refused += 1
         await self._buffer.give_back(collector, f"it delivered what cannot be trained on: {error}"[:300])
         if explorer.num_refused >= MOST_REFUSED:
-            await self._gone(
+            await self._send_away(
                 explorer, f"{MOST_REFUSED} deliveries in a row could not be trained on, the last: {error}"[:300]
             )
 
     def _check(self, group: Group, admission: Admission) -> None:
+        self._check_content(group, min_policy_version=admission.min_policy_version)
+        if group.task_id != admission.task.task_id:
+            raise ValueError(
+                f"group {group.group_id}: got task {str(group.task_id)[:80]}, expected {admission.task.task_id}"
+            )
+
+    def _check_content(self, group: Group, *, min_policy_version: int) -> None:
         samples = group.samples
         tokens = torch.cat([samples["prompt_tokens"], samples["response_tokens"]])
         longest = int((samples["prompt_lengths"] + samples["response_lengths"]).max())
@@ -364,27 +465,23 @@ class Host:
                 f"{self._max_length} in a conversation, and finite logprobs"
             )
         oldest, newest = group.policy_versions()
-        if not admission.min_policy_version <= oldest <= newest <= self._published:
+        if not min_policy_version <= oldest <= newest <= self._published:
             raise ValueError(
                 f"group {group.group_id}: got tokens of versions {oldest} to {newest}, expected "
-                f"{admission.min_policy_version} to {self._published}"
+                f"{min_policy_version} to {self._published}"
             )
-        if len(group) != self._group_size or group.task_id != admission.task.task_id:
-            raise ValueError(
-                f"group {group.group_id}: got {len(group)} trajectories of task {str(group.task_id)[:80]}, expected "
-                f"{self._group_size} of {admission.task.task_id}"
-            )
+        if len(group) != self._group_size or not isinstance(group.task_id, str):
+            raise ValueError(f"group {group.group_id}: got {len(group)} trajectories, expected {self._group_size}")
 
     def _keep(self, call: Call, explorer: _Explorer) -> None:
         """Groups for an earlier life of the train job: those made under weights that are still good are of use."""
         if call.session.startswith(self._life):
             return  # of a session that is over: issued again
         newest = good_until(self._lives, call.session[:8])
-        draws = call.arguments.get("draws")
+        draws, source = call.arguments["draws"], explorer.files.name if call.arguments.get("own") is True else ""
         for group in groups_of(call.payload or b""):
             good = len(group) == self._group_size and group.policy_versions()[1] <= newest
-            draw = draws.get(str(group.group_id)) if isinstance(draws, dict) else None
-            of = None if draw is None else (explorer.files.name, int(draw))
+            of = (source, int(draws[str(group.group_id)]))
             if good and self._buffer.keep(group, of=of):
                 self._store.add([group], explorer=explorer.files.name, of=lambda _, of=of: of)
 
@@ -392,12 +489,18 @@ class Host:
         group_id, attempt = _number(call.arguments, "group_id"), _number(call.arguments, "attempt")
         if self._buffer.admission_of(group_id, collector) is not None:
             await self._buffer.retried(group_id, attempt=attempt)
+            explorer.held_s = 0.0
         return {}
 
     async def _on_fail(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
         group_id, attempt = _number(call.arguments, "group_id"), _number(call.arguments, "attempt")
-        if self._buffer.admission_of(group_id, collector) is not None:
-            await self._buffer.fail(group_id, _text(call.arguments, "reason"), attempt=attempt)
+        if self._buffer.admission_of(group_id, collector) is None:
+            return {}
+        reason = _text(call.arguments, "reason")
+        await self._buffer.fail(group_id, reason, attempt=attempt, counts=False)
+        explorer.num_failed, explorer.held_s = explorer.num_failed + 1, 0.0
+        if explorer.num_failed >= MOST_FAILED:
+            await self._send_away(explorer, f"{MOST_FAILED} groups in a row have failed, the last: {reason}"[:300])
         return {}
 
     async def _on_give_back(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
@@ -412,6 +515,11 @@ class Host:
         return {}
 
 
+def _refuse_one_sent_away(explorer: _Explorer, call: Call) -> None:
+    if explorer.sent_away and call.session == explorer.session:
+        raise ValueError(f"explorer {explorer.files.name} was sent away: {explorer.sent_away}")
+
+
 def _is_task(task: Task) -> bool:
     return isinstance(task.task_id, str) and isinstance(task.prompt, str | list) and isinstance(task.answer, str)
 
@@ -421,7 +529,8 @@ def _earlier_lives(meeting: Meeting) -> list[tuple[str, int]]:
     return [(str(life), int(began)) for life, began in about.get("lives", ())]
 
 
-VERBS = ("admit", "put", "where", "retried", "fail", "give_back", "mark_dead", "retire")
+OF_NO_COLLECTOR = ("where", "give")
+VERBS = ("admit", "put", "retried", "fail", "give_back", "mark_dead", "retire", *OF_NO_COLLECTOR)
 
 
 def _text(arguments: dict[str, Any], name: str) -> str:
@@ -443,23 +552,20 @@ class Begins(Protocol):
 
     @property
     def num_batches(self) -> int: ...
-    @property
-    def open_draws(self) -> list[int]: ...
-    @property
-    def next_draw(self) -> int: ...
+    def __contains__(self, draw: int) -> bool: ...
 
 
 def take_over(store: GroupStore, buffer: Buffer, position: Begins, *, policy_version: int) -> None:
     """What an earlier life of the run has finished, for the one that begins at `position` with these weights."""
     for stored in store.resume(num_batches=position.num_batches, policy_version=policy_version):
-        group_id, of = stored.group.group_id, stored.of
-        comes = of is not None or group_id in position.open_draws or group_id >= position.next_draw
-        if comes and buffer.keep(stored.group, of=of):
+        source, draw = stored.of
+        if buffer.keep(stored.group, of=stored.of):
             continue
-        if comes and of is None:
-            store.void([group_id])
+        first, again = buffer.where(source)
+        if (draw >= first or draw in again) if source else draw in position:  # another of the same draw is kept
+            store.void([stored.row])
         else:  # its draw is over: its batch was trained on, and its job was killed before it had written that down
-            store.trained([group_id], batch=position.num_batches - 1)
+            store.trained([stored.of], batch=position.num_batches - 1)
 
 
 def shared_model(path: Path, into: Path) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import secrets
 import socket
+import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -24,9 +26,21 @@ from ..transports.files import newest_publication
 from ..types import Admission, Task
 from ..weights import Publication
 from .calls import Caller
-from .folder import BEAT_S, Beats, Meeting, good_until, read_json, write_json
+from .folder import (
+    BEAT_S,
+    CLIENTS,
+    ENDED,
+    LEFT,
+    OWN,
+    TRAINERS,
+    UP,
+    Beats,
+    Meeting,
+    good_until,
+    read_json,
+    write_json,
+)
 from .group_bytes import laid_out
-from .host import ENDED, LEFT, UP
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +51,11 @@ LEAVE_S = 30.0
 
 @dataclass(frozen=True)
 class _Held:
-    """Who holds a group of ours: under which session it was admitted, and its draw, if its task is our own."""
+    """Who holds a group of ours: under which session it was admitted, and its draw (see `replay.sources`)."""
 
     session: str
     collector: str
-    draw: int | None
+    draw: int
 
 
 class SessionOver(Exception):
@@ -50,7 +64,8 @@ class SessionOver(Exception):
 
 class TrainLink:
     """`run` never returns. `wait_s`: how long the train job may be gone. `own`: the explorer's own tasks, in an order
-    that never changes, each time anew (None: it works on the trainer's).
+    that never changes, each time anew (None: it works on the trainer's). `clients`: it works on no tasks at all, and
+    gives what its clients commit. `now`: the clock that tells whether the train job is silent.
     """
 
     def __init__(
@@ -61,7 +76,10 @@ class TrainLink:
         silent_s: float,
         wait_s: float,
         own: Callable[[], Iterator[Task]] | None = None,
+        clients: bool = False,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._tasks = CLIENTS if clients else TRAINERS if own is None else OWN
         self._meeting, self._files = meeting, meeting.explorer(name)
         self._caller = Caller(self._files)
         self._silent_s, self._wait_s = silent_s, wait_s
@@ -69,7 +87,11 @@ class TrainLink:
         self._draws: Iterator[tuple[int, Task]] | None = None
         self._offers: deque[tuple[int, Task]] = deque()
         self._drawing = asyncio.Lock()
-        self._beats = Beats(silent_s)
+        self._beats = Beats(silent_s, now=now)
+        self._numbers: dict[str, int] = {}  # commit -> draw, of those that were not answered
+        self._free_numbers: list[int] = []
+        self._new_numbers: Iterator[int] | None = None
+        self._numbering = asyncio.Lock()
         self._train: dict[str, Any] = {}
         self._life = self._session = ""
         self._state, self._beat = UP, 0
@@ -80,9 +102,10 @@ class TrainLink:
         self._dead: set[str] = set()
         self._num_undelivered = 0
         self._owner = secrets.token_hex(8)
-        self._newest_pulled = -1
+        self.newest_pulled = -1
         self._was_gone = self._is_over = False
         self._sayings: list[str] = []
+        self.num_given = 0
         self.must_start_again = False
         """The train job continues from weights that are older than what the engines serve."""
 
@@ -115,7 +138,7 @@ class TrainLink:
         session = self._session
         async with self._drawing:
             if self._draws is None:
-                where = await self._ask("where", collector=collector)
+                where = await self._ask("where")
                 self._draws = self._drawn_from(where["next"], {*where["open"]})
                 self._offers.clear()
             draws = self._draws
@@ -143,7 +166,7 @@ class TrainLink:
 
     async def put(self, groups: Sequence[Group]) -> None:
         """Returns when they are on disk; a train job that is gone takes them when it is back."""
-        by_holder: dict[tuple[str, str], list[tuple[Group, int | None]]] = defaultdict(list)
+        by_holder: dict[tuple[str, str], list[tuple[Group, int]]] = defaultdict(list)
         for group in groups:
             held = self._holders.pop((group.group_id, group.attempt), None)
             if held is not None:  # else it was given back
@@ -151,11 +174,43 @@ class TrainLink:
         for (session, collector), own in by_holder.items():
             arguments = {
                 "collector": collector,
-                "draws": {group.group_id: draw for group, draw in own if draw is not None},
+                "own": self._tasks == OWN,
+                "draws": {group.group_id: draw for group, draw in own},
             }
             answer = await self._caller.send(session, "put", arguments, laid_out([group for group, _ in own]))
             self._num_undelivered += 1
             answer.add_done_callback(functools.partial(self._delivered, session))
+
+    async def give(self, group: Group, *, commit: str, prompt: str, within_s: float) -> dict[str, Any]:
+        """A finished group that nobody was asked for. Whether it was `taken`; if not, which version it `needs`, whether
+        the run has `ended`, or nothing, if there was no answer `within_s`: then it may have been taken, and the same
+        group is to be given again under the same name, `commit`.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                number = await self._number(commit)
+                answer = await self._ask("give", laid_out([group]), draw=number, prompt=prompt)
+        except (TimeoutError, SessionOver):
+            return {"ended": True} if self.has_ended else {}
+        del self._numbers[commit]
+        if answer.get("taken"):
+            self.num_given += 1
+        else:
+            self._free_numbers.append(number)
+        return answer
+
+    async def _number(self, commit: str) -> int:
+        async with self._numbering:
+            if commit not in self._numbers:
+                if self._new_numbers is None:
+                    await self._until_here()
+                    self._new_numbers = itertools.count((await self._ask("where"))["next"])
+                self._numbers[commit] = self._free_numbers.pop() if self._free_numbers else next(self._new_numbers)
+            return self._numbers[commit]
+
+    async def until_over(self) -> None:
+        """Returns when the train job has ended, or the engines must start again."""
+        await self._until_ended()
 
     async def retried(self, group_id: int, attempt: int) -> None:
         await self._report("retried", group_id, attempt)
@@ -199,7 +254,7 @@ class TrainLink:
                     logger.info("a version could not be read yet: %s", error)
                     publication = None
                 if publication is not None and self._train.get("life") == life and not self.must_start_again:
-                    self._newest_pulled = max(self._newest_pulled, publication.manifest.policy_version)
+                    self.newest_pulled = max(self.newest_pulled, publication.manifest.policy_version)
                     return publication
             await asyncio.sleep(LOOK_S)
         return None
@@ -259,7 +314,7 @@ class TrainLink:
                 "train", f"the train job was not there for {self._wait_s:g} s (explorer.wait_s)", kind=Kind.LOST
             )
         if train.get("life", self._life) != self._life and train.get("state") == UP:
-            if self._life and self._newest_pulled > good_until(train.get("lives", []), self._life):
+            if self._life and self.newest_pulled > good_until(train.get("lives", []), self._life):
                 self.must_start_again = True
             self._life = train["life"]
             await self._begin_session()
@@ -291,9 +346,9 @@ class TrainLink:
             await self._changed.wait_for(lambda: self._session or self.has_ended or self.must_start_again)
         return not (self.has_ended or self.must_start_again)
 
-    async def _ask(self, verb: str, **arguments: Any) -> dict[str, Any]:
+    async def _ask(self, verb: str, payload: bytes | None = None, **arguments: Any) -> dict[str, Any]:
         session = self._session
-        answered = await self._caller.send(session, verb, arguments)
+        answered = await self._caller.send(session, verb, arguments, payload)
         ended = asyncio.ensure_future(self._until_ended())
         try:
             await asyncio.wait({answered, ended}, return_when=asyncio.FIRST_COMPLETED)
@@ -359,11 +414,11 @@ class TrainLink:
     def _sign(self) -> dict[str, Any]:
         return {
             "owner": self._owner,
-            "own": self._own is not None,
+            "tasks": self._tasks,
             "session": self._session,
             "state": self._state,
             "beat": self._beat,
-            "policy_version": self._newest_pulled,
+            "policy_version": self.newest_pulled,
             "host": socket.gethostname(),
             "pid": os.getpid(),
         }

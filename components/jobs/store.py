@@ -39,18 +39,23 @@ CREATE TABLE IF NOT EXISTS groups (
 )
 """
 _FILES_OF = "SELECT file FROM groups WHERE state = ? AND file != '' GROUP BY file ORDER BY MIN(row)"
-_INDICES = ("group_id", "state", "file")
+_INDICES = {"draw": "source, draw", "state": "state", "file": "file"}
+_INSERT = (
+    "INSERT INTO groups (file, place, group_id, attempt, task_id, explorer, source, draw, oldest_version, "
+    "newest_version, reward, tokens, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
 
 
 @dataclass(frozen=True)
 class StoredGroup:
-    """A row of the index, and its group. `of`: (source, draw), where its task is an explorer's own. `batch`: the one
-    that it was trained in.
+    """A row of the index, and its group. `of`: (source, draw), which stay the same when the run goes on; the ids of
+    groups do not. `batch`: the one that it was trained in.
     """
 
+    row: int
     group: Group
     explorer: str
-    of: tuple[str, int] | None
+    of: tuple[str, int]
     state: str
     batch: int | None
 
@@ -67,8 +72,8 @@ class GroupStore:
             self._index.execute("PRAGMA journal_mode=WAL")
             self._index.execute("PRAGMA synchronous=FULL")
             self._index.execute(_TABLE)
-            for column in _INDICES:
-                self._index.execute(f"CREATE INDEX IF NOT EXISTS by_{column} ON groups({column})")
+            for name, columns in _INDICES.items():
+                self._index.execute(f"CREATE INDEX IF NOT EXISTS by_{name} ON groups({columns})")
         except sqlite3.DatabaseError as error:
             raise ValueError(f"{folder / 'index.sqlite'}: no index of groups ({error})") from None
         self._num_files = self._index.execute("SELECT COUNT(DISTINCT file) FROM groups").fetchone()[0]
@@ -78,9 +83,9 @@ class GroupStore:
         groups: Sequence[Group],
         *,
         explorer: str = "",
-        of: Callable[[int], tuple[str, int] | None] = lambda _: None,
-    ) -> None:
-        """Returns when they are on disk. `of(group_id)`: see `StoredGroup`."""
+        of: Callable[[int], tuple[str, int]] = lambda group_id: ("", group_id),
+    ) -> list[int]:
+        """Returns their rows when they are on disk. `of(group_id)`: see `StoredGroup`."""
         name = f"{self._num_files // FILES_PER_FOLDER:06d}/{self._num_files:09d}-{secrets.token_hex(4)}.groups"
         self._num_files += 1
         path = self.folder / name
@@ -89,32 +94,34 @@ class GroupStore:
         rows = [
             (
                 name, place, g.group_id, g.attempt, g.task_id, explorer,
-                *(of(g.group_id) or ("", 0)), *g.policy_versions(),
+                *of(g.group_id), *g.policy_versions(),
                 sum(g.rewards) / len(g.rewards), sum(g.sampled_counts()), FINISHED,
             )
             for place, g in enumerate(groups)
         ]  # fmt: skip
         with self._transaction():
-            self._index.executemany(
-                "INSERT INTO groups (file, place, group_id, attempt, task_id, explorer, source, draw, oldest_version, "
-                "newest_version, reward, tokens, state) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                rows,
-            )
+            return [self._index.execute(_INSERT, row).lastrowid or 0 for row in rows]
 
-    def trained(self, group_ids: Sequence[int], *, batch: int) -> None:
-        """These were trained on, in this batch."""
+    def trained(self, of: Sequence[tuple[str, int]], *, batch: int) -> None:
+        """Those of these sources and draws were trained on, in this batch."""
         with self._transaction():
             self._index.executemany(
-                "UPDATE groups SET state = ?, batch = ? WHERE group_id = ? AND state = ?",
-                [(TRAINED, batch, group_id, FINISHED) for group_id in group_ids],
+                "UPDATE groups SET state = ?, batch = ? WHERE source = ? AND draw = ? AND state = ?",
+                [(TRAINED, batch, source, draw, FINISHED) for source, draw in of],
             )
 
-    def left_out(self, group_ids: Sequence[int]) -> None:
+    def left_out(self, rows: Sequence[int]) -> None:
         """An operator has dropped these."""
+        self._become(LEFT_OUT, rows)
+
+    def void(self, rows: Sequence[int]) -> None:
+        """These will not be trained on."""
+        self._become(VOID, rows)
+
+    def _become(self, state: str, rows: Sequence[int]) -> None:
         with self._transaction():
             self._index.executemany(
-                "UPDATE groups SET state = ? WHERE group_id = ? AND state = ?",
-                [(LEFT_OUT, group_id, FINISHED) for group_id in group_ids],
+                "UPDATE groups SET state = ? WHERE row = ? AND state = ?", [(state, row, FINISHED) for row in rows]
             )
 
     def resume(self, *, num_batches: int, policy_version: int) -> list[StoredGroup]:
@@ -141,14 +148,6 @@ class GroupStore:
                         "UPDATE groups SET state = ? WHERE file = ? AND state = ?", (VOID, file, FINISHED)
                     )
         return found
-
-    def void(self, group_ids: Sequence[int]) -> None:
-        """These will not be trained on."""
-        with self._transaction():
-            self._index.executemany(
-                "UPDATE groups SET state = ? WHERE group_id = ? AND state = ?",
-                [(VOID, group_id, FINISHED) for group_id in group_ids],
-            )
 
     def forget_before(self, batch: int) -> int:
         """Remove the files of which nothing was trained in this batch or later, or will be; returns how many.
@@ -199,13 +198,13 @@ def read_groups(
     asked = {"state": state, "file": file}
     where = "".join(f" AND {column} = ?" for column, value in asked.items() if value is not None)
     values = [value for value in asked.values() if value is not None]
-    columns = "file, place, explorer, source, draw, state, batch"
+    columns = "row, file, place, explorer, source, draw, state, batch"
     rows = index.execute(f"SELECT {columns} FROM groups WHERE file != '' {where} ORDER BY row", values).fetchall()
     held: tuple[str, list[Group]] = ("", [])
-    for name, place, explorer, source, draw, its_state, batch in rows:
+    for row, name, place, explorer, source, draw, its_state, batch in rows:
         if held[0] != name:
             data = read_bytes(folder / name, MOST_GROUP_BYTES)
             if data is None:
                 raise ValueError(f"{folder / name}: the index names it, but it is not there")
             held = (name, groups_of(data))
-        yield StoredGroup(held[1][place], explorer, (source, draw) if source else None, its_state, batch)
+        yield StoredGroup(row, held[1][place], explorer, (source, draw), its_state, batch)

@@ -137,6 +137,9 @@ class ReplayBufferActor(Watched):
             num_batches=position.num_batches,
         )
         capacity = numbers.max_outstanding_groups + train.groups_per_step
+        if meets:  # clients give groups for as long as the bound lets them
+            reach = (numbers.max_policy_lag + 1) // train.updates_per_batch
+            capacity = (reach + 1) * train.groups_per_step
         self._buffer = ReplayBuffer(
             tasks=self._stream,
             start=position,
@@ -191,7 +194,8 @@ class ReplayBufferActor(Watched):
         )
 
     def _delivered(self, task: Task, group: Group) -> None:
-        self._taskset.record(group.task_id, self._pass_rate(group))
+        if not self._buffer.of(group.group_id)[0]:  # an order that adapts is for the run's own tasks
+            self._taskset.record(group.task_id, self._pass_rate(group))
         if self._suspects is not None:
             self._suspects.delivered(task, group)
 
@@ -299,7 +303,8 @@ class ReplayBufferActor(Watched):
     async def trained(self, group_ids: list[int]) -> dict[str, float]:
         """Mark the batch as trained; returns the state of the buffer."""
         if self._store is not None:
-            await asyncio.to_thread(self._store.trained, group_ids, batch=self._buffer.num_trained_batches)
+            of = [self._buffer.of(group_id) for group_id in group_ids]
+            await asyncio.to_thread(self._store.trained, of, batch=self._buffer.num_trained_batches)
         await self._buffer.trained(group_ids)
         spans.instant("trained", groups=group_ids)
         self._stream.forget_before(self._buffer.first_draw)

@@ -33,7 +33,7 @@ from torchrl.data.replay_buffers.storages import Storage
 from .. import spans
 from ..group import Group
 from ..tasks.queue_tasks import NoTaskYet
-from ..types import Admission, Offer, Task
+from ..types import Admission, Offer, Task, is_given
 from .admission import AdmissionRule
 from .ledger import GroupState, Ledger
 from .length_bias import LengthBiasMeter
@@ -197,6 +197,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._sources = Sources(start.sources)
         self._kept: dict[int, Group] = {}
         self._kept_of: dict[tuple[str, int], Group] = {}
+        self._given: deque[tuple[tuple[str, int], Group]] = deque()  # in an earlier life of the run
         self._draw_ahead: int | None = None
         self._have_asked: set[str] = set()  # collectors that have asked, until all have
         self._held_back: asyncio.TimerHandle | None = None
@@ -256,27 +257,61 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             return None
         return replace(held.admission, attempt=self._attempts.get(group_id, 0))
 
+    def next_min_version(self) -> int | None:
+        """The oldest policy version that a group may be of that is given now; None: no more groups are wanted. Above
+        the newest version, there is room for none.
+        """
+        queue_index = self._window.next_queue_index
+        if self._closed or self._all_taken():
+            return None
+        if self._num_batches is not None and queue_index >= self._num_batches * self._rule.groups_per_batch:
+            return None
+        return self._rule.min_policy_version(queue_index)
+
+    def is_known(self, of: tuple[str, int]) -> bool:
+        """Whether this draw is over, in a group, or kept."""
+        return not self._sources.is_wanted(*of) or of in self._kept_of or any(given == of for given, _ in self._given)
+
+    def give(self, group: Group, *, of: tuple[str, int], prompt: str = "") -> int:
+        """A finished group that nobody was asked for: admitted, and delivered, in one. Returns its id.
+
+        It may be of any version from `next_min_version` on: it never waits for anything, so the bound alone limits how
+        many there are, not `target_lag`. Whether it is filtered says nothing of the run's progress.
+        """
+        oldest, newest = group.policy_versions()
+        needed = self.next_min_version()
+        if needed is None or not needed <= oldest <= newest <= self._published or not self._sources.is_wanted(*of):
+            raise RuntimeError(f"a group of versions {oldest} to {newest} was given, expected from {needed} on")
+        group_id = self._take(group, of, prompt)
+        self._progressed()
+        return group_id
+
+    def num_held(self, collector: str) -> int:
+        """How many groups in flight this collector holds."""
+        return self._num_held.get(collector, 0)
+
     def has(self, group_id: int) -> bool:
         """Whether the group is stored, and not yet in a batch."""
         return group_id in self._storage_index
 
-    def keep(self, group: Group, *, of: tuple[str, int] | None = None) -> bool:
+    def keep(self, group: Group, *, of: tuple[str, int]) -> bool:
         """A group that an earlier life of the run has admitted, and that was finished since: it takes the place of its
-        draw when that comes, if its tokens are then of versions that it may have. `of`: (source, draw) of an explorer's
-        own task. Returns whether that can still be.
+        draw when that comes, if its tokens are then of versions that it may have. Returns whether that can still be.
         """
-        if of is not None:
-            wanted = self._sources.is_wanted(*of) and of not in self._kept_of
-            if wanted:
+        source, draw = of
+        if source:
+            wanted = not self.is_known(of)
+            if wanted and is_given(source):
+                self._given.append((of, group))
+            elif wanted:
                 self._kept_of[of] = group
             return wanted
-        draw = group.group_id
-        if draw <= self._last_draw or draw in self._kept:
+        if draw <= self._last_draw or draw in self._kept or draw not in self._start:
             return False
         self._kept[draw] = group
         return True
 
-    def _accept(self, current: Sequence[Group]) -> None:
+    def _accept(self, current: Sequence[Group], *, is_given: bool = False) -> None:
         if self._delivered is not None:
             for group in current:
                 if (held := self._in_flight.get(group.group_id)) is not None:  # else the ledger refuses it below
@@ -284,7 +319,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         for group, result in [(group, self._apply_operators(group)) for group in current]:
             self.length_bias.generated(group)
             if isinstance(result, str):
-                self._drop(group.group_id, GroupState.FILTERED, result)
+                self._drop(group.group_id, GroupState.FILTERED, result, counts=not is_given)
                 spans.instant("filtered", group=group.group_id, why=result)
                 continue
             self._ledger.move(group.group_id, GroupState.GENERATED)
@@ -307,10 +342,10 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             self._ledger.retry(group_id)
             self._progressed()
 
-    async def fail(self, group_id: int, reason: str, *, attempt: int = 0) -> None:
-        """This group has failed permanently."""
+    async def fail(self, group_id: int, reason: str, *, attempt: int = 0, counts: bool = True) -> None:
+        """This group has failed permanently. `counts`: many such in a row are this run's own failure."""
         if not self._superseded(group_id, attempt):
-            self._drop(group_id, GroupState.FAILED, reason)
+            self._drop(group_id, GroupState.FAILED, reason, counts=counts)
             spans.instant("failed", group=group_id, why=reason)
             self._progressed()
 
@@ -350,7 +385,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         """Nobody is left who could generate groups of this source ("": the trainer's own tasks). What is in flight of
         it ends, and its tasks will be drawn again. Returns the groups' ids.
         """
-        gone = sorted(g for g in self._in_flight if self._source_of(g) == source)
+        gone = sorted(g for g in self._in_flight if self.of(g)[0] == source)
         for group_id in reversed(gone):
             task = self._in_flight[group_id].admission.task
             self._ledger.move(group_id, GroupState.RETURNED)
@@ -367,9 +402,9 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._progressed()
         return gone
 
-    def of(self, group_id: int) -> tuple[str, int] | None:
-        """See `Sources.of`."""
-        return self._sources.of(group_id)
+    def of(self, group_id: int) -> tuple[str, int]:
+        """(source, draw) of a group that is not over; the trainer's own tasks are source ""."""
+        return self._sources.of(group_id) or ("", group_id)
 
     def where(self, source: str) -> tuple[int, list[int]]:
         """See `Sources.where`."""
@@ -549,8 +584,9 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
     def _hand_out_slots(self) -> None:
         """Answer the collectors for which there is a group, or for which there will never be one again."""
-        if self._published < 0 and (self._kept or self._kept_of):
+        if self._published < 0 and (self._kept or self._kept_of or self._given):
             return  # of which version they may be is known with the first publication
+        self._admit_given()
         self._admit_kept()
         if not self._slot_requests:
             return
@@ -587,7 +623,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         """A group that this collector can generate."""
         source, offer = request.source, request.offer
         for group_id in self._to_reissue:
-            if self._source_of(group_id) == source:
+            if self.of(group_id)[0] == source:
                 return self._issue_again(group_id)
         if offer is None:
             return self._admit_one() if self._num_free_slots() else None
@@ -604,10 +640,6 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             self._in_flight[admission.group_id] = _InFlight(admission, None)
             self._accept([replace(kept, group_id=admission.group_id, attempt=0)])
         return None
-
-    def _source_of(self, group_id: int) -> str:
-        own = self._sources.of(group_id)
-        return "" if own is None else own[0]
 
     def _has_room(self, request: _SlotRequest) -> bool:
         return self._num_held[request.collector] < request.capacity
@@ -663,6 +695,22 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         if self._draw_ahead is None:
             self._draw_ahead = next(self._draws)
         return self._draw_ahead
+
+    def _take(self, group: Group, of: tuple[str, int], prompt: str) -> int:
+        admission = self._admitted(Task(task_id=group.task_id, prompt=prompt))
+        self._sources.admitted(admission.group_id, *of)
+        self._in_flight[admission.group_id] = _InFlight(admission, None)
+        self._accept([replace(group, group_id=admission.group_id, attempt=0)], is_given=True)
+        return admission.group_id
+
+    def _admit_given(self) -> None:
+        """First, and in their order: so each has at most the queue index that it had before."""
+        while self._given and (needed := self.next_min_version()) is not None and needed <= self._published:
+            of, group = self._given.popleft()
+            if needed <= group.policy_versions()[0]:
+                self._take(group, of, "")
+            else:
+                logger.warning("group %d of %s cannot be trained on: it needs version %d", of[1], of[0], needed)
 
     def _admit_kept(self) -> None:
         """Groups that were finished before they were drawn again: nobody need make them."""
@@ -752,13 +800,15 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             self._ledger.move(group_id, GroupState.TAKEN)
         return groups
 
-    def _drop(self, group_id: int, state: GroupState, reason: str) -> None:
+    def _drop(self, group_id: int, state: GroupState, reason: str, *, counts: bool = True) -> None:
+        """`counts`: too many such in a row end the run."""
         self._ledger.move(group_id, state)
         self._release(group_id)
         self._window.drop(group_id)
         self._sources.over(group_id)
-        self._dropped_in_a_row += 1
-        self._last_reasons.append(reason)
+        if counts:
+            self._dropped_in_a_row += 1
+            self._last_reasons.append(reason)
 
     def _release(self, group_id: int) -> _InFlight:
         """No collector holds it any more."""

@@ -24,6 +24,10 @@ class Position:
     next_draw: int = 0
     sources: dict[str, Any] = field(default_factory=dict)  # of explorers' own tasks, see `Sources.position`
 
+    def __contains__(self, draw: int) -> bool:
+        """Whether this draw is drawn from here on."""
+        return draw >= self.next_draw or draw in self.open_draws
+
     def draws(self) -> Iterator[int]:
         """Draw numbers from here on."""
         return itertools.chain(self.open_draws, itertools.count(self.next_draw))

@@ -2,7 +2,8 @@
 
 The trainer's own tasks are drawn by the buffer (`stream`). A source is somebody else's stream: the explorer offers
 draws, numbered from 0 in an order that is the same whenever it starts again, and the buffer alone says what became of
-each.
+each. What clients of a served address commit is a source too: groups that are finished when they come, in the order in
+which they were first sent.
 """
 
 from __future__ import annotations

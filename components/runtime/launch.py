@@ -296,9 +296,10 @@ class Launcher:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         return {"max_concurrency": calls_at_once(self._config), "scheduling_strategy": here}
 
-    async def link(self) -> None:
-        """Buffer and parameter server are another job's: here is what stands for both."""
-        actor = TrainLinkRemote.options(**self._beside_driver()).remote(self._config, **self._common("train_link"))
+    async def link(self, *, clients: bool = False) -> None:
+        """Buffer and parameter server are another job's: here is what stands for both. `clients`: see `TrainLink`."""
+        own = {**self._common("train_link"), "clients": clients}
+        actor = TrainLinkRemote.options(**self._beside_driver()).remote(self._config, **own)
         self.parts.buffer = self.parts.param_server = actor
         await self._meet({"train_link": actor})
         process = await self._wait(actor.start.remote(), "train_link")

@@ -12,7 +12,7 @@ from typing import Any
 from ..envs.recorder import seen_message
 from ..envs.server import Refusal
 from ..envs.transcript import Transcript
-from ..types import NO_VERSION, Trajectory
+from ..types import Trajectory
 
 
 @dataclass(eq=False)
@@ -20,7 +20,8 @@ class Answered:
     """One choice of a response, with the whole conversation up to it.
 
     `unfit`: why the trainer could not reproduce its log-probabilities ("": it could). `continued_as`: the messages of
-    the conversation with this answer, as the next request will show them.
+    the conversation with this answer, as the next request will show them. `commit`: the name of the group that it is
+    in; without `is_committed`, it was sent and nobody knows whether it arrived.
     """
 
     id: str
@@ -30,6 +31,7 @@ class Answered:
     continued_as: bytes | None = None
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    commit: str = ""
     is_committed: bool = False
 
     @property
@@ -84,6 +86,9 @@ class Conversations:
             raise Refusal(404, f"id: got {name}, expected that of an answer of yours that is still kept", "not_found")
         return [answered for answered in found if answered is not None]
 
+    def clear(self) -> None:
+        self.__init__(max_tokens=self._max_tokens)
+
     def _forget_oldest(self) -> None:
         name, answered = self._answers.popitem(last=False)
         self._num_tokens -= answered.num_tokens
@@ -102,14 +107,18 @@ def messages_key(owner: str, messages: Sequence[dict[str, Any]], tools: str | No
     return hashlib.sha256(json.dumps(seen).encode(errors="surrogatepass")).digest()
 
 
-def check_group(answers: Sequence[Answered], *, group_size: int, newest_version: int, max_policy_lag: int) -> None:
-    """Raise Refusal unless these can be trained on together: all rewarded, to the same prompt, within the bound."""
+def commit_name(answers: Sequence[Answered]) -> str:
+    return hashlib.sha256(" ".join(sorted(a.id for a in answers)).encode()).hexdigest()
+
+
+def check_group(answers: Sequence[Answered], *, group_size: int) -> None:
+    """Raise Refusal unless these can be trained on together: all rewarded, to the same prompt."""
     if len(answers) != group_size:
         raise Refusal(400, f"ids: got {len(answers)} answers, expected algorithm.group_size {group_size} for a group")
     if len({a.id for a in answers}) < len(answers):
         raise Refusal(400, "ids: got the same answer twice, expected each once")
     for a in answers:
-        if a.is_committed:
+        if a.is_committed or a.commit not in ("", commit_name(answers)):
             raise Refusal(409, f"ids: {a.id} was committed already, expected each answer once", "conflict")
         if a.unfit:
             raise Refusal(400, f"ids: {a.id} cannot be trained on: {a.unfit}")
@@ -117,11 +126,3 @@ def check_group(answers: Sequence[Answered], *, group_size: int, newest_version:
             raise Refusal(400, f"ids: {a.id} has no reward yet; POST /v1/feedback first")
         if a.transcript.prompt_tokens != answers[0].transcript.prompt_tokens:
             raise Refusal(400, f"ids: {a.id} answers another prompt than {answers[0].id}; a group has one prompt")
-    oldest = min(v for a in answers for v in a.trajectory().policy_versions if v != NO_VERSION)
-    if newest_version - oldest > max_policy_lag:
-        raise Refusal(
-            409,
-            f"ids: a token is of version {oldest}, version {newest_version} is served now, and "
-            f"staleness.max_policy_lag is {max_policy_lag}; commit earlier",
-            "too_old",
-        )

@@ -21,7 +21,7 @@ from ..envs.tools import describe_schemas
 from ..envs.transcript import Transcript, with_system
 from ..group import Group
 from ..types import NO_VERSION
-from .conversations import Answered, Conversations, check_group, choice_id, messages_key
+from .conversations import Answered, Conversations, check_group, choice_id, commit_name, messages_key
 from .requests import Chat, Commit, Completion, Feedback, Sampling
 from .router import Router
 from .sampling import Choice, Sampler
@@ -34,8 +34,8 @@ LONG_TEXT = 20_000
 
 @dataclass(frozen=True, kw_only=True)
 class FrontSettings:
-    """`temperature`: of requests that name none, and the one that groups may have been sampled at. `group_size`,
-    `max_policy_lag`: of groups that are committed.
+    """`temperature`: of requests that name none, and the one that groups may have been sampled at. `group_size`: of
+    groups that are committed.
     """
 
     model: str
@@ -45,15 +45,20 @@ class FrontSettings:
     timeout_s: float
     keep_tokens: int
     group_size: int
-    max_policy_lag: int
 
 
-Keep = Callable[[Group], Awaitable[str]]
-"""Puts a group where a trainer finds it; returns where that is."""
+class Unanswered(Exception):
+    """Whether a group was taken is not known; the same one may be given again."""
+
+
+Give = Callable[[Group, str, str], Awaitable[None]]
+"""`give(group, commit, prompt)` hands a group to the trainer: trained on once, however often it is given under this
+name. Raises Refusal where it cannot be trained on, or not now, and `Unanswered`.
+"""
 
 
 class Front:
-    """`keep`: None where commits are refused. `newest_version`: that engines serve now."""
+    """`give`: None where commits are refused. `newest_version`: that engines serve now."""
 
     def __init__(
         self,
@@ -61,17 +66,20 @@ class Front:
         router: Router,
         prompter: Any,
         *,
-        keep: Keep | None,
+        give: Give | None,
         newest_version: Callable[[], int],
     ) -> None:
         self._settings = settings
         self._router = router
         self._prompter = prompter
-        self._keep = keep
+        self._give = give
         self._newest_version = newest_version
         self._sampler = Sampler(router, deadline_s=settings.timeout_s)
         self._conversations = Conversations(max_tokens=settings.keep_tokens)
-        self._num_groups = 0
+
+    def forget(self) -> None:
+        """All answers: the weights that gave them are no more."""
+        self._conversations.clear()
 
     def health(self) -> Answer:
         """200 while an engine is up."""
@@ -131,27 +139,31 @@ class Front:
 
     async def _commit(self, owner: str, body: Any) -> Answer:
         asked, s = Commit.model_validate(body), self._settings
-        if self._keep is None:
-            raise Refusal(409, "commit: nothing keeps groups here; serve with serve.groups=FOLDER", "no_store")
+        if self._give is None:
+            raise Refusal(409, "commit: nothing is trained here; serve the folder of a running train job", "no_trainer")
         answers = [answered for name in asked.ids for answered in self._conversations.choices(owner, name)]
-        newest = self._newest_version()
-        check_group(answers, group_size=s.group_size, newest_version=newest, max_policy_lag=s.max_policy_lag)
+        check_group(answers, group_size=s.group_size)
         trajectories = [answered.trajectory() for answered in answers]
         versions = {v for t in trajectories for v in t.policy_versions if v != NO_VERSION}
         samples = checked(trajectories, group_size=s.group_size, max_model_len=s.max_model_len, versions=versions)
-        number, self._num_groups = self._num_groups, self._num_groups + 1
         task_id = asked.task_id or answers[0].id.partition("/")[0]
-        group = Group.of(trajectories, samples=samples, group_id=number, task_id=task_id)
+        group = Group.of(trajectories, samples=samples, group_id=0, task_id=task_id)
+        commit, prompt = commit_name(answers), self._prompter.tokenizer.decode(answers[0].transcript.prompt_tokens)
         for answered in answers:  # before anything is awaited: the same answers cannot be committed meanwhile
-            answered.is_committed = True
+            answered.commit, answered.is_committed = commit, True
         try:
-            where = await self._keep(group)
-        except BaseException:
+            await self._give(group, commit, prompt)
+        except BaseException as error:
             for answered in answers:
                 answered.is_committed = False
+                if isinstance(error, Refusal):
+                    answered.commit = ""
+            if isinstance(error, Unanswered):
+                text = "the train job did not answer; commit the same ids again, they are trained on once"
+                raise Refusal(503, f"commit: {text}", "no_answer") from None
             raise
         oldest, newest = min(versions), max(versions)
-        return Answer({"group": where, "task_id": task_id, "policy_versions": [oldest, newest], "size": len(answers)})
+        return Answer({"task_id": task_id, "policy_versions": [oldest, newest], "size": len(answers)})
 
     def _asked(self, kind: type[Any], body: Any) -> Any:
         asked = kind.model_validate(body)

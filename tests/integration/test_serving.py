@@ -1,9 +1,10 @@
-"""`leeway serve` as a command: it serves, streams, takes groups, and leaves nothing behind when it is interrupted."""
+"""`leeway serve` as a command: it serves, streams, takes feedback, and leaves nothing behind when it is interrupted."""
 
 from __future__ import annotations
 
 import json
 import signal
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -12,9 +13,7 @@ from typing import Any
 
 import pytest
 
-from leeway.serving.group_folder import committed_groups
-
-from .conftest import ANY_ENGINE, Started, left_by, temporary_folder
+from .conftest import ANY_ENGINE, DIGITS_LAST, Started, left_by, temporary_folder
 
 
 @pytest.fixture
@@ -46,7 +45,7 @@ def test_a_model_is_served_until_it_is_interrupted_and_nothing_is_left(
     untrained: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERVE_TOKENS", ",".join(TOKENS.values()))
-    overrides = ["serve.port=0", "serve.token_variable=SERVE_TOKENS", f"serve.groups={tmp_path}/groups"]
+    overrides = ["serve.port=0", "serve.token_variable=SERVE_TOKENS"]
     overrides += [ANY_ENGINE, "rollout.num_generators=2", "cluster.device=cpu", "model.dtype=float32"]
     overrides += ["rollout.max_model_len=64", "rollout.max_prompt_tokens=40", "rollout.max_response_tokens=12"]
     overrides += ["algorithm.group_size=4", "cluster.kv_cache_gib=0.1", "cluster.object_store_mb=100"]
@@ -70,10 +69,8 @@ def test_a_model_is_served_until_it_is_interrupted_and_nothing_is_left(
         for i in range(4):
             assert one.ask("/v1/feedback", {"id": f"{answer['id']}/{i}", "reward": float(i == 2)})[0] == 200
         assert other.ask("/v1/commit", {"ids": [answer["id"]]})[0] == 404
-        status, committed = one.ask("/v1/commit", {"ids": [answer["id"]], "task_id": "sum"})
-        assert status == 200, committed
-        (group,) = committed_groups(tmp_path / "groups")
-        assert (group.task_id, group.rewards, group.policy_versions()) == ("sum", [0.0, 0.0, 1.0, 0.0], (0, 0))
+        status, refusal = one.ask("/v1/commit", {"ids": [answer["id"]], "task_id": "sum"})
+        assert (status, "nothing is trained here" in refusal) == (409, True), refusal
         command.process.send_signal(signal.SIGINT)
         run = command.wait(300)
     finally:
@@ -82,3 +79,40 @@ def test_a_model_is_served_until_it_is_interrupted_and_nothing_is_left(
     assert run.last_line() == "leeway: interrupted by SIGINT", run.output
     assert not any(token in run.output for token in TOKENS.values())
     assert left_by(command, temporary) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_train_job_learns_from_http_clients_alone(
+    start: Any, of_sums: list[str], from_untrained: list[str], tmp_path: Path
+) -> None:
+    """The client rewards the digit 7 in an answer, and no task of the run: that is what is learned."""
+    settings = [*of_sums, *from_untrained, *DIGITS_LAST, ANY_ENGINE, "train.steps=6", "train.groups_per_step=4"]
+    train = start("train", *[s.replace("stages.async_rl.", "") for s in settings], "algorithm.group_size=4")
+    train.wait_for("explorers are met", 600)
+    serve = Started(["serve", str(train.run_dir), "serve.port=0"], cwd=tmp_path, run_dir=train.run_dir)
+    try:
+        serve.wait_for("end it with Ctrl-C", 600)
+        url = next(word for word in serve.output().split() if word.startswith("http://")).rstrip(",")
+        token = serve.output().partition("token: ")[2].split()[0]
+        client, statuses = Client(url.removesuffix("/v1"), token), list[int]()
+        deadline = time.monotonic() + 600
+        while train.process.poll() is None and time.monotonic() < deadline:
+            status, text = client.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "3"}], "n": 4})
+            if status != 200:
+                break
+            answer = json.loads(text)
+            for choice in answer["choices"]:
+                reward = float("7" in choice["message"]["content"])
+                client.ask("/v1/feedback", {"id": f"{answer['id']}/{choice['index']}", "reward": reward})
+            statuses.append(client.ask("/v1/commit", {"ids": [answer["id"]], "task_id": "seven"})[0])
+        run = train.wait(600)
+        assert run.code == 0, run.output
+        assert statuses.count(200) >= 6 * 4
+        assert {*statuses} <= {200, 409, 429, 503}
+        assert serve.wait(600).code == 0, serve.output()
+        assert max(run.series("train/policy_lag/max")) <= 2
+        assert run.series("explorers/serve/groups")[-1] >= 6 * 4
+    finally:
+        serve.end()
+    assert not [*serve.left_over(60), *train.left_over(60)]

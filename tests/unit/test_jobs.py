@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict
@@ -19,12 +20,12 @@ from leeway.config.errors import ConfigError
 from leeway.config.stages import plan_run
 from leeway.failures import PartFailed, Refused
 from leeway.group import Group
-from leeway.jobs import calls, host, link
+from leeway.jobs import calls, folder, host, link
 from leeway.jobs.calls import Call, Caller, Calls
 from leeway.jobs.fit import check_fit, must_be_equal
-from leeway.jobs.folder import Meeting, good_until, read_json, write_json
+from leeway.jobs.folder import Meeting, claimed, good_until, read_json, write_json
 from leeway.jobs.group_bytes import group_bytes, group_of, groups_of, laid_out
-from leeway.jobs.host import Host, take_over
+from leeway.jobs.host import MOST_FAILED, Host, take_over
 from leeway.jobs.link import TrainLink
 from leeway.jobs.store import FINISHED, TRAINED, VOID, GroupStore
 from leeway.replay.admission import AdmissionRule
@@ -104,7 +105,8 @@ class Train:
         self.version += 1
         await self.publish()
         if written_down:
-            self.store.trained(served.group_ids, batch=served.index)
+            of = [self.buffer.of(group_id) for group_id in served.group_ids]
+            self.store.trained(of, batch=served.index)
             await self.buffer.trained(served.group_ids)
         return served.groups
 
@@ -135,8 +137,20 @@ class Train:
 class Explorer:
     """A link and one collector, which finishes what it is told to. `version`: of its engine."""
 
-    def __init__(self, folder: Path, name: str, *, own: Callable[[], Iterator[Task]] | None = None) -> None:
-        self.link = TrainLink(Meeting(folder), name, silent_s=1e6, wait_s=1e6, own=own)
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *,
+        own: Callable[[], Iterator[Task]] | None = None,
+        clients: bool = False,
+        silent_s: float = 1e6,
+        wait_s: float = 1e6,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.link = TrainLink(
+            Meeting(folder), name, silent_s=silent_s, wait_s=wait_s, own=own, clients=clients, now=now
+        )
         self.running = asyncio.create_task(self.link.run())
         self.version = 0
 
@@ -160,7 +174,8 @@ class Explorer:
                 await asyncio.sleep(0)
 
     async def killed(self) -> None:
-        self.running.cancel()
+        async with self.link._signing:  # no thread is writing a sign, which would be seen after the last
+            self.running.cancel()
         await asyncio.wait({self.running})
 
 
@@ -295,12 +310,12 @@ def test_what_was_stored_is_there_after_a_kill_and_later_batches_are_undone(tmp_
     store.add([fakes.group(2)], explorer="b", of=lambda _: ("b", 7))
     later = Group.of(group_id=3, task_id="task-3", trajectories=[fakes.trajectory(0.0, 5), fakes.trajectory(1.0, 6)])
     store.add([later], explorer="a")
-    store.trained([0], batch=0)
-    store.trained([1], batch=1)
+    store.trained([("", 0)], batch=0)
+    store.trained([("", 1)], batch=1)
     again = GroupStore(tmp_path)  # the first was not closed
     kept = again.resume(num_batches=1, policy_version=5)
     assert [(s.group, s.explorer, s.of) for s in kept] == [
-        (fakes.group(1), "a", None),
+        (fakes.group(1), "a", ("", 1)),
         (fakes.group(2), "b", ("b", 7)),
     ]
     assert (again.count(TRAINED), again.count(FINISHED), again.count(VOID)) == (1, 2, 1)
@@ -312,7 +327,7 @@ def test_a_file_goes_when_nothing_in_it_is_needed(tmp_path: Path) -> None:
     for i in range(4):
         store.add([fakes.group(2 * i), fakes.group(2 * i + 1)])
     for batch in range(3):
-        store.trained([2 * batch, 2 * batch + 1], batch=batch)
+        store.trained([("", 2 * batch), ("", 2 * batch + 1)], batch=batch)
     assert store.forget_before(2) == 2
     assert [s.group.group_id for s in store.read()] == [4, 5, 6, 7]
     assert len([*tmp_path.glob("*/*.groups")]) == 2
@@ -433,7 +448,7 @@ def test_groups_and_weights_of_a_life_that_was_given_up_are_not_used(tmp_path: P
         held = await explorer.admit(2)
         await explorer.put(held[0], version=1)  # of weights that are never made again
         await until(lambda: train.store.count(FINISHED) == 1, "it is stored")
-        explorer.link._newest_pulled = 1
+        explorer.link.newest_pulled = 1
         await train.killed()
         train = Train(tmp_path, saved)
         await train.begin()
@@ -652,21 +667,253 @@ def test_whoever_dies_each_own_task_is_trained_once_and_in_the_end_none_is_left_
     play(scenario)
 
 
+def given(version: int, *, oldest: int | None = None, size: int = 2) -> Group:
+    versions = [version] * (size - 1) + [version if oldest is None else oldest]
+    return Group.of(
+        group_id=0, task_id="said", trajectories=[fakes.trajectory(float(i), v) for i, v in enumerate(versions)]
+    )
+
+
+def test_what_clients_commit_is_trained_on_once_within_the_bound_and_nothing_of_it_is_asked_for(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        clients = Explorer(tmp_path, "serve", clients=True)
+
+        async def give(group: Group, commit: str) -> dict[str, Any]:
+            return await clients.link.give(group, commit=commit, prompt="p", within_s=LIMIT_S)
+
+        trained: list[Group] = []
+        number = itertools.count()
+        while len(trained) < 5 * P:
+            for _ in range(P):
+                assert await give(given(train.version), f"commit {next(number)}") == {"taken": True}
+            trained += await train.step()
+            newest = train.version
+            await until(lambda newest=newest: clients.link._train.get("published") == newest, "it has heard of it")
+            if newest >= 2:
+                too_old = await give(given(newest, oldest=newest - 2), f"old {newest}")
+                assert too_old == {"needs": newest - 1, "oldest": newest - 2, "published": newest}
+        assert await give(given(train.version), "commit 3") == {"taken": True}, "a new name: it was answered before"
+        room = 0
+        while (answer := await give(given(train.version), f"more {room}")) == {"taken": True}:
+            room += 1
+        assert answer == {"needs": train.version + 1, "oldest": train.version, "published": train.version}, "full"
+        assert room == 2 * P - 1, "as far as the bound goes, 1 in this run"
+        with pytest.raises(RuntimeError, match="got 3 trajectories, expected 2"):
+            await give(given(train.version, size=3), "three")
+        with pytest.raises(RuntimeError, match="got tokens of versions 7 to 7, expected 0 to 5"):
+            await give(given(7), "of tomorrow")
+        assert train.store.count(TRAINED) == 5 * P
+        assert [g.group_id for g in trained] == list(range(5 * P))
+        assert train.host.metrics()["explorers/serve/groups"] == 5 * P + 2 * P
+        assert not train.host.somebody_generates, "nobody has to commit anything"
+        for job in (clients, train):
+            await job.killed()
+
+    play(scenario)
+
+
+def test_a_commit_that_the_killed_train_job_has_stored_and_not_acknowledged_is_trained_on_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        clients = Explorer(tmp_path, "serve", clients=True)
+        assert (await clients.link.give(given(0), commit="first", prompt="p", within_s=LIMIT_S))["taken"]
+        saved = train.saved()
+
+        real = train.buffer.give
+
+        def killed_here(*args: Any, **kwargs: Any) -> int:
+            real(*args, **kwargs)
+            assert train.running is not None
+            train.running.cancel()
+            raise asyncio.CancelledError
+
+        train.buffer.give = killed_here  # type: ignore[method-assign]
+        second = asyncio.create_task(clients.link.give(given(0), commit="second", prompt="p", within_s=LIMIT_S))
+        assert train.running is not None
+        await asyncio.wait({train.running}, timeout=LIMIT_S)
+        await train.killed()
+        later = Train(tmp_path, saved)
+        await later.begin()
+        answer = await second
+        assert answer in ({}, {"taken": True})
+        assert (await clients.link.give(given(0), commit="second", prompt="p", within_s=LIMIT_S)) == {"taken": True}
+        assert (await clients.link.give(given(0), commit="third", prompt="p", within_s=LIMIT_S)) == {"taken": True}
+        assert (await clients.link.give(given(0), commit="fourth", prompt="p", within_s=LIMIT_S)) == {"taken": True}
+        assert len(await later.step()) == P
+        assert later.buffer.stats().admitted == P, "first and second were kept, and come once"
+        for job in (clients, later):
+            await job.killed()
+
+    play(scenario)
+
+
 def test_without_any_explorer_the_wait_ends_by_name(tmp_path: Path) -> None:
     async def scenario() -> None:
         train = Train(tmp_path)
-        train.host._wait_s = 0.0
-        with pytest.raises(TimeoutError, match=r"no explorer was here for 0 s \(explorer\.wait_s\)"):
-            await train.host.run()
+        train.host._wait_s = 3600.0
+        await train.begin()
+        assert train.running is not None
+        train.clock.seconds += 3599.0
+        one = Explorer(tmp_path, "a")
+        assert await one.admit(1)
+        await one.killed()
+        await train.loses_the_only_one("a")
+        train.clock.seconds += 3400.0
+        await asyncio.wait({train.running}, timeout=0.2)
+        assert not train.running.done(), "counted from when the last one was here"
+        train.clock.seconds += 300.0
+        with pytest.raises(TimeoutError, match=r"no explorer was here for 3600 s \(explorer\.wait_s\)"):
+            await train.running
 
     play(scenario)
 
 
 def test_a_train_job_that_never_comes_back_ends_the_explorer_by_name(tmp_path: Path) -> None:
     async def scenario() -> None:
-        alone = TrainLink(Meeting(tmp_path), "a", silent_s=0.0, wait_s=0.0)
-        with pytest.raises(PartFailed, match=r"the train job was not there for 0 s \(explorer\.wait_s\)"):
-            await alone.run()
+        clock = Clock()
+        alone = TrainLink(Meeting(tmp_path), "a", silent_s=30.0, wait_s=3600.0, now=clock)
+        running = asyncio.create_task(alone.run())
+        await until(lambda: alone._beats._last is not None, "it has looked")
+        clock.seconds += 3599.0
+        await asyncio.wait({running}, timeout=0.2)
+        assert not running.done()
+        clock.seconds += 2.0
+        with pytest.raises(PartFailed, match=r"the train job was not there for 3600 s \(explorer\.wait_s\)"):
+            await running
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("first", ["explore", "train"])
+def test_jobs_that_start_an_hour_apart_work_together_and_an_hour_of_silence_costs_no_group(
+    tmp_path: Path, first: str
+) -> None:
+    async def scenario() -> None:
+        clock = Clock()
+        one = Explorer(tmp_path, "a", silent_s=30.0, wait_s=4000.0, now=clock) if first == "explore" else None
+        train = None
+        if one is None:
+            train = Train(tmp_path, now=clock, silent_s=30.0)
+            await train.begin()
+        await asyncio.sleep(0.1)
+        clock.seconds += 3600.0
+        if train is None:
+            train = Train(tmp_path, now=clock, silent_s=30.0)
+            await train.begin()
+        one = one or Explorer(tmp_path, "a", silent_s=30.0, wait_s=4000.0, now=clock)
+        admitted = [await one.admit(2), await one.admit(2)]
+        saved, version = train.saved(), train.version
+        await train.killed()
+        await one.put(*admitted[0])
+        await until(lambda: one.link._train.get("beat") == train.host._beat, "the last sign of the train job was seen")
+        clock.seconds += 3600.0
+        await until(lambda: one.link._is_gone, "it is missed")
+        await one.put(*admitted[1])
+        later = Train(tmp_path, saved, now=clock, silent_s=30.0)
+        await later.begin()
+        assert (await one.admit(1))[0].group_id == P, "nothing that was finished is made again"
+        assert [g.group_id for g in await later.step()] == list(range(P))
+        assert later.version == version + 1
+        for job in (one, later):
+            await job.killed()
+
+    play(scenario)
+
+
+def test_a_second_train_job_in_the_folder_is_refused_before_it_touches_anything(tmp_path: Path) -> None:
+    meeting = Meeting(tmp_path)
+    about = {"state": "up", "beat": 1, "pid": 17, "host": socket.gethostname()}
+    with claimed(meeting, "explorer.folder"):
+        write_json(meeting.train, about)
+        before = sorted(tmp_path.iterdir())
+        said = r"explorer\.folder: got .*, where a train job is running \(process 17 on"
+        with pytest.raises(Refused, match=said), claimed(meeting, "explorer.folder"):
+            raise AssertionError("not reached")
+        assert sorted(tmp_path.iterdir()) == before
+    with claimed(meeting, "explorer.folder"):
+        pass  # it was killed, and left its sign
+
+
+def test_a_train_job_of_another_host_is_known_by_its_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    meeting, beats = Meeting(tmp_path), itertools.count()
+
+    def beating(path: Path) -> dict[str, Any]:
+        return {"state": "up", "beat": next(beats), "host": "elsewhere"}
+
+    write_json(meeting.train, beating(meeting.train))
+    monkeypatch.setattr(folder, "ALIVE_S", 0.05)
+    with claimed(meeting, "explorer.folder"):
+        pass  # silent
+    monkeypatch.setattr(folder, "read_json", beating)
+    monkeypatch.setattr(folder, "ALIVE_S", LIMIT_S)
+    with pytest.raises(Refused, match="on elsewhere"), claimed(meeting, "explorer.folder"):
+        raise AssertionError("not reached")
+
+
+def test_one_whose_groups_all_fail_is_sent_away_by_name_and_the_run_goes_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        bad, good = Explorer(tmp_path, "bad"), Explorer(tmp_path, "good")
+        for _ in range(MOST_FAILED):
+            (admission,) = await bad.admit(1)
+            await bad.link.fail(admission.group_id, "no env", admission.attempt)
+        with pytest.raises(RuntimeError, match=r"bad was sent away: 20 groups in a row have failed, the last: no env"):
+            await bad.admit(1)
+        assert any("bad is gone: 20 groups in a row have failed" in said for said in train.host.sayings())
+        for _ in range(2):  # and it does not come back by itself
+            admitted = [await good.admit(2), await good.admit(2)]
+            await good.put(*admitted[0], *admitted[1], version=train.version)
+            assert len(await train.step()) == P
+        assert train.buffer.stats().failed == MOST_FAILED
+        for job in (bad, good, train):
+            await job.killed()
+
+    play(scenario)
+
+
+def test_one_that_holds_groups_and_tells_nothing_of_them_is_sent_away_by_name(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path, silent_s=1e6)
+        train.host._timeout_s = 200.0
+        await train.begin()
+        hoards, good = Explorer(tmp_path, "hoards"), Explorer(tmp_path, "good")
+        held = await hoards.admit(2)
+        train.clock.seconds += 90.0
+        await until(lambda: train.host._explorers["hoards"].held_s == 90.0, "90 s have passed")
+        await hoards.put(held[0])
+        await until(lambda: train.host._explorers["hoards"].held_s < 90.0, "it has delivered")
+        train.clock.seconds += 101.0
+        await until(lambda: train.host.num_explorers == 1, "it is sent away")
+        (said,) = [said for said in train.host.sayings() if "is gone" in said]
+        assert "hoards is gone: it holds 1 groups, and has told nothing of them for 101 s" in said
+        with pytest.raises(RuntimeError, match="hoards was sent away"):
+            await hoards.admit(1)
+        again = await good.admit(3)
+        assert again[0].group_id == held[1].group_id, "it is issued to others"
+        await good.put(*again)
+        assert len(await train.step()) == P
+        for job in (hoards, good, train):
+            await job.killed()
+
+    play(scenario)
+
+
+def test_one_that_is_gone_is_logged_once_more_and_then_forgotten(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        one = Explorer(tmp_path, "a")
+        await one.put(*await one.admit(2))
+        await until(lambda: train.buffer.stats().groups_ready == 2, "they have arrived")
+        await one.killed()
+        await train.loses_the_only_one("a")
+        assert train.host.metrics() == {"explorers/present": 0.0, "explorers/a/groups": 2.0}
+        assert train.host.metrics() == {"explorers/present": 0.0}
+        await train.killed()
 
     play(scenario)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,14 @@ from leeway.cli.main import main
 from leeway.config import Config, load_config, resolve_stages, run_yaml
 from leeway.config.load import config_path, read_tree
 from leeway.config.running import ServeConfig
+from leeway.driver.run_record import locked
 from leeway.driver.saved_weights import SavedWeights
-from leeway.driver.serve_plan import plan_serving
+from leeway.driver.serve_plan import JOINING, plan_serving
 from leeway.driver.serving import client_tokens
 from leeway.failures import Refused
+from leeway.jobs import folder
+from leeway.jobs.fit import check_fit, must_be_equal
+from leeway.jobs.folder import Meeting, write_json
 
 
 def checkpoint(stage: Path, step: int, *, sharded: bool = False) -> Path:
@@ -40,12 +46,13 @@ def run(tmp_path: Path) -> Path:
 
 
 def planned(target: Path | str, *overrides: str, step: int | None = None) -> tuple[int, Config]:
-    recipe, config = plan_serving(str(target), step, overrides, Path("/nowhere"))
+    stage = plan_serving(str(target), step, overrides, Path("/nowhere"))
+    recipe, config = stage.recipe, stage.config
     return recipe.run.args[0], config  # type: ignore[attr-defined]
 
 
 def test_a_runs_newest_weights_are_served_under_the_settings_of_their_stage(run: Path) -> None:
-    version, config = planned(run, "rollout.num_generators=3", "serve.port=0", "staleness.max_policy_lag=7")
+    version, config = planned(run, "rollout.num_generators=3", "serve.port=0")
     assert version == 20
     assert config.model.path == str(run / "stages/async_rl/checkpoints/step-000020/hf")
     assert config.model.init is None
@@ -53,9 +60,6 @@ def test_a_runs_newest_weights_are_served_under_the_settings_of_their_stage(run:
     assert (config.rollout.num_generators, config.serve.port) == (3, 0)
     trained = load_config("quickstart", [])
     assert config.rollout.max_model_len == trained.rollout.max_model_len
-    assert config.algorithm.group_size == trained.algorithm.group_size != 3
-    assert planned(run, "algorithm.group_size=3")[1].algorithm.group_size == 3, "that of groups that are committed"
-    assert config.staleness.max_policy_lag == 7
     assert config.serve.model == "my_run"
     assert config.task.path is None, "it reads no tasks"
 
@@ -126,3 +130,43 @@ def test_tokens_are_the_users_or_made_anew(monkeypatch: pytest.MonkeyPatch) -> N
     (first,), (second,) = client_tokens(ServeConfig()), client_tokens(ServeConfig())
     assert first != second
     assert len(first) == 48
+
+
+def test_a_train_job_that_is_running_is_joined_and_its_name_is_an_explorers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overrides = ["stages.sft=null", "rollout.engine.name=hf", f"output_dir={tmp_path}", "rollout.temperature=0.7"]
+    stages = resolve_stages(read_tree(config_path("quickstart")), "train", overrides)
+    run = stages[0].config.run_dir
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(run_yaml(stages))
+    meeting, beats = Meeting(run / "meeting"), itertools.count()
+    meeting.folder.mkdir()
+    monkeypatch.setattr(folder, "ALIVE_S", 0.05)
+    write_json(meeting.train, {"state": "up", "beat": 0})
+    with pytest.raises(ValueError, match=r"a run.s folder with checkpoints"):  # killed before it had saved anything
+        planned(run)
+    monkeypatch.setattr(folder, "read_json", lambda path: {"state": "up", "beat": next(beats), "model": None})
+    monkeypatch.setattr(folder, "ALIVE_S", 100.0)
+    stage = plan_serving(str(run), None, ["serve.port=0", "rollout.num_generators=2"], Path("/nowhere"))
+    config = stage.config
+    assert stage.recipe is JOINING
+    assert stage.dir == run / "explorers/serve"
+    assert config.model.path == str(run / "meeting/model")
+    assert config.meeting_folder == run / "meeting"
+    assert (config.rollout.temperature, config.rollout.num_generators) == (0.7, 2)
+    assert config.serve.model == run.name
+    check_fit(config, must_be_equal(stages[0].config))
+    other = plan_serving(str(run), None, ["explorer.name=front"], Path("/nowhere"))
+    assert other.dir == run / "explorers/front"
+
+
+def test_of_a_run_that_nobody_can_join_the_newest_checkpoint_is_served_and_it_is_said(run: Path) -> None:
+    assert plan_serving(str(run), None, (), Path("/nowhere")).notes == ()
+    with locked(run):
+        (note,) = plan_serving(str(run), None, (), Path("/nowhere")).notes
+        assert plan_serving(str(run), 20, (), Path("/nowhere")).notes == ()
+        shutil.rmtree(run / "stages")
+        with pytest.raises(ValueError, match=r"with checkpoints.*nobody can join it.*start it with `leeway run train`"):
+            plan_serving(str(run), None, (), Path("/nowhere"))
+    assert "start it with `leeway run train`, then `leeway serve RUN`" in note

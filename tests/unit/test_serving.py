@@ -13,10 +13,8 @@ import pytest
 
 from leeway.collector.engine import SampledTokens
 from leeway.collector.open_requests import OpenRequests
-from leeway.envs.server import Server
-from leeway.failures import Refused
-from leeway.serving.front import Front, FrontSettings
-from leeway.serving.group_folder import GroupFolder, committed_groups
+from leeway.envs.server import Refusal, Server
+from leeway.serving.front import Front, FrontSettings, Give, Unanswered
 from leeway.serving.router import BLOCK, SLACK, EngineGone, Router
 from leeway.serving.text import GrowingText
 from leeway.tasks import Prompter
@@ -134,16 +132,16 @@ def play(
     scenario: Callable[..., Awaitable[None]],
     *engines: Any,
     groups: list[Group] | None = None,
+    give: Give | None = None,
     max_requests: int | None = None,
     **changes: Any,
 ) -> None:
     """`scenario(client, other client)`; `groups`: where committed ones go."""
 
-    async def keep(group: Group) -> str:
+    async def keep(group: Group, commit: str, prompt: str) -> None:
         assert groups is not None
         await asyncio.sleep(0)
         groups.append(group)
-        return f"group-{len(groups)}"
 
     async def main() -> None:
         served = [
@@ -152,14 +150,14 @@ def play(
         ]
         settings: dict[str, Any] = {
             **dict(model="m", max_model_len=120, max_response_tokens=60, temperature=1.0, timeout_s=200.0),
-            **dict(keep_tokens=10_000, group_size=2, max_policy_lag=1),
+            **dict(keep_tokens=10_000, group_size=2),
             **changes,
         }
         front = Front(
             FrontSettings(**settings),
             Router(lambda: served),
             PROMPTER,
-            keep=None if groups is None else keep,
+            give=give if groups is None else keep,
             newest_version=lambda: 5,
         )
         server = Server({"/health": front.health})
@@ -424,7 +422,7 @@ def test_whoever_hangs_up_ends_the_generation(stream: bool) -> None:
         (COMPLETE, {"prompt": [10**6]}, "400 prompt: got the token id 1000000"),
         (COMPLETE, {"prompt": []}, "400 prompt"),
         (COMPLETE, {}, "400 prompt"),
-        (COMMIT, {"ids": ["x"]}, "409 commit: nothing keeps groups here"),
+        (COMMIT, {"ids": ["x"]}, "409 commit: nothing is trained here"),
         ("/v1/embeddings", {}, "404 POST /v1/embeddings: expected one of"),
     ],
 )
@@ -458,7 +456,7 @@ def test_rewarded_answers_become_a_group_with_every_token_its_logprob_and_its_ve
     async def scenario(client: Client, other: Client) -> None:
         name = await rewarded(client, 1.0, 0.0)
         answer = await client.ok(COMMIT, {"ids": [name], "task_id": "sum/3"})
-        assert answer == {"group": "group-1", "task_id": "sum/3", "policy_versions": [4, 5], "size": 2}
+        assert answer == {"task_id": "sum/3", "policy_versions": [4, 5], "size": 2}
 
     play(scenario, engine, groups=groups)
     (group,) = groups
@@ -522,19 +520,29 @@ def test_a_group_that_cannot_be_trained_on_is_refused_and_one_that_can_is_commit
     assert [group.rewards for group in groups] == [[1.0, 0.0]]
 
 
-@pytest.mark.parametrize(("lag", "is_taken"), [(1, True), (0, False)])
-def test_tokens_that_are_too_old_for_the_bound_are_not_committed(lag: int, is_taken: bool) -> None:
-    """Sampled under version 4; version 5 is served."""
-    groups: list[Group] = []
+def test_a_commit_that_was_not_answered_may_be_repeated_and_its_answers_are_in_no_other_group() -> None:
+    given: list[tuple[Group, str]] = []
+    refusals: list[BaseException] = [Unanswered(), Refusal(429, "ask again then", "full"), Unanswered()]
+
+    async def give(group: Group, commit: str, prompt: str) -> None:
+        given.append((group, commit))
+        assert "what is 12 + 34 ?" in prompt
+        if refusals:
+            raise refusals.pop(0)
 
     async def scenario(client: Client, other: Client) -> None:
-        status, answer = await client.post(COMMIT, {"ids": [await rewarded(client, 1.0, 0.0)]})
-        assert (status == 200) == is_taken
-        if not is_taken:
-            assert "a token is of version 4, version 5 is served now" in answer["error"]["message"]
+        name, second = await rewarded(client, 1.0, 0.0), await rewarded(client, 0.0, 0.0)
+        assert (await client.refused(COMMIT, {"ids": [name]})).startswith("503 commit: the train job did not answer")
+        mixed = {"ids": [f"{name}/0", f"{second}/1"]}
+        assert "was committed already" in await client.refused(COMMIT, mixed), "it may have been taken"
+        assert await client.refused(COMMIT, {"ids": [name]}) == "429 ask again then"
+        assert (await client.refused(COMMIT, mixed)).startswith("503"), "now it is known that it was not"
+        await client.ok(COMMIT, {"ids": mixed["ids"][::-1]})
+        assert "was committed already" in await client.refused(COMMIT, mixed)
 
-    play(scenario, Says(), groups=groups, max_policy_lag=lag)
-    assert bool(groups) == is_taken
+    play(scenario, Says(), give=give)
+    (first, again, mixed, repeated) = given
+    assert first[1] == again[1] != mixed[1] == repeated[1], "the name says which answers they are"
 
 
 @pytest.mark.parametrize(
@@ -561,29 +569,6 @@ def test_what_is_kept_of_answers_is_bounded_and_the_oldest_are_forgotten() -> No
         assert 1 <= statuses.count(200) < 10
 
     play(scenario, Says(), keep_tokens=200)
-
-
-@pytest.mark.slow
-def test_committed_groups_are_on_disk_as_they_were(tmp_path: Any) -> None:
-    groups: list[Group] = []
-
-    async def scenario(client: Client, other: Client) -> None:
-        for reward in (1.0, 0.5):
-            await client.ok(COMMIT, {"ids": [await rewarded(client, reward, 0.0)]})
-
-    play(scenario, Says(newer=True), groups=groups)
-
-    async def write(group: Group) -> str:
-        return await GroupFolder(tmp_path / "groups")(group)  # each time as after a restart
-
-    assert [asyncio.run(write(group)) for group in groups] == [f"group-0000000{i}.safetensors64" for i in (0, 1)]
-    assert list(committed_groups(tmp_path / "groups")) == groups
-    (tmp_path / "groups/group-00000002.safetensors64").write_text("no group")
-    with pytest.raises(Refused, match="no groups"):
-        list(committed_groups(tmp_path / "groups"))
-    (tmp_path / "file").write_text("")
-    with pytest.raises(Refused, match=r"serve\.groups: got .*file \(.*\), expected a folder"):
-        GroupFolder(tmp_path / "file")
 
 
 # ------------------------------------------------------------------------------------------------- hostile clients
