@@ -53,7 +53,16 @@ T = TypeVar("T")
 NO_PROGRESS_BATCHES = 20
 REASONS_KEPT = 100
 _PARTS = ("storage", "sampler", "writer")
-_PLAIN = ("published", "last_draw", "drawn", "to_reissue", "awaited_task", "num_trained", "dropped_in_a_row", "closed")
+_PLAIN = (
+    "published",
+    "last_draw",
+    "last_id",
+    "to_reissue",
+    "awaited_task",
+    "num_trained",
+    "dropped_in_a_row",
+    "closed",
+)
 """What a copy of a buffer takes over as it is."""
 FIRST_SLOTS_S = 5.0
 """How long the first slots are held back for every collector to ask."""
@@ -113,8 +122,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     that were used before. `priority`: among the groups that it may choose, the window prefers the best. `delivered` is
     called with every delivered group and its task, before operators, and never for one that was issued again.
     `num_collectors`: the first slots are handed out once this many have asked, or after `FIRST_SLOTS_S`. `anybody`:
-    whether there is any now who generates; else no wait has a deadline. `drawn` is told the id of the group that gets
-    the next of `tasks`, `returned` that a group is no more and its task is to come again.
+    whether there is any now who generates; else no wait has a deadline. `drawn` is told the draw of the group that gets
+    the next of `tasks`, `returned` that this group is no more and its task is to come again.
 
     `storage`, `writer`, `sampler`, `transform` and `collate_fn` are torchrl's and do here what they do there: a group
     is stored as one flat TensorDict (`Group.packed`), and a batch is sampled as a lazy stack of these. A sampler
@@ -140,8 +149,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         delivered: Callable[[Task, Group], None] | None = None,
         num_collectors: int = 1,
         anybody: Callable[[], bool] = lambda: True,
-        drawn: Callable[[int], None] = lambda group_id: None,
-        returned: Callable[[int, Task], None] = lambda group_id, task: None,
+        drawn: Callable[[int], None] = lambda draw: None,
+        returned: Callable[[int, Task], None] = lambda draw, task: None,
         storage: Storage | None = None,
         writer: FreeSlotWriter | None = None,
         sampler: Sampler | None = None,
@@ -174,7 +183,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._ledger = Ledger()
         self._start = start
         self._draws, self._last_draw = start.draws(), -1
-        self._drawn: list[int] = []  # from the first one that is not over
+        self._last_id = min([start.next_draw, *start.open_draws]) - 1
+        self._draw_of: dict[int, int] = {}  # of groups of `tasks`, from the first one that is not over
         self._trained: set[int] = set()  # of those
         self._served: deque[list[int]] = deque()  # batches that are being trained on, new groups only
         self._used_again: deque[list[int]] = deque()  # the others of these batches
@@ -394,8 +404,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             if source:
                 self._sources.returned(group_id)
             else:
-                self._drawn.remove(group_id)
-                self._on_returned(group_id, task)
+                self._on_returned(self._draw_of.pop(group_id), task)
         self._to_reissue = sorted(set(self._to_reissue).difference(gone))
         if gone and not source and self._next_task is None:
             self._draw()
@@ -404,7 +413,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
     def of(self, group_id: int) -> tuple[str, int]:
         """(source, draw) of a group that is not over; the trainer's own tasks are source ""."""
-        return self._sources.of(group_id) or ("", group_id)
+        return self._sources.of(group_id) or ("", self._draw_of.get(group_id, -1))
 
     def where(self, source: str) -> tuple[int, list[int]]:
         """See `Sources.where`."""
@@ -466,7 +475,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         first = self._first_open(over=set())
         for group_id in served:
             self._sources.over(group_id)
-        self._drawn = [g for g in self._drawn if g >= first]
+        self._draw_of = {g: draw for g, draw in self._draw_of.items() if g >= first}
         self._trained = {g for g in self._trained if g >= first}
         self._progressed()
 
@@ -481,7 +490,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             return None
         over = {g for batch in itertools.islice(self._served, ahead) for g in batch}
         first = self._first_open(over=over)
-        open_draws = [g for g in self._drawn if g >= first and g not in self._trained and g not in over]
+        counted = {*self._trained, *over}
+        open_draws = [draw for g, draw in self._draw_of.items() if g >= first and g not in counted]
         open_draws += [d for d in self._start.open_draws if d > self._last_draw]  # not drawn again yet
         return Position(
             num_batches=batches,
@@ -494,7 +504,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     @property
     def first_draw(self) -> int:
         """Every draw before this one is over."""
-        drawn = self._drawn[0] if self._drawn else self._last_draw + 1
+        drawn = next(iter(self._draw_of.values()), self._last_draw + 1)
         return min([drawn, *(d for d in self._start.open_draws if d > self._last_draw)])
 
     async def published(self, policy_version: int) -> None:
@@ -549,8 +559,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
     def _first_open(self, *, over: set[int]) -> int:
         """The first group that is neither trained, filtered, failed nor in `over`; else the next to be admitted."""
-        still_open = (g for g in self._drawn if self._ledger.is_open(g) and g not in over)
-        return next(still_open, self._last_draw + 1)
+        still_open = (g for g in self._draw_of if self._ledger.is_open(g) and g not in over)
+        return next(still_open, self._last_id + 1)
 
     def _num_free_slots(self) -> int:
         return self._num_places() if self._next_task is not None else 0
@@ -626,6 +636,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             if self.of(group_id)[0] == source:
                 return self._issue_again(group_id)
         if offer is None:
+            self._admit_kept()
             return self._admit_one() if self._num_free_slots() else None
         while offer.tasks and self._num_places():
             draw, task = offer.tasks.popleft()
@@ -674,18 +685,21 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
                 turn.set_result(None)
 
     def _admit_one(self) -> Admission:
-        """A new group. Its id is its draw number, so it is the same in every run resumed from this one."""
+        """A new group. Its id is its draw number, so it is the same in every run resumed from this one; only groups of
+        explorers' own tasks, which take ids and no draws, push it back.
+        """
         task = self._next_task
         assert task is not None
         self._draw()
-        admission = self._admitted(task)
-        self._drawn.append(admission.group_id)
-        self._on_drawn(admission.group_id)
+        draw = self._last_draw = self._upcoming_draw()
+        self._draw_ahead = None
+        admission = self._admitted(task, at_least=draw)
+        self._draw_of[admission.group_id] = draw
+        self._on_drawn(draw)
         return admission
 
-    def _admitted(self, task: Task) -> Admission:
-        group_id = self._last_draw = self._upcoming_draw()
-        self._draw_ahead = None
+    def _admitted(self, task: Task, *, at_least: int = 0) -> Admission:
+        group_id = self._last_id = max(self._last_id + 1, at_least)
         min_policy_version = self._window.admit(group_id)
         self._ledger.admit(group_id)
         spans.instant("admitted", group=group_id, version=min_policy_version)
@@ -715,22 +729,19 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     def _admit_kept(self) -> None:
         """Groups that were finished before they were drawn again: nobody need make them."""
         while self._kept and self._num_free_slots():
-            group = self._kept.get(self._upcoming_draw())
+            group = self._kept.pop(self._upcoming_draw(), None)
             if group is None or not self._is_kept_for(group):
                 return
             admission = self._admit_one()
             self._in_flight[admission.group_id] = _InFlight(admission, None)
-            self._accept([replace(self._kept.pop(admission.group_id), attempt=0)])
+            self._accept([replace(group, group_id=admission.group_id, attempt=0)])
 
     def _is_kept_for(self, group: Group) -> bool:
         """Whether it is of the task that comes next, and new enough for the place that it would get."""
         assert self._next_task is not None, "there is a free slot"
         min_policy_version = self._rule.min_policy_version(self._window.next_queue_index)
         admission = Admission(group_id=group.group_id, task=self._next_task, min_policy_version=min_policy_version)
-        if self._may_be(group, admission):
-            return True
-        del self._kept[group.group_id]
-        return False
+        return self._may_be(group, admission)
 
     def _may_be(self, kept: Group, admission: Admission) -> bool:
         oldest, newest = kept.policy_versions()
@@ -927,6 +938,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             "used_again": [list(ids) for ids in self._used_again],
             "reusable": [[num_batches, groups_as_text(used)] for num_batches, used in reusable.items()],
             "trained": sorted(self._trained),
+            "draw_of": list(self._draw_of.items()),
             "num_trained_batches": self.num_trained_batches,
             "storage_indices": list(self._storage_index.items()),
             "attempts": list(self._attempts.items()),
@@ -934,7 +946,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         }
 
     def _load_run_state(self, state: dict[str, Any]) -> None:
-        if self._drawn or self._slot_requests:
+        if self._draw_of or self._slot_requests:
             raise RuntimeError("a ReplayBuffer can be loaded only before it has admitted a group")
         if (self._reuse is None) is bool(state["reusable"]):
             raise ValueError("the saved ReplayBuffer reuses groups and this one does not, or the other way round")
@@ -953,7 +965,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._served, self._used_again = deque(state["served"]), deque(state["used_again"])
         if self._reuse is not None:
             self._reuse.load_state_dict({n: groups_from_text(used) for n, used in state["reusable"]})
-        self._trained = set(state["trained"])
+        self._trained, self._draw_of = set(state["trained"]), dict(state["draw_of"])
         self.num_trained_batches = state["num_trained_batches"]
         self._storage_index, self._attempts = dict(state["storage_indices"]), dict(state["attempts"])
         self._in_flight = {

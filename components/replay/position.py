@@ -1,9 +1,9 @@
 """A run's position in its tasks, so that another run can resume from there.
 
-Every group draws one task: draw k is the k-th task of the stream (`stream` has its own position), and k is the group's
-id for the whole life of a run, however often it is stopped and resumed. Trained draws are done. Every other draw from
-the first open group on is repeated: groups in flight, finished, taken and not yet trained, and also those filtered or
-failed after it, so that a lockstep run gives the same result as without the stop.
+Every group of the run's own tasks draws one: draw k is the k-th task of the stream (`stream` has its own position), and
+stays that for the whole life of a run, however often it is stopped and resumed. Trained draws are done. Every other one
+from the first open group on is repeated: groups in flight, finished, taken and not yet trained, and also those filtered
+or failed after it, so that a lockstep run gives the same result as without the stop.
 """
 
 from __future__ import annotations

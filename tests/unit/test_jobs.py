@@ -607,6 +607,43 @@ def test_an_explorers_own_tasks_wait_for_it_and_nobody_else_gets_them(tmp_path: 
     play(scenario)
 
 
+def test_an_own_task_that_is_made_first_after_a_resume_costs_no_group_that_was_kept(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        one = Explorer(tmp_path, "a")
+        admitted = [*await one.admit(2), *await one.admit(2), *await one.admit(1)]
+        assert [a.group_id for a in admitted] == [0, 1, 2, 3, 4]
+        saved = train.saved()
+        await one.put(admitted[1], admitted[2])
+        await until(lambda: train.buffer.stats().groups_ready == 2, "they are on disk")
+        await train.killed()
+        await one.killed()
+        later = Train(tmp_path, saved)
+        own = Explorer(tmp_path, "own", own=own_tasks("o"))
+        later.running = asyncio.create_task(later.host.run())
+        asked = asyncio.create_task(own.admit(1))
+        await until(lambda: later.buffer._slot_requests, "its own tasks are asked for first")
+        await later.publish()
+        (mine,) = await asked
+        again = Explorer(tmp_path, "b")
+        made = [*await again.admit(2), *await again.admit(1)]
+        assert later.buffer.stats().groups_ready == 2, "both that were kept are used"
+        assert [a.task.task_id for a in made] == ["task-0", "task-3", "task-4"]
+        await own.put(mine)
+        await again.put(*made)
+        await until(lambda: later.buffer.stats().groups_ready == 6, "all have arrived")
+        trained = await later.step()
+        assert len({g.group_id for g in trained}) == P
+        index = [(s.of, s.state) for s in later.store.read() if s.state == TRAINED]
+        assert len(index) == P
+        assert len({of for of, _ in index}) == P
+        for job in (own, again, later):
+            await job.killed()
+
+    play(scenario)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_whoever_dies_each_own_task_is_trained_once_and_in_the_end_none_is_left_out(tmp_path: Path, seed: int) -> None:
