@@ -47,6 +47,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "LOOK_S", 0.01)
 
 
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
 class Train:
     """The train job's buffer with its host and store, as the actor puts them together; L = 1."""
 
@@ -62,7 +70,7 @@ class Train:
         saved: dict[str, Any] | None = json.loads(start) if start else None
         stream = saved.pop("stream") if saved else None
         position = Position(**(saved or {}))
-        self.meeting = Meeting(folder)
+        self.meeting, self.clock = Meeting(folder), Clock()
         tasks = TaskSet([Task(task_id=f"task-{i}", prompt="p") for i in range(1000)], seed=0, order="sequential")
         self.stream = TaskStream(tasks, num_tokens=lambda task: 1, max_prompt_tokens=1, start=stream)
         self.buffer = ReplayBuffer(
@@ -84,7 +92,7 @@ class Train:
         self.host = Host(
             self.meeting, self.buffer, self.store, about={"must_be_equal": {}, "model": None},
             group_size=2, vocab_size=16, max_length=8,
-            resumed_at=resumed_at, silent_s=silent_s, timeout_s=1e6, wait_s=1e6, now=now or (lambda: 0.0),
+            resumed_at=resumed_at, silent_s=silent_s, timeout_s=1e6, wait_s=1e6, now=now or self.clock,
         )  # fmt: skip
         self.running: asyncio.Task[None] | None = None
 
@@ -797,11 +805,11 @@ def test_without_any_explorer_the_wait_ends_by_name(tmp_path: Path) -> None:
         one = Explorer(tmp_path, "a")
         assert await one.admit(1)
         await one.killed()
-        await train.loses_the_only_one("a")
-        train.clock.seconds += 3400.0
+        await train.loses("a")
+        train.clock.seconds += 3599.0
         await asyncio.wait({train.running}, timeout=0.2)
         assert not train.running.done(), "counted from when the last one was here"
-        train.clock.seconds += 300.0
+        train.clock.seconds += 2.0
         with pytest.raises(TimeoutError, match=r"no explorer was here for 3600 s \(explorer\.wait_s\)"):
             await train.running
 
@@ -947,7 +955,7 @@ def test_one_that_is_gone_is_logged_once_more_and_then_forgotten(tmp_path: Path)
         await one.put(*await one.admit(2))
         await until(lambda: train.buffer.stats().groups_ready == 2, "they have arrived")
         await one.killed()
-        await train.loses_the_only_one("a")
+        await train.loses("a")
         assert train.host.metrics() == {"explorers/present": 0.0, "explorers/a/groups": 2.0}
         assert train.host.metrics() == {"explorers/present": 0.0}
         await train.killed()
