@@ -102,7 +102,7 @@ def test_a_served_address_is_evaluated_as_the_engine_inside_the_run(
         inside = await started(config, tmp_path, "inside")
         metrics, trajectories = await measured(config, inside)
         anywhere = config.model_copy(update={"serve": config.serve.model_copy(update={"port": 0})})
-        prompter, engines = Prompter.load(served_model), Engines([OfActor(inside)])
+        prompter, engines = Prompter.load(served_model), Engines(lambda: [OfActor(inside)])
         address = Address(anywhere, engines, prompter, newest_version=lambda: VERSION)
         await address.open(["a-key-that-is-long-enough"])
         try:
@@ -135,7 +135,7 @@ def test_an_address_that_cannot_be_evaluated_is_refused_in_a_line(
         config = settings_of(served_model, tmp_path)
         inside = await started(config, tmp_path, "inside")
         anywhere = config.model_copy(update={"serve": config.serve.model_copy(update={"port": 0})})
-        engines = Engines([OfActor(inside)])
+        engines = Engines(lambda: [OfActor(inside)])
         address = Address(anywhere, engines, Prompter.load(served_model), newest_version=lambda: VERSION)
         await address.open(["a-key-that-is-long-enough"])
         try:
