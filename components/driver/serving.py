@@ -215,7 +215,7 @@ def print_address(address: Address, config: Config) -> None:
 class Engines:
     """The generators of a stage, as many as there are at the moment, for a `Router`."""
 
-    def __init__(self, generators: Callable[[], Iterable[Generator]]) -> None:
+    def __init__(self, generators: Callable[[], Iterable[Any]]) -> None:
         self._generators = generators
 
     def __call__(self) -> list[ServedGenerator]:
