@@ -146,8 +146,9 @@ class Server:
             await asyncio.get_running_loop().create_future()
         finally:
             _OF_LOOP.pop(asyncio.get_running_loop(), None)
-            self._sessions.clear()
             self._listening.close()
+            for session in [*self._sessions.values()]:  # aiohttp waits for those that are being answered
+                self.close(session)
             await self._http.shutdown(0)
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:

@@ -930,7 +930,8 @@ def test_one_that_holds_groups_and_tells_nothing_of_them_is_sent_away_by_name(tm
         train.clock.seconds += 90.0
         await until(lambda: train.host._explorers["hoards"].held_s == 90.0, "90 s have passed")
         await hoards.put(held[0])
-        await until(lambda: train.host._explorers["hoards"].held_s < 90.0, "it has delivered")
+        await until(lambda: train.buffer.has(held[0].group_id), "it has delivered")
+        assert train.host._explorers["hoards"].held_s == 0.0
         train.clock.seconds += 101.0
         await until(lambda: train.host.num_explorers == 1, "it is sent away")
         (said,) = [said for said in train.host.sayings() if "is gone" in said]

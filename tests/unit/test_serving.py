@@ -625,3 +625,25 @@ def test_a_wrong_token_is_told_nothing_and_a_client_has_only_so_many_requests() 
         assert [status for status, _ in await asyncio.gather(*asking)] == [200] * 3
 
     play(scenario, engine, max_requests=3)
+
+
+def test_a_request_that_is_under_way_does_not_keep_the_address_from_ending() -> None:
+    async def scenario() -> None:
+        begun = asyncio.Event()
+
+        async def never(body: Any) -> Any:
+            begun.set()
+            await asyncio.Event().wait()
+
+        server = Server()
+        await server.start()
+        key = server.open({("POST", CHAT): never}, max_body_bytes=2**16).key
+        async with aiohttp.ClientSession() as session:
+            client = Client(session, f"http://{server.address}", key)
+            asking = asyncio.create_task(client.post(CHAT, ASKED))
+            await begun.wait()
+            await server.stop()
+            with pytest.raises(aiohttp.ClientError):
+                await asking
+
+    asyncio.run(asyncio.wait_for(scenario(), 200))
