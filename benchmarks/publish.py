@@ -90,7 +90,7 @@ def run_rank(
         compile=False,
         cpu_offload=False,
     )
-    canary = CanaryPrompts(scored=[list(range(24))] * 4, cached=[list(range(160))] * 2)
+    canary = CanaryPrompts(scored=[list(range(24))] * 4, cached=[list(range(args.canary_tokens))] * 2)
     settings = settings_of(arguments, folder, "auto")
     train = settings.train.model_copy(update={"num_ranks": num_ranks})
     buckets = settings.param_server.model_copy(update={"bucket_mb": bucket_mb})
@@ -252,6 +252,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=8, help="groups of 8 short answers in a step; 0: no steps")
     parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["bfloat16", "float32"])
     parser.add_argument("--bucket-mb", nargs="+", type=int, default=[256])
+    parser.add_argument("--canary-tokens", type=int, default=160, help="of each of its two long prompts")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each rank")
     parser.add_argument("--repeats", type=int, default=5)
     return parser.parse_args()

@@ -41,6 +41,8 @@ QUICKSTART = (
     "monitor.console=plain",
 )
 LEEWAY = "from leeway.cli.main import main; main()"
+NO_PICTURE = "from leeway.monitor import curves; curves.draw_curves = lambda *_, **__: False"
+"""To draw a run's curves at its end takes as long as all else that a small run's driver does."""
 
 AT_START = frozenset(os.environ)
 
@@ -70,7 +72,8 @@ class Run:
 class Started:
     """A `leeway` command that is under way, in a process group of its own. What it starts bears a mark.
 
-    `anew`: by an interpreter that has imported nothing. Otherwise it is forked from one that has (`forked`).
+    `anew`: by an interpreter that has imported nothing. Otherwise it is forked from one that has (`forked`), and draws
+    no curves.
     """
 
     def __init__(self, args: list[str], *, cwd: Path, run_dir: Path, anew: bool = False) -> None:
@@ -88,8 +91,9 @@ class Started:
                     command, cwd=cwd, env=env, stdout=log, stderr=log, start_new_session=True
                 )
             else:
+                code = f"{NO_PICTURE}\n{LEEWAY}"
                 self.process = Forked(
-                    LEEWAY, *args, cwd=cwd, env=env, stdin=0, stdout=log, stderr=log, start_new_session=True
+                    code, *args, cwd=cwd, env=env, stdin=0, stdout=log, stderr=log, start_new_session=True
                 )
 
     def output(self) -> str:

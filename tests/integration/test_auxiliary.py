@@ -1,6 +1,6 @@
 """A model beside the policy, served by the run itself, asked by a reward from a folder of plug-ins.
 
-The policy has one engine and the model the other: both say the same.
+It is the policy before its first step: greedily, both say the same, whichever engines they have.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ async def agrees(task, text, *, models):
 
 
 @pytest.mark.timeout(1000)
+@pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.long("the other engine"))])
 def test_a_reward_asks_a_model_that_the_run_serves_and_nothing_is_left_of_it_when_the_driver_is_killed(
-    start: Any, from_untrained: list[str], untrained: Path, tmp_path: Path
+    start: Any, from_untrained: list[str], untrained: Path, tmp_path: Path, engine: str
 ) -> None:
+    own = "{name: hf}" if engine == "hf" else "{enforce_eager: true}"
     plugins = tmp_path / "elsewhere"
     plugins.mkdir()
     (plugins / "asks_another.py").write_text(REWARD)
@@ -36,7 +38,7 @@ def test_a_reward_asks_a_model_that_the_run_serves_and_nothing_is_left_of_it_whe
         ANY_ENGINE,
         f"plugins=[{plugins}]",
         "env.rewards={exact_match: 0, 'asks_another:agrees': 1}",
-        f"env.models={{second: {{path: {untrained}, max_model_len: 64, engine: {{enforce_eager: true}}}},"
+        f"env.models={{second: {{path: {untrained}, max_model_len: 64, engine: {own}}},"
         f" third: {{path: {untrained}, max_model_len: 64, num_engines: 2, engine: {{name: hf}}}}}}",
         "stages.async_rl.train.groups_per_step=16",
         "rollout.max_response_tokens=1",  # or a model that knows nothing never says the same twice
@@ -47,7 +49,8 @@ def test_a_reward_asks_a_model_that_the_run_serves_and_nothing_is_left_of_it_whe
     names = [command_line(process) for process in command.processes()]
     assert sum("AuxiliaryActor" in name for name in names) == 3, names
     # An engine has vLLM's title, or the command line of its start if none could be set (see test_endings.py).
-    assert sum("EngineCore" in name or "multiprocessing.spawn" in name for name in names) == 1, names
+    vllms = sum("EngineCore" in name or "multiprocessing.spawn" in name for name in names)
+    assert vllms == (engine == "vllm"), names
     # The policy before its first step is the second model: greedily, both say the same.
     assert [r["eval/held_out/rewards/agrees"] for r in rows if "eval/held_out/rewards/agrees" in r] == [1.0]
     assert 0 < next(r["train/rewards/agrees"] for r in rows if "train/rewards/agrees" in r) < 1

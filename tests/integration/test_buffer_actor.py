@@ -13,6 +13,7 @@ import ray
 
 from leeway.config import Config, load_config
 from leeway.replay.actor import ReplayBufferRemote
+from leeway.runtime.cluster import _own_way
 from leeway.runtime.launch import calls_at_once
 
 from ..fakes import group
@@ -24,7 +25,8 @@ NUM_COLLECTORS = 1100
 
 @pytest.fixture
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 * 2**20, logging_level=logging.ERROR)
+    with _own_way(None):  # as a run starts it
+        ray.init(num_cpus=1, include_dashboard=False, object_store_memory=100 * 2**20, logging_level=logging.ERROR)
     yield
     ray.shutdown()
 
