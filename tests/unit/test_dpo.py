@@ -16,7 +16,6 @@ import torch
 from leeway.algorithms.preference import DPO, PreferenceObjective
 from leeway.config import ConfigError, derive, find_recipe, load_config
 from leeway.config.objective import objective_of
-from leeway.monitor.curves import build_figure
 from leeway.monitor.series import Series
 from leeway.recipes.dpo import batches_of, held_out_pairs
 from leeway.recipes.sft import num_steps
@@ -240,6 +239,8 @@ def test_the_recipe_needs_no_engine_and_whole_pairs(file: str) -> None:
 
 @pytest.mark.slow
 def test_the_picture_of_a_dpo_stage_shows_loss_and_margin() -> None:
+    from leeway.monitor.curves import build_figure
+
     steps = np.arange(1.0, 30.0)
     metrics = {
         "train/loss/dpo": Series(steps=steps, values=0.7 - 0.01 * steps),

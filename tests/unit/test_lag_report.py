@@ -11,10 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from matplotlib.image import imread
 
-from leeway.studies import lag_picture
-from leeway.studies.lag_picture import draw_frontier
 from leeway.studies.lag_report import FrontierRun, Interval, conclusions, summarise, write_csv
 
 MARGIN = 0.02
@@ -249,6 +246,10 @@ def runs_to_draw(num_seeds: int) -> list[FrontierRun]:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_seeds", [1, 3])
 def test_a_picture_is_drawn_also_of_one_seed(tmp_path: Path, num_seeds: int) -> None:
+    from matplotlib.image import imread
+
+    from leeway.studies.lag_picture import draw_frontier
+
     runs = runs_to_draw(num_seeds)
     draw_frontier(runs, summarise(runs, margin=MARGIN), tmp_path / "frontier.png", margin=MARGIN)
     pixels = imread(tmp_path / "frontier.png")
@@ -261,7 +262,10 @@ def test_a_picture_is_drawn_also_of_one_seed(tmp_path: Path, num_seeds: int) -> 
         assert colored > 5e-4, "each of the three panels shows both corrections' colors"
 
 
+@pytest.mark.slow
 def test_the_line_in_the_picture_is_what_the_verdicts_compare_with() -> None:
+    from leeway.studies import lag_picture
+
     runs = [run_of(a, correction=c, seed=seed) for seed in (0, 1) for c, a in (("decoupled", 0.9), ("none", 0.7))]
     summaries = summarise([*runs, run_of(0.6, lag=4)], margin=MARGIN)
     reference = lag_picture._reference(summaries)

@@ -18,7 +18,6 @@ import leeway
 from leeway.cli.main import app
 from leeway.config import ConfigError
 from leeway.library import job as job_module
-from leeway.library.figures import plot_runs, save
 from leeway.library.job import JobFailed, as_overrides
 from leeway.library.opened import OpenedRun, open_run
 
@@ -101,6 +100,8 @@ def test_what_is_no_run_is_refused_in_one_line(tmp_path: Path, opened: OpenedRun
 
 @pytest.mark.slow
 def test_seeds_are_one_line_with_a_band_and_settings_are_lines(tmp_path: Path) -> None:
+    from leeway.library.figures import plot_runs
+
     runs = [open_run(make_run(tmp_path / f"l{lag}-s{s}", seed=s, lag=lag)) for lag in (0, 4) for s in range(3)]
     figure = plot_runs(runs, metrics=["train/reward/mean"], band="range", smooth=1)
     (ax,) = figure.axes
@@ -118,6 +119,8 @@ def test_seeds_are_one_line_with_a_band_and_settings_are_lines(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize(("x", "last", "label"), [("samples", 64 * 40, "answers trained on"), ("seconds", 80, "(s)")])
 def test_the_x_axis_counts_answers_or_seconds_of_training(tmp_path: Path, x: str, last: float, label: str) -> None:
+    from leeway.library.figures import plot_runs
+
     figure = plot_runs([open_run(make_run(tmp_path / "a"))], x=x)
     for ax in figure.axes:
         assert max(line.get_xdata()[-1] for line in ax.get_lines()) == pytest.approx(last)
@@ -126,6 +129,8 @@ def test_the_x_axis_counts_answers_or_seconds_of_training(tmp_path: Path, x: str
 
 @pytest.mark.slow
 def test_runs_of_other_speed_are_compared_where_both_have_got_to(tmp_path: Path) -> None:
+    from leeway.library.figures import plot_runs
+
     runs = [open_run(make_run(tmp_path / f"s{s}", seed=s, step_s=1.0 + s)) for s in range(2)]
     figure = plot_runs(runs, metrics=["train/reward/mean"], x="seconds", smooth=1)
     at = figure.axes[0].get_lines()[0].get_xdata()
@@ -160,6 +165,8 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(tmp_path: Path, arguments: 
 
 @pytest.mark.slow
 def test_save_refuses_nothing_that_matplotlib_writes(tmp_path: Path, opened: OpenedRun) -> None:
+    from leeway.library.figures import save
+
     save(opened.plot("train/reward/mean"), tmp_path / "x.png")
     assert (tmp_path / "x.png").stat().st_size > 1000
 

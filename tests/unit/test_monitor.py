@@ -33,7 +33,6 @@ from leeway.monitor import (
     write_summary,
 )
 from leeway.monitor.console import ConsoleSink, as_duration, sparkline
-from leeway.monitor.curves import build_figure, draw_curves
 from leeway.monitor.jsonl import JsonlSink
 from leeway.monitor.logs import others_to_file
 from leeway.monitor.series import bin_shares, read_series
@@ -547,6 +546,8 @@ def legend(ax: Any) -> list[str]:
 
 @pytest.mark.slow
 def test_curves_show_every_question_with_its_numbers() -> None:
+    from leeway.monitor.curves import build_figure
+
     stages = [
         ("warm-up", read_series([{"step": s, "train/loss/sft": 1 / s} for s in range(1, 50)])),
         ("rl", read_series(rl_rows(200))),
@@ -580,6 +581,8 @@ def test_curves_show_every_question_with_its_numbers() -> None:
 
 @pytest.mark.slow
 def test_no_text_of_the_picture_overlaps_another() -> None:
+    from leeway.monitor.curves import build_figure
+
     figure = build_figure([("rl", read_series(rl_rows(200)))], title="t", max_policy_lag=2)
     figure.draw_without_rendering()
     boxes = [(ax, box) for ax in figure.axes if (box := ax.get_tightbbox()) is not None]
@@ -610,6 +613,8 @@ def test_no_text_of_the_picture_overlaps_another() -> None:
     ],
 )
 def test_curves_of_short_and_partial_runs(tmp_path: Path, rows: list[dict[str, Any]], titles: list[str]) -> None:
+    from leeway.monitor.curves import build_figure, draw_curves
+
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert list(panels(build_figure([("", read_series(read_metrics(path)))]))) == titles
@@ -624,6 +629,8 @@ def test_curves_of_short_and_partial_runs(tmp_path: Path, rows: list[dict[str, A
 
 @pytest.mark.slow
 def test_rewards_beyond_0_to_1_are_compared_with_held_out_rewards() -> None:
+    from leeway.monitor.curves import build_figure
+
     figure = build_figure(
         [("", read_series([{"step": 1, "train/reward/mean": -5.0, "eval/a/exact_match": 0.5, "eval/a/reward": -4.0}]))]
     )

@@ -13,7 +13,6 @@ import pytest
 
 from leeway.config import load_config
 from leeway.driver import offline
-from leeway.monitor.curves import build_figure
 from leeway.monitor.series import read_series
 from leeway.recipes import sft
 from leeway.runtime.supervisor import Supervisor
@@ -194,6 +193,8 @@ def test_the_held_out_loss_is_told_when_the_settings_say(
 
 @pytest.mark.slow
 def test_the_picture_shows_the_held_out_loss() -> None:
+    from leeway.monitor.curves import build_figure
+
     rows = [{"step": i, "train/loss/sft": 3.0 - 0.1 * i} for i in range(1, 9)]
     rows += [{"step": i, "eval/held_out/loss_sft": 3.0 - 0.1 * i} for i in (0, 8)]
     [axes] = build_figure([("sft", read_series(rows))]).axes

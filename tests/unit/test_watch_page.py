@@ -5,6 +5,7 @@ Skipped by name where there is no Chromium or no playwright. The browser waits f
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
@@ -18,7 +19,6 @@ import pytest
 from ..forked import Forked
 from ..watched_run import append_lines, make_run, rollout_row, rows_of, write_rollouts, write_spans, write_tokenizer
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 AXE = Path(__file__).parents[1] / "vendor/axe.min.js"
 DEADLINE_MS = 120_000
@@ -28,12 +28,16 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine"),
+    pytest.mark.skipif(importlib.util.find_spec("playwright") is None, reason="playwright is not installed"),
 ]
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as started:
+    from playwright.sync_api import expect, sync_playwright
+
+    expect.set_options(timeout=DEADLINE_MS)
+    with sync_playwright() as started:
         # One process shows all pages, one after the other: a new one compiles the page's programs again.
         args = ["--no-sandbox", "--disable-dev-shm-usage", "--renderer-process-limit=1"]
         browser = started.chromium.launch(executable_path=CHROMIUM, args=args)
@@ -103,8 +107,9 @@ def page(browser: Any) -> Iterator[Any]:
 
 
 def expect(locator: Any) -> Any:
-    playwright.expect.set_options(timeout=DEADLINE_MS)
-    return playwright.expect(locator)
+    from playwright.sync_api import expect
+
+    return expect(locator)
 
 
 def opened(page: Any, address: str, view: str = "") -> None:
