@@ -13,6 +13,7 @@ from typing import Any
 from ..config import Config, ConfigError
 from ..config.errors import words
 from ..config.keys import default_of
+from ..config.recipe import find_recipe
 from ..config.stages import resolve_stages
 from ..config.text import to_text
 from ..config.tree import nodes
@@ -169,7 +170,7 @@ def _of_stages(stages: Sequence[tuple[str, Table, Mapping[str, Any]]]) -> Import
     found.recipe = recipes[-1]
     shared = {k: v for k, v in trees[0][1].items() if all(own.get(k, _ABSENT) == v for _, own in trees)}
     found.tree = _nested({key: shared[key] for key in sorted(shared, key=_place)})
-    if len(trees) > 1 or found.recipe in ("sft", "dpo", "evaluate"):
+    if len(trees) > 1 or not find_recipe(found.recipe).is_online:
         found.tree["stages"] = {}
         for (name, own), recipe in zip(trees, recipes, strict=True):
             rest = {k: v for k, v in own.items() if k not in shared and k not in ("project", "name", "output_dir")}
