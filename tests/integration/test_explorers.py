@@ -32,7 +32,7 @@ def wait_for_groups(train: Started, explorer: str, timeout_s: float) -> None:
 
 
 @pytest.mark.slow
-def test_explorers_that_come_before_the_train_job_and_die_under_it_cost_no_group(
+def test_explorers_that_come_before_the_train_job_die_under_it_or_differ_from_it_cost_no_group(
     start: Any, of_sums: list[str], from_untrained: list[str]
 ) -> None:
     settings = [*SMALL, *of_sums, *from_untrained, *DIGITS_LAST, "explorer.silent_s=6"]
@@ -41,6 +41,9 @@ def test_explorers_that_come_before_the_train_job_and_die_under_it_cost_no_group
     train = start("train", *settings)
     wait_for_groups(train, "first", 600)
     first.kill()
+    other = start("explore", *settings, "explorer.name=other", "rollout.temperature=0.5").wait(600)
+    assert other.code == 2, other.output
+    assert "rollout.temperature: got 0.5, expected 1.0 as in the train job" in other.last_line()
     own = start("explore", *settings, "explorer.name=second", "explorer.tasks=own", "seed=5")
     run = train.wait(900)
     assert run.code == 0, run.output
@@ -56,14 +59,3 @@ def test_explorers_that_come_before_the_train_job_and_die_under_it_cost_no_group
     assert len(set(draws)) == len(draws), "a task of its own was trained on twice"
     assert {explorer for *_, explorer in trained} == {"first", "second"}
     assert not [*first.left_over(60), *own.left_over(60), *train.left_over(60)]
-
-
-def test_an_explorer_whose_settings_differ_is_refused_with_the_difference(
-    start: Any, of_sums: list[str], from_untrained: list[str]
-) -> None:
-    settings = [*SMALL, *of_sums, *from_untrained, *DIGITS_LAST]
-    train = start("train", *settings)
-    train.wait_for("explorers are met", 600)
-    other = start("explore", *settings, "rollout.temperature=0.5").wait(600)
-    assert other.code == 2, other.output
-    assert "rollout.temperature: got 0.5, expected 1.0 as in the train job" in other.last_line()
