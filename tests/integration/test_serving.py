@@ -50,7 +50,7 @@ def test_a_model_is_served_until_it_is_interrupted_and_nothing_is_left(
     overrides = ["serve.port=0", "serve.token_variable=SERVE_TOKENS"]
     overrides += [ANY_ENGINE, "rollout.num_generators=2", "cluster.device=cpu", "model.dtype=float32"]
     overrides += ["rollout.max_model_len=64", "rollout.max_prompt_tokens=40", "rollout.max_response_tokens=12"]
-    overrides += ["algorithm.group_size=4", "cluster.kv_cache_gib=0.1", "cluster.object_store_mb=100"]
+    overrides += ["cluster.kv_cache_gib=0.1", "cluster.object_store_mb=100"]
     command = Started(["serve", str(untrained), *overrides], cwd=tmp_path, run_dir=tmp_path)
     try:
         command.wait_for("end it with Ctrl-C", 400)
