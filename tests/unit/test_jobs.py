@@ -719,6 +719,7 @@ def given(version: int, *, oldest: int | None = None, size: int = 2) -> Group:
     )
 
 
+@pytest.mark.slow
 def test_what_clients_commit_is_trained_on_once_within_the_bound_and_nothing_of_it_is_asked_for(tmp_path: Path) -> None:
     async def scenario() -> None:
         train = Train(tmp_path)
@@ -898,6 +899,7 @@ def test_a_train_job_of_another_host_is_known_by_its_beats(tmp_path: Path, monke
         raise AssertionError("not reached")
 
 
+@pytest.mark.slow
 def test_one_whose_groups_all_fail_is_sent_away_by_name_and_the_run_goes_on(tmp_path: Path) -> None:
     async def scenario() -> None:
         train = Train(tmp_path)

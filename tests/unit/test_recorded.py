@@ -39,6 +39,7 @@ async def step_of(actor: TrainerActor, share: TrainBatch) -> TrainedStep:
     return await actor.train_step(share, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["shared", "packed"])
 def test_a_planted_difference_of_trainer_and_engine_comes_out_at_its_token(
     make: Callable[..., Any], packing: str, tmp_path: Path

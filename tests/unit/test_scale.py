@@ -34,6 +34,7 @@ def test_where_nothing_takes_time_it_is_the_planners_simulation(scale: Any) -> N
     assert own.num_groups == planned.num_groups == STEPS * settings.groups_per_step
 
 
+@pytest.mark.slow
 def test_a_tree_brings_weights_in_levels_and_shards_share_the_deliveries(scale: Any) -> None:
     calibration, settings, costs = scale.job("short", 21)
     flat, tree, sharded = [
