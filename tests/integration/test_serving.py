@@ -70,7 +70,7 @@ def test_a_model_is_served_until_it_is_interrupted_and_nothing_is_left(
         assert {e["choices"][0]["index"] for e in events} == {0, 1, 2, 3}
         for i in range(4):
             assert one.ask("/v1/feedback", {"id": f"{answer['id']}/{i}", "reward": float(i == 2)})[0] == 200
-        assert other.ask("/v1/commit", {"ids": [answer["id"]]})[0] == 404
+        assert other.ask("/v1/feedback", {"id": f"{answer['id']}/0", "reward": 1.0})[0] == 404
         status, refusal = one.ask("/v1/commit", {"ids": [answer["id"]], "task_id": "sum"})
         assert (status, "nothing is trained here" in refusal) == (409, True), refusal
         command.process.send_signal(signal.SIGINT)
