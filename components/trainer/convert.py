@@ -75,6 +75,7 @@ def export(step: Path, target: Path, *, base_model: str | None = None, dtype: st
         _check_same_model(step, base, index, writer)
         for weights in _weights(step / STATE_DIR, index):
             writer.add(weights)
+            weights.clear()  # before the next part is read
     except BaseException as error:
         writer.abandon()
         if isinstance(error, DamagedFileError):
