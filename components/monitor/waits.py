@@ -18,7 +18,7 @@ TIGHT_FRAC = 0.15
 """Both sides wait at least this much: what lies between them is the cause."""
 LAST_STEPS = 20
 TRAINER_WORK = ("forward_backward", "optim", "proximal", "critic")
-_MEANS = ("param_server/publish_s", "train/environment_s/mean", "limit/generate_s", "replay/groups_ready")
+_MEANS = ("param_server/publish_s", "train/environment_s/mean", "limit/generate_s")
 _WEIGHTS = ("wait_for_weights", "withheld", "pause")
 _TRAINER_WAITS = {
     "publish": "a version to be published",
@@ -48,7 +48,8 @@ class Wait:
 @dataclass(frozen=True)
 class Shares:
     """Of each side's time over some steps: what for, as shares of 1. The others are means: seconds of a publication, of
-    a step, of a group in its environment, of the engines for one step's batch; and groups that wait to be taken.
+    a step, of a group in its environment, of the engines for one step's batch; and the finished groups that were left
+    over when the trainer got the batch that it had waited for, long waits counting more.
     """
 
     trainer: Mapping[str, float]
@@ -66,7 +67,11 @@ class Shares:
         of_generators: dict[str, float] = {}
         interval_s = 0.0
         means: dict[str, list[float]] = {name: [] for name in _MEANS}
+        waited_s = ready_s = since_s = 0.0
         for row in rows:
+            since_s += _number(row.get("step/wait_for_batch_s")) or 0.0
+            if (ready := _number(row.get("replay/groups_ready"))) is not None:  # said when a batch has been trained
+                waited_s, ready_s, since_s = waited_s + since_s, ready_s + ready * since_s, 0.0
             own_s = _number(row.get("collector/interval_s"))
             for name, raw in row.items():
                 if (value := _number(raw)) is None:
@@ -82,9 +87,10 @@ class Shares:
         steps = sum("step/total_s" in row for row in rows) if isinstance(rows, Sequence) else 0
         trainer = {name: s / total_s for name, s in seconds.items()} if total_s else {}
         generator = {name: s / interval_s for name, s in of_generators.items()} if interval_s else {}
-        publish_s, environment_s, engine_s, ready = (_mean(own) for own in means.values())
+        publish_s, environment_s, engine_s = (_mean(own) for own in means.values())
         step_s = total_s / steps if steps else 0.0
-        return cls(trainer, generator, publish_s, step_s, environment_s, engine_s, ready)
+        num_ready = ready_s / waited_s if waited_s else 0.0
+        return cls(trainer, generator, publish_s, step_s, environment_s, engine_s, num_ready)
 
     @property
     def trainer_works(self) -> float:
@@ -123,6 +129,8 @@ def who_waits(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any] | N
         return _trainer_waits_elsewhere(s, name, most, known)
     if s.waits_for_slot >= TIGHT_FRAC and _publishing_is_slow(s, known):
         return _publishing(s, known)
+    if s.waits_for_batch >= TIGHT_FRAC and _window_is_small(s, known):
+        return _window(s, known)
     if min(s.waits_for_batch, s.waits_for_slot) >= TIGHT_FRAC:
         return _both(s, known)
     if s.waits_for_slot > s.waits_for_batch:
@@ -164,16 +172,27 @@ def _publishing(s: Shares, known: Mapping[str, Any]) -> Wait:
     return _wait(s, "generators", "publishing", s.waits_for_slot, text, "param_server.publish_every", advice, known)
 
 
+def _window_is_small(s: Shares, known: Mapping[str, Any]) -> bool:
+    """The trainer waits for a batch while another whole one is there, behind groups that are not finished."""
+    of_batch = _number(known.get("train.groups_per_step"))
+    return bool(of_batch) and s.num_ready >= of_batch
+
+
+def _window(s: Shares, known: Mapping[str, Any]) -> Wait:
+    text = (
+        f"The trainer waits {_percent(s.waits_for_batch)} of its time for a batch, while {s.num_ready:.0f} finished "
+        "groups wait behind a slow one."
+    )
+    advice = "a wider window lets finished groups pass a slow one"
+    return _wait(s, "trainer", "window", s.waits_for_batch, text, "staleness.reorder_window", advice, known)
+
+
 def _both(s: Shares, known: Mapping[str, Any]) -> Wait:
     text = (
         f"The trainer waits {_percent(s.waits_for_batch)} of its time for a batch, while the generators wait "
         f"{_percent(s.waits_for_slot)} of theirs for a slot: "
     )
     lag = known.get("staleness.max_policy_lag")
-    if s.num_ready >= 1 and known.get("staleness.reorder_window") == 1 and lag:
-        text += "finished groups wait behind a slow one."
-        advice = "a wider window lets finished groups pass a slow one"
-        return _wait(s, "trainer", "window", s.waits_for_batch, text, "staleness.reorder_window", advice, known)
     text += "neither may run ahead of the other." if lag == 0 else "the lag bound lets neither run ahead."
     advice = "a larger bound lets more groups be in flight"
     return _wait(s, "trainer", "window", s.waits_for_batch, text, "staleness.max_policy_lag", advice, known)

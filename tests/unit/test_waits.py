@@ -62,11 +62,25 @@ def test_an_environment_is_slow_though_some_group_is_always_at_the_engine() -> N
 
 
 def test_finished_groups_behind_a_slow_one_ask_for_a_wider_window() -> None:
-    rows = steps(wait_for_batch=0.4, wait_for_slot=0.4, ready=3.0)
-    wait = who_waits(rows, SETTINGS | {"staleness.reorder_window": 1})
+    settings = SETTINGS | {"staleness.reorder_window": 1, "train.groups_per_step": 8}
+    for others in ({"wait_for_slot": 0.4}, {"environment": 0.8}):
+        wait = who_waits(steps(wait_for_batch=0.4, ready=24.0, **others), settings)
+        assert wait is not None
+        assert (wait.holder, wait.setting) == ("window", "staleness.reorder_window")
+        assert "24 finished groups wait behind a slow one" in wait.sentence
+        assert wait.advice.startswith("staleness.reorder_window (now 1): ")
+    part_of_a_batch = who_waits(steps(wait_for_batch=0.4, ready=6.0, environment=0.8), settings)
+    assert part_of_a_batch is not None
+    assert part_of_a_batch.holder == "environment", "what is there is no batch yet"
+
+
+def test_groups_that_are_ready_while_nobody_waits_for_them_say_nothing_of_the_window() -> None:
+    """Few long waits, at which nothing was ready, between many steps that found everything there."""
+    long = steps(2, step_s=9.0, wait_for_batch=0.9, generate=0.9, ready=2.0)
+    short = steps(10, step_s=0.2, forward_backward=0.9, generate=0.9, ready=30.0)
+    wait = who_waits([*long, *short], SETTINGS | {"staleness.reorder_window": 1, "train.groups_per_step": 8})
     assert wait is not None
-    assert wait.setting == "staleness.reorder_window"
-    assert wait.advice.startswith("staleness.reorder_window (now 1): ")
+    assert wait.holder == "generate"
 
 
 def test_who_waits_for_nobody_is_told_nothing() -> None:
