@@ -73,6 +73,10 @@ def _read(system: str, file: Path, arguments: Sequence[str]) -> tuple[dict[str, 
         given, notes = _of_script(read_script(text), file)
     else:
         given, notes = reading.flat(reading.yaml_tree(text, str(file))), []
+    marks = [key for key in given if key.rpartition(".")[2] == "_target_"]
+    if system == "verl" and marks:
+        given = {key: value for key, value in given.items() if key not in marks}
+        notes.append(Line(f"{len(marks)} keys _target_", Fate("ignored", {}, "classes of veRL's own settings")))
     if system == "trinity":
         given = _with_second_file(given, file)
     return reading.resolved(reading.with_arguments(given, arguments)), notes

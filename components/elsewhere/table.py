@@ -187,10 +187,15 @@ def translate(table: Table, given: Mapping[str, Any], *, only_given: bool = Fals
                 text = ", ".join(f"{key}={shown(given[key])}" for key in named[:8])
                 text += ", ..." if len(named) > 8 else ""
                 lines.append(Line(text or ", ".join(row.theirs[:4]), fate, by_default=not own))
-    for key in given:
-        if key not in known:
+    for key, value in given.items():
+        is_empty = value in (None, "", [], {}) and any(own.startswith((f"{key}.", f"{key}[")) for own in _keys(table))
+        if key not in known and not is_empty:
             lines.append(Line(f"{key}={shown(given[key])}", Fate("unknown", {}, "no row of the table knows it")))
     return settings, lines
+
+
+def _keys(table: Table) -> Iterator[str]:
+    return (key for row in table.rows for key in row.theirs)
 
 
 def _instances(row: Row, theirs: Theirs) -> Iterator[Theirs]:

@@ -22,7 +22,7 @@ DATASETS: dict[str, dict[str, Any]] = {
     "alpaca_cleaned_dataset": {"path": "yahma/alpaca-cleaned", "prompt_key": "instruction", "answer_key": "output"},
     "alpaca_dataset": {"path": "tatsu-lab/alpaca", "prompt_key": "instruction", "answer_key": "output"},
     "chat_dataset": {}, "instruct_dataset": {"prompt_key": "input", "answer_key": "output"},
-    "preference_dataset": {}, "gsm8k_dataset": {"path": "openai/gsm8k", "answer_after": "####"},
+    "preference_dataset": {}, "gsm8k_dataset": {"path": "openai/gsm8k", "subset": "main", "answer_after": "####"},
 }  # fmt: skip
 ADAPTERS = ("lora", "qlora", "dora", "qdora")
 

@@ -473,12 +473,12 @@ def _temperature(t: Theirs) -> Fate:
 
 
 def _filter(t: Theirs) -> Fate:
-    on = t.flag("model.enable_prompt_truncation", True)
-    if not on:
-        return Fate(
-            "approximate", {"rollout.overlong_prompts": "drop"}, "left out and counted; there the engine decides"
-        )
-    return Fate("approximate", {"rollout.overlong_prompts": "truncate"}, "and trained on here; there it does not count")
+    ours = {"rollout.overlong_prompts": "drop"}
+    if not t.flag("model.enable_prompt_truncation", True):
+        return Fate("approximate", ours, "left out and counted; there the engine refuses them")
+    return Fate(
+        "approximate", ours, "left out and counted: what is sampled after a prompt that was cut is masked there"
+    )
 
 
 def _weight_decay(t: Theirs) -> Fate:
@@ -563,9 +563,7 @@ def _source(t: Theirs, prefix: str) -> dict[str, Any]:
     if ours["name"] == "hf":
         ours["split"] = t.text(f"{prefix}.split", "train")
         if (subset := t.get(f"{prefix}.subset_name")) is not None:
-            raise Unusable(
-                f"{t.key(prefix)}.subset_name: got {shown(subset)}, expected none: give the path of its folder"
-            )
+            ours["subset"] = subset
     return ours
 
 
@@ -826,7 +824,7 @@ ROWS: tuple[Row, ...] = (
     ignored("a cluster of several machines is joined by cluster.address", "cluster.ray_address"),
     joint(("buffer.total_epochs", "buffer.total_steps", "trainer.total_steps"), ("train.epochs", "train.steps"), "",
         _length),
-    joint((*_taskset_keys(T), *_taskset_keys(DATA)), ("task.name", "task.path", "task.split",
+    joint((*_taskset_keys(T), *_taskset_keys(DATA)), ("task.name", "task.path", "task.subset", "task.split",
           "task.prompt_key", "task.answer_key", "task.system_prompt", "task.order"),
           "sft and dpo: the experience_buffer is "
           "the data", _taskset),

@@ -368,6 +368,12 @@ def _logger(t: Theirs) -> Fate:
     return common.loggers([str(name) for name in (found if isinstance(found, list) else [found])])
 
 
+def _images(t: Theirs) -> Fate:
+    if t.is_given("data.image_patch_size"):  # a config with every default written out
+        return Fate("ignored", {}, "the columns' names, where there are any")
+    return Fate("refused", {}, "models of text alone")
+
+
 def _order(value: Any) -> str:
     return "sequential" if str(value).lower() == "false" else "shuffle"
 
@@ -524,10 +530,14 @@ ROWS: tuple[Row, ...] = (
             f"{A}.freeze_vision_tower"),
     refused("the tokenizer is the model's", f"{M}.tokenizer_path", "data.tokenizer"),
     refused("the chat template is the model's", f"{M}.custom_chat_template", "data.apply_chat_template_kwargs.**"),
-    refused("models of text alone", "data.image_key", "data.video_key"),
+    joint(("data.image_key", "data.video_key"), (), "models of text alone; a whole config names them anyway", _images,
+          kind="refused"),
     refused("a data set of your own is task.name=python with task.path=pkg.mod:function", "data.custom_cls.path",
             "data.sampler.class_path", "data.datagen.path"),
     refused("PF-PPO's reweighting is not here", "algorithm.use_pf_ppo"),
+    refused("the sum is divided by rollout.max_response_tokens", f"{A}.loss_scale_factor"),
+    ignored("of losses that are refused", f"{A}.policy_loss.**", f"{A}.calculate_sum_pi_squared",
+            f"{A}.sum_pi_squared_checkpointing", f"{F}.router_replay.**"),
     ignored("off", "algorithm.pf_ppo.**", "data.custom_cls.**", "data.sampler.**", "data.datagen.**",
         f"{A}.router_replay.**"),
     refused("its job with trainer and engines apart: start from `leeway cat gsm8k_qwen2_5_1_5b`", "async_training.**",

@@ -107,6 +107,7 @@ def _sharded_dim(tensor: torch.Tensor, name: str) -> int | None:
         raise CheckpointError(f"{name} is placed as {tensor.placements}, expected what FSDP does")
     if type(last) is Replicate:
         return None
+    assert isinstance(last, Shard)
     dim = last.dim
     if not 0 <= dim < min(tensor.ndim, tensor._local_tensor.ndim):
         raise CheckpointError(f"{name} of shape {tuple(tensor.shape)} is sharded along dimension {dim}")

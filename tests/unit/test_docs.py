@@ -31,7 +31,11 @@ def page(request: pytest.FixtureRequest) -> Path:
 
 @pytest.mark.parametrize(
     ("page", "generator"),
-    [("configuration.md", "generate_config_reference.py"), ("metrics.md", "generate_metrics_page.py")],
+    [
+        ("configuration.md", "generate_config_reference.py"),
+        ("metrics.md", "generate_metrics_page.py"),
+        ("keys_elsewhere.md", "generate_elsewhere_page.py"),
+    ],
 )
 def test_a_generated_page_is_what_the_program_reads(page: str, generator: str) -> None:
     generated = runpy.run_path(str(ROOT / "docs" / generator))["page"]()

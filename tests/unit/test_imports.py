@@ -313,3 +313,40 @@ def test_our_keys_exist(tmp_path: Path) -> None:
                 parts = key.split(".")
                 known = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
                 assert any(k in all_keys() and (k == key or is_free_form(k)) for k in known), (row.theirs, key)
+
+
+GUIDE = """
+project name mode checkpoint_root_dir continue_from_checkpoint ray_namespace algorithm.algorithm_type
+algorithm.repeat_times algorithm.sample_strategy algorithm.advantage_fn algorithm.kl_penalty_fn algorithm.kl_loss_fn
+algorithm.entropy_loss_fn algorithm.optimizer.lr monitor.monitor_type monitor.monitor_args.base_url
+monitor.monitor_args.api_key monitor.monitor_args.uri monitor.monitor_args.username monitor.monitor_args.password
+monitor.enable_ray_timeline model.model_path model.critic_model_path model.max_model_len model.max_prompt_tokens
+model.max_response_tokens model.min_response_tokens cluster.node_num cluster.gpu_per_node buffer.batch_size
+buffer.train_batch_size buffer.total_epochs buffer.total_steps buffer.default_workflow_type
+buffer.default_reward_fn_type {taskset} {experience} buffer.trainer_input.auxiliary_buffers.more.path
+explorer.name explorer.runner_per_model explorer.max_timeout explorer.max_retry_times explorer.env_vars.A
+explorer.rollout_model.engine_type explorer.rollout_model.engine_num explorer.rollout_model.tensor_parallel_size
+explorer.rollout_model.enable_history explorer.auxiliary_models[].model_path
+explorer.auxiliary_models[].tensor_parallel_size explorer.eval_interval explorer.eval_on_startup
+synchronizer.sync_method synchronizer.sync_interval synchronizer.sync_offset synchronizer.sync_timeout trainer.name
+trainer.trainer_type trainer.save_interval trainer.total_steps trainer.save_strategy trainer.trainer_config.a
+trainer.trainer_config_path service.data_juicer.server_url service.data_juicer.auto_start service.data_juicer.port
+data_processor.task_pipeline.num_process data_processor.task_pipeline.operators[].name
+data_processor.task_pipeline.inputs data_processor.task_pipeline.target_fields
+data_processor.experience_pipeline.operators[].name log.level log.group_by_node
+"""
+OF_A_TASKSET = """name storage_type path subset_name split repeat_times rollout_args.temperature default_workflow_type
+default_reward_fn_type workflow_args.a format.prompt_key format.response_key format.prompt_type"""
+OF_EXPERIENCES = """name storage_type path max_read_timeout use_priority_queue reuse_cooldown_time format.prompt_type
+format.prompt_key format.response_key format.system_prompt_key format.system_prompt format.messages_key
+format.tools_key format.chosen_key format.rejected_key format.enable_concatenated_multi_turn format.chat_template"""
+
+
+def test_every_key_of_trinitys_guide_has_a_row() -> None:
+    explorer = "buffer.explorer_input"
+    taskset = [f"{explorer}.{name}.{key}" for name in ("taskset", "eval_tasksets[]") for key in OF_A_TASKSET.split()]
+    experience = [f"buffer.trainer_input.experience_buffer.{key}" for key in OF_EXPERIENCES.split()]
+    keys = GUIDE.format(taskset=" ".join(taskset), experience=" ".join(experience)).split()
+    assert len(keys) > 100
+    (table,) = SYSTEMS["trinity"]
+    assert [key for key in keys if not any(row.takes(key.replace("[]", "[0]")) for row in table.rows)] == []
