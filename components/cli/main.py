@@ -1,5 +1,5 @@
 """`leeway run | resume | serve | studio | watch | ps | scale | trace | plot | plan | ls | cat | cp | validate |
-import | convert | env`.
+import | convert | download | env`.
 
 Exit codes: 0 done, 1 the run failed or learned nothing (the last line says why), 2 the input was refused, 130 or 143
 interrupted. Everything is checked before anything heavy is imported. Only `run`, `resume`, `serve` and `env try` import
@@ -34,6 +34,7 @@ from ..config import (
 from ..config.user_code import code_that_runs
 from ..failures import printable
 from .complete import complete_bundled, complete_config, complete_key, complete_recipe
+from .download import download
 from .env import app as env_app
 from .importing import import_config
 from .parts import ps, scale
@@ -68,6 +69,7 @@ app.command()(watch)
 app.command()(serve)
 app.command()(studio)
 app.command("import")(import_config)
+app.command()(download)
 
 Overrides = Annotated[
     list[str] | None,

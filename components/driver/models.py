@@ -261,5 +261,6 @@ def _ask_hub(key: str, path: str, address: str, *, what: str) -> None:
     except (OSError, ValueError) as error:
         why = getattr(error, "reason", error)
         raise Unreachable(
-            f"{here}, and {hub.constants.ENDPOINT} cannot be reached ({why}); connect, or set {key} to a folder"
+            f"{here}, and {hub.constants.ENDPOINT} cannot be reached ({why}); connect, or set {key} to a folder "
+            f"(`leeway download {what.replace(' ', '')} {path} --into FOLDER` makes one)"
         ) from None
