@@ -85,7 +85,7 @@ def test_a_model_is_served_until_it_is_interrupted_and_nothing_is_left(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_train_job_learns_from_http_clients_alone(
+def test_a_train_job_takes_its_steps_from_http_clients_alone(
     start: Any, of_sums: list[str], from_untrained: list[str], tmp_path: Path
 ) -> None:
     """The client rewards the digit 7 in an answer, and no task of the run: that is what is learned."""
