@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 FLUSH_S = 0.5
+CLOSE_S = 5.0
 KEPT_BYTES = 64 << 20
 """A file that has grown to this takes the place of PART.old.jsonl, and another is begun: a run has no longest life."""
 MAX_WAITING = 200_000
@@ -83,11 +84,17 @@ class SpanWriter:
         self._closed = True
         self._wake.set()
         if self._thread is not None:
-            self._thread.join(timeout=5.0)
-        with self._writing:
+            self._thread.join(timeout=CLOSE_S)
+        if not self._writing.acquire(timeout=CLOSE_S):
+            logger.warning("spans: %s: the disk does not answer; the last spans are lost", self._path)
+            return
+        try:
+            self._write()  # what was recorded while the thread wrote for the last time
             if self._descriptor is not None:
                 os.close(self._descriptor)
                 self._descriptor = None
+        finally:
+            self._writing.release()
 
     def _begin(self) -> None:
         with self._writing:
@@ -107,7 +114,11 @@ class SpanWriter:
         while self._waiting:
             name, number, start, end, parent, attrs = self._waiting.popleft()
             above = "" if parent is None else f',"parent":"{self._id(parent)}"'
-            of = f',"attrs":{{{",".join([_pair(*item) for item in attrs.items()])}}}' if attrs else ""
+            try:
+                of = f',"attrs":{{{",".join([_pair(*item) for item in attrs.items()])}}}' if attrs else ""
+            except Exception:  # whatever a value of somebody else's does when it is written: its span is lost
+                self._num_lost += 1
+                continue
             lines.append(
                 f'{{"id":"{self._id(number)}","name":"{name}","start":{start + self._to_epoch:.6f},'
                 f'"end":{end + self._to_epoch:.6f}{above}{of}}}\n'

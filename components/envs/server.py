@@ -317,10 +317,16 @@ async def _streamed(request: web.BaseRequest, events: AsyncGenerator[Any]) -> we
             try:
                 async for event in events:
                     await _sent(response.write(_event(event)))
+            except _NotRead:
+                raise
             except Refusal as refusal:
                 await _sent(response.write(_event(_error(refusal))))
+            except Exception as error:  # a second head would be taken for a part of the first body
+                logger.warning("%s %s failed", request.method, request.path, exc_info=True)
+                failed = Refusal(500, f"{type(error).__name__}: {error}", "server_error")
+                await _sent(response.write(_event(_error(failed))))
             await _sent(response.write_eof(b"data: [DONE]\n\n"))
-        except TimeoutError:
+        except _NotRead:
             if request.transport is not None:
                 request.transport.abort()
     finally:
@@ -328,9 +334,16 @@ async def _streamed(request: web.BaseRequest, events: AsyncGenerator[Any]) -> we
     return response
 
 
+class _NotRead(Exception):
+    """The client does not take what it asked for."""
+
+
 async def _sent(writing: Awaitable[Any]) -> None:
-    async with asyncio.timeout(WRITE_S):
-        await writing
+    try:
+        async with asyncio.timeout(WRITE_S):
+            await writing
+    except TimeoutError:
+        raise _NotRead from None
 
 
 def _event(event: Any) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -115,8 +114,7 @@ class OpenedRun:
             found = re.fullmatch(r"step-(\d+)", file.stem)
             if found is None or (wanted is not None and int(found[1]) not in wanted):
                 continue
-            with file.open(encoding="utf-8") as lines:
-                rows += [{"step": int(found[1]), **json.loads(line)} for line in lines]
+            rows += [{**row, "step": int(found[1])} for row in read_metrics(file)]
         return _pandas().DataFrame(rows)
 
     def spans_of(self, stage: str | None = None) -> pandas.DataFrame:

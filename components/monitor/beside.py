@@ -86,5 +86,8 @@ class Beside(Sink):
                 if wait_s is None:
                     self._failure = error
                     return False
+            except BaseException as error:  # a library that ends the process ends its own thread alone
+                self._failure = MonitorError(f"{self.name}: {type(error).__name__}: {error}")
+                return False
             time.sleep(wait_s)
         raise AssertionError("the last attempt returns")

@@ -10,7 +10,7 @@ from typing import Any
 from ..config.running import MonitorConfig
 from ..importing import import_user_object
 from .beside import Beside
-from .jsonl import JsonlSink
+from .jsonl import JsonlSink, set_steps_aside
 from .monitor import Monitor
 from .sink import MonitorError, Sink, by_dotted_key
 
@@ -42,6 +42,8 @@ def build_monitor(
         from .tensorboard import TensorboardSink
 
         sinks.append(TensorboardSink(run_dir / "tensorboard", resumed_at=resumed_at))
+    if resumed_at is not None:  # before the metrics: who reads both begins anew when these have changed
+        set_steps_aside(run_dir / "rollouts", resumed_at)
     sinks.append(JsonlSink(run_dir / "metrics.jsonl", resumed_at=resumed_at))
     if monitor_config.console != "off":
         from .console import ConsoleSink

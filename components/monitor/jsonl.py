@@ -130,6 +130,17 @@ def set_folder_aside(folder: Path) -> None:
         folder.rename(_free_name(folder))
 
 
+def set_steps_aside(folder: Path, resumed_at: int) -> None:
+    """Move the files of steps beyond `resumed_at` to FOLDER-1 (-2, ...): these steps are made again."""
+    numbered = [(re.fullmatch(r"step-(\d+)\.jsonl", file.name), file) for file in folder.glob("step-*.jsonl")]
+    beyond = [file for found, file in numbered if found is not None and int(found[1]) > resumed_at]
+    if beyond:
+        aside = _free_name(folder)
+        aside.mkdir()
+        for file in beyond:
+            file.rename(aside / file.name)
+
+
 def _lines(rows: list[dict[str, Any]]) -> str:
     return "".join(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n" for row in rows)
 

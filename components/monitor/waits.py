@@ -7,7 +7,6 @@ The page of `leeway watch` and the terminal say the same words.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -257,7 +256,7 @@ def _percent(share: float) -> str:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    return float(value) if isinstance(value, int | float) and abs(value) < 1e300 else None
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ..collector.checks import checked
 from ..envs.openai_requests import said
@@ -27,6 +27,7 @@ from .router import Router
 from .sampling import Choice, Sampler
 from .text import GrowingText
 
+T = TypeVar("T")
 CALL_MARK = "<tool_call>"
 LONG_TEXT = 20_000
 """Characters that are encoded beside the event loop: it takes milliseconds."""
@@ -119,13 +120,13 @@ class Front:
         asked = self._asked(Chat, body)
         tools = [tool["function"] for tool in body.get("tools") or []]  # as they came, with keys that only models read
         tools_text = describe_schemas(tools) if tools else None
-        transcript = await _beside(asked.messages, self._begun, owner, body["messages"], tools_text)
-        return await self._answer(_ChatForm(self, owner, body["messages"], tools_text), asked, transcript)
+        transcript, unfit = await _beside(asked.messages, self._begun, owner, body["messages"], tools_text)
+        return await self._answer(_ChatForm(self, owner, body["messages"], tools_text), asked, transcript, unfit)
 
     async def _complete(self, owner: str, body: Any) -> Answer:
         asked = self._asked(Completion, body)
         transcript = await _beside(asked.one_prompt, self._begun_with, asked.one_prompt)
-        return await self._answer(_TextForm(self, owner), asked, transcript)
+        return await self._answer(_TextForm(self, owner), asked, transcript, "")
 
     async def _feedback(self, owner: str, body: Any) -> Answer:
         given = Feedback.model_validate(body)
@@ -173,16 +174,18 @@ class Front:
             raise Refusal(404, f"model: got {asked.model[:80]}, expected {name}, which is served here", "not_found")
         return asked
 
-    def _begun(self, owner: str, messages: list[dict[str, Any]], tools_text: str | None) -> Transcript:
-        """The conversation up to here; where it continues an answer of this address, with the tokens of that answer."""
+    def _begun(self, owner: str, messages: list[dict[str, Any]], tools_text: str | None) -> tuple[Transcript, str]:
+        """The conversation up to here; where it continues an answer of this address, with the tokens of that answer,
+        and with why they cannot be trained on, if so.
+        """
         try:
             answered, num_known = self._conversations.continued(owner, messages, tools_text)
         except KeyError:
-            return Transcript(self._prompter, with_system(rendered(messages), tools_text))
+            return Transcript(self._prompter, with_system(rendered(messages), tools_text)), ""
         transcript = answered.transcript.copy()
         if not transcript.observed(rendered(messages[num_known:]), max_len=self._settings.max_model_len):
             raise self._no_room(len(transcript.tokens))
-        return transcript
+        return transcript, answered.unfit
 
     def _begun_with(self, prompt: str | list[int]) -> Transcript:
         if isinstance(prompt, str):
@@ -192,7 +195,8 @@ class Front:
             raise ValueError(f"prompt: got the token id {max(prompt)}, expected ids from 0 to {size - 1}")
         return Transcript(self._prompter, prompt)
 
-    async def _answer(self, form: _Form, asked: Any, transcript: Transcript) -> Answer:
+    async def _answer(self, form: _Form, asked: Any, transcript: Transcript, unfit: str) -> Answer:
+        """`unfit`: why what came before cannot be trained on."""
         s, prompt_tokens = self._settings, transcript.tokens
         room = s.max_model_len - len(prompt_tokens)
         if room < 1:
@@ -212,7 +216,13 @@ class Front:
             **({} if top_p == 1.0 else {"top_p": top_p}),
         )
         response = _Response(
-            form, asked, transcript, choices, prompt_tokens, unfit=self._unfit(temperature, top_p), model=s.model
+            form,
+            asked,
+            transcript,
+            choices,
+            prompt_tokens,
+            unfit=unfit or self._unfit(temperature, top_p),
+            model=s.model,
         )
         if asked.stream:
             return Answer(None, events=response.events(growing))
@@ -401,7 +411,7 @@ class _Response:
         self._form.front.record(self._id, answers)
 
 
-async def _beside(content: Any, work: Callable[..., Transcript], *args: Any) -> Transcript:
+async def _beside(content: Any, work: Callable[..., T], *args: Any) -> T:
     """Long texts are encoded in a thread."""
     length = len(content) if isinstance(content, str) else sum(len(getattr(part, "text", "")) for part in content)
     return work(*args) if length < LONG_TEXT else await asyncio.to_thread(work, *args)

@@ -22,8 +22,15 @@ _NEUTRAL: dict[str, Any] = {
     "min_p": 0,
     "top_k": -1,
     "response_format": {"type": "text"},
+    "tool_choice": "auto",
 }
 """Parameters that are not served, with the values that change nothing."""
+_NO_MATTER = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"),
+}
+"""Parameters that change no answer."""
+MOST_REWARD = 1e6
+"""The trainer squares rewards, in float32."""
 
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Name = Annotated[str, Field(pattern=r"^[\w\-./: ]{1,120}$")]
@@ -64,10 +71,9 @@ class Sampling(BaseModel):
 
     def refuse_what_is_not_served(self) -> None:
         """Raise ValueError for the first parameter that would be ignored."""
-        given = self.model_extra or {}
-        for name, neutral in _NEUTRAL.items():
-            if given.get(name) not in (None, neutral):
-                raise ValueError(f"{name}: got {given[name]!s:.80}, which is not served here; leave it out")
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and name not in _NO_MATTER and (name not in _NEUTRAL or value != _NEUTRAL[name]):
+                raise ValueError(f"{name[:80]}: got {value!s:.80}, which is not served here; leave it out")
 
 
 class Chat(Sampling, ChatRequest):
@@ -83,7 +89,7 @@ class Feedback(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     id: Name
-    reward: FiniteFloat
+    reward: Annotated[FiniteFloat, Field(ge=-MOST_REWARD, le=MOST_REWARD)]
     metrics: Annotated[dict[Annotated[str, Field(pattern=r"^[\w/.\-]{1,64}$")], FiniteFloat], Field(max_length=32)] = {}
 
 

@@ -195,5 +195,5 @@ def _began(folder: Path) -> float:
     try:
         with (folder / "metrics.jsonl").open("rb") as file:
             return float(json.loads(file.readline(1 << 20))["time"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
         return _mtime(folder)

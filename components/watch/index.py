@@ -146,7 +146,8 @@ class StageIndex:
     def slow_tasks(self) -> list[tuple[str, float]]:
         """(task, mean tokens) of the longest tasks among recent rollouts, longest first."""
         query = (
-            "select task, avg(tokens) from (select task, tokens from rollouts order by rowid desc limit 2000) "
+            "select task, avg(tokens) from "
+            "(select task, tokens from rollouts order by step desc, rowid desc limit 2000) "
             "group by task order by 2 desc limit 3"
         )
         with self._reader() as db:
@@ -219,7 +220,7 @@ class StageIndex:
         if not isinstance(step, int) or abs(step) > 1 << 40:
             return
         self.last_step = max(self.last_step, step)
-        if isinstance(at, int | float) and math.isfinite(at):
+        if isinstance(at, int | float) and abs(at) < 1e15:
             self.last_time = max(self.last_time, float(at))
         self._recent.append(row)
         while self._recent and self._recent[0]["step"] <= self.last_step - RECENT_STEPS:
@@ -424,7 +425,7 @@ def _where(filters: Mapping[str, Any]) -> tuple[str, list[Any]]:
     if (task := filters.get("task")) is not None:
         clauses.append("instr(task, ?) > 0")
         values.append(task)
-    for name, column in (("group", "group_id"), ("reason", "reason")):
+    for name, column in (("group", "group_id"), ("reason", "reason"), ("same_task", "task")):
         if (value := filters.get(name)) is not None:
             clauses.append(f"{column} = ?")
             values.append(value)

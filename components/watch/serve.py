@@ -51,7 +51,7 @@ def watch(runs: Sequence[Path], *, host: str, port: int, open_to_all: bool, must
     watcher.start()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        hosts = LOOPBACK if local else None
+        hosts = LOOPBACK | {f"[{host}]" if ":" in host else host.lower()} if local else None
         app = build_app(watcher, token=token, hosts=hosts, cookie=f"leeway_watch_{port}")
         shown_host = f"[{host}]" if ":" in host else host
         print(f"leeway: watch: http://{shown_host}:{port}/{f'?token={token}' if token else ''}", flush=True)

@@ -240,7 +240,7 @@ def _rollouts(watcher: Watcher, request: Request) -> dict[str, Any]:
     index = _stage(watcher, request).index
     given = request.query_params
     filters: dict[str, Any] = {key: _number(request, key, None) for key in _FILTERS}
-    filters |= {key: given[key][:200] for key in ("task", "reason", "sign") if given.get(key)}
+    filters |= {key: given[key][:200] for key in ("task", "same_task", "reason", "sign") if given.get(key)}
     if given.get("group"):
         filters["group"] = _number(request, "group", None)
     sort = given.get("sort", "newest")

@@ -133,12 +133,14 @@ class Watcher:
         return more
 
     def _read_for_ever(self) -> None:
-        try:
-            while not self._stop.is_set():
-                if not self.look():
-                    self._stop.wait(LOOK_S)
-        except Exception as error:  # a full disk: the page says so, and shows what it has
-            self.failure = f"{type(error).__name__}: {error}"
+        while not self._stop.is_set():
+            try:
+                more, self.failure = self.look(), None
+            except Exception as error:  # a full disk, a file like no other: the page says so, and shows what it has
+                more, self.failure = False, f"{type(error).__name__}: {error}"
+                self._overview = [own | {"failure": shown_value(self.failure)} for own in self._overview]
+            if not more:
+                self._stop.wait(LOOK_S)
 
     def _open(self, run: RunFolder, folder: Path) -> _Stage:
         cache = cache_folder(self._cache, folder)
@@ -157,7 +159,8 @@ class Watcher:
             "cause": state.cause,
             "stages": [self._described_stage(run, name, stage) for name, stage in stages.items()],
             "death": self._death(run, state, stages),
-            "warnings": [w for w in run.summary().get("warnings") or [] if isinstance(w, str)][:20],
+            "warnings": [w for w in _list(run.summary().get("warnings")) if isinstance(w, str)][:20],
+            "failure": None,
             "parts": _parts_of(run),
         }
         return shown_value(described)
@@ -238,7 +241,10 @@ def default_cache() -> Path:
 
 def _models(settings: Mapping[str, Any]) -> list[Path]:
     path = settings.get("model.path")
-    return [Path(path).expanduser()] if isinstance(path, str) else []
+    try:
+        return [Path(path).expanduser()] if isinstance(path, str) else []
+    except RuntimeError:  # of a user who is not here
+        return []
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -247,9 +253,14 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def _parts_of(run: RunFolder) -> list[dict[str, Any]]:
     """The parts of a run's life: each `leeway run` or `resume`, and how it ended."""
-    parts = run.record().get("parts")
     keys = ("command", "began", "status", "wall_s")
-    return [{key: own.get(key) for key in keys} for own in parts or [] if isinstance(own, dict)][-20:]
+    return [{key: own.get(key) for key in keys} for own in _list(run.record().get("parts")) if isinstance(own, dict)][
+        -20:
+    ]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def overview_text(overview: Sequence[Mapping[str, Any]]) -> str:

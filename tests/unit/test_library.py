@@ -78,6 +78,9 @@ def test_rollouts_are_a_table_with_a_row_for_each_answer(opened: OpenedRun) -> N
     assert opened.rollouts["text"][0] == "42\x1b", "as the model wrote it"
     assert opened.rollouts_of(steps=[2])["task_id"].tolist() == ["t0", "t1", "t2"]
     assert len(opened.rollouts_of(steps=range(7, 9))) == 0
+    torn = opened.path_of(None) / "rollouts/step-000002.jsonl"
+    torn.write_text(torn.read_text() + '{"task_id": "t')
+    assert opened.rollouts_of(steps=[2])["task_id"].tolist() == ["t0", "t1", "t2"]
 
 
 @pytest.mark.slow

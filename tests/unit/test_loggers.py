@@ -81,6 +81,23 @@ def test_a_call_that_fails_is_tried_again_and_nothing_is_lost(tmp_path: Path) ->
     assert service.threads == {"sink service"}, "one that holds a database is made where it is used"
 
 
+class Exits(Sink):
+    def log(self, record: Any) -> None:
+        raise SystemExit(3)
+
+    def close(self, status: str) -> None:
+        pass
+
+
+def test_a_library_that_ends_the_process_ends_its_own_sink_alone(tmp_path: Path) -> None:
+    sink = Beside("service", Exits, waits_s=())
+    monitor = monitor_of(tmp_path, sink)
+    monitor.log(1, {"x": 1.0})
+    sink._thread.join(SOON_S)
+    monitor.close("done")
+    assert "SystemExit: 3" in monitor.failed_sinks["service"]
+
+
 def test_a_service_that_stays_away_is_switched_off_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -130,13 +130,20 @@ def test_a_run_that_goes_on_continues_its_record_and_sets_aside_what_is_trained_
     monitor = build_monitor(tmp_path, Settings(), {}, None, "rl")
     for step in range(5):
         monitor.log(step, {"x": float(step), "gap": math.nan})
+        monitor.rollouts(step, [{"reward": 0.1}])
     monitor.close("failed")
     before = lines(tmp_path / "metrics.jsonl")
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "tra')  # killed
     monitor = build_monitor(tmp_path, Settings(), {}, None, "rl", resumed_at=2)
     monitor.log(3, {"x": 30.0})
+    monitor.rollouts(3, [{"reward": 0.9}])
     monitor.close("done")
+    rewards = {file.name: lines(file)[0]["reward"] for file in (tmp_path / "rollouts").iterdir()}
+    assert rewards == {f"step-00000{step}.jsonl": reward for step, reward in enumerate((0.1, 0.1, 0.1, 0.9))}
+    assert sorted(file.name for file in (tmp_path / "rollouts-1").iterdir()) == [
+        "step-000003.jsonl", "step-000004.jsonl",
+    ]  # fmt: skip
     rows = lines(tmp_path / "metrics.jsonl")
     assert rows[:3] == before[:3]
     assert [row["x"] for row in rows[3:]] == [30.0]

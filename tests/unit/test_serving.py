@@ -416,6 +416,8 @@ def test_whoever_hangs_up_ends_the_generation(stream: bool) -> None:
         (CHAT, {**ASKED, "top_k": 5}, "400 top_k: got 5, which is not served here; leave it out"),
         (CHAT, {**ASKED, "logit_bias": {"5": 1}}, "400 logit_bias: got"),
         (CHAT, {**ASKED, "top_logprobs": 3}, "400 top_logprobs: got 3"),
+        (CHAT, {**ASKED, "structured_outputs": {"json": {}}}, "400 structured_outputs: got"),
+        (COMPLETE, {"prompt": [5], "min_tokens": 3}, "400 min_tokens: got 3, which is not served here; leave it out"),
         (CHAT, {**ASKED, "response_format": {"type": "json_object"}}, "400 response_format: got"),
         (CHAT, {**ASKED, "model": "gpt-4"}, "404 model: got gpt-4, expected m"),
         (CHAT, {"messages": [{"role": "user", "content": "12 " * 200}]}, "400 the conversation has"),
@@ -506,6 +508,12 @@ def test_a_group_that_cannot_be_trained_on_is_refused_and_one_that_can_is_commit
         assert "sampled at temperature 0.5, and the run's is 1" in await client.refused(COMMIT, {"ids": [cold]})
         cut = await rewarded(client, 1.0, 0.0, top_p=0.5)
         assert "sampled with top_p=0.5" in await client.refused(COMMIT, {"ids": [cut]})
+        goes_on = []
+        for _ in range(2):
+            first = (await client.ok(CHAT, {**ASKED, "temperature": 0.5}))["choices"][0]["message"]
+            longer = [*ASKED["messages"], first, {"role": "user", "content": " is it ?"}]
+            goes_on.append(await rewarded(client, 1.0, messages=longer))
+        assert "sampled at temperature 0.5" in await client.refused(COMMIT, {"ids": goes_on}), "its first turn was"
         elsewhere = await rewarded(client, 1.0, messages=[{"role": "user", "content": "12 ?"}])
         assert "answers another prompt" in await client.refused(COMMIT, {"ids": [f"{name}/0", elsewhere]})
         assert "which has 2 choices; expected one" in await client.refused(FEEDBACK, {"id": name, "reward": 1.0})
@@ -549,6 +557,7 @@ def test_a_commit_that_was_not_answered_may_be_repeated_and_its_answers_are_in_n
     "body",
     [
         {"id": "a"}, {"id": "a", "reward": "1"}, {"id": "a", "reward": True}, {"id": "a", "reward": 1e999},
+        {"id": "a", "reward": 1e300},
         {"id": ["a"], "reward": 1}, {"id": "a\nb", "reward": 1}, {"id": "a", "reward": 1, "extra": 2},
         {"id": "a", "reward": 1, "metrics": {str(i): 1.0 for i in range(33)}},
         {"id": "a", "reward": 1, "metrics": {"x y": 1.0}}, {"id": "a", "reward": 1, "metrics": {"x": "1"}}, [], None,
@@ -591,6 +600,21 @@ def test_a_client_that_does_not_read_its_stream_is_cut_off_and_its_generation_en
             await asyncio.sleep(0.01)
 
     play(scenario, engine, max_model_len=10**6, max_response_tokens=10**6)
+
+
+class Fails(Says):
+    async def generate(self, prompt_tokens: Any, *, heard: Any = None, **sampling: Any) -> list[SampledTokens]:
+        await super().generate(prompt_tokens, heard=heard, **sampling)
+        raise RuntimeError("out of memory")
+
+
+def test_what_fails_in_the_middle_of_a_stream_is_an_event_of_it() -> None:
+    async def scenario(client: Client, other: Client) -> None:
+        *events, last = await client.events(CHAT, {**ASKED, "n": 2, "logprobs": True})
+        assert events
+        assert "out of memory" in last["error"]["message"]
+
+    play(scenario, Fails())
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETE, FEEDBACK, COMMIT])

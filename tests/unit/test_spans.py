@@ -140,6 +140,34 @@ def test_a_disk_that_takes_nothing_ends_the_recording_and_nothing_else(
     ]
 
 
+class Nameless:
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def test_a_span_that_cannot_be_written_is_counted_and_the_others_are_written(tmp_path: Path) -> None:
+    spans.open_writer(tmp_path / "x.jsonl", part="x")
+    circle: list[Any] = []
+    circle.append(circle)
+    for value in (Nameless(), circle, 1):
+        spans.instant("here", value=value)
+    spans.close_writer()
+    kept, lost = lines(tmp_path / "x.jsonl")[1:]
+    assert (kept["attrs"], lost["attrs"]) == ({"value": 1}, {"spans": 2})
+
+
+def test_a_disk_that_does_not_answer_keeps_nobody_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(spans, "CLOSE_S", 0.05)
+    writer = spans.SpanWriter(tmp_path / "x.jsonl", part="x")
+    writer.add("here", 1, 0.0, 0.0, None, {})
+    writer.flush()
+    with writer._writing:  # a write that does not return
+        writer.close()
+    assert "the disk does not answer" in caplog.text
+
+
 KILLED = """
 import sys, time
 from pathlib import Path

@@ -141,6 +141,8 @@ def test_a_resumed_run_is_read_anew(stage: Path, tmp_path: Path) -> None:
         ({"group": 70}, 4),
         ({"reason": "length"}, 40),
         ({"task": "k-3"}, 32),
+        ({"same_task": "k-3"}, 0),
+        ({"same_task": "task-3"}, 32),
         ({"tokens_min": 5}, 0),
         ({"lag_min": 0.5, "lag_max": 0.7}, 160),
         ({"sign": "equality"}, 1),

@@ -8,7 +8,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,39 @@ def overview(run: Path, tmp_path: Path) -> dict[str, Any]:
     found = watcher.overview()[0]
     watcher.close()
     return found
+
+
+def test_odd_files_of_a_run_do_not_end_its_page(run: Path, tmp_path: Path) -> None:
+    (run / "run.json").write_text('{"parts": 5}')
+    (run / "summary.json").write_text('{"warnings": 5}')
+    stage = run / "stages/async_rl"
+    (stage / "config.yaml").write_text("model: {path: ~nosuchuser/x}\n")
+    append_lines(stage / "metrics.jsonl", [{"step": 41, "time": 10**400, "role": "x", "step/total_s": 10**400}])
+    found = overview(run, tmp_path)
+    assert (found["warnings"], found["parts"], found["stages"][0]["step"]) == ([], [], 41)
+
+
+def test_what_cannot_be_read_is_said_and_tried_again(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watcher = read(run, tmp_path)
+    assert watcher.overview()[0]["failure"] is None
+    look = watcher.look
+    monkeypatch.setattr(watcher, "look", lambda: (tmp_path / "gone").read_text())
+    watcher.start()
+    try:
+        until(lambda: "FileNotFoundError" in (watcher.overview()[0]["failure"] or ""))
+        monkeypatch.setattr(watcher, "look", look)
+        until(lambda: watcher.failure is None and watcher.overview()[0]["failure"] is None)
+    finally:
+        watcher.close()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120.0
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_without_the_token_nothing_is_said(run: Path, tmp_path: Path) -> None:

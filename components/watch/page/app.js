@@ -94,9 +94,10 @@ function drawTop() {
   const reading = byId("reading");
   const progress = stage?.progress;
   const done = !progress || (progress.metrics >= 1 && progress.rollouts >= 1);
-  reading.hidden = done && !progress?.skipped_lines && !progress?.refused_names;
+  reading.hidden = done && !progress?.skipped_lines && !progress?.refused_names && !run.failure;
   if (!reading.hidden) {
     const parts = [];
+    if (run.failure) parts.push(`Something could not be read, and is tried again: ${run.failure}.`);
     if (!done) parts.push(`Reading the files: metrics ${percent(progress.metrics)}, rollouts ${percent(progress.rollouts)}.`);
     if (progress.skipped_lines) parts.push(`${progress.skipped_lines} lines are too long and were left out.`);
     if (progress.refused_names) parts.push(`${progress.refused_names} values have names beyond those that are kept, and were left out.`);

@@ -110,7 +110,7 @@ export class Rollouts {
     for (const one of this.selection) {
       const at = { run: one.run.run, stage: one.stage.name };
       for (const sort of ["oldest", "newest"]) {
-        const found = await ask("rollouts", { ...at, task: row.task, sort, limit: 1 });
+        const found = await ask("rollouts", { ...at, same_task: row.task, sort, limit: 1 });
         for (const r of found.rows) if (!ids.some((i) => i.id === r.rowid && i.run === at.run)) ids.push({ id: r.rowid, ...at });
       }
     }
