@@ -181,7 +181,7 @@ def read_page(address: str) -> None:
     cookie = {"Cookie": (answer.headers["Set-Cookie"] or "").split(";")[0]}
     answer.read()
     for file in ("", "page/style.css", "page/app.js", "page/charts.js", "page/uPlot.iife.min.js", "api/words"):
-        _got(first, f"/{file}", cookie)
+        _got(parts.netloc, f"/{file}", cookie)
     stream = http.client.HTTPConnection(parts.netloc)
     stream.request("GET", "/api/events", headers=cookie)
     events, asked, seen = stream.getresponse(), 0.0, None
@@ -194,15 +194,18 @@ def read_page(address: str) -> None:
             continue
         asked, seen = time.monotonic(), (run["run"], stage["revision"])
         at = {"run": run["run"], "stage": stage["name"]}
-        names = json.loads(_got(first, f"/api/names?{urlencode(at)}", cookie))
+        names = json.loads(_got(parts.netloc, f"/api/names?{urlencode(at)}", cookie))
         wanted = [("name", name) for name in names if name.startswith(("train/", "step/", "collector/", "eval/"))][:60]
-        _got(first, f"/api/series?{urlencode([*at.items(), *wanted, ('points', 500)])}", cookie)
-        _got(first, f"/api/lags?{urlencode(at)}", cookie)
+        _got(parts.netloc, f"/api/series?{urlencode([*at.items(), *wanted, ('points', 500)])}", cookie)
+        _got(parts.netloc, f"/api/lags?{urlencode(at)}", cookie)
 
 
-def _got(connection: http.client.HTTPConnection, path: str, cookie: dict[str, str]) -> bytes:
+def _got(address: str, path: str, cookie: dict[str, str]) -> bytes:
+    connection = http.client.HTTPConnection(address)  # the server ends one that was idle for some seconds
     connection.request("GET", path, headers=cookie)
-    return connection.getresponse().read()
+    found = connection.getresponse().read()
+    connection.close()
+    return found
 
 
 if __name__ == "__main__":

@@ -144,7 +144,7 @@ class CollectorActor(Watched):
         gc.collect()
         gc.freeze()
         LoopWatch()
-        logger.info("the engine is ready, in processes %s", engine.process_ids())
+        logger.info("the engine is ready, in process %s", ", ".join(map(str, engine.process_ids() or [os.getpid()])))
         return {
             "name": self._name,
             "pid": os.getpid(),

@@ -93,7 +93,7 @@ function drawTop() {
   fill(byId("last"), last.flatMap(([name, label, unit]) => [el("dt", {}, label), el("dd", {}, `${number(stage.last[name])}${unit}`)]));
   const reading = byId("reading");
   const progress = stage?.progress;
-  const done = !progress || (progress.metrics >= 1 && progress.rollouts >= 1);
+  const done = !progress || (progress.metrics >= 0.95 && progress.rollouts >= 0.95); // a run that lives is always ahead
   reading.hidden = done && !progress?.skipped_lines && !progress?.refused_names && !run.failure;
   if (!reading.hidden) {
     const parts = [];
@@ -134,6 +134,8 @@ function drawDeath() {
     death.log.length ? [el("h3", {}, `Last lines of ${death.log_file}`),
       el("pre", { tabindex: "0", "aria-label": `Last lines of ${death.log_file}` }, death.log.join("\n"))]
       : el("p", {}, death.log_file ? `${death.log_file} is empty: it was killed from outside, or died before it could say why.` : "No log of this part was found."));
+  const log = box.querySelector("pre");
+  if (log) log.scrollTop = log.scrollHeight;
 }
 
 function setText(node, text) {
