@@ -65,17 +65,18 @@ def tasks(settings: dict[str, Any], file: Path) -> None:
 
 def shrunk(tree: dict[str, Any], folder: Path, model: Path) -> dict[str, Any]:
     """The same run on a CPU: other model, tasks, engine and sizes; the same algorithm, optimizer and schedule."""
-    for own in [tree, *tree.get("stages", {}).values()]:
+    for i, own in enumerate([tree, *tree.get("stages", {}).values()]):
+        data = folder / f"tasks-{i}.jsonl"
         own.pop("eval", None)
         own.pop("monitor", None)
         own.get("algorithm", {}).pop("reference_path", None)
         if "task" in own:
             settings = {**tree.get("task", {}), **own["task"]}
             own["task"] = {k: v for k, v in own["task"].items() if k.endswith("_key") or k in ("answer_after", "order")}
-            tasks(settings, folder / "tasks.jsonl")
-            own["task"] |= {"name": "jsonl", "path": str(folder / "tasks.jsonl")}
+            tasks(settings, data)
+            own["task"] |= {"name": "jsonl", "path": str(data)}
         if expert := own.get("algorithm", {}).get("expert"):
-            expert |= {"path": str(folder / "tasks.jsonl"), "batch_size": 4}
+            expert |= {"path": str(data), "batch_size": 4}
         if "rollout" in own or own is tree:
             rollout = own.setdefault("rollout", {})
             rollout |= {"engine": {"name": "hf"}, "num_generators": 1, "max_prompt_tokens": 32}
@@ -95,7 +96,7 @@ def shrunk(tree: dict[str, Any], folder: Path, model: Path) -> dict[str, Any]:
             own["algorithm"]["group_size"] = min(4, own["algorithm"]["group_size"])
         placement = own.get("cluster", {}).get("placement")
         own["cluster"] = {"device": "cpu", "object_store_mb": 256} | ({"placement": placement} if placement else {})
-        own["checkpoint"] = {"save_hf": "never"}
+        own["checkpoint"] = {}
         if "groups_per_step" in train:  # a model that knows nothing is never right: its answers' lengths differ
             own["env"] = {"reward": "length", "reward_options": {"length": {"max_tokens": 8}}}
     return tree | {"output_dir": str(folder / "runs"), "project": "imports", "name": "tiny"}

@@ -170,8 +170,10 @@ def _loss(t: Theirs) -> Fate:
         return Fate("exact", ours | {"algorithm.loss.name": "ppo_clip"} | clip | _dual(t))
     if mode == "gspo":
         return Fate("exact", ours | clip | {"algorithm.aggregation": "seq_mean_token_mean"}, "always by sequence there")
-    if mode == "cispo":
-        return Fate("exact", ours | clip)
+    if mode == "cispo":  # a ratio is never below 0: more than 1 is no lower limit, there and here
+        return Fate(
+            "exact", ours | clip | {"algorithm.loss.clip_low": min(1.0, t.number(f"{A}.clip_ratio_low", plain))}
+        )
     if mode == "sapo":
         taus = {f"algorithm.loss.{tau}": t.number(f"{A}.{tau}") for tau in ("tau_pos", "tau_neg")}
         return Fate("exact", ours | taus | {"algorithm.aggregation": "seq_mean_token_mean"})

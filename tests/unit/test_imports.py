@@ -134,6 +134,13 @@ def test_verl_counts_prompts_and_batches_of_rollouts(tmp_path: Path) -> None:
     assert found.recipe == "async_rl"
 
 
+def test_a_clip_below_a_ratio_of_nothing_is_none(tmp_path: Path) -> None:
+    actor = "actor_rollout_ref.actor"
+    more = (f"{actor}.policy_loss.loss_mode=cispo", f"{actor}.clip_ratio_low=10", f"{actor}.clip_ratio_high=0.2")
+    found = imported(tmp_path, "verl", SCRIPT, *more, name="run.sh")
+    check(found, {"algorithm.loss.name": "cispo", "algorithm.loss.clip_low": 1.0, "algorithm.loss.clip_high": 0.2})
+
+
 def test_overrides_come_after_the_file(tmp_path: Path) -> None:
     more = (
         "actor_rollout_ref.rollout.n=4",
