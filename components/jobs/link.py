@@ -186,24 +186,28 @@ class TrainLink:
         the run has `ended`, or nothing, if there was no answer `within_s`: then it may have been taken, and the same
         group is to be given again under the same name, `commit`.
         """
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                number = await self._number(commit)
-                answer = await self._ask("give", laid_out([group]), draw=number, prompt=prompt)
-        except (TimeoutError, SessionOver):
-            return {"ended": True} if self.has_ended else {}
-        del self._numbers[commit]
-        if answer.get("taken"):
-            self.num_given += 1
-        else:
-            self._free_numbers.append(number)
-        return answer
+                while await self._until_here():
+                    try:
+                        number = await self._number(commit)
+                        if self.must_start_again:  # its weights may be no more
+                            break
+                        answer = await self._ask("give", laid_out([group]), draw=number, prompt=prompt)
+                    except SessionOver:
+                        continue
+                    del self._numbers[commit]
+                    if answer.get("taken"):
+                        self.num_given += 1
+                    else:
+                        self._free_numbers.append(number)
+                    return answer
+        return {"ended": True} if self.has_ended else {}
 
     async def _number(self, commit: str) -> int:
         async with self._numbering:
             if commit not in self._numbers:
                 if self._new_numbers is None:
-                    await self._until_here()
                     self._new_numbers = itertools.count((await self._ask("where"))["next"])
                 self._numbers[commit] = self._free_numbers.pop() if self._free_numbers else next(self._new_numbers)
             return self._numbers[commit]
