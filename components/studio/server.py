@@ -19,7 +19,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from ..config import ConfigError
@@ -69,10 +69,6 @@ def build_app(config: str, *, token: str, cookie: str = "leeway_studio") -> Star
     jobs: list[Job] = []
 
     async def index(request: Request) -> Response:
-        if "token" in request.query_params:
-            answer = RedirectResponse("/", status_code=303)
-            answer.set_cookie(cookie, token, httponly=True, samesite="strict")
-            return answer
         return _file("index.html")
 
     async def static(request: Request) -> Response:

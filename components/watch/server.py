@@ -76,10 +76,6 @@ def build_app(
     """
 
     async def index(request: Request) -> Response:
-        if token is not None and "token" in request.query_params:
-            answer = RedirectResponse("/", status_code=303)
-            answer.set_cookie(cookie, token, httponly=True, samesite="strict")
-            return answer
         return _file("index.html")
 
     async def static(request: Request) -> Response:
@@ -129,8 +125,8 @@ def build_app(
 class Guard:
     """Refuses who has no token, and whoever was sent here by another site; adds the headers to every answer.
 
-    `opened_by`: the command that prints the address. `methods`: what may be asked; a POST must say that it is JSON,
-    which no form of another site can.
+    The token in the address that was printed becomes a cookie, and leaves the address. `opened_by`: the command that
+    prints it. `methods`: what may be asked; a POST must say that it is JSON, which no form of another site can.
     """
 
     def __init__(
@@ -157,10 +153,11 @@ class Guard:
             await send(message)
 
         request = Request(scope)
-        refused = self._why_refused(request)
-        await (refused or self._app)(scope, receive, send_with_headers)
+        answer = self._at_the_door(request)
+        await (answer or self._app)(scope, receive, send_with_headers)
 
-    def _why_refused(self, request: Request) -> Response | None:
+    def _at_the_door(self, request: Request) -> Response | None:
+        """The answer to who may not come in, and to who comes with the token; None: let in."""
         host = request.headers.get("host", "")
         name = host[: host.rfind("]") + 1] if host.startswith("[") else host.partition(":")[0]
         if self._hosts is not None and name.lower() not in self._hosts:
@@ -172,10 +169,15 @@ class Guard:
         if self._token is None:
             return None
         given = request.cookies.get(self._cookie) or ""
-        if request.url.path == "/" and "token" in request.query_params:
+        is_entry = request.url.path == "/" and "token" in request.query_params
+        if is_entry:
             given = request.query_params["token"]
         if not hmac.compare_digest(given.encode("utf-8", "replace"), self._token.encode()):
             return _refused(401, f"open the address that `{self._opened_by}` printed: it has the token")
+        if is_entry:
+            answer = RedirectResponse("/", status_code=303)
+            answer.set_cookie(self._cookie, self._token, httponly=True, samesite="strict")
+            return answer
         return None
 
 
