@@ -30,7 +30,8 @@ sha256 (1.1 GB/s) is for stores that others can write, because nobody can make o
 class WeightSyncError(RuntimeError):
     """A weight sync failed a check: the engine must not serve these weights.
 
-    `check`: "transfer" (a bucket did not arrive), "bytes", "load", "compute", or "version".
+    `check`: "transfer" (a bucket did not arrive), "bytes", "load", "compute", "version", or "base" (the weights that an
+    adapter is added to are not the trainer's).
     """
 
     def __init__(self, check: str, policy_version: int, detail: str) -> None:
@@ -181,7 +182,10 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Manifest:
-    """One published policy version. `bucket_bytes`: the size of each bucket."""
+    """One published policy version. `bucket_bytes`: the size of each bucket.
+
+    `base`: of an adapter, the digest of the weights that it is added to, which do not travel; "": of whole weights.
+    """
 
     policy_version: int
     entries: list[TensorEntry]
@@ -189,6 +193,7 @@ class Manifest:
     canary: Canary
     digest: str
     checksum: Checksum = "xxh3_128"
+    base: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -225,6 +230,7 @@ class Manifest:
                 canary=Canary(**canary | {"prompts": CanaryPrompts(**canary["prompts"])}),
                 digest=_of(str, given["digest"]),
                 checksum=_of(str, given["checksum"]),  # type: ignore[arg-type]  # an unknown one fits no bytes
+                base=_of(str, given["base"]),
             )
         except (KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"not a manifest of published weights: {error!r}") from None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from ..tasks.prompting import Prompter
 from ..transports.transport import TransportSettings, open_transport
 from ..types import Task, Trajectory
 from ..weights import Publication
+from .adapter_sync import AdapterSync
 from .clock import ActivityClock
 from .completion_queue import unless
 from .engine import Engine, EngineSettings, SampledTokens, start_engine
@@ -65,7 +67,10 @@ class CollectorRun:
         clock = ActivityClock()
         self.buffer = buffer
         self.transport = open_transport(transport)
-        self.weight_sync = WeightSync(
+        kind: Callable[..., WeightSync] = WeightSync
+        if settings.lora is not None:
+            kind = functools.partial(AdapterSync, max_versions=numbers.adapter_versions)
+        self.weight_sync = kind(
             engine,
             pull,
             self.transport,
@@ -179,7 +184,9 @@ class CollectorActor(Watched):
     async def sample(self, name: str, prompt_tokens: list[int], **sampling: Any) -> list[SampledTokens] | None:
         """See `OpenRequests.sample`. Begun when a version is verified, answered when every version in it is."""
         await self._run.weight_sync.until_verified(0)
-        sampled = await self._requests.sample(name, prompt_tokens, **sampling)
+        async with self._run.weight_sync.one_version() as version:
+            own = {} if version is None else {"version": version}
+            sampled = await self._requests.sample(name, prompt_tokens, **sampling, **own)
         if sampled:
             await self._run.weight_sync.until_verified(max(v for s in sampled for v in s.policy_versions))
         return sampled

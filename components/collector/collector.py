@@ -43,6 +43,10 @@ from .weight_sync import SyncReport, WeightSync
 logger = logging.getLogger(__name__)
 
 
+PolicyOf = Callable[..., EnginePolicy]
+"""(version=...) -> what a rollout samples from: all of it under this version, if it is not None."""
+
+
 class RunsTasks(Protocol):
     async def rollout(self, task: Task, policy: Any) -> list[Trajectory]: ...
 
@@ -345,7 +349,7 @@ class Collector(BaseCollector):
         return [g for task in ended if not task.cancelled() and (g := task.result()) is not None]
 
     async def _evaluated(self, sampling: EvalSampling, task: Task, clock: RolloutClock) -> list[Trajectory]:
-        def policy(attempt: int) -> EnginePolicy:
+        def policy(attempt: int, *, version: int | None) -> EnginePolicy:
             seed = None if sampling.temperature == 0 else derived_seed(self._seed, *task.task_id.encode(), attempt)
             return self._policy(
                 temperature=sampling.temperature,
@@ -354,6 +358,7 @@ class Collector(BaseCollector):
                 top_p=sampling.top_p,
                 max_response_tokens=sampling.max_tokens,
                 clock=clock,
+                version=version,
             )
 
         try:
@@ -422,7 +427,7 @@ class Collector(BaseCollector):
         temperature: float,
         admission: Admission | None = None,
         max_response_tokens: int | None = None,
-        policy_of: Callable[[int], EnginePolicy] | None = None,
+        policy_of: PolicyOf | None = None,
     ) -> tuple[list[Trajectory], Samples]:
         """The trajectories of one task, also as tensors, tried again `retries` times; then raises `RolloutFailed`.
 
@@ -446,26 +451,39 @@ class Collector(BaseCollector):
                 max_response_tokens=max_response_tokens,
                 clock=clock,
             )
-            policy = train_policy() if policy_of is None else policy_of(attempt)
-            rollout = functools.partial(self._environment.rollout, task, policy)
+            own_policy = train_policy if policy_of is None else functools.partial(policy_of, attempt)
+            try:
+                return await self._attempt(task, own_policy, clock=clock, group_size=group_size)
+            except EngineLost as error:
+                raise EngineLost(str(error)) from None
+            except WeightSyncError:  # no other attempt would be better
+                raise
+            except Exception as error:
+                too_long = f"rollout took longer than rollout.timeout_s = {r.timeout_s:g} s"
+                reason, last_error = too_long if isinstance(error, TookTooLong) else reason_of(error), error
+                logger.warning("task %s, attempt %d: %s", task.task_id, attempt, reason, exc_info=error)
+        raise RolloutFailed(reason) from last_error
+
+    async def _attempt(
+        self, task: Task, policy_of: PolicyOf, *, clock: RolloutClock, group_size: int
+    ) -> tuple[list[Trajectory], Samples]:
+        r = self._rollout
+        async with self._weight_sync.one_version() as version:
+            policy = policy_of(version=version)
             try:
                 with self._clock.doing("environment"):
                     trajectories = await within(
-                        r.timeout_s, rollout, counted_s=lambda: clock.counted_s, going_on=self._going_on
+                        r.timeout_s,
+                        functools.partial(self._environment.rollout, task, policy),
+                        counted_s=lambda: clock.counted_s,
+                        going_on=self._going_on,
                     )
                 samples = checked(
                     trajectories, group_size=group_size, max_model_len=r.max_model_len, versions=policy.versions
                 )
                 return trajectories, samples
-            except EngineLost as error:
-                raise EngineLost(str(error)) from None
-            except Exception as error:
-                too_long = f"rollout took longer than rollout.timeout_s = {r.timeout_s:g} s"
-                reason, last_error = too_long if isinstance(error, TookTooLong) else reason_of(error), error
-                logger.warning("task %s, attempt %d: %s", task.task_id, attempt, reason, exc_info=error)
             finally:
                 policy.end()
-        raise RolloutFailed(reason) from last_error
 
     def _policy(
         self,
@@ -476,6 +494,7 @@ class Collector(BaseCollector):
         clock: RolloutClock,
         top_p: float = 1.0,
         max_response_tokens: int | None = None,
+        version: int | None = None,
     ) -> EnginePolicy:
         r = self._rollout
         return EnginePolicy(
@@ -488,6 +507,7 @@ class Collector(BaseCollector):
             max_model_len=r.max_model_len,
             seed=seed,
             top_p=top_p,
+            version=version,
             count_tokens=self._count_tokens,
             generating=lambda: self._clock.doing("generate"),
             clock=clock,

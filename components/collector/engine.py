@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..config.engines import engine_kind
+from ..config.inputs import LoraConfig
 from ..importing import import_user_object
 from ..weights import Canary, CanaryGap, Manifest
 from .clock import RolloutClock
@@ -37,6 +38,7 @@ class EngineSettings:
     computes in (None: in `dtype`); an engine that cannot do that raises `Refused`. `initial_version`: that of the
     weights in `model_path`, which it serves from its start (None: it serves nothing before a verified load).
     `seeded`: some requests have a seed.
+    `lora`: what it loads are adapters of this form, several versions at a time, see `HoldsVersions`.
     `read_back`: whether `Engine.read_back` compares anything. `sleep_level`: of `Engine.sleep` (None: it is never
     called). `max_model_len`: tokens of a prompt and its response. `kv_cache_gib`: memory for keys and values on a CPU,
     in GiB.
@@ -56,6 +58,7 @@ class EngineSettings:
     seeded: bool = False
     read_back: bool = True
     sleep_level: int | None = None
+    lora: LoraConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -102,12 +105,14 @@ class Generates(Protocol):
         top_p: float = 1.0,
         clock: RolloutClock | None = None,
         heard: Heard | None = None,
+        version: int | None = None,
     ) -> list[SampledTokens]:
         """Sample n completions of one prompt. Cancelling the call aborts them.
 
         `temperature` 0: n times the likeliest one. `seed` makes the samples a function of (weights, prompt, seed),
         whatever else is being generated. `clock` is notified of the passes that worked on them. `heard` is told of
-        tokens on the way (at temperature 0, of completion 0 alone). Raises EngineLost.
+        tokens on the way (at temperature 0, of completion 0 alone). `version`: the adapter for all of its tokens; only
+        passed to an engine that holds several. Raises EngineLost.
         """
         ...
 
@@ -175,6 +180,23 @@ class LoadsWeights(Protocol):
         2. The token after a cached prompt, by the way that responses are generated: no keys or values of an earlier
            version are read.
         """
+        ...
+
+
+class HoldsVersions(LoadsWeights, Protocol):
+    """What a weight sync needs of an engine that serves adapters. A load adds a version, and changes no other one.
+
+    `load_weights`: nothing pauses, and no request is touched; the engine samples under the version only when asked to.
+    `read_back` also compares the weights that adapters are added to with `Manifest.base`, and raises `WeightSyncError`
+    with the check "base" where they differ.
+    """
+
+    async def score(self, canary: Canary, *, version: int | None = None) -> CanaryGap:
+        """See `LoadsWeights.score`, under this version."""
+        ...
+
+    async def drop(self, version: int) -> None:
+        """Forget a version that no request is of; nothing happens if it is not there."""
         ...
 
 

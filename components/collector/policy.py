@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from ..types import Completion, Message
+from ..weights import WeightSyncError
 from .clock import RolloutClock
 from .engine import Generates
 
@@ -27,8 +28,9 @@ class EnginePolicy:
     """One group's view of the engine.
 
     `seed` makes its samples a function of (weights, prompt, seed); None leaves them free. `top_p` below 1 is for
-    evaluation: the trainer does not reproduce such log-probabilities. Every request is within a `generating()` and
-    within `clock`, which the engine tells how much it worked on it.
+    evaluation: the trainer does not reproduce such log-probabilities. `version`: under which all of it is sampled, by
+    an engine that holds several (None: under what it serves at each token). Every request is within a `generating()`
+    and within `clock`, which the engine tells how much it worked on it.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class EnginePolicy:
         max_model_len: int,
         seed: int | None,
         top_p: float = 1.0,
+        version: int | None = None,
         count_tokens: Callable[[int], None],
         generating: Callable[[], AbstractContextManager[None]],
         clock: RolloutClock | None = None,
@@ -55,7 +58,10 @@ class EnginePolicy:
         self._max_response_tokens = max_response_tokens
         self.max_model_len = max_model_len
         self._seed = seed
-        self._top_p: dict[str, Any] = {} if top_p == 1.0 else {"top_p": top_p}
+        self._version = version
+        self._special: dict[str, Any] = {} if top_p == 1.0 else {"top_p": top_p}
+        if version is not None:
+            self._special["version"] = version
         self._num_calls = 0
         self._count_tokens = count_tokens
         self._generating = generating
@@ -105,10 +111,13 @@ class EnginePolicy:
                 max_tokens=min(self._max_response_tokens if max_tokens is None else max_tokens, room),
                 stop_token_ids=self.prompter.stop_token_ids,
                 seed=seed,
-                **self._top_p,
+                **self._special,
             )
         self._count_tokens(sum(len(s.tokens) for s in sampled))
         self.versions.update(*(s.policy_versions for s in sampled))
+        if self._version is not None and self.versions - {self._version}:
+            others = ", ".join(map(str, sorted(self.versions - {self._version})))
+            raise WeightSyncError("version", self._version, f"the engine sampled with version {others} in its place")
         # An engine may hand out hundreds of completions in one turn: let the loop breathe before decoding them.
         await asyncio.sleep(0)
         return [

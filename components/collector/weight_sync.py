@@ -20,7 +20,14 @@ import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -235,6 +242,10 @@ class WeightSync:
                 f"this engine serves version {self.verified_version}"
             ) from None
 
+    def one_version(self) -> AbstractAsyncContextManager[int | None]:
+        """Around a rollout: the version that all of it is sampled under; None: whichever is served at each token."""
+        return nullcontext()
+
     @asynccontextmanager
     async def generating_under(self, min_policy_version: int) -> AsyncIterator[None]:
         """Around the generation of a group: waits for weights of version `min_policy_version` or newer."""
@@ -386,10 +397,13 @@ class WeightSync:
 
     async def _canary_gap(self, manifest: Manifest) -> CanaryGap:
         with spans.span("canary", version=manifest.policy_version):
-            gap = await self._engine.score(manifest.canary)
+            gap = await self._score(manifest)
         if not self._tolerance.allows(gap):
             raise manifest.error("compute", f"engine and trainer differ on the canary by {gap}; {self._tolerance}")
         return gap
+
+    async def _score(self, manifest: Manifest) -> CanaryGap:
+        return await self._engine.score(manifest.canary)
 
     def _refuse(self, error: WeightSyncError) -> None:
         """It never reached the engine, which continues with what was proven."""

@@ -26,7 +26,8 @@ class Derived:
     `groups_per_generator`: the most groups that one engine works on at a time. `seeded_requests`: every request of a
     group has its own seed; never where one lives through a change of weights, because a KV cache that is rebuilt would
     rewind its generator. `versions_kept`: the newest, or, if engines pull the oldest, all that a group may still start
-    under. `shares_devices`: generators and trainer have the same CPUs and GPUs.
+    under. `adapter_versions`: the most that an engine holds at once, with `model.lora`. `shares_devices`: generators
+    and trainer have the same CPUs and GPUs.
     """
 
     reorder_window: int
@@ -53,6 +54,7 @@ class Derived:
     groups_per_generator: int
     seeded_requests: bool
     versions_kept: int
+    adapter_versions: int
     shares_devices: bool
 
     @property
@@ -128,7 +130,9 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
         scores_proximal=config.algorithm.needs_proximal,
         has_critic=config.algorithm.needs_critic and not offline,
         groups_per_generator=max(1, -(-outstanding // rollout.num_generators)),
-        seeded_requests=lockstep or config.staleness.in_flight == "off",
+        # With adapters a request ends under the weights that it began with, as it does where it is awaited.
+        seeded_requests=lockstep or config.staleness.in_flight == "off" or config.model.lora is not None,
+        adapter_versions=(config.model.lora and config.model.lora.max_versions) or versions_in_flight(first_use, u, n),
         versions_kept=bound + n + 1 if rollout.pull == "oldest" else 1,
         shares_devices=cluster.shares_devices and recipe.is_online,
         served_tolerance=config.param_server.tolerance_in(config.model.dtype),
@@ -144,6 +148,15 @@ def least_target_policy_lag(groups_per_step: int, updates_per_batch: int, publis
     """The smallest target lag at which admission never deadlocks: u * (ceil((W - 1) / P) + 1) + n - 2."""
     batches_overtaken = -(-(window - 1) // groups_per_step)
     return updates_per_batch * (batches_overtaken + 1) + publish_every - 2
+
+
+def versions_in_flight(max_policy_lag: int, updates_per_batch: int, publish_every: int) -> int:
+    """The most versions at once that a group under way began under, or may begin under; and never fewer than 2.
+
+    A group under way is in batch d or an earlier one, and began at version u * (d + 1) - 1 - L or later. Its batch is
+    not taken, so at most version u * d is published: these are L + 1 - u versions apart, and every n-th is published.
+    """
+    return max(2, (max_policy_lag + 1 - updates_per_batch) // publish_every + 1)
 
 
 def max_outstanding_groups(groups_per_step: int, updates_per_batch: int, window: int, target: int) -> int:

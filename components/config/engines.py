@@ -96,13 +96,15 @@ Problems = Callable[[Served], Iterator[tuple[str, str]]]
 @dataclass(frozen=True, kw_only=True)
 class EngineKind:
     """`target`: its class, "module:Class". `package`: what must be installed, and `without`: what must not be loaded
-    into the process of its collector, because another library would. `options`: its settings beside `name`.
+    into the process of its collector, because another library would. `options`: its settings beside `name`. `adapters`:
+    it serves several versions of an adapter at once (`model.lora`).
     """
 
     target: str
     options: type[EngineOptions] = EngineOptions
     package: str | None = None
     without: tuple[str, ...] = ()
+    adapters: bool = False
     problems: Problems = lambda served: iter(())
 
 
@@ -167,7 +169,7 @@ ENGINES = {
     "vllm": EngineKind(
         target="leeway.engines.vllm_engine:VllmEngine", options=VllmOptions, package="vllm", problems=_vllm_problems
     ),
-    "hf": EngineKind(target="leeway.engines.hf_engine:HfEngine", options=HfOptions, without=("vllm",)),
+    "hf": EngineKind(target="leeway.engines.hf_engine:HfEngine", options=HfOptions, without=("vllm",), adapters=True),
 }
 DEFAULT = "vllm"
 ADDRESS_ENGINE = "leeway.engines.address_engine:AddressEngine"

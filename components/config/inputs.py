@@ -30,6 +30,32 @@ class ModelInit(Section):
     init_std: PositiveFloat = Field(default=0.05, description="standard deviation of the random initial weights")
 
 
+ALL_LINEAR = "all-linear"
+
+
+class LoraConfig(Section):
+    """Train a low-rank adapter of the model, and publish that alone; the model itself stays as it is."""
+
+    rank: PositiveInt = Field(
+        default=16, description="rows of A and columns of B; at most the smaller side of a target"
+    )
+    alpha: PositiveFloat = Field(default=32.0, description="what the adapter adds is scaled by alpha / rank")
+    target_modules: list[str] | Literal["all-linear"] = Field(
+        default=ALL_LINEAR,
+        description="names of the linear layers that get one, e.g. [q_proj, v_proj]; all-linear: all but the head",
+    )
+    max_versions: PositiveInt | None = Field(
+        default=None,
+        ge=2,
+        description="versions that an engine holds at once; with fewer than a lag bound allows, a new one waits until "
+        "the trajectories of an old one have ended; null: as many as the bound allows",
+    )
+
+    @property
+    def scaling(self) -> float:
+        return self.alpha / self.rank
+
+
 class ModelConfig(Section):
     """The policy. Exactly one of `path` and `init` is set."""
 
@@ -49,6 +75,9 @@ class ModelConfig(Section):
     attn: Literal["auto", "sdpa", "flash_attention_2", "eager"] = Field(
         default="auto",
         description="attention of the trainer; auto: packed where that is exact, else the first of sdpa, eager that is",
+    )
+    lora: Annotated[LoraConfig | None, TRAINING] = Field(
+        default=None, description="train a low-rank adapter instead of all weights; null: all weights"
     )
 
 

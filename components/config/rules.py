@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from .derived import derive, least_target_policy_lag
-from .engines import check_engine, is_local_path
+from .engines import ENGINES, check_engine, engine_kind, is_local_path
 from .errors import ConfigError, words
 from .input_rules import (
     auxiliary_models_are_valid,
@@ -188,6 +188,44 @@ def only_a_gpu_is_offloaded(config: Config) -> None:
         )
 
 
+def adapters_are_possible(config: Config) -> None:
+    """Several versions of an adapter beside weights that never change: what that excludes."""
+    lora, engine = config.model.lora, config.rollout.engine_name
+    if lora is None:
+        return
+    if not engine_kind(engine).adapters:
+        able = ", ".join(name for name, kind in ENGINES.items() if kind.adapters)
+        raise ConfigError(
+            "rollout.engine.name",
+            got=engine,
+            expected=f"{able} where model.lora is set: an engine that holds several adapters",
+            fix=f"set rollout.engine.name={able.split(',')[0]}, or model.lora=null",
+        )
+    if config.staleness.in_flight == "keep":
+        raise ConfigError(
+            "staleness.in_flight",
+            got="keep",
+            expected="recompute or off where model.lora is set: a trajectory ends under the version that it began "
+            "with, so no cache is older than the weights that read it",
+            fix="leave it out",
+        )
+    if config.param_server.delta:
+        raise ConfigError(
+            "param_server.delta",
+            got=True,
+            expected="false where model.lora is set: an adapter is small, and each version changes all of it",
+            fix="leave it out",
+        )
+    if config.cluster.shares_devices:
+        raise ConfigError(
+            "cluster.placement",
+            got=config.cluster.placement,
+            expected="separate where model.lora is set: an engine that gives its memory back would lose the weights "
+            "that adapters are added to",
+            fix="leave it out",
+        )
+
+
 def engines_fit_on_shared_devices(config: Config) -> None:
     """An engine has the devices of one or more ranks, and in turns it loses its keys and values."""
     if not config.cluster.shares_devices:
@@ -248,6 +286,13 @@ def a_loop_of_ones_own_is_one_process(config: Config) -> None:
                 expected=f"{value} for a training loop of one's own",
                 fix=f"set train.{key}={value}, or use async_rl",
             )
+    if config.model.lora is not None:
+        raise ConfigError(
+            "model.lora",
+            got=words(f"rank {config.model.lora.rank}"),
+            expected="null: a training loop of one's own publishes all weights of its model",
+            fix="set model.lora=null, or use async_rl",
+        )
     if config.cluster.shares_devices:
         raise ConfigError(
             "cluster.placement",
@@ -532,6 +577,7 @@ RL_RULES: tuple[Rule, ...] = (
     evaluations_meet_published_weights,
     a_step_outlasts_its_rollouts,
     every_generator_has_a_group,
+    adapters_are_possible,
     engines_fit_on_shared_devices,
 )
 """Training on rollouts within the lag bound."""

@@ -72,6 +72,7 @@ def examine(
                 check_plugins(stage.config)
                 _check_pieces(stage)
                 _check_vocabularies(stage)
+                _check_adapters(stage)
                 _check_tasks(stage, seen)
                 check_resume(stage)
         except Unreachable as error:
@@ -153,6 +154,23 @@ def _check_vocabularies(stage: Stage) -> None:
             from ..tasks.vocabularies import check_same_tokens  # loads transformers
 
             check_same_tokens(key, os.path.expanduser(path), os.path.expanduser(policy))
+
+
+def _check_adapters(stage: Stage) -> None:
+    """Raise `Refused` for targets of `model.lora` that the model does not have, or that cannot have an adapter."""
+    model = stage.config.model
+    if model.lora is None or not stage.recipe.trains:
+        return
+    from ..trainer.lora import lora_targets  # loads transformers
+
+    if model.init is not None:
+        from ..tasks.bootstrap import unbuilt_model
+
+        lora_targets(unbuilt_model(model.init), model.lora)
+    elif model.path is not None and read_model_config("model.path", model.path) is not None:  # else it is not here yet
+        from ..trainer.pretrained import skeleton
+
+        lora_targets(skeleton(os.path.expanduser(model.path), "eager"), model.lora)
 
 
 def _check_tasks(stage: Stage, seen: set[str]) -> None:

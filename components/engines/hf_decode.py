@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,11 @@ from ..failures import Refused
 from ..trainer.families import ModelRefusedError, load_model, probe_tokens, short_windows
 from ..trainer.scoring import ScoringModel, head_input, is_packed, output_head, pass_arguments
 
+if TYPE_CHECKING:
+    from .hf_lora import Adapters
+
+Versions = Sequence[int | None]
+"""Of each row, the adapter that it is computed under; () where the model has none."""
 BLOCK = 32
 LEAST_ROWS = 8
 PREFILL_TOKENS = 4096
@@ -198,9 +205,10 @@ def _attention(
 class Decoder:
     """A model with a cache. Rows are numbered by the caller, who keeps them together: 0, 1, 2, ..."""
 
-    def __init__(self, model: ScoringModel) -> None:
+    def __init__(self, model: ScoringModel, adapters: Adapters | None = None) -> None:
         assert is_packed(model.lm)
         self.model = model
+        self.adapters = adapters
         self.device = model.lm.device
         self.cache = KeyValues()
 
@@ -210,15 +218,16 @@ class Decoder:
         self.cache = KeyValues()
         return num_bytes
 
-    def prefill(self, rows: Sequence[int], sequences: Sequence[Sequence[int]]) -> None:
+    def prefill(self, rows: Sequence[int], sequences: Sequence[Sequence[int]], versions: Versions = ()) -> None:
         """Read these sequences into these rows of the cache, which hold nothing else afterwards."""
         if rows:
             self.cache.reserve(max(rows) + 1, _blocks(max(map(len, sequences))))
             self.cache.clear(rows)
         for chunk in _chunks([len(s) for s in sequences]):
-            self._read([rows[i] for i in chunk], [sequences[i] for i in chunk])
+            own = [versions[i] for i in chunk] if versions else ()
+            self._read([rows[i] for i in chunk], [sequences[i] for i in chunk], own)
 
-    def _read(self, rows: list[int], sequences: list[Sequence[int]]) -> torch.Tensor:
+    def _read(self, rows: list[int], sequences: list[Sequence[int]], versions: Versions = ()) -> torch.Tensor:
         """Hidden states [R, T, D] of one pass over sequences that are padded to T tokens."""
         lengths = [len(s) for s in sequences]
         width = _blocks(max(lengths))
@@ -228,9 +237,9 @@ class Decoder:
             row[: len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
         # What pads stands at the last position, so that no position is beyond what the model knows.
         positions = torch.minimum(torch.arange(width), torch.tensor(lengths)[:, None] - 1)
-        return self._pass(tokens, positions, _Prompts(self.cache, rows))
+        return self._pass(tokens, positions, _Prompts(self.cache, rows), versions)
 
-    def step(self, tokens: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+    def step(self, tokens: Sequence[int], positions: Sequence[int], versions: Versions = ()) -> torch.Tensor:
         """Logits [B, V], float32, after one more token at its position in each of the rows 0 to B - 1."""
         num_rows = len(tokens)
         padding = [0] * (-(-num_rows // LEAST_ROWS) * LEAST_ROWS - num_rows)
@@ -238,14 +247,14 @@ class Decoder:
         self.cache.reserve(num_rows + len(padding), width)
         at = torch.tensor([*positions, *padding])
         attention = _Next(self.cache, at.to(self.device), width)
-        hidden = self._pass(torch.tensor([*tokens, *padding])[:, None], at[:, None], attention)
+        hidden = self._pass(torch.tensor([*tokens, *padding])[:, None], at[:, None], attention, versions)
         return self._logits(hidden[:, 0])[:num_rows]
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(self, sequences: Sequence[Sequence[int]], version: int | None = None) -> list[list[float]]:
         """The logprob of each token but the first, given those before it, at temperature 1. Uses the first rows."""
         scored: list[list[float]] = []
         for sequence in sequences:
-            hidden = self._read([0], [sequence])[0, : len(sequence) - 1]
+            hidden = self._read([0], [sequence], [version])[0, : len(sequence) - 1]
             targets = torch.tensor(sequence[1:], device=self.device)[:, None]
             logprobs = torch.log_softmax(self._logits(hidden) * self.model.transform.scale, dim=-1)
             scored.append(logprobs.gather(-1, targets)[:, 0].tolist())
@@ -257,9 +266,15 @@ class Decoder:
         cap = self.model.transform.cap
         return cap * torch.tanh(logits / cap) if cap else logits
 
-    def _pass(self, tokens: torch.Tensor, positions: torch.Tensor, attention: _Prompts | _Next) -> torch.Tensor:
+    def _pass(
+        self, tokens: torch.Tensor, positions: torch.Tensor, attention: _Prompts | _Next, versions: Versions
+    ) -> torch.Tensor:
         given = pass_arguments(self.model.lm, tokens.to(self.device), positions.to(self.device), attention, None)
-        with head_input(output_head(self.model.lm)) as seen:
+        num_rows, width = tokens.shape
+        adapted = nullcontext()
+        if self.adapters is not None:
+            adapted = self.adapters.applied(versions, num_rows=num_rows, width=width)
+        with adapted, head_input(output_head(self.model.lm)) as seen:
             self.model.lm(**given)
         return seen[0]
 

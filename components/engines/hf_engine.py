@@ -3,8 +3,9 @@
     event loop  --generate, pause, load-->  commands  -->  [ commands | admit, prefill | one pass | finish ]  thread
                 <--tokens, progress------------------------------------------------------------------------
 
-Requests join and leave between two passes, and so do weights. A sequence draws each token with a number of its own
-generator, so that its tokens are a function of (weights, prompt, seed).
+Requests join and leave between two passes, and so do weights. With adapters, several versions are there at once, and a
+request keeps the one that it was made for: nothing pauses, and no cache is read again. A sequence draws each token with
+a number of its own generator, so that its tokens are a function of (weights, prompt, seed).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from ..failures import Refused
 from ..transports.shared_memory import mapped
 from ..weights import Canary, CanaryGap, Manifest
 from .hf_decode import Decoder, load_decoder
+from .hf_lora import Adapters
 from .hf_weights import ModelTensors, load, read_back
 from .released import Released
 from .slices import SLICE_S, ends_within
@@ -54,6 +56,7 @@ class _Request:
     stop: frozenset[int]
     loop: asyncio.AbstractEventLoop
     heard: Heard | None = None
+    version: int | None = None
     answer: Future[list[SampledTokens]] = field(default_factory=Future)
     sequences: list[_Sequence] = field(default_factory=list)
 
@@ -103,6 +106,7 @@ class HfEngine:
         self._thread.start()
         try:
             self._decoder, self._tensors, self.cache_tokens = ready.result()
+            self._adapters = self._decoder.adapters
         except BaseException:
             self._commands.put(self._close)
             raise
@@ -127,6 +131,7 @@ class HfEngine:
         top_p: float = 1.0,
         clock: RolloutClock | None = None,
         heard: Heard | None = None,
+        version: int | None = None,
     ) -> list[SampledTokens]:
         room = self._settings.max_model_len - len(prompt_tokens)
         if not prompt_tokens or room < 1:
@@ -142,6 +147,7 @@ class HfEngine:
             stop=frozenset(stop_token_ids),
             loop=asyncio.get_running_loop(),
             heard=heard,
+            version=version,
         )
         first = self._seeds.getrandbits(62) if seed is None else seed
         num_sampled = n if temperature else 1
@@ -166,9 +172,9 @@ class HfEngine:
                 raise
         return completions if temperature else completions * n  # greedy: n times the same, sampled once
 
-    async def score(self, canary: Canary) -> CanaryGap:
+    async def score(self, canary: Canary, *, version: int | None = None) -> CanaryGap:
         with self.progress.call():
-            return await self._call(functools.partial(self._score, canary))
+            return await self._call(functools.partial(self._score, canary, version))
 
     def stage(self, manifest: Manifest, files: Sequence[Path] = ()) -> StagedWeights:
         new = [] if files else [np.empty(num_bytes, dtype=np.uint8) for num_bytes in manifest.bucket_bytes]
@@ -182,6 +188,9 @@ class HfEngine:
         paused: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> LoadTimes:
         started = time.monotonic()
+        if self._adapters is not None:
+            await asyncio.to_thread(self._adapters.load, staged)
+            return LoadTimes(drain_s=0.0, pause_s=0.0, ahead_s=time.monotonic() - started)
         with self.progress.call():
             await asyncio.wrap_future(await self._call(functools.partial(self._pause, in_flight == "off")))
         self.progress.pause()
@@ -192,6 +201,12 @@ class HfEngine:
             self.progress.resume()
         return LoadTimes(drain_s=stopped - started, pause_s=time.monotonic() - stopped)
 
+    async def drop(self, version: int) -> None:
+        """Between two passes, like everything that changes what a pass may use."""
+        assert self._adapters is not None
+        with self.progress.call():
+            await self._call(functools.partial(self._adapters.drop, version))
+
     async def sleep(self, *, in_flight: str) -> int:
         with self.progress.call():
             await asyncio.wrap_future(await self._call(functools.partial(self._pause, in_flight == "off")))
@@ -200,9 +215,11 @@ class HfEngine:
         return released
 
     async def read_back(self, staged: StagedWeights) -> None:
-        """Some tensors between two passes, so that generation continues."""
+        """Some tensors between two passes, so that generation continues; adapters beside them."""
         if not self._settings.read_back:
             return
+        if self._adapters is not None:
+            return await asyncio.to_thread(self._adapters.read_back, staged)
         reading, done = read_back(staged, self._tensors), False
         while not done:
             with self.progress.call():
@@ -266,13 +283,21 @@ class HfEngine:
                 head_dtype=None if s.head_dtype is None else getattr(torch, s.head_dtype),
             )
         decoder.prefill([0], [[0]])
+        if s.lora is not None:
+            with torch.inference_mode(False):
+                decoder.adapters = Adapters(decoder.model.lm, s.lora, dtype=getattr(torch, s.dtype))
         memory = s.kv_cache_gib * 2**30 if s.device == "cpu" else torch.cuda.mem_get_info()[0] / 2
         return decoder, ModelTensors(decoder.model.lm), int(memory / decoder.cache.bytes_per_token)
 
     def _accept(self, request: _Request) -> None:
         if self._death is not None:
             _answer(request.answer, functools.partial(_raise, self._death))
-        elif self._version < 0:
+        elif self._adapters is not None and request.version not in self._adapters:
+            absent = RuntimeError(
+                f"the engine was asked for tokens of version {request.version}, which it does not hold"
+            )
+            _answer(request.answer, functools.partial(_raise, absent))
+        elif self._adapters is None and self._version < 0:
             unready = RuntimeError("the engine was asked for tokens before it had any weights")
             _answer(request.answer, functools.partial(_raise, unready))
         elif self._drained is not None:
@@ -329,13 +354,15 @@ class HfEngine:
             self._cache_is_old = False
         self._admit()
         running = self._running
-        logits = self._decoder.step([s.tokens[-1] for s in running], [len(s.tokens) - 1 for s in running])
+        versions = [s.request.version for s in running]
+        logits = self._decoder.step([s.tokens[-1] for s in running], [len(s.tokens) - 1 for s in running], versions)
         tokens, logprobs = _sample(logits, running, scale=self._decoder.model.transform.scale)
         passed: dict[asyncio.AbstractEventLoop, list[Sampled]] = {}
         for s, token, logprob in zip(running, tokens, logprobs, strict=True):
+            version = self._version if s.request.version is None else s.request.version
             s.tokens.append(token)
             s.logprobs.append(logprob)
-            s.versions.append(self._version)
+            s.versions.append(version)
             if token in s.request.stop:
                 s.finish_reason = "stop"
             elif len(s.tokens) == s.num_wanted:
@@ -343,7 +370,7 @@ class HfEngine:
             sampled = Sampled(s.request.id, f"{s.request.id}-{s.index}", 1, bool(s.finish_reason))
             passed.setdefault(s.request.loop, []).append(sampled)
             if s.request.heard is not None:
-                _tell(s.request.loop, s.request.heard, s.index, [token], [logprob], self._version)
+                _tell(s.request.loop, s.request.heard, s.index, [token], [logprob], version)
         for loop, sampled in passed.items():
             _tell(loop, self.progress.passed, time.monotonic(), sampled)
         ended = {s.request.id: s.request for s in running if s.finish_reason}
@@ -374,7 +401,8 @@ class HfEngine:
                 copies.append((source, row))
         rows = list(sources.values())
         self._decoder.cache.reserve(len(self._running), 1)
-        self._decoder.prefill(rows, [self._running[row].tokens[:-1] for row in rows])
+        beginning = [self._running[row] for row in rows]
+        self._decoder.prefill(rows, [s.tokens[:-1] for s in beginning], [s.request.version for s in beginning])
         if copies:
             self._decoder.cache.copy(*zip(*copies, strict=True))
 
@@ -389,9 +417,10 @@ class HfEngine:
         placed = {rows[id(s)]: s for s in staying} | dict(zip(free, moving, strict=True))
         self._running = [placed[row] for row in range(len(sequences))]
 
-    def _score(self, canary: Canary) -> CanaryGap:
-        decoder = Decoder(self._decoder.model)  # with a cache of its own: requests continue afterwards
-        scored = decoder.score(canary.prompts.scored)
+    def _score(self, canary: Canary, version: int | None) -> CanaryGap:
+        # With a cache of its own: requests continue afterwards.
+        decoder = Decoder(self._decoder.model, self._adapters)
+        scored = decoder.score(canary.prompts.scored, version)
         gaps = [
             abs(a - b)
             for got, want in zip(scored, canary.logprobs, strict=True)
@@ -400,8 +429,9 @@ class HfEngine:
         contexts = canary.prompts.cached
         if not contexts:
             return CanaryGap.of(gaps, [])
-        decoder.prefill(range(len(contexts)), [c[:-1] for c in contexts])
-        logits = decoder.step([c[-1] for c in contexts], [len(c) - 1 for c in contexts])
+        versions = [version] * len(contexts)
+        decoder.prefill(range(len(contexts)), [c[:-1] for c in contexts], versions)
+        logits = decoder.step([c[-1] for c in contexts], [len(c) - 1 for c in contexts], versions)
         logprobs = torch.log_softmax(logits * decoder.model.transform.scale, dim=-1)
         got = [float(row[token]) for row, token in zip(logprobs, canary.next_tokens, strict=True)]
         return CanaryGap.of(gaps, [abs(a - b) for a, b in zip(got, canary.next_logprobs, strict=True)])

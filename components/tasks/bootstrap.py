@@ -48,6 +48,15 @@ def build_model_dir(init: Any, texts: Iterable[str], out_dir: str | Path, *, see
     return out
 
 
+def unbuilt_model(init: Any) -> Any:
+    """The model of `init` without weights, and with another vocabulary than the one that its task will give it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(_model_config(init))
+
+
 def _model_config(init: Any, **fields: Any) -> Any:
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]

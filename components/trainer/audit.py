@@ -13,19 +13,25 @@ from ..weights import Manifest, check_bucket, read_bucket
 from .names import PublishedNames
 from .scoring import ScoringModel
 from .sharding import reshard
-from .tensors import by_tensor, saved_tensors
+from .tensors import TensorsOf, by_tensor, saved_tensors
 
 
 @contextmanager
 def published_weights(
-    model: ScoringModel, names: PublishedNames, manifest: Manifest, buckets: Sequence[np.ndarray]
+    model: ScoringModel,
+    names: PublishedNames,
+    manifest: Manifest,
+    buckets: Sequence[np.ndarray],
+    *,
+    tensors_of: TensorsOf = saved_tensors,
 ) -> Iterator[None]:
     """Inside, `model` (sharded or not) has the weights of `manifest`; outside, its own again, bit for bit.
 
-    Every rank reads the whole publication and keeps its own shards of it. Costs one more copy of the rank's shards.
+    `tensors_of`: those that are published. Every rank reads the whole publication and keeps its own shards of it. Costs
+    one more copy of the rank's shards.
     """
     reshard(model)
-    tensors = {aliases[0]: tensor for tensor, aliases in by_tensor(saved_tensors(model.lm)).items()}
+    tensors = {aliases[0]: tensor for tensor, aliases in by_tensor(tensors_of(model.lm)).items()}
     missing = {name: names.parts(name, t.shape) for name, t in tensors.items()}
     found: dict[str, torch.Tensor] = {}
     own = {name: _local(t).detach().clone() for name, t in tensors.items()}

@@ -64,11 +64,13 @@ def take_state(
     policy_version: int,
     objective: dict[str, float],
     loss_scale: dict[str, float],
+    adapts: dict[str, str | float] | None = None,
     copy: bool,
 ) -> TrainerState:
     """The current state of this rank; with `copy`, a snapshot in main memory that training does not change.
 
-    A copy is as large as this rank's share of weights and optimizer state: 12 bytes per parameter, over the ranks.
+    A copy is as large as this rank's share of weights and optimizer state: 12 bytes per parameter that is trained, over
+    the ranks. `adapts`: of adapters, the digest of the weights that they belong to (rank 0 has it) and their scaling.
     """
     tensors = _tensors(modules)
     if copy:
@@ -77,6 +79,8 @@ def take_state(
     about = {"format": FORMAT, "policy_version": policy_version, "num_ranks": num_ranks, "objective": objective}
     if loss_scale:
         about["loss_scale"] = loss_scale
+    if adapts is not None:
+        about["adapts"] = adapts
     return TrainerState(tensors=tensors, about=about, rank=rank, num_ranks=num_ranks)
 
 
@@ -107,16 +111,25 @@ def write_state(
 
 
 def load_state(
-    directory: Path, *, modules: SavedModules, device: torch.device, rank: int, num_ranks: int
+    directory: Path,
+    *,
+    modules: SavedModules,
+    device: torch.device,
+    rank: int,
+    num_ranks: int,
+    adapts: dict[str, str | float] | None = None,
 ) -> dict[str, Any]:
     """Load what `write_state` wrote into models, optimizers and generators; returns state.json.
 
-    Every rank reads only what it needs. Raises `CheckpointError`: for anything wrong with the index, the sizes of files
-    or the model before anything is changed; for a damaged block when it is read, and then the state is half loaded.
+    `adapts`: as for `take_state`. Every rank reads only what it needs. Raises `CheckpointError`: for anything wrong
+    with the index, the sizes of files or the model before anything is changed; for a damaged block when it is read, and
+    then the state is half loaded.
     """
     state, index = _read(directory)
     tensors = _tensors(modules)
     _check_same_model(directory, tensors, index.tensors)
+    if rank == 0:
+        _check_same_base(directory, adapts, state.get("adapts"))
     generators = _generators(directory, index.tensors, rng_state(device), rank)
     targets = {name: local_rows(t, rank=rank, num_ranks=num_ranks) for name, t in (tensors | generators).items()}
     try:
@@ -211,6 +224,7 @@ def _remedy(directory: Path) -> str:
 
 def _tensors(modules: SavedModules) -> dict[str, torch.Tensor]:
     """Every tensor of the state by name, as the live objects. A parameter that had no gradient yet has zero moments.
+    What is frozen is no part of it.
 
     Tied tensors are there once, under their first name.
     """
@@ -221,6 +235,8 @@ def _tensors(modules: SavedModules) -> dict[str, torch.Tensor]:
         reshard(model)
         known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         for tensor, (name, *_) in by_tensor(saved_tensors(model)).items():
+            if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+                continue  # it is in model.path, as it always was
             tensors[f"model.{prefix}{name}"] = tensor.detach()
             if not isinstance(tensor, nn.Parameter):
                 continue  # a buffer, which is not trained
@@ -255,6 +271,18 @@ def _check_same_model(directory: Path, tensors: dict[str, torch.Tensor], saved: 
             f"checkpoint {directory} belongs to another model: {len(different)} tensors differ, first {name}: "
             f"{_described(found.get(name))} in the checkpoint, {_described(expected.get(name))} in the model"
         )
+
+
+def _check_same_base(directory: Path, own: dict[str, str | float] | None, saved: Any) -> None:
+    """An adapter belongs to the weights that it was trained with, and to its scaling."""
+    saved = saved if isinstance(saved, dict) else {}
+    for what, key in (("base", "model.path"), ("scaling", "model.lora.alpha")):
+        if own is not None and own[what] != saved.get(what):
+            got, expected = str(saved.get(what))[:16], str(own[what])[:16]
+            raise CheckpointError(
+                f"checkpoint {directory} holds adapters of another {'model' if what == 'base' else 'scaling'} "
+                f"({what} {got}, here {expected}): they fit only what they were trained with; restore {key}"
+            )
 
 
 def _rng_prefix(rank: int) -> str:

@@ -20,7 +20,7 @@ from .names import PublishedNames
 from .scoring import ScoringModel
 from .sharding import reshard
 from .shards import local_rows
-from .tensors import by_tensor, saved_tensors
+from .tensors import TensorsOf, by_tensor, saved_tensors
 
 
 class Gatherer:
@@ -31,13 +31,22 @@ class Gatherer:
     for each other for ever.
     """
 
-    def __init__(self, model: ScoringModel, *, dtype: torch.dtype, bucket_bytes: int, timeout_s: float) -> None:
-        self._model = model
+    def __init__(
+        self,
+        model: ScoringModel,
+        *,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+        timeout_s: float,
+        tensors_of: TensorsOf = saved_tensors,
+    ) -> None:
+        """`tensors_of`: which of the model's tensors, by name, as the live objects."""
+        self._model, self._tensors_of = model, tensors_of
         self.names = PublishedNames(model.lm)
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         reshard(model)
         # Tied: an engine may keep a packed copy under the other name, so both names are published.
-        tensors = by_tensor(saved_tensors(model.lm))
+        tensors = by_tensor(tensors_of(model.lm))
         self.plans = plan_buckets(
             ((n, dtype if isinstance(t, torch.nn.Parameter) else t.dtype, t.shape) for t, n in tensors.items()),
             bucket_bytes,
@@ -108,7 +117,7 @@ class Gatherer:
 
     def _live(self) -> dict[str, torch.Tensor]:
         reshard(self._model)
-        return saved_tensors(self._model.lm)
+        return self._tensors_of(self._model.lm)
 
     def _part_of(self, plan: BucketPlan, tensors: dict[str, torch.Tensor]) -> BucketPlan:
         """How this rank's part of a bucket lies in memory."""

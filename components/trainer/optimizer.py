@@ -38,7 +38,7 @@ def embedding_ids(model: nn.Module) -> set[int]:
 def make_optimizer(
     parameters: Iterable[nn.Parameter], settings: OptimizerConfig, *, embeddings: Collection[int] = ()
 ) -> torch.optim.AdamW:
-    """AdamW in two groups, with weight decay and without.
+    """AdamW in two groups, with weight decay and without, over the parameters that are trained.
 
     `settings.decay`: `all`; `matrices`: excludes one-dimensional parameters, that is biases and norm gains;
     `hidden_matrices`: also excludes the `embeddings` (ids, see `embedding_ids`).
@@ -49,7 +49,7 @@ def make_optimizer(
             return True
         return parameter.ndim >= 2 and not (settings.decay == "hidden_matrices" and id(parameter) in embeddings)
 
-    parameters = list(parameters)
+    parameters = [p for p in parameters if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if decays(p)], "weight_decay": settings.weight_decay},
         {"params": [p for p in parameters if not decays(p)], "weight_decay": 0.0},

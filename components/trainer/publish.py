@@ -33,6 +33,7 @@ class _Version:
     """One on its way. `canary`: scored under it; `gathered`: this rank's copy may be overwritten."""
 
     policy_version: int
+    base: str
     canary: Future[Canary] = field(default_factory=Future)
     gathered: Future[None] = field(default_factory=Future)
 
@@ -62,8 +63,8 @@ class Publisher:
         """What publishing holds: the copy, a bucket, and what the transport keeps."""
         return sum(part.nbytes for part in self._copy) + self._bucket.nbytes + self._transport.memory_bytes
 
-    def begin(self, policy_version: int) -> None:
-        """Copy the current weights aside, and send them while training continues.
+    def begin(self, policy_version: int, *, base: str = "") -> None:
+        """Copy the current weights aside, and send them while training continues; `base`: see `Manifest`.
 
         Waits until the last version has been gathered, and raises what that failed with.
         """
@@ -72,7 +73,7 @@ class Publisher:
         if not self._copy:
             self._copy, self._bucket = self._gatherer.new_parts(), self._gatherer.new_bucket()
         copied = self._gatherer.copy_parts(self._copy)
-        self._last = _Version(policy_version)
+        self._last = _Version(policy_version, base)
         self._unclaimed = self._beside.submit(self._send, self._last, copied)
 
     def score(self, score: Callable[[], Canary]) -> None:
@@ -134,7 +135,8 @@ class Publisher:
             entries = [entry for _, of_bucket in uploaded for entry in of_bucket]
             sizes = [num_bytes for num_bytes, _ in uploaded]
             digest = digest_of(entries)
-            return outgoing.commit(Manifest(version.policy_version, entries, sizes, canary, digest, self._checksum))
+            manifest = Manifest(version.policy_version, entries, sizes, canary, digest, self._checksum, version.base)
+            return outgoing.commit(manifest)
         except BaseException as error:
             if not version.gathered.done():
                 version.gathered.set_exception(error)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from .checkpoint import SavedModules, take_state, write_state
 from .gather import Gatherer
+from .lora import MergedWeights
 from .writing import on_all_ranks
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class Saver:
         settings: TrainerSettings,
         *,
         modules: SavedModules,
-        gatherer: Gatherer,
+        weights: Gatherer | MergedWeights,
+        adapts: dict[str, str | float] | None,
         policy_version: int,
         objective: dict[str, float],
         loss_scale: dict[str, float],
@@ -49,9 +51,10 @@ class Saver:
     ) -> float:
         """Copy everything of `parts`, to resume from, then write it to the folder `state` in the background.
 
-        Returns the seconds that the caller was blocked. `hf`: rank 0 writes the exported weights before this returns, a
-        bucket at a time, because a whole copy of them may not fit into its memory; the folder is renamed in the
-        background. If `checkpoint.in_background` is false, nothing is copied; all is written before this returns.
+        Returns the seconds that the caller was blocked. `weights`: what is exported; `adapts`: see `take_state`. `hf`:
+        rank 0 writes the exported weights before this returns, a bucket at a time, because a whole copy of them may not
+        fit into its memory; the folder is renamed in the background. If `checkpoint.in_background` is false, nothing is
+        copied; all is written before this returns.
         """
         assert self._pending is None, "one checkpoint at a time: finish() the last one first"
         started, beside = time.monotonic(), settings.checkpoint.in_background
@@ -65,12 +68,13 @@ class Saver:
                 policy_version=policy_version,
                 objective=objective,
                 loss_scale=loss_scale,
+                adapts=adapts,
                 copy=beside,
             )
             max_writers = settings.checkpoint.max_writers
             work.append(lambda: write_state(state, taken, group=self._group, max_writers=max_writers))
         if hf is not None:
-            finish = self._written_in_parts(settings, gatherer, hf)
+            finish = self._written_in_parts(settings, weights, hf)
             work.append(lambda: on_all_ranks(finish, hf, self._group))
         self._pending = self._thread.submit(_timed, work)
         if not beside:
@@ -89,7 +93,7 @@ class Saver:
         self._thread.shutdown()
 
     def _written_in_parts(
-        self, settings: TrainerSettings, gatherer: Gatherer, folder: Path
+        self, settings: TrainerSettings, weights: Gatherer | MergedWeights, folder: Path
     ) -> Callable[[], None] | None:
         """Rank 0: a function that renames the folder to its final name, or raises if writing the weights failed."""
         writer: HFWriter | None = None
@@ -101,7 +105,7 @@ class Saver:
                 writer = HFWriter(settings.path_of(None), folder, dtype=settings.dtype)
             except OSError as error:
                 failure = error
-        for plan, memory in gatherer.buckets():
+        for plan, memory in weights.buckets():
             if writer is not None and memory is not None and failure is None:
                 try:
                     # A model's own files name tied weights once.
@@ -114,6 +118,8 @@ class Saver:
             if failure is not None:
                 raise failure
             assert writer is not None
+            if isinstance(weights, MergedWeights):
+                weights.write_beside(folder)
             writer.finish()
 
         return finish if self._rank == 0 else None

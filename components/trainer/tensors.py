@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+TensorsOf = Callable[[nn.Module], dict[str, torch.Tensor]]
+"""Some of a model's `saved_tensors`."""
 
 
 def saved_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

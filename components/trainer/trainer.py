@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -32,6 +33,7 @@ from .canary import score_canary
 from .checkpoint import SavedModules, load_state
 from .families import find_model
 from .gather import Gatherer
+from .lora import MergedWeights, adapt, adapter_tensors, adapters_off, base_tensors, digest_of_base, initial_adapters
 from .memory import peak_memory_gib
 from .microbatch import Microbatch, Packing, empty_microbatch, split_into_microbatches
 from .offload import Offload
@@ -42,6 +44,7 @@ from .saver import Saver
 from .scoring import ScoringModel
 from .settings import TrainerSettings
 from .sharding import make_mesh, shard
+from .tensors import saved_tensors
 from .vocabulary import check_vocabulary
 
 if TYPE_CHECKING:  # the benchmark runs where tensordict is not installed
@@ -84,6 +87,13 @@ class Trainer:
             mesh=mesh,
             cpu_offload=train.cpu_offload,
         )
+        lora = settings.model.lora
+        if lora is not None:
+            adapt(found.lm, lora)
+            on = torch.device("cpu") if train.cpu_offload else self._device
+            found.weights.update(
+                initial_adapters(found.lm, seed=settings.seed, rank=rank, num_ranks=num_ranks, device=on)
+            )
         model = found.scoring_model(train.logprob_chunk_tokens)
         self._packing: Packing = "padded"
         if model.is_packed:
@@ -100,7 +110,9 @@ class Trainer:
         )
         self._objective = settings.objective
         self._reference: ScoringModel | None = None
-        if self._objective.needs_reference:
+        # Without its adapter, the policy is the model that training started from.
+        self._refers_to_base = lora is not None and settings.reference_path is None and self._objective.needs_reference
+        if self._objective.needs_reference and not self._refers_to_base:
             path = settings.path_of(settings.reference_path)
             self._reference = load_reference(path, settings, mesh, device=self._device)
             check_vocabulary("algorithm.reference_path", path, self._reference.lm, policy=self._model.lm)
@@ -114,9 +126,16 @@ class Trainer:
             self._optimizer, settings.optimizer, total_steps=settings.total_steps, loss_scale=self._loss_scale
         )
         weights = settings.param_server
-        self._gatherer = Gatherer(
-            self._model, dtype=settings.dtype, bucket_bytes=weights.bucket_mb * 2**20, timeout_s=timeout_s
+        gatherer = functools.partial(
+            Gatherer, self._model, dtype=settings.dtype, bucket_bytes=weights.bucket_mb * 2**20, timeout_s=timeout_s
         )
+        self._published = saved_tensors if lora is None else adapter_tensors
+        self._gatherer = gatherer(tensors_of=self._published)
+        self._base = None if lora is None else gatherer(tensors_of=base_tensors)
+        self._base_digest: str | None = None
+        self._exported: Gatherer | MergedWeights = self._gatherer
+        if lora is not None and self._base is not None:
+            self._exported = MergedWeights(self._base, self._gatherer, lora, base_path=settings.path_of(None))
         self._publisher = Publisher(
             self._gatherer, transport=self._transport, checksum=weights.checked_with, timeout_s=timeout_s
         )
@@ -149,7 +168,7 @@ class Trainer:
             if proximal_logprobs is None:
                 proximal_logprobs = self.token_logprobs(batch)
             objective = objective.for_step(self._gathered(objective.step_values(batch, proximal_logprobs)))
-        reference_logprobs = self._score(self._reference, batch) if self._reference is not None else None
+        reference_logprobs = self._reference_logprobs(batch)
         sums = torch.zeros(objective.num_sums, dtype=torch.float64, device=self._device)
         maxima = torch.full((objective.num_maxima,), float("-inf"), dtype=torch.float64, device=self._device)
         current_is_proximal = objective.needs_proximal and proximal_logprobs is None
@@ -180,11 +199,17 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, batch: TrainBatch) -> dict[str, float]:
         """Evaluate the objective on this share of data under the current weights (a collective); nothing is learned."""
-        reference_logprobs = self._score(self._reference, batch) if self._reference is not None else None
+        reference_logprobs = self._reference_logprobs(batch)
         losses = [self._loss(self._objective, m, batch)[1] for m in self._passes(batch, None, reference_logprobs)]
         sums = self._reduce(torch.stack([loss.sums for loss in losses]).sum(0), dist.ReduceOp.SUM)
         maxima = torch.stack([loss.maxima for loss in losses]).amax(0)
         return self._objective.metrics(sums, self._reduce(maxima, dist.ReduceOp.MAX))
+
+    def _reference_logprobs(self, batch: TrainBatch) -> torch.Tensor | None:
+        if self._refers_to_base:
+            with adapters_off(self._model):
+                return self._score(self._model, batch)
+        return self._score(self._reference, batch) if self._reference is not None else None
 
     @torch.no_grad()
     def _score(self, model: ScoringModel, batch: TrainBatch) -> torch.Tensor:
@@ -201,7 +226,8 @@ class Trainer:
         `batch` is this rank's share, `manifest` and `buckets` a kept publication (a collective). Returns the `sum`,
         `max` and number (`tokens`) of |trainer - engine| in nats over all ranks. The weights do not change.
         """
-        with published_weights(self._model, self._gatherer.names, manifest, buckets):
+        names = self._gatherer.names
+        with published_weights(self._model, names, manifest, buckets, tensors_of=self._published):
             logprobs = self.token_logprobs(batch)
         chosen = batch.loss_mask & (batch.policy_versions == manifest.policy_version)
         gaps = (logprobs - batch.behavior_logprobs)[chosen].abs().double()
@@ -222,7 +248,7 @@ class Trainer:
 
         `score_canary` follows, before the weights change.
         """
-        self._publisher.begin(self.policy_version)
+        self._publisher.begin(self.policy_version, base=self._digest_of_base() or "")
         return {"train/publish_memory_gib": self._publisher.memory_bytes / 2**30}
 
     @torch.no_grad()
@@ -254,7 +280,8 @@ class Trainer:
         seconds = self._saver.begin(
             self._settings,
             modules=self._saved_modules(),
-            gatherer=self._gatherer,
+            weights=self._exported,
+            adapts=self._adapts(),
             policy_version=self.policy_version,
             objective=self._objective.state_dict(),
             loss_scale=self._loss_scale.state_dict(),
@@ -288,6 +315,7 @@ class Trainer:
             device=self._device,
             rank=self._rank,
             num_ranks=self._settings.train.num_ranks,
+            adapts=self._adapts(),
         )
         self.policy_version = int(state["policy_version"])
         self._objective = self._objective.with_state(state["objective"])
@@ -349,6 +377,17 @@ class Trainer:
     def _saved_modules(self) -> SavedModules:
         """What checkpoints hold."""
         return {"": (self._model, self._optimizer)}
+
+    def _digest_of_base(self) -> str | None:
+        """Of what adapters are added to, made once; rank 0 alone has it, and None where all weights are trained."""
+        if self._base is not None and self._base_digest is None:
+            self._base_digest = digest_of_base(self._base) or ""
+        return self._base_digest
+
+    def _adapts(self) -> dict[str, str | float] | None:
+        """What a checkpoint of adapters belongs to; None where all weights are trained."""
+        lora, digest = self._settings.model.lora, self._digest_of_base()
+        return None if lora is None else {"base": digest or "", "scaling": lora.scaling}
 
     def _check_versions(self, batch: TrainBatch) -> None:
         check_versions(

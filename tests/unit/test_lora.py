@@ -1,0 +1,353 @@
+"""Adapters from the trainer to the engine: what is trained, published, served and exported, and under which version."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.trainers import (
+    CANARY,
+    batch_of,
+    one_rank_trainer,
+    random_trajectories,
+    save_model,
+    settings_of,
+)
+from transformers import AutoModelForCausalLM
+
+from leeway.algorithms.kl import KLPenalty
+from leeway.algorithms.objective import PolicyObjective
+from leeway.collector.adapter_sync import AdapterSync
+from leeway.collector.engine import EngineSettings
+from leeway.config.inputs import LoraConfig
+from leeway.config.learning import OptimizerConfig
+from leeway.engines.hf_engine import HfEngine
+from leeway.failures import Refused
+from leeway.trainer.checkpoint import CheckpointError
+from leeway.trainer.lora import ADAPTER_DIR
+from leeway.trainer.trainer import Trainer
+from leeway.transports.object_store import ObjectStore
+from leeway.weights import Publication, Tolerance, WeightSyncError
+
+LORA = LoraConfig(rank=4, alpha=8.0)
+OPTIMIZER = OptimizerConfig(lr=0.03, max_skipped_steps=0)
+PROMPT = [5, 9, 33, 2, 60]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), tied=True)
+
+
+@pytest.fixture
+def make(model_path: Path, group_of_one_rank: None) -> Callable[..., Trainer]:
+    return functools.partial(
+        one_rank_trainer, model_path, **{"lora": LORA, "optimizer": OPTIMIZER, "max_policy_lag": 100}
+    )
+
+
+def step(trainer: Trainer) -> None:
+    trainer.forward_backward(batch_of(random_trajectories(trainer.policy_version, 9)))
+    trainer.optim_step()
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.full_tensor().clone() for name, p in trainer._model.named_parameters()}
+
+
+# ----------------------------------------------------------------------------------------------------- the trainer
+
+
+def test_adapters_alone_are_trained_and_published(make):
+    trainer = make()
+    before = weights_of(trainer)
+    step(trainer)
+    changed = {name for name, tensor in weights_of(trainer).items() if not torch.equal(tensor, before[name])}
+    # A moves only once B is not zero.
+    assert changed == {name for name in before if name.endswith("lora_B.weight")}
+    trainer.publish()
+    manifest = trainer.publication().manifest
+    assert {e.name for e in manifest.entries} == {
+        name.removeprefix("lm.") for name in before if ".lora_A." in name or ".lora_B." in name
+    }
+    assert len(manifest.entries) == 2 * 7 * 2
+    whole = one_rank_trainer(trainer._settings.path_of(None))
+    whole.publish()
+    assert manifest.num_bytes < whole.publication().manifest.num_bytes
+
+
+def test_a_new_adapter_changes_nothing(make, model_path):
+    batch = batch_of(random_trajectories(0, 9))
+    assert torch.equal(make().token_logprobs(batch), one_rank_trainer(model_path).token_logprobs(batch))
+
+
+def test_exports_are_what_peft_makes_of_the_adapter(make, model_path, tmp_path):
+    peft = pytest.importorskip("peft")
+    trainer = make()
+    for _ in range(3):
+        step(trainer)
+    trainer.save(str(tmp_path / "hf"))
+    load = functools.partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    adapted = peft.PeftModel.from_pretrained(load(model_path), tmp_path / ADAPTER_DIR)
+    merged, base = load(tmp_path / "hf"), load(model_path)
+    assert "lora" not in str(merged)
+    tokens = torch.tensor([CANARY.cached[0]])
+    with torch.no_grad():
+        expected = adapted(tokens).logits
+        assert (merged(tokens).logits - expected).abs().max() < 1e-4
+        assert (base(tokens).logits - expected).abs().max() > 0.1
+    batch = batch_of(random_trajectories(0, 9))
+    assert (one_rank_trainer(tmp_path / "hf").token_logprobs(batch) - trainer.token_logprobs(batch)).abs().max() < 1e-4
+
+
+def test_a_resumed_run_goes_on_exactly(make, tmp_path):
+    first = make()
+    for _ in range(2):
+        step(first)
+    first.save_state(str(tmp_path / "trainer"))
+    second = make(seed=7)  # whose adapters begin with other numbers
+    assert second.load_state(str(tmp_path / "trainer")) == 2
+    for trainer in (first, second):
+        step(trainer)
+    for (name, a), (_, b) in zip(weights_of(first).items(), weights_of(second).items(), strict=True):
+        assert torch.equal(a, b), name
+    saved = sum(file.stat().st_size for file in (tmp_path / "trainer").glob("*.safetensors"))
+    assert saved < 4 * sum(t.numel() for n, t in weights_of(first).items() if "lora" not in n), "it holds the base"
+
+
+def test_adapters_of_another_model_or_scaling_are_not_resumed(make, tmp_path):
+    trainer = make()
+    trainer.save_state(str(tmp_path / "trainer"))
+    other = save_model(tmp_path / "other", tied=False)
+    with pytest.raises(CheckpointError, match=r"adapters of another model .*model\.path"):
+        one_rank_trainer(other, lora=LORA).load_state(str(tmp_path / "trainer"))
+    with pytest.raises(CheckpointError, match=r"another scaling .scaling 2\.0, here 4\.0.*model\.lora\.alpha"):
+        make(lora=LoraConfig(rank=4, alpha=16.0)).load_state(str(tmp_path / "trainer"))
+
+
+def test_the_reference_is_the_model_without_its_adapter(make, model_path):
+    objective = PolicyObjective(
+        policy_loss=settings_of(model_path).objective.policy_loss,
+        aggregation="seq_mean_token_mean",
+        kl=KLPenalty(coef=0.1),
+    )
+    trainer = make(objective=objective)
+    assert trainer._reference is None
+    batch = batch_of(random_trajectories(0, 9))
+    expected = trainer.token_logprobs(batch)
+    step(trainer)
+    assert torch.equal(trainer._reference_logprobs(batch), expected)
+    assert not torch.equal(trainer.token_logprobs(batch), expected), "the adapter is on again"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"target_modules": ["q_porj"]}, r"got 'q_porj', expected some of .*; nearest: q_proj"),
+        ({"target_modules": ["lm_head"]}, r"got 'lm_head', which is the output head \(tied to the embeddings\)"),
+        ({"target_modules": ["embed_tokens"]}, r"got 'embed_tokens', which is the embedding \(tied"),
+        ({"target_modules": ["mlp"]}, r"got 'mlp', a Qwen2MLP, expected linear layers"),
+        ({"rank": 17}, r"model\.lora\.rank: got 17, expected at most 16, the smaller side of .*k_proj"),
+    ],
+)
+def test_what_cannot_have_an_adapter_is_refused_in_one_line(make, change, said):
+    with pytest.raises(Refused, match=said) as refused:
+        make(lora=LORA.model_copy(update=change))
+    assert "\n" not in str(refused.value)
+
+
+# ------------------------------------------------------------------------------------------------------ the engine
+
+
+class Scene:
+    """A trainer, its publications, and a real engine with its weight sync."""
+
+    def __init__(self, trainer: Trainer, path: Path) -> None:
+        self.trainer = trainer
+        self.publications: list[Publication] = []
+        self.logprobs: dict[int, Any] = {}
+        self.engine: Any = HfEngine(
+            EngineSettings(
+                model_path=str(path),
+                dtype="float32",
+                device="cpu",
+                max_model_len=128,
+                seed=0,
+                options={"max_num_seqs": 64},
+                cores=[],
+                kv_cache_gib=0.1,
+                lora=LORA,
+            )
+        )
+        self.states: list[dict[str, torch.Tensor]] = []
+
+    def publish(self) -> Publication:
+        if self.publications:
+            step(self.trainer)
+        self.trainer.publish()
+        self.publications.append(self.trainer.publication())
+        return self.publications[-1]
+
+    def sync(self, **changes: Any) -> AdapterSync:
+        async def nothing(newer_than: int, timeout_s: float) -> None:
+            await asyncio.sleep(timeout_s)
+
+        settings: dict[str, Any] = {
+            "in_flight": "recompute",
+            "tolerance": Tolerance(1e-4),
+            "pull_every": 1,
+            "deadline_s": 60.0,
+            "max_failures": 0,
+            "on_quarantine": nothing,
+            "paused": None,
+            "max_versions": 4,
+        }
+        return AdapterSync(self.engine, nothing, ObjectStore.of_this_process(), **(settings | changes))
+
+    async def generate(self, version: int, *, n: int = 1, seed: int = 3, max_tokens: int = 40) -> list[Any]:
+        return await self.engine.generate(
+            PROMPT, n=n, temperature=1.0, max_tokens=max_tokens, stop_token_ids=[], seed=seed, version=version
+        )
+
+
+@pytest.fixture
+def scene(make: Callable[..., Trainer], model_path: Path) -> Iterator[Scene]:
+    scene = Scene(make(), model_path)
+    yield scene
+    scene.engine.shutdown()
+
+
+def test_rows_of_several_versions_are_what_each_is_alone(scene):
+    """To the last bit, and as the trainer computes them."""
+
+    async def run() -> None:
+        async with contextlib.AsyncExitStack() as rollouts:
+            await compare(rollouts)
+
+    async def compare(rollouts: contextlib.AsyncExitStack) -> None:
+        sync, alone = scene.sync(), {}
+        for version in range(3):
+            await sync._sync(scene.publish())
+            assert sync.verified_version == version
+            await rollouts.enter_async_context(sync.one_version())
+            alone[version] = (await scene.generate(version))[0]
+            sequence = PROMPT + alone[version].tokens
+            trajectory = dataclasses.replace(
+                random_trajectories(0, 1)[0],
+                prompt_tokens=PROMPT,
+                response_tokens=alone[version].tokens,
+                loss_mask=[True] * 40,
+                behavior_logprobs=alone[version].logprobs,
+                policy_versions=[version] * 40,
+            )
+            assert len(sequence) == 45
+            own = scene.trainer.token_logprobs(batch_of([trajectory]))
+            assert (own - torch.tensor(alone[version].logprobs)).abs().max() < 1e-4
+        assert alone[0].tokens != alone[2].tokens
+        together = await asyncio.gather(*(scene.generate(version) for version in (2, 0, 1, 0, 2)))
+        for version, (completion,) in zip((2, 0, 1, 0, 2), together, strict=True):
+            assert completion == alone[version]
+            assert set(completion.policy_versions) == {version}
+
+    asyncio.run(run())
+
+
+def test_a_load_touches_nothing_that_is_under_way(scene):
+    """A rollout of two requests goes on under its version while another one is loaded, proven and served."""
+
+    async def run() -> None:
+        sync = scene.sync()
+        await sync._sync(scene.publish())
+        expected = [await scene.generate(0, n=3, seed=seed) for seed in (3, 4)]
+        async with sync.one_version() as version:
+            assert version == 0
+            first = asyncio.ensure_future(scene.generate(0, n=3))
+            while scene.engine.progress.num_tokens < 20:
+                await asyncio.sleep(0.001)
+            await sync._sync(scene.publish())
+            assert not first.done()
+            assert sync.verified_version == 1
+            async with sync.one_version() as newer:
+                assert newer == 1
+                other = await scene.generate(1, n=3)
+            assert {v for c in other for v in c.policy_versions} == {1}
+            assert await first == expected[0]
+            assert await scene.generate(version, n=3, seed=4) == expected[1]
+        [_, report] = sync.drain_reports()
+        assert report.pause_s == report.drain_s == 0.0
+
+    asyncio.run(run())
+
+
+def test_a_version_that_fails_its_proof_is_never_served(scene):
+    async def run() -> None:
+        sync = scene.sync(max_failures=9)
+        await sync._sync(scene.publish())
+        good = scene.publish()
+        # Right bytes, another function: the canary of the version before.
+        wrong = dataclasses.replace(good.manifest, canary=scene.publications[0].manifest.canary)
+        await sync._sync(Publication(wrong, good.bucket_refs))
+        assert (sync.verified_version, sync.num_refused, sync.num_quarantines) == (0, 1, 0)
+        assert 1 not in scene.engine._adapters
+        assert set((await scene.generate(0))[0].policy_versions) == {0}
+        await sync._sync(good)
+        assert sync.verified_version == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("what", ["adapter", "base"])
+def test_what_a_pass_computes_with_is_read_back(scene, what):
+    """One bit of an adapter, or of the weights under it, in the engine's own memory."""
+
+    async def run() -> None:
+        sync, engine = scene.sync(), scene.engine
+        await sync._sync(scene.publish())
+        if what == "base":
+            weights = engine._decoder.model.lm.model.layers[1].mlp.up_proj.weight.data
+            weights.view(torch.int32)[3, 3] ^= 1
+        else:
+            load = engine._adapters.load
+
+            def damaged(staged: Any) -> None:
+                load(staged)
+                own = engine._adapters._versions[1]["model.layers.1.mlp.up_proj.lora_A.weight"]
+                own.view(torch.int32)[0, 0] ^= 1
+
+            engine._adapters.load = damaged
+        with pytest.raises(WeightSyncError) as failed:
+            await sync._sync(scene.publish())
+        assert failed.value.check == ("base" if what == "base" else "load")
+        assert ("up_proj.lora_A" in str(failed.value)) == (what == "adapter")
+        # Nothing is right on a damaged base; a damaged adapter leaves the others.
+        assert sync.verified_version == (-1 if what == "base" else 0)
+
+    asyncio.run(run())
+
+
+def test_an_old_version_is_dropped_when_its_last_rollout_has_ended(scene):
+    async def run() -> None:
+        sync = scene.sync(max_versions=2)
+        await sync._sync(scene.publish())
+        async with sync.one_version() as oldest:
+            await sync._sync(scene.publish())
+            waiting = asyncio.ensure_future(sync._sync(scene.publish()))
+            for _ in range(20):
+                await asyncio.sleep(0.005)
+            assert not waiting.done(), "there is no place for a third one"
+            assert sync.verified_version == 1
+            assert set((await scene.generate(oldest))[0].policy_versions) == {0}
+        await waiting
+        assert sync.verified_version == 2
+        assert [v in scene.engine._adapters for v in (0, 1, 2)] == [False, True, True]
+        with pytest.raises(RuntimeError, match="version 0, which it does not hold"):
+            await scene.generate(0)
+
+    asyncio.run(run())
