@@ -11,7 +11,7 @@ import torch
 from ..config.engines import is_local_path
 from ..integrity import DamagedFileError
 from ..weights import plan_buckets
-from .checkpoint import STATE_DIR, STATE_FILE, CheckpointError, read_about, read_tensors
+from .checkpoint import STATE_DIR, STATE_FILE, CheckpointError, read_about, read_state, read_tensors
 from .export import HFWriter
 from .fsdp_files import FsdpWeights, fsdp_folders
 from .shards import Index, load_rows
@@ -68,6 +68,11 @@ def export_fsdp(folder: Path, target: Path, *, base_model: str | None = None, dt
 
 def export(step: Path, target: Path, *, base_model: str | None = None, dtype: str | None = None) -> None:
     """Write the weights of one sharded checkpoint as the Hugging Face folder `target`; see `convert`."""
+    if "adapts" in read_state(step / STATE_DIR):
+        raise CheckpointError(
+            f"{step}: its state holds adapters alone (model.lora), expected all weights; `leeway resume` the run, which "
+            "ends with hf/ and adapter/, or set checkpoint.save_hf=always"
+        )
     index = read_tensors(step / STATE_DIR)
     base = _base_of(step, base_model)
     writer = _writer(step, base, target, dtype)

@@ -89,10 +89,10 @@ def test_sequences_wait_for_memory_and_all_are_answered(tmp_path: Path) -> None:
     most = 0
     step = engine._decoder.step
 
-    def counted(tokens: Any, positions: Any) -> torch.Tensor:
+    def counted(tokens: Any, *others: Any) -> torch.Tensor:
         nonlocal most
         most = max(most, len(tokens))
-        return step(tokens, positions)
+        return step(tokens, *others)
 
     engine._decoder.step = counted  # type: ignore[method-assign]
     asked = engine.generate([4, 5], n=10, temperature=1.0, max_tokens=62, stop_token_ids=[2, 3])

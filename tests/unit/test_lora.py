@@ -12,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests import trainers
 from tests.trainers import (
     CANARY,
     batch_of,
+    end_group,
+    free_address,
     one_rank_trainer,
+    published,
     random_trajectories,
     save_model,
     settings_of,
@@ -26,11 +30,13 @@ from leeway.algorithms.kl import KLPenalty
 from leeway.algorithms.objective import PolicyObjective
 from leeway.collector.adapter_sync import AdapterSync
 from leeway.collector.engine import EngineSettings
+from leeway.config import ConfigError, derive, load_config
 from leeway.config.inputs import LoraConfig
 from leeway.config.learning import OptimizerConfig
 from leeway.engines.hf_engine import HfEngine
 from leeway.failures import Refused
 from leeway.trainer.checkpoint import CheckpointError
+from leeway.trainer.convert import convert
 from leeway.trainer.lora import ADAPTER_DIR
 from leeway.trainer.trainer import Trainer
 from leeway.transports.object_store import ObjectStore
@@ -130,6 +136,12 @@ def test_adapters_of_another_model_or_scaling_are_not_resumed(make, tmp_path):
         one_rank_trainer(other, lora=LORA).load_state(str(tmp_path / "trainer"))
     with pytest.raises(CheckpointError, match=r"another scaling .scaling 2\.0, here 4\.0.*model\.lora\.alpha"):
         make(lora=LoraConfig(rank=4, alpha=16.0)).load_state(str(tmp_path / "trainer"))
+
+
+def test_a_state_of_adapters_is_not_converted(make, tmp_path):
+    make().save_state(str(tmp_path / "step-000001" / "trainer"))
+    with pytest.raises(CheckpointError, match=r"holds adapters alone \(model\.lora\).*leeway resume"):
+        list(convert(tmp_path))
 
 
 def test_the_reference_is_the_model_without_its_adapter(make, model_path):
@@ -351,3 +363,93 @@ def test_an_old_version_is_dropped_when_its_last_rollout_has_ended(scene):
             await scene.generate(0)
 
     asyncio.run(run())
+
+
+# ------------------------------------------------------------------------------------------------------- two ranks
+
+RANK_1 = """
+from pathlib import Path
+from leeway.trainer.trainer import Trainer
+settings, address, batches, state, out = work
+trainer = Trainer(settings, rank=1, init_method=address)
+trainer.load_state(state)
+for batch in batches:
+    trainer.forward_backward(batch)
+    trainer.optim_step()
+trainer.publish()
+trainer.save(out)
+result = trainer.token_logprobs(batches[0]).tolist()
+trainer.close()
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_train_publish_and_export_what_one_does(make, model_path, other_ranks, tmp_path):
+    trajectories = random_trajectories(0, 9)
+    batches = {rank: [batch_of(trajectories, share=share)] * 2 for rank, share in enumerate((slice(0, 4), slice(4, 9)))}
+    alone = make(optimizer=trainers.OPTIMIZER)  # whose steps are nearly proportional to the gradient
+    alone.save_state(str(tmp_path / "trainer"))
+    for _ in range(2):
+        alone.forward_backward(batch_of(trajectories))
+        alone.optim_step()
+    expected = alone.token_logprobs(batch_of(trajectories))
+    one, _, one_tensors = published(alone)
+    alone.save(str(tmp_path / "one" / "hf"))
+    end_group()
+    settings = settings_of(model_path, lora=LORA, max_policy_lag=100, num_ranks=2)
+    address, state, out = free_address(), str(tmp_path / "trainer"), str(tmp_path / "two" / "hf")
+    other_ranks.begin(RANK_1, {1: (settings, address, batches[1], state, out)})
+    trainer = Trainer(settings, rank=0, init_method=address)
+    trainer.load_state(state)
+    for batch in batches[0]:
+        trainer.forward_backward(batch)
+        trainer.optim_step()
+    two, _, two_tensors = published(trainer)
+    trainer.save(out)
+    logprobs = trainer.token_logprobs(batches[0][0]).tolist()
+    end_group()
+    [others] = other_ranks.results()
+    assert torch.tensor(logprobs + others) == pytest.approx(expected, abs=1e-4)
+    assert (two.base, two.num_bytes) == (one.base, one.num_bytes)
+    for name, tensor in one_tensors.items():
+        assert (two_tensors[name] - tensor).norm() <= 1e-4 * tensor.norm() + 1e-6, name
+    load = functools.partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    merged = zip(load(tmp_path / "one" / "hf").parameters(), load(tmp_path / "two" / "hf").parameters(), strict=True)
+    assert all((a - b).abs().max() < 1e-4 for a, b in merged)
+
+
+# -------------------------------------------------------------------------------------------------------- settings
+
+
+def config_of(**changes: Any) -> Any:
+    return load_config("quickstart", ["model.lora.rank=8", *(f"{key}={value}" for key, value in changes.items())])
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, r"rollout\.engine\.name: got '?vllm"),
+        ({"staleness.in_flight": "keep"}, r"staleness\.in_flight: got '?keep"),
+        ({"param_server.delta": "true"}, r"param_server\.delta: got True"),
+        ({"cluster.placement": "turns"}, r"cluster\.placement: got '?turns"),
+        ({"model.lora.max_versions": "1"}, r"model\.lora\.max_versions"),
+        ({"model.lora.dropout": "0.1"}, r"model\.lora\.dropout"),
+    ],
+)
+def test_settings_that_adapters_exclude_are_refused_in_one_line(changes, said):
+    engine = {} if not changes else {"rollout.engine.name": "hf"}
+    with pytest.raises(ConfigError, match=said) as refused:
+        config_of(**engine, **changes)
+    assert "\n" not in str(refused.value)
+
+
+def test_an_engine_holds_as_many_versions_as_the_bound_can_need():
+    hf = {"rollout.engine.name": "hf"}
+    assert derive(config_of(**hf)).adapter_versions == 3
+    assert derive(config_of(**hf, **{"staleness.max_policy_lag": 8})).adapter_versions == 9
+    assert (
+        derive(config_of(**hf, **{"staleness.max_policy_lag": 0, "param_server.publish_every": 1})).adapter_versions
+        == 2
+    )
+    assert derive(config_of(**hf, **{"model.lora.max_versions": 5})).adapter_versions == 5
+    assert derive(config_of(**hf)).seeded_requests

@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from leeway.config.derived import max_outstanding_groups
+from leeway.config.derived import max_outstanding_groups, versions_in_flight
 from leeway.param_server.server import ParameterServer
 from leeway.replay.admission import AdmissionRule
 from leeway.replay.buffer import ReplayBuffer
@@ -75,6 +75,7 @@ class Schedule:
     K: int = 1
     cooldown: int = 0
     priority: bool = False
+    one_version: bool = False  # a group ends under the version that it began with: adapters
 
     @property
     def first_L(self) -> int:
@@ -147,6 +148,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         failed=failed,
         retried=retried,
         filtered=filtered,
+        one_version=rng.random() < 0.3,
     )
 
 
@@ -171,6 +173,7 @@ class Run:
     issued_again: int = 0
     mixed: int = 0
     most_in_use: int = 0
+    most_versions: int = 0
 
     async def play(self) -> None:
         s = self.schedule
@@ -270,7 +273,7 @@ class Run:
             living.result()
 
     async def _generate(self, name: str, generator: Generator) -> None:
-        weights = SimpleNamespace(version=-1, pulling=asyncio.Lock())
+        weights = SimpleNamespace(version=-1, pulling=asyncio.Lock(), begun=Counter())
         in_flight: set[asyncio.Task[None]] = set()
         try:
             while True:
@@ -303,17 +306,26 @@ class Run:
             assert newest is not None, f"a group waits for version {at_least}, which never came"
             await asyncio.sleep(self.schedule.pull_s)
             weights.version = newest.manifest.policy_version
+            self._hold(weights)
+
+    def _hold(self, weights: SimpleNamespace) -> None:
+        """An engine that serves adapters holds these versions now."""
+        s, held = self.schedule, len({weights.version, *+weights.begun})
+        assert not s.one_version or held <= versions_in_flight(s.first_L, s.u, s.n), f"{held} versions are in use"
+        self.most_versions = max(self.most_versions, held)
 
     async def _group(self, admission: Admission, weights: SimpleNamespace, generator: Generator) -> None:
         s, rng, group_id = self.schedule, self.rng, admission.group_id
         while True:
             await self._pull(weights, max(0, admission.min_policy_version))
-            versions = []
+            versions, first = [], weights.version
+            weights.begun[first] += s.one_version
             for _ in range(TOKENS):
                 if not generator.lazy and self.server.newest_version >= 0:
                     await self._pull(weights, self.server.newest_version)
-                versions.append(weights.version)
+                versions.append(first if s.one_version else weights.version)
                 await asyncio.sleep(s.group_s / TOKENS * (rng.paretovariate(1.2) if s.long_tail else rng.random()))
+            weights.begun[first] -= s.one_version
             if rng.random() < s.failed:
                 self.lost.add(f"{group_id}")
                 return await self.buffer.fail(group_id, "failed", attempt=admission.attempt)
@@ -413,6 +425,8 @@ def test_every_schedule_holds_the_bound_trains_everything_once_and_ends(number):
         seen["groups of several versions"] += run.mixed > 0
         seen["used again"] += any(len(used_in) > 1 for used_in in run.used_in.values())
         seen["used again at the bound"] += s.K > 1 and max(run.lags, default=0) == s.L
+        seen["of one version"] += s.one_version
+        seen["all versions in use"] += s.one_version and run.most_versions == versions_in_flight(s.first_L, s.u, s.n)
         if s.W == 1 and s.T == s.L and s.enough_generators and s.reachable:
             seen["tight"] += 1
             seen["tight and reached"] += max(run.lags, default=0) == s.L
@@ -429,6 +443,7 @@ def test_every_schedule_holds_the_bound_trains_everything_once_and_ends(number):
     assert seen["lockstep"] > NUM_SCHEDULES // 40, seen
     assert seen["used again"] > NUM_SCHEDULES // 20, seen
     assert seen["used again at the bound"] > NUM_SCHEDULES // 80, seen
+    assert seen["all versions in use"] > NUM_SCHEDULES // 40, seen
     assert seen["tight"] > NUM_SCHEDULES // 160, seen
     assert seen["tight and reached"] >= 0.8 * seen["tight"], seen
 
@@ -463,6 +478,17 @@ def test_a_min_policy_version_one_too_low_would_be_seen(monkeypatch):
     monkeypatch.setattr(AdmissionRule, "may_admit", lambda self, queue_index, *, published: True)
     with pytest.raises(AssertionError, match="bound 2"):
         play(PLAIN, 0)
+
+
+def test_versions_that_groups_of_one_version_need_are_no_more_than_the_bound_allows(monkeypatch):
+    """A generator that pulls as soon as it can, with groups that take longer than a step."""
+    eager = Generator(joins_s=0.0, lives_s=None, max_in_flight=40, lazy=False)
+    schedule = replace(PLAIN, W=3, T=3, L=3, one_version=True, generators=(eager,), group_s=9.0, long_tail=True)
+    run = play(schedule, 0)
+    check(schedule, run)
+    assert run.mixed == 0
+    assert max(run.lags) == 3
+    assert run.most_versions == versions_in_flight(3, 1, 1) == 4
 
 
 REUSED = replace(PLAIN, K=3, L=4, num_batches=8)
