@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from .. import spans
-from ..config import Config, derive
+from ..config import Config, Derived, derive
 from ..config.engines import engine_kind
 from ..config.inputs import EvalSampling
 from ..envs.registry import build_environment
@@ -67,10 +67,7 @@ class CollectorRun:
         clock = ActivityClock()
         self.buffer = buffer
         self.transport = open_transport(transport)
-        kind: Callable[..., WeightSync] = WeightSync
-        if settings.lora is not None:
-            kind = functools.partial(AdapterSync, max_versions=numbers.adapter_versions)
-        self.weight_sync = kind(
+        self.weight_sync = _kind_of_sync(settings, numbers)(
             engine,
             pull,
             self.transport,
@@ -106,6 +103,12 @@ class CollectorRun:
     def close(self) -> None:
         self.weight_sync.close()
         self.transport.close()
+
+
+def _kind_of_sync(settings: EngineSettings, numbers: Derived) -> Callable[..., WeightSync]:
+    if settings.lora is None:
+        return WeightSync
+    return functools.partial(AdapterSync, max_versions=numbers.adapter_versions)
 
 
 class CollectorActor(Watched):
@@ -185,8 +188,9 @@ class CollectorActor(Watched):
         """See `OpenRequests.sample`. Begun when a version is verified, answered when every version in it is."""
         await self._run.weight_sync.until_verified(0)
         async with self._run.weight_sync.one_version() as version:
-            own = {} if version is None else {"version": version}
-            sampled = await self._requests.sample(name, prompt_tokens, **sampling, **own)
+            if version is not None:
+                sampling["version"] = version
+            sampled = await self._requests.sample(name, prompt_tokens, **sampling)
         if sampled:
             await self._run.weight_sync.until_verified(max(v for s in sampled for v in s.policy_versions))
         return sampled

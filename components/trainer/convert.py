@@ -70,8 +70,8 @@ def export(step: Path, target: Path, *, base_model: str | None = None, dtype: st
     """Write the weights of one sharded checkpoint as the Hugging Face folder `target`; see `convert`."""
     if "adapts" in read_state(step / STATE_DIR):
         raise CheckpointError(
-            f"{step}: its state holds adapters alone (model.lora), expected all weights; `leeway resume` the run, which "
-            "ends with hf/ and adapter/, or set checkpoint.save_hf=always"
+            f"{step}: its state holds adapters alone (model.lora), expected all weights; `leeway resume` the run, "
+            "which ends with hf/ and adapter/, or set checkpoint.save_hf=always"
         )
     index = read_tensors(step / STATE_DIR)
     base = _base_of(step, base_model)

@@ -26,6 +26,7 @@ from tests.trainers import (
 )
 from transformers import AutoModelForCausalLM
 
+from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.kl import KLPenalty
 from leeway.algorithms.objective import PolicyObjective
 from leeway.collector.adapter_sync import AdapterSync
@@ -65,7 +66,8 @@ def step(trainer: Trainer) -> None:
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: p.full_tensor().clone() for name, p in trainer._model.named_parameters()}
+    own: Any = dict(trainer._model.named_parameters())
+    return {name: p.full_tensor().clone() for name, p in own.items()}
 
 
 # ----------------------------------------------------------------------------------------------------- the trainer
@@ -145,11 +147,8 @@ def test_a_state_of_adapters_is_not_converted(make, tmp_path):
 
 
 def test_the_reference_is_the_model_without_its_adapter(make, model_path):
-    objective = PolicyObjective(
-        policy_loss=settings_of(model_path).objective.policy_loss,
-        aggregation="seq_mean_token_mean",
-        kl=KLPenalty(coef=0.1),
-    )
+    loss = PPOClip(clip_low=0.2, clip_high=0.28)
+    objective = PolicyObjective(policy_loss=loss, aggregation="seq_mean_token_mean", kl=KLPenalty(coef=0.1))
     trainer = make(objective=objective)
     assert trainer._reference is None
     batch = batch_of(random_trajectories(0, 9))
