@@ -170,6 +170,7 @@ class Address:
             timeout_s=serve.timeout_s,
             keep_tokens=serve.keep_tokens,
             group_size=config.algorithm.group_size,
+            max_requests=serve.max_requests,
         )
         self.front = Front(settings, Router(engines), prompter, give=give, newest_version=newest_version)
         self._server = Server({"/health": self.front.health})

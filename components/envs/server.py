@@ -50,7 +50,9 @@ _JSON, _EVENTS = ({"Content-Type": f"{kind}; charset=utf-8"} for kind in ("appli
 
 @dataclass(frozen=True)
 class Answer:
-    """`events`: sent as a stream of server-sent events instead of `body`; a generator's one by one, as they come."""
+    """`body`: JSON values, or bytes that are JSON. `events`: sent as a stream of server-sent events instead of it; a
+    generator's one by one, as they come.
+    """
 
     body: Any
     status: int = 200
@@ -352,7 +354,8 @@ def _event(event: Any) -> bytes:
 
 def _written(answer: Answer) -> web.Response:
     if answer.events is None:
-        return web.Response(body=json.dumps(answer.body).encode(), status=answer.status, headers=_JSON)
+        body = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
+        return web.Response(body=body, status=answer.status, headers=_JSON)
     assert isinstance(answer.events, list), "streamed"
     body = b"".join(map(_event, answer.events)) + b"data: [DONE]\n\n"
     return web.Response(body=body, status=answer.status, headers=_EVENTS)

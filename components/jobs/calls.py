@@ -72,7 +72,11 @@ class Caller:
         self._number += 1
         stem = f"{session}-{self._number:08d}"
         answer = self._waiting[stem] = asyncio.get_running_loop().create_future()
-        await asyncio.to_thread(self._write, stem, {"verb": verb, **arguments}, payload)
+        try:
+            await asyncio.to_thread(self._write, stem, {"verb": verb, **arguments}, payload)
+        except OSError:
+            del self._waiting[stem]
+            raise
         return answer
 
     async def run(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import OrderedDict
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,12 +44,15 @@ class Answered:
 
 
 class Conversations:
-    """Those with at most `max_tokens` tokens together; the oldest are forgotten first. Each belongs to its client."""
+    """Those with at most `max_tokens` tokens together, each of its client. Where there are more, the oldest of the client
+    with the most tokens are forgotten.
+    """
 
     def __init__(self, *, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._num_tokens = 0
-        self._answers: OrderedDict[str, Answered] = OrderedDict()
+        self._num_tokens: Counter[str] = Counter()  # of each client
+        self._answers: dict[str, Answered] = {}
+        self._in_order: defaultdict[str, deque[str]] = defaultdict(deque)  # ids of each client, oldest first
         self._choices: dict[str, int] = {}  # of each response, how many are still known
         self._by_messages: dict[bytes, str] = {}
 
@@ -61,11 +64,12 @@ class Conversations:
         self._choices[response_id] = len(answers)
         for answered in answers:
             self._answers[answered.id] = answered
-            self._num_tokens += answered.num_tokens
+            self._in_order[answered.owner].append(answered.id)
+            self._num_tokens[answered.owner] += answered.num_tokens
             if answered.continued_as is not None:
                 self._by_messages[answered.continued_as] = answered.id
-        while self._num_tokens > self._max_tokens and self._answers:
-            self._forget_oldest()
+        while self._num_tokens.total() > self._max_tokens:
+            self._forget_oldest(self._num_tokens.most_common(1)[0][0])
 
     def continued(self, owner: str, messages: Sequence[dict[str, Any]], tools: str | None) -> tuple[Answered, int]:
         """The answer that these messages continue, and how many of them stand before what is new.
@@ -89,9 +93,10 @@ class Conversations:
     def clear(self) -> None:
         self.__init__(max_tokens=self._max_tokens)
 
-    def _forget_oldest(self) -> None:
-        name, answered = self._answers.popitem(last=False)
-        self._num_tokens -= answered.num_tokens
+    def _forget_oldest(self, owner: str) -> None:
+        name = self._in_order[owner].popleft()
+        answered = self._answers.pop(name)
+        self._num_tokens[owner] -= answered.num_tokens
         self._choices.pop(name.partition("/")[0], None)
         if answered.continued_as is not None and self._by_messages.get(answered.continued_as) == name:
             del self._by_messages[answered.continued_as]

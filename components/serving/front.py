@@ -7,8 +7,10 @@ request -> prompt's tokens -> Router: an engine -> Sampler: choices -> answer, o
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -31,12 +33,14 @@ T = TypeVar("T")
 CALL_MARK = "<tool_call>"
 LONG_TEXT = 20_000
 """Characters that are encoded beside the event loop: it takes milliseconds."""
+LONG_ANSWER = 5_000
+"""Tokens, prompts of all choices included, of an answer that is written down beside the event loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FrontSettings:
     """`temperature`: of requests that name none, and the one that groups may have been sampled at. `group_size`: of
-    groups that are committed.
+    groups that are committed. `max_requests`: choices of one client that are sampled at a time.
     """
 
     model: str
@@ -46,6 +50,7 @@ class FrontSettings:
     timeout_s: float
     keep_tokens: int
     group_size: int
+    max_requests: int
 
 
 class Unanswered(Exception):
@@ -77,6 +82,7 @@ class Front:
         self._newest_version = newest_version
         self._sampler = Sampler(router, deadline_s=settings.timeout_s)
         self._conversations = Conversations(max_tokens=settings.keep_tokens)
+        self._num_sampled: Counter[str] = Counter()  # choices that are being sampled, of each client
 
     def forget(self) -> None:
         """All answers: the weights that gave them are no more."""
@@ -215,6 +221,7 @@ class Front:
             seed=asked.seed,
             **({} if top_p == 1.0 else {"top_p": top_p}),
         )
+        growing = self._counted(form.owner, len(choices), growing)
         response = _Response(
             form,
             asked,
@@ -228,7 +235,21 @@ class Front:
             return Answer(None, events=response.events(growing))
         async for _ in growing:
             pass
-        return Answer(response.whole())
+        return Answer(await response.whole())
+
+    async def _counted(self, owner: str, num: int, growing: AsyncGenerator[None]) -> AsyncGenerator[None]:
+        """`growing`, of which `num` choices are the client's while it lasts. Raises Refusal where those are too many."""
+        most, others = self._settings.max_requests, self._num_sampled[owner]
+        if others + num > most:
+            own = f"n: got {num}, and {others} choices of yours are being sampled"
+            raise Refusal(429, f"{own}; expected at most {most} at a time (serve.max_requests)", "rate_limit_exceeded")
+        self._num_sampled[owner] += num
+        try:
+            async for _ in growing:
+                yield
+        finally:
+            self._num_sampled[owner] -= num
+            await growing.aclose()
 
     def _unfit(self, temperature: float, top_p: float) -> str:
         if top_p != 1.0:
@@ -343,15 +364,19 @@ class _Response:
         self._id = f"{form.prefix}-{secrets.token_hex(12)}"
         self._head = {"id": self._id, "created": int(time.time()), "model": model}
 
-    def whole(self) -> dict[str, Any]:
-        self._record()
-        written = []
-        for i, choice in enumerate(self._choices):
-            said_by, reason = self._form.whole(choice, i)
-            logprobs = self._form.logprobs(choice, 0) if self._asked.wants_logprobs else None
-            own = {"index": i, **said_by, "finish_reason": reason, "logprobs": logprobs}
-            written.append({**own, **self._token_ids(choice, 0)})
-        return {"object": self._form.object, **self._head, "choices": written, "usage": self._usage()}
+    async def whole(self) -> bytes:
+        """The answer as JSON."""
+        await self._record()
+        choices = await self._made(lambda: [self._written(i, choice) for i, choice in enumerate(self._choices)])
+        around = {"object": self._form.object, **self._head, "usage": self._usage(), "choices": []}
+        return json.dumps(around).encode().removesuffix(b"]}") + b", ".join(choices) + b"]}"
+
+    def _written(self, index: int, choice: Choice) -> bytes:
+        # Each choice by itself: nothing else runs in this process while one object is encoded.
+        said_by, reason = self._form.whole(choice, index)
+        logprobs = self._form.logprobs(choice, 0) if self._asked.wants_logprobs else None
+        own = {"index": index, **said_by, "finish_reason": reason, "logprobs": logprobs}
+        return json.dumps({**own, **self._token_ids(choice, 0)}).encode()
 
     async def events(self, growing: AsyncGenerator[None]) -> AsyncGenerator[dict[str, Any]]:
         head = {"object": self._form.event, **self._head}
@@ -364,7 +389,7 @@ class _Response:
                     if choice.finish_reason and i not in ended:
                         ended.add(i)
                         if len(ended) == len(self._choices):
-                            self._record()
+                            await self._record()
                         yield {**head, "choices": [self._last_event(choice, i)]}
         finally:
             await growing.aclose()
@@ -400,7 +425,10 @@ class _Response:
         prompt = self._num_prompt_tokens
         return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
-    def _record(self) -> None:
+    async def _record(self) -> None:
+        self._form.front.record(self._id, await self._made(self._answered))
+
+    def _answered(self) -> list[Answered]:
         answers = []
         for i, choice in enumerate(self._choices):
             transcript = self._transcript.copy()
@@ -408,7 +436,12 @@ class _Response:
             key = self._form.continued_as(choice, i)
             own = choice_id(self._id, i)
             answers.append(Answered(own, self._form.owner, transcript, self._unfit, continued_as=key))
-        self._form.front.record(self._id, answers)
+        return answers
+
+    async def _made(self, work: Callable[[], T]) -> T:
+        """In a thread where it takes long: all choices have ended, and nothing changes them any more."""
+        num = sum(self._num_prompt_tokens + len(choice.tokens) for choice in self._choices)
+        return work() if num < LONG_ANSWER else await asyncio.to_thread(work)
 
 
 async def _beside(content: Any, work: Callable[..., T], *args: Any) -> T:

@@ -17,6 +17,8 @@ from .text import GrowingText
 
 HEAR_S = 10.0
 NO_ENGINE_S = 0.25
+LONG_REST = 500
+"""Tokens that are made text beside the event loop: each takes some ten microseconds."""
 
 
 @dataclass
@@ -127,8 +129,12 @@ class Sampler:
             else:
                 sampled = asking.result()
                 assert sampled is not None, "only this request ends it"
-                for choice, own in zip(choices, sampled * len(choices) if greedy else sampled, strict=True):
-                    choice.complete(own)
+                every = sampled * len(choices) if greedy else sampled
+                num_new = sum(len(own.tokens) - len(choice.tokens) for choice, own in zip(choices, every, strict=True))
+                if num_new < LONG_REST:
+                    _complete(choices, every)
+                else:
+                    await asyncio.to_thread(_complete, choices, every)
         finally:
             if hearing is not None:
                 hearing.cancel()
@@ -148,6 +154,11 @@ async def _quietly(work: Coroutine[Any, Any, None]) -> None:
         await work
     except EngineGone:  # with all that it worked on
         pass
+
+
+def _complete(choices: Sequence[Choice], sampled: Sequence[SampledTokens]) -> None:
+    for choice, own in zip(choices, sampled, strict=True):
+        choice.complete(own)
 
 
 def _take(choices: Sequence[Choice], pieces: Sequence[Piece], *, greedy: bool) -> None:

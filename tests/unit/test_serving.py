@@ -133,7 +133,7 @@ def play(
     *engines: Any,
     groups: list[Group] | None = None,
     give: Give | None = None,
-    max_requests: int | None = None,
+    max_requests: int = 256,
     **changes: Any,
 ) -> None:
     """`scenario(client, other client)`; `groups`: where committed ones go."""
@@ -150,7 +150,7 @@ def play(
         ]
         settings: dict[str, Any] = {
             **dict(model="m", max_model_len=120, max_response_tokens=60, temperature=1.0, timeout_s=200.0),
-            **dict(keep_tokens=10_000, group_size=2),
+            **dict(keep_tokens=10_000, group_size=2, max_requests=max_requests),
             **changes,
         }
         front = Front(
@@ -578,6 +578,64 @@ def test_what_is_kept_of_answers_is_bounded_and_the_oldest_are_forgotten() -> No
         assert 1 <= statuses.count(200) < 10
 
     play(scenario, Says(), keep_tokens=200)
+
+
+def test_a_client_that_asks_for_much_makes_nobody_elses_answers_unknown() -> None:
+    async def scenario(client: Client, other: Client) -> None:
+        first = (await other.ok(CHAT, ASKED))["id"]
+        for _ in range(30):
+            await client.ok(CHAT, ASKED)
+        assert (await other.post(FEEDBACK, {"id": first, "reward": 1.0}))[0] == 200
+
+    play(scenario, Says(), keep_tokens=200)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_are_counted_as_requests_are(stream: bool) -> None:
+    engine = Says()
+
+    async def scenario(client: Client, other: Client) -> None:
+        engine.held = asyncio.Event()
+        asking = asyncio.ensure_future(client.post(CHAT, ASKED | {"n": 2}))
+        while not engine.asked:
+            await asyncio.sleep(0.001)
+        refused = "429 n: got 2, and 2 choices of yours are being sampled; expected at most 3 at a time"
+        assert (await client.refused(CHAT, ASKED | {"n": 2, "stream": stream})).startswith(refused)
+        engine.held.set()
+        assert (await asking)[0] == 200
+        assert (await client.post(CHAT, ASKED | {"n": 3}))[0] == 200, "they are counted while they are sampled"
+
+    play(scenario, engine, max_requests=3)
+
+
+class Tells(Says):
+    """Says when it has said all."""
+
+    has_ended = False
+
+    async def generate(self, prompt_tokens: Any, *, heard: Any = None, **sampling: Any) -> list[SampledTokens]:
+        sampled = await super().generate(prompt_tokens, heard=heard, **sampling)
+        self.has_ended = True
+        return sampled
+
+
+def test_others_are_answered_while_a_long_answer_is_written_down() -> None:
+    """Four choices, each a call of a tool with thousands of arguments."""
+    call = json.dumps({"name": "add", "arguments": {"a": ["12"] * 2000}})
+    engine = Tells(f"<tool_call>{call}</tool_call>")
+
+    async def scenario(client: Client, other: Client) -> None:
+        asking = asyncio.ensure_future(client.ok(CHAT, ASKED | {"n": 4, "tools": TOOLS, "logprobs": True}))
+        num_answered = 0
+        while not asking.done():
+            counts = engine.has_ended
+            await other.get("/v1/models")
+            num_answered += counts and not asking.done()
+        assert num_answered > 3
+        (first, *_) = (await asking)["choices"]
+        assert json.loads(first["message"]["tool_calls"][0]["function"]["arguments"]) == {"a": ["12"] * 2000}
+
+    play(scenario, engine, max_model_len=10**6, max_response_tokens=10**6, keep_tokens=10**7)
 
 
 # ------------------------------------------------------------------------------------------------- hostile clients
