@@ -128,7 +128,9 @@ def picture(runs: dict[str, list[dict[str, Any]]], killed_at: list[float], file:
     for name, rows in runs.items():
         steps = [row for row in rows if row.get("train/tokens_per_s")]
         begun = steps[0]["time"]
-        axes.plot([s["time"] - begun for s in steps], [s["train/tokens_per_s"] for s in steps], label=name)
+        # A rate is that of the time since the step before.
+        times, rates = [s["time"] - begun for s in steps], [s["train/tokens_per_s"] for s in steps]
+        axes.plot(times, rates, drawstyle="steps", label=name)
         if name == "killed":
             for number, at in enumerate(killed_at):
                 axes.axvline(at - begun, color="grey", linewidth=0.8, label=None if number else "a generator is killed")
