@@ -15,13 +15,14 @@ from typing import Any
 from leeway import driver
 from leeway.config import Config, Recipe
 from leeway.config.rules import PREFERENCE_RULES
-from leeway.recipes.sft import train_offline
+from leeway.recipes.sft import data_of_tasks, train_offline
 from leeway.types import Trajectory
 
 
 async def run(context: driver.StageContext) -> driver.StageResult:
     """Train for `train.steps` (or `train.epochs`) on batches of `train.batch_size` answers, two of each pair."""
-    return await train_offline(context, batches=batches_of, loss_name="train/loss/dpo", held_out=held_out_pairs)
+    data = data_of_tasks(context, batches=batches_of, held_out=held_out_pairs)
+    return await train_offline(context, data, loss_name="train/loss/dpo")
 
 
 RECIPE = Recipe(run=run, generates=False, trains_on="pairs", rules=PREFERENCE_RULES)

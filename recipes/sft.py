@@ -41,30 +41,38 @@ HeldOut = Callable[[Config, "driver.Prompter"], "dict[str, list[driver.TrainBatc
 
 async def run(context: driver.StageContext) -> driver.StageResult:
     """Train for `train.steps` (or `train.epochs`) on batches of `train.batch_size` sequences."""
-    return await train_offline(context, batches=_batches, loss_name="train/loss/sft", held_out=held_out_examples)
+    data = data_of_tasks(context, batches=_batches, held_out=held_out_examples)
+    return await train_offline(context, data, loss_name="train/loss/sft")
 
 
 RECIPE = Recipe(run=run, generates=False, trains_on="answers", rules=SUPERVISED_RULES)
 
 
-async def train_offline(
-    context: driver.StageContext,
-    *,
-    batches: MakeBatches,
-    loss_name: str,
-    held_out: HeldOut,
-) -> driver.StageResult:
-    """Common to recipes that train on data: start the ranks, feed them, save; `loss_name` is the metric to report.
-
-    `held_out` gives what is evaluated and not trained on.
-    """
+def data_of_tasks(
+    context: driver.StageContext, *, batches: MakeBatches, held_out: HeldOut
+) -> driver.OfflineData[list[driver.TrainBatch]]:
+    """The tasks' own answers, or pairs of answers; `held_out` gives what is evaluated and not trained on."""
     config, pairs = context.config, context.recipe.trains_on == "pairs"
     assert config.model.path is not None
     prompter = driver.Prompter.load(config.model.path)
     taskset = driver.build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
     assert not isinstance(taskset, driver.QueueTaskSet), "a rule on settings keeps queues to async_rl"
     driver.check_examples(taskset.tasks, prompter, rejected_key=config.task.rejected_key if pairs else None)
-    total_steps = num_steps(config, len(taskset) * (2 if pairs else 1))
+    return driver.OfflineData(
+        taskset=taskset,
+        total_steps=num_steps(config, len(taskset) * (2 if pairs else 1)),
+        size=f"steps of {config.train.batch_size}, {len(taskset)} tasks",
+        batches=lambda start: batches(config, taskset, prompter, start=start),
+        split=driver.as_shares,
+        held_out=lambda: held_out(config, prompter),
+    )
+
+
+async def train_offline(
+    context: driver.StageContext, data: driver.OfflineData[Any], *, loss_name: str
+) -> driver.StageResult:
+    """Common to recipes that generate nothing: start the ranks, feed them, save. `loss_name`: the metric to report."""
+    config, total_steps = context.config, data.total_steps
     resumed = driver.resume_point(context.dir / "checkpoints", config)
     launcher = driver.Launcher(config, context.recipe, run_dir=context.dir, supervisor=driver.Supervisor(context.watch))
     parts = launcher.parts
@@ -78,17 +86,23 @@ async def train_offline(
         resumed_at=first if resumed is not None else None,
     )
     earlier = read_metrics(context.dir / "metrics.jsonl")
-    record = driver.OfflineReport(config, monitor, name=context.name, loss_name=loss_name, earlier=earlier)
+    trains_on = context.recipe.trains_on
+    assert trains_on is not None
+    record = driver.OfflineReport(
+        config, monitor, name=context.name, loss_name=loss_name, trains_on=trains_on, earlier=earlier
+    )
     status = "failed"
     started = time.monotonic()
     try:
-        driver.say(f"{context.name}: {total_steps} steps of {config.train.batch_size}, {len(taskset)} tasks")
+        driver.say(f"{context.name}: {total_steps} {data.size}")
         starting = launcher.trainers(total_steps=total_steps, canary=driver.CanaryPrompts(scored=[], cached=[]))
         await driver.timed(
             context.name, "trainer ready", starting, see=f"{context.dir / 'logs'}/"
         )  # it publishes nothing
         start = driver.saved_position(resumed)["batches"] if resumed is not None else None
-        feed = driver.Feed(batches(config, taskset, prompter, start=start), taskset, first_step=first)
+        if resumed is None:
+            await data.prepare(launcher)
+        feed = driver.Feed(data.batches(start), data.taskset, first_step=first, split=data.split)
         checkpoints = driver.Checkpoints(
             context.dir / "checkpoints",
             config=config,
@@ -97,7 +111,7 @@ async def train_offline(
             position=feed.position,
             resumed=resumed,
         )
-        measure = driver.Measure(context, launcher, monitor, held_out(config, prompter))
+        measure = driver.Measure(context, launcher, monitor, data.held_out(), measured=data.measured)
         try:
             if resumed is not None:
                 await launcher.load_state(resumed / driver.STATE_DIR)
@@ -171,11 +185,11 @@ async def _train(
     step = first_step
     for step in range(first_step + 1, total_steps + 1):
         begun = time.monotonic()
-        refs, num_tokens = await asyncio.to_thread(feed.next, step)
+        refs, num_tokens, about = await asyncio.to_thread(feed.next, step)
         calls = [t.train_step.remote(ref, False) for t, ref in zip(parts.trainers, refs, strict=True)]
         pending = driver.together(calls)
         metrics = (await parts.supervisor.wait(pending, what="trainer", timeout_s=timeout_s))[0].metrics
-        metrics |= await checkpoints.after_step(step)
+        metrics |= about | await checkpoints.after_step(step)
         record.step(step, metrics, num_tokens=num_tokens, step_s=time.monotonic() - begun)
         if measure is not None and config.eval.every and step % config.eval.every == 0 and step < total_steps:
             await measure(step)

@@ -19,6 +19,7 @@ LAYERS = [
     {"config", "monitor"},
     {"tasks", "envs", "transports"},
     {"jobs"},
+    {"experiences"},
     {"collector", "replay", "param_server", "trainer"},
     {"runtime", "planning", "auxiliary", "engines", "serving"},
     {"driver"},
@@ -27,7 +28,7 @@ LAYERS = [
     {"studio"},
     {"recipes", "cli"},
 ]
-MIDDLE = LAYERS[5]
+MIDDLE = LAYERS[6]
 RANK = {part: rank for rank, layer in enumerate(LAYERS) for part in layer}
 
 

@@ -39,6 +39,7 @@ def token_sums(
     weights: torch.Tensor,
     entropy: torch.Tensor,
     lags: torch.Tensor,
+    has_lag: torch.Tensor,
     advantages: torch.Tensor,
     mask: torch.Tensor,
     clip_range: tuple[float, float],
@@ -50,15 +51,16 @@ def token_sums(
     counts none. `off_ratio` is now / behaviour, however the loss corrects for it; `weights` are the correction's. `kl`
     is the k3 estimate `exp(-d) - 1 + d`, d = logp_behaviour - logp_now, of KL(behaviour || now) under the behaviour
     policy's samples (Schulman, "Approximating KL divergence"). `gap` is |trainer - engine| on tokens of lag 0: of the
-    same weights.
+    same weights. `has_lag`: False for tokens of stored experiences, which no version of this run sampled.
     """
     d = (logprobs - behavior_logprobs)[mask].double()
     off_ratio = d.exp()
     ratio = clipped_ratio[mask].double()
     weight = weights[mask].double()
-    lag = lags[mask].double()
+    of_run = has_lag[mask]
+    lag = lags[mask][of_run].double()
     adv = advantages[mask]
-    fresh = d[lag == 0].abs()
+    fresh = d[of_run][lag == 0].abs()
     below, above = ratio < 1 - clip_range[0], ratio > 1 + clip_range[1]
     if clips == "gradient":
         below, above = below & (adv < 0), above & (adv > 0)
@@ -90,7 +92,8 @@ def token_sums(
     bins = torch.round(torch.asinh(d / SCALE) / BIN).clamp(-HALF, HALF).long() + HALF
     histogram = torch.bincount(bins, minlength=NUM_BINS).double()
     buckets = torch.bucketize(lag, lag.new_tensor(LAG_BUCKETS), right=True).clamp(min=1) - 1
-    by_lag = [torch.bincount(buckets, weights=w, minlength=len(LAG_NAMES)) for w in (torch.ones_like(d), off_ratio)]
+    of_lags = (torch.ones_like(lag), off_ratio[of_run])
+    by_lag = [torch.bincount(buckets, weights=w, minlength=len(LAG_NAMES)) for w in of_lags]
     return torch.cat([counts, histogram, *(b.double() for b in by_lag)]), maxima
 
 
@@ -113,10 +116,13 @@ def step_metrics(sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
         "train/correction_weight/masked_frac": s["masked"] / n,
         "train/entropy/mean": s["entropy"] / n,
         "train/kl/mean": s["kl"] / n,
-        "train/policy_lag/mean": s["lag"] / n,
-        "train/policy_lag/max": m["lag_max"],
-        "train/policy_lag/min": -m["neg_lag_min"],
     }
+    if of_run := sum(s[f"tokens_{name}"] for name in LAG_NAMES):
+        metrics |= {
+            "train/policy_lag/mean": s["lag"] / of_run,
+            "train/policy_lag/max": m["lag_max"],
+            "train/policy_lag/min": -m["neg_lag_min"],
+        }
     histogram = [s[f"bin_{i}"] for i in range(NUM_BINS)]
     metrics |= {f"train/off_policy_ratio/{name}": quantile(histogram, q) for name, q in QUANTILES.items()}
     for name in LAG_NAMES:

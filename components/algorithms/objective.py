@@ -156,6 +156,7 @@ class PolicyObjective(Objective):
                 weights=weights,
                 entropy=entropy,
                 lags=lags,
+                has_lag=tokens.policy_versions >= 0,
                 advantages=advantages,
                 mask=tokens.mask,
                 clip_range=self.policy_loss.clip_range,

@@ -46,7 +46,7 @@ class AlgorithmConfig(Section):
     )
     group_size: Annotated[PositiveInt, ROLLOUTS] = Field(default=8, description="completions per task")
     advantage: AnyAdvantage = Field(default=GRPO(), description="how rewards become advantages")
-    greedy_baseline: bool = Field(
+    greedy_baseline: Annotated[bool, ROLLOUTS] = Field(
         default=False,
         description="sample one more completion per group greedily and subtract its reward from the "
         "others'; it is not trained on",
@@ -82,7 +82,9 @@ class AlgorithmConfig(Section):
         default=None, description="model of the reference policy, or teacher; null: the weights training starts from"
     )
     entropy_coef: float = Field(default=0.0, description="weight of the entropy bonus in the loss")
-    expert: ExpertData | None = Field(default=None, description="expert answers mixed into every step; null: none")
+    expert: Annotated[ExpertData | None, ROLLOUTS] = Field(
+        default=None, description="expert answers mixed into every step; null: none"
+    )
     dpo: Annotated[DPO, PAIRS] = Field(default=DPO(), description="the objective of the recipe dpo")
 
     @field_validator("name")

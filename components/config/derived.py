@@ -93,7 +93,7 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
     per_engine = rollout.engine_options.devices
     on_gpu = cluster.device == "cuda"
     cores_per_engine = max(1 if on_gpu else per_engine, cluster.cpus_per_generator)
-    offline = recipe.is_offline
+    batches = recipe.is_offline and not recipe.has_groups
     # At the least target, a group starts only once everything before its own batch has been published, unless the
     # window reaches into a part of the next batch; a bound above the target would let it start under weights older than
     # those, and meet them in flight.
@@ -110,8 +110,8 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
         max_outstanding_groups=outstanding,
         num_batches=num_batches,
         total_groups=total_groups,
-        sequences_per_batch=train.batch_size if offline else train.groups_per_step * config.algorithm.group_size,
-        sequences_per_step=train.batch_size if offline else train.groups_per_step // u * config.algorithm.group_size,
+        sequences_per_batch=train.batch_size if batches else train.groups_per_step * config.algorithm.group_size,
+        sequences_per_step=train.batch_size if batches else train.groups_per_step // u * config.algorithm.group_size,
         devices_per_engine=per_engine,
         cores_per_engine=cores_per_engine,
         processes=processes | auxiliary,
@@ -128,7 +128,7 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
         lockstep=lockstep,
         skip_zero_advantage=train.skip_zero_advantage and not config.algorithm.trains_without_advantage,
         scores_proximal=config.algorithm.needs_proximal,
-        has_critic=config.algorithm.needs_critic and not offline,
+        has_critic=config.algorithm.needs_critic and not recipe.is_offline,
         groups_per_generator=max(1, -(-outstanding // rollout.num_generators)),
         # With adapters a request ends under the weights that it began with, as it does where it is awaited.
         seeded_requests=lockstep or config.staleness.in_flight == "off" or config.model.lora is not None,

@@ -48,15 +48,19 @@ Markers = tuple[OnlyWith | OnlyIn, ...]
 ANY = OnlyIn(lambda recipe: True, "all recipes")
 TRAINING = OnlyIn(lambda recipe: recipe.trains, "recipes that train")
 ROLLOUTS = OnlyIn(lambda recipe: recipe.is_online, "recipes that train on rollouts")
-DATA = OnlyIn(lambda recipe: recipe.is_offline, "recipes that train on data (sft, dpo)")
+ONE_RUN = OnlyIn(lambda recipe: recipe.is_online and recipe.study_of is None, "recipes that train on rollouts once")
+GROUPS = OnlyIn(lambda recipe: recipe.has_groups, "recipes with a policy loss (async_rl, offline_rl)")
+SAMPLED = OnlyIn(lambda recipe: recipe.generates or recipe.has_groups, "recipes with sampled answers")
+EXPERIENCES = OnlyIn(lambda recipe: recipe.trains_on == "experiences", "the recipe offline_rl")
+ANSWERS = OnlyIn(lambda recipe: recipe.is_offline and not recipe.has_groups, "recipes that train on answers (sft, dpo)")
 BATCHES = OnlyIn(
-    lambda recipe: not recipe.is_online,
-    "recipes that train on data (sft, dpo)",
+    lambda recipe: not recipe.has_groups,
+    "recipes that train on answers (sft, dpo)",
     fix="set train.groups_per_step: a batch of rollouts is train.groups_per_step x algorithm.group_size completions",
     in_files=True,
 )
 PAIRS = OnlyIn(lambda recipe: recipe.trains_on == "pairs", "the recipe dpo")
-REFERENCE = OnlyIn(lambda recipe: recipe.trains_on in ("pairs", "rollouts"), "recipes with a reference policy")
+REFERENCE = OnlyIn(lambda recipe: recipe.trains_on == "pairs" or recipe.has_groups, "recipes with a reference policy")
 GENERATION = OnlyIn(lambda recipe: recipe.generates, "recipes that generate")
 JOBS = OnlyIn(lambda recipe: recipe.is_online, "recipes that train on rollouts, as jobs of their own (train, explore)")
 STUDY = OnlyIn(lambda recipe: recipe.study_of is not None, "studies (frontier)")

@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from ..section import Section
 from ..weights import Checksum, Tolerance
-from .effect import ANY, ROLLOUTS, OnlyWith
+from .effect import ANY, ONE_RUN, ROLLOUTS, SAMPLED, OnlyWith
 from .engines import HIGHEST_TEMPERATURE, LEAST_TEMPERATURE, EngineOptions, name_of, options_of
 from .names import PRIORITIES
 from .plugins import OperatorName
@@ -26,7 +26,7 @@ class RolloutConfig(Section):
     """How completions are generated."""
 
     num_generators: PositiveInt = Field(default=1, description="number of engines, each in its own process")
-    temperature: float = Field(
+    temperature: Annotated[float, SAMPLED] = Field(
         default=1.0,
         ge=LEAST_TEMPERATURE,
         le=HIGHEST_TEMPERATURE,
@@ -38,7 +38,9 @@ class RolloutConfig(Section):
         description="what happens to tasks with longer prompts: left out, cut at the beginning (both "
         "are counted), or the run ends",
     )
-    max_response_tokens: PositiveInt = Field(default=1024, description="longest response; longer ones are cut")
+    max_response_tokens: Annotated[PositiveInt, SAMPLED] = Field(
+        default=1024, description="longest response; longer ones are cut"
+    )
     max_model_len: Annotated[PositiveInt, ANY] = Field(
         default=2048, description="maximum length of prompt plus response"
     )
@@ -132,6 +134,11 @@ class ReplayConfig(Section):
         default=None,
         description="your own torchrl Storage of ragged TensorDicts, one per group: pkg.mod:function, called with the "
         "most groups it will hold; null: in memory",
+    )
+    keep_groups: Annotated[bool, ONE_RUN] = Field(
+        default=False,
+        description="keep the groups that were trained on, on disk for good: groups/ in the run's folder (of a train "
+        "job: in explorer.folder), which task.name=store reads",
     )
     operators: list[OperatorName | dict[OperatorName, dict[str, Any]]] = Field(
         default_factory=list,

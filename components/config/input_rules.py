@@ -18,6 +18,7 @@ _SOURCES = {
     "python": ("path", "my_tasks:generate"),
     "sql": ("path", "data/tasks.sqlite"),
     "queue": ("path", "data/queue.jsonl"),
+    "store": ("path", "runs/leeway/first"),
     "reasoning_gym": ("dataset", "chain_sum"),
     "mix": ("mix", "'{a: {name: jsonl, path: a.jsonl}, b: {...}}'"),
 }

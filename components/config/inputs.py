@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from ..section import Partial, Section
-from .effect import EVALUATION, GENERATION, PAIRS, TRAINING, OnlyWith, for_source
+from .effect import EVALUATION, EXPERIENCES, GENERATION, PAIRS, TRAINING, OnlyWith, for_source
 from .engines import Temperature
 from .plugins import EnvironmentName, RewardName, target
 
@@ -84,13 +84,13 @@ class ModelConfig(Section):
 class TaskSource(Section):
     """Where prompts come from: one source."""
 
-    name: Literal["reasoning_gym", "jsonl", "parquet", "hf", "python", "sql", "queue", "mix"] = Field(
-        default="jsonl", description="kind of source"
+    name: Literal["reasoning_gym", "jsonl", "parquet", "hf", "python", "sql", "queue", "store", "mix"] = Field(
+        default="jsonl", description="kind of source; store: groups that an earlier run kept (replay.keep_groups)"
     )
     path: str | None = Field(
         default=None,
         description="jsonl, queue, parquet: the file; hf: a hub id (org/name) or a folder; sql: a SQLite file; "
-        'python: "pkg.mod:function"',
+        'store: the folder of a run; python: "pkg.mod:function"',
     )
     query: str | None = Field(default=None, description="sql: the SELECT whose rows are tasks")
     subset: Annotated[str | None, OF_A_DATA_SET] = Field(
@@ -125,6 +125,13 @@ class TaskSource(Section):
     )
     rejected_key: Annotated[str, PAIRS] = Field(
         default="rejected", description="recipe dpo: key of the rejected answer"
+    )
+    reward_key: Annotated[str, EXPERIENCES] = Field(
+        default="reward", description="experiences: key of an answer's reward, a number"
+    )
+    group_key: Annotated[str | None, EXPERIENCES] = Field(
+        default=None,
+        description="experiences: key of what answers of one group have in common; null: their question",
     )
     answer_after: str | None = Field(
         default=None, description='keep only the text after the last occurrence of this mark, e.g. "" "####"'

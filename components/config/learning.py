@@ -16,7 +16,7 @@ from pydantic import (
 
 from ..algorithms.presets import CORRECTIONS
 from ..section import Refused, Section
-from .effect import BATCHES, DATA, ROLLOUTS, OnlyWith
+from .effect import ANSWERS, BATCHES, GROUPS, ROLLOUTS, OnlyWith
 
 DECAYING = OnlyWith(lambda c: c.optimizer.schedule != "constant", "optimizer.schedule is linear or cosine")
 DECAYED = OnlyWith(lambda c: c.optimizer.weight_decay > 0, "optimizer.weight_decay is above 0")
@@ -101,15 +101,15 @@ class TrainConfig(Section):
     """How much is trained, and in what pieces. Exactly one of `steps` and `epochs` is set."""
 
     steps: PositiveInt | None = Field(default=None, description="optimizer steps")
-    epochs: PositiveFloat | None = Field(default=None, description="passes over the tasks")
-    groups_per_step: Annotated[PositiveInt, ROLLOUTS] = Field(default=64, description="groups (tasks) per batch")
+    epochs: PositiveFloat | None = Field(default=None, description="passes over the tasks, or the stored experiences")
+    groups_per_step: Annotated[PositiveInt, GROUPS] = Field(default=64, description="groups (tasks) per batch")
     updates_per_batch: Annotated[PositiveInt, ROLLOUTS] = Field(
         default=1, description="optimizer steps per batch; divides groups_per_step"
     )
     batch_size: Annotated[PositiveInt, BATCHES] = Field(
         default=128, description="sequences per optimizer step (recipes sft and dpo; a pair counts as two)"
     )
-    stop_below_loss: Annotated[PositiveFloat | None, DATA] = Field(
+    stop_below_loss: Annotated[PositiveFloat | None, ANSWERS] = Field(
         default=None,
         description="stop early once the mean loss of the last 20 steps is below this (recipes sft and dpo)",
     )
@@ -133,7 +133,7 @@ class TrainConfig(Section):
         description="logits are computed for this many tokens at a time, which takes about 8 bytes x this x "
         "vocabulary; null: as many as fit in 128 MiB (on a GPU, 256 MiB in bfloat16)",
     )
-    skip_zero_advantage: Annotated[bool, ROLLOUTS] = Field(
+    skip_zero_advantage: Annotated[bool, GROUPS] = Field(
         default=True, description="skip trajectories whose advantage is zero, if that leaves them no gradient"
     )
     gradient_checkpointing: bool = Field(default=False, description="recompute activations: less memory, more time")

@@ -45,10 +45,11 @@ class Needs:
     `generates`: it starts engines. `trains_on`: what its trainer ranks learn from (None: there is no trainer).
     `answers` are the tasks' own, and `pairs` are chosen and rejected ones. `reads`: the tasks that it cannot do
     without: those to train on, only those held out, or none. `elsewhere`: the half of the run that is another job.
+    `experiences` are groups of answers with rewards that were stored: an earlier run's, or rows of files.
     """
 
     generates: bool
-    trains_on: Literal["rollouts", "answers", "pairs"] | None = None
+    trains_on: Literal["rollouts", "answers", "pairs", "experiences"] | None = None
     reads: Literal["train", "heldout", "nothing"] = "train"
     elsewhere: Literal["trainer", "generators"] | None = None
 
@@ -70,6 +71,11 @@ class Needs:
     def is_offline(self) -> bool:
         """It trains on data: there are no versions."""
         return self.trains and not self.is_online
+
+    @property
+    def has_groups(self) -> bool:
+        """It trains on groups of answers with rewards, by a policy loss."""
+        return self.trains_on in ("rollouts", "experiences")
 
 
 ONLINE_RL = Needs(generates=True, trains_on="rollouts")

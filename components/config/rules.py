@@ -533,6 +533,92 @@ def parts_of_torchrl_exist(config: Config) -> None:
             check_name(key, name, (), kind="function")
 
 
+def tasks_are_not_experiences(config: Config) -> None:
+    """A store has tokens and rewards, and no questions that could be asked again."""
+    names = {"task.name": config.task.name} | {f"task.mix.{n}.name": part.name for n, part in config.task.mix.items()}
+    for key, name in names.items():
+        if name == "store":
+            raise ConfigError(
+                key,
+                got=name,
+                expected="a source of tasks: stored experiences are for the recipe offline_rl",
+                fix=f"run offline_rl, or set {key}=jsonl",
+            )
+
+
+def experiences_come_from_one_place(config: Config) -> None:
+    name = config.task.name
+    if name not in ("store", "jsonl", "parquet", "hf", "sql", "python"):
+        raise ConfigError(
+            "task.name",
+            got=name,
+            expected="store, jsonl, parquet, hf, sql or python: answers with rewards, or groups that a run kept",
+            fix="set task.name=store task.path=runs/leeway/first, or task.name=jsonl",
+        )
+    if config.task.order == "adaptive":
+        raise ConfigError(
+            "task.order",
+            got="adaptive",
+            expected="an order that needs no new answers",
+            fix="set task.order=shuffle, or easy_to_hard with task.difficulty_key=difficulty",
+        )
+
+
+def stored_tokens_have_their_model(config: Config) -> None:
+    if config.task.name == "store" and config.model.path is None:
+        raise ConfigError(
+            "model.path",
+            expected="a model that exists: stored tokens are those of its tokenizer",
+            fix="set model.path to the folder of the run that kept them, or the model that it started from",
+        )
+
+
+def experiences_are_evaluated_by_their_loss(config: Config) -> None:
+    """There is no engine: what is held out is experiences, and what is measured on them is the policy loss."""
+    for key, value in {"eval.path": config.eval.path, "eval.tasksets": config.eval.tasksets}.items():
+        if value:
+            raise ConfigError(
+                key,
+                got=words("a set of tasks"),
+                expected="nothing: answering them needs an engine; task.holdout_frac holds experiences out, whose loss "
+                "is measured",
+                fix="leave it out, and ask afterwards: leeway run evaluate --config F model.path=RUN",
+            )
+
+
+def experiences_need_a_ratio_and_no_critic(config: Config) -> None:
+    a = config.algorithm
+    if a.needs_critic:
+        raise ConfigError(
+            "algorithm.advantage.name",
+            got=words("an advantage with a critic"),
+            expected="one without: a value function is learned from rollouts of the policy itself",
+            fix="set algorithm.name=grpo",
+        )
+    if a.expert is not None:
+        raise ConfigError(
+            "algorithm.expert",
+            got=a.expert.path,
+            expected="null: expert answers are mixed into rollouts",
+            fix="give the answers rows with rewards, or use another algorithm.name",
+        )
+    if getattr(a.correction, "proximal", "recompute") == "interpolate":
+        raise ConfigError(
+            "algorithm.correction.proximal",
+            got="interpolate",
+            expected="recompute: stored experiences have no lag to interpolate by",
+            fix="set algorithm.correction.proximal=recompute",
+        )
+    if not a.works_off_policy:
+        raise ConfigError(
+            "algorithm.loss.name",
+            got=words(f"{a.loss.name} with advantage {a.advantage.name}, which has no ratio"),
+            expected="a loss with a ratio, one that does without by design (opmd, rec), or a correction: another "
+            "policy sampled the experiences",
+            fix="set algorithm.name=grpo, or algorithm.correction.name=tis",
+        )
+
+
 ALGORITHM_RULES: tuple[Rule, ...] = (
     a_loss_without_a_ratio_is_on_policy,
     filters_leave_something,
@@ -568,6 +654,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
 RL_RULES: tuple[Rule, ...] = (
     *TRAINING_RULES,
     *ALGORITHM_RULES,
+    tasks_are_not_experiences,
     batches_divide,
     uses_divide_the_batch,
     uses_fit_the_bound,
@@ -585,6 +672,15 @@ JOB_RULES: tuple[Rule, ...] = (*RL_RULES, the_other_job_reads_the_weights)
 """One half of such a run, as a job of its own."""
 OWN_LOOP_RULES: tuple[Rule, ...] = (*RL_RULES, a_loop_of_ones_own_is_one_process)
 """Rollouts for a training loop that a recipe brings itself, `driver.Rollouts`."""
-SUPERVISED_RULES: tuple[Rule, ...] = (*TRAINING_RULES, a_queue_feeds_rollouts)
+SUPERVISED_RULES: tuple[Rule, ...] = (*TRAINING_RULES, tasks_are_not_experiences, a_queue_feeds_rollouts)
 PREFERENCE_RULES: tuple[Rule, ...] = (*SUPERVISED_RULES, pairs_fill_batches)
-EVALUATION_RULES: tuple[Rule, ...] = (something_is_held_out, one_thing_is_evaluated)
+EVALUATION_RULES: tuple[Rule, ...] = (tasks_are_not_experiences, something_is_held_out, one_thing_is_evaluated)
+EXPERIENCE_RULES: tuple[Rule, ...] = (
+    *TRAINING_RULES,
+    a_reference_is_used,
+    experiences_come_from_one_place,
+    stored_tokens_have_their_model,
+    experiences_are_evaluated_by_their_loss,
+    experiences_need_a_ratio_and_no_critic,
+)
+"""Training on stored experiences."""

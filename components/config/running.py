@@ -197,11 +197,6 @@ class ExplorerConfig(Section):
         description="folder that both jobs reach, where they meet; null: meeting/ in the run's own (output_dir, "
         "project and name)",
     )
-    keep_groups: bool = Field(
-        default=False,
-        description="keep finished groups on disk for good; false: until no checkpoint that is saved from then on "
-        "needs them",
-    )
     wait_s: PositiveFloat = Field(
         default=86400.0, description="seconds that a job waits for the other one, at its start and whenever it is gone"
     )

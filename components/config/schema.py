@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PrivateAttr, model_v
 from ..redaction import hide
 from ..section import Section
 from .algorithm import AlgorithmConfig, with_preset
-from .effect import GENERATION, JOBS, ROLLOUTS, SERVING, STUDY, TRAINING, OnlyWith
+from .effect import GENERATION, GROUPS, JOBS, ROLLOUTS, SERVING, STUDY, TRAINING, OnlyWith
 from .engines import ADDRESS_ENGINE
 from .flow import ParamServerConfig, ReplayConfig, RolloutConfig, StalenessConfig
 from .inputs import EnvConfig, EvalConfig, ModelConfig, TaskConfig
@@ -46,7 +46,7 @@ class Config(Section):
     param_server: Annotated[ParamServerConfig, ROLLOUTS] = Field(
         default_factory=ParamServerConfig, description="weight transfer"
     )
-    algorithm: Annotated[AlgorithmConfig, ROLLOUTS] = Field(default_factory=AlgorithmConfig, description="objective")
+    algorithm: Annotated[AlgorithmConfig, GROUPS] = Field(default_factory=AlgorithmConfig, description="objective")
     critic: Annotated[CriticConfig, ROLLOUTS, CRITIC] = Field(
         default_factory=CriticConfig, description="value function, with algorithm.name=ppo"
     )

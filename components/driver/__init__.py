@@ -46,11 +46,18 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .evaluation import of_set as of_set
     from .evaluation import table_of_versions as table_of_versions
     from .evaluation import version_at as version_at
+    from .experiences import assembled as assembled
+    from .experiences import load_experiences as load_experiences
+    from .experiences import score_missing as score_missing
+    from .experiences import use_scored as use_scored
+    from .experiences import whole_set as whole_set
     from .explore_stage import ExploreStage as ExploreStage
     from .models import check_weights as check_weights
     from .offline import Feed as Feed
     from .offline import Measure as Measure
+    from .offline import OfflineData as OfflineData
     from .offline import OfflineReport as OfflineReport
+    from .offline import as_shares as as_shares
     from .offline import changes as changes
     from .rl_run import EvalPoint as EvalPoint
     from .rl_run import RLRun as RLRun

@@ -17,9 +17,10 @@ from ..config import Hardware, Stage, check_run, derive, this_machine
 from ..config.check import earlier_run
 from ..config.engines import is_local_path
 from ..config.names import user_names
-from ..config.rules import ALGORITHM_RULES, check_rules
+from ..config.rules import ALGORITHM_RULES, check_rules, experiences_need_a_ratio_and_no_critic
 from .dry_run import check_plugins, dry_run
 from .estimate import memory_problem
+from .experiences import check_experiences, load_experiences
 from .models import (
     Unreachable,
     check_dataset_exists,
@@ -132,11 +133,12 @@ def _models_of(config: Config) -> Iterator[tuple[str, str, str, int]]:
 def _check_pieces(stage: Stage) -> None:
     """Import the user's own parts of the algorithm, check what they need, and try all parts on a small example."""
     config = stage.config
-    if stage.recipe.is_online and user_names(config.algorithm.model_dump()):
+    if stage.recipe.has_groups and user_names(config.algorithm.model_dump()):
         from ..algorithms.trial import try_pieces  # loads torch
 
         made = config.algorithm.made()
-        check_rules(config.model_copy(update={"algorithm": made.settings}), ALGORITHM_RULES)
+        rules = ALGORITHM_RULES if stage.recipe.is_online else (experiences_need_a_ratio_and_no_critic,)
+        check_rules(config.model_copy(update={"algorithm": made.settings}), rules)
         try_pieces(made.advantage, made.loss, made.correction, made.estimator)
 
 
@@ -144,7 +146,7 @@ def _check_vocabularies(stage: Stage) -> None:
     """A reference policy, teacher or critic gets the policy's token ids: they must mean the same in both models."""
     config = stage.config
     policy = config.model.path
-    if policy is None or stage.recipe.trains_on not in ("pairs", "rollouts"):
+    if policy is None or not (stage.recipe.has_groups or stage.recipe.trains_on == "pairs"):
         return
     others = {"algorithm.reference_path": config.algorithm.reference_path}
     if derive(config, stage.recipe).has_critic:
@@ -185,6 +187,10 @@ def _check_tasks(stage: Stage, seen: set[str]) -> None:
     for task in (config.task, *config.task.mix.values(), *config.eval.tasksets.values()):
         if task.name == "hf" and task.path is not None and not is_local_path(task.path):
             check_dataset_exists(task.path)
+    if stage.recipe.trains_on == "experiences":
+        if config.model.path is not None:  # else it is still to be built, with the tokenizer that rows need
+            check_experiences(load_experiences(config)[0], config)
+        return
     source = f"{config.task!r} {config.eval!r} {config.seed}"
     if stage.recipe.trains_on == "answers" and config.model.path is None and source in seen:
         return
@@ -241,7 +247,10 @@ def check_resume(stage: Stage) -> None:
     try:
         folder = resume_point(stage.dir / "checkpoints", config)
         if folder is not None:
-            taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
+            if stage.recipe.trains_on == "experiences":
+                taskset: Any = load_experiences(config)[0]
+            else:
+                taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
             check_same_tasks(folder, taskset)
     except CheckpointError as error:
         raise ValueError(f"checkpoint.resume: got {config.checkpoint.resume}, but {error}") from None

@@ -39,9 +39,9 @@ class Verdict:
 class LearningWatch:
     """Reads the metrics of each step; `step` returns each warning once, as soon as it is certain.
 
-    `run_dir`: where the monitor writes. `offline_loss`: the metric of the loss of a recipe that trains on data; None:
-    it trains on rollouts. `earlier`: the rows of metrics.jsonl up to the step that this run resumes from; they cause no
-    new warnings.
+    `run_dir`: where the monitor writes. `trains_on`: what the recipe does (`Recipe.trains_on`); `loss_name`: the metric
+    of its loss. The rewards of stored experiences say nothing of how good the policy becomes. `earlier`: the rows of
+    metrics.jsonl up to the step that this run resumes from; they cause no new warnings.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class LearningWatch:
         config: Config,
         run_dir: Path,
         *,
-        offline_loss: str | None = None,
+        trains_on: str = "rollouts",
+        loss_name: str = "train/loss/policy",
         earlier: Iterable[Mapping[str, Any]] = (),
     ) -> None:
         self._config, self._run_dir = config, run_dir
-        self._offline = offline_loss is not None
-        self._loss_name = offline_loss or "train/loss/policy"
+        self._trains_on, self._loss_name = trains_on, loss_name
         a = config.algorithm
         # Terms that train without an advantage (a critic makes its own): a step is idle only if these are absent too.
         self._has_other_terms = bool(a.kl.coef or a.entropy_coef or a.expert is not None or a.needs_critic)
@@ -84,8 +84,9 @@ class LearningWatch:
         """The verdict over all steps so far."""
         if len(self._steps) < CLEAR_AFTER_STEPS:
             return Verdict(None, [])
-        nothing = self._num_idle == len(self._steps) or (self._offline and self._loss_stands_still() is not None)
-        warnings = [text for check in (*self._checks(), self._reward_fell) if (text := check())]
+        warnings = [text for check in (*self._checks(), *self._last_checks()) if (text := check())]
+        still = self._loss_stands_still in self._checks() and self._loss_stands_still() is not None
+        nothing = self._num_idle == len(self._steps) or still
         return Verdict(not nothing, warnings)
 
     def _is_idle(self, metrics: Mapping[str, float]) -> bool:
@@ -98,9 +99,15 @@ class LearningWatch:
         return self._batches[-1].get("train/zero_advantage_frac") == 1.0
 
     def _checks(self) -> Sequence[Callable[[], str | None]]:
-        if self._offline:
+        if self._trains_on in ("answers", "pairs"):
             return (self._no_rate, self._loss_stands_still, self._empty_gradient)
+        if self._trains_on == "experiences":
+            return (self._no_rate, self._equal_rewards, self._empty_gradient)
         return (self._no_rate, self._equal_rewards, self._cut_off, self._empty_gradient, self._suspects)
+
+    def _last_checks(self) -> Sequence[Callable[[], str | None]]:
+        """Those of a run's end."""
+        return (self._reward_fell,) if self._trains_on == "rollouts" else ()
 
     def _no_rate(self) -> str | None:
         if any(s.get("train/lr") != 0 for s in self._steps):
@@ -119,10 +126,13 @@ class LearningWatch:
         rewards = [b["train/reward/mean"] for b in batches]
         constant = max(rewards) - min(rewards) < 1e-9 and all(b.get("train/reward/std", 0.0) < 1e-9 for b in batches)
         only = "; only the loss's other terms train" if self._has_other_terms else ""
-        if not constant:
+        if not constant or self._trains_on == "experiences":
+            fix = "raise algorithm.group_size or rollout.temperature, or reward in finer steps"
+            if self._trains_on == "experiences":
+                fix = "take experiences whose answers differ in reward, check task.group_key and task.reward_key"
             return (
                 f"in all {len(batches)} batches the answers to one task had equal rewards{also_cut}: no advantage"
-                f"{only}; raise algorithm.group_size or rollout.temperature, or reward in finer steps"
+                f"{only}; {fix}"
             )
         reward = rewards[0]
         if cut_off >= CUT_OFF_FRAC:
@@ -168,7 +178,7 @@ class LearningWatch:
         if all(norm == 0 for norm in norms):
             if self._equal_rewards() is not None:
                 return None  # which says why
-            if self._offline:
+            if self._trains_on in ("answers", "pairs"):
                 return f"the gradient was 0 in all {len(norms)} steps; are the answers empty, or cut from each example?"
             return f"the gradient was 0 in all {len(norms)} steps; is every token clipped or masked by the loss?"
         if all(not math.isfinite(norm) for norm in norms):

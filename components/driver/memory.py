@@ -97,7 +97,7 @@ def _trainer_rank(config: Config, recipe: Recipe, shape: ModelShape, ranks: int,
     state = {"weights": MASTER_BYTES, "gradients": GRADIENT_BYTES, "optimizer": OPTIMIZER_BYTES}
     if has_critic:
         state["critic"] = sum(state.values())
-    if (config.algorithm.kl.coef and not recipe.is_offline) or recipe.trains_on == "pairs":
+    if (config.algorithm.kl.coef and recipe.has_groups) or recipe.trains_on == "pairs":
         state["reference"] = MASTER_BYTES
     sharded = {name: size * P // ranks for name, size in state.items()}
     # The gathered weights, then their gradients in the same type until they are reduced.

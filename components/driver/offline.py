@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import ray
 
@@ -23,19 +24,58 @@ from .learned import LearningWatch, Verdict
 LOSS_WINDOW = 20
 
 
-class Feed:
+B = TypeVar("B")
+
+
+async def _nothing(launcher: Launcher) -> None:
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineData(Generic[B]):
+    """What a recipe trains on that generates nothing.
+
+    `batches(start)`: see `Batches`. `split(batch)`: one share per rank, and what there is to say of the batch, as
+    metrics. `held_out()`: what is evaluated, by taskset, as one share per rank; `measured`: the metrics that are
+    reported of it (None: all). `size`: how much there is, for people. `prepare`: done once the ranks are up, before
+    anything is evaluated or trained on in a run that is not resumed.
+    """
+
+    taskset: TaskSet | MixedTaskSet
+    total_steps: int
+    size: str
+    batches: Callable[[dict[str, Any] | None], Batches[B]]
+    split: Callable[[B], tuple[list[TrainBatch], dict[str, float]]]
+    held_out: Callable[[], dict[str, list[TrainBatch]]]
+    measured: tuple[str, ...] | None = None
+    prepare: Callable[[Launcher], Awaitable[None]] = _nothing
+
+
+def as_shares(shares: list[TrainBatch]) -> tuple[list[TrainBatch], dict[str, float]]:
+    """`OfflineData.split` of batches that are shares already."""
+    return shares, {}
+
+
+class Feed(Generic[B]):
     """The batches of a stage, and the position after each: that of the last step goes into a checkpoint."""
 
-    def __init__(self, batches: Batches[list[TrainBatch]], taskset: TaskSet | MixedTaskSet, *, first_step: int) -> None:
-        self._batches = batches
+    def __init__(
+        self,
+        batches: Batches[B],
+        taskset: TaskSet | MixedTaskSet,
+        *,
+        first_step: int,
+        split: Callable[[Any], tuple[list[TrainBatch], dict[str, float]]] = as_shares,
+    ) -> None:
+        self._batches, self._split = batches, split
         self._fingerprint = taskset.fingerprint()
         self._after = {first_step: batches.state_dict()}
 
-    def next(self, step: int) -> tuple[list[Any], int]:
-        """The batch of this step: a reference to each rank's share, and the number of trained tokens in all."""
-        shares = next(self._batches)
+    def next(self, step: int) -> tuple[list[Any], int, dict[str, float]]:
+        """The batch of this step: a reference to each rank's share, the trained tokens in all, and its metrics."""
+        shares, metrics = self._split(next(self._batches))
         self._after = {step - 1: self._after[step - 1], step: self._batches.state_dict()}
-        return [ray.put(share) for share in shares], int(shares[0].num_tokens)
+        return [ray.put(share) for share in shares], int(shares[0].num_tokens), metrics
 
     async def position(self, policy_version: int) -> dict[str, Any]:
         """See `Checkpoints`. An interrupted run may have the next batch already, and not have trained on it."""
@@ -46,9 +86,15 @@ class Measure:
     """Evaluates the current weights on the held-out data, logs the result, and returns it as `_by_taskset` does."""
 
     def __init__(
-        self, context: StageContext, launcher: Launcher, monitor: Monitor, tasksets: dict[str, list[TrainBatch]]
+        self,
+        context: StageContext,
+        launcher: Launcher,
+        monitor: Monitor,
+        tasksets: dict[str, list[TrainBatch]],
+        *,
+        measured: tuple[str, ...] | None = None,
     ) -> None:
-        self._name, self._config = context.name, context.config
+        self._name, self._config, self._measured = context.name, context.config, measured
         self._parts, self._monitor = launcher.parts, monitor
         self._refs = {name: [ray.put(share) for share in shares] for name, shares in tasksets.items()}
 
@@ -67,7 +113,8 @@ class Measure:
         pending = together(t.evaluate.remote(ref) for t, ref in zip(self._parts.trainers, refs, strict=True))
         timeout_s = self._config.cluster.step_timeout_s
         metrics = (await self._parts.supervisor.wait(pending, what="trainer", timeout_s=timeout_s))[0]
-        return {name.removeprefix("train/").replace("/", "_"): value for name, value in metrics.items()}
+        kept = {name: value for name, value in metrics.items() if self._measured is None or name in self._measured}
+        return {name.removeprefix("train/").replace("/", "_"): value for name, value in kept.items()}
 
 
 def _by_taskset(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,11 +145,14 @@ class OfflineReport:
         *,
         name: str,
         loss_name: str,
+        trains_on: str = "answers",
         earlier: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._monitor, self._name, self._loss_name = monitor, name, loss_name
         self._evaluations = [row for row in earlier if row["role"] == "evaluation"]
-        self._learning = LearningWatch(config, monitor.run_dir, offline_loss=loss_name, earlier=earlier)
+        self._learning = LearningWatch(
+            config, monitor.run_dir, trains_on=trains_on, loss_name=loss_name, earlier=earlier
+        )
         losses = (row[loss_name] for row in earlier if row.get(loss_name) is not None)
         self._recent: deque[float] = deque(losses, maxlen=LOSS_WINDOW)
         self.num_tokens = int(sum(row.get("train/response_tokens/total", 0) for row in earlier))

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..failures import Refused
 
@@ -171,16 +171,22 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def read_bytes(path: Path, most: int) -> bytes | None:
     """None: there is no such file (now). Raises ValueError for one that is no file, too large, or cannot be read."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        try:
-            about = os.fstat(descriptor)
-            if not stat.S_ISREG(about.st_mode) or about.st_size > most:
+        with open_file(path) as (file, size):
+            if size > most:
                 raise ValueError(f"{path}: no file of at most {most} bytes")
-            with os.fdopen(os.dup(descriptor), "rb") as file:
-                return file.read(most + 1)
-        finally:
-            os.close(descriptor)
+            return file.read(most + 1)
     except FileNotFoundError:
         return None
     except OSError as error:  # on a shared disk, also one that was replaced in this moment
         raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+@contextmanager
+def open_file(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """(the file, its size in bytes). Raises ValueError for what is no file, or a link to one; OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            raise ValueError(f"{path}: no file")
+        yield file, about.st_size

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import safetensors.torch
 
 from ..failures import Refused
 from ..group import Group
 from ..samples import by_path, nested
+from .folder import open_file
 
 _LENGTH_BYTES = 8
 
@@ -40,6 +42,25 @@ def laid_out(groups: Sequence[Group]) -> bytes:
 def groups_of(data: bytes) -> list[Group]:
     """What `laid_out` was given. Raises `Refused` for other bytes."""
     return [group_of(own) for own in _each(data)]
+
+
+def group_at(path: Path, place: int) -> Group:
+    """The group at this place of a file of `laid_out`, counted from 0; the others are passed over unread.
+
+    Raises ValueError naming the file.
+    """
+    try:
+        with open_file(path) as (file, size):
+            start, end = 0, 0
+            for _ in range(place + 1):
+                start = end + _LENGTH_BYTES
+                file.seek(end)
+                end = start + int.from_bytes(file.read(_LENGTH_BYTES), "little")
+                if start > size or end > size:
+                    raise Refused(f"no group at place {place}")
+            return group_of(file.read(end - start))
+    except (Refused, OSError) as error:
+        raise ValueError(f"{path}: {error.strerror if isinstance(error, OSError) else error}") from None
 
 
 def _each(data: bytes) -> Iterator[bytes]:

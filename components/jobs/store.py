@@ -124,6 +124,14 @@ class GroupStore:
                 "UPDATE groups SET state = ? WHERE row = ? AND state = ?", [(state, row, FINISHED) for row in rows]
             )
 
+    def keep_before(self, batch: int) -> None:
+        """What was not trained on before this batch is void: a run that begins with it makes its groups anew."""
+        with self._transaction():
+            self._index.execute(
+                "UPDATE groups SET state = ? WHERE state IN (?, ?) AND COALESCE(batch, ?) >= ?",
+                (VOID, FINISHED, TRAINED, batch, batch),
+            )
+
     def resume(self, *, num_batches: int, policy_version: int) -> list[StoredGroup]:
         """What is finished and can still be trained on by a run that begins with this batch, and these weights.
 

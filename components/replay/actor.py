@@ -70,12 +70,16 @@ class ReplayBufferActor(Watched):
         log_file: Path,
         start: dict[str, Any] | None = None,
         meets: bool = False,
+        kept: Path | None = None,
     ) -> None:
-        """`meets`: those who generate are jobs of their own, see `host`."""
+        """`meets`: those who generate are jobs of their own, see `host`. `kept`: a folder for groups that are trained
+        on (None: they are not kept there).
+        """
         self.role = role
         log_to_file(log_file, config.log.level)
         self._host: Host | None = None
         self._store: GroupStore | None = None
+        self._kept = None if kept is None else GroupStore(kept)
         self._begin(config, start, meets=meets)
 
     def _begin(self, config: Config, start: dict[str, Any] | None = None, *, meets: bool = False) -> None:
@@ -84,7 +88,7 @@ class ReplayBufferActor(Watched):
         from torchrl.data.replay_buffers.samplers import Sampler
         from torchrl.data.replay_buffers.storages import Storage
 
-        from .assemble import Assembler, RewardShaping, pass_rate
+        from .assemble import Assembler, pass_rate, shaping_of
         from .buffer import ReplayBuffer
         from .storage import own_part
 
@@ -99,11 +103,7 @@ class ReplayBufferActor(Watched):
         self._prompter = Prompter.load(config.model.path)
         self._assembler = Assembler(
             advantage=algorithm.made().advantage,
-            shaping=RewardShaping(
-                rank_penalty=algorithm.rank_penalty,
-                overlong_buffer_tokens=algorithm.overlong_buffer_frac * config.rollout.max_response_tokens,
-                max_response_tokens=config.rollout.max_response_tokens,
-            ),
+            shaping=shaping_of(config),
             updates_per_batch=train.updates_per_batch,
             num_ranks=train.num_ranks,
             skip_zero_advantage=numbers.skip_zero_advantage,
@@ -165,6 +165,8 @@ class ReplayBufferActor(Watched):
             returned=self._stream.returned,
             anybody=lambda: self._host is None or self._host.somebody_generates,
         )
+        if self._kept is not None:
+            self._kept.keep_before(position.num_batches)
         if meets:
             self._meet(position, is_resumed=start is not None)
 
@@ -288,6 +290,8 @@ class ReplayBufferActor(Watched):
             return await asyncio.to_thread(self._assembled, served)
 
     def _assembled(self, served: ServedBatch) -> BatchRefs:
+        if self._kept is not None:
+            self._kept.add(served.groups)
         batch = self._assembler(served.index, served.groups, served.reused)
         suspicion, suspects = self._suspects.inspect() if self._suspects is not None else ({}, [])
         return BatchRefs(
@@ -305,6 +309,9 @@ class ReplayBufferActor(Watched):
         if self._store is not None:
             of = [self._buffer.of(group_id) for group_id in group_ids]
             await asyncio.to_thread(self._store.trained, of, batch=self._buffer.num_trained_batches)
+        if self._kept is not None:
+            own = [("", group_id) for group_id in group_ids]
+            await asyncio.to_thread(self._kept.trained, own, batch=self._buffer.num_trained_batches)
         await self._buffer.trained(group_ids)
         spans.instant("trained", groups=group_ids)
         self._stream.forget_before(self._buffer.first_draw)
@@ -329,7 +336,7 @@ class ReplayBufferActor(Watched):
         if position is None:
             return None
         used = self._reuse.after(position.num_batches)
-        if self._store is not None and not self._config.explorer.keep_groups:
+        if self._store is not None and not self._config.replay.keep_groups:
             # The checkpoint before is still needed, until the one that is being saved is whole.
             await asyncio.to_thread(self._store.forget_before, self._needed_from)
             self._needed_from = position.num_batches

@@ -10,6 +10,7 @@ import torch
 from ..algorithms.advantages import Advantage, TurnAdvantage
 from ..algorithms.shaping import overlong_penalty, rank_penalty
 from ..algorithms.turns import Turns, by_token, num_turns
+from ..config.schema import Config
 from ..group import Group
 from ..samples import Samples, end_to_end, joined, laid, picked, prompt_keys, starts, token_index
 from ..train_batch import TrainBatch, batch_samples
@@ -85,6 +86,14 @@ class RewardShaping:
                 lengths, max_tokens=self.max_response_tokens, buffer_tokens=self.overlong_buffer_tokens
             )
         return rewards if group.greedy_reward is None else rewards - group.greedy_reward
+
+
+def shaping_of(config: Config) -> RewardShaping:
+    return RewardShaping(
+        rank_penalty=config.algorithm.rank_penalty,
+        overlong_buffer_tokens=config.algorithm.overlong_buffer_frac * config.rollout.max_response_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,7 @@ from .hosts import Cluster
 from .placement import OwnMachine, Place, Places
 from .supervisor import Instead, Supervisor, as_coroutine, together
 
+KEPT_GROUPS = "groups"
 LAST_SPANS_S = 1.0
 """How long the parts have at the end to write their last spans. One that hangs has written all but those."""
 CLOCK_LOOKS = 3
@@ -115,7 +116,7 @@ def trainer_settings(
         objective=objective_of(config, recipe),
         canary=canary,
         total_steps=total_steps,
-        temperature=1.0 if recipe.is_offline else config.rollout.temperature,
+        temperature=config.rollout.temperature if recipe.has_groups else 1.0,
         max_policy_lag=None if recipe.is_offline else config.staleness.max_policy_lag,
         max_length=config.rollout.max_model_len,
         reference_path=config.algorithm.reference_path,
@@ -277,7 +278,10 @@ class Launcher:
         """
         actor, log_file = ReplayBufferRemote.options(**self._beside_driver()), self._common("replay")["log_file"]
         meets = self._config.elsewhere == "generators"
-        self.parts.buffer = actor.remote(self._config, role="replay", log_file=log_file, start=start, meets=meets)
+        kept = self._run_dir / KEPT_GROUPS if self._config.replay.keep_groups and not meets else None
+        self.parts.buffer = actor.remote(
+            self._config, role="replay", log_file=log_file, start=start, meets=meets, kept=kept
+        )
         await self._meet({"replay": self.parts.buffer})
         process = await self._wait(self.parts.buffer.start.remote(), "replay")
         self._started("replay", self.parts.buffer, process)

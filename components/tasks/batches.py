@@ -14,9 +14,10 @@ E = TypeVar("E")
 
 
 class Batches(Iterator[B], Generic[B]):
-    """tasks -> `make` -> lists of `size` -> `collate`, endless. The next batch is made in a thread meanwhile.
+    """tasks -> `make` -> lists of `size` -> `collate`. The next batch is made in a thread meanwhile.
 
-    `start`: what `state_dict()` returned after an earlier batch; the next one comes first.
+    Endless, or `most` tasks in all: then the last batch may be smaller. `start`: what `state_dict()` returned after an
+    earlier batch; the next one comes first.
     """
 
     def __init__(
@@ -26,9 +27,12 @@ class Batches(Iterator[B], Generic[B]):
         make: Callable[[Task], E],
         size: int,
         collate: Callable[[Sequence[E]], B],
+        most: int | None = None,
         start: dict[str, Any] | None = None,
     ) -> None:
-        self._loader = Loader(Prefetcher(Mapper(Batcher(Mapper(tasks, make), size), collate), prefetch_factor=1))
+        source = tasks if most is None else _First(tasks, most)
+        batches = Batcher(Mapper(source, make), size, drop_last=False)
+        self._loader = Loader(Prefetcher(Mapper(batches, collate), prefetch_factor=1))
         if start is not None:
             self._loader.load_state_dict(start)
         self._batches = iter(self._loader)
@@ -43,3 +47,26 @@ class Batches(Iterator[B], Generic[B]):
     def state_dict(self) -> dict[str, Any]:
         """The position after the batch that was returned last, as JSON-able data."""
         return self._loader.state_dict()
+
+
+class _First(BaseNode[Task]):
+    """The first `count` tasks."""
+
+    def __init__(self, tasks: BaseNode[Task], count: int) -> None:
+        super().__init__()
+        self._tasks, self._count = tasks, count
+        self._given = 0
+
+    def reset(self, initial_state: dict[str, Any] | None = None) -> None:
+        super().reset(initial_state)
+        self._given = 0 if initial_state is None else int(initial_state["given"])
+        self._tasks.reset(None if initial_state is None else initial_state["tasks"])
+
+    def next(self) -> Task:
+        if self._given == self._count:
+            raise StopIteration
+        self._given += 1
+        return next(self._tasks)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"given": self._given, "tasks": self._tasks.state_dict()}

@@ -139,6 +139,11 @@ class TaskSet(BaseNode[Task]):
 NO_EVALUATION = EvalConfig()
 
 
+def read_tasks(source: TaskSource, seed: int) -> list[Task]:
+    """Every row of one source as a task, in its order. Raises ValueError or FileNotFoundError in one line."""
+    return _to_tasks(_read_rows(source, seed), source)
+
+
 def build_taskset(
     task_config: TaskConfig, *, seed: int, split: Literal["train", "eval"], eval_config: EvalConfig = NO_EVALUATION
 ) -> TaskSet | MixedTaskSet | QueueTaskSet:
@@ -254,8 +259,9 @@ def _read_rows(config: TaskSource, seed: int) -> list[Row]:
             return read_hf(path, subset=config.subset, split=config.split, form=form, limit=limit)
         case "sql":
             return as_rows(sql_items(path, str(config.query)), form, limit)
-        case "queue" | "mix":
-            return []  # a queue trains on all of its tasks: evaluate on eval.path. Parts of a mix are read one by one
+        case "queue" | "mix" | "store":
+            # A store has no questions; a queue trains on all of its tasks; parts of a mix are read one by one.
+            return []
         case "python":
             return read_generator(path, options=options, size=size, seed=seed, form=form)
 

@@ -189,6 +189,11 @@ class TrainerActor(Watched):
         return await self._in_order(lambda: self._trainer.evaluate(batch))
 
     @as_text
+    async def token_logprobs(self, batch: TrainBatch) -> np.ndarray:
+        """float32 [S], see `Trainer.token_logprobs`."""
+        return await self._in_order(lambda: self._trainer.token_logprobs(batch).numpy())
+
+    @as_text
     async def policy_version(self) -> int:
         """Returns after every step that was requested earlier."""
         return await self._in_order(lambda: self._trainer.policy_version)

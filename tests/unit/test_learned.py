@@ -12,10 +12,10 @@ from leeway.config import load_config
 from leeway.driver.learned import CLEAR_AFTER_STEPS, LearningWatch
 
 
-def watch(*overrides: str, offline_loss: str | None = None, earlier: Any = ()) -> LearningWatch:
+def watch(*overrides: str, trains_on: str = "rollouts", loss: str = "policy", earlier: Any = ()) -> LearningWatch:
     settings = [f"stages.async_rl.{o}" for o in overrides]
     config = load_config("quickstart", settings, recipe="async_rl")
-    return LearningWatch(config, Path("the/run"), offline_loss=offline_loss, earlier=earlier)
+    return LearningWatch(config, Path("the/run"), trains_on=trains_on, loss_name=f"train/loss/{loss}", earlier=earlier)
 
 
 def batch(reward: float = 0.5, *, std: float = 0.5, zero: float = 0.25, cut: float = 0.0, **more: float) -> Any:
@@ -127,7 +127,7 @@ def test_a_reward_that_fell_is_named_and_one_that_only_wavers_is_not() -> None:
     ],
 )
 def test_so_does_one_that_trains_on_data(recipe: str, losses: list[float], norm: float, says: str) -> None:
-    watching = watch(offline_loss=f"train/loss/{recipe}")
+    watching = watch(trains_on="pairs" if recipe == "dpo" else "answers", loss=recipe)
     for loss in losses:
         watching.step({f"train/loss/{recipe}": loss, "train/grad_norm": norm, "train/lr": 1e-3})
     assert watching.verdict().learned is False
@@ -135,7 +135,7 @@ def test_so_does_one_that_trains_on_data(recipe: str, losses: list[float], norm:
 
 
 def test_a_loss_that_moves_is_learning() -> None:
-    watching = watch(offline_loss="train/loss/sft")
+    watching = watch(trains_on="answers", loss="sft")
     for i in range(8):
         watching.step({"train/loss/sft": 2.0 - i / 10, "train/grad_norm": 1.0, "train/lr": 1e-3})
     assert watching.verdict().learned is True

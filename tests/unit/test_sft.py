@@ -79,7 +79,7 @@ def train(
     recorder: Any = Recorder()
     record = offline.OfflineReport(config, recorder, name="sft", loss_name="train/loss/sft", earlier=earlier)
     first_step = len(earlier)
-    feed: Any = SimpleNamespace(next=lambda step: ([batch], TOKENS))
+    feed: Any = SimpleNamespace(next=lambda step: ([batch], TOKENS, {}))
     steps = sft._train(config, launcher, record, recorder, feed, total_steps, first_step=first_step)
     last_step = asyncio.run(steps)
     assert recorder.steps == recorder.saved_after == list(range(first_step + 1, last_step + 1))
