@@ -215,6 +215,7 @@ def sums_of(logp, old, *, adv=None, mask=None, lags=None, entropy=None):
         weights=torch.ones(n),
         entropy=torch.tensor([0.5] * n if entropy is None else entropy),
         lags=torch.tensor([1] * n if lags is None else lags, dtype=torch.int64),
+        has_lag=torch.ones(n, dtype=torch.bool),
         advantages=torch.tensor([1.0] * n if adv is None else adv),
         mask=torch.tensor([True] * n if mask is None else mask, dtype=torch.bool),
         clip_range=(LOW, HIGH),
