@@ -173,7 +173,9 @@ class ServeConfig(Section):
     )
     model: str | None = Field(default=None, description="name of the model for clients; null: that of its folder")
     timeout_s: PositiveFloat = Field(default=600.0, description="seconds within which an answer must be complete")
-    max_requests: PositiveInt = Field(default=256, description="requests of one client at a time, and choices (n) that are sampled for it")
+    max_requests: PositiveInt = Field(
+        default=256, description="requests of one client at a time, and choices (n) that are sampled for it"
+    )
     keep_tokens: PositiveInt = Field(
         default=1_000_000,
         description="tokens of past conversations that are kept, to be continued, rewarded and committed; where there "

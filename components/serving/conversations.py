@@ -44,8 +44,8 @@ class Answered:
 
 
 class Conversations:
-    """Those with at most `max_tokens` tokens together, each of its client. Where there are more, the oldest of the client
-    with the most tokens are forgotten.
+    """Those with at most `max_tokens` tokens together, each of its client. Where there are more, the oldest of the
+    client with the most tokens are forgotten.
     """
 
     def __init__(self, *, max_tokens: int) -> None:

@@ -238,7 +238,7 @@ class Front:
         return Answer(await response.whole())
 
     async def _counted(self, owner: str, num: int, growing: AsyncGenerator[None]) -> AsyncGenerator[None]:
-        """`growing`, of which `num` choices are the client's while it lasts. Raises Refusal where those are too many."""
+        """`growing`; `num` choices of it are the client's while it lasts. Raises Refusal where those are too many."""
         most, others = self._settings.max_requests, self._num_sampled[owner]
         if others + num > most:
             own = f"n: got {num}, and {others} choices of yours are being sampled"
