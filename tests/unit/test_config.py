@@ -290,7 +290,7 @@ def test_rl_rules_do_not_bind_supervised_training(minimal: str) -> None:
     [
         ("sft", "staleness.max_policy_lag=3", "recipes that train on rollouts, not in sft"),
         ("sft", "eval.top_p=0.5", "recipes that generate, not in sft"),
-        ("sft", "algorithm.kl.coef=0.1", "recipes that train on rollouts, not in sft"),
+        ("sft", "algorithm.kl.coef=0.1", "recipes with a policy loss (async_rl, offline_rl), not in sft"),
         ("sft", "algorithm.dpo.beta=0.3", "the recipe dpo, not in sft"),
         ("dpo", "env.reward=boxed", "recipes that generate, not in dpo"),
         ("async_rl", "frontier.seeds=3", "studies (frontier), not in async_rl"),
