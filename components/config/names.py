@@ -29,6 +29,7 @@ REWARDS = {
     "reasoning_gym": "leeway.envs.rewards:reasoning_gym",
     "boxed": "leeway.envs.answers:boxed",
     "tagged": "leeway.envs.answers:tagged",
+    "last_number": "leeway.envs.answers:last_number",
     "format": "leeway.envs.answers:answer_format",
     "countdown": "leeway.envs.answers:countdown",
     "length": "leeway.envs.answers:length",

@@ -14,13 +14,17 @@ from ..types import Completion, Task
 from .calculator import syntax_tree
 
 MAX_MATCHING_S = 2.0
+MAX_CHARS_AFTER_NUMBER = 8000
+"""How far from the end of a text its last number may stand, because searching takes time."""
 THINK_THEN_ANSWER = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
+_GROUPED = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 _OPERATIONS: dict[type, Any] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
+_NUMBER = re.compile(r"(?:(?<![\w)\].])[-−])?[0-9]+(?:\.[0-9]+)?")
 _SIGNS = {"×": "*", "·": "*", "÷": "/", "−": "-", "\\times": "*", "\\cdot": "*", "\\div": "/"}
 
 
@@ -49,6 +53,17 @@ def tagged(task: Task, text: str, *, tag: str = "answer") -> float:
     """1.0 when the last <tag>...</tag> holds the task's answer, compared as `boxed` does."""
     found = last_tagged(text, tag)
     return float(found is not None and _is_same(found, task.answer))
+
+
+def last_number(task: Task, text: str) -> float:
+    """1.0 when the last number in the text equals the task's answer, whatever stands around it: "42 - 25 = 17." for 17.
+
+    Commas in numbers do not count, nor zeros after a decimal point. In "42-25" the last number is 25, not -25. Digits
+    are those of ASCII. No text equals an answer that is not a number.
+    """
+    found = _NUMBER.findall(_GROUPED.sub("", text[-MAX_CHARS_AFTER_NUMBER:]))
+    wanted = _fraction(_GROUPED.sub("", task.answer))
+    return float(bool(found) and wanted is not None and _fraction(found[-1].replace("−", "-")) == wanted)
 
 
 def answer_format(task: Task, text: str, *, pattern: str = THINK_THEN_ANSWER) -> float:

@@ -12,7 +12,7 @@ from ..config.names import REWARDS
 from ..importing import check_call, import_named
 from ..types import Task
 from . import gym_answers
-from .answers import boxed, countdown, exact_match, tagged
+from .answers import boxed, countdown, exact_match, last_number, tagged
 from .code_tests import code_tests
 from .guarded import ScorerPool
 from .jail import why_not
@@ -56,7 +56,7 @@ reasoning_gym.blocking = True  # type: ignore[attr-defined]
 
 reasoning_gym.why_not = why_not  # type: ignore[attr-defined]
 
-for _reward in (exact_match, math_verify, reasoning_gym, boxed, tagged, countdown, code_tests):
+for _reward in (exact_match, math_verify, reasoning_gym, boxed, tagged, last_number, countdown, code_tests):
     _reward.says_right = True  # type: ignore[attr-defined]  # 1.0 is a right answer, see `scoring.says_right`
 _NEEDS = {"math_verify": "math_verify", "reasoning_gym": "reasoning_gym"}
 

@@ -1,12 +1,12 @@
 """The positions of a packed row's tokens, and what each token attends to.
 
-Sequences lie back to back in one row. Those with the same prompt share it:
+Sequences lie back to back in one row. Those with the same prompt share it, and prompts share how they all begin:
 
-    row        | prompt A | a1 | a2 | a3 | prompt + response b | ...
-    positions  | 0 .. P-1 | P..| P..| P..| 0 ..                | ...
-    segments   |    0     | 1  | 2  | 3  |          4          | ...
+    row        | begin | rest of prompt A | a1 | a2 | a3 | rest of prompt b + response b | ...
+    positions  | 0 ..  | B ..             | P..| P..| P..| B ..                          | ...
+    segments   |   0   |        1         | 2  | 3  | 4  |              5                | ...
 
-A `Segment` is a run of queries and the keys they see: its own tokens, after those of its prompt. Linear layers see
+A `Segment` is a run of queries and the keys they see: its own tokens, after those of its context. Linear layers see
 every token once; only attention reads a shared prompt as often as there are responses.
 """
 
@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..samples import ranges
+
 # Sequences of a bucket are padded to its longest. More padding than this share of the work opens a new bucket, where
 # the work is not so small that the calls cost more.
 PADDING_FRAC = 0.25
@@ -28,16 +30,21 @@ MAX_MASKED_AREA = 1 << 22
 
 @dataclass(frozen=True)
 class Segment:
-    """`num_queries` tokens of the row from `start`, after a prompt of `prompt_length` tokens at `prompt_start`."""
+    """`num_queries` tokens of the row from `start`. `context`: runs (start, length) of what their sequence has before
+    them, in its order.
+    """
 
     start: int
     num_queries: int
-    prompt_start: int = 0
-    prompt_length: int = 0
+    context: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_before(self) -> int:
+        return sum(length for _, length in self.context)
 
     @property
     def num_keys(self) -> int:
-        return self.prompt_length + self.num_queries
+        return self.num_before + self.num_queries
 
 
 @dataclass(frozen=True)
@@ -130,22 +137,21 @@ def make_layout(segments: Sequence[Segment]) -> Layout:
         buckets.append(bucket)
     queries = torch.tensor([s.num_queries for s in segments])
     keys = torch.tensor([s.num_keys for s in segments])
-    shared = any(s.prompt_length for s in segments)
     return Layout(
         buckets,
         restore,
         _starts(queries),
         _starts(keys),
-        _key_index(segments, keys) if shared else None,
+        _keys(segments) if any(s.context for s in segments) else None,
         int(queries.max()),
         int(keys.max()),
     )
 
 
 def _bucket(segments: Sequence[Segment]) -> list[list[Segment]]:
-    """Segments of similar shape together, largest first; those that share a prompt apart from those that do not."""
+    """Segments of similar shape together, largest first; those with a context apart from those without."""
     buckets: list[list[Segment]] = []
-    shapes = [(s.prompt_length > 0, s.prompt_length + s.num_queries, s.num_queries) for s in segments]
+    shapes = [(bool(s.context), s.num_keys, s.num_queries) for s in segments]
     queries = keys = work = 0  # the widest of the last bucket, and its area without padding
     last_shared = None
     for i in sorted(range(len(segments)), key=shapes.__getitem__, reverse=True):
@@ -166,31 +172,27 @@ def _bucket(segments: Sequence[Segment]) -> list[list[Segment]]:
 
 def _pad(segments: Sequence[Segment]) -> tuple[AttentionGroup, torch.Tensor]:
     """The bucket of these segments, and where in its flattened queries the row's own tokens are."""
-    starts = torch.tensor([s.start for s in segments])[:, None]
     own = torch.tensor([s.num_queries for s in segments])[:, None]
-    prompts = torch.tensor([s.prompt_length for s in segments])[:, None]
-    prompt_starts = torch.tensor([s.prompt_start for s in segments])[:, None]
-    keys = torch.arange(int((prompts + own).max()))
-    key_index = torch.where(keys < prompts, prompt_starts + keys, starts + keys - prompts)
-    key_index = torch.where(keys < prompts + own, key_index, 0)
+    before = torch.tensor([s.num_before for s in segments])[:, None]
+    keys = torch.arange(int((before + own).max()))
+    key_index = torch.zeros(len(segments), len(keys), dtype=torch.int64)
+    key_index[keys < before + own] = _keys(segments)
     width = int(own.max())
-    if not int(prompts.max()) or width * len(keys) > MAX_MASKED_AREA:
+    if not int(before.max()) or width * len(keys) > MAX_MASKED_AREA:
         # A mask for such a long response costs more than computing the prompt's queries again and dropping them.
-        real = (keys >= prompts) & (keys < prompts + own)
+        real = (keys >= before) & (keys < before + own)
         return AttentionGroup(key_index, key_index, None), real.flatten().nonzero()[:, 0]
     queries = torch.arange(width)
+    starts = torch.tensor([s.start for s in segments])[:, None]
     query_index = torch.where(queries < own, starts + queries, 0)
-    return AttentionGroup(query_index, key_index, prompts[:, 0]), (queries < own).flatten().nonzero()[:, 0]
+    return AttentionGroup(query_index, key_index, before[:, 0]), (queries < own).flatten().nonzero()[:, 0]
 
 
 def _starts(lengths: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(torch.int32)
 
 
-def _key_index(segments: Sequence[Segment], num_keys: torch.Tensor) -> torch.Tensor:
-    segment = torch.repeat_interleave(torch.arange(len(segments)), num_keys)
-    keys = torch.arange(len(segment)) - _starts(num_keys).long()[segment]
-    prompts = torch.tensor([s.prompt_length for s in segments])[segment]
-    prompt_starts = torch.tensor([s.prompt_start for s in segments])[segment]
-    starts = torch.tensor([s.start for s in segments])[segment]
-    return torch.where(keys < prompts, prompt_starts + keys, starts + keys - prompts)
+def _keys(segments: Sequence[Segment]) -> torch.Tensor:
+    """Where the keys of each segment are in the row, end to end."""
+    runs = [run for s in segments for run in (*s.context, (s.start, s.num_queries))]
+    return ranges([start for start, _ in runs], [length for _, length in runs])

@@ -18,6 +18,9 @@ if TYPE_CHECKING:  # the benchmark runs where tensordict is not installed
 Packing = Literal["shared", "packed", "padded"]
 """Sequences back to back in one row, those of one prompt sharing it; back to back only; or each in a padded row."""
 
+LEAST_SHARED = 32
+"""Tokens that a common beginning must save: below that, one more call of attention costs as much."""
+
 
 @dataclass(frozen=True)
 class PromptRows:
@@ -85,11 +88,12 @@ def split_into_microbatches(
     sequences = _Sequences(batch, scored)
     if packing == "padded":
         return [_pad(sequences, chunk) for chunk in _similar(sequences, max_tokens, unit=unit)]
+    share = packing == "shared"
     if unit > 1:
-        units = [sequences.runs(range(i, i + unit), shared=packing == "shared") for i in range(0, len(sequences), unit)]
-        return [_pack(sequences, chunk) for chunk in _fill_whole(sequences, units, max_tokens)]
-    clusters = sequences.by_prompt() if packing == "shared" else [[i] for i in range(len(sequences))]
-    return [_pack(sequences, chunk) for chunk in _fill(sequences, clusters, max_tokens)]
+        units = [sequences.runs(range(i, i + unit), shared=share) for i in range(0, len(sequences), unit)]
+        return [_pack(sequences, chunk, share=share) for chunk in _fill_whole(sequences, units, max_tokens)]
+    clusters = sequences.by_prompt() if share else [[i] for i in range(len(sequences))]
+    return [_pack(sequences, chunk, share=share) for chunk in _fill(sequences, clusters, max_tokens)]
 
 
 def empty_microbatch(*, packed: bool) -> Microbatch:
@@ -148,6 +152,18 @@ class _Sequences:
             else:
                 clusters.append([i])
         return clusters
+
+    def common_beginning(self, prompts: Sequence[int]) -> int:
+        """How many tokens the prompts of these sequences all begin with; each has at least one token after it.
+
+        0 where sharing them saves too little, and where there are prompt tensors, which may belong to any token.
+        """
+        if len(prompts) < 2 or further(self.batch, "prompt_tensors"):
+            return 0
+        most = max(0, min(self.prompt_lengths[i] for i in prompts) - 1)
+        rows = self.tokens[torch.tensor([self.prompt_starts[i] for i in prompts])[:, None] + torch.arange(most)]
+        same = int((rows == rows[0]).all(0).long().cumprod(0).sum())
+        return same if same * (len(prompts) - 1) >= LEAST_SHARED else 0
 
     def fields(self, chunk: Sequence[int]) -> dict[str, Any]:
         """The per-token fields of a microbatch of these sequences, in this order."""
@@ -216,33 +232,43 @@ def _fill_whole(sequences: _Sequences, units: list[list[list[int]]], max_tokens:
     return chunks
 
 
-def _pack(sequences: _Sequences, clusters: list[list[int]]) -> Microbatch:
-    """One row. The last token of a response is left out: nothing is predicted from it, and nothing attends to it."""
+def _pack(sequences: _Sequences, clusters: list[list[int]], *, share: bool) -> Microbatch:
+    """One row. The last token of a response is left out: nothing is predicted from it, and nothing attends to it.
+
+    `share`: how all prompts begin (a system prompt, the words of a template) is computed once.
+    """
     sources, positions, lengths = [], [], []  # of the runs of tokens that make up the row
     firsts, others = [], []  # by sequence: where the first response token is predicted from, and where it stands
     segments: list[Segment] = []
     end = 0
+
+    def add(source: int, position: int, length: int) -> None:
+        nonlocal end
+        sources.append(source)
+        positions.append(position)
+        lengths.append(length)
+        end += length
+
+    begin = sequences.common_beginning([cluster[0] for cluster in clusters]) if share else 0
+    context = ((0, begin),) if begin else ()
+    if begin:
+        add(sequences.prompt_starts[clusters[0][0]], 0, begin)
+        segments.append(Segment(0, begin))
     for cluster in clusters:
-        prompt, prompt_length = end, sequences.prompt_lengths[cluster[0]]
-        sources.append(sequences.prompt_starts[cluster[0]])
-        positions.append(0)
-        lengths.append(prompt_length)
-        end += prompt_length
+        rest, prompt_length = end, sequences.prompt_lengths[cluster[0]]
+        add(sequences.prompt_starts[cluster[0]] + begin, begin, prompt_length - begin)
         shared = len(cluster) > 1
         if shared:
-            segments.append(Segment(prompt, prompt_length))
+            segments.append(Segment(rest, prompt_length - begin, context))
         for i in cluster:
             own = max(0, sequences.response_lengths[i] - 1)
-            sources.append(sequences.first_response + sequences.response_starts[i])
-            positions.append(prompt_length)
-            lengths.append(own)
             if shared:
-                segments.append(Segment(end, own, prompt, prompt_length))
+                segments.append(Segment(end, own, (*context, (rest, prompt_length - begin))))
             else:
-                segments.append(Segment(prompt, prompt_length + own))
-            firsts.append(prompt + prompt_length - 1)
+                segments.append(Segment(rest, prompt_length - begin + own, context))
+            firsts.append(rest + prompt_length - begin - 1)
             others.append(end)
-            end += own
+            add(sequences.first_response + sequences.response_starts[i], prompt_length, own)
     order = [i for cluster in clusters for i in cluster]
     return Microbatch(
         input_ids=sequences.tokens[ranges(sources, lengths)][None],

@@ -255,7 +255,7 @@ def test_no_text_keeps_the_form_busy(piece: str, at_most: Limit, monkeypatch: py
 def test_no_text_keeps_a_reward_busy(text: str, at_most: Limit) -> None:
     of = task(numbers=[1, 2], target=3, answer_after="####")
     with at_most(2.0):
-        for reward in (answers.exact_match, answers.boxed, answers.tagged, answers.answer_format):
+        for reward in (answers.exact_match, answers.boxed, answers.tagged, answers.last_number, answers.answer_format):
             assert reward(of, text) == 0.0
         assert answers.boxed(of, f"\\boxed{{{text}}}") == 0.0
         assert answers.countdown(of, text) <= 0.1

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from leeway.trainer import layout as layouts
+from leeway.trainer import microbatch as microbatches
 from leeway.trainer.attention import may_be_packed, packed_attention
 from leeway.trainer.families import load_model
 from leeway.trainer.layout import Segment, make_layout
@@ -66,15 +67,19 @@ def trajectory(rng: random.Random, prompt: list[int], response: int) -> Trajecto
     )
 
 
-def groups(seed: int, number: int = 5, size: int = 4) -> list[Trajectory]:
-    """Groups of `size` with one prompt each, then some sequences of their own; lengths of one token among them."""
+def groups(seed: int, number: int = 5, size: int = 4, begin: Sequence[int] = ()) -> list[Trajectory]:
+    """Groups of `size` with one prompt each, then some sequences of their own; lengths of one token among them.
+
+    `begin`: how all prompts begin.
+    """
     rng = random.Random(seed)
     out = []
     for _ in range(number):
-        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
+        prompt = [*begin, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 12)))]
         out += [trajectory(rng, prompt, rng.choice((1, rng.randint(2, 14)))) for _ in range(size)]
     for _ in range(3):
-        out.append(trajectory(rng, [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))], rng.randint(1, 14)))
+        prompt = [*begin, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 12)))]
+        out.append(trajectory(rng, prompt, rng.randint(1, 14)))
     rng.shuffle(out)
     return out
 
@@ -212,6 +217,28 @@ def test_a_prompt_is_in_the_row_once_and_every_response_follows_it():
             assert piece.input_ids[0, i] == before[place]
 
 
+BEGIN = [(7 * i) % VOCAB for i in range(20)]
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_what_all_prompts_begin_with_is_computed_once(load, name):
+    trajectories = groups(3, begin=BEGIN)
+    batch = batch_of(trajectories)
+    pieces = split_into_microbatches(batch, max_tokens=10_000)
+    prompts = {tuple(t.prompt_tokens) for t in trajectories}
+    of_their_own = sum(len(p) - len(BEGIN) for p in prompts) + sum(len(t.response_tokens) - 1 for t in trajectories)
+    assert pieces[0].input_ids.numel() == len(BEGIN) + of_their_own
+    check_same(score(load(name, "auto"), batch, "shared"), score(load(name, "padded"), batch, "padded"))
+
+
+@pytest.mark.parametrize(("prompts", "shared"), [([BEGIN, BEGIN[:9]], 8), ([BEGIN, BEGIN], 19), ([BEGIN, [63]], 0)])
+def test_a_prompt_keeps_a_token_of_its_own(prompts, shared, monkeypatch):
+    monkeypatch.setattr(microbatches, "LEAST_SHARED", 1)
+    rng = random.Random(0)
+    batch = batch_of([trajectory(rng, prompt, 3) for prompt in prompts])
+    assert microbatches._Sequences(batch, {}).common_beginning([0, 1]) == shared
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", ["shared", "packed"])
 def test_microbatches_keep_to_the_limit_and_hold_every_token_once(packing):
@@ -242,7 +269,7 @@ def test_the_padding_inside_attention_is_bounded():
 def test_masks_are_bounded_whatever_the_group():
     prompt, responses = 3000, [1500, 1400, 900, 20, 3]
     starts = [prompt + sum(responses[:i]) for i in range(len(responses))]
-    segments = [Segment(0, prompt), *(Segment(s, n, 0, prompt) for s, n in zip(starts, responses, strict=True))]
+    segments = [Segment(0, prompt), *(Segment(s, n, ((0, prompt),)) for s, n in zip(starts, responses, strict=True))]
     for bucket in make_layout(segments).buckets:
         mask = bucket.mask(None, torch.float32)
         assert mask is None or mask.numel() <= layouts.MAX_MASKED_AREA
@@ -253,7 +280,7 @@ def test_masks_are_bounded_whatever_the_group():
 @pytest.mark.parametrize("window", [None, 5])
 def test_flash_attention_agrees_with_the_padded_form(window):
     torch.manual_seed(0)
-    segments = [Segment(0, 9), Segment(9, 4, 0, 9), Segment(13, 7, 0, 9), Segment(20, 12)]
+    segments = [Segment(0, 9), Segment(9, 4, ((0, 9),)), Segment(13, 7, ((0, 9),)), Segment(20, 12)]
     layout = make_layout(segments).to(torch.device("cuda"))
     q, k, v = (torch.randn(1, h, 32, 64, device="cuda", requires_grad=True) for h in (4, 2, 2))
     options: dict[str, Any] = {"layout": layout, "sliding_window": window}

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from leeway.envs.answers import answer_format, boxed, countdown, length, overlong, tagged
+from leeway.envs.answers import answer_format, boxed, countdown, last_number, length, overlong, tagged
 from leeway.envs.guarded import ScorerPool
 from leeway.envs.rewards import exact_match, math_verify, reasoning_gym, resolve_reward
 from leeway.tasks.reasoning_gym_tasks import generate_rows
@@ -162,6 +162,32 @@ def test_entry_survives_json(dataset):
 )
 def test_boxed(answer, text, expected):
     assert boxed(make(answer), text) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "text", "expected"),
+    [
+        ("17", "42 - 25 = 17.", 1),
+        ("17", "17, no: 18", 0),
+        ("17", "the answer is 17", 1),
+        ("-17", "25 - 42 = -17", 1),
+        ("-17", "25 - 42 = \u221217", 1),
+        ("25", "42-25", 1),
+        ("-25", "42-25", 0),
+        ("1234", "It is $1,234.", 1),
+        ("234", "1,234", 0),
+        ("17", "17.0", 1),
+        ("17", "17.5", 0),
+        ("17", "\u0661\u0667", 0),
+        ("17", "1" * 5000, 0),
+        ("17", "17" + " " * 9000, 0),
+        ("17", "", 0),
+        ("", "17", 0),
+        ("x", "x", 0),
+    ],
+)
+def test_last_number(answer, text, expected):
+    assert last_number(make(answer), text) == expected
 
 
 def test_tagged_and_format():

@@ -1,0 +1,297 @@
+"""One training run of a peer, for `peers.py`: TRL's GRPOTrainer, or a loop of torchrl's wrappers and GRPOLoss.
+
+    python benchmarks/peer_loops.py trl|torchrl SPEC.json OUT.jsonl
+
+A line of OUT for each step: its seconds, generation and training together, and its sampled tokens; a line for each
+evaluation, whose time is in no step. Both use transformers to generate, on `threads` threads, in turn with training.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+
+def exact_match(text: str, answer: str) -> float:
+    return float(" ".join(text.split()) == answer)
+
+
+def last_number(text: str, answer: str) -> float:
+    found = re.findall(r"-?[0-9]+", text.replace(",", ""))
+    return float(bool(found) and found[-1] == answer)
+
+
+def digits(text: str, answer: str) -> float:
+    return sum(c.isdigit() for c in text) / max(1, len(text))
+
+
+REWARDS = {"exact_match": exact_match, "last_number": last_number, "peer_parts:digits": digits}
+
+
+class Record:
+    """The lines of OUT; the clock stands still during evaluations."""
+
+    def __init__(self, spec: dict[str, Any], path: str, model: Any, tokenizer: Any) -> None:
+        self._spec, self._out = spec, open(path, "a", buffering=1, encoding="utf-8")  # noqa: SIM115
+        self._model, self._tokenizer = model, tokenizer
+        self._reward = REWARDS[spec["reward"]]
+        self._begun = time.monotonic()
+
+    def begin(self) -> None:
+        self._begun = time.monotonic()
+
+    def step(self, number: int, tokens: int) -> None:
+        line = {"step": number, "seconds": time.monotonic() - self._begun, "tokens": tokens}
+        self._out.write(json.dumps(line) + "\n")
+        every = self._spec["eval_every"]
+        if every and number % every == 0:
+            self.evaluate(number)
+        self.begin()
+
+    def evaluate(self, number: int) -> None:
+        asked = self._spec["heldout"]
+        training, side = self._model.training, self._tokenizer.padding_side
+        self._model.eval()
+        self._tokenizer.padding_side = "left"
+        right = 0.0
+        for first in range(0, len(asked), 64):
+            some = asked[first : first + 64]
+            rows = self._tokenizer([q["prompt"] for q in some], return_tensors="pt", padding=True)
+            rows = {"input_ids": rows["input_ids"], "attention_mask": rows["attention_mask"]}
+            with torch.no_grad():
+                full = self._model.generate(
+                    **rows, do_sample=False, max_new_tokens=self._spec["max_tokens"], pad_token_id=PAD
+                )
+            texts = self._tokenizer.batch_decode(full[:, rows["input_ids"].shape[1] :], skip_special_tokens=True)
+            right += sum(self._reward(text, q["answer"]) for text, q in zip(texts, some, strict=True))
+        self._tokenizer.padding_side = side
+        self._model.train(training)
+        self._out.write(json.dumps({"step": number, "accuracy": right / len(asked)}) + "\n")
+
+
+PAD = 0
+
+
+def loaded(spec: dict[str, Any]) -> tuple[Any, Any]:
+    """Model and tokenizer; what pads is no token that is ever sampled on purpose: both loops drop it from answers."""
+    global PAD
+    torch.set_num_threads(spec["threads"])
+    torch.manual_seed(spec["seed"])
+    tokenizer = AutoTokenizer.from_pretrained(spec["model"])
+    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
+    if tokenizer.pad_token_id is None or tokenizer.pad_token_id == tokenizer.eos_token_id:
+        tokenizer.pad_token = tokenizer.unk_token or tokenizer.bos_token
+    PAD = tokenizer.pad_token_id
+    return model, tokenizer
+
+
+def rewards_of(spec: dict[str, Any], texts: list[str], answers: list[str]) -> list[float]:
+    """With turns, their environments have taken their time already; see `talked`."""
+    reward = REWARDS[spec["reward"]]
+    return [reward(text, answer) for text, answer in zip(texts, answers, strict=True)]
+
+
+def talked(
+    spec: dict[str, Any], model: Any, tokenizer: Any, prompts: list[list[int]]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """(tokens after each prompt, 1 for those that the model wrote) after all turns.
+
+    The environments of a turn take `environment_s` together, as if all of them waited side by side.
+    """
+    reply = tokenizer(spec["reply"], add_special_tokens=False)["input_ids"]
+    after: list[list[int]] = [[] for _ in prompts]
+    own: list[list[int]] = [[] for _ in prompts]
+    for turn in range(spec["turns"]):
+        rows = [p + a for p, a in zip(prompts, after, strict=True)]
+        width = max(map(len, rows))
+        ids = torch.tensor([[PAD] * (width - len(r)) + r for r in rows])
+        mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows])
+        training = model.training
+        model.eval()
+        with torch.no_grad():
+            full = model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=spec["max_tokens"],
+                pad_token_id=PAD,
+            )
+        model.train(training)
+        for a, o, new in zip(after, own, full[:, width:].tolist(), strict=True):
+            ends = new.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in new else len(new)
+            a += new[:ends]
+            o += [1] * ends
+        time.sleep(spec["environment_s"])
+        if turn + 1 < spec["turns"]:
+            for a, o in zip(after, own, strict=True):
+                a += reply
+                o += [0] * len(reply)
+    return after, own
+
+
+# ------------------------------------------------------------------------------------------------------------ TRL
+
+
+def trl(spec: dict[str, Any], out: str) -> None:
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    model, tokenizer = loaded(spec)
+    record = Record(spec, out, model, tokenizer)
+    sampled: list[int] = []
+
+    def reward(completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
+        sampled.append(sum(map(len, completion_ids)))
+        return rewards_of(spec, completions, answer)
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = [tokenizer(p, add_special_tokens=False)["input_ids"] for p in prompts]
+        after, own = talked(spec, trainer.model, tokenizer, ids)
+        return {"prompt_ids": ids, "completion_ids": after, "logprobs": None, "env_mask": own}
+
+    class Steps(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            record.begin()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            record.step(state.global_step, sampled[-1])
+
+    size = spec["groups"] * spec["group_size"]
+    config = GRPOConfig(
+        output_dir=str(Path(out).parent / "trl"),
+        use_cpu=True,
+        bf16=False,
+        max_steps=spec["steps"],
+        per_device_train_batch_size=size,
+        steps_per_generation=1,
+        num_generations=spec["group_size"],
+        max_completion_length=spec["turns"] * (spec["max_tokens"] + 8),
+        generation_kwargs={"max_new_tokens": spec["max_tokens"]},
+        temperature=1.0,
+        top_k=0,
+        beta=0.0,
+        epsilon=0.2,
+        epsilon_high=0.28,
+        loss_type="grpo",
+        learning_rate=spec["lr"],
+        lr_scheduler_type="constant",
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        weight_decay=0.0,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        seed=spec["seed"],
+    )
+    rows = Dataset.from_list([{"prompt": q["prompt"], "answer": q["answer"]} for q in spec["tasks"]])
+    own: dict[str, Any] = {"rollout_func": rollout} if spec["turns"] > 1 else {}
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=rows,
+        processing_class=tokenizer,
+        callbacks=[Steps()],
+        **own,
+    )
+    trainer.train()
+
+
+# -------------------------------------------------------------------------------------------------------- torchrl
+
+
+def torchrl(spec: dict[str, Any], out: str) -> None:
+    """Sample, reward, GRPOLoss, step: what torchrl's example does, with its transformers wrapper on both sides."""
+    import random
+
+    from tensordict import TensorDict
+    from torchrl.modules.llm import TransformersWrapper
+    from torchrl.objectives.llm.grpo import GRPOLoss
+
+    model, tokenizer = loaded(spec)
+    model.eval()  # no dropout in these models; generate() warns otherwise
+    record = Record(spec, out, model, tokenizer)
+    wrapped = {"tokenizer": tokenizer, "input_mode": "tokens", "pad_output": True}
+    sampler = TransformersWrapper(
+        model,
+        **wrapped,
+        generate=True,
+        return_log_probs=True,
+        generate_kwargs={
+            "max_new_tokens": spec["max_tokens"],
+            "do_sample": True,
+            "temperature": 1.0,
+            "top_k": 0,
+            "top_p": 1.0,
+            "pad_token_id": PAD,
+        },
+    )
+    actor = TransformersWrapper(model, **wrapped, generate=False, return_log_probs=True)
+    loss_module = GRPOLoss(
+        actor, clip_epsilon=(0.2, 0.28), entropy_bonus=False, aggregation="prompt_mean", masking_strategy="rlhf"
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=spec["lr"], betas=(0.9, 0.95), weight_decay=0.0)
+    order = random.Random(spec["seed"])
+    size = spec["group_size"]
+    for number in range(1, spec["steps"] + 1):
+        record.begin()
+        asked = [q for q in order.sample(spec["tasks"], spec["groups"]) for _ in range(size)]
+        prompts = [tokenizer(q["prompt"], add_special_tokens=False)["input_ids"] for q in asked]
+        width = max(map(len, prompts))
+        rows = torch.tensor([[PAD] * (width - len(p)) + p for p in prompts])
+        if spec["turns"] > 1:
+            after, own = talked(spec, model, tokenizer, prompts)
+            longest = max(map(len, after))
+            responses = torch.tensor([a + [PAD] * (longest - len(a)) for a in after])
+            mask = torch.tensor([o + [0] * (longest - len(o)) for o in own]).bool()
+            real = torch.tensor([[1] * len(a) + [0] * (longest - len(a)) for a in after]).bool()
+        else:
+            with torch.no_grad():
+                answered = sampler(TensorDict({("tokens", "prompt"): rows}, batch_size=[len(rows)]))
+            responses = answered["tokens", "response"]
+            mask = real = responses != PAD
+        texts = tokenizer.batch_decode([r[m].tolist() for r, m in zip(responses, real, strict=True)], True)
+        rewards = torch.tensor(rewards_of(spec, texts, [q["answer"] for q in asked])).view(-1, size)
+        advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
+        full = torch.cat([rows, responses], 1)
+        attention = torch.cat([rows != PAD, real], 1)
+        assistant = torch.cat([torch.zeros_like(rows).bool(), mask], 1)
+        batch = TensorDict(
+            {
+                "tokens": {"full": full, "prompt": rows, "response": responses},
+                "masks": {"all_attention_mask": attention, "all_assistant_mask": assistant},
+                "advantage": (advantages[:, None] * assistant)[..., None],
+            },
+            batch_size=[len(full)],
+        )
+        if spec["turns"] > 1:  # the first step on fresh answers: the policy that sampled is the one that is trained
+            with torch.no_grad():
+                old = actor(batch.select("tokens", "masks"))["log_probs", "full"]
+        else:
+            old = torch.zeros(full.shape)
+            old[:, width:] = answered["log_probs", "response"]
+        batch["log_probs", "full"] = old
+        total = loss_module(batch).loss_objective.sum()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        record.step(number, int(mask.sum()))
+
+
+if __name__ == "__main__":
+    which, spec_file, out_file = sys.argv[1:]
+    {"trl": trl, "torchrl": torchrl}[which](json.loads(Path(spec_file).read_text(encoding="utf-8")), out_file)

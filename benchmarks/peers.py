@@ -1,0 +1,468 @@
+"""Leeway beside TRL and torchrl: the same model, tasks, batch, lengths, loss and threads, in turns (A B C A B C).
+
+    python benchmarks/peers.py --workloads short --pairs 2              # seconds per step
+    python benchmarks/peers.py --workloads short --learn                # held-out accuracy too: one more run each
+    python benchmarks/peers.py --workloads smollm2 --model FOLDER       # SmolLM2-135M-Instruct
+    python benchmarks/peers.py --show                                   # the table of all that was measured
+    python benchmarks/peers.py --picture peers.png
+
+| workload | answers of a step | |
+|---|---|---|
+| short | 64 x 8 of about 5 tokens | the quickstart's model after its warm-up, sums |
+| long | 16 x 8 with a long tail up to 256 tokens | the same with random weights: lengths are geometric, cut |
+| turns | 16 x 8 conversations of 3 turns, 0.5 s of environment after each | the same |
+| smollm2 | 8 x 8 of up to 24 tokens | SmolLM2-135M-Instruct, sums in chat form |
+
+| system | |
+|---|---|
+| trl | TRL's GRPOTrainer, transformers generates, all threads in turn |
+| torchrl | torchrl's TransformersWrapper and GRPOLoss in a loop, all threads in turn |
+| lockstep | ours, lag 0, vLLM; engine and trainer take turns with all cores |
+| bound1, bound2, bound4 | ours, vLLM, a lag of up to 1, 2, 4; each side has half of the cores |
+| hf | ours, the engine on transformers, a lag of up to 2 |
+
+Seconds and processor time are those of the steps after the first fifth: medians over steps, then over rounds. Memory is
+the sum of what each process holds (shared pages divided), sampled once a second. Every result is kept in
+`OUT/peers.json`. A round takes a minute for each system; learning runs about two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import peer_parts
+import psutil
+from quickstart_runs import HERE, warmed_up
+
+MARK = "LEEWAY_PEERS_RUN"
+PEERS = ("trl", "torchrl")
+SYSTEMS = (*PEERS, "lockstep", "bound1", "bound2", "bound4", "hf")
+DEADLINE_S = 900
+
+
+@dataclass(frozen=True)
+class Workload:
+    model: str  # "warm", "random" or "given"
+    groups: int
+    max_tokens: int  # of an answer, or of a turn
+    reward: str
+    lr: float
+    steps: int
+    learn_steps: int = 0
+    target: float = 0.0  # held-out accuracy whose time is reported
+    group_size: int = 8
+    turns: int = 1
+    environment_s: float = 0.0
+
+
+WORKLOADS = {
+    "short": Workload("warm", 64, 8, "exact_match", 3e-4, 25, learn_steps=80, target=0.70),
+    "long": Workload("random", 16, 256, "peer_parts:digits", 1e-6, 12),
+    "turns": Workload(
+        *("random", 16, peer_parts.TOKENS_PER_TURN, "peer_parts:digits", 1e-6, 12),
+        turns=peer_parts.TURNS,
+        environment_s=peer_parts.ENVIRONMENT_S,
+    ),
+    "smollm2": Workload("given", 8, 24, "last_number", 1e-5, 10, learn_steps=24, target=0.20),
+}
+
+
+def main() -> int:
+    args = parse()
+    out = args.out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    results = out / "peers.json"
+    if not args.show and not args.picture:
+        for name in args.workloads:
+            measure(name, args, out, results)
+    rows = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
+    if args.picture:
+        draw(rows, args.picture)
+        print(f"picture: {args.picture}")
+    else:
+        print(table(rows))
+    return 0
+
+
+def measure(name: str, args: argparse.Namespace, out: Path, results: Path) -> None:
+    workload = WORKLOADS[name]
+    if args.steps:
+        workload = replace(workload, steps=args.steps, learn_steps=args.steps)
+    if args.learn and not workload.target:
+        raise SystemExit(f"--learn: got {name}; expected a workload with a target: short, smollm2")
+    model = model_of(workload, args, out)
+    files = task_files(workload, name, model, out)
+    for number in range(1 if args.learn else args.pairs):
+        for system in args.systems:
+            label = f"{name}-{system}-{'learn' if args.learn else number}-{os.getpid()}"
+            row = {"workload": name, "system": system, "learn": args.learn} | one_run(
+                label, system, workload, model, files, out / "runs", learn=args.learn, threads=args.threads
+            )
+            print(json.dumps(row), flush=True)
+            kept = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
+            results.write_text(json.dumps([*kept, row], indent=1), encoding="utf-8")
+
+
+# --------------------------------------------------------------------------------------------- models and tasks
+
+
+def model_of(workload: Workload, args: argparse.Namespace, out: Path) -> Path:
+    if workload.model == "given":
+        if args.model is None:
+            raise SystemExit("--model: got nothing; expected the folder of SmolLM2-135M-Instruct")
+        return args.model.absolute()
+    warm = args.warm.absolute() if args.warm else warmed_up(out, "peers")
+    return warm if workload.model == "warm" else random_weights(warm, out / "random")
+
+
+def random_weights(like: Path, folder: Path) -> Path:
+    """The same architecture without training, for longer texts: every token is about as likely as any other."""
+    if not (folder / "config.json").exists():
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+        torch.manual_seed(0)
+        config = AutoConfig.from_pretrained(like)
+        config.max_position_embeddings = 1024
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(like).save_pretrained(folder)
+    return folder
+
+
+def task_files(workload: Workload, name: str, model: Path, out: Path) -> dict[str, Any]:
+    """Sums and differences of two numbers, for all sides: rows of questions for ours, finished prompts for peers."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    draw, seen = random.Random(0), set()
+    while len(seen) < 6256:
+        a, b, sign = draw.randint(10, 99), draw.randint(10, 99), draw.choice("+-")
+        seen.add((a, sign, b))
+    numbers = list(seen)
+    draw.shuffle(numbers)
+    system = system_prompt() if workload.model == "given" else None
+    rows = []
+    for a, sign, b in numbers:
+        question = f"State the final answer to the following arithmetic problem: {a} {sign} {b} ="
+        prompt = question
+        if system is not None:
+            said = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+            prompt = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        rows.append({"question": question, "prompt": prompt, "answer": str(a + b if sign == "+" else a - b)})
+    files: dict[str, Any] = {"tasks": rows[256:], "heldout": rows[:256] if workload.model != "given" else rows[:128]}
+    for part in ("tasks", "heldout"):
+        file = out / f"{name}-{part}.jsonl"
+        lines = [json.dumps({"question": r["question"], "answer": r["answer"]}) for r in files[part]]
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        files[f"{part}_file"] = file
+    return files
+
+
+def system_prompt() -> str | None:
+    from leeway.config import load_config
+
+    return load_config("smollm2_135m", ["model.path=unused"]).task.system_prompt
+
+
+# ---------------------------------------------------------------------------------------------------- one run
+
+
+def one_run(
+    label: str,
+    system: str,
+    workload: Workload,
+    model: Path,
+    files: dict[str, Any],
+    folder: Path,
+    *,
+    learn: bool,
+    threads: int,
+) -> dict[str, Any]:
+    steps = workload.learn_steps if learn else workload.steps
+    every = max(1, steps // 8) if learn else 0
+    folder.mkdir(parents=True, exist_ok=True)
+    env = {**os.environ, MARK: label, "TOKENIZERS_PARALLELISM": "false"}
+    env["PYTHONPATH"] = os.pathsep.join([str(HERE.parent / "src"), str(HERE), os.environ.get("PYTHONPATH", "")])
+    if system in PEERS:
+        spec = {
+            **{"model": str(model), "groups": workload.groups, "group_size": workload.group_size, "lr": workload.lr},
+            **{"max_tokens": workload.max_tokens, "turns": workload.turns, "environment_s": workload.environment_s},
+            **{"steps": steps, "threads": threads, "seed": 0, "eval_every": every, "reward": workload.reward},
+            **{"tasks": files["tasks"], "heldout": files["heldout"], "reply": peer_parts.REPLY},
+        }
+        spec_file, lines = folder / f"{label}.json", folder / f"{label}.jsonl"
+        spec_file.write_text(json.dumps(spec), encoding="utf-8")
+        env |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, str(HERE / "peer_loops.py"), system, str(spec_file), str(lines)]
+    else:
+        options = overrides(system, workload, model, files, folder, label, steps=steps, every=every, threads=threads)
+        config = "smollm2_135m" if workload.model == "given" else "quickstart"
+        command = [sys.executable, "-c", "from leeway.cli.main import main; main()"]
+        command += ["run", "async_rl", "--config", config, *options]
+        stages = () if workload.model == "given" else ("stages", "async_rl")
+        lines = folder.joinpath("peers", label, *stages, "metrics.jsonl")
+        env["OMP_NUM_THREADS"] = "1"
+    return watched(command, env, label, lines, folder / f"{label}.log", steps=steps, target=workload.target)
+
+
+def overrides(
+    system: str,
+    workload: Workload,
+    model: Path,
+    files: dict[str, Any],
+    folder: Path,
+    label: str,
+    *,
+    steps: int,
+    every: int,
+    threads: int,
+) -> list[str]:
+    bound = {"lockstep": 0, "bound1": 1, "bound2": 2, "bound4": 4, "hf": 2}[system]
+    length = workload.turns * workload.max_tokens + (workload.turns - 1) * 8
+    given = [
+        *(f"model.path={model}", "task.name=jsonl", f"task.path={files['tasks_file']}", "task.holdout_frac=0"),
+        *(f"output_dir={folder}", "project=peers", f"name={label}", f"rollout.max_response_tokens={length}"),
+        *(f"train.steps={steps}", f"train.groups_per_step={workload.groups}", f"optimizer.lr={workload.lr}"),
+        *("optimizer.schedule=constant", "optimizer.warmup_steps=0", f"algorithm.group_size={workload.group_size}"),
+        *(f"staleness.max_policy_lag={bound}", "eval.at_start=false", "eval.at_end=false", "monitor.console=off"),
+        *("checkpoint.save_hf=never", "checkpoint.save_state=never", f"eval.every={every}"),
+        *(f"rollout.max_model_len={128 if workload.model == 'given' else 64 if workload.max_tokens == 8 else 384}",),
+        *([f"eval.path={files['heldout_file']}"] if every else []),
+    ]
+    if workload.model != "given":
+        given += ["stages.sft=null", "model.init=null"]
+    if workload.max_tokens > 24:
+        given += ["staleness.reorder_window=null"]
+    if workload.turns > 1:
+        given += ["env.name=peer_parts:Talk"]
+    else:
+        given += [f"env.reward={workload.reward}"]
+    if workload.max_tokens > 8:
+        given += ["staleness.in_flight=recompute"]
+    if system == "lockstep":
+        given += ["param_server.publish_every=1", "cluster.placement=turns"]
+        given += [f"cluster.cpus_per_generator={threads}", f"cluster.cpus_per_trainer={threads}"]
+    if system == "hf":
+        given += ["rollout.engine.name=hf"]
+    return given
+
+
+def watched(
+    command: list[str], env: dict[str, str], label: str, lines: Path, log: Path, *, steps: int, target: float
+) -> dict[str, Any]:
+    """Run it, and measure it from outside, as every system is: processor time, memory, and what it wrote of itself."""
+    first_step = max(2, steps // 5)
+    begun = time.monotonic()
+    with open(log, "w", encoding="utf-8") as said:
+        run = subprocess.Popen(command, cwd=HERE, env=env, stdout=said, stderr=subprocess.STDOUT)
+    memory = Memory(label)
+    first = last = None
+    try:
+        while run.poll() is None:
+            time.sleep(0.05)
+            if time.monotonic() - begun > DEADLINE_S:
+                raise SystemExit(f"{label}: not finished after {DEADLINE_S} s; see {log}")
+            step = max((row["step"] for row in rows_of(lines)), default=0)
+            if first is None and step >= first_step:
+                first = step, cpu_seconds(label), time.monotonic()
+            if last is None and step >= steps - 1:
+                last = step, cpu_seconds(label), time.monotonic()
+    finally:
+        memory.stop()
+        for process in of_run(label):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+    if run.returncode not in (0, 1) or first is None or last is None or last[0] <= first[0]:
+        raise SystemExit(f"{label}: ended with {run.returncode} before it could be measured; see {log}")
+    rows = [row for row in rows_of(lines) if row["step"] > first[0]]
+    took = [seconds_of(row) for row in rows if seconds_of(row) is not None]
+    tokens = [t for row in rows if (t := row.get("tokens", row.get("train/response_tokens/total"))) is not None]
+    found = {
+        "step_s": statistics.median(took),
+        "cpu_s": (last[1] - first[1]) / (last[0] - first[0]),
+        "tokens": statistics.fmean(tokens),
+        "peak_gib": memory.peak / 2**30,
+        "steps": len(took),
+    }
+    points = sorted({row["step"]: a for row in rows_of(lines) if (a := accuracy_of(row)) is not None}.items())
+    if points:
+        found["curve"] = points
+        reached = crossing(points, target)
+        found["target"] = target
+        found["seconds_to_target"] = None if reached is None else reached * found["step_s"]
+    return found
+
+
+def seconds_of(row: dict[str, Any]) -> float | None:
+    if "seconds" in row:
+        return row["seconds"]
+    return row["step/total_s"] - row.get("step/evaluate_s", 0.0) if "step/total_s" in row else None
+
+
+def accuracy_of(row: dict[str, Any]) -> float | None:
+    return row.get("accuracy", row.get("eval/exact_match"))
+
+
+def crossing(points: list[tuple[int, float]], target: float) -> float | None:
+    """Steps until the accuracy is first at the target, between two evaluations by a straight line."""
+    before: tuple[int, float] | None = None
+    for step, value in points:
+        if value >= target:
+            if before is None:
+                return float(step)
+            return before[0] + (step - before[0]) * (target - before[1]) / (value - before[1])
+        before = step, value
+    return None
+
+
+def rows_of(lines: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in lines.read_text(encoding="utf-8").split("\n")[:-1]]
+    except OSError:
+        return []
+
+
+class Memory:
+    """Samples what the processes of a run hold, once a second; shared pages count for each by its part."""
+
+    def __init__(self, label: str) -> None:
+        self.peak = 0
+        self._label, self._ended = label, threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def _sample(self) -> None:
+        while not self._ended.wait(1.0):
+            total = 0
+            for process in of_run(self._label):
+                with contextlib.suppress(OSError, ValueError, IndexError):
+                    rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text(encoding="ascii")
+                    total += int(rollup.split("Pss:")[1].split()[0]) * 1024
+            self.peak = max(self.peak, total)
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join(10)
+
+
+def of_run(label: str) -> list[psutil.Process]:
+    """All processes of the run, wherever their parents are: they inherit a variable."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == label:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def cpu_seconds(label: str) -> float:
+    total = 0.0
+    for process in of_run(label):
+        with contextlib.suppress(psutil.Error):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+# ------------------------------------------------------------------------------------------------------- results
+
+
+def summed_up(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each workload and system: medians over its rounds."""
+    found = []
+    for name in WORKLOADS:
+        for system in SYSTEMS:
+            own = [r for r in rows if (r["workload"], r["system"]) == (name, system)]
+            timed = [r for r in own if not r["learn"]]
+            if not timed:
+                continue
+            row = {k: statistics.median(r[k] for r in timed) for k in ("step_s", "cpu_s", "tokens", "peak_gib")}
+            spread = [r["step_s"] for r in timed]
+            learned = next((r for r in reversed(own) if r["learn"]), None)
+            found.append(
+                {"workload": name, "system": system, "rounds": len(timed), "low": min(spread), "high": max(spread)}
+                | row
+                | {"learned": learned}
+            )
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| workload | system | rounds | s a step (least to most) | beside TRL | processor s a step | answer tokens/s "
+        "| s to the accuracy | peak GiB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    found = summed_up(rows)
+    trl = {r["workload"]: r["step_s"] for r in found if r["system"] == "trl"}
+    for r in found:
+        learned, reached = r["learned"], ""
+        if learned is not None:
+            steps = crossing([tuple(p) for p in learned["curve"]], learned["target"])
+            last = learned["curve"][-1]
+            reached = f"not {learned['target']:.2f} in {last[0]} steps ({last[1]:.2f})"
+            if steps is not None:
+                reached = f"{steps * r['step_s']:.0f} to {learned['target']:.2f} ({steps:.0f} steps)"
+        beside = f"{trl[r['workload']] / r['step_s']:.2f} x" if r["workload"] in trl else ""
+        step = f"{r['step_s']:.2f} ({r['low']:.2f} to {r['high']:.2f})"
+        lines.append(
+            f"| {r['workload']} | {r['system']} | {r['rounds']} | {step} | {beside} "
+            f"| {r['cpu_s']:.2f} | {r['tokens'] / r['step_s']:,.0f} | {reached} | {r['peak_gib']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(rows: list[dict[str, Any]], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = summed_up(rows)
+    names = [name for name in WORKLOADS if any(r["workload"] == name for r in found)]
+    figure, axes = plt.subplots(1, len(names), figsize=(3.2 * len(names), 3.4), squeeze=False)
+    for axis, name in zip(axes[0], names, strict=True):
+        own = [r for r in found if r["workload"] == name]
+        colours = ["#888888" if r["system"] in PEERS else "#1f77b4" for r in own]
+        bars = axis.barh([r["system"] for r in own], [r["step_s"] for r in own], color=colours)
+        axis.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)
+        axis.invert_yaxis()
+        axis.set_title(name)
+        axis.set_xlabel("seconds a step")
+        axis.margins(x=0.2)
+    figure.tight_layout()
+    figure.savefig(file, dpi=120)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--pairs", type=int, default=1, help="rounds over all systems")
+    parser.add_argument("--learn", action="store_true", help="one longer run each, with evaluations")
+    parser.add_argument("--steps", type=int, help="instead of the workload's own number")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of each system (all cores)")
+    parser.add_argument("--model", type=Path, help="workload smollm2: folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--warm", type=Path, help="the quickstart's warmed-up model (default: made by its sft stage)")
+    parser.add_argument("--out", type=Path, default=Path("runs/peers"), help="results and runs (default: runs/peers)")
+    parser.add_argument("--show", action="store_true", help="only print what was measured")
+    parser.add_argument("--picture", type=Path, help="only draw what was measured")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
