@@ -100,14 +100,15 @@ def rewards_of(spec: dict[str, Any], texts: list[str], answers: list[str]) -> li
 
 def talked(
     spec: dict[str, Any], model: Any, tokenizer: Any, prompts: list[list[int]]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """(tokens after each prompt, 1 for those that the model wrote) after all turns.
+) -> tuple[list[list[int]], list[list[int]], list[list[float]]]:
+    """(tokens after each prompt, 1 for those that the model wrote, their logprobs) after all turns.
 
     The environments of a turn take `environment_s` together, as if all of them waited side by side.
     """
     reply = tokenizer(spec["reply"], add_special_tokens=False)["input_ids"]
     after: list[list[int]] = [[] for _ in prompts]
     own: list[list[int]] = [[] for _ in prompts]
+    logprobs: list[list[float]] = [[] for _ in prompts]
     for turn in range(spec["turns"]):
         rows = [p + a for p, a in zip(prompts, after, strict=True)]
         width = max(map(len, rows))
@@ -116,7 +117,7 @@ def talked(
         training = model.training
         model.eval()
         with torch.no_grad():
-            full = model.generate(
+            made = model.generate(
                 input_ids=ids,
                 attention_mask=mask,
                 do_sample=True,
@@ -125,18 +126,26 @@ def talked(
                 top_p=1.0,
                 max_new_tokens=spec["max_tokens"],
                 pad_token_id=PAD,
+                return_dict_in_generate=True,
+                output_logits=True,
             )
         model.train(training)
-        for a, o, new in zip(after, own, full[:, width:].tolist(), strict=True):
-            ends = new.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in new else len(new)
-            a += new[:ends]
-            o += [1] * ends
+        new = made.sequences[:, width:]
+        logits = torch.stack(made.logits, 1)
+        scored = -torch.nn.functional.cross_entropy(logits.flatten(0, 1), new.flatten(), reduction="none")
+        scored = scored.view(new.shape).tolist()
+        for i, tokens in enumerate(new.tolist()):
+            ends = tokens.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in tokens else len(tokens)
+            after[i] += tokens[:ends]
+            own[i] += [1] * ends
+            logprobs[i] += scored[i][:ends]
         time.sleep(spec["environment_s"])
         if turn + 1 < spec["turns"]:
-            for a, o in zip(after, own, strict=True):
+            for a, o, p in zip(after, own, logprobs, strict=True):
                 a += reply
                 o += [0] * len(reply)
-    return after, own
+                p += [0.0] * len(reply)
+    return after, own, logprobs
 
 
 # ------------------------------------------------------------------------------------------------------------ TRL
@@ -157,7 +166,7 @@ def trl(spec: dict[str, Any], out: str) -> None:
 
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
         ids = [tokenizer(p, add_special_tokens=False)["input_ids"] for p in prompts]
-        after, own = talked(spec, trainer.model, tokenizer, ids)
+        after, own, _ = talked(spec, trainer.model, tokenizer, ids)
         return {"prompt_ids": ids, "completion_ids": after, "logprobs": None, "env_mask": own}
 
     class Steps(TrainerCallback):
@@ -214,7 +223,11 @@ def trl(spec: dict[str, Any], out: str) -> None:
 
 
 def torchrl(spec: dict[str, Any], out: str) -> None:
-    """Sample, reward, GRPOLoss, step: what torchrl's example does, with its transformers wrapper on both sides."""
+    """Sample, reward, GRPOLoss, step: what torchrl's example does, with transformers in the place of vLLM.
+
+    Its wrapper computes the logprobs that are trained; answers come from `generate` itself, because the wrapper gives
+    the first token of each answer the logprob 0.
+    """
     import random
 
     from tensordict import TensorDict
@@ -222,23 +235,9 @@ def torchrl(spec: dict[str, Any], out: str) -> None:
     from torchrl.objectives.llm.grpo import GRPOLoss
 
     model, tokenizer = loaded(spec)
-    model.eval()  # no dropout in these models; generate() warns otherwise
+    model.eval()  # no dropout in these models
     record = Record(spec, out, model, tokenizer)
     wrapped = {"tokenizer": tokenizer, "input_mode": "tokens", "pad_output": True}
-    sampler = TransformersWrapper(
-        model,
-        **wrapped,
-        generate=True,
-        return_log_probs=True,
-        generate_kwargs={
-            "max_new_tokens": spec["max_tokens"],
-            "do_sample": True,
-            "temperature": 1.0,
-            "top_k": 0,
-            "top_p": 1.0,
-            "pad_token_id": PAD,
-        },
-    )
     actor = TransformersWrapper(model, **wrapped, generate=False, return_log_probs=True)
     loss_module = GRPOLoss(
         actor, clip_epsilon=(0.2, 0.28), entropy_bonus=False, aggregation="prompt_mean", masking_strategy="rlhf"
@@ -252,17 +251,11 @@ def torchrl(spec: dict[str, Any], out: str) -> None:
         prompts = [tokenizer(q["prompt"], add_special_tokens=False)["input_ids"] for q in asked]
         width = max(map(len, prompts))
         rows = torch.tensor([[PAD] * (width - len(p)) + p for p in prompts])
-        if spec["turns"] > 1:
-            after, own = talked(spec, model, tokenizer, prompts)
-            longest = max(map(len, after))
-            responses = torch.tensor([a + [PAD] * (longest - len(a)) for a in after])
-            mask = torch.tensor([o + [0] * (longest - len(o)) for o in own]).bool()
-            real = torch.tensor([[1] * len(a) + [0] * (longest - len(a)) for a in after]).bool()
-        else:
-            with torch.no_grad():
-                answered = sampler(TensorDict({("tokens", "prompt"): rows}, batch_size=[len(rows)]))
-            responses = answered["tokens", "response"]
-            mask = real = responses != PAD
+        after, own, logprobs = talked(spec, model, tokenizer, prompts)
+        longest = max(map(len, after))
+        responses = torch.tensor([a + [PAD] * (longest - len(a)) for a in after])
+        mask = torch.tensor([o + [0] * (longest - len(o)) for o in own]).bool()
+        real = torch.tensor([[1] * len(a) + [0] * (longest - len(a)) for a in after]).bool()
         texts = tokenizer.batch_decode([r[m].tolist() for r, m in zip(responses, real, strict=True)], True)
         rewards = torch.tensor(rewards_of(spec, texts, [q["answer"] for q in asked])).view(-1, size)
         advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).flatten()
@@ -277,12 +270,8 @@ def torchrl(spec: dict[str, Any], out: str) -> None:
             },
             batch_size=[len(full)],
         )
-        if spec["turns"] > 1:  # the first step on fresh answers: the policy that sampled is the one that is trained
-            with torch.no_grad():
-                old = actor(batch.select("tokens", "masks"))["log_probs", "full"]
-        else:
-            old = torch.zeros(full.shape)
-            old[:, width:] = answered["log_probs", "response"]
+        old = torch.zeros(full.shape)
+        old[:, width:] = torch.tensor([p + [0.0] * (longest - len(p)) for p in logprobs])
         batch["log_probs", "full"] = old
         total = loss_module(batch).loss_objective.sum()
         total.backward()
