@@ -1,4 +1,4 @@
-"""`leeway run | resume | serve | studio | watch | ps | scale | trace | plot | plan | ls | cat | cp | validate |
+"""`leeway run | resume | serve | studio | watch | ps | scale | trace | plot | plan | tune | ls | cat | cp | validate |
 import | convert | download | env`.
 
 Exit codes: 0 done, 1 the run failed or learned nothing (the last line says why), 2 the input was refused, 130 or 143
@@ -43,6 +43,7 @@ from .see import trace
 from .serve import serve
 from .show import bundled_table, describe, described, recipe_table
 from .studio import studio
+from .tune import tune
 from .watch import watch, watch_beside
 
 
@@ -68,6 +69,7 @@ app.command("plot")(plot_curves)
 app.command()(watch)
 app.command()(serve)
 app.command()(studio)
+app.command()(tune)
 app.command("import")(import_config)
 app.command()(download)
 

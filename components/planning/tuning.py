@@ -1,0 +1,257 @@
+"""What `leeway tune` tries on a machine, one change at a time, and what it makes of the times measured.
+
+A candidate is a set of overrides with the step time that is expected of it, where that can be told: the planner
+simulates schedules (bound, window, engines against ranks); time in turns on shared cores follows from the parts' own
+speeds. The rest is only measured.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..config import Config, ConfigError
+from ..config.errors import words
+from ..monitor import read_metrics
+from .calibration import calibrate, open_run
+from .model import Calibration, Settings
+from .predict import group_work_s, predict, train_work_s
+from .search import fitting, splits_of, variants
+
+WORTH_IT = 0.05
+"""A change must save this share of a step, or it is noise."""
+LARGER_LAGS = (1, 2, 4)
+_EVENTS = 20_000
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """`overrides`: dotted keys. `expected_s`: seconds a step; None: only a trial can tell. `why`: in a few words."""
+
+    overrides: Mapping[str, Any]
+    why: str
+    expected_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate that ran: `step_s`, the median of its settled steps; None: it failed, and `failure` says how."""
+
+    candidate: Candidate
+    step_s: float | None
+    failure: str = ""
+
+
+def step_seconds(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """The median step, in seconds, without the first third of them; None if fewer than three are left."""
+    took = [row["step/total_s"] for row in rows if "step/total_s" in row]
+    settled = took[max(2, len(took) // 3) :]
+    return statistics.median(settled) if len(settled) >= 3 else None
+
+
+def candidates(config: Config, calibration: Calibration, *, num_cores: int | None = None) -> list[Candidate]:
+    """What is worth a trial, the most promising axis first; each is tried on top of the best so far."""
+    cores = len(os.sched_getaffinity(0)) if num_cores is None else num_cores
+    return [
+        *_schedules(calibration),
+        *(_core_splits(config, calibration, cores) if config.cluster.device == "cpu" else _splits(calibration)),
+        *_places(config, calibration.settings),
+        *_passes(config, calibration),
+    ]
+
+
+def _schedules(c: Calibration) -> list[Candidate]:
+    """The lag bound and reorder window that the planner finds fastest, where that is not what is set."""
+    own = c.settings
+    now_s = predict(c, own, events=_EVENTS).step_s
+    lags = sorted({own.max_policy_lag, *(lag for lag in LARGER_LAGS if lag >= own.max_policy_lag)})
+    windows = sorted({1, own.reorder_window, max(1, own.groups_per_step // 4), own.groups_per_step})
+    tried = variants(own, lags=lags, windows=windows, splits=[(own.generators, own.trainers)])
+    found = [p for s in tried if (p := predict(c, s, events=_EVENTS)).step_s <= now_s * (1 - WORTH_IT)]
+    if not found:
+        return []
+    fastest = min(p.step_s for p in found)
+    best = min((p for p in found if p.step_s <= fastest * 1.02), key=lambda p: (p.settings.max_policy_lag, p.step_s))
+    changed: dict[str, Any] = {}
+    if best.settings.max_policy_lag != own.max_policy_lag:
+        changed["staleness.max_policy_lag"] = best.settings.max_policy_lag
+    if best.settings.reorder_window != own.reorder_window:
+        changed["staleness.reorder_window"] = best.settings.reorder_window
+    return [Candidate(changed, "bound and window, by simulation", best.step_s)] if changed else []
+
+
+def _core_splits(config: Config, c: Calibration, cores: int) -> list[Candidate]:
+    """Cores for engines and trainer: in turns with all of them, or each with its own."""
+    found = []
+    s, cluster = c.settings, config.cluster
+    engine_s = s.groups_per_step / s.updates_per_batch * group_work_s(c, s) / s.generators
+    train_s = s.groups_per_step / s.updates_per_batch * train_work_s(c, s) / s.trainers + c.optim_s
+    has = min(cluster.cpus_per_generator * s.generators + cluster.cpus_per_trainer * s.trainers, cores)
+    if cores > 1 and s.generators == s.trainers == 1:
+        if cluster.placement == "separate":
+            expected = (engine_s + train_s) * has / 2 / cores + c.pause_s + c.overhead_s
+            overrides = {"cluster.placement": "turns", "cluster.cpus_per_generator": cores}
+            found.append(
+                Candidate(
+                    overrides | {"cluster.cpus_per_trainer": cores}, "all cores for each side, in turns", expected
+                )
+            )
+        for trainer in sorted({1, cores // 2, cores - 1}):
+            own = {"cluster.cpus_per_generator": cores - trainer, "cluster.cpus_per_trainer": trainer}
+            if (cores - trainer, trainer) != (cluster.cpus_per_generator, cluster.cpus_per_trainer):
+                found.append(Candidate(own, f"{cores - trainer} cores for the engine, {trainer} for the trainer"))
+    return found
+
+
+def _splits(c: Calibration) -> list[Candidate]:
+    """Engines against ranks on the GPUs that the config has."""
+    own, found = c.settings, []
+    now_s = predict(c, own, events=_EVENTS).step_s
+    for generators, trainers in splits_of(c, own, own.num_gpus, trainer_factors=(0.75, 1.0, 1.33)):
+        if (generators, trainers) == (own.generators, own.trainers):
+            continue
+        fits = fitting(replace(own, generators=generators, trainers=trainers))
+        if fits is not None and (step_s := predict(c, fits, events=_EVENTS).step_s) <= now_s * (1 - WORTH_IT):
+            overrides = {"rollout.num_generators": generators, "train.num_ranks": trainers}
+            found.append(Candidate(overrides, "engines against ranks, by simulation", step_s))
+    return found
+
+
+def _places(config: Config, s: Settings) -> list[Candidate]:
+    """As many sequences at a time as are ever in flight: fewer wait in line, more only take memory."""
+    in_flight = -(-s.max_outstanding_groups * s.group_size // s.generators)
+    places = -(-in_flight // 8) * 8
+    own = config.rollout.engine_options.places
+    if places < own * 0.75 or (own < places <= 4096):
+        return [Candidate({"rollout.engine.max_num_seqs": places}, "places for all that is in flight")]
+    return []
+
+
+def _passes(config: Config, c: Calibration) -> list[Candidate]:
+    """Smaller passes of the trainer stay in caches, larger ones have fewer calls."""
+    s, own = c.settings, config.train.max_tokens_per_microbatch
+    in_batch = c.train_tokens(s.group_size) * s.groups_per_step / s.updates_per_batch / s.trainers
+    sizes = [own // 4] if in_batch > own // 4 and own >= 4 * config.rollout.max_model_len else []
+    sizes += [own * 4] if in_batch > own else []
+    return [Candidate({"train.max_tokens_per_microbatch": n}, "size of the trainer's passes") for n in sizes]
+
+
+def is_better(step_s: float | None, than_s: float) -> bool:
+    return step_s is not None and step_s <= than_s * (1 - WORTH_IT)
+
+
+def as_arguments(overrides: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={value}" for key, value in overrides.items()]
+
+
+def in_a_line(trial: Trial, *, base_s: float | None) -> str:
+    """What was changed, measured, expected; `base_s`: measured with the settings as given."""
+    what = " ".join(as_arguments(trial.candidate.overrides)) or "as it is"
+    if trial.step_s is None:
+        return f"failed: {what}: {trial.failure}"
+    gain = "" if not trial.candidate.overrides or not base_s else f" ({trial.step_s / base_s - 1:+.0%})"
+    expected = "" if trial.candidate.expected_s is None else f", expected {trial.candidate.expected_s:.3g} s"
+    return f"{trial.step_s:.3g} s a step{gain}{expected}: {what} ({trial.candidate.why})"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the trials say. `again`: seconds a step of the given settings and of the best ones, each once more."""
+
+    trials: list[Trial]
+    base: Trial
+    best: Trial
+    again: list[float]
+
+    @property
+    def measured_s(self) -> tuple[float, float]:
+        """Means over both runs: (as it is, the best)."""
+        assert self.base.step_s is not None
+        assert self.best.step_s is not None
+        if len(self.again) < 2:
+            return self.base.step_s, self.best.step_s
+        return (self.base.step_s + self.again[0]) / 2, (self.best.step_s + self.again[1]) / 2
+
+    def as_dict(self) -> dict[str, Any]:
+        before_s, after_s = self.measured_s
+        return {
+            "overrides": dict(self.best.candidate.overrides),
+            "step_s_before": before_s,
+            "step_s_after": after_s,
+            "expected_s": self.best.candidate.expected_s,
+            "trials": [
+                {"overrides": dict(t.candidate.overrides), "step_s": t.step_s, "expected_s": t.candidate.expected_s}
+                | ({"failure": t.failure} if t.failure else {})
+                for t in self.trials
+            ],
+        }
+
+    def in_words(self) -> str:
+        before_s, after_s = self.measured_s
+        if self.best is self.base or not is_better(after_s, before_s):
+            return (
+                f"keep the settings: {before_s:.3g} s a step, and no trial saved {WORTH_IT:.0%} of it, or did so twice"
+            )
+        twice = " (each measured twice)" if len(self.again) == 2 else ""
+        gain = f"{before_s:.3g} s -> {after_s:.3g} s a step, {after_s / before_s - 1:+.0%}{twice}"
+        lag = "staleness.max_policy_lag" in self.best.candidate.overrides
+        note = (
+            "\nA larger lag bound is more off-policy: compare what is learned with `leeway run frontier`."
+            if lag
+            else ""
+        )
+        return f"{gain}:\n  {' '.join(as_arguments(self.best.candidate.overrides))}{note}"
+
+
+def _measured(folder: Path) -> float | None:
+    return step_seconds(read_metrics(open_run(folder).dir / "metrics.jsonl"))
+
+
+def _calibrated(folder: Path) -> Calibration:
+    return calibrate(open_run(folder))
+
+
+def search(
+    config: Config,
+    run: Callable[[str, Sequence[str]], Path],
+    *,
+    most: int,
+    say: Callable[[str], None],
+    measured: Callable[[Path], float | None] = _measured,
+    calibrated: Callable[[Path], Calibration] = _calibrated,
+) -> Found:
+    """Tries each candidate on top of the best so far; then the given settings and the best once more, in turns.
+
+    `run`: (name, overrides) -> the folder of a finished run; raises RuntimeError or TimeoutError. `most`: trials, those
+    at the end not counted. Raises ConfigError if the settings as given do not run.
+    """
+    done: list[Trial] = []
+
+    def trial(candidate: Candidate) -> tuple[Trial, Path | None]:
+        folder, step_s, failure = None, None, ""
+        try:
+            folder = run(f"trial-{len(done)}", as_arguments(candidate.overrides))
+            step_s = measured(folder)
+            failure = "" if step_s is not None else "too few steps"
+        except (RuntimeError, TimeoutError, ConfigError) as error:
+            failure = str(error).strip().splitlines()[-1]
+        done.append(Trial(candidate, step_s, failure))
+        say(in_a_line(done[-1], base_s=done[0].step_s))
+        return done[-1], folder
+
+    base, folder = trial(Candidate({}, "as it is"))
+    if base.step_s is None or folder is None:
+        raise ConfigError("CONFIG", got=words(base.failure), expected="a run that trains", fix="run it first")
+    best = base
+    for candidate in candidates(config, calibrated(folder)):
+        if len(done) == most:
+            break
+        tried, _ = trial(replace(candidate, overrides={**best.candidate.overrides, **candidate.overrides}))
+        if is_better(tried.step_s, best.step_s or base.step_s):
+            best = tried
+    again = [trial(t.candidate)[0].step_s for t in (base, best)] if best is not base else []
+    return Found(done, base, best, [s for s in again if s is not None])

@@ -1,0 +1,209 @@
+"""`leeway tune`: what it tries, what it keeps, and what it says, with trials whose times are known."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from leeway.cli import tune as command
+from leeway.cli.main import app
+from leeway.config import Config, ConfigError, load_config, plan_run
+from leeway.planning import tuning
+from leeway.planning.lengths import from_samples
+from leeway.planning.model import Calibration, Settings
+from leeway.planning.tuning import Candidate, candidates, search, step_seconds
+
+LOCKSTEP = ("staleness.max_policy_lag=0", "staleness.reorder_window=1", "stages.async_rl.train.groups_per_step=8")
+
+
+@pytest.fixture(autouse=True)
+def short_simulations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "_EVENTS", 500)
+
+
+@functools.cache
+def config_of(*overrides: str) -> Config:
+    return load_config("quickstart", overrides)
+
+
+def calibration(config: Config, *, token_s: float = 1e-4, train_token_s: float = 5e-4) -> Calibration:
+    """One engine and one trainer that need about as long for a batch as each other."""
+    return Calibration(
+        settings=Settings.of(config),
+        lengths=from_samples([5]),
+        prompt_tokens=10.0,
+        shared_prompt_tokens=0.0,
+        pass_s=0.01,
+        token_s=token_s,
+        latency_s=0.0,
+        environment_s=None,
+        max_sequences=256,
+        prefill_budget=2048,
+        kept_frac=1.0,
+        train_token_s=train_token_s,
+        train_slowdown=1.0,
+        train_factors=(1.0,),
+        optim_s=0.01,
+        publish_s=0.0,
+        overhead_s=0.0,
+        hand_off_s=0.0,
+        upload_s=0.0,
+        pause_s=0.01,
+        canary_s=0.0,
+        measured_step_s=1.0,
+    )
+
+
+class Machine:
+    """Runs whose step takes 1 s, times the factor of each override; or that fail."""
+
+    def __init__(self, factors: dict[str, float], *, fails: str = "") -> None:
+        self.factors, self.fails, self.asked, self.took = factors, fails, [], {}
+
+    def __call__(self, name: str, overrides: Sequence[str]) -> Path:
+        self.asked.append(list(overrides))
+        if self.fails and any(self.fails in o for o in overrides):
+            raise RuntimeError("Traceback\nno room for it")
+        step_s = 1.0
+        for part, factor in self.factors.items():
+            step_s *= factor if any(part in o for o in overrides) else 1.0
+        folder = Path(str(len(self.asked)))
+        self.took[folder] = step_s
+        return folder
+
+
+def tuned(machine: Machine, config: Config, *, most: int = 20) -> tuple[Any, list[str]]:
+    said: list[str] = []
+    found = search(
+        config,
+        machine,
+        most=most,
+        say=said.append,
+        measured=machine.took.__getitem__,
+        calibrated=lambda folder: calibration(config),
+    )
+    return found, said
+
+
+def test_what_saves_time_is_kept_and_tried_together_with_what_follows() -> None:
+    machine = Machine({"max_policy_lag": 0.7, "max_num_seqs": 0.9, "placement=turns": 1.2})
+    found, said = tuned(machine, config_of(*LOCKSTEP))
+    best = found.best.candidate.overrides
+    assert best["staleness.max_policy_lag"] >= 1, "by simulation, half of lockstep is waiting"
+    assert "cluster.placement" not in best
+    assert "rollout.engine.max_num_seqs" in best
+    assert found.measured_s == pytest.approx((1.0, 0.63))
+    assert machine.asked[-2:] == [[], [f"{k}={v}" for k, v in best.items()]], "both once more, in turns"
+    assert "-37% (each measured twice)" in found.in_words()
+    assert "more off-policy" in found.in_words()
+    assert len(said) == len(machine.asked)
+
+
+def test_a_gain_that_is_not_there_again_is_not_reported() -> None:
+    machine = Machine({})
+    times = itertools.chain([1.0, 0.8], itertools.repeat(1.1))
+    found = search(
+        config_of(*LOCKSTEP),
+        machine,
+        most=2,
+        say=lambda line: None,
+        measured=lambda folder: next(times),
+        calibrated=lambda folder: calibration(config_of(*LOCKSTEP)),
+    )
+    assert found.measured_s == pytest.approx((1.05, 0.95))
+    assert found.again == [1.1, 1.1]
+    times = itertools.chain([1.0, 0.94], itertools.repeat(1.1))
+    found = search(
+        config_of(*LOCKSTEP),
+        machine,
+        most=2,
+        say=lambda line: None,
+        measured=lambda folder: next(times),
+        calibrated=lambda folder: calibration(config_of(*LOCKSTEP)),
+    )
+    assert found.in_words().startswith("keep the settings")
+
+
+def test_a_trial_that_fails_is_said_and_the_search_goes_on() -> None:
+    machine = Machine({"max_num_seqs": 0.5}, fails="placement")
+    found, said = tuned(machine, config_of(*LOCKSTEP))
+    assert any(line.startswith("failed: ") and line.endswith("no room for it") for line in said)
+    assert found.best.step_s == 0.5
+    with pytest.raises(ConfigError, match="no room for it"):
+        search(config_of(), _fails, most=3, say=lambda line: None)
+
+
+def _fails(name: str, overrides: Sequence[str]) -> Path:
+    raise RuntimeError("no room for it")
+
+
+def test_no_more_trials_than_asked() -> None:
+    machine = Machine({})
+    tuned(machine, config_of(*LOCKSTEP), most=2)
+    assert len(machine.asked) == 2
+
+
+def test_candidates_are_settings_that_the_config_takes() -> None:
+    config = config_of(*LOCKSTEP)
+    for cores in (1, 2, 8):
+        found = candidates(config, calibration(config), num_cores=cores)
+        assert any("cluster.placement" in c.overrides for c in found) == (cores > 1)
+        for candidate in found:
+            changed = load_config("quickstart", [*LOCKSTEP, *(f"{k}={v}" for k, v in candidate.overrides.items())])
+            for key, value in candidate.overrides.items():
+                own: Any = changed
+                for part in key.split("."):
+                    own = own[part] if isinstance(own, dict) else getattr(own, part)
+                assert own == value, key
+
+
+def test_only_settled_steps_count() -> None:
+    rows = [{"step/total_s": s} for s in (9.0, 9.0, 9.0, 1.0, 2.0, 3.0, 1.0, 2.0, 3.0)]
+    assert step_seconds([*rows, {"eval/reward": 1.0}]) == 2.0
+    assert step_seconds(rows[:4]) is None
+    assert Candidate({}, "").expected_s is None
+
+
+def test_the_command_runs_earlier_stages_once_and_trials_from_their_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[tuple[str, str, list[str]]] = []
+
+    def runner(config: str, folder: Path, timeout_s: float) -> command.Run:
+        def run(recipe: str, name: str, overrides: Sequence[str]) -> Path:
+            asked.append((recipe, name, list(overrides)))
+            if recipe == "async_rl":
+                raise RuntimeError("enough of it")
+            return tmp_path / "before"
+
+        return run
+
+    monkeypatch.setattr(command, "runner", runner)
+    done = CliRunner().invoke(app, ["tune", "quickstart", "--out", str(tmp_path)])
+    assert isinstance(done.exception, ConfigError)
+    assert [(recipe, name) for recipe, name, _ in asked] == [("sft", "before"), ("async_rl", "trial-0")]
+    given = asked[1][2]
+    assert {f"model.path={tmp_path / 'before'}", "model.init=null", "stages.sft=null"} <= set(given)
+    [alone] = plan_run("quickstart", "async_rl", given)
+    assert (alone.config.train.steps, alone.config.eval.at_start) == (20, False)
+
+
+def test_mistakes_are_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "runner", lambda *_: pytest.fail("something ran"))
+    for arguments in (["--steps", "5"], ["--trials", "0"], ["cluster.placement=turns"]):
+        done = CliRunner().invoke(app, ["tune", "quickstart", *arguments])
+        assert isinstance(done.exception, ConfigError), arguments
+
+
+def test_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, _ = tuned(Machine({"max_policy_lag": 0.7}), config_of(*LOCKSTEP))
+    said = json.loads(json.dumps(found.as_dict()))
+    assert said["step_s_after"] == pytest.approx(0.7)
+    assert said["trials"][0] == {"overrides": {}, "step_s": 1.0, "expected_s": None}
