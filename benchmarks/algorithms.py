@@ -151,7 +151,7 @@ def main() -> int:
     overrides = ["model.init=null", f"model.path={model}", *options.overrides]
     needs = (
         dict.fromkeys(TEACHERS, f"algorithm.reference_path={options.teacher}")
-        | dict.fromkeys(EXPERTS, f"algorithm.expert.path={options.experts}")
+        | dict.fromkeys(EXPERTS, f"replay.buffers.experts.path={options.experts}")
         | ON_POLICY
     )
     trials = trials_of(presets, seeds=options.seeds, steps=options.steps, overrides=overrides, needs=needs)

@@ -75,8 +75,8 @@ def shrunk(tree: dict[str, Any], folder: Path, model: Path) -> dict[str, Any]:
             own["task"] = {k: v for k, v in own["task"].items() if k.endswith("_key") or k in ("answer_after", "order")}
             tasks(settings, data)
             own["task"] |= {"name": "jsonl", "path": str(data)}
-        if expert := own.get("algorithm", {}).get("expert"):
-            expert |= {"path": str(data), "batch_size": 4}
+        for buffer in own.get("replay", {}).get("buffers", {}).values():
+            buffer |= {"path": str(data), "batch_size": 4}
         if "rollout" in own or own is tree:
             rollout = own.setdefault("rollout", {})
             rollout |= {"engine": {"name": "hf"}, "num_generators": 1, "max_prompt_tokens": 32}

@@ -20,6 +20,7 @@ class TrainBatch(TensorClass):
 
     `num_sequences` and `num_tokens` count the whole step over all ranks: losses divide by them, so the gradient is the
     same however the step was cut into ranks and microbatches. `prompt_tensors` and `token_tensors`: see `samples`.
+    `buffer_counts`: the same of each auxiliary buffer, whose tokens the two do not count; None: there are none.
     `recorded`: the trajectories that people can read, whose logprobs are asked for; None: none of them is here.
 
     Example, two trajectories with prompts of 2 tokens and responses of 1 and 3 tokens: `prompt_tokens` [4],
@@ -39,6 +40,7 @@ class TrainBatch(TensorClass):
     num_tokens: torch.Tensor  # int64 [], tokens with loss_mask True
     prompt_tensors: TensorDict | None = None
     token_tensors: TensorDict | None = None
+    buffer_counts: torch.Tensor | None = None  # int64 [K, 2]: sequences, and tokens with loss_mask True
     recorded: torch.Tensor | None = None  # int64 [R, 2]: (row of the step's rollouts, its conversation here)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -51,6 +53,7 @@ def batch_samples(
     *,
     num_sequences: int,
     num_tokens: int,
+    buffer_counts: Sequence[tuple[int, int]] = (),
     recorded: Sequence[tuple[int, int]] = (),
 ) -> TrainBatch:
     """The batch of these samples; `advantages` float32 [S]."""
@@ -60,6 +63,7 @@ def batch_samples(
         num_sequences=torch.tensor(num_sequences),
         num_tokens=torch.tensor(num_tokens),
         **{name: TensorDict(samples[name], batch_size=[]) for name in FURTHER if name in samples},
+        buffer_counts=torch.tensor(buffer_counts, dtype=torch.int64) if buffer_counts else None,
         recorded=torch.tensor(recorded, dtype=torch.int64) if recorded else None,
         batch_size=[],
     )

@@ -36,7 +36,7 @@ class Objective:
     - `needs_reference`: `Tokens.reference_logprobs`, of a frozen copy of the weights that training started from.
     - `needs_entropy_gradient`: an `entropy` that carries a gradient.
     - `needs_step_values`: each step starts by passing `step_values` of every rank to `for_step`.
-    - `takes_expert_tokens`: tokens that no policy sampled (version NO_VERSION) may be trained on together with others.
+    - `num_buffers`: tokens of this many auxiliary buffers, which have no lag, may be trained on together with others.
     - `sequences_per_unit`: this many neighbouring sequences of a batch stay in one microbatch, in order.
 
     `sums` and `maxima` of a `Loss` have `num_sums` and `num_maxima` entries.
@@ -48,7 +48,7 @@ class Objective:
     needs_reference: bool = False
     needs_entropy_gradient: bool = False
     needs_step_values: bool = False
-    takes_expert_tokens: bool = False
+    num_buffers: int = 0
     sequences_per_unit: int = 1
 
     def loss(self, logprobs: torch.Tensor, entropy: torch.Tensor, tokens: Tokens, **step: Unpack[StepCounts]) -> Loss:
@@ -113,12 +113,16 @@ class PolicyObjective(Objective):
         return self.correction.needs_step_values
 
     def step_values(self, batch: TrainBatch, proximal_logprobs: torch.Tensor) -> torch.Tensor:
-        sampled = batch.loss_mask & (batch.policy_versions != NO_VERSION)
+        sampled = self.policy_tokens(batch)
         lengths = batch.response_lengths
         segments = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
         return self.correction.step_values(
             CorrectionInputs(proximal_logprobs, batch.behavior_logprobs, batch.advantages, sampled, segments)
         )
+
+    def policy_tokens(self, batch: TrainBatch) -> torch.Tensor:
+        """The tokens [S] that the policy loss is about."""
+        return batch.loss_mask & (batch.policy_versions != NO_VERSION)
 
     def for_step(self, values: torch.Tensor) -> Self:
         return replace(self, limit=self.correction.limit_of_step(values))

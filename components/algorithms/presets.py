@@ -78,6 +78,7 @@ PRESETS: dict[str, Preset] = {
     "on_policy_distill": preset("zero", "cispo", "token_mean", kl=_teacher("k1")),
     "jsd": preset("zero", "cispo", "token_mean", kl=_teacher("jsd")),
     "gigpo": preset("gigpo", "ppo_clip", "turn_mean_token_mean"),
-    "mix": preset("grpo", "ppo_clip", "seq_mean_token_mean", expert={"weight": 0.5, "weight_end": 0.05}),
+    "mix": preset("grpo", "ppo_clip", "seq_mean_token_mean")
+    | {"replay": {"buffers": {"experts": {"weight": 0.5, "weight_end": 0.05}}}},
     "rec": preset("mean", "rec", "token_mean"),
 }

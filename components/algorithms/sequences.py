@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from ..lazy import torch
 
@@ -22,11 +22,15 @@ class Tokens:
 
 
 class StepCounts(TypedDict):
-    """Of a whole optimizer step: the version of its weights, its sequences, and its trained tokens."""
+    """Of a whole optimizer step: the version of its weights, its sequences, and its trained tokens.
+
+    `buffer_counts`: (sequences, tokens) of each auxiliary buffer, which the others do not count.
+    """
 
     policy_version: int
     num_sequences: int
     num_tokens: int
+    buffer_counts: NotRequired[list[tuple[int, int]]]
 
 
 def sequence_sums(values: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,6 @@ from ..algorithms.corrections import Correction, NoCorrection
 from ..algorithms.grpo import GRPO, PPOClip
 from ..algorithms.kl import KL_ESTIMATORS, KLEstimator, KLPenalty
 from ..algorithms.losses import PolicyLoss
-from ..algorithms.mix import ExpertData
 from ..algorithms.piece import Own, made
 from ..algorithms.preference import DPO
 from ..algorithms.presets import (
@@ -82,9 +81,6 @@ class AlgorithmConfig(Section):
         default=None, description="model of the reference policy, or teacher; null: the weights training starts from"
     )
     entropy_coef: float = Field(default=0.0, description="weight of the entropy bonus in the loss")
-    expert: Annotated[ExpertData | None, ROLLOUTS] = Field(
-        default=None, description="expert answers mixed into every step; null: none"
-    )
     dpo: Annotated[DPO, PAIRS] = Field(default=DPO(), description="the objective of the recipe dpo")
 
     @field_validator("name")
@@ -155,13 +151,6 @@ class AlgorithmConfig(Section):
                 got=advantage.name,
                 expected=f"{' or '.join(kept)} where algorithm.greedy_baseline is true: {why}",
                 fix="set algorithm.advantage.name=reward, or algorithm.greedy_baseline=false",
-            )
-        if advantage.needs_critic and self.expert is not None:
-            raise Refused(
-                "algorithm.expert.path",
-                got=self.expert.path,
-                expected=f"null where algorithm.advantage is {advantage.name}: expert answers have no reward",
-                fix="set algorithm.expert=null, or another algorithm.advantage.name",
             )
         return self
 

@@ -104,8 +104,9 @@ def _missing_files(config: Config) -> Found:
             "trainer/state.json in it",
         )
     paths = [("task.path", config.task.name, config.task.path), ("eval.path", "jsonl", config.eval.path)]
-    expert = config.algorithm.expert
-    paths += [("algorithm.expert.path", "jsonl", None if expert is None else expert.path)]
+    for name, own in config.replay.buffers.items():
+        source = config.task.filled(own.source())
+        paths += [(f"replay.buffers.{name}.path", source.name, source.path)]
     paths += [(f"task.mix.{n}.path", own.name, own.path) for n, own in config.task.mix.items()]
     paths += [(f"eval.tasksets.{n}.path", own.name, own.path) for n, own in config.eval.tasksets.items()]
     for path in paths:

@@ -6,10 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from ..section import Section
+from ..algorithms.mix import MixedIn
+from ..section import Partial, Section
 from ..weights import Checksum, Tolerance
 from .effect import ANY, ONE_RUN, ROLLOUTS, SAMPLED, OnlyWith
 from .engines import HIGHEST_TEMPERATURE, LEAST_TEMPERATURE, EngineOptions, name_of, options_of
+from .inputs import TaskSource
 from .names import PRIORITIES
 from .plugins import OperatorName
 from .transports import transport_kind
@@ -101,6 +103,20 @@ class StalenessConfig(Section):
     )
 
 
+class AuxiliaryBuffer(Partial, TaskSource, MixedIn):
+    """One of `replay.buffers`. How its rows are read comes from `task`, where it does not set that."""
+
+    batch_size: PositiveInt = Field(default=64, description="answers, or groups, in each optimizer step")
+    epochs: PositiveFloat | None = Field(
+        default=None, description="passes over its samples, after which it is left out; null: without end"
+    )
+
+    def source(self) -> dict[str, Any]:
+        """The settings of where its samples come from: those that are set."""
+        own = {*MixedIn.model_fields, "batch_size", "epochs"}
+        return {"limit": None, "order": "shuffle", "difficulty_key": None} | self.model_dump(exclude=own)
+
+
 class ReplayConfig(Section):
     """The buffer between generators and trainer."""
 
@@ -134,6 +150,11 @@ class ReplayConfig(Section):
         default=None,
         description="your own torchrl Storage of ragged TensorDicts, one per group: pkg.mod:function, called with the "
         "most groups it will hold; null: in memory",
+    )
+    buffers: dict[str, AuxiliaryBuffer] = Field(
+        default_factory=dict,
+        description="further samples in every optimizer step, by name: expert answers, or stored experiences; outside "
+        "of the lag bound, and counted by themselves",
     )
     keep_groups: Annotated[bool, ONE_RUN] = Field(
         default=False,

@@ -186,6 +186,11 @@ class TaskConfig(TaskSource):
         settings = own.model_dump(exclude=set(EvalSampling.model_fields))
         return self._with({"limit": None, "holdout_frac": 0.0, "order": "shuffle", "difficulty_key": None} | settings)
 
+    def filled(self, own: dict[str, Any]) -> TaskSource:
+        """A source of its own settings, where it has any, and of these: a hold-out is that of any part of a mixture."""
+        held_out = max([self.holdout_frac, *(part.holdout_frac for part in self.mix.values())])
+        return self._with({"holdout_frac": held_out, "name": "jsonl"} | own)
+
     def _with(self, own: dict[str, Any]) -> TaskSource:
         shared = self.model_dump(exclude={"mix", "name", "path", "subset", "split", "query", "dataset", "options"})
         return TaskSource.model_validate(shared | own)

@@ -27,4 +27,5 @@ def objective_of(config: Config, recipe: Recipe) -> Objective:
         "kl": a.kl,
         "entropy_coef": a.entropy_coef,
     }
-    return PolicyObjective(**policy) if a.expert is None else MixedObjective(**policy, experts=a.expert)
+    buffers = config.replay.buffers if recipe.is_online else {}
+    return MixedObjective(**policy, buffers=buffers) if buffers else PolicyObjective(**policy)

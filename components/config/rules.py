@@ -19,6 +19,7 @@ from .input_rules import (
     evaluation_tasksets_are_valid,
     operators_exist,
     prompt_template_holds_the_prompt,
+    source_is_complete,
     task_source_is_complete,
 )
 from .names import PRIORITIES, check_name
@@ -546,6 +547,76 @@ def tasks_are_not_experiences(config: Config) -> None:
             )
 
 
+def scored_tasks_are_of_one_source(config: Config) -> None:
+    if config.task.name in ("queue", "mix"):
+        raise ConfigError(
+            "task.name",
+            expected="one source that ends: its rows are written again, with their scores",
+            fix="score each source by itself",
+        )
+    if config.task.messages_key is not None:
+        raise ConfigError(
+            "task.messages_key",
+            expected="null: prompts are scored by answers to them, not by conversations",
+            fix="set task.prompt_key and task.answer_key",
+        )
+
+
+def buffers_are_complete(config: Config) -> None:
+    """Each has a source, their weights leave something to the rollouts, and none is needed by a critic."""
+    buffers = config.replay.buffers
+    for name, own in buffers.items():
+        where = f"replay.buffers.{name}"
+        if not re.fullmatch(r"\w[\w\-]*", name):
+            raise ConfigError(where, got=name, expected="a name of letters, digits, - and _", fix="rename it")
+        source = config.task.filled(own.source())
+        if source.name not in ("jsonl", "parquet", "hf", "sql", "python", "store"):
+            raise ConfigError(
+                f"{where}.name", got=source.name, expected="jsonl, parquet, hf, sql, python or store", fix="choose one"
+            )
+        if source.name == "store" and own.kind == "answers":
+            raise ConfigError(
+                f"{where}.kind",
+                got=own.kind,
+                expected="experiences where its name is store: kept groups have rewards, good and bad answers",
+                fix=f"set {where}.kind=experiences",
+            )
+        if own.token_weights and own.kind == "experiences":
+            raise ConfigError(
+                f"{where}.token_weights", got=True, expected="false: it is for a supervised loss", fix="leave it out"
+            )
+        if source.order == "adaptive":
+            raise ConfigError(
+                f"{where}.order", got="adaptive", expected="an order that needs no new answers", fix="leave it out"
+            )
+        source_is_complete(source, where)
+    turning = {0, *(own.decay_steps for own in buffers.values())}  # straight lines in between
+    if (most := max(sum(own.weight_at(step) for own in buffers.values()) for step in turning)) > 1.0:
+        raise ConfigError(
+            "replay.buffers",
+            got=words(f"weights of {most:g} in all"),
+            expected="at most 1: the rest is the weight of the rollouts",
+            fix="lower one of them",
+        )
+    if buffers and config.algorithm.needs_critic:
+        raise ConfigError(
+            "replay.buffers",
+            got=words(", ".join(buffers)),
+            expected=f"none where algorithm.advantage is {config.algorithm.advantage.name}: its critic learns from "
+            "rollouts alone",
+            fix="leave them out, or set another algorithm.advantage.name",
+        )
+    if any(own.kind == "experiences" for own in buffers.values()):
+        a = config.algorithm
+        if getattr(a.correction, "proximal", "recompute") == "interpolate" or not a.works_off_policy:
+            raise ConfigError(
+                "replay.buffers",
+                got=words("stored experiences"),
+                expected="a loss with a ratio, or a correction, and no interpolation by lag, which they do not have",
+                fix="set algorithm.correction={name: tis}, or kind=answers",
+            )
+
+
 def experiences_come_from_one_place(config: Config) -> None:
     name = config.task.name
     if name not in ("store", "jsonl", "parquet", "hf", "sql", "python"):
@@ -594,13 +665,6 @@ def experiences_need_a_ratio_and_no_critic(config: Config) -> None:
             got=words("an advantage with a critic"),
             expected="one without: a value function is learned from rollouts of the policy itself",
             fix="set algorithm.name=grpo",
-        )
-    if a.expert is not None:
-        raise ConfigError(
-            "algorithm.expert",
-            got=a.expert.path,
-            expected="null: expert answers are mixed into rollouts",
-            fix="give the answers rows with rewards, or use another algorithm.name",
         )
     if getattr(a.correction, "proximal", "recompute") == "interpolate":
         raise ConfigError(
@@ -654,6 +718,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
 RL_RULES: tuple[Rule, ...] = (
     *TRAINING_RULES,
     *ALGORITHM_RULES,
+    buffers_are_complete,
     tasks_are_not_experiences,
     batches_divide,
     uses_divide_the_batch,
@@ -675,6 +740,7 @@ OWN_LOOP_RULES: tuple[Rule, ...] = (*RL_RULES, a_loop_of_ones_own_is_one_process
 SUPERVISED_RULES: tuple[Rule, ...] = (*TRAINING_RULES, tasks_are_not_experiences, a_queue_feeds_rollouts)
 PREFERENCE_RULES: tuple[Rule, ...] = (*SUPERVISED_RULES, pairs_fill_batches)
 EVALUATION_RULES: tuple[Rule, ...] = (tasks_are_not_experiences, something_is_held_out, one_thing_is_evaluated)
+SCORING_RULES: tuple[Rule, ...] = (tasks_are_not_experiences, scored_tasks_are_of_one_source)
 EXPERIENCE_RULES: tuple[Rule, ...] = (
     *TRAINING_RULES,
     a_reference_is_used,

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .context import StageContext as StageContext
     from .context import StageResult as StageResult
     from .context import timed as timed
+    from .evaluation import answered as answered
     from .evaluation import evaluate as evaluate
     from .evaluation import in_one_line as in_one_line
     from .evaluation import of_set as of_set
@@ -65,5 +66,8 @@ if TYPE_CHECKING:  # for editors and type checkers
     from .rollouts import Rollouts as Rollouts
     from .saved_weights import SavedWeights as SavedWeights
     from .saved_weights import saved_models as saved_models
+    from .scores import scores_of as scores_of
+    from .scores import tasks_with_rows as tasks_with_rows
+    from .scores import write_scored as write_scored
 
 __getattr__, __dir__, __all__ = offered(__name__)

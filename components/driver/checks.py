@@ -210,11 +210,14 @@ def _check_tasks(stage: Stage, seen: set[str]) -> None:
     if isinstance(taskset, QueueTaskSet):
         deque(taskset.in_file(), maxlen=0)  # raises for a line that is no task
     dry_run(config, taskset.tasks[0])
-    if config.algorithm.expert is not None:
-        from ..tasks.examples import expert_tasks
+    for name, own in config.replay.buffers.items() if config.model.path is not None else ():
+        from ..experiences.buffers import buffer_tasks
+        from ..tasks.prompting import Prompter
 
-        experts = expert_tasks(config.algorithm.expert.path, config.task, config.eval, seed=config.seed)
-        _check_examples(config, experts.tasks, [])
+        assert config.model.path is not None
+        tasks = buffer_tasks(name, config, Prompter.load(config.model.path)).tasks
+        if own.kind == "answers":
+            _check_examples(config, tasks, [])
 
 
 def _check_examples(

@@ -31,7 +31,7 @@ async def evaluate(
     metrics: dict[str, float] = {}
     trajectories: list[Trajectory] = []
     for evalset in evalsets:
-        results = await _answered(config, parts, evalset, policy_version)
+        results = await answered(config, parts, evalset, policy_version)
         failures = [result for result in results if isinstance(result, str)]
         if len(failures) == len(results):
             why = (
@@ -44,9 +44,7 @@ async def evaluate(
     return metrics, trajectories
 
 
-async def _answered(
-    config: Config, parts: Parts, evalset: EvalSet, policy_version: int
-) -> list[list[Trajectory] | str]:
+async def answered(config: Config, parts: Parts, evalset: EvalSet, policy_version: int) -> list[list[Trajectory] | str]:
     """The trajectories of each task, or why it failed permanently. The deadline is for one task to end, not for all."""
     num, what, timeout_s = len(parts.generators), f"evaluation on {evalset.name}", config.cluster.step_timeout_s
 

@@ -57,7 +57,7 @@ class LearningWatch:
         self._trains_on, self._loss_name = trains_on, loss_name
         a = config.algorithm
         # Terms that train without an advantage (a critic makes its own): a step is idle only if these are absent too.
-        self._has_other_terms = bool(a.kl.coef or a.entropy_coef or a.expert is not None or a.needs_critic)
+        self._has_other_terms = bool(a.kl.coef or a.entropy_coef or config.replay.buffers or a.needs_critic)
         self._wants_no_advantage = isinstance(a.advantage, Advantage) and a.advantage.needs_teacher
         self._steps: list[Mapping[str, float]] = []
         self._batches: list[Mapping[str, float]] = []

@@ -279,7 +279,7 @@ def _expert(t: Theirs, name: str, left: dict[str, Any]) -> tuple[dict[str, Any],
         raise Unusable(f"{AUX}: no path of expert answers")
     expert["path"] = path
     why = "expert answers are a jsonl with the keys of task; their share of the loss is mu, as there"
-    return {f"algorithm.expert.{key}": value for key, value in expert.items()}, why
+    return {f"replay.buffers.experts.{key}": value for key, value in expert.items()}, why
 
 
 def _kl(t: Theirs) -> Fate:
@@ -770,7 +770,7 @@ ROWS: tuple[Row, ...] = (
     joint(("algorithm.advantage_fn", "algorithm.advantage_fn_args.**"), ("algorithm.advantage",), "by name",
         _advantage),
     joint(("algorithm.policy_loss_fn", "algorithm.policy_loss_fn_args.**", "algorithm.loss_agg_mode"),
-          ("algorithm.loss", "algorithm.aggregation", "algorithm.expert"), "by name; mix: algorithm.expert", _loss),
+          ("algorithm.loss", "algorithm.aggregation", "replay.buffers"), "by name; mix: replay.buffers", _loss),
     joint(("algorithm.kl_loss_fn", "algorithm.kl_loss_fn_args.**", "algorithm.kl_penalty_fn",
            "algorithm.kl_penalty_fn_args.**"), ("algorithm.kl.coef", "algorithm.kl.where", "algorithm.kl.estimator",
           "algorithm.dpo.beta"),
@@ -780,7 +780,7 @@ ROWS: tuple[Row, ...] = (
         _entropy),
     joint(("algorithm.rollout_correction.**", "algorithm.bypass_old_logprobs"), ("algorithm.correction",), "",
         _correction),
-    joint(("algorithm.sample_strategy", "algorithm.sample_strategy_args.**"), ("algorithm.expert.batch_size",
+    joint(("algorithm.sample_strategy", "algorithm.sample_strategy_args.**"), ("replay.buffers",
           "staleness.max_policy_lag"), "default, mix (expert_data_ratio), staleness_control (max_staleness)", _stale),
     refused("experts are chosen anew by the trainer", "algorithm.enable_router_replay"),
     same(f"{OPT}.lr", "optimizer.lr"),
@@ -854,9 +854,9 @@ ROWS: tuple[Row, ...] = (
             "buffer.max_retry_times", "buffer.max_retry_interval", "buffer.explorer_output.**", "buffer.cache_dir",
             "buffer.pad_token_id", "buffer.tokenizer_path", "buffer.explore_batch_size"),
     joint((f"{AUX}.**",
-        "buffer.trainer_input.sft_warmup_dataset.**"), ("algorithm.expert.path",), "with mix, the expert "
+        "buffer.trainer_input.sft_warmup_dataset.**"), ("replay.buffers",), "with mix, the expert "
           "answers; else refused",
-          lambda t: Fate("exact", {}, "algorithm.expert") if _kind(t).startswith("mix")
+          lambda t: Fate("exact", {}, "replay.buffers") if _kind(t).startswith("mix")
           else Fate("refused", {},
               "more buffers than one: only mix has expert answers; a warm-up is a stage of its own")),
     refused("a warm-up is a stage of its own: stages.sft", "buffer.trainer_input.sft_warmup_steps",

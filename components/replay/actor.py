@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,6 @@ from ..jobs.folder import Meeting
 from ..jobs.host import Host, shared_model, take_over
 from ..jobs.store import GroupStore
 from ..monitor.logs import log_to_file
-from ..tasks.examples import expert_source, expert_tasks
 from ..tasks.prompting import Prompter
 from ..tasks.queue_tasks import QueueTaskSet
 from ..tasks.taskset import build_taskset
@@ -88,6 +87,7 @@ class ReplayBufferActor(Watched):
         from torchrl.data.replay_buffers.samplers import Sampler
         from torchrl.data.replay_buffers.storages import Storage
 
+        from ..experiences.buffers import buffer_feeds
         from .assemble import Assembler, pass_rate, shaping_of
         from .buffer import ReplayBuffer
         from .storage import own_part
@@ -108,7 +108,7 @@ class ReplayBufferActor(Watched):
             num_ranks=train.num_ranks,
             skip_zero_advantage=numbers.skip_zero_advantage,
             rollouts_per_step=config.monitor.rollouts_per_step,
-            experts=self._experts(skip_steps=position.num_batches * train.updates_per_batch),
+            buffers=buffer_feeds(config, self._prompter, first_step=position.num_batches * train.updates_per_batch),
             count_turns=algorithm.aggregation == "turn_mean_token_mean",
         )
         self._assembling = asyncio.Lock()
@@ -200,13 +200,6 @@ class ReplayBufferActor(Watched):
             self._taskset.record(group.task_id, self._pass_rate(group))
         if self._suspects is not None:
             self._suspects.delivered(task, group)
-
-    def _experts(self, *, skip_steps: int) -> Callable[[], list[Trajectory]] | None:
-        expert, config = self._config.algorithm.expert, self._config
-        if expert is None:
-            return None
-        tasks = expert_tasks(expert.path, config.task, config.eval, seed=config.seed)
-        return expert_source(tasks, self._prompter, count=expert.batch_size, skip=skip_steps * expert.batch_size)
 
     def _num_tokens(self, task: Task) -> int:
         return len(self._prompter.encode(task.prompt))
@@ -380,7 +373,7 @@ class ReplayBufferActor(Watched):
             for i in range(0, len(trajectories), group_size)
         ]
         # All in one step, including trajectories without an advantage: speed is measured per token.
-        assembler = replace(self._assembler, skip_zero_advantage=False, updates_per_batch=1)
+        assembler = replace(self._assembler, skip_zero_advantage=False, updates_per_batch=1, buffers=())
 
         def assembled() -> tuple[list[Any], dict[str, float]]:
             batch = assembler(0, groups)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,6 +11,7 @@ from ..algorithms.advantages import Advantage, TurnAdvantage
 from ..algorithms.shaping import overlong_penalty, rank_penalty
 from ..algorithms.turns import Turns, by_token, num_turns
 from ..config.schema import Config
+from ..experiences.buffers import BufferFeed, Drawn
 from ..group import Group
 from ..samples import Samples, end_to_end, joined, laid, picked, prompt_keys, starts, token_index
 from ..train_batch import TrainBatch, batch_samples
@@ -103,8 +104,8 @@ class Assembler:
     `shaping` maps a group to what its advantages are made from, rewards [G] in the simplest case. `advantage` maps
     these of the whole batch, [N], and the index of each one's group, [N], to advantages [N]; a `TurnAdvantage` to one
     for each turn. `count_turns`: the steps' `num_sequences` counts turns, as the aggregation of turns divides by them.
-    `experts` gives the expert trajectories of one optimizer step: their "advantage" is 1 / (their tokens in the step),
-    see `algorithms.mix`.
+    `buffers` give the samples of one optimizer step beside the rollouts, see `algorithms.mix`: the advantages of stored
+    groups are made of each buffer's groups in the step alone.
     """
 
     advantage: Advantage
@@ -113,7 +114,7 @@ class Assembler:
     skip_zero_advantage: bool
     rollouts_per_step: int
     shaping: Callable[[Group], torch.Tensor] = rewards_of
-    experts: Callable[[], Sequence[Trajectory]] | None = None
+    buffers: Sequence[BufferFeed] = ()
     count_turns: bool = False
 
     def __call__(self, index: int, groups: Sequence[Group], reused: Sequence[Group] = ()) -> Batch:
@@ -125,7 +126,8 @@ class Assembler:
             own, num_new = every[i :: self.updates_per_batch], len(groups[i :: self.updates_per_batch])
             of_own = [parts[g.group_id] for g in own]
             chosen = _readable(own[:num_new], self.rollouts_per_step, whole=index)
-            steps.append(self._step(own, of_own, chosen))
+            drawn = [buffer.draw(index * self.updates_per_batch + i) for buffer in self.buffers]
+            steps.append(self._step(own, of_own, chosen, drawn))
             rollouts.append([_row(own[n], t, of_own[n].readable[t]) for n, t in chosen])
         in_pass = sum(num_pass_tokens(b) for step in steps for b in step)
         own = [parts[g.group_id] for g in groups]
@@ -134,7 +136,8 @@ class Assembler:
             group_ids=[g.group_id for g in every],
             steps=steps,
             metrics=_batch_metrics(groups, own)
-            | {"train/tokens_in_pass": float(in_pass), "train/reused_groups": float(len(reused))},
+            | {"train/tokens_in_pass": float(in_pass), "train/reused_groups": float(len(reused))}
+            | {name: value for buffer in self.buffers for name, value in buffer.metrics().items()},
             rollouts=rollouts,
         )
 
@@ -156,9 +159,13 @@ class Assembler:
         return [Advantages.of_trajectories(g, a) for g, a in zip(groups, advantages, strict=True)]
 
     def _step(
-        self, groups: Sequence[Group], parts: Sequence[Advantages], chosen: Sequence[tuple[int, int]]
+        self,
+        groups: Sequence[Group],
+        parts: Sequence[Advantages],
+        chosen: Sequence[tuple[int, int]],
+        drawn: Sequence[Drawn] = (),
     ) -> list[TrainBatch]:
-        """`chosen`: (group, trajectory) of each readable row of this step."""
+        """`chosen`: (group, trajectory) of each readable row of this step. `drawn`: what it gets of each buffer."""
         samples = joined([g.samples for g in groups]) if groups else laid([])
         by_token = torch.cat([p.by_token for p in parts]) if parts else torch.empty(0)
         num_tokens = int(samples["loss_mask"].sum())
@@ -173,21 +180,36 @@ class Assembler:
             by_token = by_token[token_index(samples, kept)]
             samples = picked(samples, kept)
             row_of = {i: row_of[c] for i, c in enumerate(kept) if c in row_of}
-        if self.experts is not None and groups:
-            experts = laid(self.experts())
-            share_of_token = 1 / int(experts["loss_mask"].sum())
-            by_token = torch.cat([by_token, torch.full((len(experts["loss_mask"]),), share_of_token)])
-            samples = joined([samples, experts])
+        mixed_in = [self._of_buffer(own) for own in drawn]
+        if further := [(own, values) for own, values, _ in mixed_in if len(own["prompt_lengths"])]:
+            by_token = torch.cat([by_token, *(values for _, values in further)])
+            samples = joined([samples, *(own for own, _ in further)])
         return [
             batch_samples(
                 picked(samples, share),
                 by_token[token_index(samples, share)],
                 num_sequences=num_sequences,
                 num_tokens=num_tokens,
+                buffer_counts=[counts for _, _, counts in mixed_in],
                 recorded=[(row_of[c], i) for i, c in enumerate(share) if c in row_of],
             )
             for share in split_evenly(samples, self.num_ranks)
         ]
+
+    def _of_buffer(self, drawn: Drawn) -> tuple[Samples, torch.Tensor, tuple[int, int]]:
+        """(samples, advantages [S], (sequences, tokens) before those without a gradient are left out)."""
+        samples = joined([g.samples for g in drawn.groups]) if drawn.groups else laid([])
+        counts = (len(samples["response_lengths"]), int(samples["loss_mask"].sum()))
+        if self.count_turns:
+            counts = (num_turns(samples["loss_mask"], samples["response_lengths"]), counts[1])
+        if drawn.is_supervised or not drawn.groups:
+            return samples, torch.zeros(len(samples["loss_mask"])), counts
+        parts = self._advantages([replace(g, group_id=i) for i, g in enumerate(drawn.groups)])
+        by_token = torch.cat([p.by_token for p in parts])
+        if self.skip_zero_advantage:
+            kept = torch.cat([p.is_not_zero for p in parts]).nonzero().flatten().tolist()
+            return picked(samples, kept), by_token[token_index(samples, kept)], counts
+        return samples, by_token, counts
 
 
 def split_evenly(samples: Samples, num_shares: int) -> list[list[int]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from ..config.inputs import EvalConfig, TaskConfig, TaskSource
 from ..types import NO_VERSION, Message, Task, Trajectory
 from .conversations import encode_conversation
 from .preferences import rejected_answer
@@ -93,24 +94,12 @@ def _schemas(task: Task) -> list[dict[str, Any]]:
     return [{"type": "function", "function": tool} for tool in tools]
 
 
-def expert_tasks(path: str, task_config: Any, eval_config: Any, *, seed: int) -> TaskSet:
-    """The tasks of a file of expert answers.
-
-    The keys are those of the `task` section. Questions held out for evaluation are excluded here too.
-    """
-    # Questions held out by any taskset of a mixture are left out: the file does not say which taskset they belong to.
-    held_out = max([task_config.holdout_frac, *(part.holdout_frac for part in task_config.mix.values())])
-    changes = {"name": "jsonl", "path": path, "dataset": None, "limit": None, "mix": {}, "order": "shuffle"}
-    config = task_config.model_copy(update=changes | {"holdout_frac": held_out})
+def answer_tasks(source: TaskSource, task_config: TaskConfig, eval_config: EvalConfig, *, seed: int) -> TaskSet:
+    """The tasks of a source of expert answers. Questions held out for evaluation are excluded here too."""
+    config = task_config.model_copy(update={**dict(source), "mix": {}})
     tasks = build_taskset(config, seed=seed, split="train", eval_config=eval_config)
     assert isinstance(tasks, TaskSet)
     return tasks
-
-
-def expert_source(tasks: TaskSet, prompter: Prompter, *, count: int, skip: int = 0) -> Callable[[], list[Trajectory]]:
-    """A function that returns the next `count` examples, epoch after epoch, skipping the first `skip` examples."""
-    stream = itertools.islice(tasks, skip, None)
-    return lambda: [example_of(task, prompter) for task in itertools.islice(stream, count)]
 
 
 def _trajectory(prompt: list[int], response: list[int], mask: list[bool], *, text: str) -> Trajectory:

@@ -139,6 +139,11 @@ class TaskSet(BaseNode[Task]):
 NO_EVALUATION = EvalConfig()
 
 
+def rows_by_id(source: TaskSource, seed: int) -> dict[str, Row]:
+    """The rows of one source by the ids of their tasks, without the number that tells duplicates apart."""
+    return {row.digest[:16]: row for row in _read_rows(source, seed)}
+
+
 def read_tasks(source: TaskSource, seed: int) -> list[Task]:
     """Every row of one source as a task, in its order. Raises ValueError or FileNotFoundError in one line."""
     return _to_tasks(_read_rows(source, seed), source)

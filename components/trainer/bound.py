@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..versions import NO_VERSION
+import torch
+
+from ..versions import buffer_version
 
 if TYPE_CHECKING:  # the benchmark runs where tensordict is not installed
     from ..types import TrainBatch
@@ -14,14 +16,14 @@ class StalenessError(RuntimeError):
     """A batch holds a token that is older, or newer, than the bound allows."""
 
 
-def check_versions(batch: TrainBatch, *, policy_version: int, bound: int | None, with_expert_tokens: bool) -> None:
+def check_versions(batch: TrainBatch, *, policy_version: int, bound: int | None, num_buffers: int) -> None:
     """Raises `StalenessError` when a sampled token's lag is not in [0, `bound`] (None: nothing in it was sampled).
 
-    `with_expert_tokens`: some tokens have no version, and so no lag.
+    `num_buffers`: tokens of this many auxiliary buffers, each with its own mark in place of a version, have no lag.
     """
     versions = batch.policy_versions[batch.loss_mask]
-    if with_expert_tokens:
-        versions = versions[versions != NO_VERSION]
+    of_buffers = torch.tensor([buffer_version(index) for index in range(num_buffers)], dtype=versions.dtype)
+    versions = versions[~torch.isin(versions, of_buffers)]
     if bound is None or not len(versions):
         return
     oldest, newest = int(versions.min()), int(versions.max())

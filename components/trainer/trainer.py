@@ -394,7 +394,7 @@ class Trainer:
             batch,
             policy_version=self.policy_version,
             bound=self._settings.max_policy_lag,
-            with_expert_tokens=self._objective.takes_expert_tokens,
+            num_buffers=self._objective.num_buffers,
         )
 
     def _passes(
@@ -447,6 +447,7 @@ class Trainer:
             policy_version=self.policy_version,
             num_sequences=int(batch.num_sequences),
             num_tokens=int(batch.num_tokens),
+            buffer_counts=[] if batch.buffer_counts is None else batch.buffer_counts.tolist(),
         )
 
     def _gathered(self, values: torch.Tensor) -> torch.Tensor:

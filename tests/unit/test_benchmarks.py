@@ -85,7 +85,7 @@ def test_the_trainers_benchmark_needs_torch_transformers_and_pydantic_only():
 def test_the_study_of_presets_has_one_run_each_and_says_which_did_not_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     script = runpy.run_path(str(ROOT / "benchmarks/algorithms.py"), run_name="algorithms")
-    needs = {"jsd": "algorithm.reference_path=/teacher", "mix": "algorithm.expert.path=/experts.jsonl"}
+    needs = {"jsd": "algorithm.reference_path=/teacher", "mix": "replay.buffers.experts.path=/experts.jsonl"}
     start = ["model.init=null", "model.path=/warm"]
     trials = script["trials_of"](["grpo", "jsd", "mix"], seeds=2, steps=40, overrides=start, needs=needs)
     assert [c.name for c in trials] == [f"{p}-seed-{s}" for s in (0, 1) for p in ("grpo", "jsd", "mix")]

@@ -136,7 +136,7 @@ def minimal(tmp_path: Path) -> str:
             ["critic.warmup_steps: got 2", "algorithm.name=ppo"],
         ),
         (["algorithm.name=ppo", "critic.warmup_steps=12"], ["critic.warmup_steps: got 12", "less than train.steps 12"]),
-        (["algorithm.name=ppo", "algorithm.expert.path=e.jsonl"], ["algorithm.expert.path", "no reward"]),
+        (["algorithm.name=ppo", "replay.buffers.experts.path=e.jsonl"], ["replay.buffers", "rollouts alone"]),
         (["algorithm.name=ppo", "critic.gamma=0"], ["critic.gamma: got 0"]),
         (["algorithm.name=ppo", "critic.gae_lambda=1.1"], ["critic.gae_lambda: got 1.1"]),
         (["algorithm.name=ppo", "algorithm.greedy_baseline=true"], ["a critic is already a baseline"]),

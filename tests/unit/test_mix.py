@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +13,19 @@ import pytest
 import torch
 
 from leeway.algorithms.grpo import PPOClip
-from leeway.algorithms.mix import ExpertData, MixedObjective
+from leeway.algorithms.mix import MixedIn, MixedObjective
 from leeway.algorithms.objective import PolicyObjective
 from leeway.algorithms.presets import ADVANTAGES
 from leeway.algorithms.sequences import StepCounts, Tokens
-from leeway.config import find_recipe, load_config
+from leeway.config import ConfigError, find_recipe, load_config
 from leeway.config.objective import objective_of
+from leeway.experiences.buffers import BufferFeed, Drawn, buffer_feeds, buffer_tasks
 from leeway.replay.assemble import Assembler
-from leeway.tasks.examples import expert_source, expert_tasks
+from leeway.samples import laid
+from leeway.train_batch import batch_samples
 from leeway.trainer.trainer import StalenessError
-from leeway.types import NO_VERSION, Group, Trajectory, batch_trajectories
+from leeway.types import NO_VERSION, Group, Trajectory
+from leeway.versions import buffer_version
 
 from ..trainers import random_trajectories
 
@@ -33,11 +38,11 @@ POLICY = PolicyObjective(**SETTINGS)
 
 
 def mixed(mu: float, **changes: Any) -> MixedObjective:
-    return MixedObjective(**SETTINGS, experts=ExpertData(path="e.jsonl", weight=mu, **changes))
+    return MixedObjective(**SETTINGS, buffers={"experts": MixedIn(weight=mu, **changes)})
 
 
 def tokens_of(seed: int) -> tuple[Tokens, torch.Tensor, list[bool]]:
-    """Two rollouts and two expert answers, masks everywhere; expert tokens share 1 / 7 each."""
+    """Two rollouts and two expert answers, masks everywhere; the step has 7 tokens of experts."""
     rng = random.Random(seed)
     segments = [0, 0, 0, 1, 1, 2, 2, 2, 3, 3]
     expert = [s >= 2 for s in segments]
@@ -49,16 +54,18 @@ def tokens_of(seed: int) -> tuple[Tokens, torch.Tensor, list[bool]]:
         behavior_logprobs=torch.tensor([0.0 if e else rng.uniform(-2, 0) for e in expert], dtype=f64),
         proximal_logprobs=torch.zeros(count, dtype=f64),
         reference_logprobs=torch.zeros(count, dtype=f64),
-        policy_versions=torch.tensor([NO_VERSION if e or not m else 3 for e, m in zip(expert, mask, strict=True)]),
+        policy_versions=torch.tensor(
+            [NO_VERSION if not m else buffer_version(0) if e else 3 for e, m in zip(expert, mask, strict=True)]
+        ),
         advantages=torch.tensor(
-            [1 / 7 if e else (1.0 if s == 0 else -2.0) for e, s in zip(expert, segments, strict=True)], dtype=f64
+            [0.0 if e else (1.0 if s == 0 else -2.0) for e, s in zip(expert, segments, strict=True)], dtype=f64
         ),
     )
     logprobs = torch.tensor([rng.uniform(-2, 0) for _ in segments], dtype=f64)
     return tokens, logprobs, [e and m for e, m in zip(expert, mask, strict=True)]
 
 
-COUNTS: StepCounts = {"policy_version": 4, "num_sequences": 2, "num_tokens": 4}
+COUNTS: StepCounts = {"policy_version": 4, "num_sequences": 2, "num_tokens": 4, "buffer_counts": [(3, 7)]}
 
 
 @pytest.mark.parametrize("token_weights", [False, True])
@@ -83,10 +90,8 @@ def test_the_loss_is_the_mixture_and_its_gradient_too(token_weights: bool) -> No
     objective = mixed(0.3, token_weights=token_weights)
     metrics = objective.metrics(loss.sums, loss.maxima)
     assert (len(loss.sums), len(loss.maxima)) == (objective.num_sums, objective.num_maxima)
-    assert {k: metrics[k] for k in ("train/expert/tokens", "train/expert/weight")} == pytest.approx(
-        {"train/expert/tokens": 4.0, "train/expert/weight": 0.3}
-    )
-    assert metrics["train/loss/expert"] == pytest.approx(supervised)
+    found = {name: metrics[f"train/buffers/experts/{name}"] for name in ("tokens", "weight", "loss")}
+    assert found == pytest.approx({"tokens": 4.0, "weight": 0.3, "loss": supervised})
     plain = POLICY.metrics(alone.sums, alone.maxima)
     assert {name: metrics[name] for name in plain} == plain  # experts are no part of the policy's diagnostics
 
@@ -104,8 +109,40 @@ def test_without_weight_it_is_the_policy_loss_and_with_all_of_it_supervised_trai
 
 
 def test_the_weight_falls_in_a_straight_line_and_then_stays() -> None:
-    experts = ExpertData(path="e.jsonl", weight=0.9, weight_end=0.1, decay_steps=4)
+    experts = MixedIn(weight=0.9, weight_end=0.1, decay_steps=4)
     assert [experts.weight_at(v) for v in (0, 1, 2, 4, 99)] == pytest.approx([0.9, 0.7, 0.5, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_stored_rollouts_have_the_policy_loss_of_their_own_sequences_and_tokens(seed: int) -> None:
+    tokens, start, _ = tokens_of(seed)
+    stored = replace(tokens, behavior_logprobs=start - 0.1, advantages=torch.linspace(-1, 1, 10, dtype=f64))
+    objective = mixed(0.3, kind="experiences")
+    x = start.clone().requires_grad_()
+    loss = objective.loss(x, torch.ones(10), stored, **COUNTS)
+    loss.total.backward()
+    own, rest = (
+        POLICY.loss(y, torch.ones(10), replace(stored, mask=stored.mask & chosen), policy_version=4, **counts).total
+        for y, chosen, counts in (
+            (start, stored.policy_versions == buffer_version(0), {"num_sequences": 3, "num_tokens": 7}),
+            (start, stored.policy_versions >= 0, {"num_sequences": 2, "num_tokens": 4}),
+        )
+    )
+    assert loss.total.item() == pytest.approx(0.7 * rest.item() + 0.3 * own.item())
+    metrics = objective.metrics(loss.sums, loss.maxima)
+    assert metrics["train/buffers/experts/loss"] == pytest.approx(own.item())
+    assert metrics["train/buffers/experts/kl"] == pytest.approx(math.exp(0.1) - 1 - 0.1)
+    assert (metrics["train/policy_lag/max"], metrics["train/policy_lag/min"]) == (1.0, 1.0), "of the rollouts alone"
+
+
+def test_a_buffer_without_samples_gives_its_share_back() -> None:
+    tokens, start, _ = tokens_of(2)
+    rollouts = replace(tokens, mask=tokens.mask & (tokens.policy_versions >= 0))
+    for counts in ([(0, 0)], []):
+        own = mixed(0.9).loss(start, torch.ones(10), rollouts, **{**COUNTS, "buffer_counts": counts})
+        alone = POLICY.loss(start, torch.ones(10), rollouts, policy_version=4, num_sequences=2, num_tokens=4)
+        assert own.total.item() == alone.total.item()
+        assert mixed(0.9).metrics(own.sums, own.maxima) == POLICY.metrics(alone.sums, alone.maxima)
 
 
 def expert(length: int) -> Trajectory:
@@ -116,42 +153,86 @@ def expert(length: int) -> Trajectory:
     )  # fmt: skip
 
 
-def test_every_optimizer_step_gets_its_experts_and_the_counts_stay_those_of_the_rollouts() -> None:
-    groups = []
-    for i in range(4):
-        trajectories = random_trajectories(i, 2)
-        trajectories[1] = Trajectory(**{**vars(trajectories[1]), "reward": 1.0})
-        groups.append(Group.of(group_id=i, task_id="t", trajectories=trajectories))
-    stream = iter([[expert(3), expert(4)], [expert(5)]])
+def marked(trajectories: list[Trajectory], *, buffer: int = 0, group_id: int = 0) -> Group:
+    """As a feed gives it."""
+    group = Group.of(trajectories, group_id=group_id, task_id="t")
+    versions = torch.where(group.samples["loss_mask"], buffer_version(buffer), NO_VERSION).to(torch.int32)
+    return replace(group, samples=group.samples | {"policy_versions": versions})
+
+
+class Feed:
+    """Gives what it is told, and says which steps asked."""
+
+    def __init__(self, *given: Drawn) -> None:
+        self.given, self.steps = list(given), []
+
+    def draw(self, step: int) -> Drawn:
+        self.steps.append(step)
+        return self.given.pop(0)
+
+    def metrics(self) -> dict[str, float]:
+        return {"train/buffers/x/used": float(len(self.steps))}
+
+
+def rewarded(i: int, *rewards: float) -> list[Trajectory]:
+    each = zip(random_trajectories(i, len(rewards)), rewards, strict=True)
+    return [Trajectory(**{**vars(t), "reward": reward}) for t, reward in each]
+
+
+def test_every_optimizer_step_gets_its_samples_and_the_counts_stay_those_of_the_rollouts() -> None:
+    groups = [Group.of(rewarded(i, 0.0, 1.0), group_id=i, task_id="t") for i in range(4)]
+    answers = [marked([expert(3), expert(4)]), marked([expert(5)])]
+    stored = [marked(rewarded(9, 0.0, 1.0, 0.5), buffer=1), marked(rewarded(10, 1.0, 1.0), buffer=1)]
+    feeds: Any = [
+        Feed(*(Drawn(name="x", is_supervised=True, groups=[own]) for own in answers)),
+        Feed(*(Drawn(name="y", is_supervised=False, groups=[own]) for own in stored)),
+    ]
     batch = Assembler(
         advantage=ADVANTAGES["grpo"](), updates_per_batch=2, num_ranks=2, skip_zero_advantage=True,
-        rollouts_per_step=0, experts=lambda: next(stream),
-    )(0, groups)  # fmt: skip
-    for step, group_ids, share in ((batch.steps[0], (0, 2), 1 / 5), (batch.steps[1], (1, 3), 1 / 4)):
+        rollouts_per_step=0, buffers=feeds,
+    )(3, groups)  # fmt: skip
+    assert feeds[0].steps == feeds[1].steps == [6, 7], "steps are counted over the whole run"
+    counted = [sum(int(g.samples["loss_mask"].sum()) for g in [own]) for own in stored]
+    for step, group_ids, experts, kept in (
+        (batch.steps[0], (0, 2), [(2, 5), (3, counted[0])], 2),
+        (batch.steps[1], (1, 3), [(1, 4), (2, counted[1])], 0),
+    ):
         rollouts = [t for i in group_ids for t in groups[i].trajectories()]
-        found = 0
+        seen = {0: 0, 1: 0}
         for own in step:
             assert int(own.num_sequences) == 4
             assert int(own.num_tokens) == sum(sum(t.loss_mask) for t in rollouts)
-            is_expert = (own.policy_versions == NO_VERSION) & own.loss_mask
-            torch.testing.assert_close(own.advantages[is_expert], torch.full((int(is_expert.sum()),), share))
-            found += int(is_expert.sum())
-        assert found * share == pytest.approx(1.0)
+            assert own.buffer_counts.tolist() == [list(counts) for counts in experts]
+            owners = torch.repeat_interleave(torch.arange(len(own.response_lengths)), own.response_lengths)
+            for index in seen:
+                tokens = own.loss_mask & (own.policy_versions == buffer_version(index))
+                seen[index] += len(owners[tokens].unique())
+                assert bool((own.advantages[tokens] != 0).all()) is (index == 1 or not tokens.any())
+        assert seen == {0: experts[0][0], 1: kept}, "stored groups without an advantage are left out, and counted"
+    assert batch.metrics["train/sequences"] == 8.0
 
 
 @pytest.mark.slow
-def test_the_trainer_takes_expert_tokens_only_where_the_objective_does(make) -> None:
-    trajectories = [*random_trajectories(0, 3), expert(4)]
-    batch = batch_trajectories(trajectories, [0.5, -0.5, 0.1, 1 / 3], num_sequences=3, num_tokens=20)
-    trainer = make(objective=mixed(0.5))
-    metrics = trainer.forward_backward(batch)
-    assert metrics["train/expert/tokens"] == 3.0
+def test_the_trainer_takes_tokens_of_the_objectives_buffers_and_of_no_others(make) -> None:
+    def batch(version: int, *others: Trajectory) -> Any:
+        group = marked([expert(4)])
+        group.samples["policy_versions"].masked_fill_(group.samples["loss_mask"], version)
+        [own] = group.trajectories()
+        return batch_samples(
+            laid([*random_trajectories(0, 3), *others, own]),
+            torch.ones(sum(len(t.response_tokens) for t in [*random_trajectories(0, 3), *others, own])),
+            num_sequences=3,
+            num_tokens=20,
+            buffer_counts=[(1, 3)],
+        )
+
+    metrics = make(objective=mixed(0.5)).forward_backward(batch(buffer_version(0)))
+    assert metrics["train/buffers/experts/tokens"] == 3.0
     assert metrics["train/policy_lag/max"] == 0.0
-    with pytest.raises(StalenessError, match=r"version -1"):
-        make(objective=POLICY).forward_backward(batch)
-    stale = batch_trajectories(
-        [*random_trajectories(0, 3, version=-5), expert(4)], [0.5] * 4, num_sequences=3, num_tokens=20
-    )
+    for objective, version in ((POLICY, buffer_version(0)), (mixed(0.5), buffer_version(1)), (mixed(0.5), NO_VERSION)):
+        with pytest.raises(StalenessError, match=rf"version {version}"):
+            make(objective=objective).forward_backward(batch(version))
+    stale = batch(buffer_version(0), *random_trajectories(1, 1, version=-5))
     with pytest.raises(StalenessError, match=r"version -5"):
         make(objective=mixed(0.5)).forward_backward(stale)
 
@@ -161,27 +242,65 @@ class Characters:
         return [ord(c) for c in prompt], [*(ord(c) for c in answer), 0]
 
 
-def test_experts_come_from_a_file_and_never_from_what_is_held_out(tmp_path: Path) -> None:
+def settings(tmp_path: Path, *overrides: str) -> Any:
     rows = [{"question": f"q{i}", "answer": f"a{i}"} for i in range(40)]
     (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "c.yaml").write_text(
         f"model: {{path: org/model}}\ntask: {{path: {tmp_path}/t.jsonl, holdout_frac: 0.5}}\ntrain: {{steps: 12}}\n"
-        f"algorithm: {{name: mix, expert: {{path: {tmp_path}/t.jsonl, weight_end: null}}, kl: {{coef: 0.1}}}}\n"
+        f"algorithm: {{name: mix, kl: {{coef: 0.1}}}}\n"
+        f"replay: {{buffers: {{experts: {{path: {tmp_path}/t.jsonl, weight_end: null, batch_size: 4}}}}}}\n"
     )
-    config = load_config(str(tmp_path / "c.yaml"))
-    assert config.algorithm.expert is not None
-    tasks = expert_tasks(config.algorithm.expert.path, config.task, config.eval, seed=0)
-    assert 0 < len(tasks) < 40
+    return load_config(str(tmp_path / "c.yaml"), list(overrides))
+
+
+def drawn(feed: BufferFeed, steps: range) -> list[list[str]]:
+    return [[text for group in feed.draw(step).groups for text in group.texts] for step in steps]
+
+
+def test_answers_come_from_a_file_and_never_from_what_is_held_out(tmp_path: Path) -> None:
+    config = settings(tmp_path)
     prompter: Any = Characters()
-    source = expert_source(tasks, prompter, count=len(tasks))
-    first, second = source(), source()
-    texts = [[t.text for t in batch] for batch in (first, second)]
-    assert sorted(texts[0]) == sorted(texts[1]) == sorted(task.answer for task in tasks.tasks)
-    assert texts[0] != texts[1]
-    again = expert_tasks(config.algorithm.expert.path, config.task, config.eval, seed=0)
-    resumed = expert_source(again, prompter, count=len(tasks), skip=len(tasks))
-    assert [t.text for t in resumed()] == texts[1]
+    tasks = buffer_tasks("experts", config, prompter)
+    assert 0 < len(tasks) < 40
+    [feed] = buffer_feeds(config, prompter, first_step=0)
+    texts = [text for own in drawn(feed, range(len(tasks))) for text in own]  # four epochs
+    for epoch in range(4):
+        own = texts[epoch * len(tasks) : (epoch + 1) * len(tasks)]
+        assert sorted(own) == sorted(task.answer for task in tasks.tasks)
+    [resumed] = buffer_feeds(config, prompter, first_step=3)
+    assert [t for own in drawn(resumed, range(3, len(tasks))) for t in own] == texts[12:]
     objective = objective_of(config, find_recipe("async_rl"))
     assert isinstance(objective, MixedObjective)
-    assert [objective.experts.weight_at(version) for version in (0, 99)] == [0.5, 0.5]
+    assert [objective.buffers["experts"].weight_at(version) for version in (0, 99)] == [0.5, 0.5]
     assert objective.needs_reference
+
+
+def test_each_sample_is_used_as_often_as_the_setting_says(tmp_path: Path) -> None:
+    own = "replay.buffers.experts"
+    config = settings(tmp_path, f"{own}.epochs=2", f"{own}.weight=0", f"{own}.weight_end=0.5", f"{own}.decay_steps=4")
+    prompter: Any = Characters()
+    size = len(buffer_tasks("experts", config, prompter))
+    for first in (0, 1, 5, 90):
+        [feed] = buffer_feeds(config, prompter, first_step=first)
+        each = drawn(feed, range(first, 100))
+        assert first or each[0] == [], "nothing is drawn while its weight is 0"
+        assert feed.num_used == 2 * size
+        assert len([text for own in each for text in own]) == 2 * size - min(2 * size, 4 * max(0, first - 1))
+        assert each[-1] == []
+    assert feed.metrics() == {"train/buffers/experts/used": 2.0 * size, "train/buffers/experts/epochs": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("replay.buffers.experts.path=null", r"replay\.buffers\.experts\.path"),
+        ("replay.buffers.experts.name=reasoning_gym", r"replay\.buffers\.experts\.name: got reasoning_gym"),
+        ("replay.buffers.more={path: x.jsonl, weight: 0.6}", r"replay\.buffers: got weights of 1\.1 in all"),
+        ("replay.buffers.more={path: x, name: store}", r"replay\.buffers\.more\.kind: got answers"),
+        ("replay.buffers.more={path: x.jsonl, order: adaptive}", r"replay\.buffers\.more\.order"),
+        ("algorithm.name=ppo", r"replay\.buffers: got experts"),
+    ],
+)
+def test_buffers_that_cannot_work_are_refused(tmp_path: Path, override: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        settings(tmp_path, override)

@@ -57,7 +57,7 @@ def test_every_part_is_immutable_has_a_formula_in_its_docstring_and_describes_it
 NEEDS = {
     "on_policy_distill": ["algorithm.reference_path=org/teacher"],
     "jsd": ["algorithm.reference_path=org/teacher"],
-    "mix": ["algorithm.expert.path=experts.jsonl"],
+    "mix": ["replay.buffers.experts.path=experts.jsonl"],
     "rloo": ["staleness.max_policy_lag=0"],
     "remax": ["staleness.max_policy_lag=0"],
 }
@@ -148,7 +148,7 @@ def test_a_stage_may_have_a_preset_of_its_own(tmp_path: Path) -> None:
         (["algorithm.name=jsd"], ["algorithm.reference_path: got null", "a teacher"]),
         (["algorithm.kl.estimator.name=jsd", "algorithm.kl.coef=0.1"], ["algorithm.kl.where: got 'loss'", "token"]),
         (["algorithm.name=gigpo", "algorithm.group_size=1"], ["algorithm.group_size: got 1", "advantage gigpo"]),
-        (["algorithm.name=mix"], ["algorithm.expert.path: got null", "expected a value"]),
+        (["algorithm.name=mix"], ["replay.buffers.experts.path: got null", "expected a value"]),
         (["algorithm.reference_path=org/teacher"], ["algorithm.kl.coef: got 0", "reference policy"]),
         (["algorithm.loss.dual_clip=1"], ["algorithm.loss.dual_clip: got 1", "greater than 1"]),
         (
