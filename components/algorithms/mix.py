@@ -82,8 +82,10 @@ class MixedObjective(PolicyObjective):
                 weights = token_weights(logprobs, on=buffer.token_weights)
                 loss = torch.where(own.mask, -weights * logprobs, 0.0).sum() / max(num_tokens, 1)
             else:
-                its = {"policy_version": version, "num_sequences": num_sequences, "num_tokens": num_tokens}
-                loss = super().loss(logprobs, entropy, own, **its).total if num_tokens else torch.zeros_like(total)
+                its = StepCounts(
+                    policy_version=version, num_sequences=max(num_sequences, 1), num_tokens=max(num_tokens, 1)
+                )
+                loss = super().loss(logprobs, entropy, own, **its).total
             total, rest = total + mu * loss, rest - mu
             sums.append(self._sums(buffer, logprobs, own, loss, mu))
         missing = len(OWN_SUMS) * (len(self.buffers) - len(sums))

@@ -159,7 +159,8 @@ def test_tokens_that_the_model_does_not_have_and_too_many_of_them_are_refused(tm
         [train.group(task) for task in train.tasks]
     bad = groups(1)[0]
     bad.samples["response_tokens"][0] = 64
-    again = of_store(tmp_path / "b", model_path, [bad]) if (tmp_path / "b").mkdir() is None else None
+    (tmp_path / "b").mkdir()
+    again = of_store(tmp_path / "b", model_path, [bad])
     other, _ = load_experiences(again)
     with pytest.raises(ValueError, match=r"got token ids \d+ to 64, expected 0 to 63; set model.path"):
         check_experiences(other, again)

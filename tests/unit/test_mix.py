@@ -122,10 +122,14 @@ def test_stored_rollouts_have_the_policy_loss_of_their_own_sequences_and_tokens(
     loss = objective.loss(x, torch.ones(10), stored, **COUNTS)
     loss.total.backward()
     own, rest = (
-        POLICY.loss(y, torch.ones(10), replace(stored, mask=stored.mask & chosen), policy_version=4, **counts).total
+        POLICY.loss(y, torch.ones(10), replace(stored, mask=stored.mask & chosen), **counts).total
         for y, chosen, counts in (
-            (start, stored.policy_versions == buffer_version(0), {"num_sequences": 3, "num_tokens": 7}),
-            (start, stored.policy_versions >= 0, {"num_sequences": 2, "num_tokens": 4}),
+            (
+                start,
+                stored.policy_versions == buffer_version(0),
+                StepCounts(policy_version=4, num_sequences=3, num_tokens=7),
+            ),
+            (start, stored.policy_versions >= 0, StepCounts(policy_version=4, num_sequences=2, num_tokens=4)),
         )
     )
     assert loss.total.item() == pytest.approx(0.7 * rest.item() + 0.3 * own.item())
@@ -202,6 +206,7 @@ def test_every_optimizer_step_gets_its_samples_and_the_counts_stay_those_of_the_
         for own in step:
             assert int(own.num_sequences) == 4
             assert int(own.num_tokens) == sum(sum(t.loss_mask) for t in rollouts)
+            assert own.buffer_counts is not None
             assert own.buffer_counts.tolist() == [list(counts) for counts in experts]
             owners = torch.repeat_interleave(torch.arange(len(own.response_lengths)), own.response_lengths)
             for index in seen:
