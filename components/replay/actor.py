@@ -348,6 +348,8 @@ class ReplayBufferActor(Watched):
     async def close(self) -> None:
         await self._buffer.close()
         await self.leave(ended=True)
+        if self._kept is not None:
+            await asyncio.to_thread(self._kept.close)
 
     @as_text
     async def host(self) -> None:

@@ -447,8 +447,13 @@ class Trainer:
             policy_version=self.policy_version,
             num_sequences=int(batch.num_sequences),
             num_tokens=int(batch.num_tokens),
-            buffer_counts=[] if batch.buffer_counts is None else batch.buffer_counts.tolist(),
+            **({"buffer_counts": self._counts_of_buffers(batch)} if objective.num_buffers else {}),
         )
+
+    @staticmethod
+    def _counts_of_buffers(batch: TrainBatch) -> list[tuple[int, int]]:
+        counts = [] if batch.buffer_counts is None else batch.buffer_counts.tolist()
+        return [(num_sequences, num_tokens) for num_sequences, num_tokens in counts]
 
     def _gathered(self, values: torch.Tensor) -> torch.Tensor:
         """Values [K] of every rank, end to end; K may differ from rank to rank."""

@@ -238,7 +238,7 @@ def test_rows_that_cannot_be_trained_on_are_refused(
         (["algorithm.name=ppo"], "algorithm.advantage.name"),
         (["algorithm.name=reinforce_pp", "algorithm.loss.name=reinforce"], "algorithm.loss.name"),
         (["algorithm.correction={name: tis, proximal: interpolate}"], "algorithm.correction.proximal"),
-        (["replay.buffers={a: {path: x.jsonl}}"], "only in recipes that train on rollouts"),
+        (["replay.max_uses=2"], "only in recipes that train on rollouts"),
         (["eval.path=x.jsonl"], "eval.path"),
         (["task.order=adaptive"], "task.order"),
         (["staleness.max_policy_lag=3"], "only in recipes that train on rollouts"),

@@ -299,9 +299,9 @@ def test_each_sample_is_used_as_often_as_the_setting_says(tmp_path: Path) -> Non
     ("override", "says"),
     [
         ("replay.buffers.experts.path=null", r"replay\.buffers\.experts\.path"),
-        ("replay.buffers.experts.name=reasoning_gym", r"replay\.buffers\.experts\.name: got reasoning_gym"),
+        ("replay.buffers.experts.name=reasoning_gym", r"replay\.buffers\.experts\.name: got 'reasoning_gym'"),
         ("replay.buffers.more={path: x.jsonl, weight: 0.6}", r"replay\.buffers: got weights of 1\.1 in all"),
-        ("replay.buffers.more={path: x, name: store}", r"replay\.buffers\.more\.kind: got answers"),
+        ("replay.buffers.more={path: x, name: store}", r"replay\.buffers\.more\.kind: got 'answers'"),
         ("replay.buffers.more={path: x.jsonl, order: adaptive}", r"replay\.buffers\.more\.order"),
         ("algorithm.name=ppo", r"replay\.buffers: got experts"),
     ],
