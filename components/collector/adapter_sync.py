@@ -39,10 +39,8 @@ class AdapterSync(WeightSync):
         self._rollouts: Counter[int] = Counter()
         self._rollout_ended = asyncio.Event()
 
-    @property
-    def num_versions(self) -> int:
-        """That the engine holds now."""
-        return len(self._loaded)
+    def stats(self) -> dict[str, float]:
+        return {"collector/adapter_versions": float(len(self._loaded))}
 
     @asynccontextmanager
     async def one_version(self) -> AsyncIterator[int | None]:

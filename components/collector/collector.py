@@ -290,6 +290,7 @@ class Collector(BaseCollector):
             "collector/in_flight_groups": float(len(self._in_flight)),
             "collector/quarantines": float(self._weight_sync.num_quarantines),
             "collector/refused_transfers": float(self._weight_sync.num_refused),
+            **self._weight_sync.stats(),
             **_sync_metrics(self._weight_sync.drain_reports()),
         }
 

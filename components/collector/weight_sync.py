@@ -424,6 +424,10 @@ class WeightSync:
         if self._num_failures > self._max_failures:
             raise error
 
+    def stats(self) -> dict[str, float]:
+        """Metrics of this moment, beside those of its reports."""
+        return {}
+
     def drain_reports(self) -> list[SyncReport]:
         """The weight syncs since the last call."""
         reports, self._reports = self._reports, []

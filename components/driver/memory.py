@@ -75,13 +75,23 @@ def processes_of(config: Config, recipe: Recipe, shape: ModelShape) -> list[Proc
     if need.processes["generator"] and need.processes["trainer"]:
         versions = versions_kept(config)
         held: dict[str, int] = {}
-        served = _served_bytes(config) * shape.num_parameters
+        served = _served_bytes(config) * trained_parameters(config, shape)
         if config.param_server.transport in KEPT_IN:
             held[KEPT_IN[config.param_server.transport]] = versions * served
         if config.param_server.delta:
             held["what left last, for differences"] = served
         processes.append(Process(name="versions of the weights", number=1, device={}, main=held))
     return processes
+
+
+def trained_parameters(config: Config, shape: ModelShape) -> int:
+    """All, or those of an adapter of every linear layer (fewer targets: less)."""
+    lora, s = config.model.lora, shape
+    if lora is None:
+        return s.num_parameters
+    attention, keys = s.num_heads * s.head_dim, s.num_kv_heads * s.head_dim
+    sides = 2 * (s.hidden_size + attention) + 2 * (s.hidden_size + keys) + 3 * (s.hidden_size + s.inner_size)
+    return lora.rank * s.num_layers * sides
 
 
 def versions_kept(config: Config) -> int:
@@ -91,29 +101,36 @@ def versions_kept(config: Config) -> int:
 
 
 def _trainer_rank(config: Config, recipe: Recipe, shape: ModelShape, ranks: int, *, publishes: bool) -> Process:
-    train, P = config.train, shape.num_parameters
+    train, P, trained = config.train, shape.num_parameters, trained_parameters(config, shape)
     on_gpu, computed = config.cluster.device == "cuda", _served_bytes(config)
     has_critic = derive(config, recipe).has_critic
     state = {"weights": MASTER_BYTES, "gradients": GRADIENT_BYTES, "optimizer": OPTIMIZER_BYTES}
     if has_critic:
         state["critic"] = sum(state.values())
-    if (config.algorithm.kl.coef and recipe.has_groups) or recipe.trains_on == "pairs":
+    lora = config.model.lora is not None
+    # With an adapter, the policy without it is the reference.
+    is_referred_to = (config.algorithm.kl.coef and recipe.has_groups) or recipe.trains_on == "pairs"
+    if is_referred_to and not (lora and config.algorithm.reference_path is None):
         state["reference"] = MASTER_BYTES
-    sharded = {name: size * P // ranks for name, size in state.items()}
+    sharded = {
+        name: size * (trained if name in ("gradients", "optimizer") else P) // ranks for name, size in state.items()
+    }
+    if lora:
+        sharded["adapter"] = MASTER_BYTES * trained // ranks
     # The gathered weights, then their gradients in the same type until they are reduced.
     layers = shape.num_layers if ranks == 1 and not train.cpu_offload else min(2, shape.num_layers)
     unit = layers * shape.layer_parameters + shape.outer_parameters
     device = {
         "gathered weights": computed * unit,
-        "gathered gradients": computed * (shape.layer_parameters + shape.outer_parameters),
+        "gathered gradients": computed * (trained if lora else shape.layer_parameters + shape.outer_parameters),
         "activations": activation_bytes(config, shape, computed),
         "logits": logit_bytes(config, shape),
     }
     copies: dict[str, int] = {}
     if config.checkpoint.every and config.checkpoint.in_background:
-        copies["copy while saving"] = (MASTER_BYTES + OPTIMIZER_BYTES) * P // ranks
+        copies["copy while saving"] = (MASTER_BYTES + OPTIMIZER_BYTES) * trained // ranks
     if publishes:
-        copies["copy while publishing"] = computed * P // ranks
+        copies["copy while publishing"] = computed * trained // ranks
         if ranks > 1:
             copies["bucket"] = _bucket_bytes(config, shape, computed)
     if train.cpu_offload:
@@ -128,14 +145,17 @@ def _engine_rank(config: Config, shape: ModelShape, engines: int, ranks: int, fo
     weights = shape.num_parameters * served
     device = {"weights": weights // ranks}
     main: dict[str, int] = {}
+    arriving = trained_parameters(config, shape) * served
     staged = 2 if config.param_server.delta else int(config.param_server.transport != "ipc")  # ipc: shared memory
     if follows and staged:
-        (main if on_gpu else device)["next version"] = weights * staged // ranks
+        (main if on_gpu else device)["next version"] = arriving * staged // ranks
+    if follows and config.model.lora is not None:
+        device["adapters"] = arriving * derive(config).adapter_versions // ranks
     if on_gpu:
         device["KV cache"] = kv_cache_bytes(config, shape) // min(ranks, shape.num_kv_heads)
         device["bucket"] = _bucket_bytes(config, shape, served)
     else:
-        if follows and config.rollout.engine_options.loads_ahead:
+        if follows and config.rollout.engine_options.loads_ahead and config.model.lora is None:
             device["loaded ahead"] = weights // ranks
         device["KV cache"] = int(config.cluster.kv_cache_gib * GIB) // ranks
     return Process(name="engine rank", number=engines * ranks, device=device, main=main)

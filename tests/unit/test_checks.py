@@ -118,6 +118,14 @@ def test_a_config_that_is_right_has_what_it_takes(folder: Path, leeway: Callable
         (["rollout.temperature=2.5"], ["rollout.temperature: got 2.5", "less than or equal to 2"]),
         (["eval.temperature=2.5"], ["eval.temperature: got 2.5", "at most 2"]),
         (["rollout.max_model_len=513"], ["rollout.max_model_len: got 513, expected at most 512", "./model"]),
+        (
+            ["rollout.engine.name=hf", "model.lora.target_modules=[q_porj]"],
+            ["model.lora.target_modules: got 'q_porj', expected some of", "nearest: q_proj"],
+        ),
+        (
+            ["rollout.engine.name=hf", "model.lora.rank=129"],
+            ["model.lora.rank: got 129, expected at most 128", "k_proj"],
+        ),
         (["rollout.num_generators=9", "cluster.kv_cache_gib=0.01"], ["cores for 9 generators"]),
         (
             ["rollout.engine.pipeline_parallel_size=2"],

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,14 +32,17 @@ from leeway.algorithms.kl import KLPenalty
 from leeway.algorithms.objective import PolicyObjective
 from leeway.collector.adapter_sync import AdapterSync
 from leeway.collector.engine import EngineSettings
-from leeway.config import ConfigError, derive, load_config
+from leeway.config import ConfigError, derive, find_recipe, load_config
 from leeway.config.inputs import LoraConfig
 from leeway.config.learning import OptimizerConfig
+from leeway.driver.memory import processes_of, trained_parameters
+from leeway.driver.models import shape_of
 from leeway.engines.hf_engine import HfEngine
 from leeway.failures import Refused
+from leeway.tasks.bootstrap import unbuilt_model
 from leeway.trainer.checkpoint import CheckpointError
 from leeway.trainer.convert import convert
-from leeway.trainer.lora import ADAPTER_DIR
+from leeway.trainer.lora import ADAPTER_DIR, adapter_tensors, lora_targets
 from leeway.trainer.trainer import Trainer
 from leeway.transports.object_store import ObjectStore
 from leeway.weights import Publication, Tolerance, WeightSyncError
@@ -440,6 +444,26 @@ def test_settings_that_adapters_exclude_are_refused_in_one_line(changes, said):
     with pytest.raises(ConfigError, match=said) as refused:
         config_of(**engine, **changes)
     assert "\n" not in str(refused.value)
+
+
+def test_a_model_that_is_not_built_yet_has_targets_too():
+    model = config_of(**{"rollout.engine.name": "hf"}).model
+    assert len(lora_targets(unbuilt_model(model.init), model.lora)) == 2 * 7
+
+
+def test_memory_is_counted_for_what_is_trained(make, model_path):
+    trainer = make()
+    shape = shape_of(json.loads((model_path / "config.json").read_text()))
+    assert shape is not None
+    config = config_of(**{"rollout.engine.name": "hf"})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"lora": LORA})})
+    own = sum(tensor.numel() for tensor in adapter_tensors(trainer._model.lm).values())
+    assert trained_parameters(config, shape) == own
+    whole = config.model_copy(update={"model": config.model.model_copy(update={"lora": None})})
+    recipe = find_recipe("async_rl")
+    (rank, engine, _), (all_rank, all_engine, _) = (processes_of(c, recipe, shape) for c in (config, whole))
+    assert rank.device["optimizer"] == 8 * own < all_rank.device["optimizer"]
+    assert engine.device["next version"] == 4 * own < all_engine.device["next version"]
 
 
 def test_an_engine_holds_as_many_versions_as_the_bound_can_need():
