@@ -43,6 +43,7 @@ FREE = {"name", "project", "output_dir", "explorer", "cluster", "monitor", "log"
 FREE_KEYS = {"train.steps", "train.epochs", "train.num_ranks", "train.max_tokens_per_microbatch", "train.packing"} | {
     "model.path",
     "model.init",
+    "model.lora.max_versions",
     "train.logprob_chunk_tokens",
     "train.gradient_checkpointing",
     "train.compile",
