@@ -287,7 +287,7 @@ def watched(
     if run.returncode not in (0, 1) or first is None or last is None or last[0] <= first[0]:
         raise SystemExit(f"{label}: ended with {run.returncode} before it could be measured; see {log}")
     rows = [row for row in rows_of(lines) if row["step"] > first[0]]
-    took = [seconds_of(row) for row in rows if seconds_of(row) is not None]
+    took = [s for row in rows if (s := seconds_of(row)) is not None]
     tokens = [t for row in rows if (t := row.get("tokens", row.get("train/response_tokens/total"))) is not None]
     found = {
         "step_s": statistics.median(took),

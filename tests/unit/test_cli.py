@@ -29,6 +29,7 @@ def test_light_commands_load_nothing_heavy(tmp_path: Path) -> None:
         ["--version"],
         ["run", "--help"],
         ["plan", "--help"],
+        ["tune", "--help"],
         ["ps", "--help"],
         ["ls"],
         ["cat", "quickstart"],
