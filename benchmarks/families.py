@@ -362,7 +362,7 @@ def check(family: str, folder: Path) -> Row:
     if not 0.1 < spread < 50:
         row.notes.append(f"logits have a spread of {spread:.2g}: mistakes may not show")
     data = trajectories()
-    batch = batch_trajectories(data, [0.0] * len(data), num_sequences=1, num_tokens=1)
+    batch = batch_trajectories(data, [0.0] * len(data), num_sequences=1, num_tokens=1, temperature=TEMPERATURE)
     weights = torch.randn(len(batch.response_tokens), generator=torch.Generator().manual_seed(2))
     expected: Scores | None = None
     for column, packings in (("packed", ("shared", "packed")), ("padded", ("padded",))):
@@ -418,7 +418,6 @@ def settings_of(folder: Path) -> TrainerSettings:
         objective=SupervisedObjective(),
         canary=CanaryPrompts(scored=[], cached=[]),
         total_steps=1,
-        temperature=TEMPERATURE,
         max_policy_lag=None,
         num_threads=0,
         seed=0,

@@ -63,7 +63,7 @@ def trajectories_of(count: int, tokens: int) -> list[Trajectory]:
 
 
 def flattened(trajectories: list[Trajectory]) -> Group:
-    samples = checked(trajectories, group_size=len(trajectories), max_model_len=1 << 20, versions={3})
+    samples = checked(trajectories, group_size=len(trajectories), temperature=1.0, max_model_len=1 << 20, versions={3})
     return Group.of(trajectories, samples=samples, group_id=0, task_id="t")
 
 

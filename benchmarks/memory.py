@@ -102,6 +102,7 @@ def trainer_mb(stage: Any, vocab_size: int) -> float:
             behavior_logprobs=-torch.rand(num * response) - 4,
             policy_versions=torch.full((num * response,), step),
             advantages=torch.randn(num * response),
+            temperatures=torch.ones(num),
             num_sequences=torch.tensor(num),
             num_tokens=torch.tensor(num * response),
         )

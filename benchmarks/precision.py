@@ -87,7 +87,6 @@ def trainer_of(folder: Path, prompts: CanaryPrompts, dtype: str, head_dtype: str
         objective=PolicyObjective(policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation="seq_mean_token_mean"),
         canary=prompts,
         total_steps=1,
-        temperature=1.0,
         max_policy_lag=0,
         max_length=256,
         num_threads=1,

@@ -75,6 +75,7 @@ class Batch:
     behavior_logprobs: torch.Tensor
     policy_versions: torch.Tensor
     advantages: torch.Tensor
+    temperatures: torch.Tensor
     num_sequences: torch.Tensor
     num_tokens: torch.Tensor
     prompt_tensors: None = None
@@ -105,6 +106,7 @@ def make_batch(data: str, vocab_size: int, *, num_groups: int, group_size: int, 
         behavior_logprobs=-torch.rand(len(flat), generator=generator) - 4,
         policy_versions=torch.zeros(len(flat), dtype=torch.int64),
         advantages=torch.repeat_interleave(torch.randn(len(responses), generator=generator), lengths),
+        temperatures=torch.ones(len(responses)),
         num_sequences=torch.tensor(len(responses)),
         num_tokens=torch.tensor(len(flat)),
     )
@@ -126,7 +128,6 @@ def settings_of(args: argparse.Namespace, path: str, packing: str) -> TrainerSet
         objective=PolicyObjective(policy_loss=PPOClip(clip_low=0.2, clip_high=0.28), aggregation="token_mean"),
         canary=CanaryPrompts(scored=[[0, 1]], cached=[[0, 1]]),
         total_steps=100,
-        temperature=1.0,
         max_policy_lag=10**9,
         num_threads=args.threads,
         seed=0,

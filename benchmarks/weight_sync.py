@@ -208,7 +208,7 @@ def run_rank(
         with torch.no_grad():
             reshard(trainer._model)
             for parameter in trainer._model.parameters():
-                _, own = local_rows(parameter, rank=rank, num_ranks=num_ranks)
+                _, own = local_rows(parameter)
                 own.add_(torch.randn_like(own), alpha=wanted)
             canary: Canary = score_canary(trainer._model, prompts, torch.device("cpu"))
             reshard(trainer._model)

@@ -211,7 +211,10 @@ class Group:
 
     def __eq__(self, other: object) -> bool:
         return (
-            isinstance(other, Group) and self.trajectories() == other.trajectories() and _named(self) == _named(other)
+            isinstance(other, Group)
+            and self.trajectories() == other.trajectories()
+            and torch.equal(self.samples["temperatures"], other.samples["temperatures"])
+            and _named(self) == _named(other)
         )
 
     def __reduce__(self) -> Any:

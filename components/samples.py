@@ -3,7 +3,7 @@
     prompt_tokens     int32 [sum of prompt lengths]     prompt_lengths    int64 [C]
     response_tokens   int32 [S]                         response_lengths  int64 [C]
     loss_mask         bool [S]                          trajectory        int64 [C], whose attempt it is, from 0
-    behavior_logprobs float32 [S]
+    behavior_logprobs float32 [S]                       temperatures      float32 [C], at which it was sampled
     policy_versions   int32 [S]
     prompt_tensors    {name: {values [sum of rows, ...], lengths int64 [C]}}: rows that belong to a prompt (`pixels`)
     token_tensors     {name: [S, ...]}: one row for each response token (`routed_experts`)
@@ -50,8 +50,8 @@ _LENGTHS = ("trajectory", "prompt_lengths", "response_lengths")
 _CODES = {torch.int64: "q", torch.int32: "i", torch.float32: "f"}
 
 
-def laid(attempts: Sequence[Trajectory]) -> Samples:
-    """The conversations of these attempts, in order; of each, the main one first."""
+def laid(attempts: Sequence[Trajectory], *, temperature: float = 1.0) -> Samples:
+    """The conversations of these attempts, in order; of each, the main one first. `temperature`: of all of them."""
     owned = [(i, t) for i, attempt in enumerate(attempts) for t in attempt.conversations()]
     every = [t for _, t in owned]
     return _with_further(
@@ -60,6 +60,7 @@ def laid(attempts: Sequence[Trajectory]) -> Samples:
             "prompt_lengths": torch.tensor([len(t.prompt_tokens) for t in every], dtype=torch.int64),
             "response_lengths": torch.tensor([len(t.response_tokens) for t in every], dtype=torch.int64),
             "trajectory": torch.tensor([i for i, _ in owned], dtype=torch.int64),
+            "temperatures": torch.full((len(every),), temperature, dtype=torch.float32),
             **{name: end_to_end([getattr(t, name) for t in every], dtype) for name, dtype in TOKEN_FIELDS.items()},
         },
         prompt_tensors=_laid_prompt_tensors([t.prompt_tensors for t in every]),
@@ -73,7 +74,7 @@ def joined(samples: Sequence[Samples]) -> Samples:
         return samples[0]
     counts = [int(s["trajectory"].max()) + 1 if len(s["trajectory"]) else 0 for s in samples]
     before = itertools.accumulate(counts, initial=0)
-    names = ("prompt_tokens", "prompt_lengths", "response_lengths", *TOKEN_FIELDS)
+    names = ("prompt_tokens", "prompt_lengths", "response_lengths", "temperatures", *TOKEN_FIELDS)
     prompt_names = list(dict.fromkeys(name for s in samples for name in further(s, "prompt_tensors")))
     return _with_further(
         {
@@ -102,6 +103,7 @@ def picked(samples: Samples, conversations: Sequence[int]) -> Samples:
             "prompt_lengths": prompt_lengths,
             "response_lengths": response_lengths,
             "trajectory": samples["trajectory"][index],
+            "temperatures": samples["temperatures"][index],
             **{name: samples[name][tokens] for name in TOKEN_FIELDS},
         },
         prompt_tensors=prompt_tensors,
@@ -225,13 +227,15 @@ def nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 def check_samples(samples: Samples, *, num_trajectories: int) -> None:
     """Raises ValueError where the tensors of somebody else's samples do not fit together."""
     kinds = {"prompt_tokens": torch.int32, **dict.fromkeys(_LENGTHS, torch.int64), **TOKEN_FIELDS}
+    kinds |= {"temperatures": torch.float32}
     if wrong := [name for name, kind in kinds.items() if samples[name].dtype != kind or samples[name].ndim != 1]:
         raise ValueError(f"samples: {wrong[0]} has another type or shape")
     owners, prompts, responses = (samples[name] for name in _LENGTHS)
     by_token = [*(samples[name] for name in TOKEN_FIELDS), *further(samples, "token_tensors").values()]
     fits = (
         bool((prompts > 0).all() and (responses >= 0).all())
-        and len(owners) == len(prompts) == len(responses)
+        and len(owners) == len(prompts) == len(responses) == len(samples["temperatures"])
+        and bool((samples["temperatures"] > 0).all() and samples["temperatures"].isfinite().all())
         and int(prompts.sum()) == len(samples["prompt_tokens"])
         and {len(tensor) for tensor in by_token} == {int(responses.sum())}
         and owners.unique_consecutive().tolist() == list(range(num_trajectories))

@@ -36,6 +36,7 @@ class TrainBatch(TensorClass):
     behavior_logprobs: torch.Tensor  # float32 [S]
     policy_versions: torch.Tensor  # int32 [S]
     advantages: torch.Tensor  # float32 [S]
+    temperatures: torch.Tensor  # float32 [N], at which each was sampled: its logprobs are those of logits / temperature
     num_sequences: torch.Tensor  # int64 []
     num_tokens: torch.Tensor  # int64 [], tokens with loss_mask True
     prompt_tensors: TensorDict | None = None
@@ -45,6 +46,9 @@ class TrainBatch(TensorClass):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _restored, (as_arrays(dict(self.items())),)
+
+
+_BY_CONVERSATION = ("prompt_tokens", "prompt_lengths", "response_lengths", "temperatures")
 
 
 def batch_samples(
@@ -58,7 +62,7 @@ def batch_samples(
 ) -> TrainBatch:
     """The batch of these samples; `advantages` float32 [S]."""
     return TrainBatch(
-        **{name: samples[name] for name in ("prompt_tokens", "prompt_lengths", "response_lengths", *TOKEN_FIELDS)},
+        **{name: samples[name] for name in (*_BY_CONVERSATION, *TOKEN_FIELDS)},
         advantages=advantages,
         num_sequences=torch.tensor(num_sequences),
         num_tokens=torch.tensor(num_tokens),
@@ -83,12 +87,16 @@ def batch_trajectories(
     *,
     num_sequences: int,
     num_tokens: int,
+    temperature: float = 1.0,
 ) -> TrainBatch:
-    """Lay N trajectories end to end; `advantages` [N]: of each, one number for all of its tokens, or one per token."""
+    """Lay N trajectories end to end; `advantages` [N]: of each, one number for all of its tokens, or one per token.
+
+    `temperature`: at which all of them were sampled.
+    """
     each = zip(advantages, trajectories, strict=True)
     by_token = [[a] * len(t.response_tokens) if isinstance(a, float | int) else a for a, t in each]
     return batch_samples(
-        laid(trajectories),
+        laid(trajectories, temperature=temperature),
         end_to_end(by_token, torch.float32),
         num_sequences=num_sequences,
         num_tokens=num_tokens,

@@ -81,13 +81,17 @@ class Offer:
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What the engine sampled for one prompt. All lists have one entry per sampled token."""
+    """What the engine sampled for one prompt. All lists have one entry per sampled token.
+
+    `token_tensors`: rows that belong to the tokens, to be passed on to the trajectory as they are (`sampling_masks`).
+    """
 
     tokens: list[int]
     logprobs: list[float]
     policy_versions: list[int]
     finish_reason: str
     text: str
+    token_tensors: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +188,7 @@ class Trajectory:
             finish_reason=completion.finish_reason,
             text=completion.text,
             metrics=metrics or {},
+            token_tensors=dict(completion.token_tensors),
         )
 
 

@@ -54,7 +54,7 @@ def data_of_tasks(
     """The tasks' own answers, or pairs of answers; `held_out` gives what is evaluated and not trained on."""
     config, pairs = context.config, context.recipe.trains_on == "pairs"
     assert config.model.path is not None
-    prompter = driver.Prompter.load(config.model.path)
+    prompter = driver.Prompter.of(config.model)
     taskset = driver.build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
     assert not isinstance(taskset, driver.QueueTaskSet), "a rule on settings keeps queues to async_rl"
     driver.check_examples(taskset.tasks, prompter, rejected_key=config.task.rejected_key if pairs else None)

@@ -186,6 +186,44 @@ def engine_settings(folder: Path, **changes: Any) -> EngineSettings:
     return replace(settings, **changes)
 
 
+def check_masks(served: Served, *, temperature: float = 0.7) -> None:
+    """Logprobs are those of what was left to draw from, the engine says what that was, and no answer is too short."""
+    publisher, prompt, stops = served.publisher, [3, 17, 40, 5], [1, 7, 20]
+    asked: list[tuple[dict[str, Any], int, float, int]] = [
+        ({"top_k": 5}, 5, 1.0, 0),
+        ({"top_k": 9, "top_p": 0.6}, 9, 0.6, 0),
+        ({"min_tokens": 6}, VOCABULARY, 1.0, 6),
+        ({"top_k": 4, "min_tokens": 6}, 4, 1.0, 6),
+    ]
+
+    async def all_at_once() -> list[Any]:
+        """Beside a canary, which asks in another way."""
+        how: dict[str, Any] = {"n": 8, "temperature": temperature, "max_tokens": 12, "stop_token_ids": stops}
+        calls = [served.engine.generate(prompt, **how, **own) for own, *_ in asked]
+        *answers, gap = await asyncio.gather(*calls, served.engine.score(publisher.canary()))
+        assert gap.largest <= TOLERANCE
+        return answers
+
+    for (own, top_k, top_p, min_tokens), completions in zip(asked, served.run(all_at_once()), strict=True):
+        for c in completions:
+            assert len(c.tokens) >= min_tokens
+            logits = publisher.model(torch.tensor([prompt + c.tokens])).logits[0, len(prompt) - 1 : -1] / temperature
+            for i, (token, row) in enumerate(zip(c.tokens, logits.detach(), strict=True)):
+                if i < min_tokens:
+                    assert token not in stops
+                    row[stops] = float("-inf")
+                order = row.argsort(descending=True)[:top_k]
+                mass = row[order].softmax(-1)
+                left = set(order[(mass.cumsum(-1) - mass) < top_p].tolist())
+                if "top_k" in own:
+                    assert set(c.kept[i]) == left, (own, i)
+                chosen = sorted(left)
+                expected = row[chosen].log_softmax(-1)[chosen.index(token)].item()
+                assert c.logprobs[i] == pytest.approx(expected, abs=TOLERANCE)
+        assert all(sorted(c.barred) == stops for c in completions) if min_tokens else True
+        assert all((c.kept is None) == ("top_k" not in own) for c in completions)
+
+
 def _in_flight(served: Served, in_flight: str, *, temperature: float, asleep: bool = False) -> tuple[int, float, float]:
     """Update three times while completions are under way; `asleep`: the engine sleeps before each update.
 

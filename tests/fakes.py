@@ -14,9 +14,9 @@ from leeway.collector.collector import Collector
 from leeway.collector.engine import EngineLost, LoadTimes, StagedWeights
 from leeway.collector.progress import Progress
 from leeway.collector.weight_sync import WeightSync
-from leeway.config.algorithm import AlgorithmConfig
 from leeway.config.flow import RolloutConfig
 from leeway.config.inputs import EvalSampling
+from leeway.config.sampling import Sampling, Samplings
 from leeway.integrity import sealed
 from leeway.param_server.server import ParameterServer
 from leeway.replay.admission import AdmissionRule
@@ -174,6 +174,7 @@ class Rig:
         algorithm = {"group_size": 2, "greedy_baseline": False}
         own = {"max_in_flight": 4, "seed": 11, "seeded": True}
         given = {**rollout, **algorithm, **own, **changes}
+        own_way = Sampling(group_size=given.pop("group_size"), temperature=given["temperature"])
         self.collector = Collector(
             engine=self.engine,
             environment=self.environment,
@@ -185,7 +186,8 @@ class Rig:
             give_back=self.slots.give_back,
             fail=self.slots.fail,
             rollout=RolloutConfig(**{name: given.pop(name) for name in rollout}),
-            algorithm=AlgorithmConfig().model_copy(update={name: given.pop(name) for name in algorithm}),
+            samplings=given.pop("samplings", None) or Samplings(default=own_way, by_taskset={}, shares={}),
+            greedy_baseline=given.pop("greedy_baseline"),
             **given,
         )
         self.out: list[list[Group]] = []

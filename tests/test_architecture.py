@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 COMPONENTS = ROOT / "components"
 
 LAYERS = [
-    {"types", "samples", "group", "train_batch", "versions", "weights"}
+    {"types", "samples", "sampling_masks", "group", "train_batch", "versions", "weights"}
     | {"failures", "integrity", "redaction", "section", "importing", "lazy", "spans"},
     {"algorithms"},
     {"config", "monitor"},

@@ -91,7 +91,6 @@ def settings_of(path: Path, *, bucket_bytes: int = 1 << 20, **changes: Any) -> T
         ),
         "canary": CANARY,
         "total_steps": 100,
-        "temperature": 1.0,
         "max_policy_lag": 2,
         "num_threads": 1,
         "seed": 0,
@@ -148,7 +147,9 @@ def in_pairs(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     ]
 
 
-def batch_of(trajectories: Sequence[Trajectory], *, share: slice = slice(None), seed: int = 1) -> TrainBatch:
+def batch_of(
+    trajectories: Sequence[Trajectory], *, share: slice = slice(None), seed: int = 1, temperature: float = 1.0
+) -> TrainBatch:
     """One rank's share of a step made of all `trajectories`."""
     rng = random.Random(seed)
     advantages = [rng.uniform(-2, 2) for _ in trajectories]
@@ -157,6 +158,7 @@ def batch_of(trajectories: Sequence[Trajectory], *, share: slice = slice(None), 
         advantages[share],
         num_sequences=len(trajectories),
         num_tokens=sum(sum(t.loss_mask) for t in trajectories),
+        temperature=temperature,
     )
 
 

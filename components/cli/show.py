@@ -102,7 +102,7 @@ def _rows(stage: Stage) -> list[tuple[str, str]]:
         rows += [
             (
                 "sequences per batch",
-                f"{d.sequences_per_batch} ({config.train.groups_per_step} x {config.algorithm.group_size})",
+                f"{d.sequences_per_batch} ({config.train.groups_per_step} x {config.samplings.mean_group_size:g})",
             ),
             ("sequences per step", str(d.sequences_per_step)),
             ("batches", "until the tasks end" if d.num_batches is None else str(d.num_batches)),

@@ -86,7 +86,7 @@ class CollectorRun:
         self.collector = Collector(
             engine=engine,
             environment=build_environment(config.env),
-            prompter=Prompter.load(settings.model_path),
+            prompter=Prompter.of(config.model, path=settings.model_path),
             weight_sync=self.weight_sync,
             clock=clock,
             admit=lambda limit: buffer.admit.remote(limit, timeout_s=deadline_s, collector=name),
@@ -94,7 +94,8 @@ class CollectorRun:
             give_back=lambda reason: buffer.give_back.remote(name, reason),
             fail=lambda admission, reason: buffer.fail.remote(admission.group_id, reason, admission.attempt),
             rollout=rollout,
-            algorithm=config.algorithm,
+            samplings=config.samplings,
+            greedy_baseline=config.algorithm.greedy_baseline,
             seed=config.seed,
             seeded=numbers.seeded_requests,
             max_in_flight=numbers.groups_per_generator,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from numbers import Real
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ import torch
 
 from ..envs.base import ended_by_own_code
 from ..samples import Samples, laid
+from ..sampling_masks import check_masks
 from ..types import Trajectory
 
 logger = logging.getLogger(__name__)
@@ -139,11 +140,20 @@ def reason_of(error: BaseException) -> str:
     return f"{said} ({frames[-1].filename}:{frames[-1].lineno})" if frames else said
 
 
-def checked(trajectories: Any, *, group_size: int, max_model_len: int, versions: set[int]) -> Samples:
-    """What an environment returned, as tensors; raises TypeError or ValueError that says what is wrong with it.
+def checked(
+    trajectories: Any,
+    *,
+    group_size: int,
+    temperature: float,
+    max_model_len: int,
+    versions: set[int],
+    masks: Sequence[str] = (),
+) -> Samples:
+    """What an environment returned, sampled at this temperature, as tensors; raises TypeError or ValueError that says
+    what is wrong with it.
 
     Sampled tokens must have a finite logprob and one of the `versions` that this rollout's own requests came back with:
-    any other would break the lag bound, or be waited for.
+    any other would break the lag bound, or be waited for. `masks`: the `sampling_masks` that they come with.
     """
     if not isinstance(trajectories, list) or not all(isinstance(t, Trajectory) for t in trajectories):
         raise TypeError(f"rollout() returned {type(trajectories).__name__}; expected a list of leeway.Trajectory")
@@ -165,7 +175,7 @@ def checked(trajectories: Any, *, group_size: int, max_model_len: int, versions:
                 f"rollout() returned a trajectory of {length} tokens; rollout.max_model_len is {max_model_len}"
             )
     try:
-        samples = laid(trajectories)
+        samples = laid(trajectories, temperature=temperature)
     except (OverflowError, TypeError) as error:
         raise TypeError(f"{_NO_TOKENS} ({error})") from None
     if any((samples[name] < 0).any() for name in ("prompt_tokens", "response_tokens")):
@@ -175,6 +185,10 @@ def checked(trajectories: Any, *, group_size: int, max_model_len: int, versions:
     if not bool(logprobs.isfinite().all()):
         worst = logprobs[~logprobs.isfinite()][0].item()
         raise ValueError(f"rollout() returned a token with logprob {worst}; expected what generate() gave")
+    try:
+        check_masks(samples, masks)
+    except ValueError as error:
+        raise ValueError(f"rollout() returned trajectories that cannot be trained on: {error}") from None
     own = samples["policy_versions"][sampled]
     unknown = own[~torch.isin(own, torch.tensor(sorted(versions), dtype=own.dtype))]
     if len(unknown):

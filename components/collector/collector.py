@@ -15,15 +15,16 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
 from tensordict import LazyStackedTensorDict
 from torchrl.collectors import BaseCollector
 
 from .. import spans
-from ..config.algorithm import AlgorithmConfig
 from ..config.flow import RolloutConfig
 from ..config.inputs import EvalSampling
+from ..config.sampling import Sampling, Samplings
 from ..envs.base import all_or_none
 from ..group import Group
 from ..samples import Samples, sampled_versions
@@ -70,16 +71,17 @@ class Collector(BaseCollector):
         give_back: Callable[[str], Awaitable[Any]],
         fail: Callable[[Admission, str], Awaitable[None]],
         rollout: RolloutConfig,
-        algorithm: AlgorithmConfig,
+        samplings: Samplings,
+        greedy_baseline: bool,
         seed: int,
         seeded: bool,
         max_in_flight: int,
     ) -> None:
         """`seeded`: every request has its own seed, derived from the group (see `Derived.seeded_requests`).
 
-        `max_in_flight`: groups at a time, at most; as many of them as the engine holds. With
-        `algorithm.greedy_baseline`, each group brings the reward of one more rollout, sampled greedily, under weights
-        as new, and as proven, as the others.
+        `max_in_flight`: groups at a time, at most; as many of them as the engine holds. With `greedy_baseline`, each
+        group brings the reward of one more rollout, sampled greedily, under weights as new, and as proven, as the
+        others.
         """
         super().__init__()
         self._engine = engine
@@ -92,7 +94,7 @@ class Collector(BaseCollector):
         self._give_back = give_back
         self._fail = fail
         self._rollout = rollout
-        self._group_size, self._greedy_baseline = algorithm.group_size, algorithm.greedy_baseline
+        self._samplings, self._greedy_baseline = samplings, greedy_baseline
         self._seed, self._seeded = seed, seeded
         self._max_in_flight = max_in_flight
         self._room = Room(engine.progress, places=engine.places, cache_tokens=engine.cache_tokens)
@@ -128,7 +130,7 @@ class Collector(BaseCollector):
                     ended = not admissions
                     for admission in admissions:
                         clock = self._rollout_clock(group=admission.group_id)
-                        self._room.begin(clock, self._group_sequences)
+                        self._room.begin(clock, self._samplings.of(admission.task).group_size + self._greedy_baseline)
                         self._in_flight.add(completions.add(asyncio.create_task(self._run_group(admission, clock))))
                 finished = self._finished(self._in_flight.intersection(done))
                 self._in_flight.difference_update(done)
@@ -226,7 +228,10 @@ class Collector(BaseCollector):
                     tasks,
                     functools.partial(self._evaluated, sampling),
                     num_sequences=sampling.samples,
-                    at_most=max(self._max_in_flight, 2 * self._engine.places // sampling.samples),
+                    at_most=min(
+                        max(self._max_in_flight, 2 * self._engine.places // sampling.samples),
+                        self._rollout.max_groups_in_flight or len(tasks) or 1,
+                    ),
                 )
         return [str(result) if isinstance(result, RolloutFailed) else result for result in results]
 
@@ -253,8 +258,7 @@ class Collector(BaseCollector):
             trajectories, _ = await self._attempts(
                 task,
                 clock=clock,
-                group_size=group_size,
-                temperature=temperature,
+                sampling=replace(self._samplings.default, group_size=group_size, temperature=temperature),
                 max_response_tokens=max_response_tokens,
             )
             return trajectories
@@ -336,11 +340,9 @@ class Collector(BaseCollector):
 
     def _num_startable(self) -> int:
         free = self._max_in_flight - len(self._in_flight)
-        return min(free, self._room.groups(self._group_sequences)) if free > 0 else 0
-
-    @property
-    def _group_sequences(self) -> int:
-        return self._group_size + self._greedy_baseline
+        # Which tasks come next is not known: there is room for the largest groups.
+        largest = self._samplings.group_sizes[-1] + self._greedy_baseline
+        return min(free, self._room.groups(largest)) if free > 0 else 0
 
     def _finished(self, ended: set[asyncio.Task[Group | None]]) -> list[Group]:
         for task in ended:
@@ -350,22 +352,15 @@ class Collector(BaseCollector):
         return [g for task in ended if not task.cancelled() and (g := task.result()) is not None]
 
     async def _evaluated(self, sampling: EvalSampling, task: Task, clock: RolloutClock) -> list[Trajectory]:
+        drawn = Sampling(group_size=sampling.samples, temperature=sampling.temperature, top_p=sampling.top_p)
+
         def policy(attempt: int, *, version: int | None) -> EnginePolicy:
             seed = None if sampling.temperature == 0 else derived_seed(self._seed, *task.task_id.encode(), attempt)
-            return self._policy(
-                temperature=sampling.temperature,
-                group_size=sampling.samples,
-                seed=seed,
-                top_p=sampling.top_p,
-                max_response_tokens=sampling.max_tokens,
-                clock=clock,
-                version=version,
-            )
+            longest = sampling.max_tokens
+            return self._policy(drawn, seed=seed, max_response_tokens=longest, clock=clock, version=version)
 
         try:
-            trajectories, _ = await self._attempts(
-                task, clock=clock, group_size=sampling.samples, temperature=sampling.temperature, policy_of=policy
-            )
+            trajectories, _ = await self._attempts(task, clock=clock, sampling=drawn, policy_of=policy)
             return trajectories
         finally:
             self._num_evaluated += 1
@@ -374,14 +369,15 @@ class Collector(BaseCollector):
         """One group through all of its attempts; None when it failed for good (and was reported as such)."""
         with self._clock.doing("wait_for_weights"):
             await self._weight_sync.until_verified(admission.min_policy_version)
-        size, temperature = self._group_size, self._rollout.temperature
+        own = self._samplings.of(admission.task)
+        greedily = Sampling(group_size=1, temperature=0.0)
         try:
             async with self._weight_sync.generating_under(admission.min_policy_version):
                 clock.begin()
                 attempts = functools.partial(self._attempts, admission.task)
-                rollouts = [attempts(clock=clock, group_size=size, temperature=temperature, admission=admission)]
+                rollouts = [attempts(clock=clock, sampling=own, admission=admission)]
                 if self._greedy_baseline:
-                    rollouts.append(attempts(clock=self._rollout_clock(), group_size=1, temperature=0.0))
+                    rollouts.append(attempts(clock=self._rollout_clock(), sampling=greedily))
                 (trajectories, samples), *greedy = await all_or_none(rollouts)
                 environment_s, answered_at = clock.idle_s, clock.end()
         except RolloutFailed as failure:
@@ -424,8 +420,7 @@ class Collector(BaseCollector):
         task: Task,
         *,
         clock: RolloutClock,
-        group_size: int,
-        temperature: float,
+        sampling: Sampling,
         admission: Admission | None = None,
         max_response_tokens: int | None = None,
         policy_of: PolicyOf | None = None,
@@ -446,15 +441,14 @@ class Collector(BaseCollector):
             seed = derived_seed(self._seed, admission.group_id, attempt) if self._seeded and admission else None
             train_policy = functools.partial(
                 self._policy,
-                temperature=temperature,
-                group_size=group_size,
+                sampling,
                 seed=seed,
                 max_response_tokens=max_response_tokens,
                 clock=clock,
             )
             own_policy = train_policy if policy_of is None else functools.partial(policy_of, attempt)
             try:
-                return await self._attempt(task, own_policy, clock=clock, group_size=group_size)
+                return await self._attempt(task, own_policy, clock=clock, sampling=sampling)
             except EngineLost as error:
                 raise EngineLost(str(error)) from None
             except WeightSyncError:  # no other attempt would be better
@@ -466,7 +460,7 @@ class Collector(BaseCollector):
         raise RolloutFailed(reason) from last_error
 
     async def _attempt(
-        self, task: Task, policy_of: PolicyOf, *, clock: RolloutClock, group_size: int
+        self, task: Task, policy_of: PolicyOf, *, clock: RolloutClock, sampling: Sampling
     ) -> tuple[list[Trajectory], Samples]:
         r = self._rollout
         async with self._weight_sync.one_version() as version:
@@ -480,7 +474,13 @@ class Collector(BaseCollector):
                         going_on=self._going_on,
                     )
                 samples = checked(
-                    trajectories, group_size=group_size, max_model_len=r.max_model_len, versions=policy.versions
+                    trajectories,
+                    group_size=sampling.group_size,
+                    # Nothing that is sampled greedily is trained on.
+                    temperature=sampling.temperature or r.temperature,
+                    max_model_len=r.max_model_len,
+                    versions=policy.versions,
+                    masks=policy.masks,
                 )
                 return trajectories, samples
             finally:
@@ -488,12 +488,10 @@ class Collector(BaseCollector):
 
     def _policy(
         self,
+        sampling: Sampling,
         *,
-        temperature: float,
-        group_size: int,
         seed: int | None,
         clock: RolloutClock,
-        top_p: float = 1.0,
         max_response_tokens: int | None = None,
         version: int | None = None,
     ) -> EnginePolicy:
@@ -501,13 +499,15 @@ class Collector(BaseCollector):
         return EnginePolicy(
             self._engine,
             self._prompter,
-            group_size=group_size,
-            temperature=temperature,
+            group_size=sampling.group_size,
+            temperature=sampling.temperature,
             max_prompt_tokens=r.max_prompt_tokens,
             max_response_tokens=max_response_tokens or r.max_response_tokens,
             max_model_len=r.max_model_len,
             seed=seed,
-            top_p=top_p,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_tokens=sampling.min_tokens,
             version=version,
             count_tokens=self._count_tokens,
             generating=lambda: self._clock.doing("generate"),

@@ -39,6 +39,7 @@ class EngineSettings:
     weights in `model_path`, which it serves from its start (None: it serves nothing before a verified load).
     `seeded`: some requests have a seed.
     `lora`: what it loads are adapters of this form, several versions at a time, see `HoldsVersions`.
+    `num_kept`: the most ids that `SampledTokens.kept` may have for a token (0: no request has top_k).
     `read_back`: whether `Engine.read_back` compares anything. `sleep_level`: of `Engine.sleep` (None: it is never
     called). `max_model_len`: tokens of a prompt and its response. `kv_cache_gib`: memory for keys and values on a CPU,
     in GiB.
@@ -56,6 +57,7 @@ class EngineSettings:
     head_dtype: str | None = None
     initial_version: int | None = None
     seeded: bool = False
+    num_kept: int = 0
     read_back: bool = True
     sleep_level: int | None = None
     lora: LoraConfig | None = None
@@ -66,13 +68,17 @@ class SampledTokens:
     """One completion; one entry per sampled token, a stop token included.
 
     `logprobs`: in nats, under the distribution that the token was drawn from. `policy_versions`: of the weights that
-    drew it. `finish_reason`: "stop" after a stop token, "length" at the limit of tokens.
+    drew it. `finish_reason`: "stop" after a stop token, "length" at the limit of tokens. `kept`: with top_k, the ids
+    that each token was drawn from (None: from all). `barred`: with min_tokens, the ids that none of the first
+    min_tokens tokens could be.
     """
 
     tokens: list[int]
     logprobs: list[float]
     policy_versions: list[int]
     finish_reason: str
+    kept: list[list[int]] | None = None
+    barred: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -103,16 +109,20 @@ class Generates(Protocol):
         stop_token_ids: Sequence[int],
         seed: int | None = None,
         top_p: float = 1.0,
+        top_k: int = 0,
+        min_tokens: int = 0,
         clock: RolloutClock | None = None,
         heard: Heard | None = None,
         version: int | None = None,
     ) -> list[SampledTokens]:
         """Sample n completions of one prompt. Cancelling the call aborts them.
 
-        `temperature` 0: n times the likeliest one. `seed` makes the samples a function of (weights, prompt, seed),
-        whatever else is being generated. `clock` is notified of the passes that worked on them. `heard` is told of
-        tokens on the way (at temperature 0, of completion 0 alone). `version`: the adapter for all of its tokens; only
-        passed to an engine that holds several. Raises EngineLost.
+        `temperature` 0: n times the likeliest one. `top_k`: from the likeliest tokens alone (0: from all), and of these
+        from the likeliest that hold `top_p` of their probability. `min_tokens`: none of `stop_token_ids` before.
+        `seed` makes the samples a function of (weights, prompt, seed), whatever else is being generated. `clock` is
+        notified of the passes that worked on them. `heard` is told of tokens on the way (at temperature 0, of
+        completion 0 alone). `version`: the adapter for all of its tokens; only passed to an engine that holds several.
+        Raises EngineLost.
         """
         ...
 

@@ -10,10 +10,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
+from ..config.sampling import kept_width
+from ..sampling_masks import BARRED, KEPT, rows_of
 from ..types import Completion, Message
 from ..weights import WeightSyncError
 from .clock import RolloutClock
-from .engine import Generates
+from .engine import Generates, SampledTokens
 
 
 @dataclass
@@ -27,10 +29,11 @@ class _Life:
 class EnginePolicy:
     """One group's view of the engine.
 
-    `seed` makes its samples a function of (weights, prompt, seed); None leaves them free. `top_p` below 1 is for
-    evaluation: the trainer does not reproduce such log-probabilities. `version`: under which all of it is sampled, by
-    an engine that holds several (None: under what it serves at each token). Every request is within a `generating()`
-    and within `clock`, which the engine tells how much it worked on it.
+    `seed` makes its samples a function of (weights, prompt, seed); None leaves them free. With `top_k` or `min_tokens`
+    completions say which tokens could be drawn (`sampling_masks`); `top_p` below 1 without `top_k` is for evaluation:
+    the trainer does not reproduce such log-probabilities. `version`: under which all of it is sampled, by an engine
+    that holds several (None: under what it serves at each token). Every request is within a `generating()` and within
+    `clock`, which the engine tells how much it worked on it.
     """
 
     def __init__(
@@ -45,6 +48,8 @@ class EnginePolicy:
         max_model_len: int,
         seed: int | None,
         top_p: float = 1.0,
+        top_k: int = 0,
+        min_tokens: int = 0,
         version: int | None = None,
         count_tokens: Callable[[int], None],
         generating: Callable[[], AbstractContextManager[None]],
@@ -59,7 +64,9 @@ class EnginePolicy:
         self.max_model_len = max_model_len
         self._seed = seed
         self._version = version
+        self._top_k, self._min_tokens = top_k, min_tokens
         self._special: dict[str, Any] = {} if top_p == 1.0 else {"top_p": top_p}
+        self._special |= {"top_k": top_k} if top_k else {}
         if version is not None:
             self._special["version"] = version
         self._num_calls = 0
@@ -72,6 +79,11 @@ class EnginePolicy:
 
     def encode(self, prompt: str | list[Message]) -> list[int]:
         return self.prompter.encode(prompt)
+
+    @property
+    def masks(self) -> list[str]:
+        """The `sampling_masks` that its completions bring, and trajectories must."""
+        return [KEPT] if self._top_k else [BARRED] if self._min_tokens else []
 
     def conversation(self, index: int) -> EnginePolicy:
         """A view with a call count and seed of its own: requests of other conversations do not change its samples."""
@@ -102,16 +114,19 @@ class EnginePolicy:
             )
         seed = None if self._seed is None else derived_seed(self._seed, self._num_calls)
         self._num_calls += 1
+        most = min(self._max_response_tokens if max_tokens is None else max_tokens, room)
+        least: dict[str, Any] = {"min_tokens": min(self._min_tokens, most)} if self._min_tokens else {}
         with self._generating(), self._clock, self._asking():
             sampled = await self._engine.generate(
                 tokens,
                 clock=self._clock,
                 n=self.group_size if n is None else n,
                 temperature=self._temperature,
-                max_tokens=min(self._max_response_tokens if max_tokens is None else max_tokens, room),
+                max_tokens=most,
                 stop_token_ids=self.prompter.stop_token_ids,
                 seed=seed,
                 **self._special,
+                **least,
             )
         self._count_tokens(sum(len(s.tokens) for s in sampled))
         self.versions.update(*(s.policy_versions for s in sampled))
@@ -127,9 +142,19 @@ class EnginePolicy:
                 policy_versions=s.policy_versions,
                 finish_reason=s.finish_reason,
                 text=self.prompter.decode(s.tokens),
+                token_tensors=self._masks(s, min_tokens=least.get("min_tokens", 0)),
             )
             for s in sampled
         ]
+
+    def _masks(self, s: SampledTokens, *, min_tokens: int) -> dict[str, Any]:
+        if self._top_k:  # what was barred is not among what was left
+            assert s.kept is not None, "an engine that is asked for top_k says what it drew from"
+            return {KEPT: rows_of(s.kept, kept_width(self._top_k))}
+        if self._min_tokens:
+            barred = [s.barred if i < min_tokens else () for i in range(len(s.tokens))]
+            return {BARRED: rows_of(barred, len(s.barred))}
+        return {}
 
     @contextmanager
     def _asking(self) -> Iterator[None]:

@@ -16,7 +16,8 @@ class Derived:
     """The numbers that follow from the settings of one recipe's run.
 
     Lags are in optimizer steps, the window in groups. `max_outstanding_groups` is the largest number of groups that are
-    admitted and not yet taken at any time. `num_batches` and `total_groups` are None where train.epochs decides. CPUs
+    admitted and not yet taken at any time. `sequences_per_batch` and `sequences_per_step`: on average, where tasksets
+    have group sizes of their own. `num_batches` and `total_groups` are None where train.epochs decides. CPUs
     and GPUs are per role, for all its processes; on a CPU each rank of an engine has a core at least. `lockstep`: no
     group is in flight when weights change.
     `fresh_groups_per_batch`: those of a batch that were not used before; `first_use_policy_lag`: the bound on their
@@ -93,7 +94,7 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
     per_engine = rollout.engine_options.devices
     on_gpu = cluster.device == "cuda"
     cores_per_engine = max(1 if on_gpu else per_engine, cluster.cpus_per_generator)
-    batches = recipe.is_offline and not recipe.has_groups
+    batches, group_size = recipe.is_offline and not recipe.has_groups, config.samplings.mean_group_size
     # At the least target, a group starts only once everything before its own batch has been published, unless the
     # window reaches into a part of the next batch; a bound above the target would let it start under weights older than
     # those, and meet them in flight.
@@ -110,8 +111,8 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
         max_outstanding_groups=outstanding,
         num_batches=num_batches,
         total_groups=total_groups,
-        sequences_per_batch=train.batch_size if batches else train.groups_per_step * config.algorithm.group_size,
-        sequences_per_step=train.batch_size if batches else train.groups_per_step // u * config.algorithm.group_size,
+        sequences_per_batch=train.batch_size if batches else round(train.groups_per_step * group_size),
+        sequences_per_step=train.batch_size if batches else round(train.groups_per_step // u * group_size),
         devices_per_engine=per_engine,
         cores_per_engine=cores_per_engine,
         processes=processes | auxiliary,
@@ -129,7 +130,9 @@ def derive(config: Config, recipe: Needs = ONLINE_RL) -> Derived:
         skip_zero_advantage=train.skip_zero_advantage and not config.algorithm.trains_without_advantage,
         scores_proximal=config.algorithm.needs_proximal,
         has_critic=config.algorithm.needs_critic and not recipe.is_offline,
-        groups_per_generator=max(1, -(-outstanding // rollout.num_generators)),
+        groups_per_generator=min(
+            max(1, -(-outstanding // rollout.num_generators)), rollout.max_groups_in_flight or outstanding
+        ),
         # With adapters a request ends under the weights that it began with, as it does where it is awaited.
         seeded_requests=lockstep or config.staleness.in_flight == "off" or config.model.lora is not None,
         adapter_versions=(config.model.lora and config.model.lora.max_versions) or versions_in_flight(first_use, u, n),

@@ -21,7 +21,15 @@ CALIBRATED = OnlyWith(
     lambda c: c.param_server.served_tolerance == "auto" and c.model.dtype != "float32",
     "param_server.served_tolerance is auto and model.dtype bfloat16 or float16",
 )
+FROM_FEW = OnlyWith(
+    lambda c: c.rollout.top_k is not None,
+    "rollout.top_k is set: which tokens were left is kept for each token, and there may be no more than that",
+)
 RANKED = OnlyWith(lambda c: c.replay.sampling == "priority", "replay.sampling is priority")
+
+
+MAX_TOP_K = 512
+"""The ids of all of these travel with each token."""
 
 
 class RolloutConfig(Section):
@@ -43,6 +51,21 @@ class RolloutConfig(Section):
     max_response_tokens: Annotated[PositiveInt, SAMPLED] = Field(
         default=1024, description="longest response; longer ones are cut"
     )
+    min_response_tokens: Annotated[NonNegativeInt, ROLLOUTS] = Field(
+        default=0, description="shortest answer of training: nothing that ends it is sampled before; of each turn"
+    )
+    top_k: Annotated[PositiveInt | None, ROLLOUTS] = Field(
+        default=None,
+        le=MAX_TOP_K,
+        description="training answers are sampled from the K likeliest tokens; the trainer renormalises over the same "
+        "ones; null: from all",
+    )
+    top_p: Annotated[float, ROLLOUTS, FROM_FEW] = Field(
+        default=1.0,
+        gt=0.0,
+        le=1.0,
+        description="with top_k: of these, from the likeliest that hold this much of their probability",
+    )
     max_model_len: Annotated[PositiveInt, ANY] = Field(
         default=2048, description="maximum length of prompt plus response"
     )
@@ -51,6 +74,11 @@ class RolloutConfig(Section):
         description="seconds a group may take before it is retried; waiting in the engine's queue does not count",
     )
     retries: NonNegativeInt = Field(default=2, description="how often a group is retried before it fails for good")
+    max_groups_in_flight: PositiveInt | None = Field(
+        default=None,
+        description="groups, with their environments, that one generator works on at a time; null: as many as the lag "
+        "bound and the engine have room for",
+    )
     engine_stall_s: PositiveFloat = Field(
         default=300.0,
         description="an engine that has work but gives neither a token nor an answer for this many seconds counts as "

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from ..section import Partial, Section
-from .effect import EVALUATION, EXPERIENCES, GENERATION, PAIRS, TRAINING, OnlyWith, for_source
-from .engines import Temperature
+from ..section import Partial, Refused, Section
+from .effect import EVALUATION, EXPERIENCES, GENERATION, PAIRS, ROLLOUTS, TRAINING, OnlyWith, for_source
+from .engines import HIGHEST_TEMPERATURE, LEAST_TEMPERATURE, Temperature
+from .paths import user_path
 from .plugins import EnvironmentName, RewardName, target
 
 IN_HALF = OnlyWith(lambda c: c.model.dtype != "float32", "model.dtype is bfloat16 or float16")
@@ -56,6 +57,36 @@ class LoraConfig(Section):
         return self.alpha / self.rank
 
 
+MAX_TEMPLATE = 2**18
+"""Characters of a chat template. The longest in use have about 30,000."""
+
+
+def _text_of_template(given: Any) -> Any:
+    """The text of the file, so that config.yaml has all of it: on other machines, and when the run is resumed."""
+    if not isinstance(given, str) or "{{" in given or "{%" in given:
+        return given
+    try:
+        with user_path(given).open("rb") as file:
+            data = file.read(4 * MAX_TEMPLATE + 1)
+        text = data.decode()
+    except (OSError, ValueError) as error:
+        why = (error.strerror or "it cannot be read") if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise Refused(
+            "model.chat_template",
+            got=given[:200],
+            expected=f"a file with a Jinja template, or the template's text ({why})",
+            fix="set model.chat_template=FILE.jinja, or leave it out for the tokenizer's own",
+        ) from None
+    if len(text) > MAX_TEMPLATE or not ("{{" in text or "{%" in text):
+        raise Refused(
+            "model.chat_template",
+            got=given[:200],
+            expected=f"a Jinja template of at most {MAX_TEMPLATE} characters, with {{{{ or {{% in it",
+            fix="leave it out for the tokenizer's own",
+        )
+    return text
+
+
 class ModelConfig(Section):
     """The policy. Exactly one of `path` and `init` is set."""
 
@@ -78,6 +109,15 @@ class ModelConfig(Section):
     )
     lora: Annotated[LoraConfig | None, TRAINING] = Field(
         default=None, description="train a low-rank adapter instead of all weights; null: all weights"
+    )
+    chat_template: Annotated[str | None, BeforeValidator(_text_of_template)] = Field(
+        default=None,
+        description="a file with a Jinja template (or its text) instead of the tokenizer's own; rendered under limits, "
+        "and saved with the weights",
+    )
+    chat_template_kwargs: dict[str, bool | int | float | str | None] = Field(
+        default_factory=dict,
+        description="what the template is given beside messages, e.g. {enable_thinking: false}",
     )
 
 
@@ -142,6 +182,9 @@ class TaskSource(Section):
         default_factory=dict, description="other names for roles, e.g. {human: user, gpt: assistant}"
     )
     system_prompt: str | None = Field(default=None, description="system message put before every prompt")
+    system_prompt_key: Annotated[str | None, for_source("jsonl", "parquet", "hf", "python", "sql", "queue")] = Field(
+        default=None, description="key of a row's own system message; rows without one have task.system_prompt"
+    )
     prompt_template: str | None = Field(default=None, description='text around each prompt; holds "{prompt}"')
     order: Literal["shuffle", "sequential", "easy_to_hard", "adaptive"] = Field(
         default="shuffle",
@@ -167,6 +210,15 @@ class MixedTasks(Partial, TaskSource):
     """One taskset of `task.mix`. Anything it does not set comes from `task`, except where its tasks come from."""
 
     weight: PositiveFloat = Field(default=1.0, description="its share of the tasks is its weight over all weights")
+    group_size: Annotated[PositiveInt | None, ROLLOUTS] = Field(
+        default=None, description="completions per task; null: algorithm.group_size"
+    )
+    temperature: Annotated[float | None, ROLLOUTS] = Field(
+        default=None,
+        ge=LEAST_TEMPERATURE,
+        le=HIGHEST_TEMPERATURE,
+        description="sampling temperature, 0.01 to 2; null: rollout.temperature",
+    )
 
 
 class TaskConfig(TaskSource):
@@ -174,12 +226,14 @@ class TaskConfig(TaskSource):
 
     mix: dict[str, MixedTasks] = Field(
         default_factory=dict,
-        description="mix: tasksets by name, each with a weight (default 1) and the settings that differ",
+        description="mix: tasksets by name, each with a weight (default 1), perhaps a group_size and temperature for "
+        "training, and the task settings that differ",
     )
 
     def parts(self) -> dict[str, TaskSource]:
         """The tasksets of `mix`, each with all of its settings."""
-        return {name: self._with(own.model_dump(exclude={"weight"})) for name, own in self.mix.items()}
+        beside = set(MixedTasks.model_fields) - set(TaskSource.model_fields)
+        return {name: self._with(own.model_dump(exclude=beside)) for name, own in self.mix.items()}
 
     def evaluated(self, own: EvalTasks) -> TaskSource:
         """One of `eval.tasksets`, with all of its task settings. All of its rows are evaluated on, in their order."""

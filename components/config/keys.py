@@ -11,7 +11,7 @@ from typing import Any
 from ..section import Section, leaf_types, sections_in
 from .errors import ConfigError, words
 from .schema import Config
-from .vocabulary import KEY_OF
+from .vocabulary import KEY_OF, NEVER
 
 
 @cache
@@ -61,6 +61,8 @@ def check_known(tree: dict[str, Any], *, prefix: str = "", where: str = "") -> N
 def unknown_key(key: str, *, where: str = "", value: str | None = None) -> ConfigError:
     """The error for a key that does not exist, naming the nearest one that does: as an override of `value` if given."""
     key = key if len(key) <= 120 else f"{key[:117]}..."
+    if (word := key.rpartition(".")[2]) in NEVER:
+        return ConfigError(f"{where}{key}", got=words("a key"), expected=f"nothing: {NEVER[word]}", fix="leave it out")
     guess = nearest_key(key)
     fix = f"nearest: {where}{guess}" if guess else f"sections: {', '.join(Config.model_fields)}"
     if guess and value is not None and len(value) <= 60 and not is_section(guess):

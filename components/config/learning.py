@@ -19,6 +19,7 @@ from ..section import Refused, Section
 from .effect import ANSWERS, BATCHES, GROUPS, ROLLOUTS, OnlyWith
 
 DECAYING = OnlyWith(lambda c: c.optimizer.schedule != "constant", "optimizer.schedule is linear or cosine")
+SHARDED = OnlyWith(lambda c: c.train.num_ranks > 1, "train.num_ranks is above 1")
 DECAYED = OnlyWith(lambda c: c.optimizer.weight_decay > 0, "optimizer.weight_decay is above 0")
 
 
@@ -81,6 +82,12 @@ class CriticConfig(Section):
     lr: PositiveFloat | None = Field(
         default=None, description="peak learning rate, on the schedule of optimizer; null: optimizer.lr"
     )
+    lr_warmup_steps: NonNegativeInt | None = Field(
+        default=None, description="optimizer steps of linear warm-up of its learning rate; null: the optimizer's"
+    )
+    max_grad_norm: PositiveFloat | None = Field(
+        default=None, description="clip its gradients to this norm; null: optimizer.max_grad_norm"
+    )
     gamma: float = Field(default=1.0, gt=0.0, le=1.0, description="discount from one sampled token to the next")
     gae_lambda: float = Field(
         default=1.0, ge=0.0, le=1.0, description="1: advantages see the whole outcome; lower: less noise, more bias"
@@ -95,6 +102,15 @@ class CriticConfig(Section):
     warmup_steps: NonNegativeInt = Field(
         default=0, description="optimizer steps at the start that train the critic alone"
     )
+
+    def optimizer_of(self, policy: OptimizerConfig) -> OptimizerConfig:
+        """The policy's settings, with the critic's own in their place."""
+        own: dict[str, object] = {} if self.lr is None else {"lr": self.lr}
+        if self.max_grad_norm is not None:
+            own["max_grad_norm"] = self.max_grad_norm
+        if self.lr_warmup_steps is not None:
+            own |= {"warmup_steps": self.lr_warmup_steps, "warmup_frac": 0.0}
+        return policy.model_copy(update=own)
 
 
 class TrainConfig(Section):
@@ -114,6 +130,11 @@ class TrainConfig(Section):
         description="stop early once the mean loss of the last 20 steps is below this (recipes sft and dpo)",
     )
     num_ranks: PositiveInt = Field(default=1, description="trainer processes; weights are sharded over them")
+    fsdp_size: Annotated[PositiveInt | None, SHARDED] = Field(
+        default=None,
+        description="ranks that share one copy of the weights, each with its own; divides num_ranks, whose other ranks "
+        "have further copies (HSDP); null: all ranks share one",
+    )
     max_tokens_per_microbatch: PositiveInt = Field(
         default=16384, description="most tokens in one forward and backward pass"
     )
@@ -141,10 +162,20 @@ class TrainConfig(Section):
         default=False,
         description="compile the decoder layers: the first two microbatches can take minutes, later ones are faster",
     )
+    forward_prefetch: Annotated[NonNegativeInt, SHARDED] = Field(
+        default=0,
+        description="gather the weights of this many further decoder layers while one computes its forward pass; 0: as "
+        "FSDP2 does by itself",
+    )
     cpu_offload: bool = Field(
         default=False,
         description="master weights, gradients and optimizer in the CPU's memory (device cuda): slower",
     )
+
+    @property
+    def shards(self) -> int:
+        """How many ranks share a copy of the weights."""
+        return self.fsdp_size or self.num_ranks
 
 
 def _is_a_correction(name: str) -> str:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 
+from ..algorithms.advantages import Advantage
 from .derived import derive, least_target_policy_lag
 from .engines import ENGINES, check_engine, engine_kind, is_local_path
 from .errors import ConfigError, words
@@ -73,6 +74,17 @@ def model_path_is_a_path_or_a_hub_id(config: Config) -> None:
         expected="a folder or a hub id org/name",
         fix=f"write ./{path} for a folder of this name" if path else "give one",
     )
+
+
+def a_fresh_model_has_no_chat_template(config: Config) -> None:
+    for key in ("chat_template", "chat_template_kwargs"):
+        if config.model.init is not None and (value := getattr(config.model, key)):
+            raise ConfigError(
+                f"model.{key}",
+                got=str(value)[:60],
+                expected="nothing with model.init: a fresh tokenizer knows the characters of the tasks alone",
+                fix="leave it out, or set model.path",
+            )
 
 
 def lengths_fit(config: Config) -> None:
@@ -180,6 +192,16 @@ def steps_or_epochs_is_set(config: Config) -> None:
         )
 
 
+def copies_have_whole_numbers_of_ranks(config: Config) -> None:
+    train = config.train
+    if train.num_ranks % train.shards:
+        raise ConfigError(
+            "train.fsdp_size",
+            expected=f"a divisor of train.num_ranks {train.num_ranks}",
+            fix="change one of the two, or leave it out",
+        )
+
+
 def only_a_gpu_is_offloaded(config: Config) -> None:
     if config.train.cpu_offload and config.cluster.device == "cpu":
         raise ConfigError(
@@ -264,7 +286,7 @@ def batches_divide(config: Config) -> None:
             expected=f"a multiple of train.updates_per_batch {train.updates_per_batch}",
             fix=f"use {max(1, round(train.steps / train.updates_per_batch)) * train.updates_per_batch}",
         )
-    sequences = train.groups_per_step // train.updates_per_batch * config.algorithm.group_size
+    sequences = train.groups_per_step // train.updates_per_batch * config.samplings.group_sizes[0]
     if sequences < train.num_ranks:
         raise ConfigError(
             "train.num_ranks",
@@ -294,6 +316,22 @@ def a_loop_of_ones_own_is_one_process(config: Config) -> None:
             expected="null: a training loop of one's own publishes all weights of its model",
             fix="set model.lora=null, or use async_rl",
         )
+    for name, own in config.task.mix.items():
+        if own.temperature is not None:
+            raise ConfigError(
+                f"task.mix.{name}.temperature",
+                got=own.temperature,
+                expected="nothing for a training loop of one's own: torchrl's keys do not carry it",
+                fix="leave it out, and set rollout.temperature",
+            )
+    for key, value in (("top_k", config.rollout.top_k), ("min_response_tokens", config.rollout.min_response_tokens)):
+        if value:
+            raise ConfigError(
+                f"rollout.{key}",
+                got=value,
+                expected="nothing for a training loop of one's own: Leeway's trainer alone renormalises its logprobs",
+                fix="leave it out, or use async_rl",
+            )
     if config.cluster.shares_devices:
         raise ConfigError(
             "cluster.placement",
@@ -442,13 +480,48 @@ def a_loss_without_a_ratio_is_on_policy(config: Config) -> None:
 
 
 def filters_leave_something(config: Config) -> None:
-    if "filter_zero_variance" in config.replay.operators and config.algorithm.group_size < 2:
+    if "filter_zero_variance" in config.replay.operators and config.samplings.group_sizes[0] < 2:
         raise ConfigError(
             "replay.operators",
             got=words("filter_zero_variance"),
-            expected="something else where algorithm.group_size is 1: the rewards of a group of one are all equal",
-            fix="leave filter_zero_variance out of replay.operators",
+            expected="something else where a group_size is 1: the rewards of a group of one are all equal",
+            fix="leave filter_zero_variance out of replay.operators, or raise the group_size",
         )
+
+
+def masks_reach_the_trainer(config: Config) -> None:
+    """Where answers are drawn from some of the tokens, each token says from which."""
+    rollout = config.rollout
+    key = "top_k" if rollout.top_k is not None else "min_response_tokens"
+    if rollout.top_k is None and not rollout.min_response_tokens:
+        return
+    if config.replay.buffers:
+        raise ConfigError(
+            f"rollout.{key}",
+            got=getattr(rollout, key),
+            expected="nothing with replay.buffers: what is in them was not drawn from the tokens that it leaves",
+            fix="leave one of the two out",
+        )
+    if rollout.min_response_tokens > rollout.max_response_tokens:
+        raise ConfigError(
+            "rollout.min_response_tokens",
+            expected=f"at most rollout.max_response_tokens {rollout.max_response_tokens}",
+            fix="lower it",
+        )
+
+
+def groups_of_a_mix_can_be_compared(config: Config) -> None:
+    advantage = config.algorithm.advantage
+    if not (isinstance(advantage, Advantage) and advantage.needs_group):
+        return
+    for name, own in config.task.mix.items():
+        if own.group_size is not None and own.group_size < 2:
+            raise ConfigError(
+                f"task.mix.{name}.group_size",
+                got=own.group_size,
+                expected=f"at least 2, because advantage {advantage.name} compares completions of one task",
+                fix="use 8, or algorithm.name=reinforce_pp, which needs no group",
+            )
 
 
 def a_reference_is_used(config: Config) -> None:
@@ -686,6 +759,8 @@ def experiences_need_a_ratio_and_no_critic(config: Config) -> None:
 ALGORITHM_RULES: tuple[Rule, ...] = (
     a_loss_without_a_ratio_is_on_policy,
     filters_leave_something,
+    groups_of_a_mix_can_be_compared,
+    masks_reach_the_trainer,
     a_reference_is_used,
     a_critic_leaves_the_policy_time,
     a_critic_computes_in_a_wide_type,
@@ -693,6 +768,7 @@ ALGORITHM_RULES: tuple[Rule, ...] = (
 COMMON_RULES: tuple[Rule, ...] = (
     model_is_loaded_or_built,
     model_path_is_a_path_or_a_hub_id,
+    a_fresh_model_has_no_chat_template,
     prompt_template_holds_the_prompt,
     environment_and_reward_exist,
     environment_options_are_valid,
@@ -712,6 +788,7 @@ TASK_RULES: tuple[Rule, ...] = (task_source_is_complete,)
 """What the settings of recipes that read tasks must obey."""
 TRAINING_RULES: tuple[Rule, ...] = (
     steps_or_epochs_is_set,
+    copies_have_whole_numbers_of_ranks,
     only_a_gpu_is_offloaded,
     states_on_the_way_mean_one_at_the_end,
 )

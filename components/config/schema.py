@@ -18,6 +18,7 @@ from .learning import CheckpointConfig, CriticConfig, FrontierConfig, OptimizerC
 from .paths import folder_name, user_path
 from .plugins import use_folders
 from .running import ClusterConfig, ExplorerConfig, LogConfig, MonitorConfig, ServeConfig
+from .sampling import Samplings, samplings
 from .secrets import fingerprints, secret_values, without_secrets
 
 CRITIC = OnlyWith(lambda c: c.algorithm.needs_critic, "the advantage is a critic's (algorithm.name=ppo)")
@@ -114,6 +115,11 @@ class Config(Section):
         half = self.model_copy(update={"param_server": p})
         half._elsewhere = elsewhere
         return half
+
+    @property
+    def samplings(self) -> Samplings:
+        """How answers are sampled for training, by taskset."""
+        return samplings(self.rollout, self.algorithm, self.task)
 
     @property
     def elsewhere(self) -> Literal["trainer", "generators"] | None:

@@ -34,7 +34,8 @@ def _lines(config: Config) -> Iterator[str]:
     if "reasoning_gym" in rewards:
         yield "env.reward: reasoning_gym scores answers with the data set's own code"
     if config.model.path is not None:
-        yield f"model.path: the chat template of {config.model.path}, under limits; no other code of the model's folder"
+        whose = "that of model.chat_template" if config.model.chat_template else f"of {config.model.path}"
+        yield f"model.path: the chat template {whose}, under limits; no other code of the model's folder"
 
 
 def _named(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

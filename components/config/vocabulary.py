@@ -102,6 +102,9 @@ KEYS: dict[str, tuple[str, ...]] = {
     "cluster.device": ("use_cpu", "accelerator"),
 }  # fmt: skip
 
+NEVER = {"trust_remote_code": "code from a model's folder is never run, because it may be anybody's"}
+"""Words of others for what is not here on purpose, and why."""
+
 RECIPES: dict[str, tuple[str, ...]] = {
     "async_rl": ("rl", "rlhf", "rft", "rlvr", "train", "async_grpo", "both"),
     "sft": ("finetune", "full_finetune", "supervised", "full_finetune_distributed"),

@@ -231,7 +231,7 @@ def _check_examples(
     if config.model.path is not None:  # else it is still to be built
         from ..tasks.prompting import Prompter
 
-        prompter = Prompter.load(config.model.path)
+        prompter = Prompter.of(config.model)
     check_examples(tasks, prompter, rejected_key=config.task.rejected_key if pairs else None)
     for evalset in evaluated:
         key = rejected_key(config, evalset.name) if pairs else None

@@ -33,7 +33,7 @@ def load_experiences(config: Config) -> tuple[ExperienceSet, ExperienceSet]:
     from ..experiences.build import build_experiences
 
     assert config.model.path is not None
-    prompter = Prompter.load(config.model.path)
+    prompter = Prompter.of(config.model)
     train = build_experiences(config.task, config, prompter, split="train")
     return train, build_experiences(config.task, config, prompter, split="eval")
 

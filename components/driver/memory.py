@@ -102,6 +102,7 @@ def versions_kept(config: Config) -> int:
 
 def _trainer_rank(config: Config, recipe: Recipe, shape: ModelShape, ranks: int, *, publishes: bool) -> Process:
     train, P, trained = config.train, shape.num_parameters, trained_parameters(config, shape)
+    shards = train.shards
     on_gpu, computed = config.cluster.device == "cuda", _served_bytes(config)
     has_critic = derive(config, recipe).has_critic
     state = {"weights": MASTER_BYTES, "gradients": GRADIENT_BYTES, "optimizer": OPTIMIZER_BYTES}
@@ -113,12 +114,12 @@ def _trainer_rank(config: Config, recipe: Recipe, shape: ModelShape, ranks: int,
     if is_referred_to and not (lora and config.algorithm.reference_path is None):
         state["reference"] = MASTER_BYTES
     sharded = {
-        name: size * (trained if name in ("gradients", "optimizer") else P) // ranks for name, size in state.items()
+        name: size * (trained if name in ("gradients", "optimizer") else P) // shards for name, size in state.items()
     }
     if lora:
-        sharded["adapter"] = MASTER_BYTES * trained // ranks
+        sharded["adapter"] = MASTER_BYTES * trained // shards
     # The gathered weights, then their gradients in the same type until they are reduced.
-    layers = shape.num_layers if ranks == 1 and not train.cpu_offload else min(2, shape.num_layers)
+    layers = shape.num_layers if shards == 1 and not train.cpu_offload else min(2, shape.num_layers)
     unit = layers * shape.layer_parameters + shape.outer_parameters
     device = {
         "gathered weights": computed * unit,
@@ -128,10 +129,10 @@ def _trainer_rank(config: Config, recipe: Recipe, shape: ModelShape, ranks: int,
     }
     copies: dict[str, int] = {}
     if config.checkpoint.every and config.checkpoint.in_background:
-        copies["copy while saving"] = (MASTER_BYTES + OPTIMIZER_BYTES) * trained // ranks
+        copies["copy while saving"] = (MASTER_BYTES + OPTIMIZER_BYTES) * trained // shards
     if publishes:
-        copies["copy while publishing"] = computed * trained // ranks
-        if ranks > 1:
+        copies["copy while publishing"] = computed * trained // shards
+        if shards > 1:
             copies["bucket"] = _bucket_bytes(config, shape, computed)
     if train.cpu_offload:
         return Process(name="trainer rank", number=ranks, device=device, main={**sharded, **copies})
@@ -164,7 +165,7 @@ def _engine_rank(config: Config, shape: ModelShape, engines: int, ranks: int, fo
 def kv_cache_bytes(config: Config, shape: ModelShape) -> int:
     """Of the sequences that an engine has in flight at once, each as long as allowed."""
     need = derive(config)
-    in_flight = need.groups_per_generator * config.algorithm.group_size
+    in_flight = need.groups_per_generator * config.samplings.group_sizes[-1]
     at_once = min(in_flight, config.rollout.engine_options.places)
     return at_once * config.rollout.max_model_len * shape.kv_bytes_per_token(_served_bytes(config))
 

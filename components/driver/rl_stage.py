@@ -47,7 +47,7 @@ class RLStage:
         self._launcher = launcher
         self._parts = launcher.parts
         self._numbers = derive(config)
-        self._prompter = Prompter.load(config.model.path)
+        self._prompter = Prompter.of(config.model)
         self._train_tasks = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
         self._generates = context.recipe.generates
         self._evalsets = build_evalsets(config) if self._generates else []

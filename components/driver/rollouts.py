@@ -69,7 +69,7 @@ class Rollouts:
         self._parts = self._launcher.parts
         self._tasks = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
         self._evalsets = build_evalsets(config)
-        self._canary = canary_prompts(config, Prompter.load(config.model.path), self._tasks.tasks)
+        self._canary = canary_prompts(config, Prompter.of(config.model), self._tasks.tasks)
         self._monitor = build_monitor(
             context.dir, config.monitor, config.written(), train.steps, f"{config.name} / {context.name}"
         )

@@ -50,7 +50,7 @@ async def serve(context: StageContext, version: int) -> StageResult:
         starting = launcher.generators(initial_version=version)
         await timed(context.name, "engines ready", starting, see=f"{context.dir / 'logs'}/")
         parts.generators.always(lambda actor: actor.watch_engine.remote())
-        prompter = await asyncio.to_thread(Prompter.load, config.model.path)
+        prompter = await asyncio.to_thread(Prompter.of, config.model)
         address = Address(config, Engines(lambda: parts.generators), prompter, newest_version=lambda: version)
         await address.open(tokens)
         print_address(address, config)
@@ -88,7 +88,7 @@ class _Served:
         try:
             if self._address is None:
                 assert config.model.path is not None
-                prompter = await asyncio.to_thread(Prompter.load, config.model.path)
+                prompter = await asyncio.to_thread(Prompter.of, config.model)
                 version = self.newest_version
                 self._address = Address(
                     config, Engines(self._generators), prompter, newest_version=version, give=self._give
@@ -147,6 +147,13 @@ def client_tokens(serve: ServeConfig) -> list[str]:
     return tokens
 
 
+def _masked(config: Config) -> str:
+    rollout = config.rollout
+    if rollout.top_k is not None:
+        return f"rollout.top_k {rollout.top_k}"
+    return f"rollout.min_response_tokens {rollout.min_response_tokens}" if rollout.min_response_tokens else ""
+
+
 class Address:
     """What listens: one `Front` for all clients."""
 
@@ -171,6 +178,7 @@ class Address:
             keep_tokens=serve.keep_tokens,
             group_size=config.algorithm.group_size,
             max_requests=serve.max_requests,
+            masked=_masked(config),
         )
         self.front = Front(settings, Router(engines), prompter, give=give, newest_version=newest_version)
         self._server = Server({"/health": self.front.health})

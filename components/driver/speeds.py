@@ -41,9 +41,7 @@ async def measure_speeds(
     first_s, per_token_s, trajectories = await _together(config, parts, tasks)
     first_token_s, serial_s_per_token = await _alone(config, parts, tasks)
     batch = _one_pass(config, trajectories)
-    refs, metrics = await _wait(
-        config, parts, parts.buffer.sample_batch.remote(batch, config.algorithm.group_size), "replay"
-    )
+    refs, metrics = await _wait(config, parts, parts.buffer.sample_batch.remote(batch, _group_size(config)), "replay")
     await turns.trainer()
     calls = [t.measure.remote(ref) for t, ref in zip(parts.trainers, refs, strict=True)]
     times = (await _wait(config, parts, together(calls), "trainer"))[0]
@@ -87,6 +85,11 @@ def is_cut(config: Config) -> bool:
     return config.rollout.max_response_tokens > PROBE_TOKENS
 
 
+def _group_size(config: Config) -> int:
+    """Of all groups that are measured: the mean, because what is measured is the cost of a sequence and of a token."""
+    return max(1, round(config.samplings.mean_group_size))
+
+
 async def _together(config: Config, parts: Parts, tasks: Sequence[Task]) -> tuple[float, float, list[Trajectory]]:
     """(seconds per sequence until its first token, per further token, trajectories), of all engines, kept full.
 
@@ -95,7 +98,7 @@ async def _together(config: Config, parts: Parts, tasks: Sequence[Task]) -> tupl
     count = min(derive(config).max_outstanding_groups, 2 * config.train.groups_per_step)
     if is_cut(config):  # all have the same length: one wave stays full to its end
         room = config.rollout.engine_options.places
-        count = min(count, config.rollout.num_generators * -(-room // config.algorithm.group_size))
+        count = min(count, config.rollout.num_generators * -(-room // _group_size(config)))
     chosen = [tasks[i % len(tasks)] for i in range(count)]
     whole_s, trajectories = await _shortest(config, parts, chosen, max_response_tokens=PROBE_TOKENS)
     if not trajectories:
@@ -132,7 +135,7 @@ def _all_failed() -> PartFailed:
 
 def _one_pass(config: Config, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
     """Whole groups of them, at most a batch and about a microbatch per rank; repeated if there are too few."""
-    size, ranks = config.algorithm.group_size, config.train.num_ranks
+    size, ranks = _group_size(config), config.train.num_ranks
     num_groups, tokens = config.train.groups_per_step, 0
     batch: list[Trajectory] = []
     for i in range(num_groups):
@@ -163,7 +166,7 @@ async def _timed_rollouts(
 ) -> tuple[float, list[Trajectory]]:
     """Seconds in which the busiest engine had a request: time in environments does not count."""
     limit = min(max_response_tokens, config.rollout.max_response_tokens)
-    temperature, group_size = config.rollout.temperature, config.algorithm.group_size
+    temperature, group_size = config.rollout.temperature, _group_size(config)
     while True:
         left = parts.restarts.left
         begun = await _generating_s(config, parts)

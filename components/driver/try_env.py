@@ -43,13 +43,13 @@ async def run(choice: Choice, context: StageContext) -> StageResult:
         raise ValueError(f"--task: got {choice.index}, expected less than the {len(tasks)} tasks")
     task = tasks[choice.index]
     assert config.model.path is not None
-    prompter = Prompter.load(config.model.path)
+    prompter = Prompter.of(config.model)
     launcher = Launcher(config, context.recipe, run_dir=context.dir, supervisor=Supervisor(context.watch))
     try:
         say(f"starting an engine with {config.model.path}")
         await launcher.generators(initial_version=0)
         call = launcher.parts.generators[0].call(
-            lambda actor: actor.rollouts.remote([task], config.rollout.temperature, choice.times)
+            lambda actor: actor.rollouts.remote([task], config.samplings.of(task).temperature, choice.times)
         )
         trajectories = await launcher.parts.supervisor.wait(
             call, what="the environment", timeout_s=config.rollout.timeout_s + 60, deadline="rollout.timeout_s"

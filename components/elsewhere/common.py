@@ -108,5 +108,23 @@ def loggers(names: list[str]) -> Fate:
     return Fate("exact", ours, "metrics.jsonl is always written")
 
 
+RENORMALISED = "the trainer renormalises over the tokens that were left; there it takes all of them"
+
+
+def top_k_and_top_p(top_k: float | None, top_p: float | None) -> Fate:
+    """Of rollouts. None, -1 and 0, or 1: off."""
+    few, part = top_k is not None and top_k > 0, top_p is not None and top_p < 1
+    if not few:
+        return Fate("refused", {}, "top_p needs rollout.top_k here: set it") if part else Fate("exact", {})
+    assert top_k is not None
+    ours: dict[str, Any] = {"rollout.top_k": int(top_k)}
+    return Fate("approximate", ours | ({"rollout.top_p": top_p} if part else {}), RENORMALISED)
+
+
+def template_kwargs(t: Theirs) -> Fate:
+    given = t.below("data.apply_chat_template_kwargs")
+    return Fate("exact", {f"model.chat_template_kwargs.{name}": value for name, value in given.items()})
+
+
 def truth(t: Theirs, *keys: str) -> bool:
     return any(t.flag(key) for key in keys)

@@ -11,7 +11,7 @@ from typing import Any
 
 from . import common
 from .common import MEMORY, NO_NEED
-from .table import Fate, Row, Table, Theirs, Unusable, ignored, joint, refused, same, shown
+from .table import Fate, Row, Table, Theirs, Unusable, ignored, joint, number_of, refused, same, shown
 
 DEFAULTS: dict[str, Any] = {
     "batch_size": 1, "gradient_accumulation_steps": 1, "optimizer.weight_decay": 0.01, "optimizer.betas": [0.9, 0.999],
@@ -186,11 +186,8 @@ def _sampling(t: Theirs) -> Fate:
     prefix = "inference." if kind_of(t) == "async_grpo" else ""
     if not _rollouts(t):
         return Fate("ignored", {}, "nothing is sampled")
-    if t.get(f"{prefix}top_k") is not None:
-        return Fate(
-            "refused", {}, "rollouts sample from the whole distribution, whose probabilities the trainer computes"
-        )
-    return Fate("exact", {"rollout.temperature": t.number(f"{prefix}temperature", 1.0)})
+    few = common.top_k_and_top_p(number_of(t.get(f"{prefix}top_k")), None)
+    return Fate(few.kind, {"rollout.temperature": t.number(f"{prefix}temperature", 1.0)} | dict(few.ours), few.why)
 
 
 def _loss(t: Theirs) -> Fate:
@@ -332,9 +329,8 @@ ROWS: tuple[Row, ...] = (
           if t.is_given("run_val_every_n_steps") else Fate("ignored", {}, "never evaluated")),
     joint(("tokenizer.max_seq_len", "max_generated_tokens", "inference.max_generated_tokens"), ("rollout.max_model_len",
           "rollout.max_prompt_tokens", "rollout.max_response_tokens"), "", _sizes),
-    joint(("temperature", "top_k", "inference.temperature", "inference.top_k"), ("rollout.temperature",),
-        "without top_k",
-          _sampling),
+    joint(("temperature", "top_k", "inference.temperature", "inference.top_k"), ("rollout.temperature",
+          "rollout.top_k"), f"with top_k, {common.RENORMALISED}", _sampling),
     joint(("loss._component_", "loss.epsilon", "loss.kl_coeff", "loss.beta", "loss.label_smoothing",
            "training.loss._component_", "training.loss.epsilon", "training.loss.kl_coeff"), ("algorithm.loss",
           "algorithm.kl.coef", "algorithm.dpo"), "", _loss),

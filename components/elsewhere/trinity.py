@@ -472,6 +472,39 @@ def _temperature(t: Theirs) -> Fate:
     return Fate("exact", {"rollout.temperature": own if own is not None else t.number("model.temperature")})
 
 
+def _least(t: Theirs) -> Fate:
+    if _is_offline(t):
+        return Fate("ignored", {}, "nothing is sampled")
+    found = number_of(t.get("model.min_response_tokens") or t.get(f"{MODEL}.min_response_tokens")) or 0
+    return Fate("exact", {"rollout.min_response_tokens": int(found)} if found > 1 else {})
+
+
+def _few(t: Theirs) -> Fate:
+    if _is_offline(t):
+        return Fate("ignored", {}, "nothing is sampled")
+
+    def first(name: str) -> float | None:
+        given = (t.get(key) for key in (f"{T}.rollout_args.{name}", f"model.{name}", f"{MODEL}.{name}"))
+        return number_of(next((value for value in given if value is not None), None))
+
+    return common.top_k_and_top_p(first("top_k"), first("top_p"))
+
+
+def _chat_template(t: Theirs) -> Fate:
+    for key in ("model.custom_chat_template", f"{MODEL}.chat_template", "model.chat_template_path"):
+        if (found := t.get(key)) is not None:
+            return Fate("exact", {"model.chat_template": str(found)})
+    return Fate("exact", {}, "the tokenizer's own")
+
+
+def _thinking(t: Theirs) -> Fate:
+    for key in ("model.enable_thinking", f"{MODEL}.enable_thinking"):
+        if t.is_given(key):
+            ours = {"model.chat_template_kwargs.enable_thinking": t.flag(key)}
+            return Fate("approximate", ours, "a template that never reads it is refused: then leave it out")
+    return Fate("exact", {})
+
+
 def _filter(t: Theirs) -> Fate:
     ours = {"rollout.overlong_prompts": "drop"}
     if not t.flag("model.enable_prompt_truncation", True):
@@ -576,8 +609,8 @@ def _columns(t: Theirs, prefix: str) -> dict[str, Any]:
     else:
         ours["prompt_key"] = t.get(f"{form}.prompt_key") or "prompt"
         ours["answer_key"] = t.get(f"{form}.response_key") or "response"
-    for theirs, key in (("system_prompt", "system_prompt"), ("tools_key", "tools_key")):
-        if (value := t.get(f"{form}.{theirs}")) is not None:
+    for key in ("system_prompt", "system_prompt_key", "tools_key"):
+        if (value := t.get(f"{form}.{key}")) is not None:
             ours[key] = value
     if _kind(t) == "dpo":
         ours |= {"answer_key": t.get(f"{form}.chosen_key") or "chosen"}
@@ -618,9 +651,19 @@ def _mixed(t: Theirs) -> Fate:
         item = t.at(i)
         name = common.word(item.get(f"{SETS}.name", f"tasks_{i}"))
         where, columns = _source(item, SETS), _columns(item, SETS)
-        ours |= {f"task.mix.{name}.{k}": v for k, v in (where | columns).items()}
+        ours |= {f"task.mix.{name}.{k}": v for k, v in (where | columns | _sampled(item)).items()}
         shared = columns if shared is None else shared
     return Fate("approximate", ours, "drawn by weight (task.mix.NAME.weight), not in turn")
+
+
+def _sampled(t: Theirs) -> dict[str, Any]:
+    """Of one of several tasksets. A repeat of 1 is what it has where nothing is given: the run's own holds then."""
+    ours: dict[str, Any] = {}
+    if (temperature := t.get(f"{SETS}.rollout_args.temperature")) is not None:
+        ours["temperature"] = temperature
+    if (repeat := t.get(f"{SETS}.repeat_times")) is not None and t.integer(f"{SETS}.repeat_times", least=1) > 1:
+        ours["group_size"] = int(number_of(repeat) or 1)
+    return ours
 
 
 def _eval_taskset(t: Theirs) -> Fate:
@@ -743,7 +786,8 @@ def _inline(t: Theirs) -> Fate:
 
 def _taskset_keys(prefix: str) -> tuple[str, ...]:
     names = ("name", "path", "storage_type", "split", "subset_name", "format.prompt_type", "format.prompt_key",
-             "format.response_key", "format.system_prompt", "format.messages_key", "format.tools_key",
+             "format.response_key", "format.system_prompt", "format.system_prompt_key", "format.messages_key",
+             "format.tools_key",
              "format.chosen_key", "format.rejected_key", "data_selector.selector_type", "task_selector.selector_type",
              "data_selector.seed", "task_selector.seed")  # fmt: skip
     return tuple(f"{prefix}.{name}" for name in names)
@@ -798,18 +842,20 @@ ROWS: tuple[Row, ...] = (
     joint(("model.critic_model_path",), ("critic.path",), "with advantage_fn ppo", _critic_path),
     joint(("model.max_model_len", "model.max_prompt_tokens", "model.max_response_tokens", "model.max_token_len"),
           ("rollout.max_model_len", "rollout.max_prompt_tokens", "rollout.max_response_tokens"), "", _lengths),
-    refused("no least length of an answer", "model.min_response_tokens", f"{MODEL}.min_response_tokens",
-            unless=(None, 0, 1)),
+    joint(("model.min_response_tokens", f"{MODEL}.min_response_tokens"), ("rollout.min_response_tokens",), "", _least),
     joint(("model.enable_prompt_truncation", f"{MODEL}.enable_prompt_truncation"), ("rollout.overlong_prompts",), "",
         _filter),
-    joint(("model.temperature", f"{T}.rollout_args.temperature", f"{MODEL}.temperature",
-        f"{SETS}.rollout_args.temperature"),
-          ("rollout.temperature",), "one for all tasksets of training", _temperature),
-    refused("rollouts sample from the whole distribution, whose probabilities the trainer computes", "model.top_p",
-            "model.top_k", "model.repetition_penalty", f"{T}.rollout_args.top_p", f"{T}.rollout_args.top_k",
-            f"{MODEL}.top_p", f"{MODEL}.top_k", f"{MODEL}.repetition_penalty", unless=(None, 1, 1.0, -1, 0)),
-    refused("the chat template is the model's", "model.custom_chat_template", "model.chat_template_path",
-            "model.enable_thinking", f"{MODEL}.chat_template", f"{MODEL}.enable_thinking",
+    joint(("model.temperature", f"{T}.rollout_args.temperature", f"{MODEL}.temperature"),
+          ("rollout.temperature",), "", _temperature),
+    joint(("model.top_p", "model.top_k", f"{T}.rollout_args.top_p", f"{T}.rollout_args.top_k", f"{MODEL}.top_p",
+           f"{MODEL}.top_k"), ("rollout.top_k", "rollout.top_p"), common.RENORMALISED, _few, kind="approximate"),
+    refused("rollouts sample what the model says, whose probabilities the trainer computes",
+            "model.repetition_penalty", f"{MODEL}.repetition_penalty", unless=(None, 1, 1.0)),
+    joint(("model.custom_chat_template", "model.chat_template_path", f"{MODEL}.chat_template"),
+          ("model.chat_template",), "the text, or a file", _chat_template),
+    joint(("model.enable_thinking", f"{MODEL}.enable_thinking"), ("model.chat_template_kwargs",), "enable_thinking",
+          _thinking),
+    refused("one chat template for all tasksets: model.chat_template",
             *_in_tasksets("format.chat_template", "format.enable_thinking")),
     refused(common.REMOTE_CODE, "model.trust_remote_code", f"{MODEL}.trust_remote_code"),
     refused(common.LORA, "model.lora_configs[].**", "model.lora_configs", "model.fully_sharded_loras",
@@ -828,7 +874,8 @@ ROWS: tuple[Row, ...] = (
           "task.prompt_key", "task.answer_key", "task.system_prompt", "task.order"),
           "sft and dpo: the experience_buffer is "
           "the data", _taskset),
-    joint(tuple(key for key in _taskset_keys(SETS)), ("task.mix",), "a mix", _mixed),
+    joint((*_taskset_keys(SETS), f"{SETS}.rollout_args.temperature", f"{SETS}.repeat_times"), ("task.mix",),
+          "a mix, each with its own temperature and group_size", _mixed),
     joint((*_taskset_keys(EVAL), f"{EVAL}.repeat_times", f"{EVAL}.rollout_args.**", f"{EVAL}.default_workflow_type",
            f"{EVAL}.default_reward_fn_type"), ("eval.tasksets",), "one for each", _eval_taskset),
     joint(("explorer.eval_interval", "explorer.eval_on_startup", "trainer.eval_interval"), ("eval.every",
@@ -844,10 +891,8 @@ ROWS: tuple[Row, ...] = (
             "reward_fn_args.**", "format.workflow_key", "format.reward_fn_key")),
     refused("models of text alone", *_in_tasksets("format.image_key", "format.video_key"),
         f"{MODEL}.enable_multimodal"),
-    refused("not per row", *_in_tasksets("format.system_prompt_key", "format.reply_prefix",
-            "format.enable_concatenated_multi_turn")),
-    refused("one repeat for all tasks of training: algorithm.group_size", f"{T}.repeat_times", f"{SETS}.repeat_times",
-            unless=(None, 1)),
+    refused("not per row", *_in_tasksets("format.reply_prefix", "format.enable_concatenated_multi_turn")),
+    refused("the repeat of the one taskset is algorithm.repeat_times", f"{T}.repeat_times", unless=(None, 1)),
     joint((f"{DATA}.use_priority_queue", f"{DATA}.replay_buffer.**", f"{DATA}.reuse_cooldown_time",
            f"{DATA}.replay_buffer_kwargs.**"), ("replay.sampling", "replay.priority"), "", _reuse, kind="approximate"),
     ignored("experiences travel through the run's own buffer, and are kept under rollouts/", f"{DATA}.**",
@@ -873,7 +918,10 @@ ROWS: tuple[Row, ...] = (
           lambda t: Fate("exact", {f"env.variables.{k}": str(v) for k, v in t.below("explorer.env_vars").items()})),
     joint(("explorer.name",), ("explorer.name",), "of a job that explores",
           lambda t: Fate("exact", {"explorer.name": t.text("explorer.name")} if recipe(t) == "explore" else {})),
-    ignored("as many environments run as the bound on lag admits", "explorer.runner_per_model", "explorer.runner_num",
+    joint(("explorer.runner_per_model",), ("rollout.max_groups_in_flight",), "a runner plays one task at a time",
+          lambda t: Fate("exact", {"rollout.max_groups_in_flight": t.integer("explorer.runner_per_model", least=1)}
+                         if t.is_given("explorer.runner_per_model") and not _is_offline(t) else {})),
+    ignored("as many environments run as the bound on lag admits", "explorer.runner_num",
             "explorer.max_inflight_batches", "explorer.concurrent_mode", "explorer.max_repeat_times_per_runner",
             "explorer.runner_prepare_concurrency", "explorer.runner_prepare_max_retries",
             "explorer.runner_state_report_interval", "explorer.max_pending_requests", "explorer.max_waiting_steps"),

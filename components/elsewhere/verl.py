@@ -298,6 +298,10 @@ def _critic(t: Theirs) -> Fate:
     ours: dict[str, Any] = {"critic.lr": t.number("critic.optim.lr")}
     ours["critic.value_clip"] = t.number("critic.cliprange_value")
     ours["critic.warmup_steps"] = t.integer("trainer.critic_warmup") * steps_per_step(t)
+    if t.is_given("critic.grad_clip"):
+        ours["critic.max_grad_norm"] = t.number("critic.grad_clip")
+    if t.number("critic.optim.lr_warmup_steps", -1) >= 0:
+        ours["critic.lr_warmup_steps"] = t.integer("critic.optim.lr_warmup_steps") * steps_per_step(t)
     path = t.get("critic.model.path")
     if path is not None and path != t.get(f"{M}.path"):
         ours["critic.path"] = path
@@ -305,10 +309,13 @@ def _critic(t: Theirs) -> Fate:
 
 
 def _sampling(t: Theirs) -> Fate:
-    top_p, top_k = t.number(f"{R}.top_p", 1.0), t.number(f"{R}.top_k", -1)
-    if top_p == 1 and top_k in (-1, 0):
-        return Fate("exact", {}, "the whole distribution, as here")
-    return Fate("refused", {}, "rollouts sample from the whole distribution, whose probabilities the trainer computes")
+    return common.top_k_and_top_p(t.number(f"{R}.top_k", -1), t.number(f"{R}.top_p", 1.0))
+
+
+def _fsdp_size(t: Theirs) -> Fate:
+    size = int(t.number(f"{A}.fsdp_config.fsdp_size", -1))
+    ranks = t.integer(GPUS[0], least=1) * t.integer(GPUS[1], least=1)
+    return Fate("exact", {"train.fsdp_size": size} if 0 < size < ranks else {})
 
 
 def _eval_sampling(t: Theirs) -> Fate:
@@ -445,6 +452,10 @@ ROWS: tuple[Row, ...] = (
            f"{A}.ppo_micro_batch_size"), ("train.max_tokens_per_microbatch",), "tokens of a microbatch", _microbatch),
     same(f"{M}.enable_gradient_checkpointing", "train.gradient_checkpointing"),
     same(f"{A}.fsdp_config.offload_policy", "train.cpu_offload"),
+    joint((f"{A}.fsdp_config.fsdp_size",), ("train.fsdp_size",), "-1: all ranks", _fsdp_size),
+    joint((f"{A}.fsdp_config.forward_prefetch",), ("train.forward_prefetch",), "true: one layer ahead",
+          lambda t: Fate("exact", {"train.forward_prefetch": 1} if t.flag(f"{A}.fsdp_config.forward_prefetch")
+                         and t.integer(GPUS[0], least=1) * t.integer(GPUS[1], least=1) > 1 else {})),
     ignored("cluster.placement=turns gives the memory back between generation and training, always",
             f"{A}.fsdp_config.param_offload", f"{A}.fsdp_config.optimizer_offload", f"{R}.free_cache_engine",
             f"{R}.multi_stage_wake_up", f"{F}.fsdp_config.param_offload", f"{A}.megatron.param_offload",
@@ -466,7 +477,8 @@ ROWS: tuple[Row, ...] = (
             f"{F}.log_prob_max_token_len_per_gpu", f"{R}.logprobs_mode", f"{F}.rollout_n", f"{A}.rollout_n"),
     joint((f"{R}.name",), ("rollout.engine.name",), "vllm, hf; the others become vllm", _engine),
     same(f"{R}.temperature", "rollout.temperature"),
-    joint((f"{R}.top_p", f"{R}.top_k"), ("rollout.temperature",), "1 and -1: the whole distribution", _sampling),
+    joint((f"{R}.top_p", f"{R}.top_k"), ("rollout.top_k", "rollout.top_p"), common.RENORMALISED, _sampling,
+          kind="approximate"),
     same(f"{R}.gpu_memory_utilization", "rollout.engine.gpu_memory_utilization"),
     same(f"{R}.enforce_eager", "rollout.engine.enforce_eager"),
     same(f"{R}.enable_chunked_prefill", "rollout.engine.enable_chunked_prefill"),
@@ -507,8 +519,10 @@ ROWS: tuple[Row, ...] = (
           ("env.reward", "env.models", "algorithm.overlong_buffer_frac"), "one reward for all rows", _reward,
           kind="approximate"),
     ignored("env.models holds what a model of rewards needs", "reward_model.**", "reward_manager.**"),
-    joint(("critic.optim.lr", "critic.cliprange_value", "trainer.critic_warmup", "critic.model.path"),
-          ("critic.lr", "critic.value_clip", "critic.warmup_steps", "critic.path"), "with adv_estimator=gae", _critic),
+    joint(("critic.optim.lr", "critic.cliprange_value", "trainer.critic_warmup", "critic.model.path",
+           "critic.grad_clip", "critic.optim.lr_warmup_steps"), ("critic.lr", "critic.value_clip",
+          "critic.warmup_steps", "critic.path", "critic.max_grad_norm", "critic.lr_warmup_steps"),
+          "with adv_estimator=gae", _critic),
     ignored("the critic has the optimizer, the batches and the memory settings of the policy", "critic.**"),
     same("trainer.project_name", "project", change=common.folder),
     same("trainer.experiment_name", "name", change=common.folder),
@@ -531,7 +545,8 @@ ROWS: tuple[Row, ...] = (
     refused("the model is trained as its folder says", f"{M}.override_config.**", f"{M}.hf_config_path",
             f"{A}.freeze_vision_tower"),
     refused("the tokenizer is the model's", f"{M}.tokenizer_path", "data.tokenizer"),
-    refused("the chat template is the model's", f"{M}.custom_chat_template", "data.apply_chat_template_kwargs.**"),
+    same(f"{M}.custom_chat_template", "model.chat_template"),
+    joint(("data.apply_chat_template_kwargs.**",), ("model.chat_template_kwargs",), "", common.template_kwargs),
     joint(("data.image_key", "data.video_key"), (), "models of text alone; a whole config names them anyway", _images,
           kind="refused"),
     refused("a data set of your own is task.name=python with task.path=pkg.mod:function", "data.custom_cls.path",
@@ -653,7 +668,8 @@ SFT_ROWS: tuple[Row, ...] = (
     refused(common.LORA, "model.lora_rank"),
     refused(common.REMOTE_CODE, "model.trust_remote_code", "model.external_lib", "data.trust_remote_code"),
     refused("a data set of your own is task.name=python with task.path=pkg.mod:function", "data.custom_cls.path"),
-    refused("the chat template is the model's", "data.chat_template", "data.apply_chat_template_kwargs.**"),
+    same("data.chat_template", "model.chat_template"),
+    joint(("data.apply_chat_template_kwargs.**",), ("model.chat_template_kwargs",), "", common.template_kwargs),
     ignored(MEMORY, "model.lora_alpha", "model.target_modules", "model.fsdp_config.**", "model.use_liger",
         "model.strategy",
             "model.use_shm", "data.use_shm", "ulysses_sequence_parallel_size", "use_remove_padding",

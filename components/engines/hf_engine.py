@@ -52,6 +52,8 @@ class _Request:
     prompt: list[int]
     temperature: float
     top_p: float
+    top_k: int
+    min_tokens: int
     max_tokens: int
     stop: frozenset[int]
     loop: asyncio.AbstractEventLoop
@@ -72,6 +74,7 @@ class _Sequence:
     num_wanted: int
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    kept: list[list[int]] = field(default_factory=list)
     finish_reason: str = ""
 
 
@@ -129,6 +132,8 @@ class HfEngine:
         stop_token_ids: Sequence[int],
         seed: int | None = None,
         top_p: float = 1.0,
+        top_k: int = 0,
+        min_tokens: int = 0,
         clock: RolloutClock | None = None,
         heard: Heard | None = None,
         version: int | None = None,
@@ -143,6 +148,8 @@ class HfEngine:
             prompt=list(prompt_tokens),
             temperature=temperature,
             top_p=top_p,
+            top_k=top_k,
+            min_tokens=min_tokens,
             max_tokens=min(max_tokens, room),
             stop=frozenset(stop_token_ids),
             loop=asyncio.get_running_loop(),
@@ -356,11 +363,13 @@ class HfEngine:
         running = self._running
         versions = [s.request.version for s in running]
         logits = self._decoder.step([s.tokens[-1] for s in running], [len(s.tokens) - 1 for s in running], versions)
-        tokens, logprobs = _sample(logits, running, scale=self._decoder.model.transform.scale)
+        tokens, logprobs, kept = _sample(logits, running, scale=self._decoder.model.transform.scale)
         passed: dict[asyncio.AbstractEventLoop, list[Sampled]] = {}
-        for s, token, logprob in zip(running, tokens, logprobs, strict=True):
+        for row, (s, token, logprob) in enumerate(zip(running, tokens, logprobs, strict=True)):
             version = self._version if s.request.version is None else s.request.version
             s.tokens.append(token)
+            if s.request.top_k:
+                s.kept.append(kept[row])
             s.logprobs.append(logprob)
             s.versions.append(version)
             if token in s.request.stop:
@@ -478,17 +487,35 @@ def _tell(loop: asyncio.AbstractEventLoop, listener: Callable[..., None], *args:
 
 def _completions(request: _Request) -> list[SampledTokens]:
     start = len(request.prompt)
-    return [SampledTokens(s.tokens[start:], s.logprobs, s.versions, s.finish_reason) for s in request.sequences]
+    return [
+        SampledTokens(
+            s.tokens[start:],
+            s.logprobs,
+            s.versions,
+            s.finish_reason,
+            kept=s.kept if request.top_k else None,
+            barred=sorted(request.stop) if request.min_tokens else (),
+        )
+        for s in request.sequences
+    ]
 
 
-def _sample(logits: torch.Tensor, sequences: list[_Sequence], *, scale: float) -> tuple[list[int], list[float]]:
-    """One token for each row of logits [B, V], and its logprob under what it was drawn from.
+def _sample(
+    logits: torch.Tensor, sequences: list[_Sequence], *, scale: float
+) -> tuple[list[int], list[float], dict[int, list[int]]]:
+    """One token for each row of logits [B, V], its logprob under what it was drawn from, and, of rows with a top_k, the
+    ids that were left.
 
     Drawn by inverting the cumulative distribution, in float64, at a number of the sequence's own generator.
     """
     requests = [s.request for s in sequences]
+    for row, s in enumerate(sequences):
+        if len(s.logprobs) < s.request.min_tokens:
+            logits[row, list(s.request.stop)] = float("-inf")
     factors = torch.tensor([scale / (r.temperature or 1.0) for r in requests], device=logits.device)
     logprobs = torch.log_softmax(logits * factors[:, None], dim=-1)
+    if any(r.top_k for r in requests):
+        logprobs = _among_likeliest(logprobs, [r.top_k for r in requests])
     if any(r.top_p < 1.0 for r in requests):
         nucleus = torch.tensor([r.top_p for r in requests], device=logits.device)
         logprobs = _within_nucleus(logprobs, nucleus)
@@ -500,7 +527,19 @@ def _sample(logits: torch.Tensor, sequences: list[_Sequence], *, scale: float) -
     drawn = torch.searchsorted(total, draws * total[:, -1:], right=True)[:, 0]
     greedy = torch.tensor([not r.temperature for r in requests], device=logits.device)
     tokens = torch.where(greedy, logits.argmax(-1), drawn)
-    return tokens.tolist(), logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+    kept = {row: logprobs[row].isfinite().nonzero()[:, 0].tolist() for row, r in enumerate(requests) if r.top_k}
+    return tokens.tolist(), logprobs.gather(-1, tokens[:, None])[:, 0].tolist(), kept
+
+
+def _among_likeliest(logprobs: torch.Tensor, top_k: list[int]) -> torch.Tensor:
+    """logprobs [B, V] of each row's `top_k` likeliest tokens, normalised; -inf for the others. 0: of all."""
+    size = logprobs.shape[-1]
+    counts = torch.tensor([min(k or size, size) for k in top_k], device=logprobs.device)
+    order = logprobs.topk(int(max((k for k in top_k if k < size), default=1)), dim=-1).indices
+    outside = torch.ones_like(logprobs, dtype=torch.bool)
+    outside.scatter_(-1, order, torch.arange(order.shape[1], device=order.device) >= counts[:, None])
+    outside &= (counts < size)[:, None]
+    return torch.log_softmax(logprobs.masked_fill(outside, float("-inf")), dim=-1)
 
 
 def _within_nucleus(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -508,5 +547,7 @@ def _within_nucleus(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor
     ordered, order = logprobs.sort(dim=-1, descending=True)
     probabilities = ordered.exp()
     before = probabilities.cumsum(-1) - probabilities
-    outside = torch.zeros_like(logprobs, dtype=torch.bool).scatter(-1, order, before >= top_p[:, None])
+    # A row without a top_p keeps all: its sum may round to more than 1 before the end.
+    cut = (before >= top_p[:, None]) & (top_p < 1.0)[:, None]
+    outside = torch.zeros_like(logprobs, dtype=torch.bool).scatter(-1, order, cut)
     return torch.log_softmax(logprobs.masked_fill(outside, float("-inf")), dim=-1)

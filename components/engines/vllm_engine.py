@@ -58,6 +58,7 @@ class VllmEngine:
         self._heard: dict[str, Heard] = {}
 
     def _start(self, settings: EngineSettings) -> None:
+        self._num_kept = settings.num_kept
         options = VllmOptions(**settings.options)
         self._double_buffer, self._num_ranks = options.double_buffer, options.tensor_parallel_size
         os.environ[worker_env.MEMORY_ENV] = str(self._shared_memory.path)
@@ -82,6 +83,7 @@ class VllmEngine:
             skip_tokenizer_init=True,
             generation_config="vllm",
             logprobs_mode="processed_logprobs",
+            max_logprobs=max(20, self._num_kept),
             enable_prefix_caching=True,
             scheduling_policy="priority",  # a canary overtakes what waits: its time must not grow with the batch
             disable_log_stats=True,
@@ -110,6 +112,8 @@ class VllmEngine:
                 f"model.head_dtype: got {settings.head_dtype}, expected {head_dtype}, in which this vLLM computes the "
                 "output head of this model; leave it out, or set rollout.engine.name=hf"
             )
+        self._vocab_size = vllm_config.model_config.get_vocab_size()
+        self._num_kept = min(settings.num_kept, self._vocab_size)
         self.places = vllm_config.scheduler_config.max_num_seqs * vllm_config.parallel_config.data_parallel_size
         self.cache_tokens = (vllm_config.cache_config.num_gpu_blocks or 0) * (vllm_config.cache_config.block_size or 0)
         self.progress = Progress()
@@ -161,6 +165,8 @@ class VllmEngine:
         stop_token_ids: Sequence[int],
         seed: int | None = None,
         top_p: float = 1.0,
+        top_k: int = 0,
+        min_tokens: int = 0,
         clock: RolloutClock | None = None,
         heard: Heard | None = None,
     ) -> list[SampledTokens]:
@@ -168,15 +174,19 @@ class VllmEngine:
             n=n if temperature else 1,
             temperature=temperature,
             top_p=top_p,
+            top_k=top_k,
+            min_tokens=min_tokens,
             max_tokens=max_tokens,
             stop_token_ids=list(stop_token_ids),
             ignore_eos=True,  # the stop tokens above are the whole truth, and the trainer knows them
-            logprobs=0,
+            logprobs=self._num_kept if top_k else 0,
             flat_logprobs=True,
             seed=seed,
         )
         outputs = (await self._final_output(list(prompt_tokens), params, clock=clock, heard=heard)).outputs
-        completions = [_sampled_tokens(o) for o in sorted(outputs, key=lambda o: o.index)]
+        barred = sorted(params.all_stop_token_ids) if min_tokens else ()
+        how: dict[str, Any] = {"vocab_size": self._vocab_size if top_k else 0, "barred": barred}
+        completions = [_sampled_tokens(o, **how) for o in sorted(outputs, key=lambda o: o.index)]
         return completions if temperature else completions * n  # greedy: n times the same, sampled once
 
     async def score(self, canary: Canary) -> CanaryGap:
@@ -296,9 +306,14 @@ class VllmEngine:
         return [abs(a - b) for a, b in zip(got, expected, strict=True)]
 
     async def _continued_gap(self, context: list[int], token: int, expected: float) -> list[float]:
-        params = self._params(max_tokens=1, temperature=1.0, logprob_token_ids=[token])
+        # In a pass with a request that asks for tokens by their ids, vLLM gives no other request its likeliest ones.
+        asked: dict[str, Any] = {"logprobs": self._num_kept} if self._num_kept else {"logprob_token_ids": [token]}
+        params = self._params(max_tokens=1, temperature=1.0, **asked)
         output = (await self._final_output(context, params, priority=CANARY_PRIORITY)).outputs[0]
-        return [abs(output.logprobs[0][token].logprob - expected)]
+        found = output.logprobs[0]
+        if token not in found:  # the trainer's likeliest token is below the least of the engine's
+            return [abs(expected - min(given.logprob for given in found.values()))]
+        return [abs(found[token].logprob - expected)]
 
     async def _final_output(
         self,
@@ -328,11 +343,30 @@ class VllmEngine:
         return final
 
 
-def _sampled_tokens(output: Any) -> SampledTokens:
+def _sampled_tokens(output: Any, *, vocab_size: int, barred: Sequence[int]) -> SampledTokens:
+    """`vocab_size` 0: from all of them."""
     tokens, flat = list(output.token_ids), output.logprobs
-    assert flat.token_ids == tokens, f"logprobs of tokens {flat.token_ids}, but {tokens} were sampled"
+    first = flat.start_indices  # the sampled token's comes first
+    drawn = [flat.token_ids[i] for i in first]
+    assert drawn == tokens, f"logprobs of tokens {drawn}, but {tokens} were sampled"
+    spans = zip(first, flat.end_indices, strict=True)
+    kept = [_kept(flat, *span, vocab_size=vocab_size) for span in spans] if vocab_size else None
     versions: list[int] = []
     for span in output.weight_versions:
         versions += [int(span.version)] * (span.end - span.start)
     assert len(versions) == len(tokens), f"version spans cover {len(versions)} of {len(tokens)} tokens"
-    return SampledTokens(tokens, flat.logprobs, versions, output.finish_reason or "unknown")
+    logprobs = [flat.logprobs[i] for i in first]
+    return SampledTokens(tokens, logprobs, versions, output.finish_reason or "unknown", kept=kept, barred=barred)
+
+
+def _kept(flat: Any, start: int, end: int, *, vocab_size: int) -> list[int]:
+    """The ids that a token was drawn from, itself first. Raises RuntimeError unless they are all."""
+    named = dict(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
+    kept = [token for token, logprob in named.items() if logprob > float("-inf")]
+    # They come likeliest first: once one that was cut is there, all that were left are.
+    if len(kept) == len(named) < vocab_size:
+        raise RuntimeError(
+            f"vLLM left more than {len(kept)} tokens to draw from, because many have equal logits; expected all of "
+            "them to be named; lower rollout.top_k"
+        )
+    return kept

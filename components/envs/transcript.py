@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+from ..sampling_masks import joined_rows, no_rows
 from ..tasks.prompting import ASSISTANT_STANDS
 from ..types import NO_VERSION, Completion, Message, Trajectory, Turn
 
@@ -29,6 +30,7 @@ class Transcript:
         self._mask: list[bool] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
+        self._token_tensors: dict[str, list[Any]] = {}  # by name, one tensor for each turn
         self._finish_reason = "stop"
 
     @property
@@ -46,6 +48,7 @@ class Transcript:
         for name in ("_response", "_mask", "_logprobs", "_versions", "_messages"):
             value = getattr(self, name)
             setattr(other, name, None if value is None else list(value))
+        other._token_tensors = {name: list(parts) for name, parts in self._token_tensors.items()}
         return other
 
     def sampled(self, completion: Completion) -> None:
@@ -54,6 +57,8 @@ class Transcript:
         self._mask += [True] * len(completion.tokens)
         self._logprobs += completion.logprobs
         self._versions += completion.policy_versions
+        for name, rows in completion.token_tensors.items():
+            self._token_tensors.setdefault(name, []).append(rows)
         self._finish_reason = completion.finish_reason
 
     def observed(self, observation: Observation, *, max_len: int | None = None) -> bool:
@@ -69,6 +74,8 @@ class Transcript:
         self._mask += [False] * len(tokens)
         self._logprobs += [0.0] * len(tokens)
         self._versions += [NO_VERSION] * len(tokens)
+        for parts in self._token_tensors.values():
+            parts.append(no_rows(parts[-1], len(tokens)))
         return True
 
     def trajectory(
@@ -91,6 +98,7 @@ class Transcript:
             text=self._prompter.decode(self._response),
             metrics=metrics or {},
             turns=list(turns),
+            token_tensors={name: joined_rows(parts) for name, parts in self._token_tensors.items()},
         )
 
     def _between(self, observation: Observation) -> list[int]:

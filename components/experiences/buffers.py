@@ -11,6 +11,7 @@ import torch
 from ..config.flow import AuxiliaryBuffer
 from ..config.schema import Config
 from ..group import Group
+from ..samples import laid
 from ..tasks.examples import answer_tasks, example_of
 from ..tasks.prompting import Prompter
 from ..tasks.taskset import TaskSet
@@ -32,13 +33,23 @@ class Drawn:
 class BufferFeed:
     """The samples of a buffer, step after step, epoch after epoch, until each was used as often as the settings say.
 
-    `first_step`: the optimizer step that comes first; what earlier ones drew is passed over.
+    `first_step`: the optimizer step that comes first; what earlier ones drew is passed over. `temperature`: at which
+    answers are scored, which nobody sampled.
     """
 
     def __init__(
-        self, name: str, settings: AuxiliaryBuffer, tasks: TaskSet, prompter: Prompter, *, index: int, first_step: int
+        self,
+        name: str,
+        settings: AuxiliaryBuffer,
+        tasks: TaskSet,
+        prompter: Prompter,
+        *,
+        index: int,
+        first_step: int,
+        temperature: float,
     ) -> None:
         self.name, self._settings, self._tasks, self._prompter = name, settings, tasks, prompter
+        self._temperature = temperature
         self._version = buffer_version(index)
         self._next_step = first_step
         drawn = sum(settings.batch_size for step in range(first_step) if settings.weight_at(step) > 0)
@@ -64,7 +75,9 @@ class BufferFeed:
         }
 
     def _answers(self, tasks: list[Task]) -> Group:
-        group = Group.of([example_of(task, self._prompter) for task in tasks], group_id=0, task_id=self.name)
+        examples = [example_of(task, self._prompter) for task in tasks]
+        samples = laid(examples, temperature=self._temperature)
+        group = Group.of(examples, samples=samples, group_id=0, task_id=self.name)
         versions = torch.where(group.samples["loss_mask"], self._version, NO_VERSION).to(torch.int32)
         return replace(group, samples=group.samples | {"policy_versions": versions})
 
@@ -97,6 +110,7 @@ def buffer_feeds(config: Config, prompter: Prompter, *, first_step: int) -> list
             prompter,
             index=index,
             first_step=first_step,
+            temperature=config.rollout.temperature,
         )
         for index, (name, settings) in enumerate(config.replay.buffers.items())
     ]

@@ -68,7 +68,8 @@ def build_experiences(
     groups = grouped(rows, reward_key=source.reward_key, group_key=source.group_key)
     first = [own.info["rows"][0].task_id for own in groups]  # begins with the digest of its question
     tasks = of_split(groups, [task_id.partition("-")[0] for task_id in first])
-    return RowSet(tasks, prompter=prompter, reward_key=source.reward_key, **options)
+    at = config.rollout.temperature
+    return RowSet(tasks, prompter=prompter, reward_key=source.reward_key, temperature=at, **options)
 
 
 def _digest(text: str) -> str:

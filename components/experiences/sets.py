@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..group import Group
-from ..samples import further
+from ..samples import further, laid
 from ..tasks.examples import example_of
 from ..tasks.prompting import Prompter
 from ..tasks.taskset import TaskSet
@@ -106,10 +106,14 @@ class StoredSet(ExperienceSet):
 
 
 class RowSet(ExperienceSet):
-    """Rows of files: each answer with its reward, grouped. A task's `info["rows"]` are its rows."""
+    """Rows of files: each answer with its reward, grouped. A task's `info["rows"]` are its rows. `temperature`: at which
+    all of them were sampled.
+    """
 
-    def __init__(self, tasks: Sequence[Task], *, prompter: Prompter, reward_key: str, **options: Any) -> None:
-        self._prompter, self._reward_key = prompter, reward_key
+    def __init__(
+        self, tasks: Sequence[Task], *, prompter: Prompter, reward_key: str, temperature: float, **options: Any
+    ) -> None:
+        self._prompter, self._reward_key, self._temperature = prompter, reward_key, temperature
         self.scored: StoredGroups | None = None
         super().__init__(tasks, **options)
 
@@ -117,7 +121,8 @@ class RowSet(ExperienceSet):
         if self.scored is not None and (at := self.scored.by_task(task.task_id)) is not None:
             return self.scored.read(*at)
         trajectories = [self._trajectory(row) for row in task.info["rows"]]
-        return Group.of(trajectories, group_id=0, task_id=task.task_id)
+        samples = laid(trajectories, temperature=self._temperature)
+        return Group.of(trajectories, samples=samples, group_id=0, task_id=task.task_id)
 
     def _trajectory(self, row: Task) -> Trajectory:
         reward = float(row.info[self._reward_key])

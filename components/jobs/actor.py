@@ -45,7 +45,7 @@ class TrainLinkActor(Watched):
         taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
         assert not isinstance(taskset, QueueTaskSet), "a rule on settings"
         assert config.model.path is not None
-        prompter, most = Prompter.load(config.model.path), config.rollout.max_prompt_tokens
+        prompter, most = Prompter.of(config.model), config.rollout.max_prompt_tokens
         return (task for task in taskset if len(prompter.encode(task.prompt)) <= most)
 
     async def start(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from ..config import Config
@@ -16,6 +17,9 @@ EQUAL = (
     "param_server.publish_every",
     "algorithm.group_size",
     "rollout.temperature",
+    "rollout.top_k",
+    "rollout.top_p",
+    "rollout.min_response_tokens",
     "rollout.max_model_len",
     "model.dtype",
     "model.head_dtype",
@@ -23,9 +27,10 @@ EQUAL = (
 
 
 def must_be_equal(config: Config) -> dict[str, Any]:
-    tree = config.model_dump(mode="json")
+    tree, sampled = config.model_dump(mode="json"), config.samplings
     return {key: value_at(tree, key) for key in EQUAL} | {
         "algorithm.greedy_baseline": config.algorithm.greedy_baseline,
+        "task.mix": {name: asdict(own) for name, own in sampled.by_taskset.items() if own != sampled.default},
     }
 
 

@@ -21,7 +21,9 @@ from typing import Any, Protocol
 
 import torch
 
+from ..config.sampling import Samplings
 from ..group import Group
+from ..sampling_masks import check_masks
 from ..types import Admission, Offer, Task, clients_of
 from .calls import Call, Calls, Pace, StoreFailed
 from .folder import (
@@ -116,7 +118,7 @@ class Host:
         store: GroupStore,
         *,
         about: dict[str, Any],
-        group_size: int,
+        samplings: Samplings,
         vocab_size: int | None,
         max_length: int,
         resumed_at: int,
@@ -131,7 +133,7 @@ class Host:
         self._now = now
         self._meeting, self._buffer, self._store = meeting, buffer, store
         self._about = about
-        self._group_size, self._vocab_size, self._max_length = group_size, vocab_size, max_length
+        self._samplings, self._vocab_size, self._max_length = samplings, vocab_size, max_length
         self._resumed_at = resumed_at
         self._silent_s, self._timeout_s, self._wait_s = silent_s, timeout_s, wait_s
         self._next_beat, self._looked_at = 0.0, now()
@@ -370,7 +372,7 @@ class Host:
             raise ValueError("give: expected groups of clients, with their prompt")
         if of[1] >= self._buffer.where(explorer.source)[0] + MOST_AHEAD:
             raise ValueError(f"draw: got {of[1]}, expected the next")
-        self._check_content(group, min_policy_version=0)
+        self._check_content(group, min_policy_version=0, size=self._samplings.default.group_size)
         if self._buffer.is_known(of):
             return {"taken": True}
         if (refusal := self._no_room(group)) is not None:
@@ -444,13 +446,14 @@ class Host:
             )
 
     def _check(self, group: Group, admission: Admission) -> None:
-        self._check_content(group, min_policy_version=admission.min_policy_version)
+        size = self._samplings.of(admission.task).group_size
+        self._check_content(group, min_policy_version=admission.min_policy_version, size=size)
         if group.task_id != admission.task.task_id:
             raise ValueError(
                 f"group {group.group_id}: got task {str(group.task_id)[:80]}, expected {admission.task.task_id}"
             )
 
-    def _check_content(self, group: Group, *, min_policy_version: int) -> None:
+    def _check_content(self, group: Group, *, min_policy_version: int, size: int) -> None:
         samples = group.samples
         tokens = torch.cat([samples["prompt_tokens"], samples["response_tokens"]])
         longest = int((samples["prompt_lengths"] + samples["response_lengths"]).max())
@@ -464,14 +467,18 @@ class Host:
                 f"group {group.group_id}: expected tokens of a vocabulary of {self._vocab_size}, at most "
                 f"{self._max_length} in a conversation, and finite logprobs"
             )
+        check_masks(samples, self._samplings.default.masks)
+        for name in self._samplings.default.masks:
+            if int(samples["token_tensors"][name].max()) >= (self._vocab_size or 2**31):
+                raise ValueError(f"group {group.group_id}: {name} has an id outside of the vocabulary")
         oldest, newest = group.policy_versions()
         if not min_policy_version <= oldest <= newest <= self._published:
             raise ValueError(
                 f"group {group.group_id}: got tokens of versions {oldest} to {newest}, expected "
                 f"{min_policy_version} to {self._published}"
             )
-        if len(group) != self._group_size or not isinstance(group.task_id, str):
-            raise ValueError(f"group {group.group_id}: got {len(group)} trajectories, expected {self._group_size}")
+        if len(group) != size or not isinstance(group.task_id, str):
+            raise ValueError(f"group {group.group_id}: got {len(group)} trajectories, expected {size}")
 
     def _keep(self, call: Call, explorer: _Explorer) -> None:
         """Groups for an earlier life of the train job: those made under weights that are still good are of use."""
@@ -480,7 +487,7 @@ class Host:
         newest = good_until(self._lives, call.session[:8])
         draws, source = call.arguments["draws"], explorer.files.name if call.arguments.get("own") is True else ""
         for group in groups_of(call.payload or b""):
-            good = len(group) == self._group_size and group.policy_versions()[1] <= newest
+            good = len(group) in self._samplings.group_sizes and group.policy_versions()[1] <= newest
             of = (source, int(draws[str(group.group_id)]))
             if good and self._buffer.keep(group, of=of):
                 self._store.add([group], explorer=explorer.files.name, of=lambda _, of=of: of)

@@ -28,6 +28,7 @@ class Settings:
     publish_every: int = 1  # n
     pull_every: int = 1
     in_flight: str = "recompute"
+    max_groups_in_flight: int | None = None  # of one generator
 
     @property
     def rule(self) -> AdmissionRule:
@@ -75,7 +76,7 @@ class Settings:
         gpus = numbers.gpus["generator"] // config.rollout.num_generators
         return cls(
             groups_per_step=config.train.groups_per_step,
-            group_size=config.algorithm.group_size,
+            group_size=max(1, round(config.samplings.mean_group_size)),
             generators=config.rollout.num_generators,
             trainers=config.train.num_ranks,
             gpus_per_generator=max(1, gpus),
@@ -86,6 +87,7 @@ class Settings:
             publish_every=config.param_server.publish_every,
             pull_every=config.rollout.pull_every * config.param_server.publish_every,
             in_flight=config.staleness.in_flight,
+            max_groups_in_flight=config.rollout.max_groups_in_flight,
         )
 
 

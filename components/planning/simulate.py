@@ -45,7 +45,8 @@ class Simulation:
         self._window = Window(self._rule)  # no group is filtered or fails: its queue index is its number
         self._draws = Draws(calibration, settings.group_size, chunks_per_group, seed)
         self._factors = self._draws.train_factors(num_steps)
-        self._max_in_flight = max(1, -(-settings.max_outstanding_groups // settings.generators))
+        share = max(1, -(-settings.max_outstanding_groups // settings.generators))
+        self._max_in_flight = min(share, settings.max_groups_in_flight or share)
         keep = calibration.kept_frac  # filtered groups are generated too, but never trained on
         self._collectors = [
             SimulatedCollector(

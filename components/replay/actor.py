@@ -100,7 +100,7 @@ class ReplayBufferActor(Watched):
         train, algorithm = config.train, config.algorithm
         self._taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
         assert config.model.path is not None
-        self._prompter = Prompter.load(config.model.path)
+        self._prompter = Prompter.of(config.model)
         self._assembler = Assembler(
             advantage=algorithm.made().advantage,
             shaping=shaping_of(config),
@@ -186,7 +186,7 @@ class ReplayBufferActor(Watched):
             self._buffer,
             store,
             about={"model": None if is_here else path, "must_be_equal": must_be_equal(config)},
-            group_size=config.algorithm.group_size,
+            samplings=config.samplings,
             vocab_size=model_config(Path(path)).get("vocab_size") if is_here else None,
             max_length=config.rollout.max_model_len,
             resumed_at=version,

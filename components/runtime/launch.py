@@ -21,6 +21,7 @@ from ..collector.engine import EngineSettings
 from ..config import Config, Recipe, derive
 from ..config.inputs import AuxiliaryModel
 from ..config.objective import objective_of
+from ..config.sampling import kept_width
 from ..config.transports import transport_options
 from ..failures import Kind, PartFailed, machine
 from ..jobs.actor import TrainLinkRemote
@@ -116,7 +117,6 @@ def trainer_settings(
         objective=objective_of(config, recipe),
         canary=canary,
         total_steps=total_steps,
-        temperature=config.rollout.temperature if recipe.has_groups else 1.0,
         max_policy_lag=None if recipe.is_offline else config.staleness.max_policy_lag,
         max_length=config.rollout.max_model_len,
         reference_path=config.algorithm.reference_path,
@@ -140,6 +140,7 @@ def engine_settings(config: Config, *, cores: list[int], initial_version: int | 
         kv_cache_gib=config.cluster.kv_cache_gib,
         initial_version=initial_version,
         seeded=derive(config).seeded_requests or evaluation_is_seeded(config),
+        num_kept=kept_width(config.rollout.top_k or 0),
         read_back=config.param_server.read_back,
         sleep_level=config.rollout.sleep_level if config.cluster.in_turns else None,
         lora=config.model.lora if initial_version is None else None,  # else there is no trainer

@@ -40,7 +40,8 @@ LONG_ANSWER = 5_000
 @dataclass(frozen=True, kw_only=True)
 class FrontSettings:
     """`temperature`: of requests that name none, and the one that groups may have been sampled at. `group_size`: of
-    groups that are committed. `max_requests`: choices of one client that are sampled at a time.
+    groups that are committed. `max_requests`: choices of one client that are sampled at a time. `masked`: the setting
+    by which the run samples from some of the tokens alone, which answers here do not ("": none).
     """
 
     model: str
@@ -51,6 +52,7 @@ class FrontSettings:
     keep_tokens: int
     group_size: int
     max_requests: int
+    masked: str = ""
 
 
 class Unanswered(Exception):
@@ -152,7 +154,13 @@ class Front:
         check_group(answers, group_size=s.group_size)
         trajectories = [answered.trajectory() for answered in answers]
         versions = {v for t in trajectories for v in t.policy_versions if v != NO_VERSION}
-        samples = checked(trajectories, group_size=s.group_size, max_model_len=s.max_model_len, versions=versions)
+        samples = checked(
+            trajectories,
+            group_size=s.group_size,
+            temperature=s.temperature,
+            max_model_len=s.max_model_len,
+            versions=versions,
+        )
         task_id = asked.task_id or answers[0].id.partition("/")[0]
         group = Group.of(trajectories, samples=samples, group_id=0, task_id=task_id)
         commit, prompt = commit_name(answers), self._prompter.tokenizer.decode(answers[0].transcript.prompt_tokens)
@@ -252,6 +260,8 @@ class Front:
             await growing.aclose()
 
     def _unfit(self, temperature: float, top_p: float) -> str:
+        if self._settings.masked:
+            return f"it was sampled from all tokens, and the run has {self._settings.masked}"
         if top_p != 1.0:
             return f"it was sampled with top_p={top_p:g}"
         if temperature != self._settings.temperature:

@@ -25,15 +25,17 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-from jinja2 import nodes, pass_eval_context
+from jinja2 import meta, nodes, pass_eval_context
 from jinja2.ext import Extension, loopcontrols
 from jinja2.filters import do_indent, sync_do_join
 from jinja2.runtime import BlockReference, LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-MAX_SOURCE = 2**18
-"""Characters of a template. The longest in use have about 30,000."""
+from ..config.inputs import MAX_TEMPLATE
+
+GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
+"""What every template is given, beside the special tokens."""
 BASE_BUDGET, BUDGET_PER_CHARACTER = 10_000_000, 100
 """What one rendering may spend, and what each character of the conversation adds. Known templates spend 10 to 30."""
 STEP, ITEM = 50, 10
@@ -107,12 +109,29 @@ _budget = _Budget()
 class ChatTemplate:
     """A template of a tokenizer, ready to render. Raises ValueError where it cannot be read or breaks its limits."""
 
-    def __init__(self, source: str, *, name: str, special_tokens: Mapping[str, Any]) -> None:
-        self._name = name
-        self._special_tokens = dict(special_tokens)
-        if len(source) > MAX_SOURCE:
-            raise ValueError(f"{name}: got {len(source)} characters, expected at most {MAX_SOURCE}")
+    def __init__(
+        self,
+        source: str,
+        *,
+        name: str,
+        special_tokens: Mapping[str, Any],
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`kwargs`: further variables that it may read (`model.chat_template_kwargs`); one that it never reads, or that
+        it is given anyway, is refused.
+        """
+        self.name = name
+        self._variables = {**special_tokens, **(kwargs or {})}
+        if len(source) > MAX_TEMPLATE:
+            raise ValueError(f"{name}: got {len(source)} characters, expected at most {MAX_TEMPLATE}")
         self._template = self._bounded(0, lambda: _environment().from_string(source))
+        read = self._bounded(0, lambda: _variables_of(source)) if kwargs else set()
+        for key in kwargs or {}:
+            if key in {*GIVEN, *special_tokens} or key not in read:
+                raise ValueError(
+                    f"model.chat_template_kwargs.{key}: got it for {name}, expected a variable that the template reads "
+                    f"({', '.join(sorted(read - {*GIVEN, *special_tokens})) or 'it reads none'}); leave it out"
+                )
 
     def render(
         self,
@@ -130,7 +149,7 @@ class ChatTemplate:
                 tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+                **self._variables,
             ),
         )
 
@@ -139,11 +158,17 @@ class ChatTemplate:
         try:
             return work()
         except jinja2.TemplateError as error:
-            raise ValueError(f"{self._name}: {error.message or type(error).__name__}") from None
+            raise ValueError(f"{self.name}: {error.message or type(error).__name__}") from None
         except (RecursionError, MemoryError):
-            raise ValueError(f"{self._name}: it is nested too deeply; expected a template of linear work") from None
+            raise ValueError(f"{self.name}: it is nested too deeply; expected a template of linear work") from None
         except (TypeError, AttributeError, KeyError, IndexError, ArithmeticError, SyntaxError) as error:
-            raise ValueError(f"{self._name}: it fails: {type(error).__name__}: {error}") from None
+            raise ValueError(f"{self.name}: it fails: {type(error).__name__}: {error}") from None
+
+
+def _variables_of(source: str) -> set[str]:
+    """Those that it reads and does not set itself. Of the parsed template: none of it runs."""
+    environment: Any = _environment()
+    return meta.find_undeclared_variables(environment.parse(source)) - environment.globals.keys()
 
 
 class _Bounded(ImmutableSandboxedEnvironment):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config.inputs import ModelConfig
 from ..types import Message
 from .chat_templates import ChatTemplate
 
@@ -27,13 +28,28 @@ class Prompter:
     EOS, those of the generation config, and what the template writes after an assistant's turn.
     """
 
-    def __init__(self, tokenizer: Any, *, extra_stop_token_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        extra_stop_token_ids: Iterable[int] = (),
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`chat_template`: instead of the tokenizer's own. `chat_template_kwargs`: what it reads beside messages."""
         self.tokenizer = tokenizer
         self._direct = _direct(tokenizer)
         self._written: set[str] = set()  # what the template was seen to write
         self.vocab_size = len(tokenizer)
-        self.has_template = bool(tokenizer.chat_template)
-        self._chat_template = _chat_template(tokenizer) if self.has_template else None
+        self.has_template = bool(chat_template or tokenizer.chat_template)
+        if chat_template_kwargs and not self.has_template:
+            raise ValueError(
+                f"model.chat_template_kwargs: got {sorted(chat_template_kwargs)}, expected nothing: the tokenizer has "
+                "no chat template; leave it out, or set model.chat_template=FILE.jinja"
+            )
+        self._chat_template = None
+        if self.has_template:
+            self._chat_template = _chat_template(tokenizer, chat_template, chat_template_kwargs or {})
         self._added = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
         turn_end = self._probe_turn_end() if self.has_template else None
         self._turn_end = tokenizer.eos_token_id if turn_end is None else turn_end
@@ -46,8 +62,17 @@ class Prompter:
         self._stop_texts = [text for text in map(tokenizer.decode, self.stop_token_ids) if text]
 
     @classmethod
-    def load(cls, model_path: str | Path) -> Prompter:
-        """The prompter of a model folder or hub name, with the stop tokens of its generation config."""
+    def of(cls, model: ModelConfig, *, path: str | None = None) -> Prompter:
+        """That of the policy. `path`: where its files are here (None: at `model.path`)."""
+        found = model.path if path is None else path
+        assert found is not None, "a model is built before anything is encoded"
+        return cls.load(found, chat_template=model.chat_template, chat_template_kwargs=model.chat_template_kwargs)
+
+    @classmethod
+    def load(cls, model_path: str | Path, **template: Any) -> Prompter:
+        """The prompter of a model folder or hub name, with the stop tokens of its generation config; `template`: as for
+        the class.
+        """
         from transformers import AutoTokenizer, GenerationConfig
 
         try:
@@ -55,7 +80,8 @@ class Prompter:
         except OSError:  # a model without generation_config.json
             eos = None
         stops = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-        return cls(AutoTokenizer.from_pretrained(str(model_path), trust_remote_code=False), extra_stop_token_ids=stops)
+        tokenizer = AutoTokenizer.from_pretrained(str(model_path), trust_remote_code=False)
+        return cls(tokenizer, extra_stop_token_ids=stops, **template)
 
     def encode(self, prompt: str | Sequence[Message], *, tools: Tools = ()) -> list[int]:
         """Token ids [T] of a prompt, ready for the assistant to continue. Text counts as one user message.
@@ -250,7 +276,7 @@ class Prompter:
     @property
     def _template(self) -> str:
         """Names the template in messages."""
-        return _template_name(self.tokenizer)
+        return _template_name(self.tokenizer) if self._chat_template is None else self._chat_template.name
 
     def _tokens(self, text: str, *, special: bool = False) -> list[int]:
         # Not `special`: the template has already written BOS and the rest; the tokenizer would duplicate them.
@@ -273,16 +299,22 @@ def _template_name(tokenizer: Any) -> str:
     return f"chat template of {name}" if name else "chat template"
 
 
-def _chat_template(tokenizer: Any) -> ChatTemplate | None:
-    """The tokenizer's template; None for a tokenizer whose code, not a template, writes conversations."""
+def _chat_template(tokenizer: Any, own: str | None, kwargs: Mapping[str, Any]) -> ChatTemplate | None:
+    """`own`, or the tokenizer's template; None for a tokenizer whose code, not a template, writes conversations."""
     from transformers import PreTrainedTokenizerBase as Base
 
-    if type(tokenizer).apply_chat_template is not Base.apply_chat_template:
+    if own is None and type(tokenizer).apply_chat_template is not Base.apply_chat_template:
+        if kwargs:
+            raise ValueError(
+                f"model.chat_template_kwargs: got {sorted(kwargs)}, expected nothing: code of the tokenizer, not a "
+                "template, writes conversations; leave it out, or set model.chat_template=FILE.jinja"
+            )
         return None
     return ChatTemplate(
-        tokenizer.get_chat_template(),
-        name=_template_name(tokenizer),
+        tokenizer.get_chat_template() if own is None else own,
+        name=_template_name(tokenizer) if own is None else "model.chat_template",
         special_tokens=tokenizer.special_tokens_map,
+        kwargs=kwargs,
     )
 
 

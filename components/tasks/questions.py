@@ -13,12 +13,16 @@ from ..types import Message, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One problem as its source wrote it, before templates: `question` decides identity, not the finished prompt."""
+    """One problem as its source wrote it, before templates: `question` decides identity, not the finished prompt.
+
+    `system`: its own system message (None: it has none).
+    """
 
     question: str | list[Message]
     answer: str
     info: dict[str, Any]
     messages: list[Message] = field(default_factory=list)
+    system: str | None = None
 
     def texts(self) -> Iterator[str]:
         """All of its text that is hashed or tokenized, before templates."""
@@ -27,6 +31,8 @@ class Row:
             yield message["role"]
             yield from texts_in(message)
         yield self.answer
+        if self.system is not None:
+            yield self.system
         if isinstance(solution := self.info.get("solution"), str):
             yield solution
 
@@ -58,15 +64,17 @@ def is_held_out(digest: str, holdout_frac: float) -> bool:
 def make_task(row: Row, *, task_id: str, system_prompt: str | None, prompt_template: str | None) -> Task:
     """The task of a row, with the system prompt and the template applied.
 
-    `prompt_template` holds "{prompt}" and wraps a text prompt, or the last user message of a list of messages.
+    `system_prompt`: of rows that have none of their own; messages that begin with one keep that. `prompt_template`
+    holds "{prompt}" and wraps a text prompt, or the last user message of a list of messages.
     """
     prompt: str | list[Message] = row.question
     if prompt_template is not None:
         prompt = _apply_template(prompt, prompt_template)
-    if system_prompt is not None:
+    system = system_prompt if row.system is None else row.system
+    if system is not None:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if messages[0]["role"] != "system":
-            prompt = [{"role": "system", "content": system_prompt}, *messages]
+            prompt = [{"role": "system", "content": system}, *messages]
     return Task(task_id=task_id, prompt=prompt, answer=row.answer, info=row.info, messages=row.messages)
 
 

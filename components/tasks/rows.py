@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config.inputs import TaskSource
@@ -22,7 +22,8 @@ class RowFormat:
     supervised training). With `messages_key` an item is a whole conversation under that key: its prompt is everything
     before the first assistant message, its answer the last assistant message, and `Row.messages` all that follows the
     prompt. The answer of a turn that calls tools is its calls, as JSON. Under `tools_key` an item says which tools it
-    may use (none where it has no such key): `info["allowed_tools"]`. All other keys arrive in `info`.
+    may use (none where it has no such key): `info["allowed_tools"]`; under `system_prompt_key`, its own system message.
+    All other keys arrive in `info`.
     """
 
     task: TaskSource
@@ -37,11 +38,21 @@ class RowFormat:
         item = dict(item)
         if self.task.tools_key is not None:
             item["allowed_tools"] = _tools(item.pop(self.task.tools_key, []), f"{where}: {self.task.tools_key!r}")
+        system = self._system(item, where)
         row = self._example(item, where) if self.task.messages_key is None else self._conversation(item, where)
+        row = replace(row, system=system)
         for text in row.texts():
             if (character := _no_text(text)) is not None:
                 raise ValueError(f"{where}: the text has {character!r}, half of a character; write the file as UTF-8")
         return row
+
+    def _system(self, item: dict[str, Any], where: str) -> str | None:
+        """Null, empty or missing: it has none."""
+        key = self.task.system_prompt_key
+        system = None if key is None else item.pop(key, None)
+        if system is not None and not isinstance(system, str):
+            raise ValueError(f"{where}: {key!r} is {repr(system)[:60]}; expected text, the system message of this row")
+        return system or None
 
     def _example(self, item: dict[str, Any], where: str) -> Row:
         self._need(item, self.task.prompt_key, "task.prompt_key", where)

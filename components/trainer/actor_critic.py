@@ -39,7 +39,7 @@ class ActorCriticTrainer(Trainer):
         self._warmup_steps = settings.critic.warmup_steps
         path, mesh = (
             settings.path_of(settings.critic.path),
-            make_mesh(settings.cluster.device, settings.train.num_ranks),
+            make_mesh(settings.cluster.device, settings.train.num_ranks, settings.train.shards),
         )
         self._critic = Critic(path, settings, mesh, device=self._device)
         check_vocabulary("critic.path", path, self._critic.model.lm, policy=self._model.lm)

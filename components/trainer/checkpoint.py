@@ -131,7 +131,7 @@ def load_state(
     if rank == 0:
         _check_same_base(directory, adapts, state.get("adapts"))
     generators = _generators(directory, index.tensors, rng_state(device), rank)
-    targets = {name: local_rows(t, rank=rank, num_ranks=num_ranks) for name, t in (tensors | generators).items()}
+    targets = {name: local_rows(t) for name, t in (tensors | generators).items()}
     try:
         load_rows(directory, index, targets)
     except DamagedFileError as error:

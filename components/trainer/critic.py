@@ -93,8 +93,9 @@ class Critic:
         device: torch.device,
     ) -> None:
         """`path`: a causal LM with the policy's vocabulary; only its body is used."""
-        critic, train, optimizer = settings.critic, settings.train, settings.optimizer
+        critic, train = settings.critic, settings.train
         assert critic is not None
+        optimizer = critic.optimizer_of(settings.optimizer)
         self._value_clip = critic.value_clip
         found = find_model(
             path,
@@ -122,9 +123,8 @@ class Critic:
             weights=of_body,
             compute_dtype=settings.dtype,
             gradient_checkpointing=train.gradient_checkpointing,
+            forward_prefetch=train.forward_prefetch,
         )  # type: ignore[assignment]
-        if critic.lr is not None:
-            optimizer = optimizer.model_copy(update={"lr": critic.lr})
         # No matrix between hidden states either: the head, which makes one number of each.
         outside = embedding_ids(self.model) | {id(self.model.head.weight)}
         self.optimizer = make_optimizer(self.model.parameters(), optimizer, embeddings=outside)

@@ -37,10 +37,10 @@ class HFWriter:
 
     The folder appears complete or not at all. Each `add` writes one file of weights and keeps nothing in memory.
     `finish` writes down the checksums of all files, and renames the folder to its final name. `shapes`: of the model's
-    tensors, by name.
+    tensors, by name. `chat_template`: in place of the tokenizer's own.
     """
 
-    def __init__(self, base: str, directory: Path, *, dtype: torch.dtype) -> None:
+    def __init__(self, base: str, directory: Path, *, dtype: torch.dtype, chat_template: str | None = None) -> None:
         self._directory = directory
         self._partial = directory.with_name(directory.name + ".partial")
         config = AutoConfig.from_pretrained(base, trust_remote_code=False)
@@ -51,6 +51,8 @@ class HFWriter:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         self._missing = {name: tuple(names) for names in by_tensor(tensors).values() for name in names}
         self._tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=False)
+        if chat_template is not None:
+            self._tokenizer.chat_template = chat_template
         self._copied = _side_files(base)
         self._files: list[dict[str, int]] = []  # of each file: bytes by name
         self._sums: list[FileSums] = []

@@ -33,6 +33,7 @@ from .microbatch import Packing, split_into_microbatches
 from .pretrained import ModelRefusedError, read_weights, skeleton
 from .scoring import ScoringModel, head_forward, output_head
 from .sharding import reshard, shard
+from .shards import shard_of
 from .tensors import fill, saved_tensors, taken_back
 
 logger = logging.getLogger(__name__)
@@ -184,7 +185,7 @@ class _Loader:
             self._model = None
             gc.collect()  # parts of a sharded model refer to each other
         elif not self.weights:
-            rank, num_ranks = (0, 1) if self.mesh is None else (self.mesh.get_rank(), self.mesh.size())
+            rank, num_ranks = (0, 1) if self.mesh is None else shard_of(self.mesh)
             device = torch.device("cpu") if self.cpu_offload else self.device
             self.weights = read_weights(lm, self.path, rank=rank, num_ranks=num_ranks, device=device)
             self._conversions = lm._weight_conversions
@@ -217,7 +218,7 @@ class _Loader:
         if self.mesh is None:
             return wrong
         failed = torch.tensor([float(wrong is not None)], device=self.device)
-        dist.all_reduce(failed, dist.ReduceOp.MAX, self.mesh.get_group())
+        dist.all_reduce(failed, dist.ReduceOp.MAX)  # the mesh has all ranks
         return "another rank cannot compute it" if wrong is None and failed.item() else wrong
 
     def longest(self, lm: PreTrainedModel) -> int:
@@ -472,6 +473,7 @@ class _Probe:
             behavior_logprobs=none,
             policy_versions=none.long(),
             advantages=none,
+            temperatures=torch.ones(len(self.sequences)),
             prompt_tensors=None,
             token_tensors=None,
         )

@@ -19,7 +19,7 @@ from ..weights import BucketPlan, plan_buckets
 from .names import PublishedNames
 from .scoring import ScoringModel
 from .sharding import reshard
-from .shards import local_rows
+from .shards import is_of_first_copy, local_rows, num_shards
 from .tensors import TensorsOf, by_tensor, saved_tensors
 
 
@@ -43,7 +43,7 @@ class Gatherer:
         """`tensors_of`: which of the model's tensors, by name, as the live objects."""
         self._model, self._tensors_of = model, tensors_of
         self.names = PublishedNames(model.lm)
-        self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self._rank = dist.get_rank()
         reshard(model)
         # Tied: an engine may keep a packed copy under the other name, so both names are published.
         tensors = by_tensor(tensors_of(model.lm))
@@ -53,6 +53,8 @@ class Gatherer:
         )
         live = {names[0]: tensor for tensor, names in tensors.items()}
         self._sharded = {name for name, tensor in live.items() if isinstance(tensor, DTensor)}
+        # Of several copies the first one is published: it is on the first ranks, in their order.
+        self._num_shards = max(map(num_shards, live.values()))
         self._parts = [self._part_of(plan, live) for plan in self.plans]
         self._on_gpu = any(tensor.is_cuda for tensor in live.values())
         beside = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
@@ -66,7 +68,7 @@ class Gatherer:
     def new_bucket(self) -> torch.Tensor:
         """Memory for each bucket in turn, for `gather`: of no bytes, but on rank 0 of several."""
         largest = max(plan.num_bytes for plan in self.plans)
-        return torch.empty(largest if self._rank == 0 and self._num_ranks > 1 else 0, dtype=torch.uint8)
+        return torch.empty(largest if self._rank == 0 and self._num_shards > 1 else 0, dtype=torch.uint8)
 
     @torch.no_grad()
     def copy_parts(self, into: Sequence[torch.Tensor]) -> Callable[[], None]:
@@ -123,8 +125,9 @@ class Gatherer:
         """How this rank's part of a bucket lies in memory."""
         own: list[tuple[tuple[str, ...], torch.dtype, tuple[int, ...]]] = []
         for span in plan.spans:
-            _, rows = local_rows(tensors[span.names[0]], rank=self._rank, num_ranks=self._num_ranks)
-            is_own = self._rank == 0 or span.names[0] in self._sharded
+            tensor = tensors[span.names[0]]
+            _, rows = local_rows(tensor)
+            is_own = self._rank == 0 or (isinstance(tensor, DTensor) and is_of_first_copy(tensor))
             own.append((span.names, span.dtype, tuple(rows.shape) if is_own else (0,)))
         (part,) = plan_buckets(own, bucket_bytes=plan.num_bytes)
         return part
@@ -138,7 +141,7 @@ class Gatherer:
     def _copy_part(self, part: BucketPlan, tensors: dict[str, torch.Tensor], into: torch.Tensor) -> None:
         for span in part.spans:
             if span.num_bytes:
-                _, rows = local_rows(tensors[span.names[0]], rank=self._rank, num_ranks=self._num_ranks)
+                _, rows = local_rows(tensors[span.names[0]])
                 # Cast where the weights are: between devices torch would cast on the CPU, and wait for it.
                 rows = rows.to(span.dtype) if rows.is_cuda else rows
                 span.tensor(into).copy_(rows, non_blocking=True)
@@ -147,8 +150,8 @@ class Gatherer:
         self, index: int, part: torch.Tensor, into: torch.Tensor, group: dist.ProcessGroup | None
     ) -> tuple[BucketPlan, torch.Tensor | None]:
         plan = self.plans[index]
-        if self._num_ranks == 1:
-            return plan, part
+        if self._num_shards == 1:
+            return plan, part if self._rank == 0 else None
         memory = plan.lay_out(into) if self._rank == 0 else None
         messages: list[dist.P2POp] = []
         for span, own in zip(plan.spans, self._parts[index].spans, strict=True):
@@ -167,7 +170,7 @@ class Gatherer:
         if name not in self._sharded:
             whole.copy_(own)
             return
-        rows = -(-whole.shape[0] // self._num_ranks)  # as torch.chunk cuts: the last ranks may have fewer, or none
+        rows = -(-whole.shape[0] // self._num_shards)  # as torch.chunk cuts: the last ranks may have fewer, or none
         for rank, shard in enumerate(whole.split(rows)):
             if rank == 0:
                 shard.copy_(own)

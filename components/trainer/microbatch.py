@@ -46,6 +46,7 @@ class Microbatch(Tokens):
     logit_positions: torch.Tensor  # int64 [S]
     targets: torch.Tensor  # int64 [S]
     batch_positions: torch.Tensor  # int64 [S], where each token is in the batch
+    temperature: float | torch.Tensor  # of all tokens, or float32 [S]
     token_tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # [S, ...]
     prompt_tensors: dict[str, PromptRows] = field(default_factory=dict)
 
@@ -115,6 +116,7 @@ def empty_microbatch(*, packed: bool) -> Microbatch:
         proximal_logprobs=none.float(),
         reference_logprobs=none.float(),
         batch_positions=none,
+        temperature=1.0,
     )
 
 
@@ -177,9 +179,17 @@ class _Sequences:
             "policy_versions": self.batch.policy_versions[positions].long(),
             "advantages": self.batch.advantages[positions],
             "batch_positions": positions,
+            "temperature": self._temperature(chunk, lengths),
             **{name: logprobs[positions] for name, logprobs in self.scored.items()},
             "token_tensors": {name: tensor[positions] for name, tensor in further(self.batch, "token_tensors").items()},
         }
+
+    def _temperature(self, chunk: Sequence[int], lengths: list[int]) -> float | torch.Tensor:
+        """One number where these sequences have one, so that nothing is looked up on the device."""
+        temperatures = self.batch.temperatures[list(chunk)]
+        if len(distinct := temperatures.unique()) == 1:
+            return float(distinct)
+        return torch.repeat_interleave(temperatures, torch.tensor(lengths))
 
     def prompt_tensors(self, prompts: Sequence[int]) -> dict[str, PromptRows]:
         """Those of the prompts of these sequences, in this order."""

@@ -102,7 +102,9 @@ class Saver:
             from .export import HFWriter  # here, because it needs a tokenizer
 
             try:
-                writer = HFWriter(settings.path_of(None), folder, dtype=settings.dtype)
+                writer = HFWriter(
+                    settings.path_of(None), folder, dtype=settings.dtype, chat_template=settings.model.chat_template
+                )
             except OSError as error:
                 failure = error
         for plan, memory in weights.buckets():

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from .attention import NAME as PACKED
@@ -66,17 +67,21 @@ class ScoringModel(nn.Module):
         input_ids: torch.Tensor,
         rows: torch.Tensor,
         targets: torch.Tensor | None,
-        temperature: float,
+        temperature: float | torch.Tensor,
         *,
         position_ids: torch.Tensor | None = None,
         layout: Layout | None = None,
         attention_mask: torch.Tensor | None = None,
+        kept: torch.Tensor | None = None,
+        barred: torch.Tensor | None = None,
         entropy_gradient: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """input_ids [B, T], rows [S] into the flattened B * T positions -> (logprobs, entropy [S]), in nats, float32.
 
-        With targets [S]: `logprobs` [S] of those. Without: of the whole vocabulary, [S, V]. `position_ids`, `layout`
-        (only for a model that `is_packed`) and `attention_mask`: see `Microbatch`. A gradient through the entropy keeps
+        With targets [S]: `logprobs` [S] of those. Without: of the whole vocabulary, [S, V]. `temperature`: one for all,
+        or of each token, [S] (with targets). `position_ids`, `layout` (only for a model that `is_packed`) and
+        `attention_mask`: see `Microbatch`. `kept` [S, W] and `barred` [S, B]: the tokens that each token was drawn
+        from, and not (`sampling_masks`): the distribution is that over these. A gradient through the entropy keeps
         another [S, V] for the backward pass, so it is only computed on request.
         """
         given = pass_arguments(self.lm, input_ids, position_ids, layout, attention_mask if self.masks else None)
@@ -84,11 +89,37 @@ class ScoringModel(nn.Module):
         with head_input(head) as seen:
             self.lm(**given)
         hidden = seen[0].flatten(0, 1)[rows]
-        transform = self.transform.at(temperature)
+        masks = (kept, barred)
+        if not isinstance(temperature, torch.Tensor):
+            return self._scored(hidden, targets, self.transform.at(temperature), masks, entropy_gradient)
+        assert targets is not None, "tokens of several temperatures"
+        where, parts = [], []
+        for one in temperature.unique().tolist():
+            where.append((temperature == one).nonzero().flatten())
+            at = self.transform.at(one)
+            own = tuple(None if mask is None else mask[where[-1]] for mask in masks)
+            parts.append(self._scored(hidden[where[-1]], targets[where[-1]], at, own, entropy_gradient))
+        order = torch.cat(where).argsort()
+        logprobs, entropy = (torch.cat(each)[order] for each in zip(*parts, strict=True))
+        return logprobs, entropy
+
+    def _scored(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor | None,
+        transform: LogitTransform,
+        masks: tuple[torch.Tensor | None, ...],
+        entropy_gradient: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [S, D] -> what `forward` returns."""
+        head = output_head(self.lm)
+        if any(mask is not None for mask in masks):
+            assert targets is not None, "tokens that were drawn"
+            return self._among(hidden, targets, transform, masks)
         # A head of an unknown kind computes all logits, because its weights alone do not determine its output. So does
         # any head if the entropy needs a gradient: the chunked entropy has none.
         many, chunk = self._chunks(hidden.device)
-        chunked = len(rows) > many and type(head) is nn.Linear and not entropy_gradient
+        chunked = len(hidden) > many and type(head) is nn.Linear and not entropy_gradient
         if targets is not None and chunked:
             assert isinstance(head, nn.Linear)
             return token_logprobs(
@@ -104,6 +135,30 @@ class ScoringModel(nn.Module):
             return logprobs, entropy
         # A sum over one element instead of a squeeze: FSDP hooks must not sit on a view.
         return logprobs.gather(-1, targets[:, None]).sum(-1), entropy
+
+    def _among(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        transform: LogitTransform,
+        masks: tuple[torch.Tensor | None, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs and entropies [S] over the tokens that masks leave, both with a gradient.
+
+        Some tokens at a time, computed again in the backward pass: all logits of a token are needed to find a few.
+        """
+
+        def of(hidden: torch.Tensor, targets: torch.Tensor, *masks: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+            return masked_logprobs(transform(self.logits(hidden).float()), targets, *masks)
+
+        _, chunk = self._chunks(hidden.device)
+        parts = []
+        for start in range(0, len(targets), chunk):
+            own = slice(start, start + chunk)
+            given = (hidden[own], targets[own], *(None if mask is None else mask[own] for mask in masks))
+            parts.append(checkpoint(of, *given, use_reentrant=False) if torch.is_grad_enabled() else of(*given))
+        logprobs, entropy = (torch.cat(each) for each in zip(*parts, strict=True))
+        return logprobs, entropy
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the output head makes of hidden states [..., D]: [..., V], neither capped nor scaled."""
@@ -123,6 +178,28 @@ class ScoringModel(nn.Module):
             return self.chunk_tokens, self.chunk_tokens
         vocab_size = self.lm.config.get_text_config().vocab_size
         return max(1, MANY_LOGITS // vocab_size), max(1, TILE_LOGITS[device.type] // vocab_size)
+
+
+def masked_logprobs(
+    logits: torch.Tensor, targets: torch.Tensor, kept: torch.Tensor | None, barred: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [S, V], targets [S], kept [S, W] and barred [S, B] token ids, -1 after them -> (logprobs, entropy [S]).
+
+    Over what is kept, or over all but what is barred. Nothing kept: nobody drew this token, and its logprob is 0.
+    """
+    if kept is None:
+        assert barred is not None, "one of the two"
+        size = logits.shape[-1]
+        hidden = torch.zeros(len(logits), size + 1, dtype=torch.bool, device=logits.device)
+        hidden.scatter_(1, torch.where(barred < 0, size, barred).long(), True)
+        logprobs = torch.log_softmax(logits.masked_fill(hidden[:, :size], float("-inf")), dim=-1)
+        return logprobs.gather(-1, targets[:, None]).sum(-1), entropy_of(logprobs)
+    alone = torch.where((kept < 0).all(-1), targets, kept[:, 0])
+    kept = torch.cat([alone[:, None], kept[:, 1:]], dim=1).long()
+    among = logits.gather(-1, kept.clamp(min=0)).masked_fill(kept < 0, float("-inf"))
+    logprobs = torch.log_softmax(among, dim=-1)
+    own = torch.where(kept == targets[:, None], logprobs, 0.0).sum(-1)
+    return own, entropy_of(logprobs)
 
 
 def entropy_of(logprobs: torch.Tensor) -> torch.Tensor:

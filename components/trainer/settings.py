@@ -37,7 +37,6 @@ class TrainerSettings:
     objective: Objective
     canary: CanaryPrompts
     total_steps: int
-    temperature: float
     max_policy_lag: int | None
     max_length: int | None = None
     reference_path: str | None = None

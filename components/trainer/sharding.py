@@ -1,4 +1,4 @@
-"""FSDP2: one sharding unit per decoder layer, one for the rest."""
+"""FSDP2: one sharding unit per decoder layer, one for the rest; over all ranks, or in several copies (HSDP)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from .shards import shard_of
 from .tensors import fill
 
 if TYPE_CHECKING:  # the driver reads checkpoints, and has no use for transformers
@@ -26,8 +27,14 @@ if TYPE_CHECKING:  # the driver reads checkpoints, and has no use for transforme
 MAX_PROGRAMS = 32
 
 
-def make_mesh(device_type: str, num_ranks: int) -> DeviceMesh:
-    return init_device_mesh(device_type, (num_ranks,))
+def make_mesh(device_type: str, num_ranks: int, shards: int | None = None) -> DeviceMesh:
+    """All ranks; `shards`: how many neighbours have a copy of the weights together (None: all of them have one).
+
+    With several copies it has two dimensions, and FSDP adds up gradients over both (HSDP).
+    """
+    if shards is None or shards == num_ranks:
+        return init_device_mesh(device_type, (num_ranks,))
+    return init_device_mesh(device_type, (num_ranks // shards, shards), mesh_dim_names=("copy", "shard"))
 
 
 def shard(
@@ -39,12 +46,14 @@ def shard(
     gradient_checkpointing: bool,
     compile_layers: bool = False,
     cpu_offload: bool = False,
+    forward_prefetch: int = 0,
 ) -> ScoringModel:
     """Shard a skeleton in place, and fill it with this rank's `weights`; see `pretrained`.
 
     Computes in `compute_dtype`; master weights, gradient reduction and optimizer are in float32.
     `compile_layers`: each decoder layer by torch.compile, except its packed attention. `cpu_offload`: master weights,
     gradients and optimizer live in the CPU's memory, and a layer's weights come to the device while it computes.
+    `forward_prefetch`: weights of so many further layers are gathered while one computes its forward pass.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype is torch.float32 else compute_dtype, reduce_dtype=torch.float32
@@ -52,7 +61,7 @@ def shard(
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     # One rank already has everything: gathering again for the backward pass would only save a copy in the compute
     # dtype. Frozen weights have no backward pass, and offloaded weights must leave the device.
-    again = mesh.size() > 1 or cpu_offload or not any(p.requires_grad for p in model.parameters())
+    again = shard_of(mesh)[1] > 1 or cpu_offload or not any(p.requires_grad for p in model.parameters())
     if compile_layers:
         # Training, scoring and the canary compile to separate programs, for each kind of layer. Programs beyond the
         # limit would run uncompiled.
@@ -66,6 +75,11 @@ def shard(
             layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    if forward_prefetch:
+        layers = decoder_layers(model.lm)
+        for i, layer in enumerate(layers):
+            assert isinstance(layer, FSDPModule), "sharded above"
+            layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + forward_prefetch])  # type: ignore[arg-type]
     fill(model.lm, weights)
     if hasattr(model, "plain_logits"):
         register_fsdp_forward_method(model, "plain_logits")

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..integrity import DamagedFileError, FileSums, SummedFile, SummedReader
 
@@ -116,9 +117,9 @@ def write_safetensors(
     return sums, {name: 8 + len(text) + start for name, start in starts.items()}
 
 
-def write_shard(directory: Path, tensors: Mapping[str, torch.Tensor], *, rank: int, num_ranks: int) -> Written:
+def write_shard(directory: Path, tensors: Mapping[str, torch.Tensor], *, rank: int) -> Written:
     """This rank's rows of the sharded ones of `tensors`, and all of the others."""
-    parts = {name: local_rows(tensor, rank=rank, num_ranks=num_ranks) for name, tensor in tensors.items()}
+    parts = {name: local_rows(tensor) for name, tensor in tensors.items()}
     local = {name: part for name, (_, part) in parts.items() if part.numel()}
     sums, starts = write_safetensors(directory / file_name(rank), local, metadata={"format": "pt"})
     written = {}
@@ -129,12 +130,31 @@ def write_shard(directory: Path, tensors: Mapping[str, torch.Tensor], *, rank: i
     return sums, written
 
 
-def local_rows(tensor: torch.Tensor, *, rank: int, num_ranks: int) -> tuple[int, torch.Tensor]:
+def local_rows(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
     """The first row of this rank's part of a tensor, and the part itself as a live view: all of it unless sharded."""
     if not isinstance(tensor, DTensor):
         return 0, tensor
-    assert tensor.placements == (Shard(0),), f"sharded in an unsupported way: {tensor.placements}"
+    *copies, shard = tensor.placements
+    supported = shard == Shard(0) and all(isinstance(copy, Replicate) for copy in copies)
+    assert supported, f"sharded in an unsupported way: {tensor.placements}"
+    rank, num_ranks = shard_of(tensor.device_mesh)
     return own_rows(tensor.shape[0], rank=rank, num_ranks=num_ranks)[0], tensor.to_local()
+
+
+def shard_of(mesh: DeviceMesh) -> tuple[int, int]:
+    """(this rank's place among those that share a copy of the weights, how many they are)."""
+    return mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+
+
+def num_shards(tensor: torch.Tensor) -> int:
+    """How many ranks have a sharded tensor together; 1: each has all of it."""
+    return shard_of(tensor.device_mesh)[1] if isinstance(tensor, DTensor) else 1
+
+
+def is_of_first_copy(tensor: DTensor) -> bool:
+    """Whether this rank's rows are those of the first of several copies of the weights; of one copy, all are."""
+    mesh = tensor.device_mesh
+    return mesh.ndim == 1 or mesh.get_local_rank(0) == 0
 
 
 def own_rows(num_rows: int, *, rank: int, num_ranks: int) -> tuple[int, int]:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from .. import spans
 from ..algorithms.objective import Loss, Objective
+from ..sampling_masks import BARRED, KEPT
 from ..transports.object_store import ObjectStore
 from ..transports.transport import WeightTransport
 from ..weights import CanaryPrompts, Manifest, Publication
@@ -44,6 +45,7 @@ from .saver import Saver
 from .scoring import ScoringModel
 from .settings import TrainerSettings
 from .sharding import make_mesh, shard
+from .shards import shard_of
 from .tensors import saved_tensors
 from .vocabulary import check_vocabulary
 
@@ -76,7 +78,7 @@ class Trainer:
         self._saver = Saver(rank=rank, device=self._device, timeout_s=timeout_s)
         torch.manual_seed(settings.seed)
         train = settings.train
-        mesh = make_mesh(settings.cluster.device, num_ranks)
+        mesh = make_mesh(settings.cluster.device, num_ranks, train.shards)
         found = find_model(
             settings.path_of(None),
             attn=settings.model.attn,
@@ -91,9 +93,8 @@ class Trainer:
         if lora is not None:
             adapt(found.lm, lora)
             on = torch.device("cpu") if train.cpu_offload else self._device
-            found.weights.update(
-                initial_adapters(found.lm, seed=settings.seed, rank=rank, num_ranks=num_ranks, device=on)
-            )
+            own, shards = shard_of(mesh)
+            found.weights.update(initial_adapters(found.lm, seed=settings.seed, rank=own, num_ranks=shards, device=on))
         model = found.scoring_model(train.logprob_chunk_tokens)
         self._packing: Packing = "padded"
         if model.is_packed:
@@ -107,6 +108,7 @@ class Trainer:
             gradient_checkpointing=train.gradient_checkpointing,
             compile_layers=train.compile,
             cpu_offload=train.cpu_offload,
+            forward_prefetch=train.forward_prefetch,
         )
         self._objective = settings.objective
         self._reference: ScoringModel | None = None
@@ -426,10 +428,12 @@ class Trainer:
             microbatch.input_ids,
             microbatch.logit_positions,
             microbatch.targets,
-            self._settings.temperature,
+            microbatch.temperature,
             position_ids=microbatch.position_ids,
             layout=microbatch.layout,
             attention_mask=microbatch.attention_mask,
+            kept=microbatch.token_tensors.get(KEPT),
+            barred=microbatch.token_tensors.get(BARRED),
             entropy_gradient=entropy_gradient,
         )
 

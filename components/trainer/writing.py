@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from .shards import Written, write_shard
+from .shards import Written, is_of_first_copy, write_shard
 
 
 class CheckpointWriteError(RuntimeError):
@@ -31,13 +31,17 @@ def write_shards(
 
     At most `max_writers` ranks (0: all) write at a time: storage that many nodes share is faster with few writers than
     with all. Raises `CheckpointWriteError` on every rank. Of tensors that are not sharded, rank 0 writes its copy; the
-    states of generators belong to one rank each.
+    states of generators belong to one rank each. Of several copies of the weights, the first one is written.
     """
-    own = {n: t for n, t in tensors.items() if rank == 0 or isinstance(t, DTensor) or n.startswith("rng.")}
+
+    def is_own(name: str, tensor: torch.Tensor) -> bool:
+        return is_of_first_copy(tensor) if isinstance(tensor, DTensor) else rank == 0 or name.startswith("rng.")
+
+    own = {name: tensor for name, tensor in tensors.items() if is_own(name, tensor)}
     written: list[Written] = []
 
     def write() -> None:
-        written.append(write_shard(directory, own, rank=rank, num_ranks=num_ranks))
+        written.append(write_shard(directory, own, rank=rank))
 
     num_turns = -(-num_ranks // max_writers) if max_writers else 1
     for turn in range(num_turns):

@@ -505,10 +505,8 @@ def test_a_models_gradient_in_grpo_is_theirs(trl: Trl, make, model_path, packing
         },
     )
     loss.backward()
-    trainer = make(
-        objective=objective_of(settings("name=dapo"), find_recipe("async_rl")), temperature=0.7, packing=packing
-    )
-    batch = batch_trajectories(trajectories, advantages, num_sequences=6, num_tokens=num_tokens)
+    trainer = make(objective=objective_of(settings("name=dapo"), find_recipe("async_rl")), packing=packing)
+    batch = batch_trajectories(trajectories, advantages, num_sequences=6, num_tokens=num_tokens, temperature=0.7)
     assert trainer.forward_backward(batch)["train/loss/policy"] == pytest.approx(loss.item(), rel=1e-5)
     same_gradients(trainer, model)
 

@@ -173,7 +173,7 @@ def test_engine_and_trainer_agree_after_weight_syncs(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([here, *sys.path]))
     save_model(tmp_path, family, ranks)
     runner, threads = asyncio.Runner(), torch.get_num_threads()
-    settings = settings_of(tmp_path, canary=canary_prompts(), temperature=TEMPERATURE, bucket_bytes=50_000)
+    settings = settings_of(tmp_path, canary=canary_prompts(), bucket_bytes=50_000)
     trainer = Trainer(settings, rank=0, init_method=free_address())
     engine = start_engine(tmp_path, ranks)
     try:
@@ -185,7 +185,9 @@ def test_engine_and_trainer_agree_after_weight_syncs(
             gap = runner.run(asyncio.wait_for(weight_sync(engine, trainer), 200))
             assert 0 < gap <= TOLERANCE
             trajectories = runner.run(asyncio.wait_for(sampled(engine, version), 200))
-            batch = batch_trajectories(trajectories, [0.0] * len(trajectories), num_sequences=1, num_tokens=1)
+            batch = batch_trajectories(
+                trajectories, [0.0] * len(trajectories), num_sequences=1, num_tokens=1, temperature=TEMPERATURE
+            )
             worst = (trainer.token_logprobs(batch) - batch.behavior_logprobs).abs().max().item()
             print(f"{family}, version {version}: canary {gap:.1e}, {len(batch.response_tokens)} tokens {worst:.1e}")
             assert 0 < worst <= TOLERANCE

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from leeway.tasks.chat_templates import MAX_SOURCE, ChatTemplate
+from leeway.config.inputs import MAX_TEMPLATE
+from leeway.tasks.chat_templates import ChatTemplate
 
 USER = [{"role": "user", "content": "question"}]
 X = "{% set x = 'x' %}"
@@ -71,7 +72,7 @@ HOSTILE = {
     "date_of_great_width": "{{ strftime_now('%999999999d') }}",
     "nested_brackets": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     "nested_ifs": "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
-    "endless_source": "x" * (MAX_SOURCE + 1),
+    "endless_source": "x" * (MAX_TEMPLATE + 1),
     "inside_of_python": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "globals_of_a_function": "{{ raise_exception.__globals__.os }}",
     "import_by_cycler": "{{ cycler.__init__.__globals__.os.popen('id').read() }}",

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from leeway.algorithms.critic import gae, outcome_rewards, value_loss
 from leeway.algorithms.grpo import PPOClip
 from leeway.algorithms.objective import PolicyObjective
-from leeway.config.learning import CriticConfig
+from leeway.config.learning import CriticConfig, OptimizerConfig
 from leeway.trainer.actor import TrainerActor
 from leeway.trainer.actor_critic import ActorCriticTrainer, make_trainer, step_inputs
 from leeway.trainer.checkpoint import CheckpointError
@@ -375,6 +375,24 @@ def test_weight_decay_spares_the_critics_embeddings_and_head_where_it_is_of_hidd
     kept = {name for name, tensor in weights(trainer._critic.model).items() if torch.equal(tensor, before[name])}
     assert {"lm.embed_tokens.weight", "head.weight", "head.bias", "lm.norm.weight"} <= kept
     assert "lm.layers.0.mlp.up_proj.weight" not in kept
+
+
+def test_the_critic_is_clipped_and_warms_up_by_itself(make):
+    trainer = make(critic={"lr_warmup_steps": 10, "max_grad_norm": 1e-3}, warmup_steps=2, max_grad_norm=1e9)
+    trainer.forward_backward(batch_of(in_pairs(random_trajectories(0, 8))))
+    parameters = list(trainer._critic.model.parameters())
+    clipped: list[float] = []
+    trainer._critic.optimizer.register_step_pre_hook(
+        lambda *_: clipped.append(sum(float(p.grad.full_tensor().square().sum()) for p in parameters) ** 0.5)
+    )
+    said = trainer._critic._stepper.step(0)
+    assert said["train/lr"] == pytest.approx(CRITIC["lr"] / 10)
+    assert said["train/grad_norm"] > 1e-3
+    assert clipped == [pytest.approx(1e-3, rel=1e-3)]
+    of_policy, own = OptimizerConfig(max_grad_norm=1.0, warmup_frac=0.5), CriticConfig(max_grad_norm=0.25)
+    assert (own.optimizer_of(of_policy).max_grad_norm, own.optimizer_of(of_policy).warmup_frac) == (0.25, 0.5)
+    assert CriticConfig().optimizer_of(of_policy) == of_policy
+    assert CriticConfig(lr_warmup_steps=0).optimizer_of(of_policy).warm_up(100) == 0
 
 
 RANK_1 = """

@@ -23,6 +23,7 @@ from torchrl.objectives.llm.grpo import MCAdvantage
 
 from leeway.collector.clock import ACTIVITIES
 from leeway.collector.engine import EngineLost, StagedWeights
+from leeway.config import derive, load_config
 from leeway.config.inputs import EvalSampling
 from leeway.envs.base import all_or_none
 from leeway.envs.single_turn import SingleTurn
@@ -755,6 +756,31 @@ def test_a_task_that_fails_in_an_evaluation_leaves_its_reason():
         assert "OSError: no such host" in reason
 
     play(scenario, Picky())
+
+
+def test_a_cap_on_groups_in_flight_holds_for_evaluations_and_for_training():
+    most = now = 0
+
+    class Counting(Answer):
+        async def rollout(self, task: Task, policy: Any) -> Any:
+            nonlocal most, now
+            now += 1
+            most = max(most, now)
+            await settle()
+            now -= 1
+            return await super().rollout(task, policy)
+
+    async def scenario(rig, collecting):
+        rig.collector._rollout = rig.collector._rollout.model_copy(update={"max_groups_in_flight": 2})
+        await rig.publish(1)
+        tasks = [Task(task_id=str(i), prompt="x") for i in range(9)]
+        assert len(await rig.collector.evaluate(tasks, GREEDY, policy_version=1)) == 9
+        assert most == 2
+
+    play(scenario, Counting())
+    assert derive(load_config("quickstart", ["stages=null", "train.steps=4"])).groups_per_generator > 3
+    capped = load_config("quickstart", ["stages=null", "train.steps=4", "rollout.max_groups_in_flight=3"])
+    assert derive(capped).groups_per_generator == 3
 
 
 def test_measuring_rollouts_keep_to_the_number_in_flight():

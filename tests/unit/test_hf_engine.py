@@ -8,7 +8,7 @@ import pytest
 
 from leeway.engines.hf_engine import HfEngine
 
-from ..engine_contract import EngineContract, Served
+from ..engine_contract import EngineContract, Served, check_masks
 
 
 @pytest.fixture(scope="module")
@@ -21,3 +21,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 class TestHf(EngineContract):
     pass
+
+
+def test_it_says_what_each_token_was_drawn_from(served: Served) -> None:
+    check_masks(served)

@@ -357,3 +357,65 @@ def test_every_key_of_trinitys_guide_has_a_row() -> None:
     assert len(keys) > 100
     (table,) = SYSTEMS["trinity"]
     assert [key for key in keys if not any(row.takes(key.replace("[]", "[0]")) for row in table.rows)] == []
+
+
+def test_trinitys_tasksets_are_sampled_each_in_its_own_way(tmp_path: Path) -> None:
+    one = TRINITY.index("    taskset:"), TRINITY.index("    eval_tasksets:")
+    several = """    tasksets:
+    - {name: easy, path: e.jsonl, repeat_times: 4, rollout_args: {temperature: 0.5},
+       format: {prompt_key: q, response_key: a, system_prompt_key: who}}
+    - {name: hard, path: h.jsonl, format: {prompt_key: q, response_key: a}}
+"""
+    found = imported(tmp_path, "trinity", TRINITY[: one[0]] + several + TRINITY[one[1] :])
+    check(
+        found,
+        {
+            "algorithm.group_size": 8,
+            "task.mix.easy.group_size": 4,
+            "task.mix.easy.temperature": 0.5,
+            "task.mix.easy.system_prompt_key": "who",
+            "task.mix.hard.path": "h.jsonl",
+            "task.mix.hard.group_size": None,
+        },
+    )
+
+
+def test_trinitys_sampling_template_and_runners(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{{ messages }}{{ enable_thinking }}")
+    own = f"chat_template_path: {tmp_path / 'own.jinja'}, enable_thinking: false"
+    few = "min_response_tokens: 16, top_k: 40, top_p: 0.9"
+    text = TRINITY.replace("max_response_tokens: 768", f"max_response_tokens: 768, {few}, {own}")
+    found = imported(tmp_path, "trinity", text.replace("explorer: {", "explorer: {runner_per_model: 6, "))
+    check(
+        found,
+        {
+            "rollout.min_response_tokens": 16,
+            "rollout.top_k": 40,
+            "rollout.top_p": 0.9,
+            "rollout.max_groups_in_flight": 6,
+            "model.chat_template": str(tmp_path / "own.jinja"),
+            "model.chat_template_kwargs.enable_thinking": False,
+        },
+    )
+    alone = imported(
+        tmp_path, "trinity", TRINITY.replace("max_response_tokens: 768", "max_response_tokens: 768, top_p: 0.9")
+    )
+    assert not alone.is_whole
+    assert "top_p needs rollout.top_k" in as_table(alone)
+
+
+def test_verls_critic_clips_and_warms_up_by_itself(tmp_path: Path) -> None:
+    more = ("algorithm.adv_estimator=gae", "critic.grad_clip=0.5", "critic.optim.lr_warmup_steps=4",
+            "actor_rollout_ref.rollout.top_k=20", "actor_rollout_ref.actor.fsdp_config.forward_prefetch=True",
+            "+data.apply_chat_template_kwargs.enable_thinking=False")  # fmt: skip
+    found = imported(tmp_path, "verl", SCRIPT, *more, name="run.sh")
+    check(
+        found,
+        {
+            "critic.max_grad_norm": 0.5,
+            "critic.lr_warmup_steps": 12,
+            "rollout.top_k": 20,
+            "train.forward_prefetch": 1,
+            "model.chat_template_kwargs.enable_thinking": False,
+        },
+    )

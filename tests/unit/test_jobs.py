@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from leeway.config.errors import ConfigError
+from leeway.config.sampling import Sampling, Samplings
 from leeway.config.stages import plan_run
 from leeway.failures import PartFailed, Refused
 from leeway.group import Group
@@ -91,7 +92,8 @@ class Train:
         take_over(self.store, self.buffer, position, policy_version=resumed_at)
         self.host = Host(
             self.meeting, self.buffer, self.store, about={"must_be_equal": {}, "model": None},
-            group_size=2, vocab_size=16, max_length=8,
+            samplings=Samplings(default=Sampling(group_size=2, temperature=1.0), by_taskset={}, shares={}),
+            vocab_size=16, max_length=8,
             resumed_at=resumed_at, silent_s=silent_s, timeout_s=1e6, wait_s=1e6, now=now or self.clock,
         )  # fmt: skip
         self.running: asyncio.Task[None] | None = None

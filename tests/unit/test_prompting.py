@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from leeway.config import ConfigError
+from leeway.config.inputs import ModelConfig
+from leeway.config.stages import plan_run
 from leeway.tasks import Prompter
+from leeway.trainer.export import HFWriter
+
+from ..trainers import save_model
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
@@ -157,3 +164,82 @@ def test_tokenizer_without_any_end_is_refused():
     made.eos_token = None
     with pytest.raises(ValueError, match="no EOS"):
         Prompter(made)
+
+
+# ------------------------------------------------------------------------------------------ a template of one's own
+
+ENDING = "{% for m in messages %}{{ m['content'] + '<|eot_id|>' }}{% endfor %}"
+SILENT = "{% if not enable_thinking %}{{ '<think></think>' }}{% endif %}"
+THOUGHTFUL = THINKING.replace("{{ '<think></think>' }}", SILENT).replace(
+    "assistant\\n' }}{% endif %}", "assistant\\n' }}" + SILENT + "{% endif %}"
+)
+
+
+def test_a_template_of_ones_own_takes_the_place_of_the_tokenizers():
+    made = tokenizer(CHATML)
+    prompter = Prompter(made, chat_template=ENDING)
+    assert prompter.encode("a b") == ids(made, "a b<|eot_id|>")
+    assert prompter.encode_example("a", "c")[1] == ids(made, "c<|eot_id|>")
+    assert ids(made, "<|eot_id|>")[0] in prompter.stop_token_ids
+    assert Prompter(tokenizer(None), chat_template=ENDING).encode("a") == ids(made, "a<|eot_id|>")
+
+
+def test_a_template_is_given_its_arguments_in_every_rendering():
+    made = tokenizer(THOUGHTFUL)
+    plain, silent = (Prompter(made, chat_template_kwargs={"enable_thinking": on}) for on in (True, False))
+    assert silent.encode("a") == [*plain.encode("a"), *ids(made, "<think></think>")]
+    again = [{"role": "user", "content": "a"}]
+    assert silent.encode_next_turn(again, again)[-1:] == ids(made, "<think></think>")
+
+
+@pytest.mark.parametrize(
+    ("template", "kwargs", "said"),
+    [
+        (CHATML, {"enable_thinking": False}, "expected a variable that the template reads"),
+        (THOUGHTFUL, {"messages": "x"}, "model.chat_template_kwargs.messages"),
+        (LLAMA3, {"bos_token": "x"}, "model.chat_template_kwargs.bos_token"),
+        (None, {"enable_thinking": False}, "the tokenizer has no chat template"),
+    ],
+)
+def test_an_argument_without_an_effect_is_refused(template, kwargs, said):
+    with pytest.raises(ValueError, match="expected") as refused:
+        Prompter(tokenizer(template), chat_template_kwargs=kwargs)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_template_of_ones_own_is_rendered_under_limits():
+    endless = "{% for i in range(9999) %}{% for j in range(99999) %}{% endfor %}x{% endfor %}"
+    with pytest.raises(ValueError, match=r"model\.chat_template: it loops too long"):
+        Prompter(tokenizer(CHATML), chat_template=endless).encode("a")
+
+
+def test_the_text_of_a_template_file_is_part_of_the_settings(tmp_path):
+    (tmp_path / "own.jinja").write_text(ENDING)
+    model = ModelConfig(path="a/b", chat_template=str(tmp_path / "own.jinja"))
+    assert model.chat_template == ENDING
+    assert ModelConfig(**model.model_dump()).chat_template == ENDING
+    (tmp_path / "notes").write_text("no template")
+    for wrong in ("notes", "absent.jinja", "."):
+        with pytest.raises(ConfigError, match=r"^model\.chat_template: got .* expected a") as refused:
+            plan_run("quickstart", None, [f"model.chat_template={tmp_path / wrong}"])
+        assert "\n" not in str(refused.value)
+
+
+def test_saved_weights_come_with_the_template_that_they_were_trained_with(tmp_path):
+    base = save_model(tmp_path / "base", tied=True)
+    writer = HFWriter(str(base), tmp_path / "out", dtype=torch.float32, chat_template=ENDING)
+    writer.add({name: torch.zeros(shape) for name, shape in writer.shapes.items()})
+    writer.finish()
+    assert Prompter.load(tmp_path / "out").encode("12") == Prompter.load(base, chat_template=ENDING).encode("12")
+
+
+@pytest.mark.parametrize("key", ["model.trust_remote_code", "rollout.trust_remote_code"])
+def test_code_from_a_models_folder_is_refused_with_the_reason(key):
+    with pytest.raises(ConfigError, match="code from a model's folder is never run"):
+        plan_run("quickstart", None, [f"{key}=true"])
+
+
+def test_a_fresh_model_has_no_template():
+    with pytest.raises(ConfigError, match=r"model\.chat_template.*model\.init"):
+        plan_run("quickstart", None, ["model.chat_template={{ messages }}"])

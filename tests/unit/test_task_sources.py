@@ -355,3 +355,31 @@ def test_a_mixture_from_settings_with_environments_of_their_own(tmp_path):
     broken = {"name": "mix", "mix": {"a": {"path": a, "prompt_key": "x"}}}
     with pytest.raises(ValueError, match=r"task\.mix\.a: .*a\.jsonl:1: no key 'x'"):
         build(**broken)
+
+
+def test_a_rows_own_system_message_is_put_before_its_prompt(tmp_path):
+    rows = [
+        {"question": "1?", "answer": "1", "who": "You are one."},
+        {"question": "2?", "answer": "2", "who": None},
+        {
+            "question": [{"role": "system", "content": "kept"}, {"role": "user", "content": "3?"}],
+            "answer": "3",
+            "who": "x",
+        },
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = TaskConfig(
+        name="jsonl",
+        path=str(tmp_path / "rows.jsonl"),
+        order="sequential",
+        system_prompt="all",
+        system_prompt_key="who",
+    )
+    first, second, third = build_taskset(config, seed=0, split="train").tasks
+    assert [m["content"] for m in first.prompt] == ["You are one.", "1?"]
+    assert [m["content"] for m in second.prompt] == ["all", "2?"]
+    assert [m["content"] for m in third.prompt] == ["kept", "3?"]
+    assert "who" not in first.info
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**rows[0], "who": 3}) + "\n")
+    with pytest.raises(ValueError, match=r":1: 'who' is 3; expected text"):
+        build_taskset(config, seed=0, split="train")

@@ -37,7 +37,6 @@ def test_a_trainer_after_another_on_the_same_ranks_is_that_of_a_new_process_bit_
         "path": save_model(tmp_path, tied=tied),
         "objective": PolicyObjective(policy_loss=PPOClip(clip_low=0.1, clip_high=0.1), aggregation="token_mean"),
         **WARMED,
-        "temperature": 0.7,
         "seed": 5,
     }
     used = make()  # of other settings, in mid-run
