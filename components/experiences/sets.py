@@ -106,8 +106,8 @@ class StoredSet(ExperienceSet):
 
 
 class RowSet(ExperienceSet):
-    """Rows of files: each answer with its reward, grouped. A task's `info["rows"]` are its rows. `temperature`: at which
-    all of them were sampled.
+    """Rows of files: each answer with its reward, grouped. A task's `info["rows"]` are its rows. `temperature`: at
+    which all of them were sampled.
     """
 
     def __init__(
