@@ -210,9 +210,8 @@ class HfEngine:
 
     async def drop(self, version: int) -> None:
         """Between two passes, like everything that changes what a pass may use."""
-        assert self._adapters is not None
         with self.progress.call():
-            await self._call(functools.partial(self._adapters.drop, version))
+            await self._call(functools.partial(self._drop, version))
 
     async def sleep(self, *, in_flight: str) -> int:
         with self.progress.call():
@@ -317,6 +316,15 @@ class HfEngine:
         self._waiting = deque(s for s in self._waiting if s.request is not request)
         self._keep([s for s in self._running if s.request is not request])
         self._note_drained()
+
+    def _drop(self, version: int) -> None:
+        """The rollouts of what is still of it have ended, though the news of that may come after this."""
+        assert self._adapters is not None
+        left = {s.request.id: s.request for s in (*self._running, *self._waiting) if s.request.version == version}
+        for request in left.values():
+            self._abort(request)
+            _answer(request.answer, functools.partial(_raise, RuntimeError(f"version {version} was dropped")))
+        self._adapters.drop(version)
 
     def _pause(self, drain: bool) -> Future[None]:
         """The answer comes when the engine stands still: at once, or when all that it has was finished (`drain`)."""

@@ -368,6 +368,24 @@ def test_an_old_version_is_dropped_when_its_last_rollout_has_ended(scene):
     asyncio.run(run())
 
 
+def test_what_a_rollout_left_in_the_engine_goes_with_its_version(scene):
+    """A rollout that was given up has ended before its requests are aborted."""
+
+    async def run() -> None:
+        sync = scene.sync()
+        for _ in range(2):
+            await sync._sync(scene.publish())
+        left = asyncio.ensure_future(scene.generate(0, n=3))
+        while not scene.engine.progress.num_tokens:
+            await asyncio.sleep(0.001)
+        await scene.engine.drop(0)
+        with pytest.raises(RuntimeError, match="version 0 was dropped"):
+            await left
+        assert set((await scene.generate(1))[0].policy_versions) == {1}, "the engine lives"
+
+    asyncio.run(run())
+
+
 # ------------------------------------------------------------------------------------------------------- two ranks
 
 RANK_1 = """
