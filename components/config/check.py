@@ -22,10 +22,13 @@ _DATA_FILES = {"jsonl": "a .jsonl file", "queue": "a .jsonl file", "parquet": "a
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing that is missing here. `validate` prints it; `run` refuses because of it."""
+    """What keeps a run from starting. `anywhere`: on every machine, so `validate` refuses it as `run` does; else `validate`
+    names it among what this machine lacks.
+    """
 
     key: str
     text: str
+    anywhere: bool = False
 
     def __str__(self) -> str:
         return f"{self.key}: {self.text}"
@@ -37,13 +40,14 @@ Found = Iterator[tuple[str, str]]
 
 def check_run(config: Config, recipe: Needs, hardware: Hardware) -> list[Problem]:
     """Everything that keeps `recipe` from running here, in the order in which a user would fix it."""
-    found = chain(
-        _missing_files(config),
-        *([engine_kind(engine.name).problems(engine) for engine in _engines(config)] if recipe.generates else ()),
-        _missing_hardware(config, recipe, hardware),
-        _missing_packages(config, recipe),
-    )
-    return [Problem(key=key, text=text) for key, text in found]
+    engines = _engines(config) if recipe.generates else ()
+    unfit = chain.from_iterable(engine_kind(engine.name).problems(engine) for engine in engines)
+    here = chain(_missing_hardware(config, recipe, hardware), _missing_packages(config, recipe))
+    return [
+        *(Problem(key=key, text=text) for key, text in _missing_files(config)),
+        *(Problem(key=key, text=text, anywhere=True) for key, text in unfit),
+        *(Problem(key=key, text=text) for key, text in here),
+    ]
 
 
 def _engines(config: Config) -> Iterator[Served]:

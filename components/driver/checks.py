@@ -20,7 +20,6 @@ from ..config.names import user_names
 from ..config.rules import ALGORITHM_RULES, check_rules, experiences_need_a_ratio_and_no_critic
 from .dry_run import check_plugins, dry_run
 from .estimate import memory_problem
-from .experiences import check_experiences, load_experiences
 from .models import (
     Unreachable,
     check_dataset_exists,
@@ -59,11 +58,12 @@ def examine(
     Data, models and the user's own code are checked only after all fast checks pass; with `quick`, never.
     """
     hardware = this_machine() if hardware is None else hardware
-    missing = [str(problem) for stage in stages for problem in check_run(stage.config, stage.recipe, hardware)]
+    found = [problem for stage in stages for problem in check_run(stage.config, stage.recipe, hardware)]
+    wrong = [str(problem) for problem in found if problem.anywhere]
+    missing = [str(problem) for problem in found if not problem.anywhere]
     missing += [str(problem) for problem in (earlier_run(stages[0].config, run_dir),) if problem is not None]
     missing += [problem for problem in (_folder_problem(run_dir),) if problem]
-    wrong: list[str] = []
-    if not missing and not quick:
+    if not wrong and not missing and not quick:
         try:
             _check_stage_weights(stages)
             _check_models(stages)
@@ -80,7 +80,7 @@ def examine(
             missing.append(str(error))
         except (ValueError, OSError) as error:
             wrong.append(" ".join(str(error).split()))
-    return Findings(wrong=tuple(wrong), missing=tuple(dict.fromkeys(missing)))
+    return Findings(wrong=tuple(dict.fromkeys(wrong)), missing=tuple(dict.fromkeys(missing)))
 
 
 def _folder_problem(run_dir: Path) -> str:
@@ -188,6 +188,8 @@ def _check_tasks(stage: Stage, seen: set[str]) -> None:
         if task.name == "hf" and task.path is not None and not is_local_path(task.path):
             check_dataset_exists(task.path)
     if stage.recipe.trains_on == "experiences":
+        from .experiences import check_experiences, load_experiences  # loads Ray and torch
+
         if config.model.path is not None:  # else it is still to be built, with the tokenizer that rows need
             check_experiences(load_experiences(config)[0], config)
         return
@@ -251,6 +253,8 @@ def check_resume(stage: Stage) -> None:
         folder = resume_point(stage.dir / "checkpoints", config)
         if folder is not None:
             if stage.recipe.trains_on == "experiences":
+                from .experiences import load_experiences
+
                 taskset: Any = load_experiences(config)[0]
             else:
                 taskset = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)

@@ -12,6 +12,7 @@ from leeway.config import check as check_module
 from leeway.config.check import check_run
 from leeway.config.engines import ENGINES, HfOptions, engine_kind
 from leeway.config.hardware import Hardware
+from leeway.driver.checks import examine
 from leeway.driver.dry_run import check_plugins
 from leeway.driver.estimate import estimate_stage
 from leeway.importing import import_user_object, not_loading
@@ -121,6 +122,14 @@ def test_what_the_ranks_of_an_engine_cannot_share_equally_is_refused(
     found = [p.text for p in check_run(config, find_recipe("async_rl"), BIG) if p.key == key]
     assert len(found) == (divides is not None)
     assert divides is None or f"got {ranks}, expected a number that divides {divides}" in found[0]
+
+
+def test_what_no_machine_could_share_is_refused_by_validate_too(tmp_path: Path) -> None:
+    stages = plan_run("quickstart", "async_rl", ["rollout.engine.tensor_parallel_size=3"])
+    found = examine(stages, tmp_path / "run", BIG, quick=True)
+    assert not found.missing
+    assert len(found.wrong) == 1, "two stages, one line"
+    assert "tensor_parallel_size: got 3" in found.wrong[0]
 
 
 def test_each_rank_of_an_engine_on_a_cpu_has_a_core() -> None:
