@@ -108,15 +108,15 @@ class MixedObjective(PolicyObjective):
                     metrics[f"train/buffers/{name}/kl"] = own["kl"] / count
         return metrics
 
-    @torch.no_grad()
     def _sums(
         self, buffer: MixedIn, logprobs: torch.Tensor, own: Tokens, loss: torch.Tensor, mu: float
     ) -> torch.Tensor:
         """Of `OWN_SUMS`. mu is the same everywhere: weighted by each part's tokens, it survives the summation."""
-        count = own.mask.sum().double()
-        d = torch.where(own.mask, logprobs - own.behavior_logprobs, 0.0).double()
-        nll = torch.where(own.mask, -logprobs, 0.0).double().sum()
-        return torch.stack([loss.detach().double(), nll, (d.exp() - 1 - d).sum(), count, mu * count])
+        with torch.no_grad():
+            count = own.mask.sum().double()
+            d = torch.where(own.mask, logprobs - own.behavior_logprobs, 0.0).double()
+            nll = torch.where(own.mask, -logprobs, 0.0).double().sum()
+            return torch.stack([loss.detach().double(), nll, (d.exp() - 1 - d).sum(), count, mu * count])
 
 
 def token_weights(logprobs: torch.Tensor, *, on: bool) -> torch.Tensor:
