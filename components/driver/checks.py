@@ -217,7 +217,7 @@ def _check_tasks(stage: Stage, seen: set[str]) -> None:
         from ..tasks.prompting import Prompter
 
         assert config.model.path is not None
-        tasks = buffer_tasks(name, config, Prompter.load(config.model.path)).tasks
+        tasks = buffer_tasks(name, config, Prompter.of(config.model)).tasks
         if own.kind == "answers":
             _check_examples(config, tasks, [])
 
