@@ -1,0 +1,76 @@
+"""The benchmark beside TRL and torchrl: what it says of what it has measured."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from leeway.config import load_config
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def peers() -> Any:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import peers  # type: ignore[import-not-found]
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    assert isinstance(peers, ModuleType)
+    return peers
+
+
+def row(system: str, step_s: float, **more: Any) -> dict[str, Any]:
+    return {
+        "workload": "short",
+        "system": system,
+        "learn": False,
+        "step_s": step_s,
+        "cpu_s": 2 * step_s,
+        "tokens": 1000.0,
+        "peak_gib": 1.0,
+    } | more
+
+
+def test_an_accuracy_is_reached_between_two_evaluations(peers: Any) -> None:
+    points = [(10, 0.5), (20, 0.6), (30, 0.8)]
+    assert peers.crossing(points, 0.7) == pytest.approx(25)
+    assert peers.crossing(points, 0.4) == 10
+    assert peers.crossing(points, 0.9) is None
+
+
+def test_the_table_has_medians_over_rounds_and_says_who_is_faster(peers: Any) -> None:
+    learned = row("bound2", 9.0, learn=True, curve=[[10, 0.5], [20, 1.0]], target=0.75)
+    rows = [*(row("trl", s) for s in (1.0, 1.2, 5.0)), row("bound2", 0.6), row("bound2", 0.4), learned]
+    lines = peers.table(rows).splitlines()[2:]
+    assert lines[0].startswith("| short | trl | 3 | 1.20 (1.00 to 5.00) | 1.00 x | 2.40 | 833 |")
+    assert lines[1].startswith(
+        "| short | bound2 | 2 | 0.50 (0.40 to 0.60) | 2.40 x | 1.00 | 2,000 | 8 to 0.75 (15 steps)"
+    )
+    never = row("trl", 1.0, learn=True, curve=[[10, 0.6]], target=0.7)
+    assert "not 0.70 in 10 steps (0.60)" in peers.table([*rows, never])
+
+
+@pytest.mark.parametrize("system", ["lockstep", "bound1", "bound2", "bound4", "hf"])
+@pytest.mark.parametrize("name", ["short", "long", "turns", "smollm2"])
+def test_every_workload_is_one_that_our_side_takes(peers: Any, name: str, system: str, tmp_path: Path) -> None:
+    workload = peers.WORKLOADS[name]
+    files = {"tasks_file": tmp_path / "tasks.jsonl", "heldout_file": tmp_path / "heldout.jsonl"}
+    given = peers.overrides(
+        system, workload, tmp_path, files, tmp_path, "label", steps=12, every=3 * bool(workload.target), threads=2
+    )
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        config = load_config("smollm2_135m" if workload.model == "given" else "quickstart", given)
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    assert config.train.steps == 12
+    assert config.train.groups_per_step == workload.groups
+    assert config.optimizer.lr == workload.lr
+    assert config.staleness.max_policy_lag == {"lockstep": 0, "bound1": 1, "bound4": 4}.get(system, 2)
+    assert (config.cluster.placement == "turns") == (system == "lockstep")
