@@ -16,6 +16,7 @@ T = TypeVar("T")
 TOGETHER = {
     "test_learning.py": "quickstart",
     "test_preferences.py": "quickstart",
+    "test_offline.py": "quickstart",
     "test_examples.py": "quickstart",
     "test_engine.py": "engine",
     "test_lockstep.py": "lockstep",
