@@ -22,8 +22,8 @@ _DATA_FILES = {"jsonl": "a .jsonl file", "queue": "a .jsonl file", "parquet": "a
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What keeps a run from starting. `anywhere`: on every machine, so `validate` refuses it as `run` does; else `validate`
-    names it among what this machine lacks.
+    """What keeps a run from starting. `anywhere`: on every machine, so `validate` refuses it as `run` does; else
+    `validate` names it among what this machine lacks.
     """
 
     key: str
