@@ -111,7 +111,7 @@ class Rollouts:
             upcoming = feed.ask()
             ((share,),) = refs.steps
             batch = await self._wait(share, "replay")
-            check_versions(batch, policy_version=version, bound=self._numbers.max_policy_lag, with_expert_tokens=False)
+            check_versions(batch, policy_version=version, bound=self._numbers.max_policy_lag, num_buffers=0)
             self._metrics = refs.metrics | _lags(batch, version)
             self._monitor.rollouts(version + 1, refs.rollouts[0])
             self._monitor.suspects(version + 1, refs.suspects)
