@@ -8,21 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from ..config import Config
 from ..failures import Refused
-from ..monitor.logs import say
-from ..runtime.launch import Launcher
-from ..runtime.supervisor import together
-from ..tasks.prompting import Prompter
-from .context import StageContext
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `validate` asks for the checks here, and loads neither Ray nor torch for them
     from ..experiences.sets import ExperienceSet
     from ..group import Group
     from ..replay.assemble import Batch
+    from ..runtime.launch import Launcher
     from ..types import TrainBatch
+    from .context import StageContext
 
 SCORED = "scored"
 """A folder of a stage: its rows as groups, with the logprobs of the weights that training began with."""
@@ -31,6 +26,7 @@ SCORED = "scored"
 def load_experiences(config: Config) -> tuple[ExperienceSet, ExperienceSet]:
     """(those to train on, those that are held out). Raises ValueError in one line."""
     from ..experiences.build import build_experiences
+    from ..tasks.prompting import Prompter
 
     assert config.model.path is not None
     prompter = Prompter.of(config.model)
@@ -81,6 +77,7 @@ async def score_missing(context: StageContext, launcher: Launcher, *sets: Experi
     """
     from ..experiences.sets import RowSet, lacks_logprobs, with_logprobs
     from ..jobs.store import GroupStore
+    from ..monitor.logs import say
     from ..samples import joined
 
     of_rows = [own for own in sets if isinstance(own, RowSet)]
@@ -118,9 +115,11 @@ def use_scored(folder: Path, *sets: ExperienceSet) -> None:
 
 async def _score(config: Config, launcher: Launcher, samples: Any) -> Any:
     """Logprobs [S] of all response tokens under the current weights."""
+    import ray
     import torch
 
     from ..replay.assemble import split_evenly
+    from ..runtime.supervisor import together
     from ..samples import picked, token_index
     from ..train_batch import batch_samples
 
