@@ -195,7 +195,7 @@ class ReplayConfig(Section):
     )
 
 
-CALIBRATED_AT_MOST = {"largest": 3.0, "mean": 0.3}
+CALIBRATED_LARGEST, CALIBRATED_MEAN = 3.0, 0.3
 """Nats. The faults that the canary alone can see (tensors exchanged within a layer, an old prefix cache) are larger."""
 RESOLUTION = {"bfloat16": 2**-7, "float16": 2**-10}
 """Relative distance of neighbouring numbers, by type: a calibration takes no gap for smaller, in nats."""
@@ -266,7 +266,12 @@ class ParamServerConfig(Section):
             return Tolerance(self.served_tolerance)
         if dtype == "float32":
             return Tolerance(1e-4)
-        return Tolerance(**CALIBRATED_AT_MOST, factor=self.tolerance_factor, least=RESOLUTION[dtype])
+        return Tolerance(
+            largest=CALIBRATED_LARGEST,
+            mean=CALIBRATED_MEAN,
+            factor=self.tolerance_factor,
+            least=RESOLUTION[dtype],
+        )
 
     @property
     def checked_with(self) -> Checksum:

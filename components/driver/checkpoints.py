@@ -35,6 +35,7 @@ from ..tasks.queue_tasks import QueueTaskSet
 from ..tasks.taskset import TaskSet
 from ..trainer.checkpoint import STATE_DIR, STATE_FILE, CheckpointError, read_about, read_state
 from ..trainer.durable import sync, write_durably
+from ..trainer.writing import could_not_write
 
 # Settings that may change when a run is resumed: where it runs and what it reports, not what it learns.
 # The weights come from the checkpoint, which knows their shapes itself, so the model's own folder may have moved,
@@ -143,7 +144,10 @@ class Checkpoints:
             return folder
         # A unique name: a process left over from an earlier run may still write into its own folder.
         partial = self._directory / f"{folder.name}.{secrets.token_hex(4)}.partial"
-        partial.mkdir(parents=True)
+        try:
+            partial.mkdir(parents=True)
+        except OSError as error:
+            raise could_not_write(folder, "the driver", str(error)) from error
         copied = asyncio.Event()
         self._writing = self._supervisor.watch(
             "checkpoint", self._save(partial, folder, about, hf=hf, state=state, copied=copied)
@@ -184,8 +188,11 @@ class Checkpoints:
             self._own.add(folder.resolve())
             write_durably(self._directory / "latest.json", sealed({"step": step_of(folder), "path": folder.name}))
             self._remove_old(step_of(folder))
-        except BaseException:
+        except BaseException as error:
+            room = could_not_write(folder, "the driver", str(error)) if isinstance(error, OSError) else None
             shutil.rmtree(partial, ignore_errors=True)  # free the disk for what a failing run still has to write
+            if room is not None:
+                raise room from error
             raise
 
     def _remove_old(self, newest: int) -> None:

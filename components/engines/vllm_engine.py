@@ -169,7 +169,9 @@ class VllmEngine:
         min_tokens: int = 0,
         clock: RolloutClock | None = None,
         heard: Heard | None = None,
+        version: int | None = None,
     ) -> list[SampledTokens]:
+        assert version is None, "a rule on settings: it holds one version"
         params = self._params(
             n=n if temperature else 1,
             temperature=temperature,

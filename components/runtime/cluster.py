@@ -37,6 +37,7 @@ from ..config.plugins import modules_in
 from ..failures import Kind, PartFailed
 from .footprint import MARK_ENV, PREFIX_ENV
 from .fork_server import ForkServer, can_fork, modules_of
+from .pages import in_large_pages
 from .threads import yielding
 from .watch import RunWatch
 
@@ -100,7 +101,7 @@ def _prepare(config: Config) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     _keep_to_this_machine()
     if config.cluster.device == "cpu":
-        os.environ.update(yielding(os.environ))
+        os.environ.update(yielding(os.environ) | in_large_pages(os.environ))
 
 
 def connect(
@@ -135,7 +136,7 @@ def connect(
     runtime_env = options.setdefault("runtime_env", {})
     runtime_env["env_vars"] = {name: os.environ[name] for name in OF_THE_RUN if name in os.environ}
     if config.cluster.device == "cpu":
-        runtime_env["env_vars"] |= yielding(os.environ)
+        runtime_env["env_vars"] |= yielding(os.environ) | in_large_pages(os.environ)
     _join(config.cluster.address, options)
     check_room(stages, [node["Resources"] for node in ray.nodes() if node["Alive"]])
 

@@ -73,13 +73,14 @@ def on_all_ranks(
     dist.all_gather_object(causes, (_cause_of(failure), num_bytes) if failure else None, group=group)
     for rank, cause in enumerate(causes):
         if cause is not None:
-            raise CheckpointWriteError(_in_one_line(directory, rank, *cause)) from failure
+            raise could_not_write(directory, f"rank {rank}", *cause) from failure
 
 
-def _in_one_line(directory: Path, rank: int, cause: str, num_bytes: int | None) -> str:
+def could_not_write(directory: Path, who: str, cause: str, num_bytes: int | None = None) -> CheckpointWriteError:
+    """In one line; `num_bytes`: how much there was to write."""
     needed = "" if num_bytes is None else f"; it had to write {num_bytes / 1e6:.1f} MB"
-    return (
-        f"checkpoint {directory}: rank {rank} could not write it: {cause}{needed}, {_room(directory)}; "
+    return CheckpointWriteError(
+        f"checkpoint {directory}: {who} could not write it: {cause}{needed}, {_room(directory)}; "
         "earlier checkpoints are unchanged: free some space, then continue with checkpoint.resume=auto"
     )
 

@@ -77,12 +77,18 @@ class Everything(defaultdict):
         super().__init__(list)
 
 
+class Model(torch.nn.Module):
+    """A module, for they ask whether it is one of peft's."""
+
+    is_gradient_checkpointing = False
+
+
 def bare(trainer: type, **attributes: Any) -> Any:
     """A trainer of TRL's without its constructor, which loads models and data: what its formulas ask for, no more."""
     self = object.__new__(trainer)
     shared: dict[str, Any] = {
         "accelerator": accelerator(),
-        "model": SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        "model": Model(),
         "args": SimpleNamespace(
             gradient_accumulation_steps=1,
             gradient_checkpointing_kwargs=None,

@@ -58,7 +58,7 @@ def test_dpo_widens_the_margin_of_pairs_that_it_never_saw(start: Any, warm: Path
     before, after = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (warm, saved))
     own = []
     for task in held_out:
-        sides = (task.answer, rejected_answer(task, key="rejected"))
+        sides: Any = (task.answer, rejected_answer(task, key="rejected"))
         gains = [answer_logprob(after, prompter, task.prompt, a) for a in sides]
         gains = [g - answer_logprob(before, prompter, task.prompt, a) for g, a in zip(gains, sides, strict=True)]
         own.append(config.algorithm.dpo.beta * (gains[0] - gains[1]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,6 +16,7 @@ from leeway.config import load_config
 from leeway.failures import PartFailed
 from leeway.runtime import cluster
 from leeway.runtime.cluster import user_module_paths
+from leeway.runtime.pages import in_large_pages
 from leeway.runtime.threads import yielding
 
 
@@ -90,3 +93,15 @@ def test_waiting_threads_sleep_unless_the_user_decided_otherwise():
     assert yielding({})["OMP_WAIT_POLICY"] == "PASSIVE"
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         assert yielding({name: "1"}) == {}
+
+
+@pytest.mark.slow
+def test_torch_gets_large_pages_unless_the_user_decided_otherwise():
+    assert in_large_pages({"THP_MEM_ALLOC_ENABLE": "0"}) == {}
+    if "never" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().split("[")[1].split("]")[0]:
+        pytest.skip("this kernel gives none")
+    ask = "import torch; t = torch.ones(2**24); print(open('/proc/self/smaps_rollup').read())"
+    env = {**os.environ, **in_large_pages({})}
+    said = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True).stdout
+    (in_kb,) = (int(line.split()[1]) for line in said.splitlines() if line.startswith("AnonHugePages:"))
+    assert in_kb * 2**10 > 2**25, "of 64 MiB"

@@ -141,7 +141,7 @@ def test_at_lag_0_every_correction_is_plain_ppo(kind: str) -> None:
     for name in ("none", kind):
         logp = behavior + 0.4 * (torch.rand(30, dtype=f64, generator=torch.Generator().manual_seed(2)) - 0.5)
         logp.requires_grad_()
-        counts = {"policy_version": 0, "num_sequences": 15, "num_tokens": 30}
+        counts: Any = {"policy_version": 0, "num_sequences": 15, "num_tokens": 30}
         objective_of(name).loss(logp, -logp.detach(), tokens, **counts).total.backward()
         gradients.append(logp.grad)
     assert torch.equal(gradients[0], gradients[1])

@@ -55,7 +55,7 @@ def opened(tmp_path: Path) -> OpenedRun:
 
 def test_metrics_are_a_table_with_a_row_for_each_step(opened: OpenedRun) -> None:
     pytest.importorskip("pandas")
-    table = opened.metrics
+    table: Any = opened.metrics
     assert table.index.tolist() == [*range(41)]
     assert table["collector/tokens_per_s"].tolist()[1:] == [100.0] * 40
     assert math.isnan(table["train/reward/mean"][0])
@@ -74,8 +74,9 @@ def test_metrics_are_a_table_with_a_row_for_each_step(opened: OpenedRun) -> None
 
 def test_rollouts_are_a_table_with_a_row_for_each_answer(opened: OpenedRun) -> None:
     pytest.importorskip("pandas")
-    assert opened.rollouts["step"].tolist() == [1, 1, 1, 2, 2, 2]
-    assert opened.rollouts["text"][0] == "42\x1b", "as the model wrote it"
+    rollouts: Any = opened.rollouts
+    assert rollouts["step"].tolist() == [1, 1, 1, 2, 2, 2]
+    assert rollouts["text"][0] == "42\x1b", "as the model wrote it"
     assert opened.rollouts_of(steps=[2])["task_id"].tolist() == ["t0", "t1", "t2"]
     assert len(opened.rollouts_of(steps=range(7, 9))) == 0
     torn = opened.path_of(None) / "rollouts/step-000002.jsonl"
@@ -112,8 +113,8 @@ def test_seeds_are_one_line_with_a_band_and_settings_are_lines(tmp_path: Path) -
     assert [*lines] == ["max policy lag 0 (3 seeds)", "max policy lag 4 (3 seeds)"]
     assert len(ax.collections) == 2, "a band for each"
     own = np.array([run.metrics["train/reward/mean"].to_numpy()[1:] for run in runs[:3]])
-    np.testing.assert_allclose(lines["max policy lag 0 (3 seeds)"].get_ydata(), own.mean(axis=0))
-    (low_high,) = (path.vertices for path in ax.collections[0].get_paths())
+    np.testing.assert_allclose(np.asarray(lines["max policy lag 0 (3 seeds)"].get_ydata()), own.mean(axis=0))
+    (low_high,) = (np.asarray(path.vertices) for path in ax.collections[0].get_paths())
     assert low_high[:, 1].min() == pytest.approx(own.min())
     assert ax.get_xlabel() == "optimizer steps"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == [*lines]
@@ -126,7 +127,7 @@ def test_the_x_axis_counts_answers_or_seconds_of_training(tmp_path: Path, x: str
 
     figure = plot_runs([open_run(make_run(tmp_path / "a"))], x=x)
     for ax in figure.axes:
-        assert max(line.get_xdata()[-1] for line in ax.get_lines()) == pytest.approx(last)
+        assert max(np.asarray(line.get_xdata())[-1] for line in ax.get_lines()) == pytest.approx(last)
         assert label in ax.get_xlabel()
 
 
@@ -136,7 +137,7 @@ def test_runs_of_other_speed_are_compared_where_both_have_got_to(tmp_path: Path)
 
     runs = [open_run(make_run(tmp_path / f"s{s}", seed=s, step_s=1.0 + s)) for s in range(2)]
     figure = plot_runs(runs, metrics=["train/reward/mean"], x="seconds", smooth=1)
-    at = figure.axes[0].get_lines()[0].get_xdata()
+    at = np.asarray(figure.axes[0].get_lines()[0].get_xdata())
     assert (at[0], at[-1]) == (2.0, 40.0)
 
 

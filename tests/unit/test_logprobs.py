@@ -60,8 +60,9 @@ def test_a_head_in_float32_rounds_nothing_but_its_inputs(dtype, chunk, monkeypat
     transform = LogitTransform(cap=30.0).at(0.7)
     results = {}
     for name, inputs, head in (("exact", torch.float32, None), ("half", dtype, None), ("head", dtype, torch.float32)):
-        hidden, weight, b, targets = (t if t is None else t.detach() for t in tensors(dtype, bias=True))
-        leaves = [t.to(inputs).requires_grad_() for t in (hidden, weight, b)]
+        given: Any = tensors(dtype, bias=True)
+        hidden, weight, b, targets = (t.detach() for t in given)
+        leaves: Any = [t.to(inputs).requires_grad_() for t in (hidden, weight, b)]
         logprobs, entropy = token_logprobs(*leaves, targets, transform=transform, chunk=chunk, dtype=head)
         logprobs.sum().backward()
         results[name] = [logprobs.detach(), entropy], [t.grad.float() for t in leaves]

@@ -353,7 +353,7 @@ def tokens_of(seed: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
 @pytest.mark.parametrize("how", ["token_mean", "seq_mean_token_mean"])
 def test_policy_objective_is_loss_and_aggregate_put_together(how):
     logp, entropy, tokens = tokens_of(0)
-    counts = {"num_sequences": 6, "num_tokens": int(tokens.mask.sum())}
+    counts: Any = {"num_sequences": 6, "num_tokens": int(tokens.mask.sum())}
     objective = PolicyObjective(policy_loss=PPOClip(clip_low=LOW, clip_high=HIGH), aggregation=how)
     loss = objective.loss(logp, entropy, tokens, policy_version=6, **counts)
     per_token = [

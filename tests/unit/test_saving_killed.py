@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -82,10 +83,11 @@ def test_a_full_disk_ends_it_with_one_clear_line_and_the_last_checkpoint_is_whol
     assert full.returncode == 0
     last = json.loads(said.splitlines()[-1])
     assert "No space left on device" in last["error"], last["error"]
-    assert "rank 0 could not write it" in last["error"]
+    assert re.search(r"(rank 0|the driver) could not write it: .* MB are free at .*: free some space", last["error"])
     assert "\n" not in last["error"]
     assert len(last["steps"]) > 3
-    assert last["version"] == last["latest"] == last["steps"][-1]
+    assert last["version"] == last["steps"][-1]
+    assert last["latest"] in last["steps"][-2:], "the last file of all may be the one without room"
     assert last["left"] == [], "the half that did not fit is gone, and with it the lack of room"
     trained = {e["trained"]: e["sha"] for e in diary_of(tmp_path / "diary.jsonl") if "trained" in e}
     assert last["sha"] == trained[last["version"]]

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -106,7 +106,7 @@ def gsm8k(tmp_path, monkeypatch):
 def test_a_downloaded_data_set_trains_on_one_split_of_one_subset_and_is_evaluated_on_another(gsm8k, card):
     if card is not None:
         (gsm8k / "README.md").write_text(card)
-    hub = {"name": "hf", "path": str(gsm8k), "subset": "main"}
+    hub: Any = {"name": "hf", "path": str(gsm8k), "subset": "main"}
     evaluation = EvalConfig(tasksets={"test": {**hub, "split": "test"}})
     trained = build(**hub, split="train", answer_after="####", order="sequential", evaluation=evaluation)
     assert [(t.prompt, t.answer) for t in trained.tasks] == [(f"main train {i}", str(i)) for i in range(4)]
@@ -375,11 +375,10 @@ def test_a_rows_own_system_message_is_put_before_its_prompt(tmp_path):
         system_prompt="all",
         system_prompt_key="who",
     )
-    first, second, third = build_taskset(config, seed=0, split="train").tasks
-    assert [m["content"] for m in first.prompt] == ["You are one.", "1?"]
-    assert [m["content"] for m in second.prompt] == ["all", "2?"]
-    assert [m["content"] for m in third.prompt] == ["kept", "3?"]
-    assert "who" not in first.info
+    tasks: Any = build_taskset(config, seed=0, split="train").tasks
+    said = [[message["content"] for message in task.prompt] for task in tasks]
+    assert said == [["You are one.", "1?"], ["all", "2?"], ["kept", "3?"]]
+    assert "who" not in tasks[0].info
     (tmp_path / "rows.jsonl").write_text(json.dumps({**rows[0], "who": 3}) + "\n")
     with pytest.raises(ValueError, match=r":1: 'who' is 3; expected text"):
         build_taskset(config, seed=0, split="train")

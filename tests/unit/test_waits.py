@@ -63,6 +63,7 @@ def test_an_environment_is_slow_though_some_group_is_always_at_the_engine() -> N
 
 def test_finished_groups_behind_a_slow_one_ask_for_a_wider_window() -> None:
     settings = SETTINGS | {"staleness.reorder_window": 1, "train.groups_per_step": 8}
+    others: Any
     for others in ({"wait_for_slot": 0.4}, {"environment": 0.8}):
         wait = who_waits(steps(wait_for_batch=0.4, ready=24.0, **others), settings)
         assert wait is not None
