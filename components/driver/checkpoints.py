@@ -189,7 +189,9 @@ class Checkpoints:
             write_durably(self._directory / "latest.json", sealed({"step": step_of(folder), "path": folder.name}))
             self._remove_old(step_of(folder))
         except BaseException as error:
-            room = could_not_write(folder, "the driver", str(error)) if isinstance(error, OSError) else None
+            # A wait that took too long is an OSError too, and comes from no disk: it has no number.
+            from_disk = isinstance(error, OSError) and error.errno is not None
+            room = could_not_write(folder, "the driver", str(error)) if from_disk else None
             shutil.rmtree(partial, ignore_errors=True)  # free the disk for what a failing run still has to write
             if room is not None:
                 raise room from error
