@@ -15,7 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..section import Section, sections_in
-from .errors import ConfigError
+from .errors import ConfigError, words
 from .recipe import Named, Recipe
 
 if TYPE_CHECKING:
@@ -94,13 +94,15 @@ def recipe_reads(
     """
     whole = recipe.whole
     for key, value, markers in _set(config):
-        is_own = any(key == own or key.startswith(f"{own}.") for own in keys)
+        is_own = any(key == own or key.startswith(f"{own}.") or own.startswith(f"{key}.") for own in keys)
         for marker in markers:
             if isinstance(marker, OnlyIn) and (is_own or (in_files and marker.in_files)) and not marker.holds(whole):
                 raise _refused(named(key), value, f"in {marker.where}, not in {recipe.name}", marker.fix)
 
 
 def _refused(key: str, value: Any, where: str, fix: str = "leave it out") -> ConfigError:
+    if isinstance(value, dict) and any(isinstance(own, Section) for own in value.values()):
+        value = words(", ".join(value))  # their names
     return ConfigError(key, got=value, expected=f"nothing: it has an effect only {where}", fix=fix)
 
 

@@ -289,6 +289,7 @@ def test_rl_rules_do_not_bind_supervised_training(minimal: str) -> None:
     ("recipe", "override", "where"),
     [
         ("sft", "staleness.max_policy_lag=3", "recipes that train on rollouts, not in sft"),
+        ("sft", "replay.buffers={a: {path: x.jsonl}}", "recipes that train on rollouts, not in sft"),
         ("sft", "eval.top_p=0.5", "recipes that generate, not in sft"),
         ("sft", "algorithm.kl.coef=0.1", "recipes with a policy loss (async_rl, offline_rl), not in sft"),
         ("sft", "algorithm.dpo.beta=0.3", "the recipe dpo, not in sft"),
