@@ -28,7 +28,10 @@ ESTIMATORS = {
 }
 NO_NEED = "it says how the work is divided or looked at, not what is learned"
 MEMORY = "memory and speed only; see `leeway plan --model` for what fits"
-LORA = "no adapters: every weight is trained"
+ADAPTER_ENGINE = "hf"
+"""Several adapters are held by this engine; see docs/lora.md."""
+LORA = f"with rollouts: rollout.engine.name={ADAPTER_ENGINE}, on devices of its own, without vLLM's settings"
+NO_SUCH_ADAPTER = "plain adapters of linear layers (model.lora): without dropout, DoRA or quantized weights"
 REMOTE_CODE = "code from a model's folder is never run"
 CHECKPOINT_DIR = "checkpoints, logs and metrics are under output_dir/project/name"
 
@@ -124,6 +127,26 @@ def top_k_and_top_p(top_k: float | None, top_p: float | None) -> Fate:
 def template_kwargs(t: Theirs) -> Fate:
     given = t.below("data.apply_chat_template_kwargs")
     return Fate("exact", {f"model.chat_template_kwargs.{name}": value for name, value in given.items()})
+
+
+def adapters(rank: float, alpha: float, targets: Any = None, *, online: bool) -> Fate:
+    """LoRA of every linear layer, or of `targets`. `online`: with rollouts."""
+    if isinstance(targets, str) and targets != "all-linear":
+        targets = [name for name in re.split(r"[\[\]'\",\s]+", targets) if name]
+    ours: dict[str, Any] = {"model.lora.rank": int(rank), "model.lora.alpha": alpha}
+    if targets not in (None, "", "all-linear", ["all-linear"]):
+        ours["model.lora.target_modules"] = targets
+    if online:
+        return Fate("approximate", ours | {"rollout.engine.name": ADAPTER_ENGINE}, LORA)
+    return Fate("exact", ours)
+
+
+def possible_together(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what an engine that holds adapters does not take."""
+    if "model.lora.rank" not in settings or settings.get("rollout.engine.name") != ADAPTER_ENGINE:
+        return dict(settings)
+    kept = {k: v for k, v in settings.items() if not k.startswith("rollout.engine.") or k == "rollout.engine.name"}
+    return {k: v for k, v in kept.items() if k != "cluster.placement"}
 
 
 def truth(t: Theirs, *keys: str) -> bool:

@@ -19,6 +19,7 @@ from ..config.text import to_text
 from ..config.tree import nodes
 from ..failures import printable
 from . import reading
+from .common import possible_together
 from .script import Script, read_script
 from .table import BAD, Fate, Kind, Line, Table, Theirs, Unusable, shown, translate
 from .torchtune import TORCHTUNE
@@ -165,6 +166,7 @@ def _of_stages(stages: Sequence[tuple[str, Table, Mapping[str, Any]]]) -> Import
             raise Unusable(f"none of its keys is one of {table.title}")
         recipe = table.recipe(Theirs(given, table.defaults))
         settings, lines = translate(table, given)
+        settings = possible_together(settings)
         explicit = {key for line in lines if not line.by_default for key in line.fate.ours}
         kept = {k: v for k, v in settings.items() if k in explicit or k.startswith("algorithm.") or v != default_of(k)}
         trees.append((name, kept))

@@ -25,6 +25,9 @@ DATASETS: dict[str, dict[str, Any]] = {
     "preference_dataset": {}, "gsm8k_dataset": {"path": "openai/gsm8k", "subset": "main", "answer_after": "####"},
 }  # fmt: skip
 ADAPTERS = ("lora", "qlora", "dora", "qdora")
+TARGETS = {"output_proj": "o_proj"}
+"""torchtune's names of layers -> those of transformers."""
+MLP = ["gate_proj", "up_proj", "down_proj"]
 
 
 def _component(t: Theirs, key: str) -> str:
@@ -63,11 +66,23 @@ def recipe(t: Theirs) -> str:
 def _model(t: Theirs) -> Fate:
     prefix = "training.checkpointer" if kind_of(t) == "async_grpo" else "checkpointer"
     folder = t.text(f"{prefix}.checkpoint_dir")
-    if any(_component(t, "model").startswith(f"{name}_") for name in ADAPTERS):
-        return Fate("refused", {"model.path": folder}, common.LORA)
     if "Meta" in _component(t, prefix):
         return Fate("refused", {}, "Meta's format: model.path is a Hugging Face folder")
     return Fate("exact", {"model.path": folder}, "the folder says which model it is")
+
+
+def _lora(t: Theirs) -> Fate:
+    name = _component(t, "model")
+    if not any(name.startswith(f"{kind}_") for kind in ADAPTERS):
+        return Fate("exact", {})
+    off = common.truth(t, "model.use_dora", "model.quantize_base", "model.apply_lora_to_output")
+    if off or not name.startswith("lora_") or t.number("model.lora_dropout", 0.0) > 0:
+        return Fate("refused", {}, common.NO_SUCH_ADAPTER)
+    chosen = t.get("model.lora_attn_modules") or ["q_proj", "v_proj"]
+    targets = [TARGETS.get(one, one) for one in chosen] + (MLP if t.flag("model.apply_lora_to_mlp") else [])
+    return common.adapters(
+        t.number("model.lora_rank", 8), t.number("model.lora_alpha", 16), targets, online=_rollouts(t)
+    )
 
 
 def _rollouts(t: Theirs) -> bool:
@@ -306,9 +321,9 @@ ROWS: tuple[Row, ...] = (
     ignored("the folder says which model it is, and its tokenizer is the model's", "checkpointer.**",
             "training.checkpointer.**", "base_model_path", "inference.model", "tokenizer._component_", "tokenizer.path",
             "tokenizer.merges_file", "tokenizer.vocab_path", "tokenizer.merges_path", "tokenizer.prompt_template"),
-    refused(common.LORA, "model.lora_attn_modules", "model.apply_lora_to_mlp", "model.apply_lora_to_output",
-        "model.lora_rank",
-            "model.lora_alpha", "model.lora_dropout", "model.use_dora", "model.quantize_base", unless=()),
+    joint(("model.lora_attn_modules", "model.apply_lora_to_mlp", "model.apply_lora_to_output", "model.lora_rank",
+           "model.lora_alpha", "model.lora_dropout", "model.use_dora", "model.quantize_base", "model._component_"),
+          ("model.lora",), f"{common.NO_SUCH_ADAPTER}; {common.LORA}", _lora),
     refused("weights that are quantized in training are not here", "quantizer._component_", unless=()),
     refused("models of text alone", "model.image_size", "tokenizer.image_size", "tokenizer.max_num_tiles",
             "model.decoder_trainable", "model.encoder_trainable", "model.fusion_trainable", unless=()),

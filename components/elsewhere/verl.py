@@ -236,6 +236,10 @@ def _warmup(t: Theirs) -> Fate:
 
 def _devices(t: Theirs) -> Fate:
     total = t.integer(GPUS[0], least=1) * t.integer(GPUS[1], least=1)
+    if t.number(f"{M}.lora_rank", 0) > 0:
+        ours = {"train.num_ranks": max(1, total // 2), "rollout.num_generators": max(1, total - total // 2)}
+        why = f"half of the {total} GPUs generate and half train: an engine with adapters does not give its memory back"
+        return Fate("approximate", ours | ({"cluster.address": "auto"} if t.integer(GPUS[0]) > 1 else {}), why)
     sizes = {"tensor": t.integer(TP, least=1), "data": t.integer(DP, least=1), "pipeline": t.integer(PP, least=1)}
     per_engine = sizes["tensor"] * sizes["data"] * sizes["pipeline"]
     if total % per_engine:
@@ -316,6 +320,32 @@ def _fsdp_size(t: Theirs) -> Fate:
     size = int(t.number(f"{A}.fsdp_config.fsdp_size", -1))
     ranks = t.integer(GPUS[0], least=1) * t.integer(GPUS[1], least=1)
     return Fate("exact", {"train.fsdp_size": size} if 0 < size < ranks else {})
+
+
+UNITS = "with several ranks: class names, or a number of weights; 0 and null: each decoder layer"
+
+
+def _units(t: Theirs, policy: str) -> Fate:
+    ranks = t.integer(GPUS[0], least=1) * t.integer(GPUS[1], least=1)
+    size, classes = t.integer(f"{policy}.min_num_params", 0), t.get(f"{policy}.transformer_layer_cls_to_wrap")
+    if ranks == 1 or not (size or classes):
+        return Fate("exact", {}, "each decoder layer")
+    classes = [classes] if isinstance(classes, str) else classes
+    return Fate("exact", {"train.fsdp_units": size or classes})
+
+
+def _reference_offload(t: Theirs) -> Fate:
+    away = t.flag(f"{F}.fsdp_config.param_offload") or t.flag(f"{F}.megatron.param_offload")
+    kl = _kl(t)
+    has_weights = kl.ours.get("algorithm.kl.coef") and not t.number(f"{M}.lora_rank", 0)
+    return Fate("exact", {"train.cpu_offload_reference": True} if away and has_weights else {})
+
+
+def _lora(t: Theirs) -> Fate:
+    rank = t.number(f"{M}.lora_rank", 0)
+    if rank <= 0:
+        return Fate("exact", {}, "off: all weights are trained")
+    return common.adapters(rank, t.number(f"{M}.lora_alpha", 16), t.get(f"{M}.target_modules"), online=True)
 
 
 def _eval_sampling(t: Theirs) -> Fate:
@@ -456,10 +486,14 @@ ROWS: tuple[Row, ...] = (
     joint((f"{A}.fsdp_config.forward_prefetch",), ("train.forward_prefetch",), "true: one layer ahead",
           lambda t: Fate("exact", {"train.forward_prefetch": 1} if t.flag(f"{A}.fsdp_config.forward_prefetch")
                          and t.integer(GPUS[0], least=1) * t.integer(GPUS[1], least=1) > 1 else {})),
+    joint((f"{A}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap", f"{A}.fsdp_config.wrap_policy.min_num_params"),
+          ("train.fsdp_units",), UNITS, lambda t: _units(t, f"{A}.fsdp_config.wrap_policy")),
+    joint((f"{F}.fsdp_config.param_offload", f"{F}.megatron.param_offload"), ("train.cpu_offload_reference",),
+          "with a KL penalty", _reference_offload),
     ignored("cluster.placement=turns gives the memory back between generation and training, always",
             f"{A}.fsdp_config.param_offload", f"{A}.fsdp_config.optimizer_offload", f"{R}.free_cache_engine",
-            f"{R}.multi_stage_wake_up", f"{F}.fsdp_config.param_offload", f"{A}.megatron.param_offload",
-            f"{A}.megatron.grad_offload", f"{A}.megatron.optimizer_offload", f"{F}.megatron.param_offload"),
+            f"{R}.multi_stage_wake_up", f"{A}.megatron.param_offload",
+            f"{A}.megatron.grad_offload", f"{A}.megatron.optimizer_offload"),
     joint((f"{A}.strategy", f"{A}.megatron.**", f"{F}.megatron.**", "critic.megatron.**", "critic.strategy",
            f"{F}.strategy", "reward_model.megatron.**", "reward_model.strategy"), ("train.num_ranks",),
           "FSDP over all ranks, in Megatron's place too: the same steps, other limits of memory", _strategy),
@@ -539,8 +573,11 @@ ROWS: tuple[Row, ...] = (
         "trainer.del_local_ckpt_after_load",
             "trainer.remove_previous_ckpt_in_save"),
     refused("run `leeway run evaluate` for that", "trainer.val_only"),
-    refused(common.LORA, f"{M}.lora_rank", f"{M}.lora.**", f"{M}.lora_adapter_path"),
-    ignored("adapters are off, or refused above", f"{M}.lora_alpha", f"{M}.target_modules", f"{M}.exclude_modules"),
+    joint((f"{M}.lora_rank", f"{M}.lora_alpha", f"{M}.target_modules"), ("model.lora",), common.LORA, _lora,
+          kind="approximate"),
+    refused("adapters of Megatron's layers: model.lora.rank is actor_rollout_ref.model.lora_rank", f"{M}.lora.**"),
+    refused("an adapter starts from nothing here, and model.lora.target_modules names what gets one",
+            f"{M}.lora_adapter_path", f"{M}.exclude_modules"),
     refused(common.REMOTE_CODE, f"{M}.trust_remote_code", "data.trust_remote_code", f"{M}.external_lib"),
     refused("the model is trained as its folder says", f"{M}.override_config.**", f"{M}.hf_config_path",
             f"{A}.freeze_vision_tower"),
@@ -665,12 +702,18 @@ SFT_ROWS: tuple[Row, ...] = (
     joint(("trainer.logger",), ("monitor.wandb", "monitor.tensorboard", "monitor.mlflow"), "", _logger),
     joint(("trainer.resume_mode", "trainer.resume_from_path"), ("checkpoint.resume",), "", _resume),
     same("trainer.max_ckpt_to_keep", "checkpoint.keep_last"),
-    refused(common.LORA, "model.lora_rank"),
+    joint(("model.lora_rank", "model.lora_alpha", "model.target_modules"), ("model.lora",), "",
+          lambda t: common.adapters(t.number("model.lora_rank"), t.number("model.lora_alpha", 16),
+                                    t.get("model.target_modules"), online=False)
+          if t.number("model.lora_rank", 0) > 0 else Fate("exact", {}, "off")),
     refused(common.REMOTE_CODE, "model.trust_remote_code", "model.external_lib", "data.trust_remote_code"),
     refused("a data set of your own is task.name=python with task.path=pkg.mod:function", "data.custom_cls.path"),
     same("data.chat_template", "model.chat_template"),
     joint(("data.apply_chat_template_kwargs.**",), ("model.chat_template_kwargs",), "", common.template_kwargs),
-    ignored(MEMORY, "model.lora_alpha", "model.target_modules", "model.fsdp_config.**", "model.use_liger",
+    joint(("model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap",
+           "model.fsdp_config.wrap_policy.min_num_params"), ("train.fsdp_units",), UNITS,
+          lambda t: _units(t, "model.fsdp_config.wrap_policy")),
+    ignored(MEMORY, "model.fsdp_config.**", "model.use_liger",
         "model.strategy",
             "model.use_shm", "data.use_shm", "ulysses_sequence_parallel_size", "use_remove_padding",
             "model.use_remove_padding",

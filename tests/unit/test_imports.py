@@ -238,12 +238,14 @@ def test_torchtunes_components_say_what_is_trained(tmp_path: Path) -> None:
     [
         ("verl", SCRIPT.replace("estimator=grpo", "estimator=opo"), "opo", "refused"),
         ("verl", SCRIPT.replace(" $@", " some.new_key=3"), "some.new_key", "unknown"),
-        ("verl", SCRIPT.replace(" $@", " actor_rollout_ref.model.lora_rank=32"), "lora_rank", "refused"),
+        ("verl", SCRIPT.replace(" $@", " actor_rollout_ref.model.lora_adapter_path=x"), "lora_adapter_path", "refused"),
+        ("trinity", TRINITY.replace("save_strategy: single_process", "save_strategy: any"), "save_strategy", "refused"),
         ("verl", SCRIPT.replace("data.train_batch_size=96", "data.train_batch_size=many"), "many", "refused"),
         ("trinity", TRINITY + "service: {data_juicer: {auto_start: true}}", "auto_start", "refused"),
         ("trinity", TRINITY.replace("math_workflow", "webshop_workflow"), "webshop_workflow", "refused"),
         ("trinity", TRINITY + "agolrithm: {x: 1}", "agolrithm.x", "unknown"),
-        ("torchtune", TUNE.replace("qwen2_5_0_5b", "lora_qwen2_5_0_5b"), "lora", "refused"),
+        ("torchtune", TUNE.replace("qwen2_5_0_5b}", "qlora_qwen2_5_0_5b}"), "qlora", "refused"),
+        ("torchtune", TUNE.replace("qwen2_5_0_5b}", "lora_qwen2_5_0_5b, lora_dropout: 0.1}"), "dropout", "refused"),
     ],
 )  # fmt: skip
 def test_what_is_not_here_is_said_and_nothing_is_dropped(
@@ -419,3 +421,62 @@ def test_verls_critic_clips_and_warms_up_by_itself(tmp_path: Path) -> None:
             "model.chat_template_kwargs.enable_thinking": False,
         },
     )
+
+
+def test_adapters_of_rollouts_are_held_by_an_engine_that_can(tmp_path: Path) -> None:
+    actor = "actor_rollout_ref.model"
+    more = (f"{actor}.lora_rank=32", f"{actor}.lora_alpha=16", f"{actor}.target_modules='[q_proj, v_proj]'",
+            "actor_rollout_ref.rollout.gpu_memory_utilization=0.6")  # fmt: skip
+    found = imported(tmp_path, "verl", SCRIPT, *more, name="run.sh")
+    check(
+        found,
+        {
+            "model.lora.rank": 32,
+            "model.lora.alpha": 16,
+            "model.lora.target_modules": ["q_proj", "v_proj"],
+            "rollout.engine.name": "hf",
+            "rollout.engine.gpu_memory_utilization": None,
+            "rollout.engine.tensor_parallel_size": None,
+            "cluster.placement": None,
+            "train.num_ranks": 8,
+            "rollout.num_generators": 8,
+        },
+    )
+    assert found.is_whole, as_table(found)
+
+
+def test_each_system_says_its_own_of_an_adapter(tmp_path: Path) -> None:
+    lora = "lora_configs: [{name: lora, lora_rank: 64, lora_alpha: 128}], max_response_tokens: 768"
+    found = imported(tmp_path, "trinity", TRINITY.replace("max_response_tokens: 768", lora))
+    check(found, {"model.lora.rank": 64, "model.lora.alpha": 128, "rollout.engine.name": "hf"})
+    layers = "lora_attn_modules: [q_proj, output_proj], apply_lora_to_mlp: true, lora_rank: 4, lora_dropout: 0.0"
+    text = TUNE.replace("qwen2_5_0_5b}", f"lora_qwen2_5_0_5b, {layers}}}")
+    got = values(imported(tmp_path, "torchtune", text))
+    wanted = ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert (got["model.lora.rank"], got["model.lora.alpha"], got["model.lora.target_modules"]) == (4, 16, wanted)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "wanted"),
+    [
+        ("param_offload: true, optimizer_offload: true", {"train.cpu_offload": True}),
+        ("optimizer_offload: true", {"train.cpu_offload_optimizer": True, "train.cpu_offload": None}),
+        ("save_strategy: single_node", {"checkpoint.max_writers": 1, "checkpoint.writers": "machines"}),
+        ("save_strategy: unrestricted", {"checkpoint.max_writers": None, "checkpoint.writers": None}),
+    ],
+)
+def test_trinitys_trainer_says_what_is_away_and_who_writes(tmp_path: Path, theirs: str, wanted: dict[str, Any]) -> None:
+    check(imported(tmp_path, "trinity", TRINITY.replace("save_strategy: single_process", theirs)), wanted)
+
+
+def test_verls_units_and_the_place_of_its_reference(tmp_path: Path) -> None:
+    fsdp = "actor_rollout_ref.actor.fsdp_config.wrap_policy"
+    ref = "actor_rollout_ref.ref.fsdp_config.param_offload=True"
+    found = imported(tmp_path, "verl", SCRIPT, f"{fsdp}.min_num_params=1000000", ref, name="run.sh")
+    check(found, {"train.fsdp_units": 1_000_000, "train.cpu_offload_reference": True})
+    named = f"{fsdp}.transformer_layer_cls_to_wrap=[Qwen2DecoderLayer]"
+    alone = ("trainer.nnodes=1", "trainer.n_gpus_per_node=1", "actor_rollout_ref.rollout.tensor_model_parallel_size=1")
+    off = "actor_rollout_ref.actor.use_kl_loss=False"
+    check(imported(tmp_path, "verl", SCRIPT, named, name="run.sh"), {"train.fsdp_units": ["Qwen2DecoderLayer"]})
+    found = imported(tmp_path, "verl", SCRIPT, named, ref, off, *alone, name="run.sh")
+    check(found, {"train.fsdp_units": None, "train.cpu_offload_reference": None})
