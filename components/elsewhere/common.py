@@ -8,7 +8,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ..config.derived import least_target_policy_lag
-from .table import Fate, Theirs, Unusable, shown
+from ..config.running import ClusterConfig
+from .table import Fate, Row, Theirs, Unusable, joint, shown
 
 AGGREGATIONS = {
     "token-mean": "token_mean",
@@ -32,7 +33,7 @@ ADAPTER_ENGINE = "hf"
 """Several adapters are held by this engine; see docs/lora.md."""
 LORA = f"with rollouts: rollout.engine.name={ADAPTER_ENGINE}, on devices of its own, without vLLM's settings"
 NO_SUCH_ADAPTER = "plain adapters of linear layers (model.lora): without dropout, DoRA or quantized weights"
-REMOTE_CODE = "code from a model's folder is never run"
+REMOTE_CODE = "code from a model's folder is never run: a model that needs it is refused when it is loaded"
 CHECKPOINT_DIR = "checkpoints, logs and metrics are under output_dir/project/name"
 
 
@@ -147,6 +148,23 @@ def possible_together(settings: Mapping[str, Any]) -> dict[str, Any]:
         return dict(settings)
     kept = {k: v for k, v in settings.items() if not k.startswith("rollout.engine.") or k == "rollout.engine.name"}
     return {k: v for k, v in kept.items() if k != "cluster.placement"}
+
+
+def timeout(seconds: float) -> dict[str, Any]:
+    """Of a group, with a deadline of a step that outlasts it."""
+    ours: dict[str, Any] = {"rollout.timeout_s": seconds}
+    if seconds >= ClusterConfig.model_fields["step_timeout_s"].default:
+        ours["cluster.step_timeout_s"] = 2 * seconds
+    return ours
+
+
+def remote_code(*theirs: str) -> Row:
+    """`trust_remote_code`: most models that others set it for are transformers' own by now."""
+
+    def convert(t: Theirs) -> Fate:
+        return Fate("approximate", {}, REMOTE_CODE) if truth(t, *theirs) else Fate("exact", {}, "off")
+
+    return joint(theirs, (), REMOTE_CODE, convert, kind="approximate")
 
 
 def truth(t: Theirs, *keys: str) -> bool:

@@ -7,6 +7,7 @@ trajectories of one training worker.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from . import common
@@ -18,9 +19,13 @@ DEFAULTS: dict[str, Any] = {
     "training.optimizer.weight_decay": 0.01, "clip_grad_norm": None, "dtype": "bf16", "shuffle": True,
 }  # fmt: skip
 
+ALPACA = {"prompt_key": "instruction", "context_key": "input", "answer_key": "output"}
 DATASETS: dict[str, dict[str, Any]] = {
-    "alpaca_cleaned_dataset": {"path": "yahma/alpaca-cleaned", "prompt_key": "instruction", "answer_key": "output"},
-    "alpaca_dataset": {"path": "tatsu-lab/alpaca", "prompt_key": "instruction", "answer_key": "output"},
+    "alpaca_cleaned_dataset": {"path": "yahma/alpaca-cleaned"} | ALPACA,
+    "alpaca_dataset": {"path": "tatsu-lab/alpaca"} | ALPACA,
+    "stack_exchange_paired_dataset": {"path": "lvwerra/stack-exchange-paired", "prompt_key": "question",
+                                      "answer_key": "response_j", "rejected_key": "response_k",
+                                      "prompt_template": "Question: {prompt}\n\nAnswer: "},
     "chat_dataset": {}, "instruct_dataset": {"prompt_key": "input", "answer_key": "output"},
     "preference_dataset": {}, "gsm8k_dataset": {"path": "openai/gsm8k", "subset": "main", "answer_after": "####"},
 }  # fmt: skip
@@ -172,9 +177,12 @@ def _dataset(t: Theirs) -> Fate:
         if theirs in columns
     }
     if "alpaca" in name:
-        why = "a row's column `input` is not in the prompt, nor are Alpaca's words around it: see task.prompt_template"
-        return Fate("refused", {f"task.{key}": value for key, value in own.items()}, why)
-    if "[" in str(own.get("split", "")):
+        kind, why = "approximate", "instruction and input, without Alpaca's words around them: see task.prompt_template"
+    part = re.fullmatch(r"(\w+)\[:(\d+)%\]", str(own.get("split", "")))
+    if part and 0 < int(part[2]) < 100:
+        own |= {"split": part[1], "holdout_frac": round(1 - int(part[2]) / 100, 2)}
+        kind, why = "approximate", f"{why + '; ' if why else ''}the rest is held out, by a hash of the question"
+    elif "[" in str(own.get("split", "")):
         kind, why = "refused", f"no slices of a split ({shown(own['split'])}): task.limit, task.holdout_frac"
     if t.is_given("dataset.partition"):
         kind, why = "approximate", "the whole split, not a part of it"

@@ -42,6 +42,7 @@ from .trinity_tasks import (
     to_eval_taskset,
     to_evaluation,
     to_mix,
+    to_options,
     to_reuse,
     to_task,
 )
@@ -402,7 +403,7 @@ ROWS: tuple[Row, ...] = (
           _thinking),
     refused("one chat template for all tasksets: model.chat_template",
             *in_tasksets("format.chat_template", "format.enable_thinking")),
-    refused(common.REMOTE_CODE, "model.trust_remote_code", f"{MODEL}.trust_remote_code"),
+    common.remote_code("model.trust_remote_code", f"{MODEL}.trust_remote_code"),
     joint(("model.lora_configs[].**",), ("model.lora",), f"one of them; {common.LORA}", _lora, kind="approximate"),
     ignored("an engine holds as many versions of the adapter as the lag bound needs (model.lora.max_versions)",
             "model.lora_configs", "model.fully_sharded_loras", "model.max_cpu_loras", f"{MODEL}.enable_lora"),
@@ -433,8 +434,10 @@ ROWS: tuple[Row, ...] = (
            f"{SETS}.default_workflow_type", f"{SETS}.default_reward_fn_type", f"{T}.reward_fn_args.**"),
           ("env.name", "env.reward"), f"workflows: {', '.join(WORKFLOWS)}; rewards: {', '.join(REWARDS)}",
           to_environment, kind="approximate"),
-    refused("an environment's settings are env.options, of your own class", *in_tasksets("workflow_args.**",
-            "reward_fn_args.**", "format.workflow_key", "format.reward_fn_key")),
+    joint(in_tasksets("workflow_args.**"), ("env.options",), "of frozen_lake_workflow; an "
+          "environment's settings are env.options, of your own class", to_options, kind="approximate"),
+    refused("a reward's settings are env.reward_options, of your own function; not per row",
+            *in_tasksets("reward_fn_args.**", "format.workflow_key", "format.reward_fn_key")),
     refused("models of text alone", *in_tasksets("format.image_key", "format.video_key"),
         f"{MODEL}.enable_multimodal"),
     refused("not per row", *in_tasksets("format.reply_prefix", "format.enable_concatenated_multi_turn")),
@@ -459,7 +462,8 @@ ROWS: tuple[Row, ...] = (
             "data_selector.**", "task_selector.**", "max_retry_times", "max_retry_interval", "total_epochs",
             "batch_size", "wrap_in_ray", "ray_namespace", "rollout_args.**", "format.**"),
             "buffer.explorer_input.taskset"),
-    same("explorer.max_timeout", "rollout.timeout_s", why="seconds of a whole group"),
+    joint(("explorer.max_timeout",), ("rollout.timeout_s", "cluster.step_timeout_s"), "seconds of a whole group",
+          lambda t: Fate("exact", {} if is_offline(t) else common.timeout(t.number("explorer.max_timeout")))),
     same("explorer.max_retry_times", "rollout.retries"),
     joint(("explorer.env_vars.**",), ("env.variables",), "",
           lambda t: Fate("exact", {f"env.variables.{k}": str(v) for k, v in t.below("explorer.env_vars").items()})),
@@ -547,6 +551,13 @@ ROWS: tuple[Row, ...] = (
 )  # fmt: skip
 
 TRINITY = Table(system="trinity", title="Trinity-RFT", rows=ROWS, defaults=DEFAULTS, recipe=recipe)
+
+
+def is_second_file(given: Mapping[str, Any]) -> bool:
+    """Whether it is what `trainer.trainer_config_path` of another file names: veRL's settings, without a run."""
+    return any(key.startswith("actor_rollout_ref.") for key in given) and not any(
+        key.startswith(("model.", "buffer.", "stages[")) for key in given
+    )
 
 
 def stages_of(given: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -61,6 +61,11 @@ def to_advantage(t: Theirs) -> Fate:
         ours = {"name": "gigpo", "omega": left.pop("omega", 1.0), "gamma": left.pop("gamma", 1.0)}
         ours["std"] = left.pop("fnorm", "none") == "std"
         ours["eps"] = left.pop("epsilon", 1e-6)
+    elif name == "jsd":
+        ours = {"name": "zero", "algorithm.kl.coef": left.pop("kl_coef", 1.0), "algorithm.kl.where": "token"}
+        ours |= {"algorithm.kl.estimator.name": "jsd", "algorithm.kl.estimator.beta": left.pop("lambda_coef", 0.5)}
+        ours |= _teacher(t)
+        why = "the divergence of the two mixtures on sampled tokens"
     elif name == "on_policy_distill":
         ours = {"name": "zero", "algorithm.kl.coef": left.pop("kl_coef", 1.0), "algorithm.kl.where": "token"}
         ours |= {"algorithm.kl.estimator.name": "k1"} | _teacher(t)
@@ -167,6 +172,8 @@ def _expert(t: Theirs, name: str, left: dict[str, Any]) -> tuple[dict[str, Any],
         expert = {"weight": left.pop("mu_peak", 0.5), "weight_end": left.pop("mu_valley", 0.02)}
         warm, decay = left.pop("mu_warmup_steps", 0), left.pop("mu_decay_steps", 400)
         expert |= {"decay_steps": decay, "token_weights": left.pop("enable_phi_function", True)}
+        if expert["weight"] == expert["weight_end"] or not decay:  # there it is at its end from the first step
+            expert = {"weight": expert["weight_end"], "weight_end": None, "token_weights": expert["token_weights"]}
         if warm:
             raise Unusable(
                 f"mu_warmup_steps: got {shown(warm)}, expected 0: the weight of expert answers only falls here"
@@ -193,7 +200,7 @@ def to_kl(t: Theirs) -> Fate:
         return Fate(
             "exact", {"algorithm.dpo.beta": t.get("algorithm.kl_loss_fn_args.kl_coef", 0.1)}, "beta of DPO there"
         )
-    if kind in ("sft", "on_policy_distill"):
+    if kind in ("sft", "on_policy_distill", "jsd"):
         return Fate("ignored", {}, "none there")
     loss, reward = _kl_name(t, "kl_loss"), str(t.get("algorithm.kl_penalty_fn") or "none").lower()
     in_loss = loss != "none" and number_of(coef) not in (0.0, None)

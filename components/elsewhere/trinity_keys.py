@@ -55,6 +55,7 @@ ALGORITHMS: dict[str, dict[str, str]] = {
     "on_policy_distill": {"preset": "on_policy_distill", "advantage": "on_policy_distill",
     "loss": "importance_sampling",
                           "kl": "none"},
+    "jsd": {"preset": "jsd", "advantage": "jsd", "loss": "importance_sampling", "kl": "none"},
     "sft": {"preset": "", "advantage": "", "loss": "sft", "kl": "none"},
     "dpo": {"preset": "", "advantage": "", "loss": "dpo", "kl": "k2"},
 }  # fmt: skip

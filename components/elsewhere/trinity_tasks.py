@@ -25,6 +25,8 @@ WORKFLOWS: dict[str, tuple[str, str]] = {
     "math_workflow": ("single_turn", "math_verify"),
     "math_boxed_workflow": ("single_turn", "boxed"),
     "math_eval_workflow": ("single_turn", "math_verify"),
+    "on_policy_distill_workflow": ("single_turn", ""),
+    "on_policy_distill_math_workflow": ("single_turn", "math_verify"),
     "frozen_lake_workflow": ("frozen_lake", ""),
 }
 REWARDS = {
@@ -40,19 +42,16 @@ REWARDS = {
 def to_environment(t: Theirs) -> Fate:
     if is_offline(t):
         return Fate("ignored", {}, "nothing is rolled out")
-    keys = (f"{T}.default_workflow_type", "buffer.explorer_input.default_workflow_type", "buffer.default_workflow_type",
-            "buffer.explorer_input.tasksets[0].default_workflow_type")  # fmt: skip
-    name = next((str(v) for key in keys if (v := t.given.get(key)) is not None), "")
+    name = _workflow(t)
     rewards = (f"{T}.default_reward_fn_type", "buffer.explorer_input.default_reward_fn_type",
                "buffer.default_reward_fn_type", "buffer.explorer_input.tasksets[0].default_reward_fn_type")  # fmt: skip
     reward = next((str(v) for key in rewards if (v := t.given.get(key)) is not None), "")
     if not name:
         return Fate("ignored", {}, "no workflow is named")
-    plain = name.removeprefix("async_")
-    if plain not in WORKFLOWS:
+    if name not in WORKFLOWS:
         fix = "write it as an environment (docs/environments.md) and name it: env.name=pkg.mod:Class"
         return Fate("refused", {}, f"no workflow {shown(name)} here; {fix}")
-    env, own = WORKFLOWS[plain]
+    env, own = WORKFLOWS[name]
     ours: dict[str, Any] = {} if env == "single_turn" else {"env.name": env}
     if env == "frozen_lake":
         return Fate("approximate", ours, "our own lake: its size, slipping and texts are env.options")
@@ -61,6 +60,42 @@ def to_environment(t: Theirs) -> Fate:
     ours["env.reward"] = REWARDS.get(reward, own)
     why = "without the workflow's own system prompt: set task.system_prompt"
     return Fate("approximate", ours | _shaped(t), why)
+
+
+def _workflow(t: Theirs) -> str:
+    keys = (f"{T}.default_workflow_type", "buffer.explorer_input.default_workflow_type", "buffer.default_workflow_type",
+            "buffer.explorer_input.tasksets[0].default_workflow_type")  # fmt: skip
+    return next((str(v) for key in keys if (v := t.given.get(key)) is not None), "").removeprefix("async_")
+
+
+ARGUMENTS = {
+    "frozen_lake": ("env_max_steps", "agent_max_steps", "is_slippery"),
+    "single_turn": ("use_base", "with_think"),
+}
+"""Of workflows, by environment."""
+
+
+def to_options(t: Theirs) -> Fate:
+    """Arguments of workflows that are here: of all task sets alike."""
+    env, _ = WORKFLOWS.get(_workflow(t), ("", ""))
+    args: dict[str, Any] = {}
+    for prefix in (T, DATA) if t.index is None else (EVAL, SETS):
+        args |= t.below(f"{prefix}.workflow_args")
+    unknown = [name for name in args if name not in ARGUMENTS.get(env, ())]
+    if unknown:
+        why = f"an environment's settings are env.options, of your own class: {', '.join(map(shown, unknown))}"
+        return Fate("refused", {}, why)
+    if env == "single_turn":
+        return Fate(
+            "approximate", {}, "without the workflow's own prompts: set task.system_prompt, task.prompt_template"
+        )
+    turns = [n for key in ("env_max_steps", "agent_max_steps") if (n := number_of(args.get(key))) and n >= 1]
+    ours: dict[str, Any] = {"env.options.max_turns": int(min(turns))} if turns else {}
+    if str(args.get("is_slippery", False)).lower() == "true":
+        ours["env.options.slip"] = 2 / 3
+    return Fate(
+        "approximate", ours if t.index is None else {}, "moves; a slippery lake lets one move in three go as meant"
+    )
 
 
 def _shaped(t: Theirs) -> dict[str, Any]:
