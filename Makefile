@@ -44,10 +44,10 @@ quickstart: $(STAMP)  ## train a tiny model on two-digit arithmetic, on CPU, in 
 # A run starts six processes: where no compiled files are kept, each of them compiles all of ours again.
 test test-long test-unit test-security test-gpu: export PYTHONDONTWRITEBYTECODE =
 
-# All tests: files are dealt out as wholes, for what their tests share is made once then; whole runs one by one
-# (tests/tiers.py). A run waits now and then, so three things go on at a time.
-QUICK := -m "not slow" --numprocesses=logical --maxprocesses=4 --dist=worksteal
-ALL   := --numprocesses=3 --dist=loadscope --no-loadscope-reorder
+# Files are dealt out as wholes, for what their tests share is made once then; whole runs one by one (tests/tiers.py).
+# A run waits now and then, so more goes on at a time than there are cores.
+QUICK := -m "not slow" --lanes=$(shell getconf _NPROCESSORS_ONLN)
+ALL   := --lanes=4
 
 test: $(STAMP)  ## every test this machine can run, but for the comparisons that take minutes
 	@$(BIN)/python -m pytest tests $(ALL) $(ARGS)

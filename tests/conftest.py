@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import logging
 import os
@@ -21,8 +20,8 @@ import pytest
 from _pytest.logging import catching_logs
 from hypothesis import HealthCheck, settings
 
-from . import forked
-from .tiers import APART, LONG, TOGETHER, sample
+from . import forked, lanes
+from .tiers import LONG, in_order, sample
 
 # A Ray call outside of a run would start a cluster of its own inside pytest, and end pytest when that cluster goes.
 os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
@@ -73,32 +72,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("integration")
         if not LONG and (mark := item.get_closest_marker("long")):
             item.add_marker(pytest.mark.skip(reason=f"{mark.args[0]}: make test-long"))
-    if items and hasattr(items[0].config, "workerinput"):
-        items.sort(key=_when)
 
 
-def _when(item: pytest.Item) -> int:
-    """Long files first, so that no worker still has one when the others are done: TOGETHER, whole runs, slow ones."""
-    if item.path.name in TOGETHER:
-        return [*TOGETHER].index(item.path.name)
-    later = ("integration", "slow")
-    return len(TOGETHER) + next((i for i, name in enumerate(later) if item.get_closest_marker(name)), len(later))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help_text = "run tests on that many processes, forked when all are collected (tests/lanes.py)"
+    parser.addoption("--lanes", type=int, default=0, metavar="N", help=help_text)
 
 
-@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist=loadscope`: files are dealt out as wholes, some of them together, and the tests of APART one by one."""
-    if config.getoption("dist") != "loadscope":
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    options = session.config.option
+    if not options.lanes or options.collectonly or session.testsfailed or not session.items:
         return None
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Together(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = Path(nodeid.split("::")[0])
-            is_apart = file.name in APART and file.parent.name == INTEGRATION.name
-            return nodeid if is_apart else TOGETHER.get(file.name, str(file))
-
-    return Together(config, log)
+    lanes.run(session, options.lanes, in_order(session.items))
+    return True
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -157,19 +144,5 @@ def the_same_numbers_in_any_order() -> None:
         torch.manual_seed(0)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    if hasattr(config, "workerinput"):
-        atexit.register(_end_at_once, os.getpid())
-
-
-def _end_at_once(worker: int) -> None:
-    """Registered before any library, so called after what they registered: to take all of them apart, object by object,
-    costs a worker seconds, while the session waits.
-    """
-    if os.getpid() == worker:
-        os._exit(0)
-
-
 def pytest_unconfigure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
-        gc.unfreeze()  # or libraries that count their objects at the very end report each as leaked
+    gc.unfreeze()  # or libraries that count their objects at the very end report each as leaked

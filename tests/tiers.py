@@ -13,26 +13,69 @@ from typing import Any, TypeVar
 import pytest
 
 T = TypeVar("T")
-TOGETHER = {
-    "test_learning.py": "quickstart",
-    "test_preferences.py": "quickstart",
-    "test_offline.py": "quickstart",
-    "test_examples.py": "quickstart",
-    "test_engine.py": "engine",
-    "test_lockstep.py": "lockstep",
-    "test_checkpoint.py": "ranks",
-    "test_trainer.py": "ranks",
-    "test_publish.py": "ranks",
-    "test_audit.py": "ranks",
-    "test_actor_critic.py": "ranks",
-    "test_exact_splits.py": "ranks",
-}
-"""Files whose tests share a trained model, an engine, a run, or processes that are other ranks: one process runs them.
-The longest come first.
-"""
-APART = ("test_endings.py", "test_auxiliary.py", "test_plugins.py")
+APART = tuple(f"integration/test_{name}.py" for name in ("auxiliary", "endings", "examples", "plugins", "serving"))
 """Files of whole runs that share nothing. Tests of any other file share fixtures, and stay together."""
+RANKS = tuple(
+    f"unit/test_{name}.py" for name in ("checkpoint", "trainer", "publish", "audit", "actor_critic", "exact_splits")
+)
+"""Files whose tests share the processes that are other ranks."""
+FIRST = (
+    "quickstart",
+    "integration/test_lockstep.py",
+    "integration/test_engine.py",
+    "integration/test_explorers.py",
+    "integration/test_plugins.py",
+    "unit/test_memory.py",
+    "integration/test_lora.py",
+    "integration/test_auxiliary.py",
+    "integration/test_serving.py",
+    "ranks",
+    "integration/test_endings.py",
+    "security/test_code_attacks.py",
+    "integration/test_sampling_masks.py",
+    "integration/test_examples.py",
+    "unit/test_benchmarks.py",
+    "integration/test_against_trl.py",
+    "integration/test_buffer_actor.py",
+)
+"""What takes longest is begun first, so that no process still has one of these when the others have nothing to do."""
 LONG = bool(os.environ.get("LEEWAY_LONG_TESTS"))
+
+
+def in_order(items: Iterable[pytest.Item]) -> list[list[pytest.Item]]:
+    """What one process runs at a time, because it shares fixtures, and what is begun first."""
+    scopes: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        scopes.setdefault(_scope(item), []).append(item)
+    for scope in scopes.values():
+        scope.sort(key=_within)
+    return sorted(scopes.values(), key=_when)
+
+
+def _file(item: pytest.Item) -> str:
+    return f"{item.path.parent.name}/{item.path.name}"
+
+
+def _scope(item: pytest.Item) -> str:
+    if "quickstart" in getattr(item, "fixturenames", ()):
+        return "quickstart"
+    if _file(item) in RANKS:
+        return "ranks"
+    return item.nodeid if _file(item) in APART else str(item.path)
+
+
+def _within(item: pytest.Item) -> bool:
+    """Who looks at the quickstart while it runs comes before those who wait for its end."""
+    return "warm" in getattr(item, "fixturenames", ())
+
+
+def _when(scope: list[pytest.Item]) -> tuple[int, int]:
+    for name in (_scope(scope[0]), _file(scope[0])):
+        if name in FIRST:
+            return FIRST.index(name), 0
+    later = ("integration", "slow")
+    marked = [any(item.get_closest_marker(mark) for item in scope) for mark in later]
+    return len(FIRST) + (marked.index(True) if any(marked) else len(later)), -len(scope)
 
 
 def slow_but_for(quick: Iterable[Any], values: Iterable[Any]) -> list[Any]:

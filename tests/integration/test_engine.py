@@ -28,6 +28,7 @@ from ..engine_contract import TOLERANCE, EngineContract, Publisher, Served
 from ..trainers import batch_of, free_address, random_trajectories, settings_of
 
 VLLM_OPTIONS = {"enforce_eager": True, "block_size": 32, "max_num_seqs": 64}
+pytestmark = pytest.mark.timeout(900)  # on a busy machine, an engine's start takes minutes
 
 
 class ServedByVllm(Served):

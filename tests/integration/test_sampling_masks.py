@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from leeway.config.sampling import kept_width
 
 from ..engine_contract import check_masks
 from .test_engine import ServedByVllm
+
+pytestmark = pytest.mark.timeout(900)  # on a busy machine, an engine's start takes minutes
 
 
 def test_vllm_says_what_each_token_was_drawn_from(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from leeway.algorithms.objective import Objective, PolicyObjective, SupervisedOb
 from leeway.trainer.microbatch import split_into_microbatches
 from leeway.trainer.trainer import Trainer
 
-from ..tiers import sample, slow_but_for
+from ..tiers import sample
 from ..trainers import batch_of, end_group, free_address, gradients, in_pairs, random_trajectories, settings_of
 
 OBJECTIVES: dict[str, Objective] = {
@@ -80,7 +80,8 @@ def gradients_of_one_rank(model_path: Path, group_of_one_rank: None) -> OneRank:
     return OneRank(model_path)
 
 
-@pytest.mark.parametrize("how", slow_but_for(["token_mean"], OBJECTIVES))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", OBJECTIVES)
 def test_one_rank_cuts_as_it_likes(gradients_of_one_rank: OneRank, how: str) -> None:
     def gradient(**changes: Any) -> dict[str, torch.Tensor]:
         return gradients_of_one_rank.gradient(OBJECTIVES[how], changes)

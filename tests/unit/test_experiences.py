@@ -261,6 +261,7 @@ def test_a_store_is_no_source_of_tasks(tmp_path: Path, model_path: Path) -> None
             load_config(str(tmp_path / "c.yaml"), ["train.epochs=null", "train.steps=1"], recipe=recipe)
 
 
+@pytest.mark.slow
 def test_training_on_them_makes_good_answers_likelier_than_bad_ones(tmp_path: Path, model_path: Path) -> None:
     config = of_store(tmp_path, model_path, groups(8), "train.groups_per_step=8")
     train, _ = load_experiences(config)

@@ -100,6 +100,7 @@ def test_a_new_adapter_changes_nothing(make, model_path):
     assert torch.equal(make().token_logprobs(batch), one_rank_trainer(model_path).token_logprobs(batch))
 
 
+@pytest.mark.slow
 def test_exports_are_what_peft_makes_of_the_adapter(make, model_path, tmp_path):
     peft = pytest.importorskip("peft")
     trainer = make()
@@ -134,6 +135,7 @@ def test_a_resumed_run_goes_on_exactly(make, tmp_path):
     assert saved < 4 * sum(t.numel() for n, t in weights_of(first).items() if "lora" not in n), "it holds the base"
 
 
+@pytest.mark.slow
 def test_adapters_of_another_model_or_scaling_are_not_resumed(make, tmp_path):
     trainer = make()
     trainer.save_state(str(tmp_path / "trainer"))
@@ -239,6 +241,7 @@ def scene(make: Callable[..., Trainer], model_path: Path) -> Iterator[Scene]:
     scene.engine.shutdown()
 
 
+@pytest.mark.slow
 def test_rows_of_several_versions_are_what_each_is_alone(scene):
     """To the last bit, and as the trainer computes them."""
 
@@ -274,6 +277,7 @@ def test_rows_of_several_versions_are_what_each_is_alone(scene):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_load_touches_nothing_that_is_under_way(scene):
     """A rollout of two requests goes on under its version while another one is loaded, proven and served."""
 
@@ -347,6 +351,7 @@ def test_what_a_pass_computes_with_is_read_back(scene, what):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_an_old_version_is_dropped_when_its_last_rollout_has_ended(scene):
     async def run() -> None:
         sync = scene.sync(max_versions=2)
@@ -368,6 +373,7 @@ def test_an_old_version_is_dropped_when_its_last_rollout_has_ended(scene):
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_what_a_rollout_left_in_the_engine_goes_with_its_version(scene):
     """A rollout that was given up has ended before its requests are aborted."""
 

@@ -22,6 +22,7 @@ from leeway.train_batch import TrainBatch, batch_samples
 from leeway.types import Admission, Group, Task, Trajectory
 
 from ..fakes import Slots, play
+from ..tiers import slow_but_for
 from ..trainers import (
     Recorder,
     end_group,
@@ -189,7 +190,7 @@ def batch_at(trajectories: list[Trajectory], temperatures: list[float]) -> Train
     )
 
 
-@pytest.mark.parametrize("settings", [{}, {"packing": "padded"}, {"logprob_chunk_tokens": 8}])
+@pytest.mark.parametrize("settings", slow_but_for([{}], [{}, {"packing": "padded"}, {"logprob_chunk_tokens": 8}]))
 def test_each_row_is_scored_at_its_own_temperature(model_path: Path, settings: dict[str, Any]) -> None:
     trajectories, temperatures = random_trajectories(0, 6), [0.5, 1.0, 0.5, 2.0, 1.0, 0.5]
     recorder = Recorder()

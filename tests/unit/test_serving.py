@@ -619,6 +619,7 @@ class Tells(Says):
         return sampled
 
 
+@pytest.mark.slow
 def test_others_are_answered_while_a_long_answer_is_written_down() -> None:
     """Four choices, each a call of a tool with thousands of arguments."""
     call = json.dumps({"name": "add", "arguments": {"a": ["12"] * 2000}})
