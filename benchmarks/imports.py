@@ -28,6 +28,9 @@ from leeway.elsewhere.table import BAD
 
 ENDINGS = {"trinity": (".yaml", ".yml"), "verl": (".yaml", ".yml", ".sh"), "torchtune": (".yaml", ".yml")}
 
+SHARDED = ("fsdp_size", "forward_prefetch", "fsdp_units", "cpu_offload_optimizer", "cpu_offload_reference")
+"""Settings of several GPUs."""
+
 
 def files_of(system: str, folder: Path) -> list[Path]:
     return sorted(file for file in folder.rglob("*") if file.suffix in ENDINGS[system] and file.is_file())
@@ -82,11 +85,13 @@ def shrunk(tree: dict[str, Any], folder: Path, model: Path) -> dict[str, Any]:
             rollout |= {"engine": {"name": "hf"}, "num_generators": 1, "max_prompt_tokens": 32}
             rollout |= {"max_response_tokens": 8, "max_model_len": 64}
         if "model" in own or own is tree:
-            own["model"] = {"path": str(model), "dtype": "float32"}
+            lora = own.get("model", {}).get("lora")
+            own["model"] = {"path": str(model), "dtype": "float32"} | ({"lora": lora | {"rank": 4}} if lora else {})
         train = own.setdefault("train", {})
         updates = train.get("updates_per_batch", tree.get("train", {}).get("updates_per_batch", 1))
         uses = own.get("replay", tree.get("replay", {})).get("max_uses", 1)
-        train.pop("epochs", None)
+        for key in ("epochs", *SHARDED):
+            train.pop(key, None)
         train |= {"steps": 2 * updates, "num_ranks": 1, "gradient_checkpointing": False, "cpu_offload": False}
         if "groups_per_step" in train:
             train["groups_per_step"] = 4 * updates * uses

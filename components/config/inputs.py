@@ -156,6 +156,10 @@ class TaskSource(Section):
     answer_key: str = Field(
         default="answer", description="key of the reference answer; column.key where it is inside of a column"
     )
+    context_key: Annotated[str | None, for_source("jsonl", "parquet", "hf", "python", "sql", "queue")] = Field(
+        default=None,
+        description="key of text that follows the prompt after an empty line, where a row has one (Alpaca's input)",
+    )
     messages_key: str | None = Field(
         default=None,
         description="key of a whole conversation, in place of prompt and answer; sft trains on every assistant turn",

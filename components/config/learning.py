@@ -16,10 +16,15 @@ from pydantic import (
 
 from ..algorithms.presets import CORRECTIONS
 from ..section import Refused, Section
-from .effect import ANSWERS, BATCHES, GROUPS, ROLLOUTS, OnlyWith
+from .effect import ANSWERS, BATCHES, GROUPS, REFERENCE, ROLLOUTS, OnlyWith
 
 DECAYING = OnlyWith(lambda c: c.optimizer.schedule != "constant", "optimizer.schedule is linear or cosine")
 SHARDED = OnlyWith(lambda c: c.train.num_ranks > 1, "train.num_ranks is above 1")
+ON_GPU = OnlyWith(
+    lambda c: c.cluster.device != "cpu", "cluster.device is cuda: else the weights are in the CPU's memory already"
+)
+NOT_AWAY = OnlyWith(lambda c: not c.train.cpu_offload, "train.cpu_offload is false: else the moments are there already")
+LIMITED = OnlyWith(lambda c: c.checkpoint.max_writers > 0, "checkpoint.max_writers is above 0")
 DECAYED = OnlyWith(lambda c: c.optimizer.weight_decay > 0, "optimizer.weight_decay is above 0")
 
 
@@ -167,9 +172,22 @@ class TrainConfig(Section):
         description="gather the weights of this many further decoder layers while one computes its forward pass; 0: as "
         "FSDP2 does by itself",
     )
-    cpu_offload: bool = Field(
+    fsdp_units: Annotated[list[str] | PositiveInt | None, SHARDED] = Field(
+        default=None,
+        description="which modules are gathered and given up as one: null: each decoder layer; [CLASS, ...]: those of "
+        "these classes; N: the smallest with N weights; all within decoder layers, and what is in none stays gathered",
+    )
+    cpu_offload: Annotated[bool, ON_GPU] = Field(
         default=False,
-        description="master weights, gradients and optimizer in the CPU's memory (device cuda): slower",
+        description="master weights, gradients and optimizer of policy and critic in the CPU's memory: slower",
+    )
+    cpu_offload_optimizer: Annotated[bool, ON_GPU, NOT_AWAY] = Field(
+        default=False,
+        description="AdamW's moments in the CPU's memory between steps; they come to the GPU for each",
+    )
+    cpu_offload_reference: Annotated[bool, ON_GPU, REFERENCE] = Field(
+        default=False,
+        description="the reference's weights in the CPU's memory; a layer's come to the GPU while it computes",
     )
 
     @property
@@ -227,7 +245,10 @@ class CheckpointConfig(Section):
         "the ranks; hf/ is written immediately instead); false: no copy, training waits",
     )
     max_writers: NonNegativeInt = Field(
-        default=0, description="how many ranks may write at once, for slow shared storage; 0: all"
+        default=0, description="how many ranks (or machines) may write at once, for slow shared storage; 0: all"
+    )
+    writers: Annotated[Literal["ranks", "machines"], LIMITED] = Field(
+        default="ranks", description="what max_writers counts; machines: the ranks of one write together"
     )
     resumes: NonNegativeInt = Field(
         default=3,

@@ -202,15 +202,6 @@ def copies_have_whole_numbers_of_ranks(config: Config) -> None:
         )
 
 
-def only_a_gpu_is_offloaded(config: Config) -> None:
-    if config.train.cpu_offload and config.cluster.device == "cpu":
-        raise ConfigError(
-            "train.cpu_offload",
-            expected="false where cluster.device is cpu: the weights are already in the CPU's memory",
-            fix="set train.cpu_offload=false",
-        )
-
-
 def adapters_are_possible(config: Config) -> None:
     """Several versions of an adapter beside weights that never change: what that excludes."""
     lora, engine = config.model.lora, config.rollout.engine_name
@@ -532,6 +523,22 @@ def a_reference_is_used(config: Config) -> None:
             expected="more than 0 where algorithm.reference_path names a reference policy",
             fix="set algorithm.kl.coef=0.01, or algorithm.reference_path=null",
         )
+    if config.train.cpu_offload_reference and not a.kl.coef:
+        raise ConfigError(
+            "train.cpu_offload_reference",
+            expected="false where algorithm.kl.coef is 0: there is no reference policy",
+            fix="leave it out",
+        )
+
+
+def a_reference_has_weights(config: Config) -> None:
+    if config.train.cpu_offload_reference and config.model.lora is not None and not config.algorithm.reference_path:
+        raise ConfigError(
+            "train.cpu_offload_reference",
+            expected="false where model.lora is set and algorithm.reference_path is not: the reference is the policy "
+            "without its adapter",
+            fix="leave it out",
+        )
 
 
 def a_critic_computes_in_a_wide_type(config: Config) -> None:
@@ -789,7 +796,7 @@ TASK_RULES: tuple[Rule, ...] = (task_source_is_complete,)
 TRAINING_RULES: tuple[Rule, ...] = (
     steps_or_epochs_is_set,
     copies_have_whole_numbers_of_ranks,
-    only_a_gpu_is_offloaded,
+    a_reference_has_weights,
     states_on_the_way_mean_one_at_the_end,
 )
 RL_RULES: tuple[Rule, ...] = (

@@ -134,11 +134,20 @@ def _trainer_rank(config: Config, recipe: Recipe, shape: ModelShape, ranks: int,
         copies["copy while publishing"] = computed * trained // shards
         if shards > 1:
             copies["bucket"] = _bucket_bytes(config, shape, computed)
-    if train.cpu_offload:
-        return Process(name="trainer rank", number=ranks, device=device, main={**sharded, **copies})
     if not on_gpu:
         return Process(name="trainer rank", number=ranks, device={**sharded, **device, **copies})
-    return Process(name="trainer rank", number=ranks, device={**sharded, **device}, main=copies)
+    away = {"optimizer"} if train.cpu_offload_optimizer else set[str]()
+    if train.cpu_offload:
+        away = set(sharded) - {"reference"}
+    if train.cpu_offload_reference:
+        away.add("reference")
+    main = {name: size for name, size in sharded.items() if name in away}
+    return Process(
+        name="trainer rank",
+        number=ranks,
+        device={name: size for name, size in sharded.items() if name not in away} | device,
+        main=main | copies,
+    )
 
 
 def _engine_rank(config: Config, shape: ModelShape, engines: int, ranks: int, follows: bool) -> Process:
@@ -299,6 +308,7 @@ def remedies(config: Config, cluster: Cluster, fits: Callable[[Config], bool]) -
         *(("train", "num_ranks", n) for n in range(8, cluster.num_devices, 8) if n > config.train.num_ranks),
         *(("train", "max_tokens_per_microbatch", n) for n in (8192, 4096) if n < microbatch_tokens(config)),
         *(("param_server", "transport", "files"), ("train", "cpu_offload", True)),
+        *([("train", "cpu_offload_reference", True)] if config.algorithm.kl.coef else []),
     ]
     changes = [(s, k, v) for s, k, v in changes if s == "rollout.engine" or getattr(getattr(config, s), k) != v]
     for number in range(1, 5):

@@ -8,7 +8,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ..config.derived import least_target_policy_lag
-from .table import Fate, Theirs, Unusable, shown
+from ..config.running import ClusterConfig
+from .table import Fate, Row, Theirs, Unusable, joint, shown
 
 AGGREGATIONS = {
     "token-mean": "token_mean",
@@ -28,8 +29,11 @@ ESTIMATORS = {
 }
 NO_NEED = "it says how the work is divided or looked at, not what is learned"
 MEMORY = "memory and speed only; see `leeway plan --model` for what fits"
-LORA = "no adapters: every weight is trained"
-REMOTE_CODE = "code from a model's folder is never run"
+ADAPTER_ENGINE = "hf"
+"""Several adapters are held by this engine; see docs/lora.md."""
+LORA = f"with rollouts: rollout.engine.name={ADAPTER_ENGINE}, on devices of its own, without vLLM's settings"
+NO_SUCH_ADAPTER = "plain adapters of linear layers (model.lora): without dropout, DoRA or quantized weights"
+REMOTE_CODE = "code from a model's folder is never run: a model that needs it is refused when it is loaded"
 CHECKPOINT_DIR = "checkpoints, logs and metrics are under output_dir/project/name"
 
 
@@ -124,6 +128,43 @@ def top_k_and_top_p(top_k: float | None, top_p: float | None) -> Fate:
 def template_kwargs(t: Theirs) -> Fate:
     given = t.below("data.apply_chat_template_kwargs")
     return Fate("exact", {f"model.chat_template_kwargs.{name}": value for name, value in given.items()})
+
+
+def adapters(rank: float, alpha: float, targets: Any = None, *, online: bool) -> Fate:
+    """LoRA of every linear layer, or of `targets`. `online`: with rollouts."""
+    if isinstance(targets, str) and targets != "all-linear":
+        targets = [name for name in re.split(r"[\[\]'\",\s]+", targets) if name]
+    ours: dict[str, Any] = {"model.lora.rank": int(rank), "model.lora.alpha": alpha}
+    if targets not in (None, "", "all-linear", ["all-linear"]):
+        ours["model.lora.target_modules"] = targets
+    if online:
+        return Fate("approximate", ours | {"rollout.engine.name": ADAPTER_ENGINE}, LORA)
+    return Fate("exact", ours)
+
+
+def possible_together(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what an engine that holds adapters does not take."""
+    if "model.lora.rank" not in settings or settings.get("rollout.engine.name") != ADAPTER_ENGINE:
+        return dict(settings)
+    kept = {k: v for k, v in settings.items() if not k.startswith("rollout.engine.") or k == "rollout.engine.name"}
+    return {k: v for k, v in kept.items() if k != "cluster.placement"}
+
+
+def timeout(seconds: float) -> dict[str, Any]:
+    """Of a group, with a deadline of a step that outlasts it."""
+    ours: dict[str, Any] = {"rollout.timeout_s": seconds}
+    if seconds >= ClusterConfig.model_fields["step_timeout_s"].default:
+        ours["cluster.step_timeout_s"] = 2 * seconds
+    return ours
+
+
+def remote_code(*theirs: str) -> Row:
+    """`trust_remote_code`: most models that others set it for are transformers' own by now."""
+
+    def convert(t: Theirs) -> Fate:
+        return Fate("approximate", {}, REMOTE_CODE) if truth(t, *theirs) else Fate("exact", {}, "off")
+
+    return joint(theirs, (), REMOTE_CODE, convert, kind="approximate")
 
 
 def truth(t: Theirs, *keys: str) -> bool:

@@ -19,11 +19,12 @@ from ..config.text import to_text
 from ..config.tree import nodes
 from ..failures import printable
 from . import reading
+from .common import possible_together
 from .script import Script, read_script
 from .table import BAD, Fate, Kind, Line, Table, Theirs, Unusable, shown, translate
 from .torchtune import TORCHTUNE
-from .trinity import INLINE, SECOND_FILE, TRINITY, stages_of
-from .verl import VERL, VERL_SFT, A
+from .trinity import INLINE, SECOND_FILE, TRINITY, is_second_file, stages_of
+from .verl import VERL, VERL_SFT, A, renamed
 
 SYSTEMS = {"trinity": (TRINITY,), "verl": (VERL, VERL_SFT), "torchtune": (TORCHTUNE,)}
 ENVIRONMENT = re.compile(r"\$\{oc\.env:(\w+)\}")
@@ -77,9 +78,13 @@ def _read(system: str, file: Path, arguments: Sequence[str]) -> tuple[dict[str, 
     if system == "verl" and marks:
         given = {key: value for key, value in given.items() if key not in marks}
         notes.append(Line(f"{len(marks)} keys _target_", Fate("ignored", {}, "classes of veRL's own settings")))
+    if system == "trinity" and is_second_file(given):
+        fix = f"import the file that names it as {SECOND_FILE}, with this one beside it"
+        raise ConfigError("FILE", got=words(f"{file}, veRL's settings of a trainer"), expected="a run", fix=fix)
     if system == "trinity":
         given = _with_second_file(given, file)
-    return reading.resolved(reading.with_arguments(given, arguments)), notes
+    given = reading.with_arguments(given, arguments)
+    return reading.resolved(renamed(given) if system == "verl" else given), notes
 
 
 def _with_second_file(given: dict[str, Any], file: Path) -> dict[str, Any]:
@@ -165,6 +170,7 @@ def _of_stages(stages: Sequence[tuple[str, Table, Mapping[str, Any]]]) -> Import
             raise Unusable(f"none of its keys is one of {table.title}")
         recipe = table.recipe(Theirs(given, table.defaults))
         settings, lines = translate(table, given)
+        settings = possible_together(settings)
         explicit = {key for line in lines if not line.by_default for key in line.fate.ours}
         kept = {k: v for k, v in settings.items() if k in explicit or k.startswith("algorithm.") or v != default_of(k)}
         trees.append((name, kept))

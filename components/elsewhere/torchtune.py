@@ -7,6 +7,7 @@ trajectories of one training worker.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from . import common
@@ -18,13 +19,20 @@ DEFAULTS: dict[str, Any] = {
     "training.optimizer.weight_decay": 0.01, "clip_grad_norm": None, "dtype": "bf16", "shuffle": True,
 }  # fmt: skip
 
+ALPACA = {"prompt_key": "instruction", "context_key": "input", "answer_key": "output"}
 DATASETS: dict[str, dict[str, Any]] = {
-    "alpaca_cleaned_dataset": {"path": "yahma/alpaca-cleaned", "prompt_key": "instruction", "answer_key": "output"},
-    "alpaca_dataset": {"path": "tatsu-lab/alpaca", "prompt_key": "instruction", "answer_key": "output"},
+    "alpaca_cleaned_dataset": {"path": "yahma/alpaca-cleaned"} | ALPACA,
+    "alpaca_dataset": {"path": "tatsu-lab/alpaca"} | ALPACA,
+    "stack_exchange_paired_dataset": {"path": "lvwerra/stack-exchange-paired", "prompt_key": "question",
+                                      "answer_key": "response_j", "rejected_key": "response_k",
+                                      "prompt_template": "Question: {prompt}\n\nAnswer: "},
     "chat_dataset": {}, "instruct_dataset": {"prompt_key": "input", "answer_key": "output"},
     "preference_dataset": {}, "gsm8k_dataset": {"path": "openai/gsm8k", "subset": "main", "answer_after": "####"},
 }  # fmt: skip
 ADAPTERS = ("lora", "qlora", "dora", "qdora")
+TARGETS = {"output_proj": "o_proj"}
+"""torchtune's names of layers -> those of transformers."""
+MLP = ["gate_proj", "up_proj", "down_proj"]
 
 
 def _component(t: Theirs, key: str) -> str:
@@ -63,11 +71,23 @@ def recipe(t: Theirs) -> str:
 def _model(t: Theirs) -> Fate:
     prefix = "training.checkpointer" if kind_of(t) == "async_grpo" else "checkpointer"
     folder = t.text(f"{prefix}.checkpoint_dir")
-    if any(_component(t, "model").startswith(f"{name}_") for name in ADAPTERS):
-        return Fate("refused", {"model.path": folder}, common.LORA)
     if "Meta" in _component(t, prefix):
         return Fate("refused", {}, "Meta's format: model.path is a Hugging Face folder")
     return Fate("exact", {"model.path": folder}, "the folder says which model it is")
+
+
+def _lora(t: Theirs) -> Fate:
+    name = _component(t, "model")
+    if not any(name.startswith(f"{kind}_") for kind in ADAPTERS):
+        return Fate("exact", {})
+    off = common.truth(t, "model.use_dora", "model.quantize_base", "model.apply_lora_to_output")
+    if off or not name.startswith("lora_") or t.number("model.lora_dropout", 0.0) > 0:
+        return Fate("refused", {}, common.NO_SUCH_ADAPTER)
+    chosen = t.get("model.lora_attn_modules") or ["q_proj", "v_proj"]
+    targets = [TARGETS.get(one, one) for one in chosen] + (MLP if t.flag("model.apply_lora_to_mlp") else [])
+    return common.adapters(
+        t.number("model.lora_rank", 8), t.number("model.lora_alpha", 16), targets, online=_rollouts(t)
+    )
 
 
 def _rollouts(t: Theirs) -> bool:
@@ -157,9 +177,12 @@ def _dataset(t: Theirs) -> Fate:
         if theirs in columns
     }
     if "alpaca" in name:
-        why = "a row's column `input` is not in the prompt, nor are Alpaca's words around it: see task.prompt_template"
-        return Fate("refused", {f"task.{key}": value for key, value in own.items()}, why)
-    if "[" in str(own.get("split", "")):
+        kind, why = "approximate", "instruction and input, without Alpaca's words around them: see task.prompt_template"
+    part = re.fullmatch(r"(\w+)\[:(\d+)%\]", str(own.get("split", "")))
+    if part and 0 < int(part[2]) < 100:
+        own |= {"split": part[1], "holdout_frac": round(1 - int(part[2]) / 100, 2)}
+        kind, why = "approximate", f"{why + '; ' if why else ''}the rest is held out, by a hash of the question"
+    elif "[" in str(own.get("split", "")):
         kind, why = "refused", f"no slices of a split ({shown(own['split'])}): task.limit, task.holdout_frac"
     if t.is_given("dataset.partition"):
         kind, why = "approximate", "the whole split, not a part of it"
@@ -306,9 +329,9 @@ ROWS: tuple[Row, ...] = (
     ignored("the folder says which model it is, and its tokenizer is the model's", "checkpointer.**",
             "training.checkpointer.**", "base_model_path", "inference.model", "tokenizer._component_", "tokenizer.path",
             "tokenizer.merges_file", "tokenizer.vocab_path", "tokenizer.merges_path", "tokenizer.prompt_template"),
-    refused(common.LORA, "model.lora_attn_modules", "model.apply_lora_to_mlp", "model.apply_lora_to_output",
-        "model.lora_rank",
-            "model.lora_alpha", "model.lora_dropout", "model.use_dora", "model.quantize_base", unless=()),
+    joint(("model.lora_attn_modules", "model.apply_lora_to_mlp", "model.apply_lora_to_output", "model.lora_rank",
+           "model.lora_alpha", "model.lora_dropout", "model.use_dora", "model.quantize_base", "model._component_"),
+          ("model.lora",), f"{common.NO_SUCH_ADAPTER}; {common.LORA}", _lora),
     refused("weights that are quantized in training are not here", "quantizer._component_", unless=()),
     refused("models of text alone", "model.image_size", "tokenizer.image_size", "tokenizer.max_num_tiles",
             "model.decoder_trainable", "model.encoder_trainable", "model.fusion_trainable", unless=()),

@@ -1,9 +1,9 @@
-"""Trinity-RFT's keys, stages included.
+"""Trinity-RFT's keys, stages included: the table of rows, and what becomes of its batches, lag, devices and trainer.
 
 Units. `buffer.batch_size` is tasks, `buffer.train_batch_size` is experiences (tasks times `algorithm.repeat_times`),
-    and a
-step of its trainer is one optimizer step. With `sync_style: fixed` its explorer samples `sync_interval` batches under
-one version, `sync_offset` batches ahead of the trainer: no token is older than `sync_interval - 1 + sync_offset` steps.
+and a step of its trainer is one optimizer step. With `sync_style: fixed` its explorer samples `sync_interval` batches
+under one version, `sync_offset` batches ahead of the trainer: no token is older than `sync_interval - 1 + sync_offset`
+steps.
 """
 
 from __future__ import annotations
@@ -13,84 +13,40 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import common
-from .common import AGGREGATIONS, ESTIMATORS, MEMORY, NO_NEED
+from .common import MEMORY, NO_NEED
 from .table import Fate, Row, Table, Theirs, Unusable, ignored, joint, number_of, refused, same, shown, translate
-from .verl import VERL
-
-T, EVAL, SETS = (
-    "buffer.explorer_input.taskset",
-    "buffer.explorer_input.eval_tasksets[]",
-    "buffer.explorer_input.tasksets[]",
+from .trinity_algorithm import to_advantage, to_algorithm, to_correction, to_entropy, to_kl, to_loss
+from .trinity_keys import (
+    ALGORITHMS,
+    AUX,
+    DATA,
+    DEFAULTS,
+    EVAL,
+    MODEL,
+    OPT,
+    ROLLOUT,
+    SETS,
+    T,
+    experiences,
+    is_offline,
+    kind_of,
+    name_of,
+    recipe,
 )
-DATA = "buffer.trainer_input.experience_buffer"
-AUX = "buffer.trainer_input.auxiliary_buffers"
-OPT, MODEL, ROLLOUT = "algorithm.optimizer", "explorer.rollout_model", "explorer.auxiliary_models[]"
-
-DEFAULTS: dict[str, Any] = {
-    "mode": "both", "project": "Trinity-RFT", "name": "rft", "continue_from_checkpoint": True,
-    "algorithm.algorithm_type": "ppo", "algorithm.repeat_times": 1, f"{OPT}.lr": 1e-6, f"{OPT}.betas": [0.9, 0.999],
-    f"{OPT}.weight_decay": 0.01, f"{OPT}.min_lr_ratio": 0.01, f"{OPT}.lr_warmup_steps_ratio": 0.0,
-    "buffer.batch_size": 1, "buffer.total_epochs": 1, "model.temperature": 1.0, "explorer.max_timeout": 1800,
-    "explorer.eval_interval": 100, "explorer.eval_on_startup": True, f"{MODEL}.engine_num": 1,
-    f"{MODEL}.tensor_parallel_size": 1, f"{MODEL}.gpu_memory_utilization": 0.9, "trainer.save_interval": 0,
-    "trainer.grad_clip": 1.0, "synchronizer.sync_interval": 1, "synchronizer.sync_offset": 0,
-    "synchronizer.sync_style": "fixed", "monitor.monitor_type": "tensorboard", "cluster.node_num": 0,
-    "cluster.gpu_per_node": 0, f"{T}.split": "train", f"{EVAL}.split": "train", f"{SETS}.split": "train",
-    f"{EVAL}.repeat_times": 1,
-    # No values, but what is trained follows from them where nothing is said.
-    "algorithm.advantage_fn": None, "algorithm.policy_loss_fn": None, "algorithm.kl_loss_fn": None,
-    f"{OPT}.lr_scheduler_type": None, "model.max_model_len": None, f"{T}.path": None,
-}  # fmt: skip
-
-ALGORITHMS: dict[str, dict[str, str]] = {
-    "ppo": {"preset": "ppo", "advantage": "ppo", "loss": "ppo", "kl": "k2"},
-    "grpo": {"preset": "grpo", "advantage": "grpo", "loss": "ppo", "kl": "k2"},
-    "dapo": {"preset": "grpo", "advantage": "grpo", "loss": "ppo", "kl": "none"},
-    "reinforceplusplus": {"preset": "reinforce_pp", "advantage": "reinforceplusplus", "loss": "ppo", "kl": "k2"},
-    "rloo": {"preset": "rloo", "advantage": "rloo", "loss": "ppo", "kl": "k2"},
-    "remax": {"preset": "remax", "advantage": "remax", "loss": "ppo", "kl": "k2"},
-    "opmd": {"preset": "opmd", "advantage": "opmd", "loss": "opmd", "kl": "k2"},
-    "asymre": {"preset": "asymre", "advantage": "asymre", "loss": "opmd", "kl": "none"},
-    "topr": {"preset": "topr", "advantage": "reinforce", "loss": "topr", "kl": "k2"},
-    "cispo": {"preset": "cispo", "advantage": "grpo", "loss": "cispo", "kl": "k2"},
-    "gspo": {"preset": "gspo", "advantage": "grpo", "loss": "gspo", "kl": "k2"},
-    "sapo": {"preset": "sapo", "advantage": "grpo", "loss": "sapo", "kl": "k2"},
-    "m2po": {"preset": "grpo", "advantage": "grpo", "loss": "m2po", "kl": "none"},
-    "sppo": {"preset": "sppo", "advantage": "opmd", "loss": "sppo", "kl": "none"},
-    "rec": {"preset": "rec", "advantage": "rec", "loss": "rec", "kl": "k2"},
-    "mix": {"preset": "mix", "advantage": "grpo", "loss": "mix", "kl": "none"},
-    "mix_chord": {"preset": "mix", "advantage": "grpo", "loss": "mix_chord", "kl": "none"},
-    "raft": {"preset": "raft", "advantage": "raft", "loss": "sft", "kl": "none"},
-    "multi_step_grpo": {"preset": "step_grpo", "advantage": "step_wise_grpo", "loss": "ppo", "kl": "k2"},
-    "gigpo": {"preset": "gigpo", "advantage": "gigpo", "loss": "ppo", "kl": "k2"},
-    "on_policy_distill": {"preset": "on_policy_distill", "advantage": "on_policy_distill",
-    "loss": "importance_sampling",
-                          "kl": "none"},
-    "sft": {"preset": "", "advantage": "", "loss": "sft", "kl": "none"},
-    "dpo": {"preset": "", "advantage": "", "loss": "dpo", "kl": "k2"},
-}  # fmt: skip
-
-
-def _kind(t: Theirs) -> str:
-    name = t.text("algorithm.algorithm_type").lower()
-    if name not in ALGORITHMS:
-        raise Unusable(f"algorithm.algorithm_type: no {shown(name)} here; known are {', '.join(ALGORITHMS)}")
-    return name
-
-
-def _is_offline(t: Theirs) -> bool:
-    return _kind(t) in ("sft", "dpo")
-
-
-def recipe(t: Theirs) -> str:
-    kind, mode = _kind(t), t.text("mode").lower()
-    if kind in ("sft", "dpo"):
-        return kind
-    recipes = {"both": "async_rl", "colocate": "async_rl", "train": "train", "explore": "explore"}
-    if mode not in recipes:
-        hint = "leeway run evaluate" if mode == "bench" else "leeway serve"
-        raise Unusable(f"mode: {shown(mode)} is a command of its own here: {hint}")
-    return recipes[mode]
+from .trinity_tasks import (
+    REWARDS,
+    WORKFLOWS,
+    in_tasksets,
+    taskset_keys,
+    to_environment,
+    to_eval_taskset,
+    to_evaluation,
+    to_mix,
+    to_options,
+    to_reuse,
+    to_task,
+)
+from .verl import VERL
 
 
 def _mode(t: Theirs) -> Fate:
@@ -99,264 +55,15 @@ def _mode(t: Theirs) -> Fate:
     return Fate("exact", ours, f"leeway run {found}")
 
 
-# What is trained
-
-
-def _algorithm(t: Theirs) -> Fate:
-    kind = _kind(t)
-    if kind in ("sft", "dpo"):
-        return Fate("exact", {}, f"the recipe {kind}")
-    return Fate("exact", {"algorithm.name": ALGORITHMS[kind]["preset"]})
-
-
-def _named(t: Theirs, what: str) -> str:
-    return str(t.get(f"algorithm.{what}_fn") or ALGORITHMS[_kind(t)][what.removeprefix("policy_")]).lower()
-
-
-def _advantage(t: Theirs) -> Fate:
-    if _is_offline(t):
-        return Fate("ignored", {}, "no advantages there")
-    name, args = _named(t, "advantage"), t.below("algorithm.advantage_fn_args")
-    left = dict(args)
-    ours: dict[str, Any] = {}
-    why = ""
-    if name == "ppo":
-        gamma, lam = left.pop("gamma", 1.0), left.pop("lam", 1.0)
-        ours = {"name": "gae", "critic.gamma": gamma, "critic.gae_lambda": lam, "critic.value_lambda": lam}
-    elif name in ("grpo", "step_wise_grpo"):
-        by_batch = left.pop("std_cal_level", "group") == "batch"
-        ours = {"name": "batch_std" if by_batch else "grpo", "eps": left.pop("epsilon", 1e-6)}
-        if (rank := left.pop("rank_penalty", None)) is not None:
-            ours["algorithm.rank_penalty"] = rank
-        threshold = left.pop("std_threshold", left.pop("reward_std_threshold", None))
-        if threshold is not None:
-            ours["replay.operators"] = ["filter_zero_variance"]
-            why = "groups of equal rewards are replaced by others; a threshold above 0 counts as 0"
-        if name == "step_wise_grpo":
-            ours["algorithm.aggregation"] = "turn_mean_token_mean"
-            why = why or "a turn weighs the same in a long episode and a short one"
-    elif name in ("reinforceplusplus", "rloo"):
-        left.pop("gamma", None) if left.get("gamma") == 1.0 else None
-        ours = {"name": {"reinforceplusplus": "whitened", "rloo": "rloo"}[name]}
-        left.pop("epsilon", None)
-    elif name == "remax":
-        ours = {"name": "reward", "algorithm.greedy_baseline": True}
-    elif name == "opmd":
-        soft = left.pop("opmd_baseline", "mean") != "mean"
-        tau = left.pop("tau", 1.0)
-        ours = {"name": "log_mean_exp", "tau": tau} if soft else {"name": "mean"}
-    elif name == "asymre":
-        ours = {"name": "asymre", "delta": left.pop("baseline_shift", -0.1)}
-    elif name == "rec":
-        ours = {"name": "grpo" if left.pop("std_normalize", False) else "mean"}
-    elif name == "reinforce":
-        ours = {"name": "reward"}
-    elif name == "raft":
-        ours = {"name": "best"}
-    elif name == "gigpo":
-        ours = {"name": "gigpo", "omega": left.pop("omega", 1.0), "gamma": left.pop("gamma", 1.0)}
-        ours["std"] = left.pop("fnorm", "none") == "std"
-        ours["eps"] = left.pop("epsilon", 1e-6)
-    elif name == "on_policy_distill":
-        ours = {"name": "zero", "algorithm.kl.coef": left.pop("kl_coef", 1.0), "algorithm.kl.where": "token"}
-        ours |= {"algorithm.kl.estimator.name": "k1"} | _teacher(t)
-    else:
-        return Fate("refused", {}, f"no advantage {shown(name)} here; write algorithm.advantage.name=pkg.mod:Advantage")
-    off = {key: value for key, value in left.items() if value not in (None, False, "none", "")}
-    found = {(key if "." in key else f"algorithm.advantage.{key}"): value for key, value in ours.items()}
-    if off:
-        return Fate("refused", found, f"advantage {name} has no {', '.join(map(shown, off))} here")
-    return Fate("approximate" if why else "exact", found, why)
-
-
-def _teacher(t: Theirs) -> dict[str, Any]:
-    path = t.given.get("explorer.auxiliary_models[0].model_path")
-    if path is None:
-        raise Unusable("explorer.auxiliary_models: none given; the teacher's path is algorithm.reference_path here")
-    return {"algorithm.reference_path": path}
-
-
-def _loss(t: Theirs) -> Fate:
-    if _is_offline(t):
-        return Fate("ignored", {}, "the recipe's own")
-    name, left = _named(t, "policy_loss"), dict(t.below("algorithm.policy_loss_fn_args"))
-    mode = left.pop("loss_agg_mode", None) or t.get("algorithm.loss_agg_mode") or "token-mean"
-    aggregation = common.one_of(AGGREGATIONS, "loss_agg_mode", str(mode))
-    ours: dict[str, Any] = {"algorithm.aggregation": aggregation}
-    loss: dict[str, Any] = {}
-    why = ""
-    both = left.pop("clip_range", None)
-    if name in ("ppo", "mix", "mix_chord"):
-        loss = {"name": "ppo_clip", "clip_low": left.pop("clip_range_low", both or 0.2)}
-        loss |= {"clip_high": left.pop("clip_range_high", both or 0.2), "dual_clip": left.pop("clip_ratio_c", 3.0)}
-        delta = left.pop("delta", 0.1)
-        if left.pop("enable_sequence_masking", False):
-            ours["algorithm.correction.mask_divergence"] = delta
-        if name != "ppo":
-            expert, why = _expert(t, name, left)
-            ours |= expert
-    elif name == "opmd":
-        loss = {"name": "opmd", "tau": left.pop("tau", 1.0)}
-    elif name in ("gspo", "cispo"):
-        low, high = (3e-4, 4e-4) if name == "gspo" else (1.0, 0.28)
-        loss = {"name": name, "clip_low": left.pop("clip_range_low", both or low)}
-        loss["clip_high"] = left.pop("clip_range_high", both or high)
-        if name == "gspo":
-            ours["algorithm.aggregation"] = "seq_mean_token_mean"
-        if not left.pop("enable_mask_clip", False):
-            left.pop("mask_clip_range_low", None)
-            left.pop("mask_clip_range_high", None)
-    elif name == "sapo":
-        loss = {"name": "sapo", "tau_pos": left.pop("tau_pos", 1.0), "tau_neg": left.pop("tau_neg", 1.05)}
-    elif name == "sppo":
-        loss = {"name": "sppo", "epsilon": left.pop("epsilon", 0.3)}
-    elif name == "topr":
-        loss = {"name": "topr"}
-        left.pop("advantage_threshold", None) if not left.get("advantage_threshold") else None
-    elif name == "sft":
-        loss = {"name": "reinforce"}
-        left.pop("use_token_level_loss", None)
-    elif name == "importance_sampling":
-        loss, why = {"name": "cispo"}, "weighted by the ratio, up to 1 + clip_high"
-    elif name == "m2po":
-        ours |= {"algorithm.correction.name": "m2po"}
-        ours["algorithm.correction.second_moment"] = left.pop("m2_threshold", 0.04)
-        left.pop("log_ratio_clip", None)
-        loss, why = {"name": "reinforce"}, "the masked weight is the correction's"
-    elif name == "rec":
-        loss, why = _rec(left)
-    else:
-        return Fate("refused", {}, f"no loss {shown(name)} here; write algorithm.loss.name=pkg.mod:Loss")
-    ours |= {f"algorithm.loss.{key}": value for key, value in loss.items()}
-    off = {key: value for key, value in left.items() if value not in (None, False, "none", "", 0)}
-    if off:
-        return Fate("refused", ours, f"loss {name} has no {', '.join(map(shown, off))} here")
-    return Fate("approximate" if why else "exact", ours, why)
-
-
-def _rec(left: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    mode = str(left.pop("clip_mode", "none"))
-    clip = common.one_of(
-        {"none": "none", "one-side": "one_side", "two-side": "two_side", "ring": "ring"}, "clip_mode", mode
-    )
-    weight = common.one_of({"none": "", "importance_sampling": "yes"}, "weight", str(left.pop("weight", "none")))
-    low, high = left.pop("epsilon_low", 0.2), left.pop("epsilon_high", 0.2)
-    loss: dict[str, Any] = {"name": "rec", "clip": clip, "clip_low": low, "clip_high": high}
-    loss["importance_weight"] = bool(weight)
-    ring = {"ring_low": left.pop("epsilon_low_prime", 0.6), "ring_high": left.pop("epsilon_high_prime", 2.0)}
-    left.pop("temp", None)
-    return loss | (ring if clip == "ring" else {}), ""
-
-
-_EXPERT_SHAPE = ("use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer",
-    "repeat_times",
-                 "train_batch_size_usual", "train_batch_size_expert", "read_batch_size_usual", "read_batch_size_expert",
-                 "use_token_level_loss_in_sft", "grpo_loss_agg_mode", "sft_loss_agg_mode",
-                 "gradient_accumulation")  # fmt: skip
-
-
-def _expert(t: Theirs, name: str, left: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    for key in _EXPERT_SHAPE:
-        left.pop(key, None)
-    expert: dict[str, Any] = {}
-    if name == "mix_chord":
-        expert = {"weight": left.pop("mu_peak", 0.5), "weight_end": left.pop("mu_valley", 0.02)}
-        warm, decay = left.pop("mu_warmup_steps", 0), left.pop("mu_decay_steps", 400)
-        expert |= {"decay_steps": decay, "token_weights": left.pop("enable_phi_function", True)}
-        if warm:
-            raise Unusable(
-                f"mu_warmup_steps: got {shown(warm)}, expected 0: the weight of expert answers only falls here"
-            )
-    else:
-        expert = {"weight": left.pop("mu", 0.1), "weight_end": None}
-    total = _experiences(t)
-    share = number_of(t.get("algorithm.sample_strategy_args.expert_data_ratio", 0.5)) or 0.0
-    expert["batch_size"] = max(1, -int(-share * total // 1))
-    sets = sorted({key.split(".")[0] for key in t.below(AUX)})
-    prefix = f"{AUX}.{sets[0]}" if sets else "buffer.trainer_input.sft_warmup_dataset"
-    path = t.get(f"{prefix}.path")
-    if path is None:
-        raise Unusable(f"{AUX}: no path of expert answers")
-    expert["path"] = path
-    why = "expert answers are a jsonl with the keys of task; their share of the loss is mu, as there"
-    return {f"replay.buffers.experts.{key}": value for key, value in expert.items()}, why
-
-
-def _kl(t: Theirs) -> Fate:
-    kind = _kind(t)
-    coef = t.get("algorithm.kl_loss_fn_args.kl_coef", 0.001)
-    if kind == "dpo":
-        return Fate(
-            "exact", {"algorithm.dpo.beta": t.get("algorithm.kl_loss_fn_args.kl_coef", 0.1)}, "beta of DPO there"
-        )
-    if kind in ("sft", "on_policy_distill"):
-        return Fate("ignored", {}, "none there")
-    loss, reward = _kl_name(t, "kl_loss"), str(t.get("algorithm.kl_penalty_fn") or "none").lower()
-    in_loss = loss != "none" and number_of(coef) not in (0.0, None)
-    penalty = t.get("algorithm.kl_penalty_fn_args.kl_coef", 0.001)
-    in_reward = reward != "none" and number_of(penalty) not in (0.0, None)
-    if in_loss and in_reward:
-        return Fate("refused", {}, "a KL penalty in the loss and in the reward: there is one here, algorithm.kl.where")
-    if not in_loss and not in_reward:
-        return Fate("exact", {"algorithm.kl.coef": 0.0})
-    which, where, value = (loss, "loss", coef) if in_loss else (reward, "reward", penalty)
-    estimator = common.one_of(ESTIMATORS, f"algorithm.kl_{'loss' if in_loss else 'penalty'}_fn", which)
-    ours = {"algorithm.kl.coef": value, "algorithm.kl.where": where, "algorithm.kl.estimator.name": estimator}
-    args = "algorithm.kl_loss_fn_args" if in_loss else "algorithm.kl_penalty_fn_args"
-    if t.flag(f"{args}.adaptive"):
-        ours["algorithm.kl.target"] = t.number(f"{args}.target_kl")
-    if in_reward:
-        return Fate("approximate", ours, "subtracted after advantages were computed, not before")
-    return Fate("exact", ours)
-
-
-def _kl_name(t: Theirs, what: str) -> str:
-    return str(t.get(f"algorithm.{what}_fn") or ALGORITHMS[_kind(t)]["kl"]).lower()
-
-
-def _entropy(t: Theirs) -> Fate:
-    name = str(t.get("algorithm.entropy_loss_fn") or "default").lower()
-    if name not in ("default", "none", "mix", "basic"):
-        return Fate(
-            "refused", {}, f"no entropy loss {shown(name)} here: algorithm.entropy_coef weighs the mean entropy"
-        )
-    coef = 0.0 if name == "none" else t.get("algorithm.entropy_loss_fn_args.entropy_coef", 0.0)
-    return Fate("exact", {} if _is_offline(t) else {"algorithm.entropy_coef": coef})
-
-
-def _correction(t: Theirs) -> Fate:
-    own = t.below("algorithm.rollout_correction")
-    weights = own.get("rollout_is")
-    if own.get("rollout_rs") not in (None, "none", ""):
-        return Fate("refused", {}, "no rejection; the nearest are algorithm.correction.name=icepop and mis")
-    if weights not in (None, "none", ""):
-        cap = own.get("rollout_is_threshold", 2.0)
-        ours = {"algorithm.correction.name": "tis", "algorithm.correction.cap": cap}
-        return Fate("exact", ours | {"algorithm.correction.level": weights})
-    if not t.flag("algorithm.bypass_old_logprobs", True):
-        return Fate("approximate", {}, "the ratio is always to the probabilities that the engine sampled with")
-    return Fate("exact", {}, "the ratio is to the probabilities that the engine sampled with")
-
-
-# Batches, steps and lag
-
-
-def _experiences(t: Theirs) -> int:
-    found = t.get("buffer.train_batch_size")
-    if number_of(found):
-        return t.integer("buffer.train_batch_size", least=1)
-    return t.integer("buffer.batch_size", least=1) * t.integer("algorithm.repeat_times", least=1)
-
-
 def _batches(t: Theirs) -> Fate:
-    kind = _kind(t)
+    kind = kind_of(t)
     if kind in ("sft", "dpo"):
         size = (
-            _experiences(t) if number_of(t.get("buffer.train_batch_size")) else t.integer("buffer.batch_size", least=1)
+            experiences(t) if number_of(t.get("buffer.train_batch_size")) else t.integer("buffer.batch_size", least=1)
         )
         why = "pairs there, answers here: two of each" if kind == "dpo" else "conversations, both"
         return Fate("exact", {"train.batch_size": size * (2 if kind == "dpo" else 1)}, why)
-    repeat, total = t.integer("algorithm.repeat_times", least=1), _experiences(t)
+    repeat, total = t.integer("algorithm.repeat_times", least=1), experiences(t)
     if kind in ("mix", "mix_chord"):
         share = number_of(t.get("algorithm.sample_strategy_args.expert_data_ratio", 0.5)) or 0.0
         total -= -int(-share * total // 1)
@@ -379,7 +86,7 @@ def _length(t: Theirs) -> Fate:
 
 
 def _lag(t: Theirs) -> Fate:
-    if _is_offline(t):
+    if is_offline(t):
         return Fate("ignored", {}, "no weights travel")
     n = t.integer("synchronizer.trainer_sync_interval", t.integer("synchronizer.sync_interval", least=1), least=1)
     offset, style = t.integer("synchronizer.sync_offset"), t.text("synchronizer.sync_style").lower()
@@ -409,19 +116,10 @@ def _stale(t: Theirs) -> Fate:
     return Fate("refused", {}, f"no sample strategy {shown(name)} here; see replay.sampling and replay.sampler")
 
 
-def _reuse(t: Theirs) -> Fate:
-    on = any(t.flag(f"{DATA}.{key}") for key in ("use_priority_queue", "replay_buffer.enable"))
-    if not on:
-        return Fate("ignored", {}, "every experience is trained once, there and here")
-    ours: dict[str, Any] = {"replay.sampling": "priority", "replay.priority": "newest"}
-    why = "the newest come first, within the reorder window; reuse is replay.max_uses, in batches rather than seconds"
-    return Fate("approximate", ours, why)
-
-
 def _devices(t: Theirs) -> Fate:
     total = t.integer("cluster.node_num") * t.integer("cluster.gpu_per_node")
     address = {"cluster.address": "auto"} if t.integer("cluster.node_num") > 1 else {}
-    if _is_offline(t) or recipe(t) == "train":
+    if is_offline(t) or recipe(t) == "train":
         return Fate("exact", {"train.num_ranks": max(1, total)} | address)
     engines, sizes = t.integer(f"{MODEL}.engine_num", least=1), {}
     for name in ("tensor", "data", "pipeline"):
@@ -466,21 +164,21 @@ def _lengths(t: Theirs) -> Fate:
 
 
 def _temperature(t: Theirs) -> Fate:
-    if _is_offline(t):
+    if is_offline(t):
         return Fate("ignored", {}, "nothing is sampled")
     own = t.get(f"{T}.rollout_args.temperature")
     return Fate("exact", {"rollout.temperature": own if own is not None else t.number("model.temperature")})
 
 
 def _least(t: Theirs) -> Fate:
-    if _is_offline(t):
+    if is_offline(t):
         return Fate("ignored", {}, "nothing is sampled")
     found = number_of(t.get("model.min_response_tokens") or t.get(f"{MODEL}.min_response_tokens")) or 0
     return Fate("exact", {"rollout.min_response_tokens": int(found)} if found > 1 else {})
 
 
 def _few(t: Theirs) -> Fate:
-    if _is_offline(t):
+    if is_offline(t):
         return Fate("ignored", {}, "nothing is sampled")
 
     def first(name: str) -> float | None:
@@ -503,6 +201,22 @@ def _thinking(t: Theirs) -> Fate:
             ours = {"model.chat_template_kwargs.enable_thinking": t.flag(key)}
             return Fate("approximate", ours, "a template that never reads it is refused: then leave it out")
     return Fate("exact", {})
+
+
+def _lora(t: Theirs) -> Fate:
+    prefix = "model.lora_configs[]"
+    if t.index:
+        return Fate("refused", {}, "one adapter: a run trains one")
+    if t.get(f"{prefix}.path") is not None or t.get(f"{prefix}.exclude_modules") is not None:
+        return Fate(
+            "refused", {}, "an adapter starts from nothing here, and model.lora.target_modules names what gets one"
+        )
+    return common.adapters(
+        t.number(f"{prefix}.lora_rank", 32),
+        t.number(f"{prefix}.lora_alpha", 32),
+        t.get(f"{prefix}.target_modules"),
+        online=not is_offline(t),
+    )
 
 
 def _filter(t: Theirs) -> Fate:
@@ -531,178 +245,8 @@ def _warmup(t: Theirs) -> Fate:
     return Fate("exact", {"optimizer.warmup_frac": t.number(f"{OPT}.lr_warmup_steps_ratio")})
 
 
-# Tasks
-
-WORKFLOWS: dict[str, tuple[str, str]] = {
-    "simple_workflow": ("single_turn", "exact_match"),
-    "math_workflow": ("single_turn", "math_verify"),
-    "math_boxed_workflow": ("single_turn", "boxed"),
-    "math_eval_workflow": ("single_turn", "math_verify"),
-    "frozen_lake_workflow": ("frozen_lake", ""),
-}
-REWARDS = {
-    "math_reward": "math_verify",
-    "math_boxed_reward": "boxed",
-    "math_dapo_reward": "math_verify",
-    "accuracy_reward": "math_verify",
-    "countdown_reward": "countdown",
-    "format_reward": "format",
-}
-
-
-def _environment(t: Theirs) -> Fate:
-    if _is_offline(t):
-        return Fate("ignored", {}, "nothing is rolled out")
-    keys = (f"{T}.default_workflow_type", "buffer.explorer_input.default_workflow_type", "buffer.default_workflow_type",
-            "buffer.explorer_input.tasksets[0].default_workflow_type")  # fmt: skip
-    name = next((str(v) for key in keys if (v := t.given.get(key)) is not None), "")
-    rewards = (f"{T}.default_reward_fn_type", "buffer.explorer_input.default_reward_fn_type",
-               "buffer.default_reward_fn_type", "buffer.explorer_input.tasksets[0].default_reward_fn_type")  # fmt: skip
-    reward = next((str(v) for key in rewards if (v := t.given.get(key)) is not None), "")
-    if not name:
-        return Fate("ignored", {}, "no workflow is named")
-    plain = name.removeprefix("async_")
-    if plain not in WORKFLOWS:
-        fix = "write it as an environment (docs/environments.md) and name it: env.name=pkg.mod:Class"
-        return Fate("refused", {}, f"no workflow {shown(name)} here; {fix}")
-    env, own = WORKFLOWS[plain]
-    ours: dict[str, Any] = {} if env == "single_turn" else {"env.name": env}
-    if env == "frozen_lake":
-        return Fate("approximate", ours, "our own lake: its size, slipping and texts are env.options")
-    if reward and reward not in REWARDS:
-        return Fate("refused", ours, f"no reward {shown(reward)} here; write env.reward=pkg.mod:function")
-    ours["env.reward"] = REWARDS.get(reward, own)
-    why = "without the workflow's own system prompt: set task.system_prompt"
-    return Fate("approximate", ours | _shaped(t), why)
-
-
-def _shaped(t: Theirs) -> dict[str, Any]:
-    """The penalty on long answers that DAPO's reward has."""
-    args = f"{T}.reward_fn_args"
-    if not t.flag(f"{args}.enable_overlong_penalty"):
-        return {}
-    longest, last = t.integer(f"{args}.max_response_length", least=1), t.integer(f"{args}.cache_length", least=1)
-    return {"algorithm.overlong_buffer_frac": last / longest}
-
-
-def _source(t: Theirs, prefix: str) -> dict[str, Any]:
-    """The settings of a task source, without `task.`"""
-    path, kind = t.get(f"{prefix}.path"), str(t.get(f"{prefix}.storage_type") or "file").lower()
-    if path is None:
-        raise Unusable(f"{t.key(prefix)}.path: none given; expected where the tasks are")
-    if kind == "sql":
-        raise Unusable(f"{t.key(prefix)}.storage_type: sql needs task.query, the SELECT whose rows are tasks")
-    ours: dict[str, Any] = {"name": "queue", "path": path} if kind == "queue" else common.source(str(path))
-    if ours["name"] == "hf":
-        ours["split"] = t.text(f"{prefix}.split", "train")
-        if (subset := t.get(f"{prefix}.subset_name")) is not None:
-            ours["subset"] = subset
-    return ours
-
-
-def _columns(t: Theirs, prefix: str) -> dict[str, Any]:
-    form = f"{prefix}.format"
-    ours: dict[str, Any] = {}
-    kind = str(t.get(f"{form}.prompt_type") or ("messages" if _is_offline(t) else "plaintext")).lower()
-    if kind == "messages" and _is_offline(t):
-        ours["messages_key"] = t.get(f"{form}.messages_key") or "message"
-    else:
-        ours["prompt_key"] = t.get(f"{form}.prompt_key") or "prompt"
-        ours["answer_key"] = t.get(f"{form}.response_key") or "response"
-    for key in ("system_prompt", "system_prompt_key", "tools_key"):
-        if (value := t.get(f"{form}.{key}")) is not None:
-            ours[key] = value
-    if _kind(t) == "dpo":
-        ours |= {"answer_key": t.get(f"{form}.chosen_key") or "chosen"}
-        ours |= {"rejected_key": t.get(f"{form}.rejected_key") or "rejected"}
-        ours["prompt_key"] = ours.get("prompt_key") or ours.pop("messages_key")
-    return ours
-
-
-def _marked(path: str, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """GSM8K's answers end with their number behind a mark."""
-    is_gsm8k = re.search(r"gsm8k", path, re.IGNORECASE) and ours.get("answer_key") == "answer"
-    return {"answer_after": "####"} if is_gsm8k else {}
-
-
-def _taskset(t: Theirs) -> Fate:
-    prefix = DATA if _is_offline(t) else T
-    if not t.below(prefix):
-        return Fate("ignored", {}, "given as tasksets") if t.items("buffer.explorer_input.tasksets") else _no_tasks(t)
-    where, columns = _source(t, prefix), _columns(t, prefix)
-    found = {f"task.{k}": v for k, v in (where | columns | _marked(str(where["path"]), columns)).items()}
-    order = (
-        t.get(f"{prefix}.data_selector.selector_type") or t.get(f"{prefix}.task_selector.selector_type") or "sequential"
-    )
-    orders = {"sequential": "sequential", "shuffle": "shuffle", "random": "shuffle"}
-    return Fate("exact", found | {"task.order": common.one_of(orders, "selector_type", str(order))})
-
-
-def _no_tasks(t: Theirs) -> Fate:
-    return Fate("refused", {}, "no taskset is given: set task.path")
-
-
-def _mixed(t: Theirs) -> Fate:
-    if _is_offline(t):
-        return Fate("ignored", {}, "nothing is rolled out")
-    ours: dict[str, Any] = {"task.name": "mix"}
-    shared: dict[str, Any] | None = None
-    for i in t.items("buffer.explorer_input.tasksets"):
-        item = t.at(i)
-        name = common.word(item.get(f"{SETS}.name", f"tasks_{i}"))
-        where, columns = _source(item, SETS), _columns(item, SETS)
-        ours |= {f"task.mix.{name}.{k}": v for k, v in (where | columns | _sampled(item)).items()}
-        shared = columns if shared is None else shared
-    return Fate("approximate", ours, "drawn by weight (task.mix.NAME.weight), not in turn")
-
-
-def _sampled(t: Theirs) -> dict[str, Any]:
-    """Of one of several tasksets. A repeat of 1 is what it has where nothing is given: the run's own holds then."""
-    ours: dict[str, Any] = {}
-    if (temperature := t.get(f"{SETS}.rollout_args.temperature")) is not None:
-        ours["temperature"] = temperature
-    if (repeat := t.get(f"{SETS}.repeat_times")) is not None and t.integer(f"{SETS}.repeat_times", least=1) > 1:
-        ours["group_size"] = int(number_of(repeat) or 1)
-    return ours
-
-
-def _eval_taskset(t: Theirs) -> Fate:
-    if _is_offline(t) or recipe(t) != "async_rl":
-        return Fate("ignored", {}, "evaluated by a job of its own: leeway run evaluate")
-    name = common.word(t.get(f"{EVAL}.name", "heldout")).replace("held_out", "heldout")
-    where, columns = _source(t, EVAL), _columns(t, EVAL)
-    ours = where | columns | _marked(str(where["path"]), columns)
-    samples = int(number_of(t.get(f"{EVAL}.rollout_args.n")) or t.integer(f"{EVAL}.repeat_times", least=1))
-    ours["num_tasks"] = 100_000
-    own = t.get(f"{EVAL}.rollout_args.temperature")
-    ours["temperature"] = own if own is not None else t.number("model.temperature")
-    if samples > 1:
-        ours["samples"] = samples
-    if (top_p := t.get(f"{EVAL}.rollout_args.top_p")) is not None:
-        ours["top_p"] = top_p
-    if number_of(t.get(f"{EVAL}.rollout_args.top_k", -1)) not in (-1.0, 0.0):
-        return Fate("approximate", {f"eval.tasksets.{name}.{k}": v for k, v in ours.items()}, "without top_k")
-    workflow = t.get(f"{EVAL}.default_workflow_type")
-    kind, why = "exact", ""
-    if workflow is not None and str(workflow).removeprefix("async_") in WORKFLOWS:
-        reward = WORKFLOWS[str(workflow).removeprefix("async_")][1]
-        why = f"scored with the run's reward; env.by_taskset.{name}.reward={reward} would be the workflow's"
-        kind = "approximate"
-    return Fate(kind, {f"eval.tasksets.{name}.{k}": v for k, v in ours.items()}, why)
-
-
-def _eval(t: Theirs) -> Fate:
-    if not t.items("buffer.explorer_input.eval_tasksets") or _is_offline(t) or recipe(t) != "async_rl":
-        return Fate("ignored", {}, "no evaluation in this job")
-    every, n = t.integer("explorer.eval_interval"), t.integer("synchronizer.sync_interval", least=1)
-    ours: dict[str, Any] = {"eval.at_start": t.flag("explorer.eval_on_startup"), "eval.every": -(-every // n) * n}
-    if every % n:
-        return Fate("approximate", ours, f"only published weights are evaluated: the next multiple of {n} steps")
-    return Fate("exact", ours, "optimizer steps, both")
-
-
 def _auxiliary(t: Theirs) -> Fate:
-    if _is_offline(t) or _kind(t) == "on_policy_distill":
+    if is_offline(t) or kind_of(t) == "on_policy_distill":
         return Fate("ignored", {}, "the teacher is algorithm.reference_path")
     prefix = ROLLOUT
     name = common.word(t.get(f"{prefix}.name") or f"model_{t.index}")
@@ -730,7 +274,7 @@ def _engine_type(t: Theirs) -> Fate:
 
 def _critic_path(t: Theirs) -> Fate:
     path = t.get("model.critic_model_path")
-    if path in (None, t.get("model.model_path")) or _is_offline(t) or _named(t, "advantage") != "ppo":
+    if path in (None, t.get("model.model_path")) or is_offline(t) or name_of(t, "advantage") != "ppo":
         return Fate("ignored", {}, "the critic, where there is one, starts from the policy's weights")
     return Fate("exact", {"critic.path": path})
 
@@ -758,6 +302,21 @@ def _loggers(t: Theirs) -> Fate:
     return fate
 
 
+def _writers(t: Theirs) -> Fate:
+    known = {"unrestricted": "", "single_node": "machines", "single_process": "ranks", "single_thread": "ranks"}
+    which = common.one_of(known, "trainer.save_strategy", t.text("trainer.save_strategy", "unrestricted"))
+    ours = {"checkpoint.max_writers": 1} | ({"checkpoint.writers": which} if which == "machines" else {})
+    return Fate("exact", ours if which else {})
+
+
+def _offload(t: Theirs) -> Fate:
+    if common.truth(t, "trainer.param_offload", "trainer.offload_policy"):
+        return Fate("approximate", {"train.cpu_offload": True}, "weights, gradients and optimizer together")
+    if common.truth(t, "trainer.optimizer_offload", "trainer.grad_offload"):
+        return Fate("approximate", {"train.cpu_offload_optimizer": True}, "AdamW's moments; gradients stay")
+    return Fate("exact", {})
+
+
 INLINE, SECOND_FILE = "trainer.trainer_config", "trainer.trainer_config_path"
 _NO_BATCHES = ("ppo_mini_batch_size", "train_batch_size", "ppo_epochs", "rollout.", "trainer.total", "nnodes", "n_gpus")
 
@@ -768,12 +327,12 @@ def _inline(t: Theirs) -> Fate:
     steps = {"trainer.critic_warmup", "trainer.resume_mode", "trainer.resume_from_path"}
     own = {key: value for key, value in own.items() if not key.startswith("trainer.") or key in steps}
     own = {key: value for key, value in own.items() if not key.startswith("algorithm.")}
-    if own and _named(t, "advantage") == "ppo" and not _is_offline(t):
+    if own and name_of(t, "advantage") == "ppo" and not is_offline(t):
         own["algorithm.adv_estimator"] = "gae"
     settings, lines = translate(VERL, own, only_given=True)
     allowed = ("optimizer.", "critic.", "train.gradient", "train.max_tokens", "train.cpu", "checkpoint.save_hf")
     mine = {key: value for key, value in settings.items() if key.startswith(allowed) and key != "critic.warmup_steps"}
-    if (not _is_offline(t) and _named(t, "advantage") != "ppo") or _is_offline(t):
+    if (not is_offline(t) and name_of(t, "advantage") != "ppo") or is_offline(t):
         mine = {key: value for key, value in mine.items() if not key.startswith("critic.")}
     mine = {
         key: value for key, value in mine.items() if not key.startswith("critic.ga") and key != "critic.value_lambda"
@@ -782,19 +341,6 @@ def _inline(t: Theirs) -> Fate:
     if bad:
         return Fate("refused", mine, f"{bad[0].theirs}: {bad[0].fate.why}")
     return Fate("approximate", mine, "by veRL's table; batches, lengths and sampling are Trinity's own settings")
-
-
-def _taskset_keys(prefix: str) -> tuple[str, ...]:
-    names = ("name", "path", "storage_type", "split", "subset_name", "format.prompt_type", "format.prompt_key",
-             "format.response_key", "format.system_prompt", "format.system_prompt_key", "format.messages_key",
-             "format.tools_key",
-             "format.chosen_key", "format.rejected_key", "data_selector.selector_type", "task_selector.selector_type",
-             "data_selector.seed", "task_selector.seed")  # fmt: skip
-    return tuple(f"{prefix}.{name}" for name in names)
-
-
-def _in_tasksets(*names: str) -> tuple[str, ...]:
-    return tuple(f"{prefix}.{name}" for name in names for prefix in (T, EVAL, SETS, DATA))
 
 
 ROWS: tuple[Row, ...] = (
@@ -807,23 +353,23 @@ ROWS: tuple[Row, ...] = (
           "refused rather than renamed",
           lambda t: Fate("exact", {"checkpoint.resume": "auto" if t.flag("continue_from_checkpoint") else "never"})),
     ignored(NO_NEED, "ray_namespace", "group", "ignore_validator_suggestions", "checkpoint_job_dir"),
-    joint(("algorithm.algorithm_type",), ("algorithm.name",), f"by name: {', '.join(ALGORITHMS)}", _algorithm),
+    joint(("algorithm.algorithm_type",), ("algorithm.name",), f"by name: {', '.join(ALGORITHMS)}", to_algorithm),
     joint(("algorithm.repeat_times", "buffer.batch_size", "buffer.train_batch_size"), ("algorithm.group_size",
           "train.groups_per_step", "train.batch_size"), "batch_size is tasks, train_batch_size experiences: divided by "
           "repeat_times; sft and dpo: conversations and pairs", _batches),
     joint(("algorithm.advantage_fn", "algorithm.advantage_fn_args.**"), ("algorithm.advantage",), "by name",
-        _advantage),
+        to_advantage),
     joint(("algorithm.policy_loss_fn", "algorithm.policy_loss_fn_args.**", "algorithm.loss_agg_mode"),
-          ("algorithm.loss", "algorithm.aggregation", "replay.buffers"), "by name; mix: replay.buffers", _loss),
+          ("algorithm.loss", "algorithm.aggregation", "replay.buffers"), "by name; mix: replay.buffers", to_loss),
     joint(("algorithm.kl_loss_fn", "algorithm.kl_loss_fn_args.**", "algorithm.kl_penalty_fn",
            "algorithm.kl_penalty_fn_args.**"), ("algorithm.kl.coef", "algorithm.kl.where", "algorithm.kl.estimator",
           "algorithm.dpo.beta"),
           "in the loss (kl_loss_fn, with k2 and 0.001 unless said) or in the reward (kl_penalty_fn), "
-          "not in both; dpo: its beta", _kl),
+          "not in both; dpo: its beta", to_kl),
     joint(("algorithm.entropy_loss_fn", "algorithm.entropy_loss_fn_args.**"), ("algorithm.entropy_coef",), "",
-        _entropy),
+        to_entropy),
     joint(("algorithm.rollout_correction.**", "algorithm.bypass_old_logprobs"), ("algorithm.correction",), "",
-        _correction),
+        to_correction),
     joint(("algorithm.sample_strategy", "algorithm.sample_strategy_args.**"), ("replay.buffers",
           "staleness.max_policy_lag"), "default, mix (expert_data_ratio), staleness_control (max_staleness)", _stale),
     refused("experts are chosen anew by the trainer", "algorithm.enable_router_replay"),
@@ -856,10 +402,11 @@ ROWS: tuple[Row, ...] = (
     joint(("model.enable_thinking", f"{MODEL}.enable_thinking"), ("model.chat_template_kwargs",), "enable_thinking",
           _thinking),
     refused("one chat template for all tasksets: model.chat_template",
-            *_in_tasksets("format.chat_template", "format.enable_thinking")),
-    refused(common.REMOTE_CODE, "model.trust_remote_code", f"{MODEL}.trust_remote_code"),
-    refused(common.LORA, "model.lora_configs[].**", "model.lora_configs", "model.fully_sharded_loras",
-            "model.max_cpu_loras", f"{MODEL}.enable_lora"),
+            *in_tasksets("format.chat_template", "format.enable_thinking")),
+    common.remote_code("model.trust_remote_code", f"{MODEL}.trust_remote_code"),
+    joint(("model.lora_configs[].**",), ("model.lora",), f"one of them; {common.LORA}", _lora, kind="approximate"),
+    ignored("an engine holds as many versions of the adapter as the lag bound needs (model.lora.max_versions)",
+            "model.lora_configs", "model.fully_sharded_loras", "model.max_cpu_loras", f"{MODEL}.enable_lora"),
     refused("the model is trained as its folder says", "model.rope_scaling.**", "model.rope_theta"),
     refused("models are trained on this cluster", "model.tinker.enable", "model.external_model.enable"),
     ignored("off", "model.tinker.**", "model.external_model.**"),
@@ -870,49 +417,53 @@ ROWS: tuple[Row, ...] = (
     ignored("a cluster of several machines is joined by cluster.address", "cluster.ray_address"),
     joint(("buffer.total_epochs", "buffer.total_steps", "trainer.total_steps"), ("train.epochs", "train.steps"), "",
         _length),
-    joint((*_taskset_keys(T), *_taskset_keys(DATA)), ("task.name", "task.path", "task.subset", "task.split",
+    joint((*taskset_keys(T), *taskset_keys(DATA)), ("task.name", "task.path", "task.subset", "task.split",
           "task.prompt_key", "task.answer_key", "task.system_prompt", "task.order"),
           "sft and dpo: the experience_buffer is "
-          "the data", _taskset),
-    joint((*_taskset_keys(SETS), f"{SETS}.rollout_args.temperature", f"{SETS}.repeat_times"), ("task.mix",),
-          "a mix, each with its own temperature and group_size", _mixed),
-    joint((*_taskset_keys(EVAL), f"{EVAL}.repeat_times", f"{EVAL}.rollout_args.**", f"{EVAL}.default_workflow_type",
-           f"{EVAL}.default_reward_fn_type"), ("eval.tasksets",), "one for each", _eval_taskset),
+          "the data", to_task),
+    joint((*taskset_keys(SETS), f"{SETS}.rollout_args.temperature", f"{SETS}.repeat_times"), ("task.mix",),
+          "a mix, each with its own temperature and group_size", to_mix),
+    joint((*taskset_keys(EVAL), f"{EVAL}.repeat_times", f"{EVAL}.rollout_args.**", f"{EVAL}.default_workflow_type",
+           f"{EVAL}.default_reward_fn_type"), ("eval.tasksets",), "one for each", to_eval_taskset),
     joint(("explorer.eval_interval", "explorer.eval_on_startup", "trainer.eval_interval"), ("eval.every",
         "eval.at_start"),
-          "a multiple of sync_interval", _eval),
+          "a multiple of sync_interval", to_evaluation),
     joint(("buffer.default_workflow_type", "buffer.default_reward_fn_type",
         "buffer.explorer_input.default_workflow_type",
            "buffer.explorer_input.default_reward_fn_type", f"{T}.default_workflow_type", f"{T}.default_reward_fn_type",
            f"{SETS}.default_workflow_type", f"{SETS}.default_reward_fn_type", f"{T}.reward_fn_args.**"),
-          ("env.name", "env.reward"), f"workflows: {', '.join(WORKFLOWS)}; rewards: {', '.join(REWARDS)}", _environment,
-          kind="approximate"),
-    refused("an environment's settings are env.options, of your own class", *_in_tasksets("workflow_args.**",
-            "reward_fn_args.**", "format.workflow_key", "format.reward_fn_key")),
-    refused("models of text alone", *_in_tasksets("format.image_key", "format.video_key"),
+          ("env.name", "env.reward"), f"workflows: {', '.join(WORKFLOWS)}; rewards: {', '.join(REWARDS)}",
+          to_environment, kind="approximate"),
+    joint(in_tasksets("workflow_args.**"), ("env.options",), "of frozen_lake_workflow; an "
+          "environment's settings are env.options, of your own class", to_options, kind="approximate"),
+    refused("a reward's settings are env.reward_options, of your own function; not per row",
+            *in_tasksets("reward_fn_args.**", "format.workflow_key", "format.reward_fn_key")),
+    refused("models of text alone", *in_tasksets("format.image_key", "format.video_key"),
         f"{MODEL}.enable_multimodal"),
-    refused("not per row", *_in_tasksets("format.reply_prefix", "format.enable_concatenated_multi_turn")),
+    refused("not per row", *in_tasksets("format.reply_prefix", "format.enable_concatenated_multi_turn")),
     refused("the repeat of the one taskset is algorithm.repeat_times", f"{T}.repeat_times", unless=(None, 1)),
     joint((f"{DATA}.use_priority_queue", f"{DATA}.replay_buffer.**", f"{DATA}.reuse_cooldown_time",
-           f"{DATA}.replay_buffer_kwargs.**"), ("replay.sampling", "replay.priority"), "", _reuse, kind="approximate"),
+           f"{DATA}.replay_buffer_kwargs.**"), ("replay.sampling", "replay.priority"), "", to_reuse,
+          kind="approximate"),
     ignored("experiences travel through the run's own buffer, and are kept under rollouts/", f"{DATA}.**",
             "buffer.max_retry_times", "buffer.max_retry_interval", "buffer.explorer_output.**", "buffer.cache_dir",
             "buffer.pad_token_id", "buffer.tokenizer_path", "buffer.explore_batch_size"),
     joint((f"{AUX}.**",
         "buffer.trainer_input.sft_warmup_dataset.**"), ("replay.buffers",), "with mix, the expert "
           "answers; else refused",
-          lambda t: Fate("exact", {}, "replay.buffers") if _kind(t).startswith("mix")
+          lambda t: Fate("exact", {}, "replay.buffers") if kind_of(t).startswith("mix")
           else Fate("refused", {},
               "more buffers than one: only mix has expert answers; a warm-up is a stage of its own")),
     refused("a warm-up is a stage of its own: stages.sft", "buffer.trainer_input.sft_warmup_steps",
             "trainer.sft_warmup_steps"),
-    ignored("logprobs of sampled tokens are always there", *_in_tasksets("rollout_args.logprobs"), "model.logprobs"),
-    ignored(NO_NEED, *_in_tasksets("rollout_args.n", "rollout_args.max_tokens", "index", "is_eval",
+    ignored("logprobs of sampled tokens are always there", *in_tasksets("rollout_args.logprobs"), "model.logprobs"),
+    ignored(NO_NEED, *in_tasksets("rollout_args.n", "rollout_args.max_tokens", "index", "is_eval",
         "enable_progress_bar",
             "data_selector.**", "task_selector.**", "max_retry_times", "max_retry_interval", "total_epochs",
             "batch_size", "wrap_in_ray", "ray_namespace", "rollout_args.**", "format.**"),
             "buffer.explorer_input.taskset"),
-    same("explorer.max_timeout", "rollout.timeout_s", why="seconds of a whole group"),
+    joint(("explorer.max_timeout",), ("rollout.timeout_s", "cluster.step_timeout_s"), "seconds of a whole group",
+          lambda t: Fate("exact", {} if is_offline(t) else common.timeout(t.number("explorer.max_timeout")))),
     same("explorer.max_retry_times", "rollout.retries"),
     joint(("explorer.env_vars.**",), ("env.variables",), "",
           lambda t: Fate("exact", {f"env.variables.{k}": str(v) for k, v in t.below("explorer.env_vars").items()})),
@@ -920,7 +471,7 @@ ROWS: tuple[Row, ...] = (
           lambda t: Fate("exact", {"explorer.name": t.text("explorer.name")} if recipe(t) == "explore" else {})),
     joint(("explorer.runner_per_model",), ("rollout.max_groups_in_flight",), "a runner plays one task at a time",
           lambda t: Fate("exact", {"rollout.max_groups_in_flight": t.integer("explorer.runner_per_model", least=1)}
-                         if t.is_given("explorer.runner_per_model") and not _is_offline(t) else {})),
+                         if t.is_given("explorer.runner_per_model") and not is_offline(t) else {})),
     ignored("as many environments run as the bound on lag admits", "explorer.runner_num",
             "explorer.max_inflight_batches", "explorer.concurrent_mode", "explorer.max_repeat_times_per_runner",
             "explorer.runner_prepare_concurrency", "explorer.runner_prepare_max_retries",
@@ -965,19 +516,17 @@ ROWS: tuple[Row, ...] = (
     joint(("trainer.save_interval", "trainer.max_checkpoints_to_keep"), ("checkpoint.every", "checkpoint.keep_last",
           "checkpoint.keep_every"), "0: all are kept", _kept),
     same("trainer.save_hf_checkpoint", "checkpoint.save_hf"),
-    joint(("trainer.save_strategy",), ("checkpoint.max_writers",), "unrestricted: 0; the others: 1",
-          lambda t: Fate("exact", {}) if t.text("trainer.save_strategy", "unrestricted") == "unrestricted"
-          else Fate("approximate", {"checkpoint.max_writers": 1}, "one rank writes at a time")),
+    joint(("trainer.save_strategy",), ("checkpoint.max_writers", "checkpoint.writers"), "unrestricted: all ranks; "
+          "single_node: one machine at a time; single_process, single_thread: one rank at a time, which has one thread",
+          _writers),
     joint(("trainer.max_token_len_per_gpu", "trainer.ppo_max_token_len_per_gpu", "trainer.use_dynamic_bsz"),
           ("train.max_tokens_per_microbatch",), "", _microbatch),
     joint(("trainer.critic_warmup",), ("critic.warmup_steps",), "with advantage_fn ppo",
           lambda t: Fate("exact", {"critic.warmup_steps": t.integer("trainer.critic_warmup")}
-                         if not _is_offline(t) and _named(t, "advantage") == "ppo" else {})),
+                         if not is_offline(t) and name_of(t, "advantage") == "ppo" else {})),
     joint(("trainer.param_offload", "trainer.optimizer_offload", "trainer.grad_offload", "trainer.offload_policy"),
-          ("train.cpu_offload",), "weights, gradients and optimizer together",
-          lambda t: Fate("approximate", {"train.cpu_offload": True}, "weights, gradients and optimizer together")
-          if common.truth(t, "trainer.param_offload", "trainer.optimizer_offload", "trainer.grad_offload",
-                          "trainer.offload_policy") else Fate("exact", {})),
+          ("train.cpu_offload", "train.cpu_offload_optimizer"), "all of the policy; or the optimizer alone",
+          _offload),
     ignored(MEMORY, "trainer.ulysses_sequence_parallel_size", "trainer.use_remove_padding", "trainer.balance_batch",
             "trainer.fix_actor_microbatch_loss_scale"),
     ignored(NO_NEED, "trainer.name", "trainer.enable_preview"),
@@ -1002,6 +551,13 @@ ROWS: tuple[Row, ...] = (
 )  # fmt: skip
 
 TRINITY = Table(system="trinity", title="Trinity-RFT", rows=ROWS, defaults=DEFAULTS, recipe=recipe)
+
+
+def is_second_file(given: Mapping[str, Any]) -> bool:
+    """Whether it is what `trainer.trainer_config_path` of another file names: veRL's settings, without a run."""
+    return any(key.startswith("actor_rollout_ref.") for key in given) and not any(
+        key.startswith(("model.", "buffer.", "stages[")) for key in given
+    )
 
 
 def stages_of(given: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:

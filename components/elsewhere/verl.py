@@ -6,6 +6,7 @@ A step of veRL is a whole batch of rollouts, which are `updates` optimizer steps
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..config.names import vllm_arguments
@@ -37,6 +38,25 @@ DEFAULTS: dict[str, Any] = {
     "critic.cliprange_value": 0.5, "trainer.critic_warmup": 0, "reward_model.reward_manager": "naive",
     "data.train_files": None,
 }  # fmt: skip
+
+
+RENAMED = {
+    "reward.custom_reward_function.": "custom_reward_function.",
+    "reward.reward_manager.name": "reward_manager.name",
+    "reward.reward_model.model_path": "reward_model.model.path",
+    "reward.reward_model.": "reward_model.",
+    "reward.": "reward_model.",
+}
+"""Newer names of sections -> those of the table."""
+
+
+def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """With every key under its older name."""
+    found = {}
+    for key, value in given.items():
+        new = next((name for name in RENAMED if key.startswith(name)), None)
+        found[key if new is None else RENAMED[new] + key.removeprefix(new)] = value
+    return found
 
 
 def updates(t: Theirs) -> int:
@@ -129,6 +149,7 @@ def _lengths(t: Theirs) -> Fate:
     return Fate("exact", ours | {"rollout.max_model_len": longest})
 
 
+TEACHERS = "the teacher's: see distillation"
 ADVANTAGES: dict[str, tuple[str, dict[str, Any], str]] = {
     "gae": ("ppo", {"algorithm.advantage.name": "gae"}, ""),
     "grpo": ("grpo", {"algorithm.advantage.name": "grpo"}, ""),
@@ -144,6 +165,8 @@ ADVANTAGES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def _advantage(t: Theirs) -> Fate:
+    if t.flag("distillation.enabled"):
+        return Fate("ignored", {}, TEACHERS)
     name = t.text("algorithm.adv_estimator")
     if name not in ADVANTAGES:
         return Fate("refused", {}, f"no advantage {shown(name)} here; known are {', '.join(ADVANTAGES)}")
@@ -160,6 +183,8 @@ def _advantage(t: Theirs) -> Fate:
 
 
 def _loss(t: Theirs) -> Fate:
+    if t.flag("distillation.enabled"):
+        return Fate("ignored", {}, TEACHERS)
     mode = t.text(f"{A}.policy_loss.loss_mode")
     plain = t.get(f"{A}.clip_ratio", 0.2)
     low, high = t.get(f"{A}.clip_ratio_low", plain), t.get(f"{A}.clip_ratio_high", plain)
@@ -185,6 +210,8 @@ def _dual(t: Theirs) -> dict[str, Any]:
 
 
 def _kl(t: Theirs) -> Fate:
+    if t.flag("distillation.enabled"):
+        return Fate("ignored", {}, TEACHERS)
     in_loss, in_reward = t.flag(f"{A}.use_kl_loss"), t.flag("algorithm.use_kl_in_reward")
     loss, reward = t.number(f"{A}.kl_loss_coef"), t.number("algorithm.kl_ctrl.kl_coef")
     in_loss, in_reward = in_loss and loss > 0, in_reward and reward > 0
@@ -236,6 +263,10 @@ def _warmup(t: Theirs) -> Fate:
 
 def _devices(t: Theirs) -> Fate:
     total = t.integer(GPUS[0], least=1) * t.integer(GPUS[1], least=1)
+    if t.number(f"{M}.lora_rank", 0) > 0:
+        ours = {"train.num_ranks": max(1, total // 2), "rollout.num_generators": max(1, total - total // 2)}
+        why = f"half of the {total} GPUs generate and half train: an engine with adapters does not give its memory back"
+        return Fate("approximate", ours | ({"cluster.address": "auto"} if t.integer(GPUS[0]) > 1 else {}), why)
     sizes = {"tensor": t.integer(TP, least=1), "data": t.integer(DP, least=1), "pipeline": t.integer(PP, least=1)}
     per_engine = sizes["tensor"] * sizes["data"] * sizes["pipeline"]
     if total % per_engine:
@@ -266,7 +297,7 @@ def _reward(t: Theirs) -> Fate:
         return Fate("refused", {}, "a function of your own takes (task, text) here: env.reward=pkg.mod:function")
     ours: dict[str, Any] = {"env.reward": "math_verify"}
     why = "veRL picks a scorer by each row's data_source; here one reward scores all: math_verify, for maths"
-    manager = t.text("reward_model.reward_manager")
+    manager = t.text("reward_manager.name", t.text("reward_model.reward_manager"))
     if manager not in ("naive", "dapo", "prime", "batch"):
         return Fate("refused", ours, f"no reward manager {shown(manager)}; write env.reward=pkg.mod:function")
     if t.flag("reward_model.enable"):
@@ -318,6 +349,62 @@ def _fsdp_size(t: Theirs) -> Fate:
     return Fate("exact", {"train.fsdp_size": size} if 0 < size < ranks else {})
 
 
+UNITS = "with several ranks: class names, or a number of weights; 0 and null: each decoder layer"
+
+
+def _units(t: Theirs, policy: str) -> Fate:
+    ranks = t.integer(GPUS[0], least=1) * t.integer(GPUS[1], least=1)
+    size, classes = t.integer(f"{policy}.min_num_params", 0), t.get(f"{policy}.transformer_layer_cls_to_wrap")
+    if ranks == 1 or not (size or classes):
+        return Fate("exact", {}, "each decoder layer")
+    classes = [classes] if isinstance(classes, str) else classes
+    return Fate("exact", {"train.fsdp_units": size or classes})
+
+
+def _reference_offload(t: Theirs) -> Fate:
+    away = t.flag(f"{F}.fsdp_config.param_offload") or t.flag(f"{F}.megatron.param_offload")
+    kl = _kl(t)
+    has_weights = kl.ours.get("algorithm.kl.coef") and not t.number(f"{M}.lora_rank", 0)
+    return Fate("exact", {"train.cpu_offload_reference": True} if away and has_weights else {})
+
+
+def _moments(t: Theirs) -> Fate:
+    own = f"{A}.optim.override_optimizer_config"
+    if t.flag(f"{own}.optimizer_cpu_offload") or t.number(f"{own}.optimizer_offload_fraction", 0) > 0:
+        return Fate("approximate", {"train.cpu_offload_optimizer": True}, "all of AdamW's moments, in float32")
+    return Fate("exact", {}, MEMORY)
+
+
+def _distilled(t: Theirs) -> Fate:
+    own = t.below("distillation")
+    if not t.flag("distillation.enabled"):
+        return Fate("ignored", {}, "off")
+    teachers = {key: value for key, value in own.items() if key.endswith(".model_path")}
+    mode = str(own.get("distillation_loss.loss_mode", "k3"))
+    if len(teachers) != 1:
+        return Fate("refused", {}, f"{len(teachers)} teachers: there is one here, algorithm.reference_path")
+    if mode not in ("k1", "kl") or str(own.get("distillation_loss.use_policy_gradient")).lower() != "true":
+        why = (
+            f"distillation with {shown(mode)} over a teacher's logits: here it is k1 on the sampled tokens, as a reward"
+        )
+        return Fate("refused", {}, why)
+    if str(own.get("distillation_loss.use_task_rewards", False)).lower() == "true":
+        return Fate("refused", {}, "a teacher and rewards at once: a KL penalty of the reward is algorithm.kl.coef")
+    ours = {"algorithm.name": "on_policy_distill", "algorithm.reference_path": next(iter(teachers.values()))}
+    ours |= {"algorithm.advantage.name": "zero", "algorithm.loss.name": "cispo", "algorithm.kl.coef": 1.0}
+    ours |= {"algorithm.kl.where": "token", "algorithm.kl.estimator.name": "k1"}
+    return Fate(
+        "approximate", ours, "weighted by the ratio up to 1 + clip_high; the teacher is sharded over the trainer"
+    )
+
+
+def _lora(t: Theirs) -> Fate:
+    rank = t.number(f"{M}.lora_rank", 0)
+    if rank <= 0:
+        return Fate("exact", {}, "off: all weights are trained")
+    return common.adapters(rank, t.number(f"{M}.lora_alpha", 16), t.get(f"{M}.target_modules"), online=True)
+
+
 def _eval_sampling(t: Theirs) -> Fate:
     K = f"{R}.val_kwargs"
     greedy = not t.flag(f"{K}.do_sample") and t.number(f"{K}.temperature") == 0
@@ -367,9 +454,14 @@ def _kept(t: Theirs) -> Fate:
 
 
 def _strategy(t: Theirs) -> Fate:
-    if t.text(f"{A}.strategy", "fsdp") in ("fsdp", "fsdp2") and not t.below(f"{A}.megatron"):
+    others = [name for name in ("megatron", "veomni", "engine") if t.below(f"{A}.{name}")]
+    engine = t.text("model_engine", t.text(f"{A}.strategy", "fsdp"))
+    if engine in ("fsdp", "fsdp2", "dp") and not others:
         return Fate("exact", {}, "FSDP2 over all ranks")
-    return Fate("approximate", {}, "FSDP over all ranks in place of Megatron: the same steps, other limits of memory")
+    name = others[0] if others and engine in ("fsdp", "dp") else engine
+    return Fate(
+        "approximate", {}, f"FSDP over all ranks in place of {shown(name)}: the same steps, other limits of memory"
+    )
 
 
 def _logger(t: Theirs) -> Fate:
@@ -438,6 +530,9 @@ ROWS: tuple[Row, ...] = (
           ("optimizer.warmup_steps", "optimizer.warmup_frac"), SCALED, _warmup),
     same(f"{A}.grad_clip", "optimizer.max_grad_norm"),
     refused("AdamW alone", f"{A}.optim.optimizer", unless=(None, "AdamW", "adamw", "adam")),
+    joint(tuple(f"{A}.optim.override_optimizer_config.{name}" for name in ("optimizer_cpu_offload",
+          "optimizer_offload_fraction", "use_precision_aware_optimizer", "overlap_cpu_optimizer_d2h_h2d")),
+          ("train.cpu_offload_optimizer",), "where any of the optimizer is away", _moments),
     refused("no other options of the optimizer", f"{A}.optim.override_optimizer_config.**"),
     refused("a cosine of half a cycle", f"{A}.optim.num_cycles", unless=(None, 0.5)),
     ignored("clipping is optimizer.max_grad_norm, from actor.grad_clip", f"{A}.optim.clip_grad",
@@ -456,12 +551,17 @@ ROWS: tuple[Row, ...] = (
     joint((f"{A}.fsdp_config.forward_prefetch",), ("train.forward_prefetch",), "true: one layer ahead",
           lambda t: Fate("exact", {"train.forward_prefetch": 1} if t.flag(f"{A}.fsdp_config.forward_prefetch")
                          and t.integer(GPUS[0], least=1) * t.integer(GPUS[1], least=1) > 1 else {})),
+    joint((f"{A}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap", f"{A}.fsdp_config.wrap_policy.min_num_params"),
+          ("train.fsdp_units",), UNITS, lambda t: _units(t, f"{A}.fsdp_config.wrap_policy")),
+    joint((f"{F}.fsdp_config.param_offload", f"{F}.megatron.param_offload"), ("train.cpu_offload_reference",),
+          "with a KL penalty", _reference_offload),
     ignored("cluster.placement=turns gives the memory back between generation and training, always",
             f"{A}.fsdp_config.param_offload", f"{A}.fsdp_config.optimizer_offload", f"{R}.free_cache_engine",
-            f"{R}.multi_stage_wake_up", f"{F}.fsdp_config.param_offload", f"{A}.megatron.param_offload",
-            f"{A}.megatron.grad_offload", f"{A}.megatron.optimizer_offload", f"{F}.megatron.param_offload"),
+            f"{R}.multi_stage_wake_up", f"{A}.megatron.param_offload",
+            f"{A}.megatron.grad_offload", f"{A}.megatron.optimizer_offload"),
     joint((f"{A}.strategy", f"{A}.megatron.**", f"{F}.megatron.**", "critic.megatron.**", "critic.strategy",
-           f"{F}.strategy", "reward_model.megatron.**", "reward_model.strategy"), ("train.num_ranks",),
+           f"{F}.strategy", "reward_model.megatron.**", "reward_model.strategy", "model_engine", f"{A}.veomni.**",
+           f"{F}.veomni.**", "critic.veomni.**", f"{A}.model_engine", f"{A}.engine.**"), ("train.num_ranks",),
           "FSDP over all ranks, in Megatron's place too: the same steps, other limits of memory", _strategy),
     ignored(MEMORY, f"{A}.ulysses_sequence_parallel_size", f"{F}.ulysses_sequence_parallel_size",
             f"{A}.entropy_checkpointing", f"{A}.entropy_from_logits_with_chunking", f"{M}.use_remove_padding",
@@ -539,9 +639,13 @@ ROWS: tuple[Row, ...] = (
         "trainer.del_local_ckpt_after_load",
             "trainer.remove_previous_ckpt_in_save"),
     refused("run `leeway run evaluate` for that", "trainer.val_only"),
-    refused(common.LORA, f"{M}.lora_rank", f"{M}.lora.**", f"{M}.lora_adapter_path"),
-    ignored("adapters are off, or refused above", f"{M}.lora_alpha", f"{M}.target_modules", f"{M}.exclude_modules"),
-    refused(common.REMOTE_CODE, f"{M}.trust_remote_code", "data.trust_remote_code", f"{M}.external_lib"),
+    joint((f"{M}.lora_rank", f"{M}.lora_alpha", f"{M}.target_modules"), ("model.lora",), common.LORA, _lora,
+          kind="approximate"),
+    refused("adapters of Megatron's layers: model.lora.rank is actor_rollout_ref.model.lora_rank", f"{M}.lora.**"),
+    refused("an adapter starts from nothing here, and model.lora.target_modules names what gets one",
+            f"{M}.lora_adapter_path", f"{M}.exclude_modules"),
+    common.remote_code(f"{M}.trust_remote_code", "data.trust_remote_code"),
+    refused("modules that are only imported: name yours where it is used", f"{M}.external_lib"),
     refused("the model is trained as its folder says", f"{M}.override_config.**", f"{M}.hf_config_path",
             f"{A}.freeze_vision_tower"),
     refused("the tokenizer is the model's", f"{M}.tokenizer_path", "data.tokenizer"),
@@ -551,6 +655,8 @@ ROWS: tuple[Row, ...] = (
           kind="refused"),
     refused("a data set of your own is task.name=python with task.path=pkg.mod:function", "data.custom_cls.path",
             "data.sampler.class_path", "data.datagen.path"),
+    joint(("distillation.**",), ("algorithm.name", "algorithm.reference_path", "algorithm.kl.where"),
+          "one teacher, k1 on sampled tokens", _distilled, kind="approximate"),
     refused("PF-PPO's reweighting is not here", "algorithm.use_pf_ppo"),
     refused("the sum is divided by rollout.max_response_tokens", f"{A}.loss_scale_factor"),
     ignored("of losses that are refused", f"{A}.policy_loss.**", f"{A}.calculate_sum_pi_squared",
@@ -607,8 +713,11 @@ def _sft_files(t: Theirs) -> Fate:
 
 
 def _sft_schedule(t: Theirs) -> Fate:
-    name = t.text("optim.lr_scheduler_type", t.text("optim.lr_scheduler"))
-    return Fate("exact", common.schedule(name, "optim.lr_scheduler", t.number("optim.min_lr_ratio", 0.0)))
+    name = t.text("optim.lr_decay_style", t.text("optim.lr_scheduler_type", t.text("optim.lr_scheduler")))
+    least = t.number("optim.min_lr_ratio", 0.0)
+    if t.is_given("optim.min_lr"):
+        least = t.number("optim.min_lr") / t.number("optim.lr")
+    return Fate("exact", common.schedule(name, "optim.lr_scheduler", least))
 
 
 def _sft_warmup(t: Theirs) -> Fate:
@@ -650,7 +759,8 @@ SFT_ROWS: tuple[Row, ...] = (
     joint(("optim.weight_decay",), ("optimizer.weight_decay", "optimizer.decay"), "of every weight, as torch's AdamW",
           lambda t: Fate("exact", {"optimizer.weight_decay": t.number("optim.weight_decay")} | (
               {"optimizer.decay": "all"} if t.number("optim.weight_decay") > 0 else {}))),
-    joint(("optim.lr_scheduler", "optim.lr_scheduler_type", "optim.min_lr_ratio"), ("optimizer.schedule",
+    joint(("optim.lr_scheduler", "optim.lr_scheduler_type", "optim.min_lr_ratio", "optim.lr_decay_style",
+           "optim.min_lr"), ("optimizer.schedule",
           "optimizer.min_lr_frac"), "", _sft_schedule),
     joint(("optim.lr_warmup_steps", "optim.lr_warmup_steps_ratio"), ("optimizer.warmup_frac",), "", _sft_warmup),
     joint(GPUS, ("train.num_ranks",), "",
@@ -665,12 +775,19 @@ SFT_ROWS: tuple[Row, ...] = (
     joint(("trainer.logger",), ("monitor.wandb", "monitor.tensorboard", "monitor.mlflow"), "", _logger),
     joint(("trainer.resume_mode", "trainer.resume_from_path"), ("checkpoint.resume",), "", _resume),
     same("trainer.max_ckpt_to_keep", "checkpoint.keep_last"),
-    refused(common.LORA, "model.lora_rank"),
-    refused(common.REMOTE_CODE, "model.trust_remote_code", "model.external_lib", "data.trust_remote_code"),
+    joint(("model.lora_rank", "model.lora_alpha", "model.target_modules"), ("model.lora",), "",
+          lambda t: common.adapters(t.number("model.lora_rank"), t.number("model.lora_alpha", 16),
+                                    t.get("model.target_modules"), online=False)
+          if t.number("model.lora_rank", 0) > 0 else Fate("exact", {}, "off")),
+    common.remote_code("model.trust_remote_code", "data.trust_remote_code"),
+    refused("modules that are only imported: name yours where it is used", "model.external_lib"),
     refused("a data set of your own is task.name=python with task.path=pkg.mod:function", "data.custom_cls.path"),
     same("data.chat_template", "model.chat_template"),
     joint(("data.apply_chat_template_kwargs.**",), ("model.chat_template_kwargs",), "", common.template_kwargs),
-    ignored(MEMORY, "model.lora_alpha", "model.target_modules", "model.fsdp_config.**", "model.use_liger",
+    joint(("model.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap",
+           "model.fsdp_config.wrap_policy.min_num_params"), ("train.fsdp_units",), UNITS,
+          lambda t: _units(t, "model.fsdp_config.wrap_policy")),
+    ignored(MEMORY, "model.fsdp_config.**", "model.use_liger",
         "model.strategy",
             "model.use_shm", "data.use_shm", "ulysses_sequence_parallel_size", "use_remove_padding",
             "model.use_remove_padding",
@@ -681,7 +798,7 @@ SFT_ROWS: tuple[Row, ...] = (
         "data.custom_cls.**",
             "defaults", "data.train_max_samples", "data.val_max_samples", "hydra.**", "optim",
             "data.ignore_input_ids_mismatch", "data.num_workers", "profiler.**", "optim.optimizer",
-            "optim.lr_warmup_init"),
+            "optim.lr_warmup_init", "optim.init_lr_ratio", "optim.optimizer_impl", "model", "model_engine"),
 )  # fmt: skip
 
 VERL_SFT = Table(

@@ -22,8 +22,8 @@ class RowFormat:
     supervised training). With `messages_key` an item is a whole conversation under that key: its prompt is everything
     before the first assistant message, its answer the last assistant message, and `Row.messages` all that follows the
     prompt. The answer of a turn that calls tools is its calls, as JSON. Under `tools_key` an item says which tools it
-    may use (none where it has no such key): `info["allowed_tools"]`; under `system_prompt_key`, its own system message.
-    All other keys arrive in `info`.
+    may use (none where it has no such key): `info["allowed_tools"]`; under `system_prompt_key`, its own system message;
+    under `context_key`, what follows the prompt. All other keys arrive in `info`.
     """
 
     task: TaskSource
@@ -56,7 +56,7 @@ class RowFormat:
 
     def _example(self, item: dict[str, Any], where: str) -> Row:
         self._need(item, self.task.prompt_key, "task.prompt_key", where)
-        question = self._prompt(item.pop(self.task.prompt_key), where)
+        question = self._with_context(self._prompt(item.pop(self.task.prompt_key), where), item, where)
         if not isinstance(question, str) and question[-1]["role"] == "assistant":
             last = question.pop()
             item.setdefault(self.task.answer_key, [last] if "tool_calls" in last else last["content"])
@@ -80,6 +80,18 @@ class RowFormat:
             item = {**item, "solution": answer, "answer_after": self.task.answer_after}
             answer = answer.rpartition(self.task.answer_after)[2].strip()
         return Row(question=question, answer=answer, info=item)
+
+    def _with_context(self, question: str | list[Message], item: dict[str, Any], where: str) -> str | list[Message]:
+        """Null, empty or missing: it has none."""
+        key = self.task.context_key
+        context = None if key is None else item.pop(key, None)
+        if context in (None, ""):
+            return question
+        if not isinstance(context, str) or not isinstance(question, str):
+            raise ValueError(
+                f"{where}: {key!r} is {repr(context)[:60]}; expected text, to follow a prompt that is text"
+            )
+        return f"{question}\n\n{context}"
 
     def _answer(self, item: dict[str, Any], where: str) -> Any:
         """Under its key, or inside of a column: `reward_model.ground_truth`."""

@@ -85,12 +85,17 @@ def take_state(
 
 
 def write_state(
-    directory: Path, state: TrainerState, *, group: dist.ProcessGroup | None = None, max_writers: int = 0
+    directory: Path,
+    state: TrainerState,
+    *,
+    group: dist.ProcessGroup | None = None,
+    max_writers: int = 0,
+    by_machine: bool = False,
 ) -> None:
     """Write all of it into `directory` (a collective over `group`). It is on disk, not only in caches, on return.
 
-    At most `max_writers` ranks write at a time (0: all of them). Complete once state.json is there. Raises
-    `CheckpointWriteError` on every rank when one of them cannot write.
+    At most `max_writers` ranks (or machines: `by_machine`) write at a time (0: all of them). Complete once state.json
+    is there. Raises `CheckpointWriteError` on every rank when one of them cannot write.
     """
 
     def begin() -> None:
@@ -100,7 +105,13 @@ def write_state(
 
     on_all_ranks(begin, directory, group)
     written = write_shards(
-        directory, state.tensors, rank=state.rank, num_ranks=state.num_ranks, group=group, max_writers=max_writers
+        directory,
+        state.tensors,
+        rank=state.rank,
+        num_ranks=state.num_ranks,
+        group=group,
+        max_writers=max_writers,
+        by_machine=by_machine,
     )
 
     def complete() -> None:

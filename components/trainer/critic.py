@@ -21,6 +21,7 @@ from ..algorithms.critic import value_loss, value_sums
 from .families import find_model
 from .layout import Layout
 from .microbatch import Microbatch
+from .offload import Offload
 from .optimizer import Stepper, embedding_ids, make_optimizer
 from .pretrained import ModelRefusedError
 from .scoring import is_packed, pass_arguments
@@ -104,6 +105,7 @@ class Critic:
             max_length=settings.max_length,
             device=device,
             mesh=mesh,
+            cpu_offload=train.cpu_offload,
         )
         head = found.lm.get_output_embeddings()
         assert isinstance(head, nn.Linear), "a causal LM has an output head"
@@ -116,14 +118,16 @@ class Critic:
         prefix = next(name for name, module in found.lm.named_modules() if module is body) + "."
         of_body = {name.removeprefix(prefix): rows for name, rows in found.weights.items() if name.startswith(prefix)}
         model = ValueModel(body, head.in_features, masks=found.masks)
-        model.head.to(device)
+        model.head.to("cpu" if train.cpu_offload else device)
         self.model: ValueModel = shard(
             cast(Any, model),  # any module around an `lm`
             mesh,
             weights=of_body,
             compute_dtype=settings.dtype,
             gradient_checkpointing=train.gradient_checkpointing,
+            cpu_offload=train.cpu_offload,
             forward_prefetch=train.forward_prefetch,
+            units=train.fsdp_units,
         )  # type: ignore[assignment]
         # No matrix between hidden states either: the head, which makes one number of each.
         outside = embedding_ids(self.model) | {id(self.model.head.weight)}
@@ -134,6 +138,7 @@ class Critic:
             total_steps=settings.total_steps,
             lr_key="critic.lr",
             norm_name="the critic's gradient norm",
+            moments=Offload([], [self.optimizer], device) if train.cpu_offload_optimizer else None,
         )
         self._num_ranks = mesh.size()
 

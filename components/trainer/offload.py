@@ -1,8 +1,11 @@
-"""A rank's way out of its device: while engines have it, weights and optimizer lie in main memory."""
+"""A rank's way out of its device: while engines have it, weights and optimizer lie in main memory; so may the moments
+alone, between two steps.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -23,9 +26,21 @@ class Offload:
         self._moved: list[tuple[dict[str, torch.Tensor], str]] = []
         self._is_away = False
 
+    @contextmanager
+    def brought_back(self) -> Iterator[None]:
+        """Here while the block runs, and in main memory afterwards."""
+        self.come_back()
+        try:
+            yield
+        finally:
+            self.leave(for_others=False)
+
     @torch.no_grad()
-    def leave(self) -> int:
-        """Returns the bytes that the device has free again; 0 if they have been moved already."""
+    def leave(self, *, for_others: bool = True) -> int:
+        """Returns the bytes that the device has free again; 0 if they have been moved already.
+
+        `for_others`: other processes may have them; else they are this one's, for its next passes.
+        """
         if self._is_away or self._device.type == "cpu":
             return 0
         self._is_away = True
@@ -43,7 +58,8 @@ class Offload:
                         num_bytes += _local_bytes(value)
                         state[name] = value.to("cpu")
                         self._moved.append((state, name))
-        torch.cuda.empty_cache()  # else it is this process's still
+        if for_others:
+            torch.cuda.empty_cache()  # else it is this process's still
         return num_bytes
 
     @torch.no_grad()

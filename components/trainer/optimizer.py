@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..config.learning import OptimizerConfig
+from .offload import Offload
 
 logger = logging.getLogger(__name__)
 
@@ -126,12 +128,14 @@ class Stepper:
         lr_key: str = "optimizer.lr",
         norm_name: str = "gradient norm",
         loss_scale: LossScale | None = None,
+        moments: Offload | None = None,
     ) -> None:
         """`lr_key`: the setting of its learning rate; `norm_name`: the norm's name in messages. `loss_scale`: by which
-        the gradients were multiplied.
+        the gradients were multiplied. `moments`: the optimizer's state, away but for the step itself.
         """
         self._optimizer = optimizer
         self._loss_scale = loss_scale or LossScale(enabled=False)
+        self._moments = moments
         self._settings, self._total_steps = settings, total_steps
         self._lr_key, self._norm_name = lr_key, norm_name
         self._skipped = self._in_a_row = 0
@@ -149,7 +153,8 @@ class Stepper:
             self._in_a_row = 0
             for group in self._optimizer.param_groups:
                 group["lr"] = lr
-            self._optimizer.step()
+            with nullcontext() if self._moments is None else self._moments.brought_back():
+                self._optimizer.step()
         else:
             self._skip(norm, policy_version, counts=not overflowed)
         self._optimizer.zero_grad(set_to_none=True)

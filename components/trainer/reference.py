@@ -25,7 +25,16 @@ def load_reference(path: str, settings: TrainerSettings, mesh: DeviceMesh, *, de
         max_length=settings.max_length,
         device=device,
         mesh=mesh,
+        cpu_offload=settings.train.cpu_offload_reference,
     )
     model = found.scoring_model(settings.train.logprob_chunk_tokens)
     model.requires_grad_(False)
-    return shard(model, mesh, weights=found.weights, compute_dtype=settings.dtype, gradient_checkpointing=False)
+    return shard(
+        model,
+        mesh,
+        weights=found.weights,
+        compute_dtype=settings.dtype,
+        gradient_checkpointing=False,
+        cpu_offload=settings.train.cpu_offload_reference,
+        units=settings.train.fsdp_units,
+    )

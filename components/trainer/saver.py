@@ -71,8 +71,9 @@ class Saver:
                 adapts=adapts,
                 copy=beside,
             )
-            max_writers = settings.checkpoint.max_writers
-            work.append(lambda: write_state(state, taken, group=self._group, max_writers=max_writers))
+            c = settings.checkpoint
+            writers = {"max_writers": c.max_writers, "by_machine": c.writers == "machines"}
+            work.append(lambda: write_state(state, taken, group=self._group, **writers))
         if hf is not None:
             finish = self._written_in_parts(settings, weights, hf)
             work.append(lambda: on_all_ranks(finish, hf, self._group))

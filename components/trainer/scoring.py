@@ -81,8 +81,8 @@ class ScoringModel(nn.Module):
         With targets [S]: `logprobs` [S] of those. Without: of the whole vocabulary, [S, V]. `temperature`: one for all,
         or of each token, [S] (with targets). `position_ids`, `layout` (only for a model that `is_packed`) and
         `attention_mask`: see `Microbatch`. `kept` [S, W] and `barred` [S, B]: the tokens that each token was drawn
-        from, and not (`sampling_masks`): the distribution is that over these. A gradient through the entropy keeps
-        another [S, V] for the backward pass, so it is only computed on request.
+        from, and not (`sampling_masks`): the distribution is that over these. A gradient through the entropy needs all
+        logits of a token at once, so it is only computed on request, for some tokens at a time.
         """
         given = pass_arguments(self.lm, input_ids, position_ids, layout, attention_mask if self.masks else None)
         head = output_head(self.lm)
@@ -113,20 +113,19 @@ class ScoringModel(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states [S, D] -> what `forward` returns."""
         head = output_head(self.lm)
-        if any(mask is not None for mask in masks):
-            assert targets is not None, "tokens that were drawn"
-            return self._among(hidden, targets, transform, masks)
-        # A head of an unknown kind computes all logits, because its weights alone do not determine its output. So does
-        # any head if the entropy needs a gradient: the chunked entropy has none.
+        entropy_gradient = entropy_gradient and torch.is_grad_enabled()
+        is_masked = any(mask is not None for mask in masks)
         many, chunk = self._chunks(hidden.device)
-        chunked = len(hidden) > many and type(head) is nn.Linear and not entropy_gradient
-        if targets is not None and chunked:
-            assert isinstance(head, nn.Linear)
+        if targets is not None and (is_masked or len(hidden) > many):
+            # Tiles along the vocabulary need a head that is nothing but its weights, and their entropy has no gradient.
+            if type(head) is not nn.Linear or is_masked or entropy_gradient:
+                return self._some_at_a_time(hidden, targets, transform, masks, chunk)
             return token_logprobs(
                 hidden, head.weight, head.bias, targets, transform=transform, chunk=chunk, dtype=self.head_dtype
             )
+        assert not is_masked, "tokens that were drawn"
         logprobs = torch.log_softmax(transform(self.logits(hidden).float()), dim=-1)
-        if entropy_gradient and torch.is_grad_enabled():
+        if entropy_gradient:
             entropy = entropy_of(logprobs)
         else:
             # A few rows at a time, which stay in a CPU's cache: passes over all at once cost as much as a layer.
@@ -136,22 +135,22 @@ class ScoringModel(nn.Module):
         # A sum over one element instead of a squeeze: FSDP hooks must not sit on a view.
         return logprobs.gather(-1, targets[:, None]).sum(-1), entropy
 
-    def _among(
+    def _some_at_a_time(
         self,
         hidden: torch.Tensor,
         targets: torch.Tensor,
         transform: LogitTransform,
         masks: tuple[torch.Tensor | None, ...],
+        chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logprobs and entropies [S] over the tokens that masks leave, both with a gradient.
 
-        Some tokens at a time, computed again in the backward pass: all logits of a token are needed to find a few.
+        All logits of `chunk` tokens at a time, computed again in the backward pass, which keeps hidden states alone.
         """
 
         def of(hidden: torch.Tensor, targets: torch.Tensor, *masks: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
             return masked_logprobs(transform(self.logits(hidden).float()), targets, *masks)
 
-        _, chunk = self._chunks(hidden.device)
         parts = []
         for start in range(0, len(targets), chunk):
             own = slice(start, start + chunk)
@@ -185,14 +184,16 @@ def masked_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [S, V], targets [S], kept [S, W] and barred [S, B] token ids, -1 after them -> (logprobs, entropy [S]).
 
-    Over what is kept, or over all but what is barred. Nothing kept: nobody drew this token, and its logprob is 0.
+    Over what is kept, over all but what is barred, or over all. Nothing kept: nobody drew this token, and its logprob
+    is 0.
     """
     if kept is None:
-        assert barred is not None, "one of the two"
-        size = logits.shape[-1]
-        hidden = torch.zeros(len(logits), size + 1, dtype=torch.bool, device=logits.device)
-        hidden.scatter_(1, torch.where(barred < 0, size, barred).long(), True)
-        logprobs = torch.log_softmax(logits.masked_fill(hidden[:, :size], float("-inf")), dim=-1)
+        if barred is not None:
+            size = logits.shape[-1]
+            hidden = torch.zeros(len(logits), size + 1, dtype=torch.bool, device=logits.device)
+            hidden.scatter_(1, torch.where(barred < 0, size, barred).long(), True)
+            logits = logits.masked_fill(hidden[:, :size], float("-inf"))
+        logprobs = torch.log_softmax(logits, dim=-1)
         return logprobs.gather(-1, targets[:, None]).sum(-1), entropy_of(logprobs)
     alone = torch.where((kept < 0).all(-1), targets, kept[:, 0])
     kept = torch.cat([alone[:, None], kept[:, 1:]], dim=1).long()

@@ -1,8 +1,10 @@
-"""FSDP2: one sharding unit per decoder layer, one for the rest; over all ranks, or in several copies (HSDP)."""
+"""FSDP2: one sharding unit per decoder layer (or what is asked for), one for the rest; over all ranks, or in several
+copies (HSDP).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from ..failures import Refused
 from .shards import shard_of
 from .tensors import fill
 
@@ -47,13 +50,15 @@ def shard(
     compile_layers: bool = False,
     cpu_offload: bool = False,
     forward_prefetch: int = 0,
+    units: Sequence[str] | int | None = None,
 ) -> ScoringModel:
     """Shard a skeleton in place, and fill it with this rank's `weights`; see `pretrained`.
 
     Computes in `compute_dtype`; master weights, gradient reduction and optimizer are in float32.
     `compile_layers`: each decoder layer by torch.compile, except its packed attention. `cpu_offload`: master weights,
     gradients and optimizer live in the CPU's memory, and a layer's weights come to the device while it computes.
-    `forward_prefetch`: weights of so many further layers are gathered while one computes its forward pass.
+    `forward_prefetch`: weights of so many further units are gathered while one computes its forward pass. `units`: see
+    `sharding_units`.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype is torch.float32 else compute_dtype, reduce_dtype=torch.float32
@@ -66,6 +71,7 @@ def shard(
         # Training, scoring and the canary compile to separate programs, for each kind of layer. Programs beyond the
         # limit would run uncompiled.
         torch._dynamo.config.recompile_limit = max(MAX_PROGRAMS, torch._dynamo.config.recompile_limit)
+    modules = sharding_units(model.lm, units)
     for layer in decoder_layers(model.lm):
         if gradient_checkpointing:
             checkpoint_activations(layer)
@@ -73,13 +79,13 @@ def shard(
             # Microbatches differ only in length: the first two compile one program for all of them. If every size were
             # marked as dynamic, torch would divide every index by the size of a head.
             layer.compile()
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
+    for module in reversed(modules):  # those inside of others first
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=again)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
     if forward_prefetch:
-        layers = decoder_layers(model.lm)
-        for i, layer in enumerate(layers):
-            assert isinstance(layer, FSDPModule), "sharded above"
-            layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + forward_prefetch])  # type: ignore[arg-type]
+        for i, module in enumerate(modules):
+            assert isinstance(module, FSDPModule), "sharded above"
+            module.set_modules_to_forward_prefetch(modules[i + 1 : i + 1 + forward_prefetch])  # type: ignore[arg-type]
     fill(model.lm, weights)
     if hasattr(model, "plain_logits"):
         register_fsdp_forward_method(model, "plain_logits")
@@ -100,6 +106,38 @@ def decoder_layers(lm: nn.Module) -> list[nn.Module]:
     """The model's stack of decoder layers: of its lists of modules, the one with the most weights."""
     stacks = [m for m in lm.modules() if isinstance(m, nn.ModuleList)]
     return list(max(stacks, key=lambda m: sum(p.numel() for p in m.parameters()))) if stacks else []
+
+
+def sharding_units(lm: nn.Module, wanted: Sequence[str] | int | None) -> list[nn.Module]:
+    """The modules whose weights are gathered and given up together, in forward order, a module before those inside it.
+
+    `wanted` None: each decoder layer. Names: every module of these classes. A number: the smallest modules that have so
+    many weights, besides those of units inside. All of them within decoder layers: head and embeddings may be one
+    tensor, which is gathered once for the whole pass. Raises `Refused` where there is none.
+    """
+    layers = decoder_layers(lm)
+    if wanted is None:
+        return layers
+    inside = [m for layer in layers for m in layer.modules() if type(m).forward is not nn.Module.forward]
+    if isinstance(wanted, int):
+        found, taken = set[nn.Module](), set[nn.Parameter]()
+        for module in reversed(inside):
+            own = set(module.parameters()) - taken
+            if sum(p.numel() for p in own) >= wanted:
+                found.add(module)
+                taken |= own
+    else:
+        found = {m for m in inside if type(m).__name__ in wanted}
+    known = {type(m).__name__: sum(p.numel() for p in m.parameters()) for m in inside if any(m.parameters())}
+    missing = [name for name in ([] if isinstance(wanted, int) else wanted) if name not in known]
+    if missing or not found:
+        said = ", ".join(f"{name} ({number})" for name, number in list(known.items())[:20])
+        raise Refused(
+            f"train.fsdp_units: got {missing[0] if missing else wanted}, expected classes of modules within the "
+            f"decoder layers of {type(lm).__name__}, or at most the weights of one: {said}; change it, or leave it out "
+            "for whole layers"
+        )
+    return [m for m in inside if m in found]
 
 
 class _Checkpointed:

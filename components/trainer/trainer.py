@@ -109,6 +109,7 @@ class Trainer:
             compile_layers=train.compile,
             cpu_offload=train.cpu_offload,
             forward_prefetch=train.forward_prefetch,
+            units=train.fsdp_units,
         )
         self._objective = settings.objective
         self._reference: ScoringModel | None = None
@@ -125,7 +126,11 @@ class Trainer:
         )
         self._loss_scale = LossScale(enabled=settings.dtype is torch.float16)
         self._stepper = Stepper(
-            self._optimizer, settings.optimizer, total_steps=settings.total_steps, loss_scale=self._loss_scale
+            self._optimizer,
+            settings.optimizer,
+            total_steps=settings.total_steps,
+            loss_scale=self._loss_scale,
+            moments=Offload([], [self._optimizer], self._device) if train.cpu_offload_optimizer else None,
         )
         weights = settings.param_server
         gatherer = functools.partial(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ def write_shards(
     num_ranks: int,
     group: dist.ProcessGroup | None = None,
     max_writers: int = 0,
+    by_machine: bool = False,
 ) -> list[Written] | None:
     """Each rank writes its own file (a collective over `group`); rank 0 gets what all of them wrote, in their order.
 
     At most `max_writers` ranks (0: all) write at a time: storage that many nodes share is faster with few writers than
-    with all. Raises `CheckpointWriteError` on every rank. Of tensors that are not sharded, rank 0 writes its copy; the
-    states of generators belong to one rank each. Of several copies of the weights, the first one is written.
+    with all. `by_machine`: so many machines, each with all of its ranks. Raises `CheckpointWriteError` on every rank.
+    Of tensors that are not sharded, rank 0 writes its copy; the states of generators belong to one rank each. Of
+    several copies of the weights, the first one is written.
     """
 
     def is_own(name: str, tensor: torch.Tensor) -> bool:
@@ -43,13 +46,26 @@ def write_shards(
     def write() -> None:
         written.append(write_shard(directory, own, rank=rank))
 
-    num_turns = -(-num_ranks // max_writers) if max_writers else 1
-    for turn in range(num_turns):
-        is_mine = rank % num_turns == turn  # neighbours, which share a node, in different turns
+    machines: list[Any] = [None] * num_ranks
+    if max_writers and by_machine:
+        dist.all_gather_object(machines, socket.gethostname(), group=group)
+    turns = turns_of(machines if by_machine else range(num_ranks), max_writers)
+    for turn in range(1 + max(turns)):
+        is_mine = turns[rank] == turn
         on_all_ranks(write if is_mine else None, directory, group, num_bytes=_num_bytes(own))
     of_all: list[Any] | None = [None] * num_ranks if rank == 0 else None
     dist.gather_object(written[0], of_all, dst=0, group=group)
     return of_all
+
+
+def turns_of(writers: Sequence[Any], max_writers: int) -> list[int]:
+    """In which turn each rank writes; `writers`: its machine, or itself; at most `max_writers` of them in one, 0: all.
+
+    Neighbours, which share a node, are in different turns.
+    """
+    order = list(dict.fromkeys(writers))
+    num_turns = -(-len(order) // max_writers) if max_writers else 1
+    return [order.index(writer) % num_turns for writer in writers]
 
 
 def on_all_ranks(

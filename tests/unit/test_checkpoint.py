@@ -35,7 +35,7 @@ from leeway.trainer.export import HFWriter
 from leeway.trainer.settings import TrainerSettings
 from leeway.trainer.shards import write_safetensors
 from leeway.trainer.trainer import Trainer
-from leeway.trainer.writing import CheckpointWriteError
+from leeway.trainer.writing import CheckpointWriteError, turns_of
 from leeway.types import TrainBatch, Trajectory, batch_trajectories
 from leeway.weights import CanaryPrompts
 
@@ -146,6 +146,7 @@ def test_ten_steps_and_ten_more_are_twenty_steps(make, tmp_path):
 
 
 RANK = """
+import dataclasses
 import time
 from leeway.trainer import writing
 from leeway.trainer.shards import write_safetensors
@@ -168,6 +169,11 @@ def slowly(*args, **options):
     return result
 writing.write_shard = slowly
 trainer.save_state(out + "-slowly")
+# One machine at a time: both ranks are on this one.
+by_machine = settings.checkpoint.model_copy(update={"writers": "machines"})
+trainer._settings = dataclasses.replace(settings, checkpoint=by_machine)
+trainer.save_state(out + "-together")
+trainer._settings = settings
 
 # A rank that cannot write: each hears of it, none waits for it.
 def full(*args, **options):
@@ -180,7 +186,7 @@ try:
 except writing.CheckpointWriteError as told:
     error = str(told)
 writing.write_shard = real
-result = {"spans": spans[:1], "error": error}
+result = {"spans": spans[:1], "together": spans[1:2], "error": error}
 trainer.close()
 """
 
@@ -200,6 +206,8 @@ def test_two_ranks_go_on_from_what_one_saved_and_one_from_what_two_saved(make, t
     first, second = other_ranks.results(200)
     (begun, ended), (next_begun, next_ended) = sorted(first["spans"] + second["spans"])
     assert begun < ended <= next_begun < next_ended, "two ranks wrote at once"
+    (begun, ended), (next_begun, next_ended) = sorted(first["together"] + second["together"])
+    assert begun <= next_begun < ended <= next_ended, "two ranks of one machine wrote in turn"
     assert "rank 1 could not write it: [Errno 28] No space left" in first["error"]
     assert "rank 1 could not write it: [Errno 28] No space left" in second["error"]
     assert read_state(tmp_path / "two")["num_ranks"] == read_state(tmp_path / "two-slowly")["num_ranks"] == 2
@@ -207,6 +215,15 @@ def test_two_ranks_go_on_from_what_one_saved_and_one_from_what_two_saved(make, t
     assert back.load_state(str(tmp_path / "two")) == 15
     for name, tensor in weights(back).items():
         assert (tensor - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
+
+
+def test_ranks_write_in_turns_each_or_by_machine():
+    assert turns_of(range(5), 0) == [0] * 5
+    assert turns_of(range(5), 2) == [0, 1, 2, 0, 1], "neighbours are in different turns"
+    machines = ["a", "a", "b", "b", "c", "c"]
+    assert turns_of(machines, 1) == [0, 0, 1, 1, 2, 2]
+    assert turns_of(machines, 2) == [0, 0, 1, 1, 0, 0]
+    assert turns_of(["here"] * 4, 1) == [0] * 4
 
 
 @pytest.fixture

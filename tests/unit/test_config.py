@@ -225,11 +225,30 @@ def test_what_to_go_on_from_must_be_a_checkpoint(minimal: str, tmp_path: Path) -
     assert problems(str(tmp_path / "step-000005")) == problems("auto") == problems("never") == []
 
 
-def test_only_a_gpus_weights_are_offloaded(minimal: str) -> None:
-    assert load_config(minimal, ["train.cpu_offload=true", "cluster.device=cuda"]).train.cpu_offload
-    text = refused(minimal, "train.cpu_offload=true", "cluster.device=cpu")
-    assert "train.cpu_offload: got true" in text.lower()
-    assert "set train.cpu_offload=false" in text
+@pytest.mark.parametrize("what", ["cpu_offload", "cpu_offload_optimizer", "cpu_offload_reference"])
+def test_only_a_gpus_weights_are_offloaded(minimal: str, what: str) -> None:
+    given = (f"train.{what}=true", "algorithm.kl.coef=0.1")
+    assert getattr(load_config(minimal, [*given, "cluster.device=cuda"]).train, what)
+    text = refused(minimal, *given, "cluster.device=cpu")
+    assert f"train.{what}: got true" in text.lower()
+    assert "cluster.device is cuda" in text
+
+
+def test_what_is_offloaded_is_there_and_on_the_gpu(minimal: str) -> None:
+    gpu = ("cluster.device=cuda",)
+    assert "train.cpu_offload is false" in refused(
+        minimal, *gpu, "train.cpu_offload=true", "train.cpu_offload_optimizer=true"
+    )
+    alone = ("train.cpu_offload_reference=true", *gpu)
+    assert "there is no reference policy" in refused(minimal, *alone)
+    adapted = ("algorithm.kl.coef=0.1", "model.lora.rank=4", "rollout.engine.name=hf")
+    assert "without its adapter" in refused(minimal, *alone, *adapted)
+
+
+def test_writers_are_counted_where_there_is_a_limit(minimal: str) -> None:
+    assert "checkpoint.max_writers is above 0" in refused(minimal, "checkpoint.writers=machines")
+    given = ["checkpoint.writers=machines", "checkpoint.max_writers=1"]
+    assert load_config(minimal, given).checkpoint.writers == "machines"
 
 
 def test_a_deadline_must_outlast_an_attempt_of_a_group(minimal: str) -> None:

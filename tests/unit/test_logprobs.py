@@ -117,7 +117,8 @@ def test_a_token_that_cannot_be_sampled_has_no_nan_in_its_entropy(chunk, monkeyp
     assert logprobs.tolist() == pytest.approx([-0.6931472, -0.6931472])
 
 
-def test_the_logits_never_exist_as_a_whole(monkeypatch):
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_the_logits_never_exist_as_a_whole(monkeypatch, entropy_gradient):
     sizes = []
     real = nn.functional.linear
     monkeypatch.setattr(nn.functional, "linear", lambda *args: sizes.append(real(*args).numel()) or real(*args))
@@ -135,7 +136,48 @@ def test_the_logits_never_exist_as_a_whole(monkeypatch):
 
     lm: Any = Model()
     model = ScoringModel(lm, transform=LogitTransform(), chunk_tokens=5)
-    logprobs, _ = model(torch.zeros(1, S, dtype=torch.int64), torch.arange(S), torch.zeros(S, dtype=torch.int64), 1.0)
-    logprobs.sum().backward()
+    tokens = torch.zeros(1, S, dtype=torch.int64)
+    logprobs, entropy = model(tokens, torch.arange(S), tokens[0], 1.0, entropy_gradient=entropy_gradient)
+    assert entropy.requires_grad is entropy_gradient
+    (logprobs + (entropy if entropy_gradient else 0)).sum().backward()
     assert sum(sizes) == 2 * S * V, "once forward, once backward"
     assert max(sizes) <= 5 * V
+
+
+class Plain(nn.Module):
+    """A causal LM whose body gives what it is told to."""
+
+    config = SimpleNamespace(_attn_implementation="eager")
+
+    def __init__(self, hidden: torch.Tensor, head: nn.Module) -> None:
+        super().__init__()
+        self.hidden, self.head = hidden, head
+
+    def forward(self, input_ids: torch.Tensor) -> None:
+        self.head(self.hidden[None])
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+class OwnHead(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).tanh()
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, OwnHead])
+def test_an_entropy_with_a_gradient_is_the_same_some_tokens_at_a_time(kind):
+    hidden, weight, _, targets = tensors(torch.float32, bias=False)
+    results = []
+    for chunk in (5, S):
+        head = kind(D, V, bias=False)
+        head.weight.data.copy_(weight.detach())
+        leaf = hidden.detach().clone().requires_grad_()
+        lm: Any = Plain(leaf, head)
+        model = ScoringModel(lm, transform=LogitTransform(cap=3.0), chunk_tokens=chunk)
+        scored = model(torch.zeros(1, S, dtype=torch.int64), torch.arange(S), targets, 0.7, entropy_gradient=True)
+        (scored[0].square().sum() + 2 * scored[1].square().sum()).backward()
+        results.append([*scored, leaf.grad, head.weight.grad])
+    for got, expected in zip(*results, strict=True):
+        assert expected.norm() > 0
+        assert (got - expected).norm() <= 1e-5 * expected.norm()

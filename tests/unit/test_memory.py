@@ -68,6 +68,12 @@ def test_a_part_more_is_memory_more():
     offloaded = trainer("train.cpu_offload=true")
     assert "optimizer" not in offloaded.device
     assert offloaded.main["optimizer"] == rank.device["optimizer"]
+    moments = trainer("train.cpu_offload_optimizer=true")
+    assert moments.main["optimizer"] == rank.device["optimizer"] not in moments.device.values()
+    assert moments.device["weights"] == rank.device["weights"]
+    reference = trainer("algorithm.kl.coef=0.1", "train.cpu_offload_reference=true")
+    assert reference.main["reference"] == 4 * shape.num_parameters // 4
+    assert "reference" not in reference.device
 
 
 @pytest.mark.parametrize(

@@ -32,8 +32,9 @@ def gradients(trainer) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_the_reference_stays_where_training_started(make) -> None:
-    trainer = make(objective=objective_of(kl=KLPenalty(coef=0.1, estimator=K1(), target=0.001)))
+@pytest.mark.parametrize("where", [{}, {"cpu_offload_reference": True, "fsdp_units": ["Qwen2MLP"]}])
+def test_the_reference_stays_where_training_started(make, where) -> None:
+    trainer = make(objective=objective_of(kl=KLPenalty(coef=0.1, estimator=K1(), target=0.001)), **where)
     batch = batch_of(random_trajectories(1, 6))
     start = trainer.token_logprobs(batch)
     assert trainer.forward_backward(batch)["train/reference_kl/mean"] == pytest.approx(0.0, abs=1e-6)

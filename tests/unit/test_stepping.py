@@ -5,14 +5,20 @@ from __future__ import annotations
 
 import math
 import resource
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from leeway.trainer.optimizer import LossScale
+from leeway.config.learning import OptimizerConfig
+from leeway.failures import Refused
+from leeway.trainer.offload import Offload
+from leeway.trainer.optimizer import LossScale, Stepper
+from leeway.trainer.sharding import sharding_units
 
 from ..trainers import OPTIMIZER, batch_of, gradients, published, random_trajectories
 
@@ -199,6 +205,58 @@ def test_compiled_layers_take_the_same_steps(make, gradient_checkpointing):
 @pytest.mark.slow
 def test_offloaded_weights_take_the_same_steps(make):
     check_close(two_steps(make, cpu_offload=True), two_steps(make))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("units", "of_layer"), [(["Qwen2MLP"], {"mlp"}), (3_000, {"self_attn", "mlp"})])
+def test_other_units_of_sharding_take_the_same_steps(make, units, of_layer):
+    trainer = make(fsdp_units=units)
+    layer = trainer._model.lm.model.layers[1]
+    assert {name for name, child in layer.named_children() if isinstance(child, FSDPModule)} == of_layer
+    assert not isinstance(layer, FSDPModule)
+    check_close(two_steps(make, fsdp_units=units, gradient_checkpointing=True), two_steps(make))
+
+
+def test_units_are_classes_or_sizes_within_decoder_layers():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = AutoConfig.for_model("qwen2", vocab_size=64, num_key_value_heads=2, **sizes)
+    lm: Any = AutoModelForCausalLM.from_config(config)
+    layers = list(lm.model.layers)
+    parts = [part for layer in layers for part in (layer.self_attn, layer.mlp)]
+    assert sharding_units(lm, None) == sharding_units(lm, ["Qwen2DecoderLayer"]) == sharding_units(lm, 9_000) == layers
+    assert sharding_units(lm, ["Qwen2Attention", "Qwen2MLP"]) == sharding_units(lm, 3_000) == parts
+    # The matrices of the MLP have so many weights, those of the attention only together.
+    small = [[a.self_attn, a.mlp.gate_proj, a.mlp.up_proj, a.mlp.down_proj] for a in layers]
+    assert sharding_units(lm, 2_048) == [*small[0], *small[1]]
+    for wrong in (["Qwen2MLP", "LlamaMLP"], ["Embedding"], 1_000_000):
+        with pytest.raises(Refused, match=r"^train.fsdp_units: got .*Qwen2MLP \(6144\).*; change it, or leave it out"):
+            sharding_units(lm, wrong)
+
+
+class Moments(Offload):
+    """Says what was asked of it: a CPU has one memory."""
+
+    asked: ClassVar[list[str]] = []
+
+    def come_back(self) -> None:
+        self.asked.append("back")
+
+    def leave(self, *, for_others: bool = True) -> int:
+        assert not for_others
+        self.asked.append("away")
+        return 0
+
+
+def test_moments_are_there_for_a_step_alone():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight])
+    optimizer.register_step_pre_hook(lambda *_: Moments.asked.append("step"))
+    moments = Moments([], [optimizer], torch.device("cpu"))
+    stepper = Stepper(optimizer, OptimizerConfig(), total_steps=9, moments=moments)
+    for gradient in (1.0, float("nan")):  # the second step is skipped, and needs none
+        weight.grad = torch.full((3,), gradient)
+        stepper.step(0)
+    assert Moments.asked == ["back", "step", "away"]
 
 
 @pytest.mark.slow

@@ -383,3 +383,22 @@ def test_a_rows_own_system_message_is_put_before_its_prompt(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({**rows[0], "who": 3}) + "\n")
     with pytest.raises(ValueError, match=r":1: 'who' is 3; expected text"):
         build_taskset(config, seed=0, split="train")
+
+
+def test_a_rows_context_follows_its_prompt(tmp_path):
+    rows = [
+        {"instruction": "Add.", "input": "1 and 2", "output": "3"},
+        {"instruction": "Say hi.", "input": "", "output": "hi"},
+        {"instruction": "Say ho.", "output": "ho"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys: Any = {"prompt_key": "instruction", "context_key": "input", "answer_key": "output"}
+    config = TaskConfig(name="jsonl", path=str(tmp_path / "rows.jsonl"), order="sequential", **keys)
+    tasks: Any = build_taskset(config, seed=0, split="train").tasks
+    assert [task.prompt for task in tasks] == ["Add.\n\n1 and 2", "Say hi.", "Say ho."]
+    assert "input" not in tasks[0].info
+    chat = {**rows[0], "instruction": [{"role": "user", "content": "Add."}]}
+    for wrong, said in (({**rows[0], "input": 3}, "'input' is 3"), (chat, "'input' is '1 and 2'")):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(wrong) + "\n")
+        with pytest.raises(ValueError, match=rf":1: {said}; expected text, to follow a prompt that is text"):
+            build_taskset(config, seed=0, split="train")
