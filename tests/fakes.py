@@ -284,6 +284,8 @@ def buffer_of(
     operators=(),
     start: Position | None = None,
     num_collectors: int = 1,
+    operated_elsewhere: Any = None,
+    failed: Any = lambda error: None,
     P=2,
     W=1,
     T=1,
@@ -305,6 +307,8 @@ def buffer_of(
         num_batches=num_batches,
         capacity=capacity,
         operators=operators,
+        operated_elsewhere=operated_elsewhere,
+        failed=failed,
         num_collectors=num_collectors,
     )
 

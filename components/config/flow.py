@@ -17,6 +17,8 @@ from .plugins import OperatorName
 from .transports import transport_kind
 
 REUSED = OnlyWith(lambda c: c.replay.max_uses > 1, "replay.max_uses is above 1")
+OPERATED = OnlyWith(lambda c: bool(c.replay.operators), "replay.operators is set")
+POOLED = OnlyWith(lambda c: c.replay.operator_processes > 0, "replay.operator_processes is above 0")
 CALIBRATED = OnlyWith(
     lambda c: c.param_server.served_tolerance == "auto" and c.model.dtype != "float32",
     "param_server.served_tolerance is auto and model.dtype bfloat16 or float16",
@@ -192,6 +194,16 @@ class ReplayConfig(Section):
     operators: list[OperatorName | dict[OperatorName, dict[str, Any]]] = Field(
         default_factory=list,
         description="operators applied to finished groups, in order: names, or {name: {option: value}}",
+    )
+    operator_processes: Annotated[NonNegativeInt, OPERATED] = Field(
+        default=0,
+        description="processes that apply the operators, beside the buffer, on the driver's machine; 0: the buffer "
+        "itself does, and answers nobody meanwhile",
+    )
+    operator_timeout_s: Annotated[PositiveFloat, POOLED] = Field(
+        default=300.0,
+        description="with operator_processes: seconds that the operators may take for one group; then the run ends and "
+        "names the operator",
     )
 
 

@@ -14,7 +14,7 @@ import socket
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -67,7 +67,7 @@ class Buffer(Protocol):
     def where(self, source: str) -> tuple[int, list[int]]: ...
     def of(self, group_id: int) -> tuple[str, int]: ...
     def restart_deadlines(self) -> None: ...
-    def has(self, group_id: int) -> bool: ...
+    def left_out(self, group_ids: Sequence[int]) -> Awaitable[list[int]]: ...
     def keep(self, group: Group, *, of: tuple[str, int]) -> bool: ...
     def next_min_version(self) -> int | None: ...
     def is_known(self, of: tuple[str, int]) -> bool: ...
@@ -144,6 +144,7 @@ class Host:
         self._explorers: dict[str, _Explorer] = {}
         self._published = -1
         self._sayings: list[str] = []
+        self._noting: set[asyncio.Task[None]] = set()
         for folder in (meeting.folder, meeting.explorers):
             folder.mkdir(parents=True, exist_ok=True)
         self._lives = [*_earlier_lives(meeting), (self._life, resumed_at)][-MOST_LIVES:]
@@ -192,6 +193,10 @@ class Host:
                 alone_since = self._now()
             elif self._now() - alone_since > self._wait_s:
                 raise TimeoutError(f"no explorer was here for {self._wait_s:g} s (explorer.wait_s)")
+            for task in [task for task in self._noting if task.done()]:
+                self._noting.discard(task)
+                if not task.cancelled():  # operators failed, which the buffer tells
+                    task.result()
             busy = [e.calls.look() for e in list(self._explorers.values()) if e.is_here]
             await pace.wait(busy=any(busy))
 
@@ -383,9 +388,20 @@ class Host:
             return refusal
         group_id = self._buffer.give(group, of=of, prompt=prompt[:MOST_PROMPT])
         explorer.num_groups += 1
-        if not self._buffer.has(group_id):
-            await asyncio.to_thread(self._store.left_out, rows)
+        self._note_left_out({group_id: rows[0]})
         return {"taken": True}
+
+    def _note_left_out(self, rows: dict[int, int]) -> None:
+        """Groups that were just delivered, and their rows: what operators leave out is marked when they are through
+        with it. Nobody waits for that.
+        """
+        left_out = self._buffer.left_out([*rows])
+
+        async def note() -> None:
+            if dropped := [rows[group_id] for group_id in await left_out]:
+                await asyncio.to_thread(self._store.left_out, dropped)
+
+        self._noting.add(asyncio.create_task(note()))
 
     def _no_room(self, group: Group) -> dict[str, Any] | None:
         oldest, _ = group.policy_versions()
@@ -418,10 +434,9 @@ class Host:
             late = [rows[group_id] for group_id in rows.keys() - {g.group_id for g in wanted}]
             await self._buffer.put(wanted)
             explorer.num_groups += len(wanted)
-            dropped = [rows[g.group_id] for g in wanted if not self._buffer.has(g.group_id)]
-            if late or dropped:
+            self._note_left_out({g.group_id: rows[g.group_id] for g in wanted})
+            if late:
                 await asyncio.to_thread(self._store.void, late)
-                await asyncio.to_thread(self._store.left_out, dropped)
         return {"groups": len(wanted)}
 
     def _wanted(self, call: Call, collector: str) -> list[Group]:

@@ -28,6 +28,7 @@ from ..tasks.taskset import build_taskset
 from ..tasks.truncate import truncated
 from ..types import Admission, Task, Trajectory
 from .admission import AdmissionRule
+from .operator_pool import OperatorPool
 from .operators import Pipeline
 from .position import Position
 from .reuse import ReusePool, priority_of
@@ -79,6 +80,9 @@ class ReplayBufferActor(Watched):
         self._host: Host | None = None
         self._store: GroupStore | None = None
         self._kept = None if kept is None else GroupStore(kept)
+        self._log_file = log_file
+        self._failure: Exception | None = None
+        self._has_failed = asyncio.Event()
         self._begin(config, start, meets=meets)
 
     def _begin(self, config: Config, start: dict[str, Any] | None = None, *, meets: bool = False) -> None:
@@ -122,8 +126,17 @@ class ReplayBufferActor(Watched):
         )
         self._suspects = SuspectWatch(solved=config.eval.solved) if config.monitor.suspects else None
         self._pass_rate = pass_rate
-        self._pipeline = Pipeline(config.replay.operators)
         replay = config.replay
+        self._pipeline = Pipeline(replay.operators)
+        self._pool: OperatorPool | None = None
+        if replay.operator_processes:
+            self._pool = OperatorPool(
+                replay.operators,
+                num_processes=replay.operator_processes,
+                timeout_s=replay.operator_timeout_s,
+                log_file=self._log_file,
+                log_level=config.log.level,
+            )
         priority = priority_of(replay.priority) if replay.sampling == "priority" else None
         self._reuse = ReusePool(
             max_uses=replay.max_uses,
@@ -156,6 +169,8 @@ class ReplayBufferActor(Watched):
             sampler=own_part("replay.sampler", replay.sampler, Sampler, capacity),
             storage=own_part("replay.storage", replay.storage, Storage, capacity),
             operators=[self._pipeline],
+            operated_elsewhere=None if self._pool is None else self._pool.apply,
+            failed=self._fail,
             reuse=self._reuse,
             priority=priority,
             # Before operators, because the groups that they leave out say most about how hard a task is.
@@ -216,16 +231,44 @@ class ReplayBufferActor(Watched):
             return None
         return truncated(task, self._prompter, rollout.max_prompt_tokens)
 
+    @as_text
     async def start(self) -> dict[str, Any]:
-        return {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
+        started = {"pid": os.getpid(), "node": ray.util.get_node_ip_address()}
+        return started | await self._start_operators()
+
+    async def _start_operators(self) -> dict[str, Any]:
+        if self._pool is None:
+            return {}
+        await self._pool.start()
+        return {"operator_pids": self._pool.process_ids()}
+
+    def _fail(self, error: Exception) -> None:
+        self._failure = error
+        self._has_failed.set()
 
     @as_text
     async def reset(self, config: Config) -> None:
         """Another run: tasks from the first, nothing outstanding. The last run's waiters must have left."""
+        self._buffer.stop()
+        if self._pool is not None:
+            self._pool.close()
         self._begin(config)
+        await self._start_operators()
 
     @as_text
     async def wait_until_death(self) -> None:
+        """Never returns; raises what operators raise in other processes."""
+        feeding, failing = asyncio.create_task(self._feed_from_queue()), asyncio.create_task(self._has_failed.wait())
+        try:
+            await asyncio.wait({feeding, failing}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failure is not None:
+                raise self._failure
+            await feeding
+        finally:
+            feeding.cancel()
+            failing.cancel()
+
+    async def _feed_from_queue(self) -> None:
         """Never returns. If tasks come from a queue, this tells the buffer about tasks that others put into it."""
         queue = self._taskset
         while isinstance(queue, QueueTaskSet):
@@ -317,7 +360,8 @@ class ReplayBufferActor(Watched):
         }
         if self._host is not None:
             own |= self._host.metrics()
-        return counts | own | self._buffer.length_bias.metrics() | self._pipeline.counts() | self._reuse.metrics()
+        counted = self._pipeline.counts() if self._pool is None else self._pool.metrics()
+        return counts | own | self._buffer.length_bias.metrics() | counted | self._reuse.metrics()
 
     @as_text
     async def position(self, policy_version: int) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ import itertools
 import json
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,6 +64,8 @@ _PLAIN = (
     "closed",
 )
 """What a copy of a buffer takes over as it is."""
+OPERATORS = "operators"
+"""Who holds a group that was delivered, while its operators run in other processes."""
 FIRST_SLOTS_S = 5.0
 """How long the first slots are held back for every collector to ask."""
 
@@ -125,6 +127,10 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
     whether there is any now who generates; else no wait has a deadline. `drawn` is told the draw of the group that gets
     the next of `tasks`, `returned` that this group is no more and its task is to come again.
 
+    `operators` are applied to each delivered group, here and now. `operated_elsewhere` does so in its own time instead:
+    until it answers, the group is outstanding, as if it were still being generated, and nobody can deliver or take it.
+    What it raises is raised by all that wait and by every later call; `failed` is told first.
+
     `storage`, `writer`, `sampler`, `transform` and `collate_fn` are torchrl's and do here what they do there: a group
     is stored as one flat TensorDict (`Group.packed`), and a batch is sampled as a lazy stack of these. A sampler
     chooses among the groups that the window leaves to choose. `dumps` and `loads` (and `state_dict`) also hold what is
@@ -143,6 +149,8 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         num_batches: int | None,
         capacity: int,
         operators: Sequence[Operator] = (),
+        operated_elsewhere: Callable[[Group], Awaitable[Group | str]] | None = None,
+        failed: Callable[[Exception], None] = lambda error: None,
         start: Position | None = None,
         reuse: ReusePool | None = None,
         priority: Priority | None = None,
@@ -176,6 +184,10 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         self._rule = rule
         self._num_batches = num_batches
         self._operators = list(operators)
+        self._operated_elsewhere, self._on_failed = operated_elsewhere, failed
+        self._operating: dict[int, asyncio.Task[None]] = {}
+        self._outcomes: dict[int, asyncio.Future[bool]] = {}  # of those: whether they are kept
+        self._failure: Exception | None = None
         self._delivered = delivered
         self.length_bias = LengthBiasMeter()
         self._window = Window(rule, num_batches=start.num_batches, num_taken=start.num_taken)
@@ -230,6 +242,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         `offer`: an explorer's own tasks, of which groups are made instead of `tasks`. Groups of a source are issued
         again to those who offer that source.
         """
+        self._raise_failure()
         if self._is_over() or collector in self._retired:
             return []
         answer = asyncio.get_running_loop().create_future()
@@ -255,6 +268,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
         A group from an old attempt that has since been issued again is ignored: only the newest attempt counts.
         """
+        self._raise_failure()
         current = [group for group in groups if not self._superseded(group.group_id, group.attempt)]
         self._accept(current)
         if current:
@@ -326,25 +340,84 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             for group in current:
                 if (held := self._in_flight.get(group.group_id)) is not None:  # else the ledger refuses it below
                     self._delivered(held.admission.task, group)
-        for group, result in [(group, self._apply_operators(group)) for group in current]:
-            self.length_bias.generated(group)
-            if isinstance(result, str):
-                self._drop(group.group_id, GroupState.FILTERED, result, counts=not is_given)
-                spans.instant("filtered", group=group.group_id, why=result)
-                continue
-            self._ledger.move(group.group_id, GroupState.GENERATED)
-            spans.instant("stored", group=group.group_id)
-            self.last_delivered = self._release(group.group_id).collector or "", group.group_id
-            # A copy: what came through Ray is a view of its object store, and would hold a part of that.
-            index = self._storage_index[group.group_id] = self.add(result.packed())
-            priority = self._priority(result) if self._priority else None
-            self._window.finish(group.group_id, priority=priority or 0.0)
-            if self._window_sampler.is_prioritized:
-                priority = self._window_sampler.default_priority if priority is None else priority
-                self.update_priority(index, torch.tensor(float(priority)))
-            self._dropped_in_a_row = 0
-            self._last_reasons.clear()
-        self._wake_batch_waiter()
+        if self._operated_elsewhere is None:
+            for group, result in [(group, self._apply_operators(group)) for group in current]:
+                self._decide(group, result, is_given=is_given)
+            self._wake_batch_waiter()
+            return
+        loop = asyncio.get_running_loop()
+        for group in current:
+            self._ledger.move(group.group_id, GroupState.DELIVERED)
+            held = self._release(group.group_id)
+            self._hold(group.group_id, replace(held, collector=OPERATORS))
+            self._outcomes[group.group_id] = loop.create_future()
+            self._operating[group.group_id] = loop.create_task(self._operate(group, is_given=is_given))
+
+    async def _operate(self, group: Group, *, is_given: bool) -> None:
+        assert self._operated_elsewhere is not None
+        try:
+            result = await self._operated_elsewhere(group)
+            self._decide(group, result, is_given=is_given)
+        except Exception as error:
+            self._fail_run(error)
+            return
+        del self._operating[group.group_id]
+        self._outcomes.pop(group.group_id).set_result(not isinstance(result, str))
+        self._progressed()
+
+    def left_out(self, group_ids: Sequence[int]) -> Awaitable[list[int]]:
+        """Those of these groups, which were delivered in this moment, that operators leave out; awaited, it waits for
+        the operators. A failure of these ends it without an answer: that is told to everybody else.
+        """
+        outcomes = {g: self._outcomes[g] for g in group_ids if g in self._outcomes}
+        known = [g for g in group_ids if g not in outcomes and g not in self._storage_index]
+
+        async def answer() -> list[int]:
+            return [*known, *[g for g, kept in outcomes.items() if not await kept]]
+
+        return answer()
+
+    def stop(self) -> None:
+        """Operators are waited for no more: another run takes the place of this one."""
+        for task in self._operating.values():
+            task.cancel()
+        for outcome in self._outcomes.values():
+            outcome.cancel()
+
+    def _fail_run(self, error: Exception) -> None:
+        """All that wait raise it, so that no wait ends in a time-out that explains nothing."""
+        if self._failure is not None:
+            return
+        self._failure = error
+        self._on_failed(error)
+        self.stop()
+        for waiter in [*(request.answer for request in self._slot_requests), *self._batch_waiters]:
+            if not waiter.done():
+                waiter.set_exception(error)
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _decide(self, group: Group, result: Group | str, *, is_given: bool) -> None:
+        """Store the group in the form that operators gave it, or leave it out for their reason."""
+        self.length_bias.generated(group)
+        if isinstance(result, str):
+            self._drop(group.group_id, GroupState.FILTERED, result, counts=not is_given)
+            spans.instant("filtered", group=group.group_id, why=result)
+            return
+        self._ledger.move(group.group_id, GroupState.GENERATED)
+        spans.instant("stored", group=group.group_id)
+        self.last_delivered = self._release(group.group_id).collector or "", group.group_id
+        # A copy: what came through Ray is a view of its object store, and would hold a part of that.
+        index = self._storage_index[group.group_id] = self.add(result.packed())
+        priority = self._priority(result) if self._priority else None
+        self._window.finish(group.group_id, priority=priority or 0.0)
+        if self._window_sampler.is_prioritized:
+            priority = self._window_sampler.default_priority if priority is None else priority
+            self.update_priority(index, torch.tensor(float(priority)))
+        self._dropped_in_a_row = 0
+        self._last_reasons.clear()
 
     async def retried(self, group_id: int, *, attempt: int = 0) -> None:
         """The collector that holds this group retries it: same queue index, same `min_policy_version`."""
@@ -395,7 +468,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         """Nobody is left who could generate groups of this source ("": the trainer's own tasks). What is in flight of
         it ends, and its tasks will be drawn again. Returns the groups' ids.
         """
-        gone = sorted(g for g in self._in_flight if self.of(g)[0] == source)
+        gone = sorted(g for g in self._in_flight if self.of(g)[0] == source and g not in self._operating)
         for group_id in reversed(gone):
             task = self._in_flight[group_id].admission.task
             self._ledger.move(group_id, GroupState.RETURNED)
@@ -433,6 +506,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
         Raises TimeoutError naming what is missing, and `NoProgressError` if too many groups in a row are lost.
         """
+        self._raise_failure()
         while not self._batch_is_due():
             turn = asyncio.get_running_loop().create_future()
             self._batch_waiters.append(turn)
@@ -441,6 +515,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
             finally:
                 if turn in self._batch_waiters:
                     self._batch_waiters.remove(turn)
+            self._raise_failure()
         if not self._ended() and self._no_progress():
             raise NoProgressError(
                 f"{self._dropped_in_a_row} groups in a row were dropped without being trained on "
@@ -618,8 +693,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
                     if request.offer is not None and request.offer.used and not request.offer.tasks:
                         given[request] = None  # none of what it offered was wanted: it has others
                     continue
-                self._in_flight[admission.group_id] = _InFlight(admission, request.collector)
-                self._num_held[request.collector] += 1
+                self._hold(admission.group_id, _InFlight(admission, request.collector))
                 request.issued.append(admission)
                 given[request] = None
                 heapq.heapreplace(emptiest, (*self._fullness(request), number, request))
@@ -768,7 +842,7 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
 
     def _reissue(self, group_ids: Sequence[int], reason: str) -> None:
         for group_id in group_ids:
-            if group_id not in self._in_flight or group_id in self._to_reissue:
+            if group_id not in self._in_flight or group_id in self._to_reissue or group_id in self._operating:
                 was = "waiting for that already" if group_id in self._to_reissue else self._ledger.state(group_id)
                 raise RuntimeError(f"group {group_id} cannot be issued again: it is {was}")
         for group_id in set(group_ids):
@@ -820,6 +894,11 @@ class ReplayBuffer(torchrl.data.ReplayBuffer):
         if counts:
             self._dropped_in_a_row += 1
             self._last_reasons.append(reason)
+
+    def _hold(self, group_id: int, held: _InFlight) -> None:
+        self._in_flight[group_id] = held
+        if held.collector is not None:
+            self._num_held[held.collector] += 1
 
     def _release(self, group_id: int) -> _InFlight:
         """No collector holds it any more."""

@@ -1,5 +1,6 @@
 """The life of every group: admitted -> generated -> taken -> trained, or filtered, or failed, or
-returned: nobody is left who could generate it, and its task is drawn again, as another group.
+returned: nobody is left who could generate it, and its task is drawn again, as another group. Where operators run in
+other processes, it is delivered, which means with them, before it is generated or filtered.
 
 Each group goes through exactly one such life, and each transition is checked: a group that is delivered twice, or
 trained without being taken, is a bug in Leeway and raises.
@@ -15,6 +16,7 @@ from typing import Any
 
 class GroupState(StrEnum):
     ADMITTED = "admitted"
+    DELIVERED = "delivered"
     GENERATED = "generated"
     TAKEN = "taken"
     TRAINED = "trained"
@@ -24,7 +26,14 @@ class GroupState(StrEnum):
 
 
 _NEXT = {
-    GroupState.ADMITTED: {GroupState.GENERATED, GroupState.FILTERED, GroupState.FAILED, GroupState.RETURNED},
+    GroupState.ADMITTED: {
+        GroupState.DELIVERED,
+        GroupState.GENERATED,
+        GroupState.FILTERED,
+        GroupState.FAILED,
+        GroupState.RETURNED,
+    },
+    GroupState.DELIVERED: {GroupState.GENERATED, GroupState.FILTERED},
     GroupState.GENERATED: {GroupState.TAKEN},
     GroupState.TAKEN: {GroupState.TRAINED},
     GroupState.TRAINED: set(),
@@ -78,7 +87,7 @@ class Ledger:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._open = {group_id: _Entry(GroupState(name), retries) for group_id, name, retries in state["open"]}
+        self._open = {group_id: _Entry(_again(GroupState(name)), retries) for group_id, name, retries in state["open"]}
         self._ended = Counter({GroupState(name): count for name, count in state["ended"].items()})
         self._last_admitted, self.num_admitted = state["last_admitted"], state["num_admitted"]
         self.num_retries = state["num_retries"]
@@ -105,3 +114,8 @@ class Ledger:
     def is_open(self, group_id: int) -> bool:
         """Admitted, and not yet trained, filtered or failed."""
         return group_id in self._open
+
+
+def _again(state: GroupState) -> GroupState:
+    """What becomes of a group whose state was saved: operators of another process know nothing of it."""
+    return GroupState.ADMITTED if state is GroupState.DELIVERED else state

@@ -7,9 +7,10 @@ text: the reason why the group is left out.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config.names import OPERATORS
@@ -86,6 +87,40 @@ def dedupe(group: Group) -> Group | str | None:
     return group.selected(list(first.values())) if len(first) < len(group) else None
 
 
+class OperatorFailed(RuntimeError):
+    """An operator raised, hung, or took its process with it: it would do the same with other groups."""
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What operators made of a group: the group, or why it is left out. `changed`, `filtered_by`: their short names."""
+
+    result: Group | str
+    changed: tuple[str, ...] = ()
+    filtered_by: str = ""
+
+
+class Counts:
+    """How many groups each operator changed and left out."""
+
+    def __init__(self, steps: Sequence[str | dict[str, Any]]) -> None:
+        names = [_short(name) for name, _ in named(steps)]
+        self._filtered: Counter[str] = Counter(dict.fromkeys(names, 0))
+        self._changed: Counter[str] = Counter(dict.fromkeys(names, 0))
+
+    def add(self, applied: Applied) -> None:
+        self._changed.update(applied.changed)
+        if applied.filtered_by:
+            self._filtered[applied.filtered_by] += 1
+
+    def metrics(self) -> dict[str, float]:
+        """Counts so far: {"replay/filtered_by/<operator>", "replay/changed_by/<operator>"}."""
+        return {
+            **{f"replay/filtered_by/{name}": float(count) for name, count in self._filtered.items()},
+            **{f"replay/changed_by/{name}": float(count) for name, count in self._changed.items()},
+        }
+
+
 class Pipeline:
     """Operators in sequence, as one operator that counts what each did.
 
@@ -93,27 +128,47 @@ class Pipeline:
     """
 
     def __init__(self, steps: Sequence[str | dict[str, Any]]) -> None:
-        named = [(s, {}) if isinstance(s, str) else next(iter(s.items())) for s in steps]
-        self._operators = [(name, _resolve(name, options or {})) for name, options in named]
-        self._filtered: Counter[str] = Counter({_short(name): 0 for name, _ in named})
-        self._changed: Counter[str] = Counter({_short(name): 0 for name, _ in named})
+        self._operators = [(name, _resolve(name, options)) for name, options in named(steps)]
+        self._counts = Counts(steps)
 
     def __call__(self, group: Group) -> Group | str:
+        applied = self.apply(group)
+        self._counts.add(applied)
+        return applied.result
+
+    def apply(self, group: Group, *, begins: Callable[[str], None] = lambda name: None) -> Applied:
+        """Not counted. `begins` is told each operator's name before it is called.
+
+        Raises `OperatorFailed` if one raises, and TypeError if one returns something else than a group or a text.
+        """
+        changed = []
         for name, operator in self._operators:
-            result = _checked(operator(group), group, name)
+            begins(name)
+            try:
+                returned = operator(group)
+            except Exception as error:
+                said = " ".join(str(error).split())
+                raise OperatorFailed(
+                    f"operator {name} failed on group {group.group_id} of task {group.task_id}: "
+                    f"{type(error).__name__}: {said}"
+                ) from error
+            result = _checked(returned, group, name)
             if isinstance(result, str):
-                self._filtered[_short(name)] += 1
-                return result
-            self._changed[_short(name)] += result is not group and result != group
+                return Applied(result, tuple(changed), _short(name))
+            if result is not group and result != group:
+                changed.append(_short(name))
             group = result
-        return group
+        return Applied(group, tuple(changed))
 
     def counts(self) -> dict[str, float]:
-        """Counts so far: {"replay/filtered_by/<operator>", "replay/changed_by/<operator>"}."""
-        return {
-            **{f"replay/filtered_by/{name}": float(count) for name, count in self._filtered.items()},
-            **{f"replay/changed_by/{name}": float(count) for name, count in self._changed.items()},
-        }
+        """See `Counts.metrics`."""
+        return self._counts.metrics()
+
+
+def named(steps: Sequence[str | dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """(name, options) of each."""
+    pairs = [(s, {}) if isinstance(s, str) else next(iter(s.items())) for s in steps]
+    return [(name, options or {}) for name, options in pairs]
 
 
 def _resolve(name: str, options: dict[str, Any]) -> Operator:
@@ -133,6 +188,8 @@ def _checked(result: Any, group: Group, name: str) -> Group | str:
         raise TypeError(
             f"operator {name} returned {result!r:.80}; expected the group, None, or a text (why it is left out)"
         )
+    if not all(map(math.isfinite, result.rewards)):
+        raise TypeError(f"operator {name} returned rewards {result.rewards!r:.80}; expected finite numbers")
     if not result.samples["loss_mask"].any():
         return "nothing left to train on"
     return result

@@ -75,6 +75,7 @@ class Schedule:
     K: int = 1
     cooldown: int = 0
     priority: bool = False
+    operator_s: float | None = None  # operators run elsewhere, for up to so long; None: in the buffer
     one_version: bool = False  # a group ends under the version that it began with: adapters
 
     @property
@@ -86,7 +87,9 @@ class Schedule:
     def enough_generators(self) -> bool:
         """Generation is far ahead of training, all of the time, and the run is long enough for that to show."""
         width = sum(g.max_in_flight for g in self.generators if g.lazy and g.joins_s == 0 and g.lives_s is None)
-        fast = 10 * max(self.group_s, self.pull_s) <= self.step_s * self.u and not self.long_tail
+        fast = (
+            10 * max(self.group_s, self.pull_s, self.operator_s or 0.0) <= self.step_s * self.u and not self.long_tail
+        )
         return width >= self.P * (self.T + 2) and fast and (self.num_batches or 0) > self.T + 2 * self.n
 
     @property
@@ -149,6 +152,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         retried=retried,
         filtered=filtered,
         one_version=rng.random() < 0.3,
+        operator_s=rng.choice((None, 0.0, 0.05, 3.0)),
     )
 
 
@@ -192,6 +196,7 @@ class Run:
             num_batches=s.num_batches,
             capacity=max_outstanding_groups(s.P, s.u, s.W, s.T),
             operators=[filter_zero_variance],
+            operated_elsewhere=None if s.operator_s is None else self._operated,
             reuse=ReusePool(
                 max_uses=s.K,
                 max_reused=s.P * (s.K - 1),
@@ -211,6 +216,10 @@ class Run:
             if not task.done():
                 task.cancel()
         await asyncio.gather(trainer, *generators)
+
+    async def _operated(self, group: Group) -> Group | str:
+        await asyncio.sleep(self.rng.random() * (self.schedule.operator_s or 0.0))
+        return filter_zero_variance(group) or group
 
     # The trainer's side.
 
@@ -426,6 +435,7 @@ def test_every_schedule_holds_the_bound_trains_everything_once_and_ends(number):
         seen["used again"] += any(len(used_in) > 1 for used_in in run.used_in.values())
         seen["used again at the bound"] += s.K > 1 and max(run.lags, default=0) == s.L
         seen["of one version"] += s.one_version
+        seen["operators elsewhere"] += s.operator_s is not None
         seen["all versions in use"] += s.one_version and run.most_versions == versions_in_flight(s.first_L, s.u, s.n)
         if s.W == 1 and s.T == s.L and s.enough_generators and s.reachable:
             seen["tight"] += 1
@@ -440,6 +450,7 @@ def test_every_schedule_holds_the_bound_trains_everything_once_and_ends(number):
     # drawn: Hypothesis takes constants from the modules that happen to be loaded, so counts differ between sessions.)
     assert seen["issued again"] > NUM_SCHEDULES // 20, seen
     assert seen["groups of several versions"] > NUM_SCHEDULES // 40, seen
+    assert seen["operators elsewhere"] > NUM_SCHEDULES // 4, seen
     assert seen["lockstep"] > NUM_SCHEDULES // 40, seen
     assert seen["used again"] > NUM_SCHEDULES // 20, seen
     assert seen["used again at the bound"] > NUM_SCHEDULES // 80, seen

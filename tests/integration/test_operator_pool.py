@@ -1,0 +1,221 @@
+"""The operator pool with real processes: what crosses, what dies, what hangs, what raises."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from leeway.replay.operator_pool import MOST_DEATHS, OperatorPool
+from leeway.replay.operators import OperatorFailed, Pipeline
+from leeway.types import Group, Trajectory, Turn
+
+from ..fakes import SOON_S, admit, buffer_of, group, take_batch
+
+OPERATORS = """
+import os, signal, time
+from dataclasses import replace
+from pathlib import Path
+
+def process(group):
+    print("printed where it cannot do harm")
+    return replace(group, rewards=[float(os.getpid())] * len(group))
+
+def slowly(group, *, seconds):
+    time.sleep(seconds)
+
+def in_turn(group, *, folder):
+    '''Waits until it may go on, so that a test decides when.'''
+    (Path(folder) / f"{group.group_id}.{os.getpid()}.begun").touch()
+    while not (Path(folder) / "go").exists():
+        time.sleep(0.01)
+
+def raises(group):
+    raise KeyError(group.texts[0])
+
+def kills(group, *, most, folder):
+    '''Ends its process, the first `most` times.'''
+    log = Path(folder) / "deaths"
+    if log.exists() and log.stat().st_size >= most:
+        return None
+    with log.open("a") as file:
+        file.write("x")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def no_number(group):
+    return replace(group, rewards=[float("nan")] * len(group))
+"""
+
+
+@pytest.fixture(autouse=True)
+def operators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "my_ops.py").write_text(OPERATORS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("my_ops", None)
+
+
+def with_pool(
+    steps: list[Any], tmp_path: Path, scenario: Callable[[OperatorPool], Awaitable[None]], **settings: Any
+) -> None:
+    async def play() -> None:
+        options = {"num_processes": 1, "timeout_s": SOON_S, **settings}
+        pool = OperatorPool(steps, log_file=tmp_path / "logs/replay.log", **options)
+        try:
+            await scenario(pool)
+        finally:
+            pids = pool.process_ids()
+            pool.close()
+        assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+    asyncio.run(play())
+
+
+async def until(holds: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not holds():
+        assert time.monotonic() < deadline, f"it never came: {what}"
+        await asyncio.sleep(0.01)
+
+
+def agents_group() -> Group:
+    """With all that a group may have beside its tokens."""
+    answers = [
+        Trajectory(
+            prompt_tokens=[1, 2],
+            response_tokens=[5, 6, 7],
+            loss_mask=[True, False, True],
+            behavior_logprobs=[-0.125, 0.0, -1 / 3],
+            policy_versions=[3, -1, 4],
+            reward=reward,
+            finish_reason="length" if reward else "stop",
+            text="\x1b[31m\u4f60 }{",
+            metrics={"a": 0.1},
+            turns=[Turn(start=0, stop=1, state="s", reward=0.5)],
+            token_tensors={"kept": torch.arange(6, dtype=torch.int32).view(3, 2)},
+        )
+        for reward in (0.0, 1 / 3, 1e-300)
+    ]
+    return Group.of(answers, group_id=7, task_id="t/\u00e9", greedy_reward=0.25, environment_s=1.5, attempt=2)
+
+
+def test_groups_cross_bit_for_bit_and_the_pool_does_what_the_pipeline_does(tmp_path: Path) -> None:
+    mixed = ["mask_truncated", {"shape_reward": {"scale": 1.0}}, {"filter_reward": {"max": 0.5}}]
+
+    async def scenario(pool: OperatorPool) -> None:
+        await pool.start()
+        here = Pipeline(mixed)
+        groups = [agents_group(), group(1, (1.0, 1.0)), group(2, (0.0, 0.25))]
+        results = await asyncio.gather(*(pool.apply(g) for g in groups))
+        for own, found in zip(groups, results, strict=True):
+            assert found == here(own)
+            if isinstance(found, Group):
+                assert found.rewards == here(own).rewards  # type: ignore[union-attr]
+        assert results[1] == "mean reward out of range"
+        assert results[2] is groups[2], "what no operator changed does not come back"
+        counted = {name: value for name, value in pool.metrics().items() if not name.startswith("replay/operators")}
+        fresh = Pipeline(mixed)
+        for own in groups:
+            fresh(own)
+        assert counted == fresh.counts()
+        assert counted["replay/filtered_by/filter_reward"] == 1
+        assert counted["replay/changed_by/mask_truncated"] == 1
+
+    with_pool(mixed, tmp_path, scenario)
+
+
+def test_groups_are_worked_on_at_the_same_time_and_the_buffer_answers_meanwhile(tmp_path: Path) -> None:
+    """The second in line is done first where the first is slow, and the batch is in admission order all the same."""
+
+    async def scenario(pool: OperatorPool) -> None:
+        await pool.start()
+        buffer = buffer_of(operated_elsewhere=pool.apply, P=2, T=0)
+        await buffer.published(0)
+        await admit(buffer)
+        await buffer.put([group(0), group(1)])
+        await until(lambda: len(list(tmp_path.glob("*.begun"))) == 2, "both have begun")
+        assert len({path.name.split(".")[1] for path in tmp_path.glob("*.begun")}) == 2, "in two processes"
+        assert (buffer.stats().groups_ready, pool.metrics()["replay/operators/groups"]) == (0, 2)
+        (tmp_path / "go").touch()
+        assert (await take_batch(buffer)).group_ids == [0, 1]
+        assert pool.metrics()["replay/operators/seconds"] > 0
+
+    with_pool([{"my_ops:in_turn": {"folder": str(tmp_path)}}], tmp_path, scenario, num_processes=2)
+
+
+def test_a_killed_process_is_replaced_and_its_group_done_again(tmp_path: Path) -> None:
+    async def scenario(pool: OperatorPool) -> None:
+        buffer = buffer_of(operated_elsewhere=pool.apply, P=2, T=0)
+        await buffer.published(0)
+        await admit(buffer)
+        await buffer.put([group(0), group(1)])
+        await until(lambda: len(list(tmp_path.glob("0.*.begun"))) == 1, "the first has begun")
+        (first,) = pool.process_ids()
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: len(list(tmp_path.glob("0.*.begun"))) == 2, "it is done again, before the second")
+        assert not list(tmp_path.glob("1.*.begun"))
+        (tmp_path / "go").touch()
+        assert (await take_batch(buffer)).group_ids == [0, 1]
+        assert pool.process_ids() != [first]
+        assert pool.metrics()["replay/operators/replaced"] == 1
+        assert buffer.stats().slots_in_use == 0
+
+    with_pool([{"my_ops:in_turn": {"folder": str(tmp_path)}}], tmp_path, scenario)
+
+
+def test_what_raises_or_hangs_or_kills_every_process_ends_the_run_by_name(tmp_path: Path) -> None:
+    async def fails(pool: OperatorPool, message: str) -> None:
+        with pytest.raises(OperatorFailed, match=message):
+            await pool.apply(group(3))
+
+    name = "of group 3 of task task-3|group 3 of task task-3"
+    with_pool(
+        ["my_ops:process", "my_ops:raises"],
+        tmp_path,
+        lambda pool: fails(pool, rf"(?s)operator my_ops:raises failed on ({name}): KeyError.*my_ops\.py"),
+    )
+    with_pool(
+        ["my_ops:process", "my_ops:no_number"],
+        tmp_path,
+        lambda pool: fails(pool, "operator my_ops:no_number returned rewards .nan"),
+    )
+    with_pool(
+        ["my_ops:process", {"my_ops:slowly": {"seconds": 1000}}],
+        tmp_path,
+        lambda pool: fails(pool, rf"operator my_ops:slowly took longer than 1 s for ({name}) \(replay.operator_t"),
+        timeout_s=1.0,
+    )
+    kills = {"my_ops:kills": {"most": 99, "folder": str(tmp_path)}}
+    with_pool(
+        [kills], tmp_path, lambda pool: fails(pool, f"operator my_ops:kills ended its process {MOST_DEATHS} times")
+    )
+
+
+def test_wrong_options_end_the_start_by_name_and_the_process_ends_with_its_owner(tmp_path: Path) -> None:
+    async def starts(pool: OperatorPool) -> None:
+        with pytest.raises(OperatorFailed, match=r"replay\.operators: 'dedupe'.*unexpected keyword argument 'keep'"):
+            await pool.start()
+
+    async def orphaned(pool: OperatorPool) -> None:
+        await pool.start()
+        (pid,) = pool.process_ids()
+        asking = asyncio.create_task(pool.apply(group(0)))
+        await asyncio.sleep(0.1)
+        pool._workers[0]._writer.close()  # type: ignore[union-attr]  # as the system does when the owner is killed
+        deadline = time.monotonic() + SOON_S
+        while Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+            assert time.monotonic() < deadline, "the operator sleeps for ever, and its process with it"
+            await asyncio.sleep(0.02)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+    with_pool([{"dedupe": {"keep": 1}}], tmp_path, starts)
+    with_pool([{"my_ops:slowly": {"seconds": 1000}}], tmp_path, orphaned)
