@@ -210,12 +210,10 @@ class Group:
         )
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Group)
-            and self.trajectories() == other.trajectories()
-            and torch.equal(self.samples["temperatures"], other.samples["temperatures"])
-            and _named(self) == _named(other)
-        )
+        if not isinstance(other, Group) or any(getattr(self, name) != getattr(other, name) for name in _PLAIN):
+            return False
+        own, its = by_path(self.samples), by_path(other.samples)
+        return own.keys() == its.keys() and all(torch.equal(tensor, its[path]) for path, tensor in own.items())
 
     def __reduce__(self) -> Any:
         beside = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "samples"}
@@ -233,8 +231,5 @@ def _restored(beside: dict[str, Any], arrays: dict[str, Any]) -> Group:
     return Group(**beside, samples=from_arrays(arrays))
 
 
+_PLAIN = [f.name for f in fields(Group) if f.name != "samples"]
 _BESIDE = [f.name for f in fields(Group) if f.name not in ("samples", *_TENSORS)]
-
-
-def _named(group: Group) -> tuple[Any, ...]:
-    return group.group_id, group.task_id, group.attempt, group.greedy_reward, group.environment_s

@@ -184,7 +184,7 @@ class _Worker:
             ) from None
         if "error" in said:
             self.kill()
-            raise OperatorFailed(said["error"])
+            raise _failed(said)
         self._is_clean = True
 
     async def ask(self, data: bytes, group: Group, *, timeout_s: float) -> Applied:
@@ -207,7 +207,7 @@ class _Worker:
             raise
         self._is_clean = True
         if "error" in said:
-            raise OperatorFailed(f"{said['error']}\n{said['trace']}")
+            raise _failed(said)
         return Applied(result, tuple(said["changed"]), said["filtered_by"])
 
     def kill(self) -> None:
@@ -241,3 +241,10 @@ class _Worker:
             return await self._reader.readexactly(length)
         except asyncio.IncompleteReadError:
             raise ConnectionResetError("the process has ended") from None
+
+
+def _failed(said: dict[str, Any]) -> OperatorFailed:
+    """Its message is one line. The traceback of the process is a note, which stands below ours."""
+    error = OperatorFailed(said["error"])
+    error.add_note(f"In the process of the operator pool:\n{said['trace']}")
+    return error

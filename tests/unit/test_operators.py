@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 
-from leeway.replay.operators import Pipeline
+from leeway.replay.operators import OperatorFailed, Pipeline
 from leeway.types import NO_VERSION, Group, Trajectory
 
 
@@ -122,3 +124,31 @@ def test_what_cannot_run_is_refused_in_one_line(mine, steps, message):
     with pytest.raises(ValueError, match=rf"replay\.operators: .*{message}") as caught:
         Pipeline(steps)
     assert "\n" not in str(caught.value)
+
+
+def test_groups_with_further_tensors_are_compared_by_all_they_hold():
+    """Sampling from a few tokens (`rollout.top_k`) leaves ids with each token."""
+    ids = torch.arange(4, dtype=torch.int32).view(2, 2)
+    plain = trajectory(1.0)
+    own = group(replace(plain, token_tensors={"kept_ids": ids}))
+    pipeline = Pipeline([{"shape_reward": {"scale": 2.0}}, {"shape_reward": {"scale": 1.0}}])
+    assert rewards(pipeline(own)) == [2.0]
+    assert pipeline.counts()["replay/changed_by/shape_reward"] == 1
+    assert own == group(replace(plain, token_tensors={"kept_ids": ids.clone()}))
+    assert own != group(replace(plain, token_tensors={"kept_ids": ids + 1}))
+    assert own != group(plain)
+    assert own != group(replace(plain, text="x", token_tensors={"kept_ids": ids}))
+
+
+def test_an_operator_that_raises_is_named_and_so_is_one_that_gives_no_number(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("operators_that_fail", None)
+    (tmp_path / "operators_that_fail.py").write_text(
+        "from dataclasses import replace\n"
+        "def divides(group): return 1 / 0\n"
+        "def no_number(group): return replace(group, rewards=[float('nan')])\n"
+    )
+    with pytest.raises(OperatorFailed, match="operators_that_fail:divides failed on group 1 of task t: ZeroDivision"):
+        Pipeline(["dedupe", "operators_that_fail:divides"])(group(trajectory(), trajectory(1, (9, 9))))
+    with pytest.raises(TypeError, match=r"operators_that_fail:no_number returned rewards \[nan\]; expected finite"):
+        Pipeline(["operators_that_fail:no_number"])(group(trajectory()))
