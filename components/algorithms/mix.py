@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Unpack
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from ..lazy import torch
 from ..section import Section
@@ -33,8 +33,11 @@ class MixedIn(Section):
         "rewards, of rows or of a run that kept them (name=store)",
     )
     weight: float = Field(default=0.1, ge=0.0, le=1.0, description="its share mu of the loss; at 0 nothing is drawn")
+    warmup_steps: NonNegativeInt = Field(
+        default=0, description="optimizer steps over which mu first rises from 0 to weight, linearly"
+    )
     weight_end: float | None = Field(default=None, ge=0.0, le=1.0, description="mu after decay_steps; null: constant")
-    decay_steps: PositiveInt = Field(default=100, description="optimizer steps over which mu decays, linearly")
+    decay_steps: PositiveInt = Field(default=100, description="optimizer steps over which mu then decays, linearly")
     token_weights: bool = Field(
         default=False,
         description="answers: weight each token by p (1 - p), small for what the policy already knows "
@@ -42,9 +45,13 @@ class MixedIn(Section):
     )
 
     def weight_at(self, policy_version: int) -> float:
-        """`mu` at a policy version: from `weight` to `weight_end` in a straight line over `decay_steps` steps."""
+        """`mu` at a policy version: from 0 to `weight` in a straight line over `warmup_steps` steps, and from there to
+        `weight_end` over `decay_steps`.
+        """
+        if policy_version < self.warmup_steps:
+            return self.weight * policy_version / self.warmup_steps
         end = self.weight if self.weight_end is None else self.weight_end
-        return self.weight + (end - self.weight) * min(1.0, policy_version / max(self.decay_steps, 1))
+        return self.weight + (end - self.weight) * min(1.0, (policy_version - self.warmup_steps) / self.decay_steps)
 
 
 @dataclass(frozen=True, kw_only=True)

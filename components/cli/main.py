@@ -1,5 +1,5 @@
 """`leeway run | resume | serve | studio | watch | ps | scale | trace | plot | plan | tune | ls | cat | cp | validate |
-import | convert | download | env`.
+import | convert | download | prepare | env`.
 
 Exit codes: 0 done, 1 the run failed or learned nothing (the last line says why), 2 the input was refused, 130 or 143
 interrupted. Everything is checked before anything heavy is imported. Only `run`, `resume`, `serve` and `env try` import
@@ -38,6 +38,7 @@ from .download import download
 from .env import app as env_app
 from .importing import import_config
 from .parts import ps, scale
+from .prepare import prepare
 from .see import plot as plot_curves
 from .see import trace
 from .serve import serve
@@ -72,6 +73,7 @@ app.command()(studio)
 app.command()(tune)
 app.command("import")(import_config)
 app.command()(download)
+app.command()(prepare)
 
 Overrides = Annotated[
     list[str] | None,

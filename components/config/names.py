@@ -40,7 +40,9 @@ REWARDS = {
     "reward_model": "leeway.envs.judges:reward_model",
 }
 _OPERATORS = ("filter_zero_variance", "filter_reward", "mask_truncated", "shape_reward", "prefer_short", "dedupe")
-OPERATORS = {name: f"leeway.replay.operators:{name}" for name in _OPERATORS}
+OPERATORS = {name: f"leeway.replay.operators:{name}" for name in _OPERATORS} | {
+    "data_juicer": "leeway.replay.data_juicer:DataJuicerFilters"
+}
 PRIORITIES = {name: f"leeway.replay.reuse:{name}" for name in ("spread", "reward", "newest")}
 """Built-in names, and what each stands for: built-in and own parts are imported alike."""
 

@@ -19,7 +19,7 @@ def check_plugins(config: Config) -> None:
     from ..envs.registry import build_environment
     from ..importing import import_user_object
     from ..monitor import own_sinks
-    from ..replay.operators import Pipeline
+    from ..replay.operators import check_operators
     from ..replay.reuse import priority_of
 
     if user_names(engine := config.rollout.engine_name):
@@ -30,7 +30,7 @@ def check_plugins(config: Config) -> None:
             raise ValueError(f"rollout.engine.name: got {engine}, which has no {missing[0]}(); expected {expected}")
     own_sinks(config.monitor)
     build_environment(config.env)
-    Pipeline(config.replay.operators)
+    check_operators(config.replay.operators)
     priority_of(config.replay.priority)
     if config.replay.sampler or config.replay.storage:
         from torchrl.data.replay_buffers.samplers import Sampler

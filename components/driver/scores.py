@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +10,10 @@ from typing import Any
 from ..config import Config
 from ..config.inputs import TaskConfig
 from ..failures import PartFailed
+from ..tasks.prepare import write_rows
 from ..tasks.questions import Row
 from ..tasks.taskset import TaskSet, build_taskset, rows_by_id
 from ..types import Task, Trajectory
-
-FROM_ANSWER_AFTER = ("solution", "answer_after")
-"""Keys that `task.answer_after` adds to a row when it is read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +47,8 @@ def write_scored(file: Path, task: TaskConfig, rows: Sequence[Row], scores: Sequ
 
     `difficulty` is 1 - `pass_rate`.
     """
-    partial = file.with_name(f"{file.name}.partial")
-    with partial.open("w", encoding="utf-8") as out:
-        for row, score in zip(rows, scores, strict=True):
-            if score is not None:
-                out.write(json.dumps(_written(task, row, score), ensure_ascii=False) + "\n")
-    partial.replace(file)
+    scored = zip(rows, scores, strict=True)
+    write_rows(file, task, ((row, _further(score)) for row, score in scored if score is not None))
 
 
 def _score(answers: Sequence[Trajectory], solved: float) -> Score:
@@ -65,14 +58,10 @@ def _score(answers: Sequence[Trajectory], solved: float) -> Score:
     )
 
 
-def _written(task: TaskConfig, row: Row, score: Score) -> dict[str, Any]:
-    own = {key: value for key, value in row.info.items() if key not in FROM_ANSWER_AFTER}
-    own |= {
-        task.prompt_key: row.question,
-        task.answer_key: row.messages or row.info.get("solution", row.answer),
+def _further(score: Score) -> dict[str, Any]:
+    return {
         "pass_rate": score.pass_rate,
         "difficulty": 1.0 - score.pass_rate,
         "mean_reward": score.reward,
         "answers_scored": score.answers,
     }
-    return own

@@ -127,7 +127,8 @@ class ReplayBufferActor(Watched):
         self._suspects = SuspectWatch(solved=config.eval.solved) if config.monitor.suspects else None
         self._pass_rate = pass_rate
         replay = config.replay
-        self._pipeline = Pipeline(replay.operators)
+        # Where there is a pool, its processes load what operators need.
+        self._pipeline = Pipeline([] if replay.operator_processes else replay.operators)
         self._pool: OperatorPool | None = None
         if replay.operator_processes:
             self._pool = OperatorPool(

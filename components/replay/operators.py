@@ -1,12 +1,14 @@
 """Operators are applied to a finished group before it may be trained on, in order, with a count per operator.
 
 An operator is a function of a group and its options. It returns the group (changed or not), None for "unchanged", or a
-text: the reason why the group is left out.
+text: the reason why the group is left out. Or it is a class, made once with its options and called with each group: for
+what takes long to load.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -128,7 +130,7 @@ class Pipeline:
     """
 
     def __init__(self, steps: Sequence[str | dict[str, Any]]) -> None:
-        self._operators = [(name, _resolve(name, options)) for name, options in named(steps)]
+        self._operators = [(name, _made(name, options)) for name, options in named(steps)]
         self._counts = Counts(steps)
 
     def __call__(self, group: Group) -> Group | str:
@@ -157,7 +159,7 @@ class Pipeline:
                 return Applied(result, tuple(changed), _short(name))
             if result is not group and result != group:
                 changed.append(_short(name))
-            group = result
+                group = result
         return Applied(group, tuple(changed))
 
     def counts(self) -> dict[str, float]:
@@ -171,12 +173,28 @@ def named(steps: Sequence[str | dict[str, Any]]) -> list[tuple[str, dict[str, An
     return [(name, options or {}) for name, options in pairs]
 
 
-def _resolve(name: str, options: dict[str, Any]) -> Operator:
+def check_operators(steps: Sequence[str | dict[str, Any]]) -> None:
+    """Raises a one-line ValueError as `Pipeline` does, as far as can be told before anything is loaded: of a class, its
+    `check(**options)` is asked, if it has one.
+    """
+    for name, options in named(steps):
+        operator = _imported(name, options)
+        if inspect.isclass(operator) and (check := getattr(operator, "check", None)) is not None:
+            check(**options)
+
+
+def _made(name: str, options: dict[str, Any]) -> Operator:
+    operator = _imported(name, options)
+    return operator(**options) if inspect.isclass(operator) else functools.partial(operator, **options)
+
+
+def _imported(name: str, options: dict[str, Any]) -> Any:
     key = "replay.operators"
-    expected = "a function (group) -> group, None, or a text that says why it is left out"
-    function = import_named(name, OPERATORS, key=key, expected=expected)
-    check_call(function, name, "group", options=options, key=key, expected=expected)
-    return functools.partial(function, **options)
+    expected = "a function (group) -> group, None, or a text that says why it is left out; or a class of such"
+    operator = import_named(name, OPERATORS, key=key, expected=expected)
+    arguments = () if inspect.isclass(operator) else ("group",)
+    check_call(operator, name, *arguments, options=options, key=key, expected=expected)
+    return operator
 
 
 def _checked(result: Any, group: Group, name: str) -> Group | str:

@@ -141,12 +141,12 @@ NO_EVALUATION = EvalConfig()
 
 def rows_by_id(source: TaskSource, seed: int) -> dict[str, Row]:
     """The rows of one source by the ids of their tasks, without the number that tells duplicates apart."""
-    return {row.digest[:16]: row for row in _read_rows(source, seed)}
+    return {row.digest[:16]: row for row in read_rows(source, seed)}
 
 
 def read_tasks(source: TaskSource, seed: int) -> list[Task]:
     """Every row of one source as a task, in its order. Raises ValueError or FileNotFoundError in one line."""
-    return _to_tasks(_read_rows(source, seed), source)
+    return _to_tasks(read_rows(source, seed), source)
 
 
 def build_taskset(
@@ -183,7 +183,7 @@ def _build(
     own = _eval_digests(task_config, eval_path) | kept_out
     rows = [
         r
-        for r in _read_rows(task_config, seed)
+        for r in read_rows(task_config, seed)
         if not is_held_out(r.digest, task_config.holdout_frac) and r.digest not in own
     ]
     if task_config.name in ("reasoning_gym", "python"):  # generated tasks may contain duplicates
@@ -202,7 +202,7 @@ def _build(
 
 def build_evalset(config: TaskSource, *, name: str, seed: int, num_tasks: int) -> TaskSet:
     """The first `num_tasks` rows of an evaluation-only taskset, each question once, in the source's order."""
-    tasks = _to_tasks(_unique(_read_rows(config, seed))[:num_tasks], config)
+    tasks = _to_tasks(_unique(read_rows(config, seed))[:num_tasks], config)
     tasks = [replace(t, task_id=f"{name}/{t.task_id}", info={**t.info, "taskset": name}) for t in tasks]
     return TaskSet(tasks, seed=seed, order="sequential", name=name)
 
@@ -210,7 +210,7 @@ def build_evalset(config: TaskSource, *, name: str, seed: int, num_tasks: int) -
 def _evalset_digests(task_config: TaskConfig, eval_config: EvalConfig, *, seed: int) -> set[str]:
     """All questions of `eval.tasksets`, which are never trained on."""
     parts = [task_config.evaluated(own) for own in eval_config.tasksets.values()]
-    return {row.digest for part in parts for row in _read_rows(part, seed)}
+    return {row.digest for part in parts for row in read_rows(part, seed)}
 
 
 def _build_queue(config: TaskSource, kept_out: set[str]) -> QueueTaskSet:
@@ -250,7 +250,8 @@ def _build_mix(
     return TaskSet(held_out, seed=seed, order="sequential", name="held_out")
 
 
-def _read_rows(config: TaskSource, seed: int) -> list[Row]:
+def read_rows(config: TaskSource, seed: int) -> list[Row]:
+    """Every row of one source, in its order, before templates. Raises ValueError or FileNotFoundError in one line."""
     path, form, limit, options = str(config.path), RowFormat(config), config.limit, dict(config.options)
     size = config.size if limit is None else min(config.size, limit)
     match config.name:
@@ -283,7 +284,7 @@ def _eval_rows(config: TaskSource, seed: int, eval_path: str | None) -> list[Row
     if eval_path is not None:
         rows = _read_file(config, eval_path, limit=None)
     elif config.holdout_frac > 0:
-        rows = [row for row in _read_rows(config, seed) if is_held_out(row.digest, config.holdout_frac)]
+        rows = [row for row in read_rows(config, seed) if is_held_out(row.digest, config.holdout_frac)]
         if not rows:
             raise ValueError(
                 f"task.holdout_frac: {config.holdout_frac} holds out none of the questions; raise it, or set eval.path"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import sys
 import time
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from leeway.replay.operator_pool import MOST_DEATHS, OperatorPool
+from leeway.replay import operator_pool
+from leeway.replay.operator_pool import OperatorPool
 from leeway.replay.operators import OperatorFailed, Pipeline
 from leeway.types import Group, Trajectory, Turn
 
@@ -25,33 +27,22 @@ import os, signal, time
 from dataclasses import replace
 from pathlib import Path
 
-def process(group):
-    print("printed where it cannot do harm")
-    return replace(group, rewards=[float(os.getpid())] * len(group))
-
-def slowly(group, *, seconds):
-    time.sleep(seconds)
-
 def in_turn(group, *, folder):
     '''Waits until it may go on, so that a test decides when.'''
+    print("printed where it can do no harm")
     (Path(folder) / f"{group.group_id}.{os.getpid()}.begun").touch()
     while not (Path(folder) / "go").exists():
         time.sleep(0.01)
 
-def raises(group):
-    raise KeyError(group.texts[0])
-
-def kills(group, *, most, folder):
-    '''Ends its process, the first `most` times.'''
-    log = Path(folder) / "deaths"
-    if log.exists() and log.stat().st_size >= most:
-        return None
-    with log.open("a") as file:
-        file.write("x")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-def no_number(group):
-    return replace(group, rewards=[float("nan")] * len(group))
+def misbehaves(group):
+    if group.group_id == 1:
+        raise KeyError(group.texts[0])
+    if group.group_id == 2:
+        return replace(group, rewards=[float("nan")] * len(group))
+    if group.group_id == 3:
+        time.sleep(10000)
+    if group.group_id == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -171,37 +162,28 @@ def test_a_killed_process_is_replaced_and_its_group_done_again(tmp_path: Path) -
     with_pool([{"my_ops:in_turn": {"folder": str(tmp_path)}}], tmp_path, scenario)
 
 
-def test_what_raises_or_hangs_or_kills_every_process_ends_the_run_by_name(tmp_path: Path) -> None:
-    async def fails(pool: OperatorPool, message: str, *, note: str = "") -> None:
-        with pytest.raises(OperatorFailed, match=message) as caught:
-            await pool.apply(group(3))
-        assert "\n" not in str(caught.value)
-        assert note in "".join(getattr(caught.value, "__notes__", []))
+def test_what_raises_or_hangs_or_kills_every_process_ends_the_run_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator_pool, "MOST_DEATHS", 2)
 
-    with_pool(
-        ["my_ops:process", "my_ops:raises"],
-        tmp_path,
-        lambda pool: fails(
-            pool, "operator my_ops:raises failed on group 3 of task task-3: KeyError", note="raise KeyError(group"
-        ),
-    )
-    with_pool(
-        ["my_ops:process", "my_ops:no_number"],
-        tmp_path,
-        lambda pool: fails(pool, "operator my_ops:no_number returned rewards .nan"),
-    )
-    with_pool(
-        ["my_ops:process", {"my_ops:slowly": {"seconds": 1000}}],
-        tmp_path,
-        lambda pool: fails(
-            pool, r"operator my_ops:slowly took longer than 1 s for group 3 of task task-3 \(replay.operator_t"
-        ),
-        timeout_s=1.0,
-    )
-    kills = {"my_ops:kills": {"most": 99, "folder": str(tmp_path)}}
-    with_pool(
-        [kills], tmp_path, lambda pool: fails(pool, f"operator my_ops:kills ended its process {MOST_DEATHS} times")
-    )
+    async def scenario(pool: OperatorPool) -> None:
+        async def fails(group_id: int, message: str, *, note: str = "") -> None:
+            with pytest.raises(OperatorFailed, match=message) as caught:
+                await pool.apply(group(group_id))
+            assert "\n" not in str(caught.value)
+            assert note in "".join(getattr(caught.value, "__notes__", []))
+
+        at = "my_ops:misbehaves"
+        await fails(1, f"operator {at} failed on group 1 of task task-1: KeyError", note="raise KeyError(group.texts")
+        await fails(2, f"operator {at} returned rewards .nan")
+        pid = pool.process_ids()
+        assert isinstance(await pool.apply(group(0)), Group), "such a process goes on"
+        assert pool.process_ids() == pid
+        await fails(3, rf"operator {at} took longer than 15 s for group 3 of task task-3 \(replay.operator_timeout_s")
+        await fails(4, f"operator {at} ended its process 2 times .signal SIGKILL. at group 4 of task task-4")
+
+    with_pool(["dedupe", "my_ops:misbehaves"], tmp_path, scenario, timeout_s=15.0)
 
 
 def test_wrong_options_end_the_start_by_name_and_the_process_ends_with_its_owner(tmp_path: Path) -> None:
@@ -212,15 +194,15 @@ def test_wrong_options_end_the_start_by_name_and_the_process_ends_with_its_owner
     async def orphaned(pool: OperatorPool) -> None:
         await pool.start()
         (pid,) = pool.process_ids()
-        asking = asyncio.create_task(pool.apply(group(0)))
+        asking = asyncio.create_task(pool.apply(group(3)))
         await asyncio.sleep(0.1)
+        monitor = os.pidfd_open(pid)
         pool._workers[0]._writer.close()  # type: ignore[union-attr]  # as the system does when the owner is killed
-        deadline = time.monotonic() + SOON_S
-        while Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
-            assert time.monotonic() < deadline, "the operator sleeps for ever, and its process with it"
-            await asyncio.sleep(0.02)
+        ready, _, _ = await asyncio.to_thread(select.select, [monitor], [], [], SOON_S)
+        os.close(monitor)
+        assert ready, "the operator sleeps for ever, and its process with it"
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
 
     with_pool([{"dedupe": {"keep": 1}}], tmp_path, starts)
-    with_pool([{"my_ops:slowly": {"seconds": 1000}}], tmp_path, orphaned)
+    with_pool(["my_ops:misbehaves"], tmp_path, orphaned)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from leeway.config.objective import objective_of
 from leeway.experiences.buffers import BufferFeed, Drawn, buffer_feeds, buffer_tasks
 from leeway.replay.assemble import Assembler
 from leeway.samples import laid
+from leeway.tasks.sql_tasks import sql_items
 from leeway.train_batch import batch_samples
 from leeway.trainer.trainer import StalenessError
 from leeway.types import NO_VERSION, Group, Trajectory
@@ -293,6 +296,66 @@ def test_each_sample_is_used_as_often_as_the_setting_says(tmp_path: Path) -> Non
         assert len([text for own in each for text in own]) == 2 * size - min(2 * size, 4 * max(0, first - 1))
         assert each[-1] == []
     assert feed.metrics() == {"train/buffers/experts/used": 2.0 * size, "train/buffers/experts/epochs": 2.0}
+
+
+def test_any_number_of_buffers_of_files_and_databases_by_weights_and_schedules(
+    tmp_path: Path, model_path: Path
+) -> None:
+    """Answers of a file, answers of a database, and experiences of it, with their tokens as JSON."""
+    with closing(sqlite3.connect(tmp_path / "rows.sqlite")) as database, database:
+        database.execute("CREATE TABLE solved (problem TEXT, solution TEXT, good INTEGER)")
+        database.executemany("INSERT INTO solved VALUES (?, ?, ?)", [(f"s{i}", f"b{i}", i % 2) for i in range(12)])
+        database.execute("CREATE TABLE tried (problem TEXT, tokens TEXT, logprobs TEXT, pay REAL)")
+        tried = [(f"p{i // 2}", f"[1, {5 + i}, {6 + i}]", "[-0.5, -0.25]", float(i % 2)) for i in range(8)]
+        database.executemany("INSERT INTO tried VALUES (?, ?, ?, ?)", tried)
+    solved = "select problem as question, solution as answer from solved where good"
+    tokens = "'[1, 2]' as \"prompt_tokens [json]\", json_remove(tokens, '$[0]') as \"response_tokens [json]\""
+    experiences = f"select problem as question, '' as answer, {tokens}, logprobs as \"behavior_logprobs [json]\", "
+    experiences += "pay as reward from tried"
+    sql = {"name": "sql", "path": str(tmp_path / "rows.sqlite")}
+    more = {
+        "solved": {**sql, "query": solved, "batch_size": 2, "weight": 0.2, "warmup_steps": 4, "weight_end": None},
+        "tried": {**sql, "query": experiences, "kind": "experiences", "batch_size": 1, "weight": 0.3, "epochs": 1},
+    }
+    config = settings(
+        tmp_path,
+        f"model.path={model_path}",
+        f"replay.buffers={json.dumps(more | {'experts': {'path': f'{tmp_path}/t.jsonl', 'batch_size': 1}})}",
+        "task.holdout_frac=0",
+    )
+    prompter: Any = Characters()
+    feeds = {feed.name: feed for feed in buffer_feeds(config, prompter, first_step=0)}
+    each = {name: drawn(feed, range(6)) for name, feed in feeds.items()}
+    assert [len(own) for own in each["experts"]] == [1] * 6
+    assert [len(own) for own in each["solved"]] == [0, 2, 2, 2, 2, 2], "its weight rises from 0"
+    assert {text for own in each["solved"] for text in own} == {f"b{i}" for i in range(1, 12, 2)}
+    assert [len(own) for own in each["tried"]] == [2, 2, 2, 2, 0, 0], "one epoch of four groups"
+    [found] = buffer_feeds(config, prompter, first_step=0)[list(feeds).index("tried")].draw(0).groups
+    s, index = found.samples, list(feeds).index("tried")
+    first = int(s["response_tokens"][0])
+    assert s["response_tokens"].tolist() == [first, first + 1, first + 1, first + 2]
+    assert (s["prompt_tokens"].tolist(), found.rewards) == ([1, 2, 1, 2], [0.0, 1.0])
+    assert s["behavior_logprobs"].tolist() == [-0.5, -0.25, -0.5, -0.25]
+    assert set(s["policy_versions"].tolist()) == {buffer_version(index)}
+    objective = objective_of(config, find_recipe("async_rl"))
+    assert isinstance(objective, MixedObjective)
+    weights = [objective.buffers["solved"].weight_at(step) for step in (0, 1, 2, 4, 50)]
+    assert weights == pytest.approx([0.0, 0.05, 0.1, 0.2, 0.2])
+
+
+@pytest.mark.parametrize(
+    "column", ["'[1, 2' as \"a [json]\"", f"'{'[' * 100_000}' as \"a [json]\"", "x'ff' as \"a [json]\""]
+)
+def test_a_column_that_is_no_json_is_refused_in_one_line(tmp_path: Path, column: str) -> None:
+    sqlite3.connect(tmp_path / "rows.sqlite").close()
+    with pytest.raises(ValueError, match=r"task\.query: .*; expected a SELECT") as caught:
+        list(sql_items(str(tmp_path / "rows.sqlite"), f'select {value} as "a [json]"'))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_weight_rises_falls_and_stays() -> None:
+    own = MixedIn(weight=0.5, warmup_steps=2, weight_end=0.1, decay_steps=4)
+    assert [own.weight_at(step) for step in (0, 1, 2, 4, 6, 60)] == pytest.approx([0.0, 0.25, 0.5, 0.3, 0.1, 0.1])
 
 
 @pytest.mark.parametrize(
