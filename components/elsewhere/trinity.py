@@ -33,6 +33,7 @@ from .trinity_keys import (
     name_of,
     recipe,
 )
+from .trinity_pipelines import EXPERIENCES, TASKS, to_buffers, to_operators, to_prepared
 from .trinity_tasks import (
     REWARDS,
     WORKFLOWS,
@@ -450,10 +451,7 @@ ROWS: tuple[Row, ...] = (
             "buffer.pad_token_id", "buffer.tokenizer_path", "buffer.explore_batch_size"),
     joint((f"{AUX}.**",
         "buffer.trainer_input.sft_warmup_dataset.**"), ("replay.buffers",), "with mix, the expert "
-          "answers; else refused",
-          lambda t: Fate("exact", {}, "replay.buffers") if kind_of(t).startswith("mix")
-          else Fate("refused", {},
-              "more buffers than one: only mix has expert answers; a warm-up is a stage of its own")),
+          "answers; else refused", lambda t: to_buffers(t, mixes=kind_of(t).startswith("mix"))),
     refused("a warm-up is a stage of its own: stages.sft", "buffer.trainer_input.sft_warmup_steps",
             "trainer.sft_warmup_steps"),
     ignored("logprobs of sampled tokens are always there", *in_tasksets("rollout_args.logprobs"), "model.logprobs"),
@@ -541,12 +539,12 @@ ROWS: tuple[Row, ...] = (
     ignored(NO_NEED, "monitor.detailed_stats", "monitor.cache_root_dir", "monitor.cache_dir", "log.group_by_node",
             "log.save_dir"),
     same("log.level", "log.level"),
-    refused("Data-Juicer and pipelines before training are not here: prepare the file, or write a task source",
-            "service.**", "data_processor.task_pipeline.**", "data_processor.source_data_path"),
-    refused("operators on finished groups are replay.operators, or your own functions",
-            "data_processor.experience_pipeline.operators[].**"),
-    ignored("rollouts are always written, and the train job keeps what it needs",
-        "data_processor.experience_pipeline.**"),
+    ignored("Data-Juicer runs in processes of the run's own, not behind a service", "service.**"),
+    refused("prepare the tasks before the run: leeway prepare", "data_processor.source_data_path"),
+    joint((f"{TASKS}.**",), (), "`leeway prepare` and `leeway run score_tasks`, before a run", to_prepared,
+          kind="refused"),
+    joint((f"{EXPERIENCES}.**",), ("replay.operators",), "Data-Juicer's filters and reward_std_filter; the rest is an "
+          "operator of your own. Rollouts are always written", to_operators, kind="approximate"),
     refused("several tasks packed into one are an environment of your own", "cod.**"),
 )  # fmt: skip
 

@@ -172,12 +172,9 @@ def _expert(t: Theirs, name: str, left: dict[str, Any]) -> tuple[dict[str, Any],
         expert = {"weight": left.pop("mu_peak", 0.5), "weight_end": left.pop("mu_valley", 0.02)}
         warm, decay = left.pop("mu_warmup_steps", 0), left.pop("mu_decay_steps", 400)
         expert |= {"decay_steps": decay, "token_weights": left.pop("enable_phi_function", True)}
-        if expert["weight"] == expert["weight_end"] or not decay:  # there it is at its end from the first step
+        if expert["weight"] == expert["weight_end"] or not decay:  # there it is at its end after the warm-up
             expert = {"weight": expert["weight_end"], "weight_end": None, "token_weights": expert["token_weights"]}
-        if warm:
-            raise Unusable(
-                f"mu_warmup_steps: got {shown(warm)}, expected 0: the weight of expert answers only falls here"
-            )
+        expert |= {"warmup_steps": warm} if warm else {}
     else:
         expert = {"weight": left.pop("mu", 0.1), "weight_end": None}
     total = experiences(t)

@@ -16,6 +16,12 @@ def to_reuse(t: Theirs) -> Fate:
     if not on:
         return Fate("ignored", {}, "every experience is trained once, there and here")
     ours: dict[str, Any] = {"replay.sampling": "priority", "replay.priority": "newest"}
+    for key in ("replay_buffer.priority_fn_args.decay", "replay_buffer_kwargs.decay"):
+        if t.is_given(f"{DATA}.{key}"):
+            ours["replay.priority_decay"] = t.number(f"{DATA}.{key}")
+    given = (t.get(f"{DATA}.{key}") for key in ("replay_buffer.priority_fn", "replay_buffer_kwargs.priority_fn"))
+    if other := next((name for name in given if name not in (None, "linear_decay")), None):
+        return Fate("refused", {}, f"no priority {shown(other)} here: write replay.priority=pkg.mod:function")
     why = "the newest come first, within the reorder window; reuse is replay.max_uses, in batches rather than seconds"
     return Fate("approximate", ours, why)
 

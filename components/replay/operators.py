@@ -184,7 +184,7 @@ def check_operators(steps: Sequence[str | dict[str, Any]]) -> None:
 
 
 def _made(name: str, options: dict[str, Any]) -> Operator:
-    operator = _imported(name, options)
+    operator: Callable[..., Any] = _imported(name, options)
     return operator(**options) if inspect.isclass(operator) else functools.partial(operator, **options)
 
 

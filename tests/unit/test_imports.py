@@ -241,7 +241,7 @@ def test_torchtunes_components_say_what_is_trained(tmp_path: Path) -> None:
         ("verl", SCRIPT.replace(" $@", " actor_rollout_ref.model.lora_adapter_path=x"), "lora_adapter_path", "refused"),
         ("trinity", TRINITY.replace("save_strategy: single_process", "save_strategy: any"), "save_strategy", "refused"),
         ("verl", SCRIPT.replace("data.train_batch_size=96", "data.train_batch_size=many"), "many", "refused"),
-        ("trinity", TRINITY + "service: {data_juicer: {auto_start: true}}", "auto_start", "refused"),
+        ("trinity", TRINITY + "data_processor: {task_pipeline: {top_k: 5}}", "task_pipeline.top_k", "refused"),
         ("trinity", TRINITY.replace("math_workflow", "webshop_workflow"), "webshop_workflow", "refused"),
         ("trinity", TRINITY + "agolrithm: {x: 1}", "agolrithm.x", "unknown"),
         ("torchtune", TUNE.replace("qwen2_5_0_5b}", "qlora_qwen2_5_0_5b}"), "qlora", "refused"),
