@@ -184,8 +184,11 @@ def check_operators(steps: Sequence[str | dict[str, Any]]) -> None:
 
 
 def _made(name: str, options: dict[str, Any]) -> Operator:
-    operator: Callable[..., Any] = _imported(name, options)
-    return operator(**options) if inspect.isclass(operator) else functools.partial(operator, **options)
+    operator = _imported(name, options)
+    if inspect.isclass(operator):
+        made: Any = operator(**options)
+        return made
+    return functools.partial(operator, **options)
 
 
 def _imported(name: str, options: dict[str, Any]) -> Any:
