@@ -192,6 +192,21 @@ class Trajectory:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Evaluated:
+    """What an evaluation keeps of an answer. `num_tokens`: of the response."""
+
+    reward: float
+    num_tokens: int
+    metrics: dict[str, float]
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Evaluated:
+        return cls(
+            reward=trajectory.reward, num_tokens=len(trajectory.response_tokens), metrics=dict(trajectory.metrics)
+        )
+
+
 def __getattr__(name: str) -> Any:
     """Groups and batches are part of the types too; torch is loaded when they are first used."""
     if name not in _WITH_TORCH:

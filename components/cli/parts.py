@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,9 @@ from ..runtime.parts_files import MOST_GENERATORS, PARTS, SCALE, read_json
 
 STALE_S = 30.0
 """A stage that can be scaled writes every two seconds."""
+ANSWER_S = 15.0
+"""It answers at its next write, unless it follows an earlier request."""
+POLL_S = 0.2
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run, e.g. runs/leeway/quickstart.")]
 
 
@@ -30,7 +34,8 @@ def ps(run: Run) -> None:
     columns["groups"] = "groups"
     rows = [list(columns), *([str(part.get(key, "")) for key in columns.values()] for part in seen["parts"])]
     age_s = time.time() - seen["time"]
-    state = "" if _is_running(run) else "; it is not running now"
+    state = "; the stage has ended" if seen.get("is_over") else ""
+    state = state if _is_running(run) else "; it is not running now"
     print(printable(f"{run}, stage {seen['stage']}, {age_s:.0f} s ago{state}"))
     print(printable(table_of(rows)))
     if seen["said"]:
@@ -55,11 +60,33 @@ def scale(
     seen = _seen(run)
     if not _is_running(run):
         raise ConfigError("RUN", got=str(run), expected="a run that is running", fix=f"leeway resume {run}")
-    if time.time() - seen["time"] > STALE_S:
+    if seen.get("is_over") or time.time() - seen["time"] > STALE_S:
         got, expected = f"{run}, whose stage {seen['stage']} has ended", "a run that is training on rollouts now"
         raise ConfigError("RUN", got=got, expected=expected, fix="wait for such a stage")
-    write_text_atomically(run / SCALE, json.dumps({"generators": int(value), "at_once": now}) + "\n")
-    print(printable(f"leeway: asked for {value} generators, {seen['generators']} so far; see leeway ps {run}"))
+    asked = secrets.token_hex(8)
+    write_text_atomically(run / SCALE, json.dumps({"generators": int(value), "at_once": now, "id": asked}) + "\n")
+    refusal = _answer(run, asked)
+    if refusal is None:
+        return print(printable(f"leeway: asked for {value} generators; it has not answered yet, see leeway ps {run}"))
+    if refusal:
+        expected = f"{seen['generators']} as it is: {refusal}"
+        raise ConfigError("generators", got=int(value), expected=expected, fix=f"see leeway ps {run}")
+    print(printable(f"leeway: generators: {seen['generators']} -> {value}, under way; see leeway ps {run}"))
+
+
+def _answer(run: Path, asked: str) -> str | None:
+    """Why a request is not followed, "" if it is; None: the run follows an earlier one until then."""
+    deadline = time.monotonic() + ANSWER_S
+    while time.monotonic() < deadline:
+        seen = read_json(run / PARTS)
+        answered = seen.get("answered") or {}
+        if answered.get("id") == asked:
+            return str(answered.get("refusal", ""))
+        if seen.get("is_over") or not _is_running(run):  # it was not seen: nobody shall follow it later
+            (run / SCALE).unlink(missing_ok=True)
+            return "the stage has ended"
+        time.sleep(POLL_S)
+    return None
 
 
 def table_of(rows: list[list[str]]) -> str:

@@ -348,12 +348,6 @@ def the_other_job_reads_the_weights(config: Config) -> None:
             expected="nothing: weights are where the jobs meet",
             fix="leave it out, and set explorer.folder",
         )
-    if config.eval.every:
-        raise ConfigError(
-            "eval.every",
-            expected="0 where generation and training are jobs of their own: neither has the other's half",
-            fix="leave it out, set checkpoint.every, and evaluate with `leeway run evaluate ... eval.checkpoints=RUN`",
-        )
     if config.explorer.tasks == "own" and (config.task.name == "queue" or config.task.order == "adaptive"):
         raise ConfigError(
             "explorer.tasks",

@@ -1,7 +1,8 @@
 """Two files in a run's folder through which others see its parts and change their number, while it runs.
 
 parts.json   written every few seconds: each part's process, host and state (`leeway ps`)
-scale.json   written by `leeway scale`: how many generators are wanted; read, followed and removed here
+scale.json   written by `leeway scale`: how many generators are wanted; read, answered in parts.json, followed and
+             removed here
 
 Files, because whoever asks may be on another host, and can neither slow the run nor end it.
 """
@@ -37,34 +38,49 @@ class Control:
         self._stage = stage
         self._version = version
         self._said = ""
+        self._rows: list[dict[str, Any]] = []
+        self._answered: dict[str, str] = {}
+        self._is_over = False
 
     async def run(self) -> None:
-        (self._run_dir / SCALE).unlink(missing_ok=True)  # of an earlier part of the run
+        self._asked("the stage had not begun; ask again")  # of an earlier part of the run
         following: asyncio.Task[None] | None = None
+        wanted: Wanted | None = None
         try:
             while True:
                 if following is None or following.done():
                     if following is not None:
                         following.result()  # raises what is no failure of a generator
-                    wanted = self._asked()
+                    wanted = self._asked(self._refusal())
                     following = None if wanted is None else asyncio.create_task(self._follow(wanted))
                 await self._write()
                 await asyncio.sleep(EVERY_S)
         finally:
-            if following is not None:
+            if following is not None and not following.done():
                 following.cancel()
+                assert wanted is not None, "it is followed"
+                number = len(self._parts.generators)
+                self._say(f"the stage ends with {number} generators: {wanted.generators} were not reached in time")
+            self._asked("the stage is ending")
+            self._is_over = True
+            self._write_now()
 
-    def _asked(self) -> Wanted | None:
+    def _asked(self, refusal: str) -> Wanted | None:
+        """What is wanted now, if that is not refused. What is wanted is answered in either case."""
         file = self._run_dir / SCALE
         wanted = read_wanted(file)
-        if wanted is not None:
-            file.unlink(missing_ok=True)
-        return wanted
+        if wanted is None:
+            return None
+        file.unlink(missing_ok=True)
+        self._answered = {"id": wanted.id, "refusal": refusal}
+        if not refusal:
+            return wanted
+        number = len(self._parts.generators)
+        self._say(f"warning: {wanted.generators} generators were asked for, {number} stay: {refusal}")
+        return None
 
     async def _follow(self, wanted: Wanted) -> None:
         fleet = self._parts.generators
-        if (refusal := self._refusal()) is not None:
-            return self._say(refusal)
         try:
             while len(fleet) < wanted.generators:
                 self._say(f"{(await fleet.join()).role} has joined")
@@ -75,13 +91,16 @@ class Control:
         except PartFailed as error:
             self._say(f"warning: there are {len(fleet)} generators, not {wanted.generators}: {error}")
 
-    def _refusal(self) -> str | None:
+    def _refusal(self) -> str:
+        """Why the number of generators cannot change in this stage; "" if it can."""
         cluster = self._config.cluster
+        if self._config.elsewhere == "generators":
+            return "a train job has none of its own: those of explorers are in RUN/explorers/NAME"
         if cluster.shares_devices:
-            return f"warning: the number of generators is fixed where cluster.placement is {cluster.placement}"
+            return f"their number is fixed where cluster.placement is {cluster.placement}"
         if not cluster.restarts:
-            return "warning: the number of generators is fixed where cluster.restarts is 0"
-        return None
+            return "their number is fixed where cluster.restarts is 0"
+        return ""
 
     def _say(self, text: str) -> None:
         self._said = text
@@ -91,11 +110,14 @@ class Control:
         rows = [await self._of(generator) for generator in self._parts.generators]
         processes = self._parts.processes
         others = {role: process for role, process in processes.items() if not role.startswith("generator-")}
-        rows += [
+        self._rows = rows + [
             {"role": role, "host": process["node"], "pid": process["pid"], "state": "up"}
             | ({"policy_version": self._version()} if role.startswith("trainer-") else {})
             for role, process in others.items()
         ]
+        await asyncio.to_thread(self._write_now)
+
+    def _write_now(self) -> None:
         text = json.dumps(
             {
                 "time": time.time(),
@@ -103,11 +125,13 @@ class Control:
                 "generators": len(self._parts.generators),
                 "restarts_left": self._parts.restarts.left,
                 "said": self._said,
-                "parts": rows,
+                "answered": self._answered,
+                "is_over": self._is_over,
+                "parts": self._rows,
             }
         )
         with suppress(OSError):  # a full disk: the run has other ways to notice it
-            await asyncio.to_thread(write_text_atomically, self._run_dir / PARTS, text + "\n")
+            write_text_atomically(self._run_dir / PARTS, text + "\n")
 
     async def _of(self, generator: Any) -> dict[str, Any]:
         process = self._parts.processes.get(generator.role, {})

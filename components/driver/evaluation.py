@@ -1,4 +1,4 @@
-"""Evaluation over all collectors, on one stated policy version."""
+"""Evaluation over all collectors, or all explorers, on one stated policy version."""
 
 from __future__ import annotations
 
@@ -10,14 +10,19 @@ from ..config import Config
 from ..config.inputs import AuxiliaryModel, EvalConfig, EvalSampling
 from ..envs.auxiliary import AuxiliaryClient, AuxiliaryError
 from ..failures import PartFailed, Refused
+from ..monitor.logs import say
 from ..runtime.launch import Parts
-from ..runtime.supervisor import together
+from ..runtime.supervisor import as_coroutine, together
 from ..tasks.evalsets import EvalSet
-from ..types import Task, Trajectory
+from ..types import Evaluated, Task, Trajectory
 from .eval_metrics import at_k, interval
 
 PROGRESS_S = 10.0
 """How often the driver asks how many tasks have ended."""
+Answers = list[list[Evaluated] | str]
+"""To each task, or why it failed for good."""
+Asks = Callable[[EvalSet, int], Awaitable[Answers | None]]
+"""Has a taskset answered under this policy version; None: by nobody."""
 
 
 async def evaluate(
@@ -28,10 +33,37 @@ async def evaluate(
     Tasks are distributed over the collectors; the result does not depend on how many there are. Raises PartFailed with
     a reason if all tasks of a taskset fail.
     """
-    metrics: dict[str, float] = {}
     trajectories: list[Trajectory] = []
+    ask = asks_generators(config, parts, keep=trajectories.extend)
+    return await measured(ask, evalsets, policy_version=policy_version), trajectories
+
+
+def asks_generators(
+    config: Config, parts: Parts, *, keep: Callable[[Sequence[Trajectory]], Any] = lambda trajectories: None
+) -> Asks:
+    """`keep`: is given the trajectories of each task."""
+
+    async def ask(evalset: EvalSet, version: int) -> Answers:
+        results = await answered(config, parts, evalset, version)
+        for result in results:
+            if not isinstance(result, str):
+                keep(result)
+        return evaluated_of(results)
+
+    return ask
+
+
+def asks_explorers(config: Config, parts: Parts) -> Asks:
+    return lambda evalset, version: answered_by_explorers(config, parts, evalset, version)
+
+
+async def measured(ask: Asks, evalsets: Sequence[EvalSet], *, policy_version: int) -> dict[str, float]:
+    """`eval/<name>/...` of all tasksets, or nothing where nobody answers. Raises as `evaluate`."""
+    metrics: dict[str, float] = {}
     for evalset in evalsets:
-        results = await answered(config, parts, evalset, policy_version)
+        results = await ask(evalset, policy_version)
+        if results is None:
+            return {}
         failures = [result for result in results if isinstance(result, str)]
         if len(failures) == len(results):
             why = (
@@ -40,38 +72,84 @@ async def evaluate(
             raise PartFailed(f"evaluation on {evalset.name}", why)
         groups = [[] if isinstance(result, str) else result for result in results]
         metrics |= summarise(groups, evalset.sampling, name=evalset.name, policy_version=policy_version)
-        trajectories += [t for group in groups for t in group]
-    return metrics, trajectories
+    return metrics
+
+
+def evaluated_of(results: Sequence[list[Trajectory] | str]) -> Answers:
+    return [result if isinstance(result, str) else [Evaluated.of(t) for t in result] for result in results]
 
 
 async def answered(config: Config, parts: Parts, evalset: EvalSet, policy_version: int) -> list[list[Trajectory] | str]:
     """The trajectories of each task, or why it failed permanently. The deadline is for one task to end, not for all."""
-    num, what, timeout_s = len(parts.generators), f"evaluation on {evalset.name}", config.cluster.step_timeout_s
-
-    def answers_to(share: Sequence[Task]) -> Callable[[Any], Awaitable[Any]]:
-        return lambda actor: actor.evaluate.remote(list(share), evalset.sampling, policy_version)
-
-    shares = [evalset.tasks[i::num] for i in range(num)]
-    pending = together(g.call(answers_to(share)) for g, share in zip(parts.generators, shares, strict=True) if share)
+    what, timeout_s = f"evaluation on {evalset.name}", config.cluster.step_timeout_s
+    pending = asyncio.ensure_future(shared_out(parts, evalset.tasks, evalset.sampling, policy_version))
     now = asyncio.get_running_loop().time
     num_ended, since = [], now()
     try:
         while not pending.done():
             pause = asyncio.wait({pending}, timeout=min(PROGRESS_S, timeout_s))
             await parts.supervisor.wait(pause, what=what, timeout_s=timeout_s + PROGRESS_S)
-            counts = together(g.call_now(lambda actor: actor.num_evaluated.remote()) for g in parts.generators)
-            ended = [*await parts.supervisor.wait(counts, what="generators", timeout_s=timeout_s)]
+            ended = await parts.supervisor.wait(num_evaluated(parts), what="generators", timeout_s=timeout_s)
             if ended != num_ended:
                 num_ended, since = ended, now()
             elif now() - since >= timeout_s and not pending.done():
                 raise PartFailed(
                     what, f"no task ended for {timeout_s:g} s; raise cluster.step_timeout_s if that is normal here"
                 )
-        answers = await parts.supervisor.wait(pending, what=what, timeout_s=timeout_s)
+        return await parts.supervisor.wait(pending, what=what, timeout_s=timeout_s)
     finally:
         pending.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # nobody else retrieves it
         pending.cancel()
-    return [answers[i % num][i // num] for i in range(len(evalset.tasks))]
+
+
+async def shared_out(
+    parts: Parts, tasks: Sequence[Task], sampling: EvalSampling, policy_version: int
+) -> list[list[Trajectory] | str]:
+    """The answers of all generators, each to its share of the tasks. Raises what one of them raised."""
+    num = len(parts.generators)
+
+    def answers_to(share: Sequence[Task]) -> Callable[[Any], Awaitable[Any]]:
+        return lambda actor: actor.evaluate.remote(list(share), sampling, policy_version)
+
+    shares = [tasks[i::num] for i in range(num)]
+    answers = await together(
+        g.call(answers_to(share)) for g, share in zip(parts.generators, shares, strict=True) if share
+    )
+    return [answers[i % num][i // num] for i in range(len(tasks))]
+
+
+async def num_evaluated(parts: Parts) -> list[int | None]:
+    """How many tasks each generator has answered so far: a sign of progress."""
+    return [*await together(g.call_now(lambda actor: actor.num_evaluated.remote()) for g in parts.generators)]
+
+
+async def answered_by_explorers(config: Config, parts: Parts, evalset: EvalSet, policy_version: int) -> Answers | None:
+    """The same where generators are jobs of their own; None, and said, where none of these can. The train job's side of
+    the meeting ends a standstill, and names the cause.
+    """
+    what, timeout_s = f"evaluation on {evalset.name}", config.cluster.step_timeout_s
+    sampling = evalset.sampling
+    longest = sampling.max_tokens or config.rollout.max_response_tokens  # an explorer may have another
+    asked = sampling.model_copy(update={"max_tokens": longest})
+    pending = asyncio.ensure_future(
+        as_coroutine(parts.buffer.evaluate.remote(list(evalset.tasks), asked, policy_version))
+    )
+    try:
+        while not pending.done():
+            await parts.supervisor.wait(
+                asyncio.wait({pending}, timeout=PROGRESS_S), what=what, timeout_s=timeout_s + PROGRESS_S
+            )
+            await parts.supervisor.wait(parts.buffer.ping.remote(), what="replay", timeout_s=timeout_s)
+        answers = await parts.supervisor.wait(pending, what=what, timeout_s=timeout_s)
+    finally:
+        pending.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        pending.cancel()
+    if answers is None:
+        say(
+            f"warning: version {policy_version} is not evaluated: no explorer works on the train job's own tasks "
+            "(explorer.tasks=trainer)"
+        )
+    return answers
 
 
 def evaluated_at_start(rows: Sequence[Mapping[str, Any]], evalsets: Sequence[EvalSet]) -> dict[str, Any]:
@@ -138,29 +216,29 @@ def of_set(metrics: dict[str, float], name: str) -> dict[str, float]:
 
 
 def summarise(
-    groups: Sequence[Sequence[Trajectory]], sampling: EvalSampling, *, name: str, policy_version: int
+    groups: Sequence[Sequence[Evaluated]], sampling: EvalSampling, *, name: str, policy_version: int
 ) -> dict[str, float]:
-    """`groups`: the trajectories of each task; none if it failed permanently, which counts only in `failed_tasks`."""
+    """`groups`: the answers to each task; none if it failed permanently, which counts only in `failed_tasks`."""
     answered = [group for group in groups if group]
-    trajectories = [t for group in answered for t in group]
-    num = len(trajectories)
+    answers = [answer for group in answered for answer in group]
+    num = len(answers)
     metrics = {
-        "reward": sum(t.reward for t in trajectories) / num,
+        "reward": sum(a.reward for a in answers) / num,
         "num_tasks": float(len(answered)),
         "failed_tasks": float(len(groups) - len(answered)),
         "policy_version": float(policy_version),
-        "response_tokens_mean": sum(len(t.response_tokens) for t in trajectories) / num,
+        "response_tokens_mean": sum(a.num_tokens for a in answers) / num,
     }
-    for metric in sorted({m for t in trajectories for m in t.metrics}):
-        values = [t.metrics[metric] for t in trajectories if metric in t.metrics]
+    for metric in sorted({m for a in answers for m in a.metrics}):
+        values = [a.metrics[metric] for a in answers if metric in a.metrics]
         metrics[metric] = sum(values) / len(values)
     if sampling.samples == 1:
-        metrics |= _intervals("reward", [t.reward for t in trajectories])
-        if right := [t.metrics["exact_match"] for t in trajectories if "exact_match" in t.metrics]:
+        metrics |= _intervals("reward", [a.reward for a in answers])
+        if right := [a.metrics["exact_match"] for a in answers if "exact_match" in a.metrics]:
             metrics |= _intervals("exact_match", right)
     if sampling.samples > 1:
-        rewards = [[t.reward for t in group] for group in answered]
-        right = [[_is_right(t, sampling.solved) for t in group] for group in answered]
+        rewards = [[a.reward for a in group] for group in answered]
+        right = [[_is_right(a, sampling.solved) for a in group] for group in answered]
         metrics |= at_k(rewards, right, sampling.ks())
     return {f"eval/{name}/{metric}": value for metric, value in metrics.items()}
 
@@ -170,5 +248,5 @@ def _intervals(name: str, values: Sequence[float]) -> dict[str, float]:
     return {f"{name}_low": low, f"{name}_high": high}
 
 
-def _is_right(trajectory: Trajectory, solved: float) -> bool:
-    return trajectory.metrics.get("exact_match", float(trajectory.reward >= solved)) == 1.0
+def _is_right(answer: Evaluated, solved: float) -> bool:
+    return answer.metrics.get("exact_match", float(answer.reward >= solved)) == 1.0

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..config import Config
 from ..config.errors import ConfigError
-from ..failures import Refused
+from ..config.inputs import EvalSampling
+from ..failures import PartFailed, Refused
 from ..jobs.fit import check_fit
 from ..jobs.folder import UP, Meeting, read_json
 from ..monitor import Monitor, build_monitor
@@ -17,8 +18,10 @@ from ..monitor.logs import say
 from ..monitor.metrics import reduced
 from ..runtime.launch import Launcher, Parts
 from ..runtime.supervisor import Supervisor, together
+from ..types import Evaluated, Task
 from .context import StageContext, StageResult, timed
 from .control import Control
+from .evaluation import PROGRESS_S, evaluated_of, num_evaluated, shared_out
 
 LOOK_S = 1.0
 STATS_EVERY_S = 15.0
@@ -131,6 +134,7 @@ class ExploreStage:
             parts.generators.always(lambda actor: actor.sync_weights_loop.remote())
             control = Control(config, parts, config.run_dir.absolute(), stage=self._name, version=lambda: self.version)
             controlling = parts.supervisor.watch("driver", control.run())
+            evaluating = parts.supervisor.watch("driver", self._evaluate(parts))
             ended = asyncio.ensure_future(self._work(config, parts))
             try:
                 await self._watch_until(ended, parts, monitor)
@@ -140,6 +144,7 @@ class ExploreStage:
             finally:
                 ended.cancel()
                 controlling.cancel()
+                evaluating.cancel()
             state = await self._wait(parts, link.state.remote())
             self._say(state["said"])
             self._num_groups += state["given"]
@@ -161,6 +166,29 @@ class ExploreStage:
                 await self._log(parts, monitor)
         ended.result()
 
+    async def _evaluate(self, parts: Parts) -> None:
+        """Held-out tasks for the train job, under the version that it names, beside the groups."""
+        while (asked := await parts.buffer.evaluation.remote()) is not None:
+            session, number, version = asked["session"], asked["number"], asked["policy_version"]
+            tasks = {index: Task(**task) for index, task in asked["tasks"].items()}
+            pending = asyncio.ensure_future(
+                shared_out(parts, [*tasks.values()], EvalSampling.model_validate(asked["sampling"]), version)
+            )
+            try:
+                num_ended: list[int | None] = []
+                while not (await asyncio.wait({pending}, timeout=PROGRESS_S))[0]:
+                    if (now_ended := await num_evaluated(parts)) != num_ended:
+                        num_ended = now_ended
+                        await parts.buffer.evaluating.remote(session)
+                answers, why = evaluated_of(pending.result()), ""
+            except PartFailed as error:  # others are asked; an engine that is lost ends its explorer elsewhere
+                answers, why = [], str(error)
+                say(f"{self._name}: warning: held-out tasks were not answered: {why}")
+            finally:
+                pending.cancel()
+            by_index = dict(zip(tasks, map(_as_json, answers), strict=False))
+            await parts.buffer.evaluated.remote(session, number, by_index, why)
+
     async def _log(self, parts: Parts, monitor: Monitor) -> None:
         stats = reduced(await self._of_all(parts, lambda actor: actor.stats.remote()))
         self._num_groups += int(stats.get("collector/groups_finished", 0))
@@ -180,3 +208,8 @@ class ExploreStage:
 
     async def _wait(self, parts: Parts, call: Any) -> Any:
         return await parts.supervisor.wait(call, what="train_link", timeout_s=self._config.cluster.step_timeout_s)
+
+
+def _as_json(answers: list[Evaluated] | str) -> Any:
+    """See `Evaluations.answer`."""
+    return answers if isinstance(answers, str) else [[a.reward, a.num_tokens, a.metrics] for a in answers]

@@ -17,7 +17,7 @@ from ..tasks.evalsets import EvalSet
 from .audit import Audits
 from .batch_feed import BatchFeed
 from .checkpoints import Checkpoints
-from .evaluation import evaluate, in_one_line, measured_by, of_set
+from .evaluation import Asks, asks_generators, in_one_line, measured, measured_by, of_set
 from .publishing import Publishing
 from .rl_report import Reporter, StepClock, StepReport
 from .turns import Turns
@@ -57,7 +57,9 @@ class RLRun:
         report: Reporter,
         checkpoints: Checkpoints,
         evalsets: Sequence[EvalSet] = (),
+        ask: Asks | None = None,
     ) -> None:
+        """`ask`: has a taskset answered (None: by the generators of this job)."""
         self.config = config
         self.version = version
         self.total_steps = total_steps
@@ -67,6 +69,7 @@ class RLRun:
         self._report = report
         self._checkpoints = checkpoints
         self._evalsets = evalsets
+        self._ask = ask or asks_generators(config, parts)
         self._numbers = derive(config)
         self._timeout_s = config.cluster.step_timeout_s
         self._audits = Audits(config, parts)
@@ -176,14 +179,16 @@ class RLRun:
         await self.turns.engines()  # groups that no batch needed are finished there
 
     async def evaluate(self, *, tell_first: bool = True) -> dict[str, Any]:
-        """Evaluate the current version on every evaluation taskset; an empty dict if there is none.
+        """Evaluate the current version on every evaluation taskset; an empty dict if there is none, or nobody can.
 
         `tell_first`: say the first one's numbers too, which the run's closing lines may have.
         The first taskset's numbers (the held-out tasks) are at the top level; the others' are under "tasksets".
         """
         if not self._evalsets:
             return {}
-        metrics, _ = await evaluate(self.config, self._parts, self._evalsets, policy_version=self.version)
+        metrics = await measured(self._ask, self._evalsets, policy_version=self.version)
+        if not metrics:
+            return {}
         self._report.evaluation(self.version, metrics)
         by_set = {e.name: of_set(metrics, e.name) for e in self._evalsets}
         for name, numbers in [*by_set.items()][0 if tell_first else 1 :]:

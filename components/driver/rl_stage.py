@@ -12,6 +12,7 @@ from ..config import derive
 from ..jobs.folder import Meeting, claimed
 from ..monitor import build_monitor, read_metrics
 from ..monitor.logs import say
+from ..runtime.fleet import Duty
 from ..runtime.launch import Launcher
 from ..runtime.limit import Speeds
 from ..tasks.evalsets import build_evalsets
@@ -23,7 +24,7 @@ from .canary import canary_prompts
 from .checkpoints import STATE_DIR, Checkpoints, resume_point, saved_position, saved_version
 from .context import StageContext, StageResult, timed
 from .control import Control
-from .evaluation import evaluated_at_start, in_one_line
+from .evaluation import asks_explorers, evaluated_at_start, in_one_line
 from .rl_report import LAST_REPORTS_S, Reporter, describe_memory, describe_time_shares
 from .rl_run import EvalPoint, RLRun
 from .speeds import measure_speeds, save_speeds, saved_speeds
@@ -50,7 +51,7 @@ class RLStage:
         self._prompter = Prompter.of(config.model)
         self._train_tasks = build_taskset(config.task, seed=config.seed, split="train", eval_config=config.eval)
         self._generates = context.recipe.generates
-        self._evalsets = build_evalsets(config) if self._generates else []
+        self._evalsets = build_evalsets(config)
         self._total_steps = self._num_steps()
         self._resumed = resume_point(context.dir / "checkpoints", config)
         self._first_step = saved_version(self._resumed) if self._resumed is not None else 0
@@ -92,6 +93,7 @@ class RLStage:
                 report=report,
                 checkpoints=checkpoints,
                 evalsets=self._evalsets,
+                ask=None if self._generates else asks_explorers(self._config, self._parts),
             )
             try:
                 result = await self._run_launched(run, loop, report, checkpoints, started)
@@ -190,12 +192,14 @@ class RLStage:
         await run.finish()
         await report.end()
         controlling.cancel()
-        await self._wait(self._parts.buffer.close.remote(), "replay")
-        await self._wait(collecting.ended(), "generators finishing")
+        if self._generates:
+            await self._no_more_groups(collecting)
         rl_s = time.monotonic() - begun + sum(row.get("step/total_s", 0.0) for row in earlier)
         await run.serve()
         if self._config.eval.at_end:
             evals["after"] = await run.evaluate(tell_first=not evals.get("before"))
+        if not self._generates:  # with the buffer's end explorers go
+            await self._no_more_groups(collecting)
         await report.collect_stats(run.version)
         await run.turns.trainer()
         folder = await checkpoints.at_end()
@@ -211,6 +215,10 @@ class RLStage:
         }
         report.totals(summary)
         return StageResult(summary=summary, model_path=str(folder) if folder else None, goodbye=goodbye(summary))
+
+    async def _no_more_groups(self, collecting: Duty) -> None:
+        await self._wait(self._parts.buffer.close.remote(), "replay")
+        await self._wait(collecting.ended(), "generators finishing")
 
     async def _speeds(self, report: Reporter, turns: Turns) -> Speeds:
         """What was measured: by this study's earlier run, by this run's earlier part, or now."""
@@ -253,7 +261,7 @@ def goodbye(summary: dict[str, Any]) -> list[str]:
     """The closing lines of an RL run."""
     first, last, evals = summary["reward_first"], summary["reward_last"], summary["eval"]
     lines = [f"reward {first:.3f} -> {last:.3f}" if first is not None and last is not None else "no reward was seen"]
-    if "before" in evals and "after" in evals and evals["before"]:
+    if evals.get("before") and evals.get("after"):
         lines.append(f"held-out {in_one_line(evals['before'], evals['after'])}")
     lines += describe_time_shares(summary["time_shares"])
     lines += describe_memory(summary["memory_peak_gib"])

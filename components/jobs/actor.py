@@ -91,6 +91,18 @@ class TrainLinkActor(Watched):
         return await self._link.give(group, commit=commit, prompt=prompt, within_s=within_s)
 
     @as_text
+    async def evaluation(self) -> dict[str, Any] | None:
+        return await self._link.evaluation()
+
+    @as_text
+    async def evaluating(self, session: str) -> None:
+        await self._link.evaluating(session)
+
+    @as_text
+    async def evaluated(self, session: str, number: int, answers: dict[str, Any], why: str) -> None:
+        await self._link.evaluated(session, number, answers, why)
+
+    @as_text
     async def until_over(self) -> None:
         await self._link.until_over()
 

@@ -25,6 +25,8 @@ SOON_S, LATER_S = 0.01, 0.1
 """Interval between looks: right after something happened, and when nothing has for long."""
 ABANDONED_S = 60.0
 """How long an answer that is not ours lies before it is removed."""
+WAITING = ("admit", "evaluation")
+"""Calls that may be answered long after those that came later."""
 NAME = re.compile(r"(?P<session>[0-9a-f]{8}-[0-9a-f]{8})-(?P<number>\d{8})\.json")
 
 
@@ -115,7 +117,7 @@ class Caller:
 
 
 class Calls:
-    """The train job's end, of one explorer. Calls are handled in order, but for those that wait (`admit`)."""
+    """The train job's end, of one explorer. Calls are handled in order, but for those that wait (`WAITING`)."""
 
     def __init__(self, files: ExplorerFiles, handle: Callable[[Call], Awaitable[dict[str, Any]]]) -> None:
         self._files = files
@@ -160,7 +162,7 @@ class Calls:
             except (ValueError, OSError) as error:
                 await self._answer(name, {"error": str(error)})
                 continue
-            if call.verb == "admit":
+            if call.verb in WAITING:
                 self._waits.add(asyncio.create_task(self._handle_one(name, call)))
             else:
                 await self._handle_one(name, call)

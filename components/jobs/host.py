@@ -21,11 +21,13 @@ from typing import Any, Protocol
 
 import torch
 
+from ..config.inputs import EvalSampling
 from ..config.sampling import Samplings
 from ..group import Group
 from ..sampling_masks import check_masks
-from ..types import Admission, Offer, Task, clients_of
+from ..types import Admission, Evaluated, Offer, Task, clients_of
 from .calls import Call, Calls, Pace, StoreFailed
+from .evaluations import Evaluations
 from .folder import (
     BEAT_S,
     CLIENTS,
@@ -97,6 +99,8 @@ class _Explorer:
     held_s: float = 0.0  # with groups, and without a sign of work on them
     num_groups: int = 0
     num_told: int = 0  # of these
+    num_unanswered: int = 0  # shares of held-out tasks in a row
+    evaluates: bool = False  # its engines are up, and can be asked for more than groups
     sent_away: str = ""  # why; the session stays what it was, so it does not join again
     about: dict[str, Any] = field(default_factory=dict)
 
@@ -137,11 +141,13 @@ class Host:
         self._resumed_at = resumed_at
         self._silent_s, self._timeout_s, self._wait_s = silent_s, timeout_s, wait_s
         self._next_beat, self._looked_at = 0.0, now()
+        self._evaluable_at = now()  # when last nobody was here, or somebody who works on the trainer's tasks
         self._life = secrets.token_hex(4)
         self._state = UP
         self._beat = 0
         self._signing, self._looking = asyncio.Lock(), asyncio.Lock()
         self._explorers: dict[str, _Explorer] = {}
+        self._evaluations = Evaluations()
         self._published = -1
         self._sayings: list[str] = []
         self._noting: set[asyncio.Task[None]] = set()
@@ -168,6 +174,35 @@ class Host:
         """What a user should know, since the last call."""
         said, self._sayings = self._sayings, []
         return said
+
+    async def evaluate(
+        self, tasks: Sequence[Task], sampling: EvalSampling, policy_version: int
+    ) -> list[list[Evaluated] | str] | None:
+        """Answers of explorers that work on the trainer's tasks, each under this version. None: for `silent_s` there
+        were explorers here, and none of these. Waits for them as long as nobody is here (`wait_s`), or engines start;
+        raises TimeoutError when those that could answer have answered nothing for `timeout_s`.
+        """
+        asking = asyncio.create_task(self._evaluations.ask(tasks, sampling, policy_version=policy_version))
+        num_answered, moved_at = 0, self._now()
+        try:
+            while not asking.done():
+                await asyncio.wait({asking}, timeout=BEAT_S)
+                now, done = self._now(), self._evaluations.num_answered
+                if done != num_answered or not any(e.evaluates for e in self._here(TRAINERS)):
+                    num_answered, moved_at = done, now
+                if now - self._evaluable_at > self._silent_s:
+                    return None
+                if now - moved_at > self._timeout_s:
+                    raise TimeoutError(
+                        f"no explorer answered a held-out task for {self._timeout_s:g} s; raise "
+                        "cluster.step_timeout_s if that is normal here"
+                    )
+            return asking.result()
+        finally:
+            asking.cancel()
+
+    def _here(self, tasks: str) -> list[_Explorer]:
+        return [e for e in self._explorers.values() if e.is_here and e.tasks == tasks]
 
     def metrics(self) -> dict[str, float]:
         told = {name: e for name, e in self._explorers.items() if e.is_here or e.num_groups > e.num_told}
@@ -238,16 +273,24 @@ class Host:
             if not explorer.is_here:  # what an earlier session has asked
                 explorer.calls.look()
         passed_s, self._looked_at = self._now() - self._looked_at, self._now()
+        if self._here(TRAINERS) or not self.num_explorers:
+            self._evaluable_at = self._now()
         for explorer in [e for e in self._explorers.values() if e.is_here]:
             if explorer.beats.is_silent:
                 await self._gone(explorer, f"it has given no sign of life for {explorer.beats.silent_for_s:.0f} s")
                 continue
-            num_held = sum(self._buffer.num_held(name) for name in explorer.collectors)
+            num_held, what = self._held_by(explorer)
             # At most what a look may take: if this job was stopped, its explorers could tell it nothing.
             explorer.held_s = explorer.held_s + min(passed_s, self._silent_s) if num_held else 0.0
             if explorer.held_s > self._timeout_s / 2:
-                cause = f"it holds {num_held} groups, and has told nothing of them for {explorer.held_s:.0f} s"
+                cause = f"it holds {num_held} {what}, and has told nothing of them for {explorer.held_s:.0f} s"
                 await self._send_away(explorer, f"{cause} (half of the train job's cluster.step_timeout_s)")
+
+    def _held_by(self, explorer: _Explorer) -> tuple[int, str]:
+        """During an evaluation the trainer stands still, and groups may have to wait for its next version."""
+        if self._evaluations.is_under_way:
+            return self._evaluations.num_held(explorer.session), "held-out tasks"
+        return sum(self._buffer.num_held(name) for name in explorer.collectors), "groups"
 
     async def _look_at(self, explorer: _Explorer) -> None:
         async with self._looking:
@@ -275,6 +318,7 @@ class Host:
                 await self._gone(explorer, "it was started again")
             explorer.session, explorer.is_here, explorer.collectors = session, True, set()
             explorer.sent_away, explorer.num_failed, explorer.held_s = "", 0, 0.0
+            explorer.evaluates, explorer.num_unanswered = False, 0
             tasks = about.get("tasks")
             explorer.tasks, explorer.num_refused = tasks if tasks in (OWN, CLIENTS) else TRAINERS, 0
             self._say(f"explorer {explorer.files.name} has joined, on {str(about.get('host'))[:80]}")
@@ -284,13 +328,14 @@ class Host:
     async def _gone(self, explorer: _Explorer, cause: str) -> None:
         """What it holds is issued again. If it comes back, it comes under another session."""
         explorer.is_here = False
+        await self._evaluations.give_back(explorer.session)
         held = [await self._buffer.mark_dead(name, cause) for name in sorted(explorer.collectors)]
         what = f"{sum(map(len, held))} groups are issued to others"
         if explorer.tasks == CLIENTS:
             what = "nothing else waits for its clients"
         elif explorer.tasks == OWN:
             what = f"{len(await self._buffer.withdraw(explorer.files.name))} of its own tasks wait for it"
-        elif not self._trainers_tasks_have_somebody():
+        elif not self._here(TRAINERS):
             what = f"{len(await self._buffer.withdraw(''))} tasks wait for somebody who works on the trainer's"
         self._say(f"explorer {explorer.files.name} is gone: {cause}; {what}")
 
@@ -298,9 +343,6 @@ class Host:
         """It does harm: whatever it asks from now on is answered with the cause, which ends it."""
         explorer.sent_away = cause
         await self._gone(explorer, f"{cause}; it is sent away")
-
-    def _trainers_tasks_have_somebody(self) -> bool:
-        return any(e.is_here and e.tasks == TRAINERS for e in self._explorers.values())
 
     def _say(self, text: str) -> None:
         logger.warning("%s", text)
@@ -417,6 +459,45 @@ class Host:
             return await asyncio.to_thread(self._store.add, groups, explorer=explorer.files.name, of=of)
         except (OSError, sqlite3.Error) as error:
             raise StoreFailed(f"{self._store.folder}: groups could not be written: {error}") from error
+
+    async def _on_evaluation(self, explorer: _Explorer, call: Call) -> dict[str, Any]:
+        """Held-out tasks, once there are any."""
+        if explorer.tasks != TRAINERS:
+            raise ValueError("evaluation: expected an explorer that works on the trainer's tasks")
+        explorer.evaluates = True
+
+        def is_here() -> bool:
+            return explorer.is_here and explorer.session == call.session
+
+        tasks = await self._evaluations.take(
+            call.session, num_holders=lambda: sum(e.evaluates for e in self._here(TRAINERS)), is_here=is_here
+        )
+        if tasks is None:
+            _refuse_one_sent_away(explorer, call)
+            return {"over": True}
+        explorer.held_s = 0.0
+        return tasks
+
+    async def _on_evaluating(self, explorer: _Explorer, call: Call) -> dict[str, Any]:
+        """A sign that it gets on with what it holds."""
+        explorer.held_s = 0.0
+        return {}
+
+    async def _on_evaluated(self, explorer: _Explorer, call: Call) -> dict[str, Any]:
+        """One that answers nothing for so often in a row is sent away, as one whose groups fail is."""
+        try:
+            answers, why = call.arguments.get("answers"), _text(call.arguments, "why")
+            if not isinstance(answers, dict):
+                raise ValueError(f"answers: got {answers!r:.40}, expected an object")
+            number = await self._evaluations.answer(explorer.session, _number(call.arguments, "number"), answers)
+        except ValueError as error:
+            await self._evaluations.give_back(explorer.session)
+            number, why = 0, str(error)
+        explorer.held_s, explorer.num_unanswered = 0.0, 0 if number else explorer.num_unanswered + 1
+        if explorer.num_unanswered >= MOST_FAILED:
+            what = f"{MOST_FAILED} times in a row it has answered no held-out task"
+            await self._send_away(explorer, f"{what}, the last: {why}"[:300])
+        return {"tasks": number}
 
     async def _on_put(self, explorer: _Explorer, call: Call, collector: str) -> dict[str, Any]:
         try:
@@ -551,7 +632,7 @@ def _earlier_lives(meeting: Meeting) -> list[tuple[str, int]]:
     return [(str(life), int(began)) for life, began in about.get("lives", ())]
 
 
-OF_NO_COLLECTOR = ("where", "give")
+OF_NO_COLLECTOR = ("where", "give", "evaluation", "evaluating", "evaluated")
 VERBS = ("admit", "put", "retried", "fail", "give_back", "mark_dead", "retire", *OF_NO_COLLECTOR)
 
 

@@ -212,6 +212,28 @@ class TrainLink:
                 self._numbers[commit] = self._free_numbers.pop() if self._free_numbers else next(self._new_numbers)
             return self._numbers[commit]
 
+    async def evaluation(self) -> dict[str, Any] | None:
+        """Held-out tasks that the train job wants answered, once there are any: see `Evaluations.take`, with the
+        `session` that they belong to. None: there will be no more, or none for this explorer.
+        """
+        while self._tasks == TRAINERS and await self._until_here():
+            session = self._session
+            try:
+                return {**await self._ask("evaluation"), "session": session}
+            except SessionOver:
+                continue
+        return None
+
+    async def evaluating(self, session: str) -> None:
+        """It gets on with them."""
+        if session == self._session:
+            await self._tell("evaluating")()
+
+    async def evaluated(self, session: str, number: int, answers: dict[str, Any], why: str) -> None:
+        """What its engines say, by index; `why` there is none. After the session, others are asked."""
+        if session == self._session:
+            await self._tell("evaluated")(number=number, answers=answers, why=why)
+
     async def until_over(self) -> None:
         """Returns when the train job has ended, or the engines must start again."""
         await self._until_ended()

@@ -14,6 +14,7 @@ import ray
 
 from .. import spans
 from ..config import Config, derive
+from ..config.inputs import EvalSampling
 from ..config.model_files import model_config
 from ..failures import Watched, as_text
 from ..group import Group
@@ -26,7 +27,7 @@ from ..tasks.prompting import Prompter
 from ..tasks.queue_tasks import QueueTaskSet
 from ..tasks.taskset import build_taskset
 from ..tasks.truncate import truncated
-from ..types import Admission, Task, Trajectory
+from ..types import Admission, Evaluated, Task, Trajectory
 from .admission import AdmissionRule
 from .operator_pool import OperatorPool
 from .operators import Pipeline
@@ -401,6 +402,14 @@ class ReplayBufferActor(Watched):
         """Meet explorers; never returns."""
         assert self._host is not None, "meets"
         await self._host.run()
+
+    @as_text
+    async def evaluate(
+        self, tasks: list[Task], sampling: EvalSampling, policy_version: int
+    ) -> list[list[Evaluated] | str] | None:
+        """See `Host.evaluate`."""
+        assert self._host is not None, "meets"
+        return await self._host.evaluate(tasks, sampling, policy_version)
 
     async def sayings(self) -> list[str]:
         """What became of explorers since the last call."""

@@ -13,10 +13,13 @@ MOST_GENERATORS = 10_000
 
 @dataclass(frozen=True)
 class Wanted:
-    """How many generators there should be. `at_once`: those that leave do not finish what they hold."""
+    """How many generators there should be. `at_once`: those that leave do not finish what they hold. `id` is repeated
+    in the answer, parts.json's `answered`: {"id", "refusal"}, where `refusal` is empty if it is followed.
+    """
 
     generators: int
     at_once: bool = False
+    id: str = ""
 
 
 def read_wanted(file: Path) -> Wanted | None:
@@ -25,7 +28,7 @@ def read_wanted(file: Path) -> Wanted | None:
     number = content.get("generators")
     if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MOST_GENERATORS:
         return None
-    return Wanted(number, content.get("at_once") is True)
+    return Wanted(number, content.get("at_once") is True, str(content.get("id", ""))[:64])
 
 
 def read_json(file: Path) -> dict[str, Any]:

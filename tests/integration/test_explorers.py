@@ -59,3 +59,33 @@ def test_explorers_that_come_before_the_train_job_die_under_it_or_differ_from_it
     assert len(set(draws)) == len(draws), "a task of its own was trained on twice"
     assert {explorer for *_, explorer in trained} == {"first", "second"}
     assert not [*first.left_over(60), *own.left_over(60), *train.left_over(60)]
+
+
+@pytest.mark.slow
+def test_a_train_job_has_its_versions_evaluated_by_explorers_as_an_evaluation_of_its_weights_says(
+    start: Any, of_sums: list[str], from_untrained: list[str]
+) -> None:
+    """Before, in the middle and after; what explorers say of the last version is what its saved weights do."""
+    settings = [*of_sums, *from_untrained, *DIGITS_LAST, "rollout.engine.name=hf", "eval.num_tasks=40"]
+    steps = ["stages.async_rl.train.steps=4", "stages.async_rl.train.groups_per_step=8", "eval.every=2"]
+    train = start("train", *settings, *steps)
+    explorers = [start("explore", *settings, *steps, f"explorer.name={name}") for name in "ab"]
+    run = train.wait(600)
+    assert run.code == 0, run.output
+    assert [explorer.wait(300).code for explorer in explorers] == [0, 0]
+    rows = [row for row in run.metrics() if row["role"] == "evaluation"]
+    assert [row["eval/held_out/policy_version"] for row in rows] == [0, 2, 4]
+    assert [row["eval/held_out/num_tasks"] for row in rows] == [40] * 3
+    assert len({row["eval/held_out/reward"] for row in rows}) > 1, "one number for all versions says little"
+    before, after = run.summary["stages"]["async_rl"]["eval"].values()
+    assert (before["policy_version"], after["policy_version"]) == (0, 4)
+    assert "held-out" in run.output
+    weights = next((run.dir / "stages/async_rl/checkpoints").glob("step-*/hf"))
+    own = start("evaluate", *[s for s in settings if not s.startswith("model.path")], f"model.path={weights}", name="e")
+    done = own.wait(300)
+    assert done.code == 0, done.output
+    (measured,) = done.summary["eval"].values()
+    for name in ("reward", "response_tokens_mean", "exact_match", "reward_low", "reward_high", "num_tasks"):
+        assert measured[name] == after[name], name
+    trained = rows(run.dir, "SELECT task_id FROM groups WHERE state = 'trained'")
+    assert len(trained) == 4 * 8

@@ -90,6 +90,7 @@ def test_a_train_job_takes_its_steps_from_http_clients_alone(
 ) -> None:
     """The client rewards the digit 7 in an answer, and no task of the run: that is what is learned."""
     settings = [*of_sums, *from_untrained, *DIGITS_LAST, ANY_ENGINE, "train.steps=6", "train.groups_per_step=4"]
+    settings += ["explorer.silent_s=6"]  # how long it waits for somebody who could evaluate
     train = start("train", *[s.replace("stages.async_rl.", "") for s in settings], "algorithm.group_size=4")
     train.wait_for("explorers are met", 600)
     serve = Started(["serve", str(train.run_dir), "serve.port=0"], cwd=tmp_path, run_dir=train.run_dir)

@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -241,3 +243,41 @@ def test_a_number_of_generators_that_nobody_would_follow_is_refused(
     assert done.returncode == 2
     assert expected in done.stderr
     assert not (tmp_path / "scale.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("answer", "code", "said"),
+    [
+        ({"answered": {"id": None, "refusal": ""}}, 0, "generators: 1 -> 2, under way"),
+        ({"answered": {"id": None, "refusal": "the stage is ending"}}, 2, "got 2, expected 1 as it is: the stage is"),
+        ({"is_over": True}, 2, "got 2, expected 1 as it is: the stage has ended"),
+        ({}, 0, "it has not answered yet"),
+    ],
+)
+def test_a_request_for_generators_waits_for_its_answer(
+    tmp_path: Path, leeway: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, answer: Any, code: int, said: str
+) -> None:
+    """`answer`: what the run writes once it has seen the request."""
+    from leeway.cli import parts
+    from leeway.driver.run_record import locked
+
+    seen = {"stage": "rl", "parts": [], "said": "", "time": time.time(), "generators": 1}
+    (tmp_path / "parts.json").write_text(json.dumps(seen))
+
+    def other(seconds: float) -> None:
+        if (tmp_path / "scale.json").exists() and answer:
+            asked = json.loads((tmp_path / "scale.json").read_text())
+            assert asked["generators"] == 2
+            own = dict(answer)
+            if "answered" in own:
+                (tmp_path / "scale.json").unlink()
+                own["answered"] = own["answered"] | {"id": asked["id"]}
+            (tmp_path / "parts.json").write_text(json.dumps(seen | own))
+
+    monkeypatch.setattr(parts, "ANSWER_S", 0.05)
+    monkeypatch.setattr(parts.time, "sleep", other)
+    with locked(tmp_path):
+        done = leeway("scale", str(tmp_path), "generators=2")
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr
+    assert (tmp_path / "scale.json").exists() == (not answer)

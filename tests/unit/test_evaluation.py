@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from leeway.config import ConfigError, load_config
 from leeway.config.inputs import EvalSampling
 from leeway.driver.eval_metrics import at_k, best_at_k, interval, pass_at_k
-from leeway.driver.evaluation import evaluate, in_one_line, measured_by, of_set, summarise
+from leeway.driver.evaluation import evaluate, evaluated_of, in_one_line, measured_by, of_set, summarise
 from leeway.driver.saved_weights import saved_models
 from leeway.failures import PartFailed
 from leeway.runtime.supervisor import Supervisor
@@ -84,18 +84,23 @@ def trajectory(reward, **metrics):
     )  # fmt: skip
 
 
+def summarised(groups, sampling, policy_version=0):
+    kept = [own for own in evaluated_of(groups) if not isinstance(own, str)]
+    return summarise(kept, sampling, name="a", policy_version=policy_version)
+
+
 def test_a_summary_of_several_samples_counts_right_answers_and_failed_tasks():
     groups = [[trajectory(1.0), trajectory(0.2)], [], [trajectory(0.2), trajectory(0.4)]]
-    found = of_set(summarise(groups, EvalSampling(samples=2, temperature=1.0), name="a", policy_version=7), "a")
+    found = of_set(summarised(groups, EvalSampling(samples=2, temperature=1.0), policy_version=7), "a")
     assert found["reward"] == pytest.approx(0.45)
     assert (found["num_tasks"], found["failed_tasks"], found["policy_version"]) == (2.0, 1.0, 7.0)
     assert (found["mean_at_2"], found["pass_at_1"], found["pass_at_2"]) == (0.25, 0.25, 0.5)
     assert found["best_at_2"] == pytest.approx(0.7)
     assert found["pass_at_2_low"] <= 0.5 <= found["pass_at_2_high"]
-    low = summarise(groups, EvalSampling(samples=2, temperature=1.0, solved=0.4), name="a", policy_version=7)
+    low = summarised(groups, EvalSampling(samples=2, temperature=1.0, solved=0.4))
     assert low["eval/a/pass_at_2"] == 1.0
     said = [[trajectory(0.9, exact_match=1.0), trajectory(1.0, exact_match=0.0)]]
-    assert summarise(said, EvalSampling(samples=2), name="a", policy_version=0)["eval/a/pass_at_1"] == 0.5
+    assert summarised(said, EvalSampling(samples=2))["eval/a/pass_at_1"] == 0.5
 
 
 def test_accuracy_is_only_told_where_it_was_measured():
@@ -109,7 +114,7 @@ def test_accuracy_is_only_told_where_it_was_measured():
 
 
 def test_one_sample_says_nothing_at_k():
-    found = summarise([[trajectory(1.0)]], EvalSampling(), name="a", policy_version=0)
+    found = summarised([[trajectory(1.0)]], EvalSampling())
     assert not [name for name in found if "_at_" in name]
 
 

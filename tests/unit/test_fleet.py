@@ -204,6 +204,7 @@ def test_what_is_wanted_is_read_followed_and_removed(monkeypatch: pytest.MonkeyP
             {"role": "generator-0", "host": "here", "pid": 8, "state": "serves", "policy_version": 3, "groups": 2},
             {"role": "trainer-0", "host": "here", "pid": 7, "state": "up", "policy_version": 5},
         ]
+        assert seen["answered"] == {"id": "", "refusal": ""}
         world.refuses = True
         (tmp_path / SCALE).write_text('{"generators": 2}')
         await asyncio.sleep(30)
@@ -244,3 +245,86 @@ def test_what_nobody_can_have_wanted_is_not_followed(tmp_path: Path, text: str) 
     assert read_wanted(tmp_path / "none") is None
     (tmp_path / SCALE).write_text('{"generators": 2, "at_once": true}')
     assert read_wanted(tmp_path / SCALE) == Wanted(2, at_once=True)
+
+
+def controlled(
+    world: World, folder: Path, *overrides: str, elsewhere: Any = None
+) -> tuple[Control, asyncio.Future[None]]:
+    config = load_config("quickstart", ["monitor.console=off", *overrides], recipe="async_rl")
+    parts: Any = SimpleNamespace(generators=world.fleet, restarts=world.restarts, processes={})
+    control = Control(config.of_half(elsewhere) if elsewhere else config, parts, folder, stage="rl", version=lambda: 5)
+    return control, asyncio.ensure_future(control.run())
+
+
+def asks(folder: Path, number: int, id: str = "mine") -> None:
+    (folder / SCALE).write_text(json.dumps({"generators": number, "id": id}))
+
+
+@pytest.fixture
+def _says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control_module, "say", lambda text: None)
+    monkeypatch.setattr(control_module.asyncio, "to_thread", lambda function, *args: asyncio.sleep(0, function(*args)))
+
+
+@pytest.mark.usefixtures("_says_nothing")
+def test_what_is_asked_for_when_the_stage_ends_is_answered_and_what_is_half_done_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def scenario(world: World, collecting: Duty) -> None:
+        _, running = controlled(world, tmp_path)
+        await asyncio.sleep(3)
+        asks(tmp_path, 1, "first")
+        await asyncio.sleep(2)  # one of them finishes what it holds
+        assert read_json(tmp_path / PARTS)["answered"] == {"id": "first", "refusal": ""}
+        asks(tmp_path, 4, "second")
+        running.cancel()
+        await asyncio.wait({running})
+        seen = read_json(tmp_path / PARTS)
+        assert seen["is_over"]
+        assert seen["answered"] == {"id": "second", "refusal": "the stage is ending"}
+        assert seen["said"].startswith("warning: 4 generators were asked for")
+        assert not (tmp_path / SCALE).exists(), "the next stage does not follow it"
+
+    play(scenario, monkeypatch)
+
+
+@pytest.mark.usefixtures("_says_nothing")
+def test_generators_that_did_not_start_before_the_end_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def scenario(world: World, collecting: Duty) -> None:
+        _, running = controlled(world, tmp_path)
+        await asyncio.sleep(3)
+        asks(tmp_path, 1)
+        await asyncio.sleep(2)
+        running.cancel()
+        await asyncio.wait({running})
+        assert read_json(tmp_path / PARTS)["said"] == "the stage ends with 1 generators: 1 were not reached in time"
+
+    play(scenario, monkeypatch)
+
+
+@pytest.mark.usefixtures("_says_nothing")
+@pytest.mark.parametrize(
+    ("overrides", "elsewhere", "why"),
+    [
+        (["cluster.restarts=0"], None, "their number is fixed where cluster.restarts is 0"),
+        ([], "generators", "a train job has none of its own: those of explorers are in RUN/explorers/NAME"),
+    ],
+)
+def test_a_stage_whose_number_of_generators_is_fixed_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, overrides: list[str], elsewhere: Any, why: str
+) -> None:
+    async def scenario(world: World, collecting: Duty) -> None:
+        asks(tmp_path, 3, "before")
+        _, running = controlled(world, tmp_path, *overrides, elsewhere=elsewhere)
+        await asyncio.sleep(0.1)
+        early = read_json(tmp_path / PARTS)["answered"]
+        assert early == {"id": "before", "refusal": "the stage had not begun; ask again"}
+        asks(tmp_path, 3)
+        await asyncio.sleep(5)
+        assert read_json(tmp_path / PARTS)["answered"] == {"id": "mine", "refusal": why}
+        assert len(world.fleet) == 2
+        running.cancel()
+
+    play(scenario, monkeypatch)

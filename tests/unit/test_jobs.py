@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from leeway.config.errors import ConfigError
+from leeway.config.inputs import EvalSampling
 from leeway.config.sampling import Sampling, Samplings
 from leeway.config.stages import plan_run
 from leeway.failures import PartFailed, Refused
@@ -967,6 +968,190 @@ def test_one_that_is_gone_is_logged_once_more_and_then_forgotten(tmp_path: Path)
     play(scenario)
 
 
+# -------------------------------------------------------------------------------------------------------- evaluation
+
+HELD_OUT = [Task(task_id=f"held-out-{i}", prompt="p") for i in range(8)]
+Score = Callable[[int], Any]
+
+
+def evaluating(train: Train, version: int = 0) -> asyncio.Task[Any]:
+    sampling = EvalSampling(temperature=0.5, max_tokens=7)
+    return asyncio.create_task(train.host.evaluate(HELD_OUT, sampling, version))
+
+
+async def share(explorer: Explorer) -> dict[str, Any]:
+    found = await asyncio.wait_for(explorer.link.evaluation(), LIMIT_S)
+    assert found is not None
+    return found
+
+
+async def answer(explorer: Explorer, found: dict[str, Any], score: Score, why: str = "") -> None:
+    numbers = {index: int(task["task_id"].rpartition("-")[2]) for index, task in found["tasks"].items()}
+    answers = {index: own for index, number in numbers.items() if (own := score(number)) is not None}
+    await explorer.link.evaluated(found["session"], found["number"], answers, why)
+
+
+def answering(explorer: Explorer, score: Score, why: str = "") -> asyncio.Task[None]:
+    async def always() -> None:
+        while True:
+            await answer(explorer, await share(explorer), score, why)
+
+    return asyncio.create_task(always())
+
+
+def right(number: int) -> list[Any]:
+    return [[float(number), 3, {"exact_match": 1.0}]]
+
+
+def test_held_out_tasks_are_shared_out_and_those_of_a_lost_explorer_go_to_another(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        one, other = Explorer(tmp_path, "a"), Explorer(tmp_path, "b")
+        taking = [asyncio.create_task(share(explorer)) for explorer in (one, other)]
+        await until(lambda: sum(e.evaluates for e in train.host._explorers.values()) == 2, "both can answer")
+        result = evaluating(train, version=3)
+        lost, kept = await asyncio.gather(*taking)
+        sampling = {"samples": 1, "temperature": 0.5, "top_p": 1.0, "max_tokens": 7}
+        assert (kept["policy_version"], kept["sampling"]) == (3, sampling)
+        assert min(len(lost["tasks"]), len(kept["tasks"])) >= 2
+        assert not lost["tasks"].keys() & kept["tasks"].keys(), "each task is with one of them"
+        assert [a.group_id for a in await other.admit(2)] == [0, 1], "groups go on"
+        await answer(other, kept, right)
+        works = answering(other, right)
+        await one.killed()
+        await train.loses("a")
+        answers = await asyncio.wait_for(result, LIMIT_S)
+        assert [(own.reward, own.num_tokens) for (own,) in answers] == [(float(i), 3) for i in range(8)], "in order"
+        assert train.buffer.stats().groups_ready == 0, "none of it is a group"
+        again = evaluating(train, version=4)
+        one.running = asyncio.create_task(one.link.run())  # it goes on, with what is not its own any more
+        await answer(one, lost, lambda number: [[-1.0, 0, {}]])
+        assert [own.reward for (own,) in await asyncio.wait_for(again, LIMIT_S)] == [float(i) for i in range(8)]
+        works.cancel()
+        for job in (one, other, train):
+            await job.killed()
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [[[float("nan"), 3, {}]], [[1.0, 3, {}], [1.0, 3, {}]], [[1.0, -3, {}]], [[1.0, 3, {"m": "x"}]], [], 5, [[1.0]]],
+)
+def test_what_is_no_answer_to_a_held_out_task_is_not_taken_and_another_explorer_is_asked(
+    tmp_path: Path, wrong: Any
+) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        bad, good = Explorer(tmp_path, "bad"), Explorer(tmp_path, "good")
+        result = evaluating(train)
+        await answer(bad, await share(bad), lambda number: right(number) if number else wrong)
+        works = answering(good, right)
+        assert [own.reward for (own,) in await asyncio.wait_for(result, LIMIT_S)] == [float(i) for i in range(8)]
+        works.cancel()
+        for job in (bad, good, train):
+            await job.killed()
+
+    play(scenario)
+
+
+def test_one_that_answers_no_held_out_task_is_sent_away_by_name_and_a_task_that_failed_has_a_reason(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        bad, good = Explorer(tmp_path, "bad"), Explorer(tmp_path, "good")
+        result = evaluating(train)
+        works = answering(bad, lambda number: None, "OSError: no env")
+        with pytest.raises(RuntimeError, match=r"bad was sent away: 20 times .* no held-out task, the last: OSError"):
+            await asyncio.wait_for(works, LIMIT_S)
+        assert not result.done()
+        works = answering(good, lambda number: right(number) if number else "no tool")
+        answers = await asyncio.wait_for(result, LIMIT_S)
+        assert answers[0] == "no tool"
+        assert [own.reward for (own,) in answers[1:]] == [float(i) for i in range(1, 8)]
+        works.cancel()
+        for job in (bad, good, train):
+            await job.killed()
+
+    play(scenario)
+
+
+def test_without_an_explorer_of_its_own_tasks_the_train_job_goes_on_unevaluated(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        result = evaluating(train)
+        train.clock.seconds += 1000.0
+        await asyncio.sleep(0.1)
+        assert not result.done(), "nobody is here yet"
+        other = Explorer(tmp_path, "other", own=own_tasks("other"))
+        assert await asyncio.wait_for(other.link.evaluation(), LIMIT_S) is None, "it is not asked"
+        await until(lambda: train.host.num_explorers == 1, "it has joined")
+        await asyncio.sleep(0.1)
+        assert not result.done(), "one that can may come"
+        while not result.done():
+            train.clock.seconds += 1.0
+            await asyncio.sleep(0.05)
+        assert result.result() is None
+        for job in (other, train):
+            await job.killed()
+
+    play(scenario)
+
+
+def test_a_held_out_task_that_nobody_answers_has_a_deadline_and_engines_that_start_have_none(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path, silent_s=1e6)
+        train.host._timeout_s = 200.0
+        await train.begin()
+        one = Explorer(tmp_path, "a")
+        await until(lambda: train.host.num_explorers == 1, "it has joined")
+        result = evaluating(train)
+        train.clock.seconds += 1000.0
+        await asyncio.sleep(0.1)
+        assert not result.done(), "its engines start"
+        found = await share(one)
+        train.clock.seconds += 90.0
+        await until(lambda: train.host._explorers["a"].held_s == 90.0, "90 s have passed")
+        await one.link.evaluating(found["session"])
+        await until(lambda: train.host._explorers["a"].held_s == 0.0, "it gets on")
+        train.clock.seconds += 111.0
+        with pytest.raises(TimeoutError, match=r"no explorer answered a held-out task for 200 s; raise cluster\.step"):
+            await result
+        await until(lambda: not train.host._explorers["a"].is_here or not train.host._evaluations.is_under_way, "over")
+        for job in (one, train):
+            await job.killed()
+
+    play(scenario)
+
+
+def test_one_that_keeps_held_out_tasks_and_tells_nothing_is_sent_away(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path, silent_s=1e6)
+        train.host._timeout_s = 200.0
+        await train.begin()
+        hoards, good = Explorer(tmp_path, "hoards"), Explorer(tmp_path, "good")
+        result = evaluating(train)
+        await share(hoards)
+        held = await good.admit(1)  # it waits for the next version, which comes after the evaluation
+        works = answering(good, right)
+        train.clock.seconds += 101.0
+        answers = await asyncio.wait_for(result, LIMIT_S)
+        assert [own.reward for (own,) in answers] == [float(i) for i in range(8)]
+        (said,) = [said for said in train.host.sayings() if "is gone" in said]
+        assert "hoards is gone: it holds 8 held-out tasks, and has told nothing of them for 101 s" in said
+        assert held
+        works.cancel()
+        for job in (hoards, good, train):
+            await job.killed()
+
+    play(scenario)
+
+
 # ---------------------------------------------------------------------------------------------------------- settings
 
 
@@ -996,7 +1181,6 @@ def test_the_halves_of_a_run_meet_in_its_folder_and_each_has_its_own() -> None:
         ("param_server.transport=broadcast", "param_server.transport: got 'broadcast', expected files"),
         ("param_server.delta=true", "param_server.delta: got True, expected false"),
         ("rollout.pull=oldest", "rollout.pull: got 'oldest', expected newest"),
-        ("eval.every=5", "eval.every: got 5, expected 0"),
         ("cluster.placement=turns", "cluster.placement: got 'turns', expected separate"),
     ],
 )
