@@ -11,6 +11,7 @@ from ..config.inputs import AuxiliaryModel, EvalConfig, EvalSampling
 from ..envs.auxiliary import AuxiliaryClient, AuxiliaryError
 from ..failures import PartFailed, Refused
 from ..monitor.logs import say
+from ..runtime.fleet import with_a_process
 from ..runtime.launch import Parts
 from ..runtime.supervisor import as_coroutine, together
 from ..tasks.evalsets import EvalSet
@@ -105,17 +106,21 @@ async def answered(config: Config, parts: Parts, evalset: EvalSet, policy_versio
 async def shared_out(
     parts: Parts, tasks: Sequence[Task], sampling: EvalSampling, policy_version: int
 ) -> list[list[Trajectory] | str]:
-    """The answers of all generators, each to its share of the tasks. Raises what one of them raised."""
-    num = len(parts.generators)
+    """The answers of all generators that there are, each to its share of the tasks; others do what one that is lost was
+    asked for. Raises what one of them raised.
+    """
+    answers: dict[int, list[Trajectory] | str] = {}
 
-    def answers_to(share: Sequence[Task]) -> Callable[[Any], Awaitable[Any]]:
-        return lambda actor: actor.evaluate.remote(list(share), sampling, policy_version)
+    def answers_to(share: Sequence[int]) -> Callable[[Any], Awaitable[Any]]:
+        return lambda actor: actor.evaluate.remote([tasks[i] for i in share], sampling, policy_version)
 
-    shares = [tasks[i::num] for i in range(num)]
-    answers = await together(
-        g.call(answers_to(share)) for g, share in zip(parts.generators, shares, strict=True) if share
-    )
-    return [answers[i % num][i // num] for i in range(len(tasks))]
+    while missing := [i for i in range(len(tasks)) if i not in answers]:
+        asked = await with_a_process(parts.generators)
+        shares = [own for first in range(len(asked)) if (own := missing[first :: len(asked)])]
+        results = await together(g.call_once(answers_to(share)) for g, share in zip(asked, shares, strict=False))
+        for share, result in zip(shares, results, strict=True):
+            answers |= {} if result is None else dict(zip(share, result, strict=True))
+    return [answers[i] for i in range(len(tasks))]
 
 
 async def num_evaluated(parts: Parts) -> list[int | None]:

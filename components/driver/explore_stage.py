@@ -16,6 +16,7 @@ from ..jobs.folder import UP, Meeting, read_json
 from ..monitor import Monitor, build_monitor
 from ..monitor.logs import say
 from ..monitor.metrics import reduced
+from ..runtime.fleet import first_of
 from ..runtime.launch import Launcher, Parts
 from ..runtime.supervisor import Supervisor, together
 from ..types import Evaluated, Task
@@ -33,7 +34,9 @@ Work = Callable[[Config, Parts], Awaitable[None]]
 
 async def collect(config: Config, parts: Parts) -> None:
     """Groups of the train job's tasks, or of its own."""
-    await parts.generators.always(lambda actor: actor.collect.remote(), drains=True).ended()
+    collecting = parts.generators.always(lambda actor: actor.collect.remote(), drains=True)
+    await first_of(collecting.ended(), parts.buffer.until_over.remote())
+    await collecting.wound_up()
 
 
 class ExploreStage:

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ..config import Config
+from ..runtime.fleet import with_a_process
 from ..runtime.launch import Parts
 from ..runtime.supervisor import together
 from ..weights import Publication
@@ -61,9 +62,15 @@ class Publishing:
             self._under_way = None
 
     async def wait_engines_at(self, version: int) -> None:
-        """Wait until every engine has loaded and proven `version`."""
-        calls = [g.call(lambda actor: actor.until_verified.remote(version)) for g in self._parts.generators]
-        await self._wait(together(calls), "generators")
+        """Wait until every engine that is there has loaded and proven `version`. One that is being replaced will pull
+        nothing older, and is not waited for: it may need a machine that is away.
+        """
+
+        async def until_verified() -> None:
+            asked = await with_a_process(self._parts.generators) if self._parts.generators else []
+            await together(g.call_once(lambda actor: actor.until_verified.remote(version)) for g in asked)
+
+        await self._wait(until_verified(), "generators")
 
     async def _publish_to_engines(self, version: int, uploads: Awaitable[list[Publication | None]]) -> None:
         """Make the upload of `version` available, and let more groups start."""

@@ -218,7 +218,7 @@ class RLStage:
 
     async def _no_more_groups(self, collecting: Duty) -> None:
         await self._wait(self._parts.buffer.close.remote(), "replay")
-        await self._wait(collecting.ended(), "generators finishing")
+        await self._wait(collecting.wound_up(), "generators finishing")
 
     async def _speeds(self, report: Reporter, turns: Turns) -> Speeds:
         """What was measured: by this study's earlier run, by this run's earlier part, or now."""

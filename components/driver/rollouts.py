@@ -119,7 +119,7 @@ class Rollouts:
             replay = await self._wait(self._parts.buffer.trained.remote(refs.group_ids), "replay")
             await self._log(StepReport(self.version, replay))
         await self._wait(self._parts.buffer.close.remote(), "replay")
-        await self._wait(collecting.ended(), "generators")
+        await self._wait(collecting.wound_up(), "generators")
 
     async def publish(self, metrics: dict[str, float] | None = None) -> None:
         """Hand out the model's weights of this moment as the next version, and log `metrics` at that step.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 from .generators import Ask, Generator
@@ -30,6 +30,31 @@ class Duty:
         """Wait until it has ended for these, or for all that there are by then."""
         while pending := [c for g, c in self._calls.items() if (not generators or g in generators) and not c.done()]:
             await asyncio.wait(pending)
+
+    async def wound_up(self) -> None:
+        """The same when nothing more will come: one whose process is lost has nothing to end, and its successor, which
+        may have to wait for room as long as a machine is away, is not waited for.
+        """
+        while pending := {c: g for g, c in self._calls.items() if g.is_up and not c.done()}:
+            await first_of(*pending, *(g.until_down() for g in pending.values()))
+
+
+async def first_of(*waits: Awaitable[Any]) -> None:
+    """Returns with the first of these; futures go on, coroutines do not. Raises nothing of theirs."""
+    own = [asyncio.ensure_future(wait) for wait in waits if not asyncio.isfuture(wait)]
+    try:
+        await asyncio.wait([*own, *filter(asyncio.isfuture, waits)], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in own:
+            task.cancel()
+
+
+async def with_a_process(generators: Iterable[Generator]) -> list[Generator]:
+    """Those that can be asked now; if there is none, waits until there is."""
+    every = [*generators]
+    while not (up := [g for g in every if g.is_up]):
+        await first_of(*(g.until_up() for g in every))
+    return up
 
 
 class Fleet:

@@ -10,9 +10,10 @@ and passed every check. So neither the bound nor exactly-once knows of the chang
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -109,7 +110,8 @@ class Generator:
         self._restarts = restarts
         self._process: _Process | None = None
         self._newest: _Process | None = None
-        self._is_up = asyncio.Event()
+        self._is_up, self._is_down = asyncio.Event(), asyncio.Event()
+        self._is_down.set()
         self._replacing: asyncio.Future[None] | None = None
         self._is_leaving = False
         self._num_callers = 0
@@ -130,9 +132,19 @@ class Generator:
 
     async def call(self, ask: Ask[T]) -> T:
         """The answer to `ask(actor)`; if the process is lost before, that of its successor. Raises what it raised."""
+        with self._calling():
+            return await self.call_always(ask)
+
+    async def call_once(self, ask: Ask[T]) -> T | None:
+        """The same without a wait for a successor, which may have to wait for room: None if the process is lost."""
+        with self._calling():
+            return await self.call_now(ask)
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
         self._num_callers += 1
         try:
-            return await self.call_always(ask)
+            yield
         finally:
             self._num_callers -= 1
             if not self._num_callers:
@@ -149,7 +161,7 @@ class Generator:
                 continue
 
     async def call_now(self, ask: Ask[T]) -> T | None:
-        """The same without a wait for a successor: None if there is no process now, or it is lost before it answers."""
+        """As `call_once`, and nobody's leaving waits for it."""
         if not self._is_up.is_set():
             return None
         assert self._process is not None
@@ -178,7 +190,7 @@ class Generator:
     async def leave(self) -> int:
         """End it for good; returns how many groups were issued again."""
         self._is_leaving = True
-        self._is_up.clear()
+        self._set_up(False)
         if self._replacing is not None:
             self._replacing.cancel()
         assert self._newest is not None, "start() comes first"
@@ -192,6 +204,14 @@ class Generator:
     @property
     def is_up(self) -> bool:
         return self._is_up.is_set()
+
+    async def until_up(self) -> None:
+        """Returns when it has a process, which may be lost again."""
+        await self._is_up.wait()
+
+    async def until_down(self) -> None:
+        """Returns when it has none, which may be replaced."""
+        await self._is_down.wait()
 
     @property
     def actor(self) -> Any:
@@ -227,7 +247,7 @@ class Generator:
         process.lost.set_result(failure)
         if process is not self._process:  # whoever starts it hears of it
             return
-        self._is_up.clear()
+        self._set_up(False)
         if self._is_leaving:
             self._gone.set()
         elif self._replacing is None:
@@ -250,7 +270,11 @@ class Generator:
         finally:
             launching.cancel()
         self._process = process
-        self._is_up.set()
+        self._set_up(True)
+
+    def _set_up(self, is_up: bool) -> None:
+        for event, holds in ((self._is_up, is_up), (self._is_down, not is_up)):
+            event.set() if holds else event.clear()
 
     async def _start_in_time(self, process: _Process, *, waits_for_room: bool) -> None:
         """`waits_for_room`: however long that takes. Whether the run can wait for it, the trainer's deadline says."""

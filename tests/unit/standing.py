@@ -17,7 +17,8 @@ class Standing:
     async def call(self, ask: Callable[[Any], Awaitable[Any]]) -> Any:
         return await ask(self.actor)
 
-    call_now = call
+    call_now = call_once = call
+    is_up = True
 
 
 def generators_of(*actors: Any) -> dict[str, Any]:

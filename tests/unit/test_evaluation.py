@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from leeway.config import ConfigError, load_config
 from leeway.config.inputs import EvalSampling
 from leeway.driver.eval_metrics import at_k, best_at_k, interval, pass_at_k
-from leeway.driver.evaluation import evaluate, evaluated_of, in_one_line, measured_by, of_set, summarise
+from leeway.driver.evaluation import evaluate, evaluated_of, in_one_line, measured_by, of_set, shared_out, summarise
 from leeway.driver.saved_weights import saved_models
 from leeway.failures import PartFailed
 from leeway.runtime.supervisor import Supervisor
@@ -24,7 +24,7 @@ from leeway.tasks.evalsets import build_evalsets
 from leeway.tasks.taskset import build_taskset
 from leeway.types import Trajectory
 
-from .standing import generators_of
+from .standing import Standing, generators_of
 from .virtual_clock import VirtualClock
 
 
@@ -256,6 +256,27 @@ def test_an_evaluation_may_take_longer_than_a_wait_for_one_task():
     assert 400 <= seconds <= 410
     with pytest.raises(PartFailed, match="evaluation on a: no task ended for 90 s; raise cluster"):
         evaluated(PlayedCollector(100.0), tasks="01", step_timeout_s=90.0)
+
+
+class LostAtOnce(Standing):
+    """Its process is gone before it has answered, and it is not back before the others have."""
+
+    async def call_once(self, ask):
+        self.is_up = False
+        asyncio.get_running_loop().call_later(500.0, setattr, self, "is_up", True)
+
+
+def test_what_a_lost_generator_was_asked_others_answer_and_nobody_waits_for_it():
+    async def main():
+        generators = [Standing(PlayedCollector(1.0)), LostAtOnce(PlayedCollector(1.0)), Standing(PlayedCollector(1.0))]
+        parts: Any = SimpleNamespace(generators=generators)
+        tasks: Any = list("0123456")
+        answers = await shared_out(parts, tasks, EvalSampling(), 3)
+        assert [own[0].reward for own in answers if not isinstance(own, str)] == [0, 1, 2, 3, 4, 5, 6]
+        assert asyncio.get_running_loop().time() < 10
+
+    with asyncio.Runner(loop_factory=VirtualClock) as runner:
+        runner.run(main())
 
 
 def test_one_generators_tasks_may_all_fail_but_not_all_tasks():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -14,14 +15,17 @@ import pytest
 from leeway.config import load_config
 from leeway.driver import control as control_module
 from leeway.driver.control import Control
+from leeway.driver.publishing import Publishing
 from leeway.failures import PartFailed
 from leeway.runtime import generators as generators_module
-from leeway.runtime.fleet import Duty, Fleet
+from leeway.runtime.fleet import Duty, Fleet, with_a_process
 from leeway.runtime.generators import Generator, Made, Restarts
 from leeway.runtime.parts_files import PARTS, SCALE, Wanted, read_json, read_wanted
 from leeway.runtime.supervisor import Supervisor
 
 from .virtual_clock import VirtualClock
+
+NOTHING: Any = None
 
 
 class Worker:
@@ -29,7 +33,7 @@ class Worker:
 
     def __init__(self, world: World, name: str, instead: Any) -> None:
         self.world, self.name, self.instead, self.killed = world, name, instead, False
-        self.held = 2
+        self.held, self.proven = 2, -1
         self.retired = asyncio.Event()
 
     async def pull(self) -> None:
@@ -44,6 +48,14 @@ class Worker:
     async def evaluate(self) -> str:
         await asyncio.sleep(20)
         return self.name
+
+    @property
+    def until_verified(self) -> Any:
+        async def answer(version: int) -> None:
+            await asyncio.sleep(7)
+            self.proven = version
+
+        return SimpleNamespace(remote=answer)
 
     @property
     def state(self) -> Any:
@@ -73,6 +85,7 @@ class World:
         self.supervisor = Supervisor(watch_that_tells(self.failures))
         self.issued_again: list[str] = []
         self.refuses = False
+        self.has_room = True
         self.restarts = Restarts(
             allowed=3, backoff_s=1.0, start_timeout_s=30.0, tell=lambda text: None, lost=self._lost
         )
@@ -80,6 +93,8 @@ class World:
 
     def _make(self, index: int) -> Generator:
         async def launch(placed: Callable[[], None], made: Made, instead: Any) -> str:
+            if not self.has_room:
+                await asyncio.Event().wait()
             placed()
             if self.refuses:
                 raise ValueError("no memory")
@@ -176,6 +191,50 @@ def test_one_that_dies_while_it_leaves_is_not_replaced(monkeypatch: pytest.Monke
         assert await leaving == 2
         assert len(world.workers) == 2
         assert world.restarts.left == 3
+
+    play(scenario, monkeypatch)
+
+
+@pytest.mark.parametrize("is_lost_late", [False, True])
+def test_the_end_of_a_run_does_not_wait_for_one_that_waits_for_room(
+    monkeypatch: pytest.MonkeyPatch, is_lost_late: bool
+) -> None:
+    """Its machine is gone, and may never be back."""
+
+    async def scenario(world: World, collecting: Duty) -> None:
+        now = asyncio.get_running_loop().time
+        world.has_room = False
+        lose = functools.partial(
+            world.workers["generator-1/1"].instead, PartFailed("generator-1", "its machine is gone")
+        )
+        if not is_lost_late:
+            lose()
+            await asyncio.sleep(1)
+        begun = now()
+        world.workers["generator-0/0"].retired.set()
+        if is_lost_late:
+            asyncio.get_running_loop().call_later(9, lose)
+        await collecting.wound_up()
+        assert now() - begun == pytest.approx(9 if is_lost_late else 5, abs=0.1)
+        assert await with_a_process(world.fleet) == [world.fleet[0]]
+        publishing = Publishing(
+            load_config("quickstart", []), SimpleNamespace(generators=world.fleet, supervisor=world.supervisor),
+            report=NOTHING, keep=NOTHING, uploads=NOTHING,
+        )  # fmt: skip
+        await publishing.wait_engines_at(4)
+        assert world.workers["generator-0/0"].proven == 4
+
+    play(scenario, monkeypatch)
+
+
+def test_what_needs_one_generator_waits_until_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(world: World, collecting: Duty) -> None:
+        for worker in [*world.workers.values()]:
+            worker.instead(PartFailed("generator", "it died"))
+        waiting = asyncio.ensure_future(with_a_process(world.fleet))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        assert len(await waiting) >= 1
 
     play(scenario, monkeypatch)
 
