@@ -11,7 +11,7 @@ A cell is case:transport. Cases: `plain`, with a supervised stage before; `cut-S
 `cut-forever`, until the run has ended; `slow-M`, M Mbit/s from the start on; `kill`, the raylet of machine b; `ranks`,
 a trainer's rank on each, with a folder that both share for the run; `refused`, the same without that folder; `token`,
 the driver has another token. Printed, and written to hosts.json: exit code, steps, restarts, the longest time without
-a step, and how long after the act machine b served again.
+a step, how long after the act machine b served again and the run ended, and how busy this machine was.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -208,12 +209,17 @@ def cell(machines: TwoMachines, name: str, overrides: Sequence[str]) -> dict[str
         if case in ("cut-60", "kill"):
             run.wait_for(lambda: "serves again" in run.output() and B in run.hosts().values(), "machine b serves again")
             back_s = round(time.time() - began, 1)
+        load = os.getloadavg()[1]
         code = run.ends()
+        ended_s = round(time.time() - began, 1)
     finally:
         machines.cable.mend()
         if act == "slow":
             machines.cable.slow(10_000)
     times = [t for t in run.steps() if t >= began]
+    if code == -1:
+        said = run.output().strip().splitlines()[-5:]
+        return {"error": f"it did not end within {END_S:g} s after {len(run.steps())} steps", "said": said}
     summary = json.loads((run.folder / "summary.json").read_text())
     stage = summary["stages"].get("async_rl", {})
     left = [p for p in machines.b.processes() if "Actor" in " ".join(p.cmdline())]
@@ -225,6 +231,8 @@ def cell(machines: TwoMachines, name: str, overrides: Sequence[str]) -> dict[str
         "restarts": stage.get("restarts"),
         "longest_gap_s": round(max((b - a for a, b in zip([began, *times], times, strict=False)), default=0.0), 1),
         "back_after_s": back_s,
+        "ended_after_s": ended_s,
+        "load": round(load, 1),
         "left_on_b": len(left),
         "hosts": {role: process["node"] for role, process in stage.get("processes", {}).items()},
         "said": [line for line in run.output().splitlines() if "warning" in line or "serves again" in line],

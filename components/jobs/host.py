@@ -141,7 +141,7 @@ class Host:
         self._resumed_at = resumed_at
         self._silent_s, self._timeout_s, self._wait_s = silent_s, timeout_s, wait_s
         self._next_beat, self._looked_at = 0.0, now()
-        self._evaluable_at = now()  # when last nobody was here, or somebody who works on the trainer's tasks
+        self._evaluable_at = now()
         self._life = secrets.token_hex(4)
         self._state = UP
         self._beat = 0
@@ -190,7 +190,7 @@ class Host:
                 now, done = self._now(), self._evaluations.num_answered
                 if done != num_answered or not any(e.evaluates for e in self._here(TRAINERS)):
                     num_answered, moved_at = done, now
-                if now - self._evaluable_at > self._silent_s:
+                if not self._may_evaluate and now - self._evaluable_at > self._silent_s:
                     return None
                 if now - moved_at > self._timeout_s:
                     raise TimeoutError(
@@ -200,6 +200,11 @@ class Host:
             return asking.result()
         finally:
             asking.cancel()
+
+    @property
+    def _may_evaluate(self) -> bool:
+        """Nobody is here, or somebody who works on the trainer's tasks."""
+        return bool(self._here(TRAINERS)) or not self.num_explorers
 
     def _here(self, tasks: str) -> list[_Explorer]:
         return [e for e in self._explorers.values() if e.is_here and e.tasks == tasks]
@@ -273,7 +278,7 @@ class Host:
             if not explorer.is_here:  # what an earlier session has asked
                 explorer.calls.look()
         passed_s, self._looked_at = self._now() - self._looked_at, self._now()
-        if self._here(TRAINERS) or not self.num_explorers:
+        if self._may_evaluate:
             self._evaluable_at = self._now()
         for explorer in [e for e in self._explorers.values() if e.is_here]:
             if explorer.beats.is_silent:
