@@ -255,9 +255,12 @@ def main() -> None:
                 try:
                     results[name] = cell(machines, name, args.overrides)
                 finally:
+                    kept = args.out / name.replace(":", "-")
                     for runs in (machines.a.folder / "runs", machines.shared):
                         if runs.is_dir():
-                            shutil.copytree(runs, args.out / name.replace(":", "-"), dirs_exist_ok=True)
+                            shutil.copytree(runs, kept, dirs_exist_ok=True)
+                    for log in (*machines.a.folder.glob("*.txt"), machines.a.folder.parent / "ray.log"):
+                        shutil.copy(log, kept)
         except Exception as error:
             results[name] = {"error": f"{type(error).__name__}: {error}"}
         print(name, json.dumps(results[name]), flush=True)

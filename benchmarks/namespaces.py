@@ -184,7 +184,9 @@ def ray_start(
     command += [f"--num-cpus={cpus}", "--object-store-memory=200000000", "--disable-usage-stats", *options]
     if again:
         command = ["bash", "-c", 'while true; do "$@"; sleep 1; done', "service", *command]
-    return machine.start(command, log=log, env={"RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": "1"})
+    # Both machines have the memory of one, which others use too: Ray would end a worker here for what they take.
+    env = {"RAY_AUTH_MODE": "token", "OMP_NUM_THREADS": "1", "RAY_memory_monitor_refresh_ms": "0"}
+    return machine.start(command, log=log, env=env)
 
 
 def wait_until(holds: Any, *, within_s: float, what: str) -> float:

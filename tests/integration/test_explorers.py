@@ -66,7 +66,14 @@ def test_a_train_job_has_its_versions_evaluated_by_explorers_as_an_evaluation_of
     start: Any, of_sums: list[str], from_untrained: list[str]
 ) -> None:
     """Before, in the middle and after; what explorers say of the last version is what its saved weights do."""
-    settings = [*of_sums, *from_untrained, *DIGITS_LAST, "rollout.engine.name=hf", "eval.num_tasks=40"]
+    settings = [
+        *of_sums,
+        *from_untrained,
+        *DIGITS_LAST,
+        "rollout.engine.name=hf",
+        "eval.num_tasks=40",
+        "eval.temperature=1",
+    ]
     steps = ["stages.async_rl.train.steps=4", "stages.async_rl.train.groups_per_step=8", "eval.every=2"]
     train = start("train", *settings, *steps)
     explorers = [start("explore", *settings, *steps, f"explorer.name={name}") for name in "ab"]
