@@ -11,7 +11,8 @@ A cell is case:transport. Cases: `plain`, with a supervised stage before; `cut-S
 `cut-forever`, until the run has ended; `slow-M`, M Mbit/s from the start on; `kill`, the raylet of machine b; `ranks`,
 a trainer's rank on each, with a folder that both share for the run; `refused`, the same without that folder; `token`,
 the driver has another token. Printed, and written to hosts.json: exit code, steps, restarts, the longest time without
-a step, how long after the act machine b served again and the run ended, and how busy this machine was.
+a step, what became of the groups, how long after the act machine b served again and the run ended, and how busy this
+machine was.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import contextlib
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -52,6 +54,7 @@ SETTINGS = [
     "cluster.restart_backoff_s=2",
     "cluster.start_timeout_s=900",  # six processes start on the cores of one machine
     "monitor.console=plain",
+    "replay.keep_groups=true",
     "eval.at_start=false",
     "eval.at_end=false",
     "project=hosts",
@@ -173,6 +176,13 @@ class Run:
             return -1
 
 
+def what_became_of_groups(stage: Path) -> dict[str, int]:
+    """`lost`: admitted before one that was trained on, and not trained on (the window is 1: they come in order)."""
+    with contextlib.closing(sqlite3.connect(stage / "groups" / "index.sqlite")) as index:
+        ids = [row for (row,) in index.execute("SELECT group_id FROM groups WHERE state = 'trained'")]
+    return {"trained": len(ids), "twice": len(ids) - len({*ids}), "lost": max(ids) + 1 - len({*ids})}
+
+
 def cell(machines: TwoMachines, name: str, overrides: Sequence[str]) -> dict[str, Any]:
     case, transport = name.split(":")
     act, _, amount = case.partition("-")
@@ -230,6 +240,7 @@ def cell(machines: TwoMachines, name: str, overrides: Sequence[str]) -> dict[str
         "max_policy_lag": stage.get("max_policy_lag_observed"),
         "restarts": stage.get("restarts"),
         "longest_gap_s": round(max((b - a for a, b in zip([began, *times], times, strict=False)), default=0.0), 1),
+        "groups": what_became_of_groups(run.stage),
         "back_after_s": back_s,
         "ended_after_s": ended_s,
         "load": round(load, 1),
