@@ -29,7 +29,10 @@ ANSWER_S = 10.0
 
 
 class Control:
-    """`run` never returns. `version` tells the trainer's. A change that fails is said, and the run goes on."""
+    """`run` never returns. `version` tells the trainer's. A change that fails is said, and the run goes on.
+
+    Before `allow_changes` and after the end of `run` the number of generators stays as it is.
+    """
 
     def __init__(self, config: Config, parts: Parts, run_dir: Path, *, stage: str, version: Callable[[], int]) -> None:
         self._config = config
@@ -40,10 +43,13 @@ class Control:
         self._said = ""
         self._rows: list[dict[str, Any]] = []
         self._answered: dict[str, str] = {}
-        self._is_over = False
+        self._may_change = self._is_over = False
+
+    def allow_changes(self) -> None:
+        self._may_change = True
 
     async def run(self) -> None:
-        self._asked("the stage had not begun; ask again")  # of an earlier part of the run
+        self._asked("that was before this stage; ask again")
         following: asyncio.Task[None] | None = None
         wanted: Wanted | None = None
         try:
@@ -94,6 +100,8 @@ class Control:
     def _refusal(self) -> str:
         """Why the number of generators cannot change in this stage; "" if it can."""
         cluster = self._config.cluster
+        if not self._may_change:
+            return "the stage is starting; ask again"
         if self._config.elsewhere == "generators":
             return "a train job has none of its own: those of explorers are in RUN/explorers/NAME"
         if cluster.shares_devices:

@@ -136,6 +136,7 @@ class ExploreStage:
             await timed(self._name, "generators ready", launcher.generators(), see=f"{self._context.dir / 'logs'}/")
             parts.generators.always(lambda actor: actor.sync_weights_loop.remote())
             control = Control(config, parts, config.run_dir.absolute(), stage=self._name, version=lambda: self.version)
+            control.allow_changes()
             controlling = parts.supervisor.watch("driver", control.run())
             evaluating = parts.supervisor.watch("driver", self._evaluate(parts))
             ended = asyncio.ensure_future(self._work(config, parts))

@@ -8,7 +8,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from ..config import Config
-from ..runtime.fleet import with_a_process
 from ..runtime.launch import Parts
 from ..runtime.supervisor import together
 from ..weights import Publication
@@ -65,12 +64,8 @@ class Publishing:
         """Wait until every engine that is there has loaded and proven `version`. One that is being replaced will pull
         nothing older, and is not waited for: it may need a machine that is away.
         """
-
-        async def until_verified() -> None:
-            asked = await with_a_process(self._parts.generators) if self._parts.generators else []
-            await together(g.call_once(lambda actor: actor.until_verified.remote(version)) for g in asked)
-
-        await self._wait(until_verified(), "generators")
+        calls = [g.call_once(lambda actor: actor.until_verified.remote(version)) for g in self._parts.generators]
+        await self._wait(together(calls), "generators")
 
     async def _publish_to_engines(self, version: int, uploads: Awaitable[list[Publication | None]]) -> None:
         """Make the upload of `version` available, and let more groups start."""

@@ -174,6 +174,9 @@ class RLStage:
         what = "served and proven" if self._generates else "published"
         await self._timed(f"version {run.version} {what}", run.serve())
         earlier = read_metrics(self._context.dir / "metrics.jsonl")  # of the run's earlier part, if it is resumed
+        folder, name = self._config.run_dir.absolute(), self._context.name
+        control = Control(self._config, self._parts, folder, stage=name, version=lambda: run.version)
+        controlling = self._parts.supervisor.watch("driver", control.run())
         evals = {}
         if self._config.eval.at_start:
             evals["before"] = evaluated_at_start(earlier, self._evalsets) or await run.evaluate()
@@ -184,9 +187,7 @@ class RLStage:
             f"up after {begun - started:.0f} s"
         )
         collecting = self._parts.generators.always(lambda actor: actor.collect.remote(), drains=True)
-        folder, name = self._config.run_dir.absolute(), self._context.name
-        control = Control(self._config, self._parts, folder, stage=name, version=lambda: run.version)
-        controlling = self._parts.supervisor.watch("driver", control.run())
+        control.allow_changes()
         report.begin(speeds)
         await loop(run)
         await run.finish()

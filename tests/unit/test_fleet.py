@@ -248,6 +248,7 @@ def test_what_is_wanted_is_read_followed_and_removed(monkeypatch: pytest.MonkeyP
         processes = {"trainer-0": {"node": "here", "pid": 7}, "generator-0": {"node": "here", "pid": 8}}
         parts: Any = SimpleNamespace(generators=world.fleet, restarts=world.restarts, processes=processes)
         control = Control(config, parts, tmp_path, stage="rl", version=lambda: 5)
+        control.allow_changes()
         (tmp_path / SCALE).write_text('{"generators": 9}')  # of an earlier part
         running = asyncio.ensure_future(control.run())
         await asyncio.sleep(5)
@@ -285,6 +286,7 @@ def test_a_mistake_of_ours_while_the_number_changes_ends_the_run(
     async def scenario(world: World, collecting: Duty) -> None:
         parts: Any = SimpleNamespace(generators=world.fleet, restarts=world.restarts, processes={})
         control = Control(load_config("quickstart", []), parts, tmp_path, stage="rl", version=lambda: 5)
+        control.allow_changes()
         monkeypatch.setattr(world.fleet, "leave", lambda **_: 1 / 0)
         running = asyncio.ensure_future(control.run())
         await asyncio.sleep(3)
@@ -312,6 +314,7 @@ def controlled(
     config = load_config("quickstart", ["monitor.console=off", *overrides], recipe="async_rl")
     parts: Any = SimpleNamespace(generators=world.fleet, restarts=world.restarts, processes={})
     control = Control(config.of_half(elsewhere) if elsewhere else config, parts, folder, stage="rl", version=lambda: 5)
+    control.allow_changes()
     return control, asyncio.ensure_future(control.run())
 
 
@@ -379,11 +382,33 @@ def test_a_stage_whose_number_of_generators_is_fixed_says_so(
         _, running = controlled(world, tmp_path, *overrides, elsewhere=elsewhere)
         await asyncio.sleep(0.1)
         early = read_json(tmp_path / PARTS)["answered"]
-        assert early == {"id": "before", "refusal": "the stage had not begun; ask again"}
+        assert early == {"id": "before", "refusal": "that was before this stage; ask again"}
         asks(tmp_path, 3)
         await asyncio.sleep(5)
         assert read_json(tmp_path / PARTS)["answered"] == {"id": "mine", "refusal": why}
         assert len(world.fleet) == 2
+        running.cancel()
+
+    play(scenario, monkeypatch)
+
+
+@pytest.mark.usefixtures("_says_nothing")
+def test_while_a_stage_starts_its_parts_are_seen_and_their_number_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def scenario(world: World, collecting: Duty) -> None:
+        parts: Any = SimpleNamespace(generators=world.fleet, restarts=world.restarts, processes={})
+        control = Control(load_config("quickstart", []), parts, tmp_path, stage="rl", version=lambda: 5)
+        running = asyncio.ensure_future(control.run())
+        await asyncio.sleep(1)
+        assert [row["role"] for row in read_json(tmp_path / PARTS)["parts"]] == ["generator-0", "generator-1"]
+        asks(tmp_path, 3)
+        await asyncio.sleep(3)
+        assert read_json(tmp_path / PARTS)["answered"]["refusal"] == "the stage is starting; ask again"
+        control.allow_changes()
+        asks(tmp_path, 3)
+        await asyncio.sleep(3)
+        assert len(world.fleet) == 3
         running.cancel()
 
     play(scenario, monkeypatch)

@@ -24,6 +24,7 @@ from leeway.failures import PartFailed, Refused
 from leeway.group import Group
 from leeway.jobs import calls, folder, host, link
 from leeway.jobs.calls import Call, Caller, Calls
+from leeway.jobs.evaluations import Evaluations
 from leeway.jobs.fit import check_fit, must_be_equal
 from leeway.jobs.folder import Meeting, claimed, good_until, read_json, write_json
 from leeway.jobs.group_bytes import group_bytes, group_of, groups_of, laid_out
@@ -1031,6 +1032,28 @@ def test_held_out_tasks_are_shared_out_and_those_of_a_lost_explorer_go_to_anothe
         works.cancel()
         for job in (one, other, train):
             await job.killed()
+
+    play(scenario)
+
+
+def test_an_answer_counts_if_its_explorer_was_asked_in_this_evaluation() -> None:
+    async def scenario() -> None:
+        evaluations = Evaluations()
+        here: dict[str, Any] = {"num_holders": lambda: 2, "is_here": lambda: True}
+        for number in (1, 2):
+            asking = asyncio.create_task(evaluations.ask(HELD_OUT[:2], EvalSampling(), policy_version=number))
+            first, second = await evaluations.take("a", **here), await evaluations.take("b", **here)
+            assert first is not None
+            assert second is not None
+            assert ([*first["tasks"]], [*second["tasks"]]) == ([0], [1])
+            both = {"0": right(5), "1": right(6)}
+            assert await evaluations.answer("a", number - 1, both) == 0, "of the evaluation before"
+            assert await evaluations.answer("b", number, both) == 1, "one of these is its own"
+            assert await evaluations.answer("b", number, both) == 0
+            assert not asking.done()
+            assert await evaluations.answer("a", number, both) == 1
+            assert [own.reward for (own,) in await asking] == [5.0, 6.0]
+            assert not evaluations.is_under_way
 
     play(scenario)
 
