@@ -34,7 +34,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .. import spans
-from ..transports.transport import Fetches
+from ..transports.transport import Fetches, NotKept
 from ..weights import CanaryGap, Manifest, Publication, Tolerance, WeightSyncError, check_bucket
 from .engine import LoadsWeights, StagedWeights
 
@@ -45,6 +45,8 @@ Pull = Callable[[int, float], Awaitable[Publication | None]]
 """pull(newer_than, timeout_s) -> the newest publication, or None when nothing newer came in time."""
 
 
+OVERTAKEN_S = 1.0
+"""Time for the parameter server to say whether there is a newer version than one that was not kept."""
 POLL_S = 10.0
 """How long one question to the parameter server may stay open; the next one follows at once."""
 
@@ -167,7 +169,8 @@ class WeightSync:
             staged, fetched_bytes = await self._staged(publication)
         except WeightSyncError as error:
             self._hold(None)  # what the transport made of it is not what it should be: fetch all of it
-            self._refuse(error)
+            if not await self._is_overtaken(error):
+                self._refuse(error)
             return
         verified = False
         try:
@@ -404,6 +407,19 @@ class WeightSync:
 
     async def _score(self, manifest: Manifest) -> CanaryGap:
         return await self._engine.score(manifest.canary)
+
+    async def _is_overtaken(self, error: WeightSyncError) -> bool:
+        """Whether this version is gone because newer ones were published while this engine was about to fetch it: one
+        on a slow link, or on a busy machine, among faster ones.
+        """
+        if not isinstance(error.__cause__, NotKept | FileNotFoundError):
+            return False
+        newer = await self._pull(error.policy_version, OVERTAKEN_S)
+        if newer is not None:
+            logger.info(
+                "version %d: %d came before it was fetched", error.policy_version, newer.manifest.policy_version
+            )
+        return newer is not None
 
     def _refuse(self, error: WeightSyncError) -> None:
         """It never reached the engine, which continues with what was proven."""

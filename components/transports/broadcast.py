@@ -32,7 +32,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ..weights import Manifest, Publication
-from .transport import Held, TransportSettings
+from .transport import Held, NotKept, TransportSettings
 
 logger = logging.getLogger(__name__)
 
@@ -300,7 +300,7 @@ class _Link:
         connection.sendall(REQUEST.pack(ref.number, ref.index))
         (num_bytes,) = ANSWER.unpack(_received(connection, ANSWER.size))
         if num_bytes < 0:
-            raise LookupError("the trainer does not keep this version any more")
+            raise NotKept("the trainer does not keep this version any more")
         if num_bytes != into.nbytes:
             raise ValueError(f"the bucket has {num_bytes} bytes, expected {into.nbytes}")
         connection.sendall(READY)

@@ -37,6 +37,10 @@ class TransportSettings:
     host: str = "127.0.0.1"
 
 
+class NotKept(LookupError):
+    """What is fetched is kept no more: newer versions have taken its place. Who asked for it goes on with the newest."""
+
+
 class Outgoing(Protocol):
     """One version on its way out of the trainer. Nobody can fetch it before `commit`. Called in one thread."""
 
@@ -73,7 +77,8 @@ class Fetches(Protocol):
         ...
 
     async def fetch(self, publication: Publication, index: int, into: np.ndarray, held: Held | None = None) -> int:
-        """Copy one bucket into memory of its size (uint8). May raise anything; cancelling it ends it.
+        """Copy one bucket into memory of its size (uint8). May raise anything; cancelling it ends it. NotKept, or
+        FileNotFoundError, is no failure where there is a newer version by then.
 
         Returns how many bytes came from the trainer's end.
         """

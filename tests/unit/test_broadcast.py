@@ -21,7 +21,7 @@ import pytest
 from leeway.transports import broadcast
 from leeway.transports.broadcast import Broadcast
 from leeway.transports.delta import Delta
-from leeway.transports.transport import WeightTransport
+from leeway.transports.transport import NotKept, WeightTransport
 from leeway.weights import Publication, WeightSyncError
 
 from ..transport_contract import SIZES, Synced, received, send, version
@@ -272,7 +272,7 @@ def test_what_a_receiver_has_begun_to_fetch_stays_until_it_has_all_of_it() -> No
 
     asyncio.run(slowly())
     assert all(np.array_equal(a, b) for a, b in zip(into, version(0)[1], strict=True))
-    with pytest.raises(LookupError, match="does not keep this version any more"):
+    with pytest.raises(NotKept, match="does not keep this version any more"):
         asyncio.run(received(receiver, publication))
     assert sender.memory_bytes <= 3 * WHOLE
     sender.close()

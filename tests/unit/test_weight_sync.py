@@ -17,7 +17,7 @@ from leeway.collector.engine import LoadTimes, StagedWeights
 from leeway.collector.progress import Progress, Sampled
 from leeway.collector.weight_sync import WeightSync
 from leeway.param_server.server import ParameterServer
-from leeway.transports.transport import Held
+from leeway.transports.transport import Held, NotKept
 from leeway.weights import (
     Canary,
     CanaryGap,
@@ -330,6 +330,35 @@ def test_what_does_not_arrive_is_fetched_again_while_the_engine_goes_on():
         assert rig.engine.num_staged == 0
 
     play(scenario, max_failures=2)
+
+
+@pytest.mark.parametrize("gone", [NotKept("not kept"), FileNotFoundError("no such file")])
+def test_a_version_that_newer_ones_overtake_while_it_is_fetched_is_no_failure(gone):
+    async def scenario(rig, running):
+        await rig.publish(0)
+
+        async def overtaken(asked, index, into, held=None):
+            version = asked.manifest.policy_version
+            if version < 5:
+                await rig.server.publish(publication(version + 1))
+                raise gone
+            into[:] = version
+            return into.nbytes
+
+        rig.fetch = overtaken
+        await rig.publish(1)
+        await asyncio.wait_for(rig.weight_sync.until_verified(5), 60)
+        assert (rig.engine.loads, rig.weight_sync.num_refused) == ([0, 5], 0)
+
+        async def removed(asked, index, into, held=None):
+            raise gone
+
+        rig.fetch = removed
+        await rig.publish(6)
+        with pytest.raises(WeightSyncError, match="version 6 failed the transfer check"):
+            await asyncio.wait_for(running, 60)
+
+    play(scenario, max_failures=1)
 
 
 def test_a_second_pause_waits_until_the_first_one_was_of_use_unless_a_group_waits():
