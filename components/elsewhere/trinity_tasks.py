@@ -8,7 +8,7 @@ from typing import Any
 
 from . import common
 from .table import Fate, Theirs, Unusable, number_of, shown
-from .trinity_keys import DATA, EVAL, SETS, T, is_offline, kind_of, recipe
+from .trinity_keys import DATA, EVAL, SETS, T, is_offline, kind_of
 
 
 def to_reuse(t: Theirs) -> Fate:
@@ -195,7 +195,7 @@ def _sampled(t: Theirs) -> dict[str, Any]:
 
 
 def to_eval_taskset(t: Theirs) -> Fate:
-    if is_offline(t) or recipe(t) != "async_rl":
+    if is_offline(t):
         return Fate("ignored", {}, "evaluated by a job of its own: leeway run evaluate")
     name = common.word(t.get(f"{EVAL}.name", "heldout")).replace("held_out", "heldout")
     where, columns = _source(t, EVAL), _columns(t, EVAL)
@@ -220,7 +220,7 @@ def to_eval_taskset(t: Theirs) -> Fate:
 
 
 def to_evaluation(t: Theirs) -> Fate:
-    if not t.items("buffer.explorer_input.eval_tasksets") or is_offline(t) or recipe(t) != "async_rl":
+    if not t.items("buffer.explorer_input.eval_tasksets") or is_offline(t):
         return Fate("ignored", {}, "no evaluation in this job")
     every, n = t.integer("explorer.eval_interval"), t.integer("synchronizer.sync_interval", least=1)
     ours: dict[str, Any] = {"eval.at_start": t.flag("explorer.eval_on_startup"), "eval.every": -(-every // n) * n}

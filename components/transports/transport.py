@@ -38,7 +38,7 @@ class TransportSettings:
 
 
 class NotKept(LookupError):
-    """What is fetched is kept no more: newer versions have taken its place. Who asked for it goes on with the newest."""
+    """What is fetched is kept no more: newer versions have taken its place. Who asked goes on with the newest."""
 
 
 class Outgoing(Protocol):
