@@ -28,6 +28,7 @@ KEPT_IN = {"object_store": "object store", "broadcast": "rank 0, for engines", "
 MANY_LOGITS = 1 << 25
 TILE_LOGITS = {"cpu": 1 << 25, "cuda": 1 << 27}
 LOGIT_COPIES = 3  # the logits, their log-softmax, and a gradient
+WHOLE_ROW_COPIES = 6  # also probabilities and their gradients, where entropy has one or tokens were drawn from a few
 # What a process has before it holds anything of a model: on a GPU the contexts of CUDA and NCCL, and an engine's
 # captured graphs; in main memory the interpreter, torch and libraries.
 RUNTIME, ENGINE_RUNTIME = 2 * GIB, 4 * GIB
@@ -199,7 +200,8 @@ def logit_bytes(config: Config, shape: ModelShape) -> int:
     many = MANY_LOGITS if chunk is None else chunk * shape.vocab_size
     if logits > many:
         logits = TILE_LOGITS[config.cluster.device] if chunk is None else many
-    return LOGIT_COPIES * 4 * logits
+    of_rows = config.algorithm.entropy_coef or config.rollout.top_k is not None
+    return (WHOLE_ROW_COPIES if of_rows else LOGIT_COPIES) * 4 * logits
 
 
 def microbatch_tokens(config: Config) -> int:

@@ -160,6 +160,7 @@ ADVANTAGES: dict[str, tuple[str, dict[str, Any], str]] = {
                                      "whitened over answers here, over tokens there"),
     "rloo": ("rloo", {"algorithm.advantage.name": "rloo"}, ""),
     "rloo_vectorized": ("rloo", {"algorithm.advantage.name": "rloo"}, ""),
+    "gpg": ("grpo", {"algorithm.advantage.name": "mean"}, "without its factor for groups of equal rewards"),
     "remax": ("remax", {"algorithm.advantage.name": "reward", "algorithm.greedy_baseline": True}, ""),
 }  # fmt: skip
 
@@ -195,12 +196,21 @@ def _loss(t: Theirs) -> Fate:
         return Fate("exact", ours | {"algorithm.loss.name": "ppo_clip"} | clip | _dual(t))
     if mode == "gspo":
         return Fate("exact", ours | clip | {"algorithm.aggregation": "seq_mean_token_mean"}, "always by sequence there")
+    if mode == "gpg":
+        ours["algorithm.loss.name"] = "reinforce"
+        if updates(t) == t.integer(EPOCHS, least=1) == 1:
+            return Fate("exact", ours)
+        why = "with truncated weights, where a batch has several updates"
+        return Fate("approximate", ours | {"algorithm.correction.name": "tis"}, why)
     if mode == "cispo":  # a ratio is never below 0: more than 1 is no lower limit, there and here
         return Fate(
             "exact", ours | clip | {"algorithm.loss.clip_low": min(1.0, t.number(f"{A}.clip_ratio_low", plain))}
         )
     if mode == "sapo":
-        taus = {f"algorithm.loss.{tau}": t.number(f"{A}.{tau}") for tau in ("tau_pos", "tau_neg")}
+        taus = {
+            f"algorithm.loss.{tau}": t.number(f"{A}.policy_loss.{tau}", t.number(f"{A}.{tau}"))
+            for tau in ("tau_pos", "tau_neg")
+        }
         return Fate("exact", ours | taus | {"algorithm.aggregation": "seq_mean_token_mean"})
     return Fate("refused", {}, f"no loss {shown(mode)} here; write it as algorithm.loss.name=pkg.mod:Loss")
 
@@ -507,8 +517,9 @@ ROWS: tuple[Row, ...] = (
           ("algorithm.advantage", "critic.gamma", "critic.gae_lambda"), f"by name: {', '.join(ADVANTAGES)}",
               _advantage),
     joint((f"{A}.policy_loss.loss_mode", f"{A}.clip_ratio", f"{A}.clip_ratio_low", f"{A}.clip_ratio_high",
-           f"{A}.clip_ratio_c", f"{A}.loss_agg_mode", f"{A}.tau_pos", f"{A}.tau_neg"),
-          ("algorithm.loss", "algorithm.aggregation"), "vanilla, gspo, cispo, sapo", _loss),
+           f"{A}.clip_ratio_c", f"{A}.loss_agg_mode", f"{A}.tau_pos", f"{A}.tau_neg",
+           f"{A}.policy_loss.tau_pos", f"{A}.policy_loss.tau_neg"),
+          ("algorithm.loss", "algorithm.aggregation"), "vanilla, gspo, cispo, sapo, gpg", _loss),
     joint((f"{A}.use_kl_loss", f"{A}.kl_loss_coef", f"{A}.kl_loss_type", "algorithm.use_kl_in_reward",
            "algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef", "algorithm.kl_ctrl.type", "algorithm.kl_ctrl.target_kl",
            "algorithm.kl_ctrl.horizon"), ("algorithm.kl.coef", "algorithm.kl.where", "algorithm.kl.estimator"),

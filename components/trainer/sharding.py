@@ -128,7 +128,11 @@ def sharding_units(lm: nn.Module, wanted: Sequence[str] | int | None) -> list[nn
                 taken |= own
     else:
         found = {m for m in inside if type(m).__name__ in wanted}
-    known = {type(m).__name__: sum(p.numel() for p in m.parameters()) for m in inside if any(m.parameters())}
+    known = {
+        type(m).__name__: sum(p.numel() for p in m.parameters())
+        for m in inside
+        if next(m.parameters(), None) is not None
+    }
     missing = [name for name in ([] if isinstance(wanted, int) else wanted) if name not in known]
     if missing or not found:
         said = ", ".join(f"{name} ({number})" for name, number in list(known.items())[:20])

@@ -557,3 +557,20 @@ epochs: 1
     own = {"prompt_key": "instruction", "context_key": "input", "answer_key": "output", "holdout_frac": 0.05}
     check(found, {f"{stage}{key}": value for key, value in own.items()})
     assert found.is_whole, as_table(found)
+
+
+def test_gpg_has_no_ratio(tmp_path: Path) -> None:
+    gpg = ("algorithm.adv_estimator=gpg", "actor_rollout_ref.actor.policy_loss.loss_mode=gpg")
+    found = imported(tmp_path, "verl", SCRIPT, *gpg, name="run.sh")
+    wanted = {"advantage.name": "mean", "loss.name": "reinforce", "correction.name": "tis"}
+    check(found, {f"algorithm.{key}": value for key, value in wanted.items()})
+    one = "actor_rollout_ref.actor.ppo_mini_batch_size=96"
+    check(imported(tmp_path, "verl", SCRIPT, *gpg, one, name="run.sh"), {"algorithm.correction.name": None})
+
+
+@pytest.mark.parametrize("where", ["", "policy_loss."])
+def test_sapos_temperatures_have_two_places(tmp_path: Path, where: str) -> None:
+    actor = "actor_rollout_ref.actor"
+    more = (f"{actor}.policy_loss.loss_mode=sapo", f"{actor}.{where}tau_neg=1.5")
+    found = imported(tmp_path, "verl", SCRIPT, *more, name="run.sh")
+    check(found, {"algorithm.loss.tau_pos": 1.0, "algorithm.loss.tau_neg": 1.5})

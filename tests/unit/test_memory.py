@@ -65,6 +65,7 @@ def test_a_part_more_is_memory_more():
     assert trainer("algorithm.kl.coef=0.1").device["reference"] == 4 * shape.num_parameters // 4
     assert trainer("train.gradient_checkpointing=false").device["activations"] > 5 * rank.device["activations"]
     assert trainer("train.max_tokens_per_microbatch=4096").device["activations"] < rank.device["activations"] / 3
+    assert trainer("algorithm.entropy_coef=0.01").device["logits"] == 2 * rank.device["logits"]
     offloaded = trainer("train.cpu_offload=true")
     assert "optimizer" not in offloaded.device
     assert offloaded.main["optimizer"] == rank.device["optimizer"]

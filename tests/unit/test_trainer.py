@@ -458,7 +458,8 @@ trainer.close()
 
 @pytest.mark.slow
 @pytest.mark.timeout(90)
-def test_two_ranks_take_the_same_steps_as_one(make, model_path, tmp_path, other_ranks):
+@pytest.mark.parametrize("sharded", [{}, {"fsdp_units": ["Qwen2Attention", "Qwen2MLP"], "cpu_offload_reference": True}])
+def test_two_ranks_take_the_same_steps_as_one(make, model_path, tmp_path, other_ranks, sharded):
     # Unequal shares: several passes against one, then a rank that has nothing at all.
     steps = [(in_pairs(random_trajectories(seed, 9)), split) for seed, split in ((0, 6), (1, 1), (2, 9))]
     # Everything that ranks must agree on: a cut over the whole step, a reference, a coefficient that adapts.
@@ -469,7 +470,7 @@ def test_two_ranks_take_the_same_steps_as_one(make, model_path, tmp_path, other_
         entropy_coef=0.01,
     )
     settings = settings_of(
-        model_path, num_ranks=2, max_tokens_per_microbatch=60, objective=objective, forward_prefetch=1
+        model_path, num_ranks=2, max_tokens_per_microbatch=60, objective=objective, forward_prefetch=1, **sharded
     )
     address = free_address()
     others = [batch_of(trajectories, share=slice(split, None)) for trajectories, split in steps]
