@@ -32,7 +32,6 @@ FIRST = (
     "ranks",
     "integration/test_endings.py",
     "security/test_code_attacks.py",
-    "integration/test_sampling_masks.py",
     "integration/test_examples.py",
     "unit/test_benchmarks.py",
     "integration/test_against_trl.py",

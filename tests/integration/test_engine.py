@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from leeway.collector.progress import EngineHung
+from leeway.config.sampling import kept_width
 from leeway.engines import vllm_worker_env
 from leeway.engines.vllm_engine import VllmEngine
 from leeway.tasks.tiny_tokenizer import build_tokenizer
@@ -24,10 +25,11 @@ from leeway.trainer.convert import convert
 from leeway.trainer.trainer import Trainer
 from leeway.weights import Canary, WeightSyncError
 
-from ..engine_contract import TOLERANCE, EngineContract, Publisher, Served
+from ..engine_contract import TOLERANCE, EngineContract, Publisher, Served, check_masks
 from ..trainers import batch_of, free_address, random_trajectories, settings_of
 
 VLLM_OPTIONS = {"enforce_eager": True, "block_size": 32, "max_num_seqs": 64}
+NUM_KEPT = kept_width(9)
 pytestmark = pytest.mark.timeout(900)  # on a busy machine, an engine's start takes minutes
 
 
@@ -80,9 +82,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Canar
 
 @pytest.fixture(scope="module")
 def served(trained: tuple[Path, Path, Canary]) -> Iterator[ServedByVllm]:
-    """It starts with the converted weights: those of the publisher are others."""
+    """It starts with the converted weights: those of the publisher are others.
+
+    As the engine of a run in which no request has `top_k`, but for the test that asks for what tokens were drawn from.
+    """
     base, converted, canary = trained
-    with sabotaged(base, model_path=str(converted), initial_version=0) as served:
+    with sabotaged(base, model_path=str(converted), initial_version=0, num_kept=NUM_KEPT) as served:
+        served.engine._num_kept = 0
         served.gap_at_start = served.run(served.engine.score(canary)).largest
         served.recover()
         served.gap_after_a_load = served.run(served.engine.score(canary)).largest
@@ -97,6 +103,13 @@ def test_a_converted_checkpoint_is_served_from_disk_and_agrees_with_the_trainer(
 
 class TestVllm(EngineContract):
     pass
+
+
+def test_it_says_what_each_token_was_drawn_from(served: ServedByVllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its logprobs are of the distribution over these."""
+    monkeypatch.setattr(served.engine, "_num_kept", NUM_KEPT)
+    served.recover()
+    check_masks(served)
 
 
 MLP = "model.layers.0.mlp.gate_proj.weight"
