@@ -36,6 +36,12 @@ FIRST = (
     "unit/test_benchmarks.py",
     "integration/test_against_trl.py",
     "integration/test_buffer_actor.py",
+    "unit/test_hf_engine.py",
+    "unit/test_families.py",
+    "unit/test_rewards.py",
+    "unit/test_plan_command.py",
+    "unit/test_jail.py",
+    "unit/test_hf_decode.py",
 )
 """What takes longest is begun first, so that no process still has one of these when the others have nothing to do."""
 LONG = bool(os.environ.get("LEEWAY_LONG_TESTS"))
