@@ -126,7 +126,7 @@ def test_long_things_come_first_and_what_is_shared_stays_together() -> None:
         item("unit/test_advantages.py"),
         item("unit/test_checkpoint.py", marks=("slow",)),
         item("unit/test_trainer.py"),
-        item("unit/test_jail.py", marks=("slow",)),
+        item("unit/test_monitor.py", marks=("slow",)),
         item("integration/test_endings.py", "a"),
         item("integration/test_endings.py", "b"),
         item("integration/test_hosts.py"),
@@ -140,7 +140,7 @@ def test_long_things_come_first_and_what_is_shared_stays_together() -> None:
     assert ["unit/test_checkpoint.py::test", "unit/test_trainer.py::test"] in order
     assert order[-3:] == [
         ["integration/test_hosts.py::test"],
-        ["unit/test_jail.py::test"],
+        ["unit/test_monitor.py::test"],
         ["unit/test_advantages.py::test"],
     ]
 
