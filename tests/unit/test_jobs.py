@@ -30,7 +30,7 @@ from leeway.jobs.folder import Meeting, claimed, good_until, read_json, write_js
 from leeway.jobs.group_bytes import group_bytes, group_of, groups_of, laid_out
 from leeway.jobs.host import MOST_FAILED, Host, take_over
 from leeway.jobs.link import TrainLink
-from leeway.jobs.store import FINISHED, TRAINED, VOID, GroupStore
+from leeway.jobs.store import FINISHED, LEFT_OUT, TRAINED, VOID, GroupStore
 from leeway.replay.admission import AdmissionRule
 from leeway.replay.buffer import ReplayBuffer
 from leeway.replay.position import Position
@@ -69,6 +69,7 @@ class Train:
         num_batches: int | None = None,
         now: Callable[[], float] | None = None,
         silent_s: float = 5.0,
+        operated_elsewhere: Callable[[Group], Awaitable[Group | str]] | None = None,
     ) -> None:
         saved: dict[str, Any] | None = json.loads(start) if start else None
         stream = saved.pop("stream") if saved else None
@@ -87,6 +88,7 @@ class Train:
             num_batches=num_batches,
             capacity=64,
             num_collectors=0,
+            operated_elsewhere=operated_elsewhere,
         )
         self.store = GroupStore(self.meeting.groups)
         self.version = position.num_batches
@@ -377,6 +379,34 @@ def test_an_explorer_joins_delivers_and_hears_of_the_end(tmp_path: Path) -> None
         await train.host.close(ended=True)
         await asyncio.wait_for(working, LIMIT_S)  # without any group
         await until(lambda: explorer.link.has_ended, "it hears of it")
+
+    play(scenario)
+
+
+def test_operators_elsewhere_hold_up_no_call_and_what_they_leave_out_is_marked(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        asked: dict[int, asyncio.Future[Group | str]] = {}
+
+        async def elsewhere(group: Group) -> Group | str:
+            asked[group.group_id] = asyncio.get_running_loop().create_future()
+            return await asked[group.group_id] or group
+
+        train = Train(tmp_path, operated_elsewhere=elsewhere)
+        await train.begin()
+        explorer = Explorer(tmp_path, "a")
+        held = await explorer.admit(P)
+        await explorer.put(*held)
+        await until(lambda: len(asked) == P, "they are with the operators")
+        assert len(await explorer.admit(1)) == 1, "answered, though nobody knows yet what becomes of them"
+        assert train.store.count(LEFT_OUT) == 0
+        asked[held[0].group_id].set_result("too long")
+        await until(lambda: train.store.count(LEFT_OUT) == 1, "it is marked")
+        for admission in held[1:]:
+            asked[admission.group_id].set_result("")
+        await until(lambda: train.buffer.stats().groups_ready == P - 1, "the others are stored")
+        assert train.store.count(LEFT_OUT) == 1
+        await explorer.killed()
+        await train.killed()
 
     play(scenario)
 
