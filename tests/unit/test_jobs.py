@@ -400,11 +400,11 @@ def test_operators_elsewhere_hold_up_no_call_and_what_they_leave_out_is_marked(t
         assert len(await explorer.admit(1)) == 1, "answered, though nobody knows yet what becomes of them"
         assert train.store.count(LEFT_OUT) == 0
         asked[held[0].group_id].set_result("too long")
-        await until(lambda: train.store.count(LEFT_OUT) == 1, "it is marked")
+        await until(lambda: train.buffer.stats().filtered == 1, "it is left out")
         for admission in held[1:]:
             asked[admission.group_id].set_result("")
-        await until(lambda: train.buffer.stats().groups_ready == P - 1, "the others are stored")
-        assert train.store.count(LEFT_OUT) == 1
+        await until(lambda: train.store.count(LEFT_OUT) == 1, "it is marked, when all of its delivery are through")
+        assert (train.buffer.stats().groups_ready, train.store.count(FINISHED)) == (P - 1, P - 1)
         await explorer.killed()
         await train.killed()
 
