@@ -62,16 +62,28 @@ def test_explorers_that_come_before_the_train_job_die_under_it_or_differ_from_it
 
 
 @pytest.mark.slow
-def test_a_train_job_has_its_versions_evaluated_by_explorers(
+def test_a_train_job_has_its_versions_evaluated_by_explorers_as_an_evaluation_of_its_weights_says(
     start: Any, of_sums: list[str], from_untrained: list[str]
 ) -> None:
-    settings = [*of_sums, *from_untrained, *DIGITS_LAST, "rollout.engine.name=hf", "eval.num_tasks=40"]
+    """Before, in the middle and after; what explorers say of the last version is what its saved weights do."""
+    sampled = ["eval.num_tasks=60", "eval.temperature=1"]
+    settings = [*of_sums, *from_untrained, *DIGITS_LAST, "rollout.engine.name=hf", *sampled]
     steps = ["stages.async_rl.train.steps=4", "stages.async_rl.train.groups_per_step=8", "eval.every=2"]
     train = start("train", *settings, *steps)
     explorers = [start("explore", *settings, *steps, f"explorer.name={name}") for name in "ab"]
     run = train.wait(600)
     assert run.code == 0, run.output
     assert [explorer.wait(300).code for explorer in explorers] == [0, 0]
-    rows = [row for row in run.metrics() if row["role"] == "evaluation"]
-    assert [row["eval/held_out/policy_version"] for row in rows] == [0, 2, 4]
-    assert [row["eval/held_out/num_tasks"] for row in rows] == [40] * 3
+    evaluations = [row for row in run.metrics() if row["role"] == "evaluation"]
+    assert [row["eval/held_out/policy_version"] for row in evaluations] == [0, 2, 4]
+    numbers = [(row["eval/held_out/reward"], row["eval/held_out/response_tokens_mean"]) for row in evaluations]
+    assert len({*numbers}) > 1, "the same for all versions says little"
+    before, after = run.summary["stages"]["async_rl"]["eval"].values()
+    assert (before["policy_version"], after["policy_version"]) == (0, 4)
+    weights = next((run.dir / "stages/async_rl/checkpoints").glob("step-*/hf"))
+    shared = [s for s in settings if not s.startswith(("model.path", "stages."))]
+    done = start("evaluate", *shared, f"model.path={weights}", name="e").wait(300)
+    assert done.code == 0, done.output
+    (measured,) = done.summary["eval"].values()
+    assert {**measured, "policy_version": 4} == after
+    assert len(rows(run.dir, "SELECT task_id FROM groups WHERE state = 'trained'")) == 4 * 8

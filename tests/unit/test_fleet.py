@@ -217,10 +217,9 @@ def test_the_end_of_a_run_does_not_wait_for_one_that_waits_for_room(
         await collecting.wound_up()
         assert now() - begun == pytest.approx(9 if is_lost_late else 5, abs=0.1)
         assert await with_a_process(world.fleet) == [world.fleet[0]]
-        publishing = Publishing(
-            load_config("quickstart", []), SimpleNamespace(generators=world.fleet, supervisor=world.supervisor),
-            report=NOTHING, keep=NOTHING, uploads=NOTHING,
-        )  # fmt: skip
+        parts: Any = SimpleNamespace(generators=world.fleet, supervisor=world.supervisor)
+        config = load_config("quickstart", [])
+        publishing = Publishing(config, parts, report=NOTHING, keep=NOTHING, uploads=NOTHING)
         await publishing.wait_engines_at(4)
         assert world.workers["generator-0/0"].proven == 4
 
