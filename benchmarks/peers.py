@@ -241,7 +241,9 @@ def overrides(
         *(f"rollout.max_model_len={128 if workload.model == 'given' else 64 if workload.max_tokens == 8 else 384}",),
         *([f"eval.path={files['heldout_file']}"] if every else []),
     ]
-    if workload.model != "given":
+    if workload.model == "given":
+        given += ["rollout.temperature=1"]  # torchrl's loss knows no other
+    else:
         given += ["stages.sft=null", "model.init=null"]
     if workload.max_tokens > 24:
         given += ["staleness.reorder_window=null"]
