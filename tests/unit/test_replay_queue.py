@@ -125,6 +125,8 @@ def test_the_actor_sees_what_comes_and_ends_with_a_line_that_is_no_task(
         await buffer.published(0)
         await admit(buffer)
         own: Any = SimpleNamespace(role="replay", _taskset=queue, _buffer=buffer)
+        own._failure, own._has_failed = None, asyncio.Event()
+        own._feed_from_queue = lambda: ReplayBufferActor._feed_from_queue(own)
         alive = asyncio.create_task(ReplayBufferActor.wait_until_death(own))  # type: ignore[arg-type]
         waiting = asyncio.create_task(buffer.admit(1, timeout_s=SOON_S))
         await asyncio.sleep(0.02)

@@ -108,9 +108,10 @@ def schedules(draw: st.DrawFn) -> Schedule:
     W = 1 if lockstep else draw(st.sampled_from((1, 1, 2, P, 2 * P + 1)))
     T = u * (-(-(W - 1) // P) + 1) + n - 2 + (0 if lockstep else draw(st.sampled_from((0, 0, 1, 3))))
     num_batches = draw(st.none() | st.integers(1, 8))
-    rng = random.Random(draw(st.integers(0, 2**32)))
+    # Hypothesis likes the same few seeds: what else is drawn makes others of them.
+    rng = random.Random(f"{P} {u} {n} {W} {T} {num_batches} {draw(st.integers(0, 2**32))}")
     # One generator stays, so that the run can end; the others come and go.
-    generators = [Generator(joins_s=0.0, lives_s=None, max_in_flight=rng.choice((1, 8, 40)), lazy=rng.random() < 0.5)]
+    generators = [Generator(joins_s=0.0, lives_s=None, max_in_flight=rng.choice((1, 8, 40)), lazy=rng.random() < 0.3)]
     for _ in range(rng.choice((0, 1, 2))):
         generators.append(
             Generator(
@@ -120,9 +121,11 @@ def schedules(draw: st.DrawFn) -> Schedule:
                 lazy=rng.random() < 0.5,
             )
         )
-    group_s, step_s = rng.choice(((0.05, 1.0), (0.5, 0.5), (3.0, 1.0)))
+    group_s, step_s = rng.choice(((0.05, 1.0), (0.5, 0.5), (3.0, 1.0), (1.0, 0.1)))
     long_tail = rng.random() < 0.3
-    if rng.random() < 0.2:  # a generator that is always far ahead of the trainer, in a long run
+    operator_s = rng.choice((None, 0.0, 0.05, 3.0))
+    if rng.random() < 0.25:  # a generator that is always far ahead of the trainer, in a long run
+        operator_s = rng.choice((None, 0.0, 0.05))
         group_s, step_s, long_tail = 0.05, 4.0, False
         generators[0] = Generator(joins_s=0.0, lives_s=None, max_in_flight=40, lazy=True)
         num_batches = T + 2 * n + 2
@@ -152,7 +155,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
         retried=retried,
         filtered=filtered,
         one_version=rng.random() < 0.3,
-        operator_s=rng.choice((None, 0.0, 0.05, 3.0)),
+        operator_s=operator_s,
     )
 
 
