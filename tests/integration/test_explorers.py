@@ -20,7 +20,8 @@ def rows(run: Path, query: str) -> list[tuple[Any, ...]]:
     if not index.exists():
         return []
     with closing(sqlite3.connect(f"file:{index}?mode=ro", uri=True)) as connection:
-        return connection.execute(query).fetchall()
+        has_begun = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'groups'").fetchall()
+        return connection.execute(query).fetchall() if has_begun else []
 
 
 def wait_for_groups(train: Started, explorer: str, timeout_s: float) -> None:
