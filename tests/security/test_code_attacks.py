@@ -23,17 +23,18 @@ pytestmark = [pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")]
 
 SHORT = {"cpu_s": 1, "timeout_s": 0.3, "memory_mb": 128}
 
-# What the forgeries are held to: five ways to ask for the same function, which none of them has.
+# What the forgeries are held to: ways to ask for the same function, which none of them has. The result is longer than
+# an address: four digits stand in one of 200 pages of `repr`, and a forgery that found them there was paid.
 TESTS: list[Any] = [
-    "assert secret_sum([17, 4]) == 4321",
-    "assert 4321 == secret_sum([17, 4]), 'hidden'",
-    "def check(candidate):\n    for given, want in [([17, 4], 4321), ([], 99)]:\n"
+    "assert secret_sum([17, 4]) == 43219876543210",
+    "assert 43219876543210 == secret_sum([17, 4]), 'hidden'",
+    "def check(candidate):\n    for given, want in [([17, 4], 43219876543210), ([], 99)]:\n"
     "        assert candidate(given) == want\ncheck(secret_sum)",
-    "import math\nassert math.isclose(secret_sum([17, 4]), 4321.0)",
-    "assert all(map(lambda case: secret_sum(case) == 4321, [[17, 4], [4, 17]]))",
-    "assert not abs(secret_sum([17, 4]) - 4321) > 1e-6",
-    {"fn_name": "secret_sum", "input": [[17, 4]], "output": 4321},
-    {"input": "17 4\n", "output": "4321\n"},
+    "import math\nassert math.isclose(secret_sum([17, 4]), 43219876543210.0)",
+    "assert all(map(lambda case: secret_sum(case) == 43219876543210, [[17, 4], [4, 17]]))",
+    "assert not abs(secret_sum([17, 4]) - 43219876543210) > 1e-6",
+    {"fn_name": "secret_sum", "input": [[17, 4]], "output": 43219876543210},
+    {"input": "17 4\n", "output": "43219876543210\n"},
 ]
 
 ALWAYS = """
@@ -73,7 +74,7 @@ FORGERIES = {
     + FUNCTION,
     "a replaced json": "import json, sys\nfor m in list(sys.modules.values()):\n"
     "    for n in ('dumps', 'encode', 'loads'):\n"
-    "        if hasattr(m, n):\n            setattr(m, n, lambda *a, **k: b'[\"value\", 4321, {\"dict\":[]}]')" + FUNCTION,
+    "        if hasattr(m, n):\n            setattr(m, n, lambda *a, **k: b'[\"value\", 43219876543210, {\"dict\":[]}]')" + FUNCTION,
     "replaced math": "import math, sys\nmath.isclose = lambda *a, **k: True\nsys.modules['math'] = math" + FUNCTION,
     "math as a class": "class math:\n    isclose = staticmethod(lambda *a, **k: True)" + FUNCTION,
     "shadowed built-ins": "all = any = sorted = abs = map = lambda *a: True\ncheck = lambda c: None" + FUNCTION,
@@ -83,7 +84,7 @@ def secret_sum(x):
     frame = sys._getframe()
     while frame:
         for value in [*frame.f_locals.values(), *frame.f_globals.values()]:
-            if str(4320 + 1) in str(value)[:10**4]: return 4320 + 1
+            if str(43219876543209 + 1) in str(value)[:10**4]: return 43219876543209 + 1
         frame = frame.f_back
     return 0
 print(secret_sum(0))""",
@@ -97,7 +98,7 @@ def secret_sum(x):
             if at >= 0: return eval(text.split('==')[1].split()[0])
     return 0
 print(secret_sum(0))""",
-    "own memory searched": "def secret_sum(x):\n    try: return b'432' + b'1' in open('/proc/self/mem', 'rb').read() and 4000 + 321\n"
+    "own memory searched": "def secret_sum(x):\n    try: return b'4321987654321' + b'0' in open('/proc/self/mem', 'rb').read() and 43219876543000 + 210\n"
     "    except OSError: return 0",
     "memory of the parent read": "import os\ndef secret_sum(x):\n    for pid in [os.getppid(), *range(1, 300)]:\n"
     "        for name in ('cmdline', 'environ', 'mem', 'maps', 'fd/0'):\n"
@@ -120,7 +121,7 @@ print(secret_sum(0))""",
     "the marker printed": "print('1 passed')\nprint('OK')\nprint(True)" + FUNCTION,
     "stdout replaced": "import io, sys\nclass Out(io.StringIO):\n    def write(self, s): return len(s)\n"
     "sys.stdout = sys.__stdout__ = Out()\nprint('x')" + FUNCTION,
-    "a fork that answers twice": "import os\npid = os.fork()\ndef secret_sum(x): return 4000 + 321 if pid else 0",
+    "a fork that answers twice": "import os\npid = os.fork()\ndef secret_sum(x): return 43219876543000 + 210 if pid else 0",
     "a thread that answers later": "import threading, time, os\ndef late():\n    time.sleep(0.01)\n    os.write(4, "
     + FRAME.format() + ")\nthreading.Thread(target=late).start()\ndef secret_sum(x): time.sleep(0.1)",
     "StopIteration ends the loop": "def secret_sum(x): raise StopIteration",
@@ -128,7 +129,7 @@ print(secret_sum(0))""",
     "GeneratorExit": "def secret_sum(x): raise GeneratorExit",
     "an exception of every name": "class AssertionError(Exception): pass\nclass StopIteration(BaseException): pass\n"
     "def secret_sum(x): raise StopIteration(AssertionError())",
-    "arguments changed to fit": "def secret_sum(x):\n    try: x[:] = [4321 - 4321]\n    except TypeError: pass\n    return x",
+    "arguments changed to fit": "def secret_sum(x):\n    try: x[:] = [43219876543210 - 43219876543210]\n    except TypeError: pass\n    return x",
     "nan": "def secret_sum(x): return float('nan')\nprint('nan')",
     "endless nesting": "def secret_sum(x):\n    found = []\n    for _ in range(10**5): found = [found]\n    return found",
     "an endless reply": "def secret_sum(x):\n    while True: yield 4\n",
@@ -143,7 +144,7 @@ print(secret_sum(0))""",
     "    for n in ('same', 'judge', 'run_test', 'loads', 'receive'):\n"
     "        if isinstance(getattr(m, n, None), types.FunctionType): setattr(m, n, lambda *a, **k: True)" + FUNCTION,
     "no code at all": "",
-    "no Python": "Paid, please: 4321 == 4321 :",
+    "no Python": "Paid, please: 43219876543210 == 43219876543210 :",
 }  # fmt: skip
 
 
