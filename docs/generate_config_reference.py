@@ -13,7 +13,7 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from leeway.algorithms.piece import Piece
-from leeway.config import Config
+from leeway.config import Config, inputs
 from leeway.config.engines import ENGINES, NOT_REPRODUCIBLE, OWNED_BY_LEEWAY
 from leeway.config.keys import default_of
 from leeway.config.reference import Schema, section_of, sections
@@ -58,6 +58,14 @@ other settings of `rollout.engine` with it. A class of your own is given all of 
 With `vllm`, the others are arguments of its AsyncEngineArgs. Refused there, because Leeway sets them: {owned}.
 Refused, because the trainer could not reproduce the engine's probabilities: {unreproducible}.
 """
+
+_TASK = set(inputs.TaskSource.model_fields) - set(inputs.WHERE_FROM)
+REST = {
+    "task.mix.<name>": {"task": _TASK},
+    "eval.tasksets.<name>": {"task": _TASK - set(inputs.NOT_TRAINED_ON), "eval": set(inputs.EvalSampling.model_fields)},
+    "env.by_taskset.<name>": {"env": set(inputs.EnvSource.model_fields)},
+}
+"""Of sections that set a part only: which settings come from another section where they are not set."""
 
 
 def page() -> str:
@@ -121,9 +129,12 @@ def _range(field: Schema) -> str:
 
 
 def _default(key: str, field: Schema) -> str:
+    section, _, name = key.rpartition(".")
+    if taken := [other for other, names in REST.get(section, {}).items() if name in names]:
+        return f"that of `{taken[0]}`"
     is_apart = " " in key or ".<name>." in key
     default = field.get("default", {} if field.get("type") == "object" else None) if is_apart else default_of(key)
-    if default is PydanticUndefined:
+    if default is PydanticUndefined or (".<name>." in key and "default" not in field and field.get("type") == "string"):
         return "required"
     if isinstance(default, Section):
         return f"`{default.name}`" if isinstance(default, Piece) else ""

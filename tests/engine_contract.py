@@ -416,13 +416,13 @@ class EngineContract:
     def test_an_engine_started_again_with_old_weights_serves_no_newer_group(self, served: Served) -> None:
         """What it holds is not believed: it starts a group only after a proven load that is new enough for it."""
         weight_sync = served.weight_sync(deadline_s=0.2)  # of a collector that has just started on this engine
-        with pytest.raises(TimeoutError, match=f"weights of version {served.publisher.version}; .* serves version -1"):
+        with pytest.raises(TimeoutError, match=f"weights of version {served.publisher.version} .* serves version -1"):
             served.run(weight_sync.until_verified(served.publisher.version))
         weight_sync._deadline_s = 200.0
         served.run(sync(weight_sync, *served.publisher.publication()))  # the same, proven
         weight_sync._deadline_s = 0.2
         needed = served.publisher.version + 1
-        with pytest.raises(TimeoutError, match=f"weights of version {needed}; .* serves version {needed - 1}"):
+        with pytest.raises(TimeoutError, match=f"weights of version {needed} .* serves version {needed - 1}"):
             served.run(weight_sync.until_verified(needed))
 
     @pytest.mark.slow

@@ -227,6 +227,9 @@ class CollectorActor(Watched):
     ) -> list[list[Trajectory] | str]:
         return await self._run.collector.evaluate(tasks, sampling, policy_version=policy_version)
 
+    async def stop_evaluating(self) -> None:
+        self._run.collector.stop_evaluating()
+
     async def num_evaluated(self) -> int:
         return self._run.collector.num_evaluated()
 

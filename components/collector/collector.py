@@ -101,6 +101,7 @@ class Collector(BaseCollector):
         self._in_flight: set[asyncio.Task[Group | None]] = set()
         self._given_away: set[asyncio.Task[Group | None]] = set()
         self._going_on: set[asyncio.Task[Any]] = set()
+        self._evaluating: set[asyncio.Future[Any]] = set()
         self._num_evaluated = 0
         self._num_tokens = 0
         self._num_finished = 0
@@ -213,9 +214,26 @@ class Collector(BaseCollector):
     ) -> list[list[Trajectory] | str]:
         """`sampling.samples` trajectories per task, under exactly `policy_version`: newer weights are held back.
 
-        For a task that failed for good, the reason. Nothing of it is trained on. What is drawn depends on the weights,
-        the run's seed and the task alone.
+        For a task that failed for good, the reason; for every task where `stop_evaluating` came before the end. Nothing
+        of it is trained on. What is drawn depends on the weights, the run's seed and the task alone.
         """
+        evaluating = asyncio.ensure_future(self._evaluate(tasks, sampling, policy_version))
+        self._evaluating.add(evaluating)
+        try:
+            await asyncio.wait({evaluating})
+            return ["the evaluation was called off"] * len(tasks) if evaluating.cancelled() else evaluating.result()
+        finally:
+            self._evaluating.discard(evaluating)
+            evaluating.cancel()
+
+    def stop_evaluating(self) -> None:
+        """Nobody wants the answers any more: the engine is free to load newer weights."""
+        for evaluating in self._evaluating:
+            evaluating.cancel()
+
+    async def _evaluate(
+        self, tasks: list[Task], sampling: EvalSampling, policy_version: int
+    ) -> list[list[Trajectory] | str]:
         await self._weight_sync.until_verified(policy_version)
         async with self._weight_sync.freeze_weights():
             if self._weight_sync.verified_version != policy_version:

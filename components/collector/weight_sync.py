@@ -27,6 +27,7 @@ from contextlib import (
     asynccontextmanager,
     contextmanager,
     nullcontext,
+    suppress,
 )
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -48,7 +49,8 @@ Pull = Callable[[int, float], Awaitable[Publication | None]]
 OVERTAKEN_S = 1.0
 """Time for the parameter server to say whether there is a newer version than one that was not kept."""
 POLL_S = 10.0
-"""How long one question to the parameter server may stay open; the next one follows at once."""
+"""How long one question to the parameter server may stay open; the next one follows at once, for as long as the
+trainer has nothing newer."""
 
 
 SMALL_BYTES = 1 << 20
@@ -142,6 +144,8 @@ class WeightSync:
         self._generating_changed = asyncio.Event()
         self._finish_first = finish_first
         self._num_generating = 0
+        self._at_work_since: float | None = 0.0
+        """Since when a published version waits for this engine alone; None: none does. Always, while nobody pulls."""
         self.verified_version = verified_version
         self._reports: list[SyncReport] = []
         self._closed = asyncio.Event()
@@ -152,6 +156,7 @@ class WeightSync:
         An engine that fails a check is quarantined: it serves nothing, and what it has in flight is given away, until a
         later load passes every check. Raises the `WeightSyncError` of the last of `max_failures` + 1 failures in a row.
         """
+        self._at_work_since = None
         try:
             while not self._closed.is_set():
                 await self._first(self._awake.wait())
@@ -161,12 +166,14 @@ class WeightSync:
                 if publication is not None and self._awake.is_set():  # else a newer one may be there when it wakes
                     await self._sync(publication)
         finally:
+            self._at_work_since = asyncio.get_running_loop().time()
             self._hold(None)
 
     async def _sync(self, publication: Publication) -> None:
         started = time.monotonic()
         try:
-            staged, fetched_bytes = await self._staged(publication)
+            with self._at_work():
+                staged, fetched_bytes = await self._staged(publication)
         except WeightSyncError as error:
             self._hold(None)  # what the transport made of it is not what it should be: fetch all of it
             if not await self._is_overtaken(error):
@@ -175,10 +182,12 @@ class WeightSync:
         verified = False
         try:
             ahead_s = time.monotonic() - started
-            await self._drain()
+            with self._at_work():
+                await self._drain()
             async with self._frozen:
                 try:
-                    await self._load_and_verify(staged, ahead_s, fetched_bytes)
+                    with self._at_work():
+                        await self._load_and_verify(staged, ahead_s, fetched_bytes)
                 except WeightSyncError as error:
                     await self._quarantine(error)
                 else:
@@ -232,18 +241,25 @@ class WeightSync:
         self._awake.set()
 
     async def until_verified(self, policy_version: int) -> None:
-        """Wait until weights of at least this version were proven. Raises TimeoutError naming both versions."""
-        if self.verified_version >= policy_version:
-            return
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                while self.verified_version < policy_version:  # a proof may be taken back before this runs again
+        """Wait until weights of at least this version were proven.
+
+        The deadline is for this engine: to fetch what was published, to make room for it, to load and prove it. It does
+        not run while nothing newer is published, while an evaluation holds the weights, or while the engine sleeps:
+        each of these ends by a deadline of its own, which names its part. Raises TimeoutError naming both versions.
+        """
+        now = asyncio.get_running_loop().time
+        asked_at = now()
+        while self.verified_version < policy_version:  # a proof may be taken back before this runs again
+            since = self._at_work_since
+            left_s = self._deadline_s - (0.0 if since is None else now() - max(since, asked_at))
+            if left_s <= 0:
+                raise TimeoutError(
+                    f"waited {self._deadline_s:g} s (cluster.step_timeout_s) for weights of version {policy_version} "
+                    f"to be loaded and proven; this engine serves version {self.verified_version}"
+                )
+            with suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
                     await self._proof_of(policy_version)
-        except TimeoutError:
-            raise TimeoutError(
-                f"waited {self._deadline_s:g} s for weights of version {policy_version}; "
-                f"this engine serves version {self.verified_version}"
-            ) from None
 
     def one_version(self) -> AbstractAsyncContextManager[int | None]:
         """Around a rollout: the version that all of it is sampled under; None: whichever is served at each token."""
@@ -260,6 +276,15 @@ class WeightSync:
             self._num_generating -= 1
             if not self._num_generating:
                 self._generating_changed.set()
+
+    @contextmanager
+    def _at_work(self) -> Iterator[None]:
+        """Around what a published version waits for here, and nowhere else."""
+        self._at_work_since = asyncio.get_running_loop().time()
+        try:
+            yield
+        finally:
+            self._at_work_since = None
 
     async def _proof_of(self, policy_version: int) -> None:
         """Wait until a version of at least this one was proven, though perhaps it no longer counts."""
@@ -290,7 +315,17 @@ class WeightSync:
         newer_than = max(self.verified_version, self._slept_at - 1, self._next_version() - 1)
         pulling = asyncio.ensure_future(self._pull(newer_than, POLL_S))
         have = max(self.verified_version, self._slept_at - 1)
-        await self._first(pulling, self._version_requested(have, newer_than), self._sleeps.wait())
+        limit = asyncio.timeout(POLL_S + self._deadline_s)
+        try:
+            async with limit:
+                await self._first(pulling, self._version_requested(have, newer_than), self._sleeps.wait())
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise TimeoutError(
+                f"the parameter server did not say for {self._deadline_s:g} s (cluster.step_timeout_s) whether there "
+                f"are weights newer than version {newer_than}"
+            ) from None
         return pulling.result() if pulling.done() and not pulling.cancelled() else None
 
     async def _first(self, *waits: Awaitable[Any]) -> None:

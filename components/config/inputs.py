@@ -210,6 +210,12 @@ class TaskSource(Section):
         return given
 
 
+WHERE_FROM = ("name", "path", "subset", "split", "query", "dataset", "options")
+"""What says where tasks come from: each taskset has its own."""
+NOT_TRAINED_ON = {"limit": None, "holdout_frac": 0.0, "order": "shuffle", "difficulty_key": None}
+"""All rows of a taskset that is only evaluated on, in their order."""
+
+
 class MixedTasks(Partial, TaskSource):
     """One taskset of `task.mix`. Anything it does not set comes from `task`, except where its tasks come from."""
 
@@ -242,7 +248,7 @@ class TaskConfig(TaskSource):
     def evaluated(self, own: EvalTasks) -> TaskSource:
         """One of `eval.tasksets`, with all of its task settings. All of its rows are evaluated on, in their order."""
         settings = own.model_dump(exclude=set(EvalSampling.model_fields))
-        return self._with({"limit": None, "holdout_frac": 0.0, "order": "shuffle", "difficulty_key": None} | settings)
+        return self._with(NOT_TRAINED_ON | settings)
 
     def filled(self, own: dict[str, Any]) -> TaskSource:
         """A source of its own settings, where it has any, and of these: a hold-out is that of any part of a mixture."""
@@ -250,7 +256,7 @@ class TaskConfig(TaskSource):
         return self._with({"holdout_frac": held_out, "name": "jsonl"} | own)
 
     def _with(self, own: dict[str, Any]) -> TaskSource:
-        shared = self.model_dump(exclude={"mix", "name", "path", "subset", "split", "query", "dataset", "options"})
+        shared = self.model_dump(exclude={"mix", *WHERE_FROM})
         return TaskSource.model_validate(shared | own)
 
 

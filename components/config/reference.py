@@ -8,8 +8,6 @@ from typing import Any
 
 Schema = dict[str, Any]
 """A JSON schema, or a part of one."""
-PARTIAL = ("MixedTasks", "EvalTasks", "EnvPart")
-"""Sections that take the settings of others, which are shown by themselves."""
 
 
 def sections(schema: Schema) -> Iterator[tuple[str, Schema]]:
@@ -28,9 +26,7 @@ def _walk(schema: Schema, fields: Schema, *, prefix: str) -> Iterator[tuple[str,
             yield f"{prefix}{name}", definition
             yield from _walk(schema, definition["properties"], prefix=f"{prefix}{name}.")
         elif isinstance(each := field.get("additionalProperties"), dict) and (of := section_of(each)):
-            definition = schema["$defs"][of]
-            if definition["title"] not in PARTIAL:
-                yield f"{prefix}{name}.<name>", definition
+            yield f"{prefix}{name}.<name>", schema["$defs"][of]
 
 
 def _choice(schema: Schema, field: Schema) -> Schema:

@@ -1,6 +1,7 @@
 """A rough estimate of a run's memory and duration from sizes and lengths, labelled as rough in the output.
 
-Memory is counted in `memory`. Time is a bound: every prompt and answer as long as allowed, at typical speeds.
+Memory is counted in `memory`. Time is two figures at typical speeds: everything as long as allowed and trained on, and
+what runs rather meet, half of both.
 """
 
 from __future__ import annotations
@@ -12,9 +13,15 @@ from ..config import Config, Hardware, Recipe, Stage, derive
 from .memory import GIB, processes_of
 from .models import ModelShape, shape_of_model
 
-# Floating-point operations per second that small and medium models reach: on one core, on one GPU.
+# Floating-point operations per second that small and medium models reach: on one core (measured with 0.9 and with 135
+# million weights), on one GPU (not measured).
 TRAINING_FLOPS = {"cpu": 5e10, "cuda": 2e14}
-GENERATION_FLOPS = {"cpu": 2e10, "cuda": 2e13}
+GENERATION_FLOPS = {"cpu": 5e10, "cuda": 2e13}
+# What an engine spends on a token besides, however small the model, and what a step costs however small it is.
+TOKEN_S = {"cpu": 1.25e-4, "cuda": 0.0}
+STEP_S = {"cpu": 0.2, "cuda": 0.0}
+USUAL_FRAC = 0.5
+"""Of the allowed lengths, and of the groups where those without an advantage are skipped: what runs rather meet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,20 +85,34 @@ def _time(config: Config, recipe: Recipe, shape: ModelShape) -> str:
         return "unknown: it depends on the tasks"
     if recipe.elsewhere is not None:
         return f"unknown: it depends on the job of the {recipe.elsewhere} as well"
-    need, rollout, device = derive(config, recipe), config.rollout, config.cluster.device
-    sequences, size = need.sequences_per_step, shape.num_parameters
-    units = need.cpus if device == "cpu" else need.gpus
-    generating = 2 * size * sequences * rollout.max_response_tokens / (units["generator"] * GENERATION_FLOPS[device])
-    length = rollout.max_prompt_tokens + rollout.max_response_tokens
-    training = 6 * size * sequences * length / (units["trainer"] * TRAINING_FLOPS[device])
-    takes_turns = need.lockstep or config.cluster.in_turns
-    step_s = generating + training if takes_turns else max(generating, training)
+    usual_s, most_s = _step_s(config, recipe, shape, usual=True), _step_s(config, recipe, shape, usual=False)
     steps = config.train.steps
-    whole = "" if steps is None else f", {_duration(steps * step_s)} for {steps} steps"
+    whole = "" if steps is None else f", {_between(steps * usual_s, steps * most_s)} for {steps} steps"
     return (
-        f"very roughly {_duration(step_s)} per step{whole}, if all answers are as long as allowed, plus a minute to "
-        "start. `leeway plan --from RUN` uses measured speeds"
+        f"very roughly {_between(usual_s, most_s)} per step{whole}, from half of the allowed lengths and of the "
+        "training to all of both, plus a minute to start. `leeway plan --from RUN` uses measured speeds"
     )
+
+
+def _step_s(config: Config, recipe: Recipe, shape: ModelShape, *, usual: bool) -> float:
+    """Seconds of a step. Engine and trainer read the prompt that a group has in common once."""
+    need, rollout, train, device = derive(config, recipe), config.rollout, config.train, config.cluster.device
+    frac = USUAL_FRAC if usual else 1.0
+    units, size = need.cpus if device == "cpu" else need.gpus, shape.num_parameters
+    sequences, groups = need.sequences_per_step, train.groups_per_step / train.updates_per_batch
+    answers, prompt = sequences * rollout.max_response_tokens * frac, rollout.max_prompt_tokens * frac
+
+    new = need.fresh_groups_per_batch / train.groups_per_step
+    per_token_s = 2 * size / (units["generator"] * GENERATION_FLOPS[device])
+    engine_s = new * answers * TOKEN_S[device] / need.processes["generator"]
+    generating_s = new * (groups * prompt + answers) * per_token_s + engine_s
+
+    prompts = (groups if train.packing == "auto" else sequences) * prompt
+    trained = (prompts + answers) * (frac if need.skip_zero_advantage else 1.0)
+    training_s = 6 * size * trained / (units["trainer"] * TRAINING_FLOPS[device])
+
+    takes_turns = need.lockstep or config.cluster.in_turns
+    return STEP_S[device] + (generating_s + training_s if takes_turns else max(generating_s, training_s))
 
 
 def _row(name: str, parts: dict[str, int]) -> tuple[str, str]:
@@ -120,3 +141,8 @@ def _duration(seconds: float) -> str:
         if seconds >= 2 * factor:
             return f"{seconds / factor:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def _between(least_s: float, most_s: float) -> str:
+    least, most = _duration(least_s), _duration(most_s)
+    return least if least == most else f"{least} to {most}"

@@ -181,9 +181,12 @@ class ExploreStage:
             try:
                 num_ended: list[int | None] = []
                 while not (await asyncio.wait({pending}, timeout=PROGRESS_S))[0]:
-                    if (now_ended := await num_evaluated(parts)) != num_ended:
-                        num_ended = now_ended
-                        await parts.buffer.evaluating.remote(session)
+                    before, num_ended = num_ended, await num_evaluated(parts)
+                    if not await parts.buffer.evaluating.remote(session, num_ended != before):
+                        # The engines are to load what the train job's new life publishes.
+                        stopping = (g.call_now(lambda actor: actor.stop_evaluating.remote()) for g in parts.generators)
+                        await together(stopping)
+                        say(f"{self._name}: the train job was started again: its held-out tasks are answered no more")
                 answers, why = evaluated_of(pending.result()), ""
             except PartFailed as error:  # others are asked; an engine that is lost ends its explorer elsewhere
                 answers, why = [], str(error)

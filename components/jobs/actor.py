@@ -95,8 +95,8 @@ class TrainLinkActor(Watched):
         return await self._link.evaluation()
 
     @as_text
-    async def evaluating(self, session: str) -> None:
-        await self._link.evaluating(session)
+    async def evaluating(self, session: str, moved: bool) -> bool:
+        return await self._link.evaluating(session, moved=moved)
 
     @as_text
     async def evaluated(self, session: str, number: int, answers: dict[str, Any], why: str) -> None:

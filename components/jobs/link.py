@@ -51,11 +51,14 @@ LEAVE_S = 30.0
 
 @dataclass(frozen=True)
 class _Held:
-    """Who holds a group of ours: under which session it was admitted, and its draw (see `replay.sources`)."""
+    """Who holds a group of ours: under which session it was admitted, its draw (see `replay.sources`), and the oldest
+    weights that it may start under.
+    """
 
     session: str
     collector: str
     draw: int
+    min_policy_version: int
 
 
 class SessionOver(Exception):
@@ -161,7 +164,9 @@ class TrainLink:
     def _admitted(self, row: dict[str, Any], collector: str, session: str) -> Admission:
         draw = row.pop("draw")
         admission = Admission(**{**row, "task": Task(**row["task"])})
-        self._holders[admission.group_id, admission.attempt] = _Held(session, collector, draw)
+        self._holders[admission.group_id, admission.attempt] = _Held(
+            session, collector, draw, admission.min_policy_version
+        )
         return admission
 
     async def put(self, groups: Sequence[Group]) -> None:
@@ -224,10 +229,11 @@ class TrainLink:
                 continue
         return None
 
-    async def evaluating(self, session: str) -> None:
-        """It gets on with them."""
-        if session == self._session:
+    async def evaluating(self, session: str, *, moved: bool) -> bool:
+        """Whether its answers are still wanted: not by another life of the train job. `moved`: it gets on with them."""
+        if moved and session == self._session:
             await self._tell("evaluating")()
+        return session == self._session
 
     async def evaluated(self, session: str, number: int, answers: dict[str, Any], why: str) -> None:
         """What its engines say, by index; `why` there is none. After the session, others are asked."""
@@ -340,7 +346,7 @@ class TrainLink:
                 "train", f"the train job was not there for {self._wait_s:g} s (explorer.wait_s)", kind=Kind.LOST
             )
         if train.get("life", self._life) != self._life and train.get("state") == UP:
-            if self._life and self.newest_pulled > good_until(train.get("lives", []), self._life):
+            if self._life and self._newest_needed() > good_until(train.get("lives", []), self._life):
                 self.must_start_again = True
             self._life = train["life"]
             await self._begin_session()
@@ -349,6 +355,10 @@ class TrainLink:
         elif train.get("state") == ENDED or self.must_start_again:
             async with self._changed:
                 self._changed.notify_all()
+
+    def _newest_needed(self) -> int:
+        """The newest version that its engines serve, or that a group of theirs waits for: that may never come again."""
+        return max([self.newest_pulled, *(held.min_policy_version for held in self._holders.values())])
 
     def _how_it_is(self) -> str:
         if not self._is_gone:

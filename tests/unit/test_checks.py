@@ -12,10 +12,11 @@ import pytest
 
 from leeway.config import Config, Stage, find_recipe
 from leeway.config.inputs import ModelInit
+from leeway.config.stages import plan_run
 from leeway.driver import models
-from leeway.driver.estimate import estimate_stage, memory_problem
+from leeway.driver.estimate import _step_s, estimate_stage, memory_problem
 from leeway.driver.memory import processes_of
-from leeway.driver.models import ModelShape, longest_input, shape_of
+from leeway.driver.models import ModelShape, longest_input, shape_of, shape_of_model
 
 from .conftest import Done
 
@@ -277,3 +278,53 @@ def test_memory_holds_what_is_certain() -> None:
     assert "expected more than the" in memory_problem([stage_of(32768)], machine)
     sft = stage_of(256, "sft")
     assert estimate_stage(sft).main_memory_bytes == shape.num_parameters * 16 + memory_of_passes(sft, shape)
+
+
+SMOLLM2 = {
+    "hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "intermediate_size": 1536, "vocab_size": 49152, "tie_word_embeddings": True,
+}  # fmt: skip
+SHORT = ("train.groups_per_step=64",)
+LONG = (
+    "train.groups_per_step=16", "rollout.max_response_tokens=256", "rollout.max_model_len=384",
+    "model.init.options.max_position_embeddings=384",
+)  # fmt: skip
+TURNS = (
+    "staleness.max_policy_lag=0", "param_server.publish_every=1", "staleness.in_flight=recompute",
+    "cluster.placement=turns", "cluster.cpus_per_generator=2", "cluster.cpus_per_trainer=2",
+)  # fmt: skip
+BOUND_4 = ("staleness.max_policy_lag=4", "staleness.in_flight=recompute")
+MEASURED = {  # seconds of a step on two cores, from docs/performance.md and docs/log.md
+    "quickstart": (("quickstart",), 0.74),
+    "short answers": (("quickstart", *SHORT), 0.81),
+    "short answers in lockstep": (("quickstart", *SHORT, *TURNS), 1.26),
+    "long answers": (("quickstart", *LONG, *BOUND_4), 4.83),
+    "long answers in lockstep": (("quickstart", *LONG, *TURNS, "staleness.reorder_window=null"), 7.96),
+    "smollm2_135m": (("smollm2_135m", "model.path=./smollm2"), 18.0),
+}
+
+
+def step_s(name: str, *overrides: str) -> tuple[float, float]:
+    stage = plan_run(name, "async_rl", overrides)[-1]
+    init = stage.config.model.init
+    shape = shape_of(SMOLLM2) if init is None else shape_of_model(None, init)
+    assert shape is not None
+    usual, most = (_step_s(stage.config, stage.recipe, shape, usual=usual) for usual in (True, False))
+    return usual, most
+
+
+@pytest.mark.parametrize("measured", MEASURED.values(), ids=MEASURED.keys())
+def test_the_time_of_a_step_is_right_within_a_factor_of_two(measured: tuple[tuple[str, ...], float]) -> None:
+    settings, seconds = measured
+    usual, most = step_s(*settings)
+    assert usual / 2 <= seconds <= 2 * most
+    assert usual <= most <= 4 * usual + 0.2, "a range says something"
+
+
+def test_a_groups_prompt_is_computed_once_and_each_answer_for_itself() -> None:
+    """But not where each sequence has a row of its own."""
+    lengths = ("rollout.max_prompt_tokens=1000", "rollout.max_model_len=1100")
+    long_prompts = ("quickstart", *lengths, "model.init.options.max_position_embeddings=1100")
+    few, many = (step_s(*long_prompts, f"algorithm.group_size={size}")[1] for size in (2, 16))
+    assert many < 1.3 * few
+    assert step_s(*long_prompts, "algorithm.group_size=16", "train.packing=padded")[1] > 8 * many

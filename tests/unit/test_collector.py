@@ -167,7 +167,7 @@ def test_groups_of_weights_that_failed_their_canary_never_come_out():
         rig.engine.canary_gate.set()
         with pytest.raises(WeightSyncError, match="compute"):
             await pulling
-        with pytest.raises(TimeoutError, match="version 1; this engine serves version -1"):
+        with pytest.raises(TimeoutError, match=r"version 1 .*; this engine serves version -1"):
             await collecting
         assert rig.out == []
 
@@ -711,6 +711,27 @@ def test_evaluation_holds_newer_weights_back():
         await rig.weight_sync.until_verified(1)
 
     play(scenario, Gated())
+
+
+@pytest.mark.parametrize("waits_for", ["a version that never comes", "an answer"])
+def test_an_evaluation_that_is_called_off_leaves_the_engine_to_newer_weights(waits_for: str):
+    class Stuck(Answer):
+        async def rollout(self, task: Task, policy: Any) -> Any:
+            await asyncio.Event().wait()
+
+    async def scenario(rig, collecting):
+        tasks = [Task(task_id=f"t{i}", prompt="x") for i in range(3)]
+        version = 0 if waits_for == "an answer" else 7
+        evaluating = asyncio.create_task(rig.collector.evaluate(tasks, GREEDY, policy_version=version))
+        await settle()
+        await rig.publish(1)
+        assert not evaluating.done()
+        assert rig.engine.version == (0 if waits_for == "an answer" else 1)
+        rig.collector.stop_evaluating()
+        assert await asyncio.wait_for(evaluating, 60) == ["the evaluation was called off"] * 3
+        await asyncio.wait_for(rig.weight_sync.until_verified(1), 60)
+
+    play(scenario, Stuck())
 
 
 def test_evaluation_of_a_version_that_is_gone_is_refused():

@@ -6,6 +6,7 @@ import dataclasses
 import re
 import runpy
 from pathlib import Path
+from typing import get_args, get_origin
 
 import pytest
 
@@ -14,6 +15,7 @@ from leeway.config.engines import ENGINES
 from leeway.config.keys import all_keys, is_free_form
 from leeway.replay.admission import AdmissionRule
 from leeway.replay.stats import BufferStats
+from leeway.section import Section, sections_in
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -48,6 +50,20 @@ def test_the_configuration_page_has_every_key() -> None:
     sections = {key for key in all_keys() if any(other.startswith(f"{key}.") for other in all_keys())}
     of_engines = {f"rollout.engine.{option}" for kind in ENGINES.values() for option in kind.options.model_fields}
     assert written - sections == (set(all_keys()) | of_engines) - sections
+
+
+def test_the_configuration_page_has_what_each_entry_of_a_mapping_may_set() -> None:
+    page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    entries = {
+        f"{section}.{name}": get_args(field.annotation)[1]
+        for section, of in Config.model_fields.items()
+        if isinstance(of.annotation, type) and issubclass(of.annotation, Section)
+        for name, field in of.annotation.model_fields.items()
+        if get_origin(field.annotation) is dict and sections_in(get_args(field.annotation)[1])
+    }
+    assert {"task.mix", "eval.tasksets", "env.by_taskset", "replay.buffers"} <= entries.keys()
+    for key, section in entries.items():
+        assert [name for name in section.model_fields if f"\n| `{key}.<name>.{name}` |" not in page] == []
 
 
 def test_links_lead_to_files_of_the_project(page: Path) -> None:

@@ -999,6 +999,26 @@ def test_one_that_is_gone_is_logged_once_more_and_then_forgotten(tmp_path: Path)
     play(scenario)
 
 
+def test_engines_whose_groups_wait_for_a_version_that_may_never_come_again_start_again(tmp_path: Path) -> None:
+    """Else they would fill the collector, which then asks for no other groups."""
+
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        saved = train.saved()
+        explorer = Explorer(tmp_path, "a")
+        await explorer.put(*await explorer.admit(4))
+        await train.step()
+        held = await explorer.admit(8)
+        assert held[-1].min_policy_version == 1 > explorer.link.newest_pulled
+        await train.killed()
+        train = Train(tmp_path, saved)
+        await train.begin()
+        await until(lambda: explorer.link.must_start_again, "a group waits for version 1, and the run is at 0 again")
+
+    play(scenario)
+
+
 # -------------------------------------------------------------------------------------------------------- evaluation
 
 HELD_OUT = [Task(task_id=f"held-out-{i}", prompt="p") for i in range(8)]
@@ -1062,6 +1082,26 @@ def test_held_out_tasks_are_shared_out_and_those_of_a_lost_explorer_go_to_anothe
         works.cancel()
         for job in (one, other, train):
             await job.killed()
+
+    play(scenario)
+
+
+def test_answers_for_a_life_of_the_train_job_that_is_over_are_not_wanted_any_more(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        train = Train(tmp_path)
+        await train.begin()
+        saved, explorer = train.saved(), Explorer(tmp_path, "a")
+        result = evaluating(train)
+        found = await share(explorer)
+        assert await explorer.link.evaluating(found["session"], moved=True)
+        await train.killed()
+        result.cancel()
+        assert await explorer.link.evaluating(found["session"], moved=False), "it may be back, and want them"
+        train = Train(tmp_path, saved)
+        await train.begin()
+        async with asyncio.timeout(LIMIT_S):
+            while await explorer.link.evaluating(found["session"], moved=False):
+                await asyncio.sleep(0.005)
 
     play(scenario)
 
@@ -1172,7 +1212,7 @@ def test_a_held_out_task_that_nobody_answers_has_a_deadline_and_engines_that_sta
         for _ in range(2):  # it tells of its work before half of that time is over, or it would be sent away
             train.clock.seconds += 90.0
             await until(lambda: train.host._explorers["a"].held_s == 90.0, "90 s have passed")
-            await one.link.evaluating(found["session"])
+            assert await one.link.evaluating(found["session"], moved=True)
             await until(lambda: train.host._explorers["a"].held_s == 0.0, "it gets on")
         train.clock.seconds += 30.0
         with pytest.raises(TimeoutError, match=r"no explorer answered a held-out task for 200 s; raise cluster\.step"):

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from leeway.collector import weight_sync
 from leeway.collector.clock import ACTIVITIES, ActivityClock, IdleClock
 from leeway.collector.engine import LoadTimes, StagedWeights
 from leeway.collector.progress import Progress, Sampled
@@ -536,13 +537,55 @@ def test_while_it_is_held_the_weights_do_not_change():
     play(scenario)
 
 
-def test_waiting_too_long_names_both_versions():
+def test_an_engine_that_does_not_get_done_with_a_published_version_ends_the_wait_by_both_versions():
     async def scenario(rig, running):
         await rig.publish(3)
-        with pytest.raises(TimeoutError, match=r"waited 0.05 s for weights of version 7; .* serves version 3"):
+        rig.engine.gate = asyncio.Event()  # its proof never ends
+        await rig.publish(7)
+        with pytest.raises(TimeoutError, match=r"waited 0.05 s .* weights of version 7 .* serves version 3"):
             await rig.weight_sync.until_verified(7)
 
     play(scenario, deadline_s=0.05)
+
+
+@pytest.mark.parametrize("whose", ["the trainer's", "an evaluation's", "the turn of the trainer"])
+def test_a_wait_for_others_is_no_fault_of_the_engine_however_long_it_lasts(whose):
+    """They have deadlines of their own, where they are."""
+
+    async def scenario(rig, running):
+        await rig.publish(0)
+        if whose == "an evaluation's":
+            await rig.weight_sync.freeze_weights().acquire()
+            await rig.publish(1)
+        if whose == "the turn of the trainer":
+            await rig.weight_sync.sleep()
+        waiters = [asyncio.create_task(rig.weight_sync.until_verified(1)) for _ in range(3)]
+        await asyncio.sleep(0.4)  # many deadlines
+        assert not any(waiter.done() for waiter in waiters)
+        if whose == "an evaluation's":
+            rig.weight_sync.freeze_weights().release()
+        else:
+            await rig.publish(1)
+        if whose == "the turn of the trainer":
+            rig.weight_sync.wake()
+        await asyncio.wait_for(asyncio.gather(*waiters), 60)
+
+    play(scenario, deadline_s=0.03)
+
+
+def test_a_parameter_server_that_never_answers_ends_the_sync_by_name(monkeypatch):
+    monkeypatch.setattr(weight_sync, "POLL_S", 0.01)
+
+    async def scenario(rig, running):
+        await asyncio.wait({running}, timeout=60)
+        with pytest.raises(TimeoutError, match=r"the parameter server did not say for 0.02 s"):
+            await running
+
+    async def hangs(newer_than: int, timeout_s: float) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Rig, "pull", staticmethod(hangs))
+    play(scenario, deadline_s=0.02)
 
 
 def test_who_waits_costs_the_others_nothing():
