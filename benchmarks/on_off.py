@@ -1,30 +1,38 @@
-"""What watching a run, or recording spans, costs it: the same short run without and with it, in turns (A B A B).
+"""What watching a run, or recording spans, costs it.
 
-    python benchmarks/on_off.py spans                # log.spans=false / true
-    python benchmarks/on_off.py watched              # nobody / `leeway watch` with five pages
-    python benchmarks/on_off.py watched --pages 1 --steps 30 --rounds 2 --engine vllm
+    python benchmarks/on_off.py spans                # two runs, log.spans=false and true, in turns (A B A B)
+    python benchmarks/on_off.py watched              # one run, watched by five pages in every other block of steps
+    python benchmarks/on_off.py watched --pages 1 --steps 200 --engine vllm
 
-The quickstart's RL stage on the hf engine. Of each run: the median seconds of a step, and the processor time of all of
-its processes for each step, both between step 5 and the last but one. A page is an event stream that is read as a
-browser reads it, with all questions that the page asks for each change of the run; five browsers would take more of
-this machine's processor for drawing than the run has, and on a person's own machine they draw there. Readers run at
-the lowest priority; what they and the server take is printed, and is no part of the run's.
+The quickstart's RL stage on the hf engine. `spans`: of each run, the median seconds of a step, and the processor time
+of all of its processes for each step, both between step 5 and the last but one. `watched`: equal runs differ by more
+than watching could cost, so the server and its readers are stopped and continued (SIGSTOP, SIGCONT) within one run; of
+two blocks that follow each other, one is watched, by lot. What was written meanwhile, they read when they go on. The
+mean of the blocks' differences is printed with its standard error.
+
+A page is an event stream that is read as a browser reads it, with all questions that the page asks for each change of
+the run; five browsers would take more of this machine's processor for drawing than the run has, and on a person's own
+machine they draw there. Readers run at the lowest priority; what they and the server take is printed, and is no part
+of the run's.
 """
 
 from __future__ import annotations
 
 import argparse
 import http.client
+import itertools
 import json
 import os
+import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlencode, urlsplit
@@ -36,7 +44,9 @@ FIRST_STEP = 5
 PAGE_EVERY_S = 3.0
 """How often an open page asks for its curves again, at most."""
 STAGE = "async_rl"
+LONGEST_LINE = 2**16
 MARK = "LEEWAY_ON_OFF_RUN"
+LEEWAY = (sys.executable, "-c", "from leeway.cli.main import main; main()")
 QUICK = (
     *("stages.sft=null", "model.init=null", "eval.at_start=false", "eval.at_end=false", "checkpoint.save_hf=never"),
     *("monitor.console=off", "stages.async_rl.optimizer.warmup_steps=0"),
@@ -47,14 +57,14 @@ QUICK = (
 class Cost:
     step_s: float  # median
     cpu_s: float  # of a step
-    beside_s: float  # of the readers and the server, in all
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("spans", "watched"))
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=2, help="runs without and with, each")
+    parser.add_argument("--steps", type=int, help="of a run (default: 40; watched: 600)")
+    parser.add_argument("--rounds", type=int, default=2, help="spans: runs without and with, each")
+    parser.add_argument("--block", type=int, default=10, help="watched: steps until it may change")
     parser.add_argument("--groups", type=int, default=96, help="groups per step; the quickstart has 96")
     parser.add_argument("--pages", type=int, default=5)
     parser.add_argument("--engine", choices=("hf", "vllm"), default="hf")
@@ -63,24 +73,23 @@ def main() -> int:
     options = parser.parse_args()
     out = options.out.absolute()
     model = options.model or warmed_up(out, "on_off")
+    quick = [*QUICK, f"model.path={model}", f"rollout.engine.name={options.engine}", f"output_dir={out}"]
+    quick += ["project=on_off", f"stages.{STAGE}.train.groups_per_step={options.groups}"]
+    if options.what == "watched":
+        steps = options.steps or 600
+        name = f"watched-{os.getpid()}"
+        overrides = [*quick, f"stages.{STAGE}.train.steps={steps}", f"name={name}"]
+        alternated(out / "on_off" / name, overrides, block=options.block, pages=options.pages)
+        return 0
+    steps = options.steps or 40
     costs: dict[bool, list[Cost]] = {False: [], True: []}
     for number in range(options.rounds):
         for on in (False, True):
-            name = f"{options.what}-{'on' if on else 'off'}-{number}-{os.getpid()}"
-            spans = on if options.what == "spans" else True
-            overrides = [
-                *QUICK,
-                *(f"model.path={model}", f"rollout.engine.name={options.engine}", f"log.spans={str(spans).lower()}"),
-                f"stages.{STAGE}.train.steps={options.steps}",
-                f"stages.{STAGE}.train.groups_per_step={options.groups}",
-                *(f"output_dir={out}", "project=on_off", f"name={name}"),
-            ]
-            pages = options.pages if on and options.what == "watched" else 0
-            cost = measured(out / "on_off" / name, overrides, steps=options.steps, pages=pages)
+            name = f"spans-{'on' if on else 'off'}-{number}-{os.getpid()}"
+            overrides = [*quick, f"log.spans={str(on).lower()}", f"stages.{STAGE}.train.steps={steps}", f"name={name}"]
+            cost = measured(out / "on_off" / name, overrides, steps=steps)
             costs[on].append(cost)
             print(f"{name}: median step {cost.step_s:.3f} s, processor {cost.cpu_s:.3f} s a step", flush=True)
-            if pages:
-                print(f"  beside it: server and pages {cost.beside_s:.1f} s of processor in all", flush=True)
     for what, value in (("median step", "step_s"), ("processor time of a step", "cpu_s")):
         off, on = ([getattr(c, value) for c in costs[which]] for which in (False, True))
         change = statistics.fmean(on) / statistics.fmean(off) - 1
@@ -89,27 +98,69 @@ def main() -> int:
     return 0
 
 
-def measured(folder: Path, overrides: list[str], *, steps: int, pages: int) -> Cost:
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "-c", "from leeway.cli.main import main; main()"]
-    marked = env | {MARK: folder.name}
-    run = subprocess.Popen([*command, "run", "async_rl", "--config", "quickstart", *overrides], cwd=HERE, env=marked)
-    beside = watching(folder, pages, [*command, "watch", "--wait", str(folder)], env) if pages else nullcontext([])
-    with beside as others:
-        first = last = None
+def measured(folder: Path, overrides: list[str], *, steps: int) -> Cost:
+    run = started(folder, overrides)
+    first = last = None
+    while run.poll() is None:
+        time.sleep(0.05)
+        step = last_step(folder)
+        if first is None and step >= FIRST_STEP:
+            first = step, cpu_seconds(of_run(folder.name))
+        if last is None and step >= steps - 1:
+            last = step, cpu_seconds(of_run(folder.name))
+    if run.returncode or first is None or last is None:
+        raise SystemExit(f"{folder}: the run ended with {run.returncode}, before it could be measured")
+    took = [row["step/total_s"] for row in rows_of(folder) if first[0] < row["step"] <= last[0]]
+    return Cost(statistics.median(took), (last[1] - first[1]) / (last[0] - first[0]))
+
+
+def alternated(folder: Path, overrides: list[str], *, block: int, pages: int) -> None:
+    lot = random.Random(0)
+    run = started(folder, overrides)
+    changes: list[tuple[int, bool]] = []  # from the step after this one on, watched or not
+    with watching(folder, pages) as beside:
+        due, waiting = FIRST_STEP, []
         while run.poll() is None:
-            time.sleep(0.05)
+            time.sleep(0.02)
             step = last_step(folder)
-            if first is None and step >= FIRST_STEP:
-                first = step, cpu_seconds(of_run(folder.name))
-            if last is None and step >= steps - 1:
-                last = step, cpu_seconds(of_run(folder.name))
-                beside_s = cpu_seconds(others)
-        if run.returncode or first is None or last is None:
-            raise SystemExit(f"{folder}: the run ended with {run.returncode}, before it could be measured")
-    rows = [row for row in rows_of(folder) if first[0] < row["step"] <= last[0]]
-    took = [row["step/total_s"] for row in rows if "step/total_s" in row]
-    return Cost(statistics.median(took), (last[1] - first[1]) / (last[0] - first[0]), beside_s)
+            if step < due:
+                continue
+            if not waiting:
+                waiting = lot.sample([False, True], 2)
+            on = waiting.pop()
+            for process in beside:
+                process.send_signal(signal.SIGCONT if on else signal.SIGSTOP)
+            changes.append((step, on))
+            due = step + block
+        took_beside = [cpu_seconds([process]) for process in beside]
+        for process in beside:
+            process.send_signal(signal.SIGCONT)
+    took = {row["step"]: row["step/total_s"] for row in rows_of(folder) if "step/total_s" in row}
+    if run.returncode or len(changes) < 5:
+        raise SystemExit(f"{folder}: the run ended with {run.returncode}, before it could be measured")
+    blocks = [  # without the step in which it changed
+        (on, statistics.fmean(took[step] for step in range(begin + 2, end + 1)))
+        for (begin, on), (end, _) in itertools.pairwise(changes)
+    ]
+    pairs = [dict(pair) for pair in zip(blocks[::2], blocks[1::2], strict=False)]
+    seconds = {on: statistics.fmean(pair[on] for pair in pairs) for on in (False, True)}
+    differences = [pair[True] - pair[False] for pair in pairs]
+    error = statistics.stdev(differences) / len(pairs) ** 0.5
+    change, error = (value / seconds[False] for value in (statistics.fmean(differences), error))
+    print(f"{len(pairs)} pairs of {block} steps: {seconds[False]:.4f} s a step, watched {seconds[True]:.4f} s")
+    print(f"watched by {pages} pages: {change:+.2%}, standard error {error:.2%}")
+    shares = " and ".join(f"{seconds:.1f}" for seconds in (sum(took_beside[:-1]), took_beside[-1]))
+    print(f"server and pages took {shares} s of processor in {len(took)} steps, half of them watched")
+
+
+def started(folder: Path, overrides: list[str]) -> subprocess.Popen[bytes]:
+    command = [*LEEWAY, "run", "async_rl", "--config", "quickstart", *overrides]
+    return subprocess.Popen(command, cwd=HERE, env=environment() | {MARK: folder.name})
+
+
+def environment() -> dict[str, str]:
+    paths = [str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def rows_of(folder: Path) -> list[dict]:
@@ -121,7 +172,14 @@ def rows_of(folder: Path) -> list[dict]:
 
 
 def last_step(folder: Path) -> int:
-    return max((row["step"] for row in rows_of(folder)), default=-1)
+    """Of the last whole line; reads no other one, for it is asked all the time."""
+    try:
+        with (folder / f"stages/{STAGE}/metrics.jsonl").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_LINE))
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return -1
+    return json.loads(lines[-1])["step"] if lines else -1
 
 
 def of_run(name: str) -> list[psutil.Process]:
@@ -148,15 +206,17 @@ def cpu_seconds(processes: list[psutil.Process]) -> float:
 
 
 @contextmanager
-def watching(folder: Path, pages: int, command: list[str], env: dict[str, str]) -> Iterator[list[psutil.Process]]:
-    """A server and its readers, in processes of their own; gives both."""
-    server = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+def watching(folder: Path, pages: int) -> Iterator[list[psutil.Process]]:
+    """A server (whatever it has started too) and, last, the process of its readers."""
+    command = [*LEEWAY, "watch", "--wait", str(folder)]
+    server = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     address = re.search(r"http://\S+", server.stdout.readline())
     assert address is not None, "leeway watch did not start"
     readers = subprocess.Popen([sys.executable, __file__, "--read", address[0], str(pages)])
     try:
-        yield [psutil.Process(server.pid), psutil.Process(readers.pid)]
+        own = psutil.Process(server.pid)
+        yield [own, *own.children(recursive=True), psutil.Process(readers.pid)]
     finally:
         for process in (readers, server):
             process.terminate()

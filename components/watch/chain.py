@@ -27,13 +27,16 @@ def with_chain(wait: Wait, spans: SpanIndex, seconds: float) -> Wait:
 
 def _slowest_generator(spans: SpanIndex, start: float, stop: float) -> str:
     """The buffer's waits say whose group completed each batch."""
+    num = sum(part.startswith("generator") for part in spans.parts())
+    if num < 2:
+        return ""
     held: defaultdict[str, float] = defaultdict(float)
     for span in spans.spans("replay", start, stop):
         whom = span["attrs"].get("for")
         if span["name"] == "wait" and isinstance(whom, str) and whom.startswith("generator"):
             held[whom] += span["end"] - span["start"]
-    num, total = sum(part.startswith("generator") for part in spans.parts()), sum(held.values())
-    if num < 2 or not total:
+    total = sum(held.values())
+    if not total:
         return ""
     most, seconds = max(held.items(), key=lambda item: item[1])
     if seconds / total < NAMED_ABOVE / num:

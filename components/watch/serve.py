@@ -9,9 +9,10 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import uvicorn
@@ -42,7 +43,7 @@ def watch(runs: Sequence[Path], *, host: str, port: int, open_to_all: bool, must
     if open_to_all and not local:
         fix = "leave out --no-token: everybody who reaches this machine could read the run"
         raise ConfigError("--host", got=host, expected="127.0.0.1 with --no-token", fix=fix)
-    os.nice(19)  # whatever is left over by the run
+    lowest_priority()
     sys.setswitchinterval(SWITCH_S)
     token = None if open_to_all else secrets.token_urlsafe(24)
     listening = listening_at(host, port)
@@ -55,12 +56,20 @@ def watch(runs: Sequence[Path], *, host: str, port: int, open_to_all: bool, must
         app = build_app(watcher, token=token, hosts=hosts, cookie=f"leeway_watch_{port}")
         shown_host = f"[{host}]" if ":" in host else host
         print(f"leeway: watch: http://{shown_host}:{port}/{f'?token={token}' if token else ''}", flush=True)
-        asyncio.run(serve_app(app, listening))
+        asyncio.run(serve_app(app, listening, at_stop=app.state.end))
     except KeyboardInterrupt:
         pass
     finally:
         listening.close()
         watcher.close()
+
+
+def lowest_priority() -> None:
+    """Take whatever is left over by the run. A session of its own is lowered as a whole, where Linux has autogroups."""
+    os.nice(19)
+    if os.getsid(0) == os.getpid():
+        with suppress(OSError):  # there are none
+            Path("/proc/self/autogroup").write_text("19", encoding="ascii")
 
 
 def is_loopback(host: str) -> bool:
@@ -76,7 +85,12 @@ class _Server(uvicorn.Server):
         return nullcontext()
 
 
-async def serve_app(app: object, listening: socket.socket) -> None:
+async def serve_app(
+    app: object, listening: socket.socket, *, at_stop: Callable[[], Coroutine[Any, Any, None]] | None = None
+) -> None:
+    """Until SIGINT, SIGTERM, or the end of the process that `LEEWAY_WATCH_PARENT` names. `at_stop`: ends what would not
+    end by itself; the server waits for its answers.
+    """
     config = uvicorn.Config(
         app,  # pyright: ignore[reportArgumentType]
         log_level="warning",
@@ -87,8 +101,12 @@ async def serve_app(app: object, listening: socket.socket) -> None:
     )
     server = _Server(config)
 
+    stopping: list[asyncio.Task[None]] = []
+
     def stop() -> None:
         server.should_exit = True
+        if at_stop is not None and not stopping:
+            stopping.append(asyncio.create_task(at_stop()))
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -83,9 +84,21 @@ def build_app(
         return _file(name) if name in FILES else _refused(404, "no such file")
 
     def answers(compute: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
+        return answers_with(lambda request: _encoded(compute(request)))
+
+    def answers_once(compute: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
+        """One that only new lines change."""
+
+        def encoded(request: Request) -> bytes:
+            asked, revision = (request.url.path, request.url.query), _stage(watcher, request).revision
+            return watcher.kept(asked, revision, lambda: _encoded(compute(request)))
+
+        return answers_with(encoded)
+
+    def answers_with(encoded: Callable[[Request], bytes]) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             try:
-                return _json(await run_in_threadpool(compute, request))
+                return Response(await run_in_threadpool(encoded, request), media_type="application/json")
             except BadRequest as error:
                 return _refused(400, str(error))
             except KeyError:
@@ -109,15 +122,16 @@ def build_app(
         Route("/page/{name}", static),
         Route("/api/overview", answers(lambda request: watcher.overview())),
         Route("/api/words", answers(lambda request: words())),
-        Route("/api/names", answers(lambda request: _names(watcher, request))),
-        Route("/api/series", answers(lambda request: _series(watcher, request))),
-        Route("/api/lags", answers(lambda request: _stage(watcher, request).index.lags())),
+        Route("/api/names", answers_once(lambda request: _names(watcher, request))),
+        Route("/api/series", answers_once(lambda request: _series(watcher, request))),
+        Route("/api/lags", answers_once(lambda request: _stage(watcher, request).index.lags())),
         Route("/api/rollouts", answers(lambda request: _rollouts(watcher, request))),
         Route("/api/rollout", answers(lambda request: _rollout(watcher, request))),
-        Route("/api/lanes", answers(lambda request: _lanes(watcher, request))),
+        Route("/api/lanes", answers_once(lambda request: _lanes(watcher, request))),
         Route("/api/events", events),
     ]
     app = Starlette(routes=routes, lifespan=lifespan)
+    app.state.end = feed.end
     app.add_middleware(Guard, token=token, hosts=hosts, cookie=cookie, opened_by="leeway watch")
     return app
 
@@ -189,6 +203,13 @@ class _Feed:
         self._text = overview_text(watcher.overview())
         self._changed = asyncio.Condition()
         self._number = 0
+        self._ended = False
+
+    async def end(self) -> None:
+        """Let the listeners go; a server that stops waits for them."""
+        self._ended = True
+        async with self._changed:
+            self._changed.notify_all()
 
     async def follow(self) -> None:
         while True:
@@ -203,7 +224,7 @@ class _Feed:
 
     async def listen(self, request: Request) -> AsyncIterator[str]:
         seen = -1
-        while not await request.is_disconnected():
+        while not self._ended and not await request.is_disconnected():
             if seen != self._number:
                 seen = self._number
                 yield f"event: overview\ndata: {self._text}\n\n"
@@ -298,8 +319,8 @@ def _file(name: str) -> Response:
     return FileResponse(PAGE / name, headers={"Content-Type": FILES[name]})
 
 
-def _json(value: Any) -> Response:
-    return JSONResponse(value)
+def _encoded(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _refused(status: int, why: str) -> Response:

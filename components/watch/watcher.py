@@ -11,14 +11,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..monitor.waits import Wait, who_waits
 from .advisories import advisories
 from .chain import with_chain
-from .columns import TIME, thinned
+from .columns import thinned
 from .folder import RunFolder, State
 from .index import RECENT_STEPS, StageIndex, cache_folder
 from .pieces import Pieces
@@ -26,10 +26,10 @@ from .shown import shown_value
 from .spans import SpanIndex
 
 LOOK_S = 1.0
-JUDGE_S = 3.0
-"""How often advisories are computed again while there is more to read."""
+REFRESH_S = 3.0
+"""How often what is made of many lines is made again while a run writes: curves, the sentence, advisories."""
 MAX_POINTS = 2_000
-KEPT_ANSWERS = 64
+KEPT_ANSWERS = 16
 LAST_SPANS = 3
 """How many of the last things that a part did are shown of a run that died of it."""
 LAST_VALUES = ("train/reward/mean", "train/loss/sft", "train/entropy/mean", "train/policy_lag/mean", "step/total_s")
@@ -52,9 +52,11 @@ class _Stage:
     index: StageIndex
     spans: SpanIndex
     pieces: Pieces
-    judged_at: float = 0.0
-    judged: tuple[int, list[dict[str, Any]]] = (-1, [])
-    waited: tuple[int, Wait | None] = (-1, None)
+    revision: int = -1
+    """What pages are told to ask for. It follows the index every REFRESH_S, so that they all ask for the same."""
+    refreshed_at: float = 0.0
+    advisories: list[dict[str, Any]] = field(default_factory=list)
+    wait: Wait | None = None
 
 
 class Watcher:
@@ -69,8 +71,9 @@ class Watcher:
         self._stages: list[dict[str, _Stage]] = [{} for _ in runs]
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._read_for_ever, name="index", daemon=True)
+        self._deaths: dict[int, tuple[Any, dict[str, Any] | None]] = {}
         self._overview: list[dict[str, Any]] = [self._described(i) for i in range(len(runs))]
-        self._answers: OrderedDict[tuple[Any, ...], tuple[int, Any]] = OrderedDict()
+        self._answers: OrderedDict[Any, tuple[int, bytes]] = OrderedDict()
         self._answers_lock = threading.Lock()
         self.failure: str | None = None
 
@@ -98,28 +101,30 @@ class Watcher:
         return self._stages[run][name]
 
     def series(self, run: int, stage: str, name: str, start: float, stop: float, points: int) -> dict[str, Any]:
-        """One metric, thinned. An answer is kept until the stage has new lines, so five pages cost what one does."""
-        index = self.stage(run, stage).index
+        """One metric, thinned."""
         points = max(2, min(points, MAX_POINTS))
-        return self._kept(
-            (run, stage, "series", name, start, stop, points),
-            index.revision,
-            lambda: thinned(*index.series(name, start, stop), points),
-        )
+        return thinned(*self.stage(run, stage).index.series(name, start, stop), points)
 
     def window(self, run: int, stage: str, start: float, stop: float) -> dict[str, Any]:
         """The lanes between two times."""
-        spans = self.stage(run, stage).spans
-        return self._kept((run, stage, "window", start, stop), spans.revision, lambda: spans.window(start, stop))
+        return self.stage(run, stage).spans.window(start, stop)
 
-    def steps_at(self, run: int, stage: str) -> dict[str, list[float]]:
-        """When steps were: pairs of step and seconds since the epoch."""
-        return self.series(run, stage, TIME, float("-inf"), float("inf"), 500)
+    def kept(self, key: Any, revision: int, compute: Callable[[], bytes]) -> bytes:
+        """An answer, made once a revision: five pages, which ask at the same moment, cost what one does."""
+        with self._answers_lock:
+            found = self._answers.get(key)
+            if found is None or found[0] != revision:
+                self._answers[key] = found = revision, compute()
+            self._answers.move_to_end(key)
+            while len(self._answers) > KEPT_ANSWERS:
+                self._answers.popitem(last=False)
+        return found[1]
 
     def look(self) -> bool:
         """Read once what is new in all runs; returns whether there may be more. For the thread, and for tests."""
         more = False
         for i, run in enumerate(self.runs):
+            is_live = self._overview[i]["state"] == "live"
             for name, folder in run.stage_dirs().items():
                 if name not in self._stages[i]:
                     self._stages[i][name] = self._open(run, folder)
@@ -127,7 +132,7 @@ class Watcher:
                 stage = self._stages[i][name]
                 is_new = stage.index.advance()
                 stage.spans.advance()
-                self._judge(run, name, stage, settled=not is_new)
+                self._refresh(run, name, stage, at_once=not is_new and not is_live)
                 more |= is_new
             self._overview[i] = self._described(i)
         return more
@@ -158,7 +163,7 @@ class Watcher:
             "state_text": state.text,
             "cause": state.cause,
             "stages": [self._described_stage(run, name, stage) for name, stage in stages.items()],
-            "death": self._death(run, state, stages),
+            "death": self._kept_death(i, state),
             "warnings": [w for w in _list(run.summary().get("warnings")) if isinstance(w, str)][:20],
             "failure": None,
             "parts": _parts_of(run),
@@ -168,31 +173,36 @@ class Watcher:
     def _described_stage(self, run: RunFolder, name: str, stage: _Stage) -> dict[str, Any]:
         settings = run.settings(name)
         index = stage.index
-        if stage.waited[0] != index.revision:
-            wait = who_waits(index.recent_rows(), settings)
-            if wait is not None:
-                wait = with_chain(wait, stage.spans, index.seconds_of_steps(RECENT_STEPS))
-            stage.waited = (index.revision, wait)
-        wait = stage.waited[1]
         extent = stage.spans.extent()
         return {
             "name": name,
             "step": index.last_step,
             "time": index.last_time,
-            "revision": index.revision,
+            "revision": stage.revision,
             "progress": index.progress(),
-            "wait": asdict(wait) if wait else None,
+            "wait": asdict(stage.wait) if stage.wait else None,
             "last": {n: row[n] for row in index.recent_rows() for n in LAST_VALUES if row.get(n) is not None},
-            "advisories": stage.judged[1],
+            "advisories": stage.advisories,
             "settings": {key: settings[key] for key in SHOWN_SETTINGS if settings.get(key) is not None},
             "spans": list(extent) if extent else None,
         }
 
-    def _judge(self, run: RunFolder, name: str, stage: _Stage, *, settled: bool) -> None:
-        """Compute the advisories if there are new lines: when all were read, and now and then before."""
-        now, index = time.monotonic(), stage.index
-        if stage.judged[0] != index.revision and (settled or now - stage.judged_at > JUDGE_S):
-            stage.judged, stage.judged_at = (index.revision, advisories(index, run.settings(name))), now
+    def _refresh(self, run: RunFolder, name: str, stage: _Stage, *, at_once: bool) -> None:
+        """Make anew what is made of many lines, if there are new ones and it is time, or `at_once`."""
+        now, index, settings = time.monotonic(), stage.index, run.settings(name)
+        if stage.revision == index.revision or (not at_once and now - stage.refreshed_at < REFRESH_S):
+            return
+        stage.revision, stage.refreshed_at = index.revision, now
+        wait = who_waits(index.recent_rows(), settings)
+        stage.wait = with_chain(wait, stage.spans, index.seconds_of_steps(RECENT_STEPS)) if wait else None
+        stage.advisories = advisories(index, settings)
+
+    def _kept_death(self, i: int, state: State) -> dict[str, Any] | None:
+        """Read from logs and spans once, not with every look at a run that stays dead."""
+        read = state, [(stage.index.revision, stage.spans.revision) for stage in self._stages[i].values()]
+        if i not in self._deaths or self._deaths[i][0] != read:
+            self._deaths[i] = read, self._death(self.runs[i], state, self._stages[i])
+        return self._deaths[i][1]
 
     def _death(self, run: RunFolder, state: State, stages: Mapping[str, _Stage]) -> dict[str, Any] | None:
         last = list(stages.values())[-1] if stages else None
@@ -208,18 +218,6 @@ class Watcher:
         own = last.spans.last_spans(death.part)[:LAST_SPANS] if last and death.part else []
         did = [{"name": s["name"], "end": s["end"], "attrs": s["attrs"]} for s in own]
         return asdict(death) | {"waits": waits, "did": did}
-
-    def _kept(self, key: tuple[Any, ...], revision: int, compute: Callable[[], Any]) -> Any:
-        with self._answers_lock:
-            if (found := self._answers.get(key)) is not None and found[0] == revision:
-                self._answers.move_to_end(key)
-                return found[1]
-        answer = compute()
-        with self._answers_lock:
-            self._answers[key] = (revision, answer)
-            while len(self._answers) > KEPT_ANSWERS:
-                self._answers.popitem(last=False)
-        return answer
 
     def _own_cache(self, cache: Path | None) -> Path:
         """`cache`, held by a lock while this object lives; a temporary folder if another one holds it."""

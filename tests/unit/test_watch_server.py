@@ -17,6 +17,7 @@ import psutil
 import pytest
 from starlette.testclient import TestClient
 
+from leeway.cli.watch import has_autogroups
 from leeway.config import ConfigError
 from leeway.watch.folder import RunFolder
 from leeway.watch.serve import watch
@@ -296,7 +297,7 @@ def test_what_files_say_is_shown_with_every_character_visible(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_watcher_that_is_ended_leaves_nothing(run: Path, tmp_path: Path) -> None:
+def test_a_watcher_takes_what_is_left_over_and_leaves_nothing_when_it_ends(run: Path, tmp_path: Path) -> None:
     """It has no cache, because another one holds it: what it kept for itself goes."""
     cache, scratch = tmp_path / "user/leeway/watch", tmp_path / "scratch"
     cache.mkdir(parents=True)
@@ -310,6 +311,11 @@ def test_a_watcher_that_is_ended_leaves_nothing(run: Path, tmp_path: Path) -> No
         assert process.stdout is not None
         assert "http://127.0.0.1:" in process.stdout.readline()
         assert any(scratch.iterdir())
+        started = psutil.Process(process.pid)
+        (server,) = started.children() if has_autogroups() else [started]
+        assert server.nice() == 19
+        if has_autogroups():  # which do not look at the priority of a process of another session
+            assert "nice 19" in Path(f"/proc/{server.pid}/autogroup").read_text(encoding="ascii")
         process.terminate()
         assert process.wait(120) == 0
     assert not any(scratch.iterdir())
