@@ -27,6 +27,7 @@ import json
 import logging
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,8 @@ class Generators:
 
     def __init__(self, names: list[str], parts: Any, *, answers: int, tokens: int, at_once: int) -> None:
         self._names, self._parts = names, parts
-        self._make = functools.partial(made_up, answers, tokens)
+        # One of each version is made, here: what is cached cannot travel to this process.
+        self._of_version = functools.lru_cache(maxsize=16)(functools.partial(made_up, answers, tokens))
         self._at_once = at_once
         self._admitted_s: list[float] = []
         self._num_calls = 0
@@ -102,7 +104,7 @@ class Generators:
         serving.cancel()
 
     def _deliveries(self, admissions: list[Admission]) -> list[list[Group]]:
-        groups = [self._make(admission) for admission in admissions]
+        groups = [admitted_as(admission, self._of_version) for admission in admissions]
         return [groups[i : i + self._at_once] for i in range(0, len(groups), self._at_once)]
 
     async def _timed(self, admit: Any) -> list[Admission]:
@@ -119,15 +121,13 @@ class Generators:
             version = publication.manifest.policy_version
 
 
-def made_up(answers: int, tokens: int, admission: Admission) -> Group:
-    """Every other answer is right."""
-    group = _of_version(answers, tokens, admission.min_policy_version)
+def admitted_as(admission: Admission, of_version: Callable[[int], Group]) -> Group:
     own = {"group_id": admission.group_id, "task_id": admission.task.task_id, "attempt": admission.attempt}
-    return replace(group, **own)
+    return replace(of_version(admission.min_policy_version), **own)
 
 
-@functools.lru_cache(maxsize=16)
-def _of_version(answers: int, tokens: int, version: int) -> Group:
+def made_up(answers: int, tokens: int, version: int) -> Group:
+    """Every other answer is right."""
     each = [
         Trajectory(
             prompt_tokens=[1] * 16,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import fcntl
+import http.client
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -306,10 +308,14 @@ def test_a_watcher_takes_what_is_left_over_and_leaves_nothing_when_it_ends(run: 
     code = "from leeway.cli.main import main; main()"
     with (cache / "lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        command = [sys.executable, "-c", code, "watch", str(run)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+        command = [sys.executable, "-c", code, "watch", "--no-token", str(run)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
         assert process.stdout is not None
-        assert "http://127.0.0.1:" in process.stdout.readline()
+        address = re.search(r"http://(127\.0\.0\.1:\d+)/", process.stdout.readline())
+        assert address is not None
+        page = http.client.HTTPConnection(address[1], timeout=60)
+        page.request("GET", "/api/events")
+        assert page.getresponse().readline() == b"event: overview\n"
         assert any(scratch.iterdir())
         started = psutil.Process(process.pid)
         (server,) = started.children() if has_autogroups() else [started]
@@ -317,7 +323,9 @@ def test_a_watcher_takes_what_is_left_over_and_leaves_nothing_when_it_ends(run: 
         if has_autogroups():  # which do not look at the priority of a process of another session
             assert "nice 19" in Path(f"/proc/{server.pid}/autogroup").read_text(encoding="ascii")
         process.terminate()
-        assert process.wait(120) == 0
+        assert process.communicate(timeout=120) == ("", ""), "an open page is let go, without a word"
+        assert process.returncode == 0
+        page.close()
     assert not any(scratch.iterdir())
 
 
