@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import shutil
 import sys
 import traceback
@@ -25,12 +26,15 @@ from .. import __version__
 from ..config import (
     ConfigError,
     Stage,
+    bundled_configs,
     bundled_recipe_path,
     bundled_recipes,
     config_path,
     plan_run,
     this_machine,
 )
+from ..config.errors import words
+from ..config.names import nearest
 from ..config.user_code import code_that_runs
 from ..failures import printable
 from .complete import complete_bundled, complete_config, complete_key, complete_recipe
@@ -355,8 +359,16 @@ def cp(
 
 
 def _bundled_path(name: str) -> Path:
-    """The file of a bundled recipe or config."""
-    return bundled_recipe_path(name) if name in bundled_recipes() else config_path(name)
+    """The file of a bundled recipe or config, or a config of the user's own."""
+    if name in bundled_recipes():
+        return bundled_recipe_path(name)
+    try:
+        return config_path(name)
+    except ConfigError as error:
+        known = [*bundled_configs(), *bundled_recipes()]
+        guess = nearest(name, known)
+        fix = f"did you mean {guess}?" if guess else "see leeway ls"
+        raise ConfigError("NAME", got=name, expected=f"one of {', '.join(known)}", fix=fix) from error
 
 
 def _command(source: Path, target: Path) -> str:
@@ -457,6 +469,7 @@ def main(argv: list[str] | None = None) -> None:
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
+        _refuse_settings_as_options(sys.argv[1:] if argv is None else argv)
         app(args=argv, prog_name="leeway")
     except ConfigError as error:
         _refuse(str(error))
@@ -471,6 +484,14 @@ def main(argv: list[str] | None = None) -> None:
         print(printable(traceback.format_exc()), end="", file=sys.stderr)
         print(f"leeway: failed: {type(error).__name__}: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         sys.exit(1)
+
+
+def _refuse_settings_as_options(argv: Sequence[str]) -> None:
+    """Settings are no options here, as they are elsewhere: --train.steps=3, --train.steps 3, ++train.steps=3."""
+    for argument in argv:
+        if found := re.match(r"(--|\+\+?)([a-z]\w*(?:\.\w+)+)(?==|$)", argument):
+            mark, key = found.groups()
+            raise ConfigError(key, got=words(f"{mark}{key}"), expected="no mark before it", fix=f"write {key}=VALUE")
 
 
 def _refuse(text: str) -> None:

@@ -54,7 +54,7 @@ def scale(
     Example: leeway scale runs/leeway/quickstart generators=2
     """
     name, _, value = setting.partition("=")
-    if name != "generators" or not value.isdigit() or not 1 <= int(value) <= MOST_GENERATORS:
+    if name != "generators" or not value.isdecimal() or not 1 <= int(value) <= MOST_GENERATORS:
         expected = f"generators=N, N from 1 to {MOST_GENERATORS}"
         raise ConfigError("leeway scale", got=setting, expected=expected, fix="e.g. generators=2")
     seen = _seen(run)

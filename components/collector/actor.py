@@ -17,6 +17,7 @@ from .. import spans
 from ..config import Config, Derived, derive
 from ..config.engines import engine_kind
 from ..config.inputs import EvalSampling
+from ..config.model_files import model_config, of_the_text
 from ..envs.registry import build_environment
 from ..failures import PartFailed, Watched, as_text
 from ..importing import not_loading
@@ -99,6 +100,7 @@ class CollectorRun:
             seed=config.seed,
             seeded=numbers.seeded_requests,
             max_in_flight=numbers.groups_per_generator,
+            vocab_size=of_the_text(model_config(Path(settings.model_path))).get("vocab_size"),
         )
 
     def close(self) -> None:

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import torch
 
 from ..envs.base import ended_by_own_code
-from ..samples import Samples, laid
+from ..samples import Samples, end_to_end, laid
 from ..sampling_masks import check_masks
 from ..types import Trajectory
+from .engine import SampledTokens
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -147,13 +148,17 @@ def checked(
     temperature: float,
     max_model_len: int,
     versions: set[int],
+    sampled: Sequence[SampledTokens] | None = None,
+    vocab_size: int | None = None,
     masks: Sequence[str] = (),
 ) -> Samples:
     """What an environment returned, sampled at this temperature, as tensors; raises TypeError or ValueError that says
     what is wrong with it.
 
     Sampled tokens must have a finite logprob and one of the `versions` that this rollout's own requests came back with:
-    any other would break the lag bound, or be waited for. `masks`: the `sampling_masks` that they come with.
+    any other would break the lag bound, or be waited for. Each must be one of the `sampled`, with the logprob that it
+    has there (None: whoever made the trajectories took them from there). Tokens are below `vocab_size` (None: not
+    known): the trainer has no row for another. `masks`: the `sampling_masks` that sampled tokens come with.
     """
     if not isinstance(trajectories, list) or not all(isinstance(t, Trajectory) for t in trajectories):
         raise TypeError(f"rollout() returned {type(trajectories).__name__}; expected a list of leeway.Trajectory")
@@ -180,8 +185,12 @@ def checked(
         raise TypeError(f"{_NO_TOKENS} ({error})") from None
     if any((samples[name] < 0).any() for name in ("prompt_tokens", "response_tokens")):
         raise TypeError(_NO_TOKENS)
-    sampled = samples["loss_mask"]
-    logprobs = samples["behavior_logprobs"][sampled]
+    ids = torch.cat([samples["prompt_tokens"], samples["response_tokens"]])
+    largest = int(ids.max()) if len(ids) else 0
+    if vocab_size is not None and largest >= vocab_size:
+        raise ValueError(f"rollout() returned token id {largest}; the model's vocabulary has {vocab_size}")
+    is_sampled = samples["loss_mask"]
+    logprobs = samples["behavior_logprobs"][is_sampled]
     if not bool(logprobs.isfinite().all()):
         worst = logprobs[~logprobs.isfinite()][0].item()
         raise ValueError(f"rollout() returned a token with logprob {worst}; expected what generate() gave")
@@ -189,7 +198,7 @@ def checked(
         check_masks(samples, masks)
     except ValueError as error:
         raise ValueError(f"rollout() returned trajectories that cannot be trained on: {error}") from None
-    own = samples["policy_versions"][sampled]
+    own = samples["policy_versions"][is_sampled]
     unknown = own[~torch.isin(own, torch.tensor(sorted(versions), dtype=own.dtype))]
     if len(unknown):
         raise ValueError(
@@ -200,7 +209,34 @@ def checked(
         raise ValueError(
             "rollout() returned trajectories of which no token was sampled by the policy; nothing to train on"
         )
+    if sampled is not None:
+        _check_drawn(samples["response_tokens"][is_sampled], logprobs, sampled)
     return samples
+
+
+def _check_drawn(tokens: torch.Tensor, logprobs: torch.Tensor, sampled: Sequence[SampledTokens]) -> None:
+    """Raises ValueError for a token that the engine did not draw, or not with this logprob: its ratio would be wrong
+    from the first step on.
+    """
+    own = _with_logprobs(tokens, logprobs)
+    drawn = _with_logprobs(
+        end_to_end([s.tokens for s in sampled], torch.int32), end_to_end([s.logprobs for s in sampled], torch.float32)
+    )
+    if torch.equal(own, drawn):  # as they mostly are: in the order in which they came
+        return
+    other = (~torch.isin(own, drawn)).nonzero()
+    if len(other):
+        at = int(other[0])
+        raise ValueError(
+            f"rollout() returned token {int(tokens[at])} with logprob {logprobs[at].item():.4g} as sampled, which "
+            "generate() did not give in this rollout; expected its tokens and logprobs as they are, and loss_mask "
+            "False for all others"
+        )
+
+
+def _with_logprobs(tokens: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """int32 [N], float32 [N] -> int64 [N]: both, bit for bit."""
+    return (tokens.long() << 32) | (logprobs.view(torch.int32).long() & 0xFFFFFFFF)
 
 
 _NO_TOKENS = (

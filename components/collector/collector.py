@@ -76,12 +76,13 @@ class Collector(BaseCollector):
         seed: int,
         seeded: bool,
         max_in_flight: int,
+        vocab_size: int | None = None,
     ) -> None:
         """`seeded`: every request has its own seed, derived from the group (see `Derived.seeded_requests`).
 
         `max_in_flight`: groups at a time, at most; as many of them as the engine holds. With `greedy_baseline`, each
         group brings the reward of one more rollout, sampled greedily, under weights as new, and as proven, as the
-        others.
+        others. `vocab_size`: of the model (None: not known).
         """
         super().__init__()
         self._engine = engine
@@ -97,6 +98,7 @@ class Collector(BaseCollector):
         self._samplings, self._greedy_baseline = samplings, greedy_baseline
         self._seed, self._seeded = seed, seeded
         self._max_in_flight = max_in_flight
+        self._vocab_size = vocab_size
         self._room = Room(engine.progress, places=engine.places, cache_tokens=engine.cache_tokens)
         self._in_flight: set[asyncio.Task[Group | None]] = set()
         self._given_away: set[asyncio.Task[Group | None]] = set()
@@ -498,6 +500,8 @@ class Collector(BaseCollector):
                     temperature=sampling.temperature or r.temperature,
                     max_model_len=r.max_model_len,
                     versions=policy.versions,
+                    sampled=policy.sampled,
+                    vocab_size=self._vocab_size,
                     masks=policy.masks,
                 )
                 return trajectories, samples
@@ -527,6 +531,7 @@ class Collector(BaseCollector):
             top_k=sampling.top_k,
             min_tokens=sampling.min_tokens,
             version=version,
+            vocab_size=self._vocab_size,
             count_tokens=self._count_tokens,
             generating=lambda: self._clock.doing("generate"),
             clock=clock,

@@ -32,8 +32,8 @@ class EnginePolicy:
     `seed` makes its samples a function of (weights, prompt, seed); None leaves them free. With `top_k` or `min_tokens`
     completions say which tokens could be drawn (`sampling_masks`); `top_p` below 1 without `top_k` is for evaluation:
     the trainer does not reproduce such log-probabilities. `version`: under which all of it is sampled, by an engine
-    that holds several (None: under what it serves at each token). Every request is within a `generating()` and within
-    `clock`, which the engine tells how much it worked on it.
+    that holds several (None: under what it serves at each token). `vocab_size`: ids of tokens are below it (None: not
+    known). Every request is within a `generating()` and within `clock`: the engine tells that how much it worked on it.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class EnginePolicy:
         top_k: int = 0,
         min_tokens: int = 0,
         version: int | None = None,
+        vocab_size: int | None = None,
         count_tokens: Callable[[int], None],
         generating: Callable[[], AbstractContextManager[None]],
         clock: RolloutClock | None = None,
@@ -64,6 +65,7 @@ class EnginePolicy:
         self.max_model_len = max_model_len
         self._seed = seed
         self._version = version
+        self._vocab_size = vocab_size
         self._top_k, self._min_tokens = top_k, min_tokens
         self._special: dict[str, Any] = {} if top_p == 1.0 else {"top_p": top_p}
         self._special |= {"top_k": top_k} if top_k else {}
@@ -76,6 +78,8 @@ class EnginePolicy:
         self._life = _Life()
         self.versions: set[int] = set()
         """Versions of all tokens sampled so far, those of `conversation` views included."""
+        self.sampled: list[SampledTokens] = []
+        """All that was sampled so far, of these views too."""
 
     def encode(self, prompt: str | list[Message]) -> list[int]:
         return self.prompter.encode(prompt)
@@ -112,6 +116,7 @@ class EnginePolicy:
                 f"prompt of {len(tokens)} tokens; rollout.max_prompt_tokens is {self._max_prompt_tokens} and "
                 f"rollout.max_model_len is {self.max_model_len}: raise them or shorten the prompt"
             )
+        check_ids(tokens, self._vocab_size)  # one that the model does not have would end the engine
         seed = None if self._seed is None else derived_seed(self._seed, self._num_calls)
         self._num_calls += 1
         most = min(self._max_response_tokens if max_tokens is None else max_tokens, room)
@@ -130,6 +135,7 @@ class EnginePolicy:
             )
         self._count_tokens(sum(len(s.tokens) for s in sampled))
         self.versions.update(*(s.policy_versions for s in sampled))
+        self.sampled += sampled
         if self._version is not None and self.versions - {self._version}:
             others = ", ".join(map(str, sorted(self.versions - {self._version})))
             raise WeightSyncError("version", self._version, f"the engine sampled with version {others} in its place")
@@ -165,6 +171,14 @@ class EnginePolicy:
             yield
         finally:
             self._life.asking.discard(task)
+
+
+def check_ids(tokens: list[int], vocab_size: int | None) -> None:
+    """Raises ValueError for a prompt with an id that no token has."""
+    if tokens and (min(tokens) < 0 or (vocab_size is not None and max(tokens) >= vocab_size)):
+        wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+        below = "" if vocab_size is None else f", below {vocab_size}, the model's vocabulary"
+        raise ValueError(f"prompt with token id {wrong}; expected ids from 0{below}")
 
 
 def derived_seed(*parts: int) -> int:

@@ -60,8 +60,9 @@ def user_names(value: Any) -> set[str]:
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """The known name most similar to `name`, or "" if none is similar."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return found[0] if found else ""
+    found = difflib.get_close_matches(name, list(known), n=5, cutoff=0.5)
+    exchanged = [other for other in found if sorted(other) == sorted(name)]  # gpro is grpo rather than gspo
+    return next(iter(exchanged or found), "")
 
 
 def check_name(key: str, name: str, builtin: Iterable[str], *, kind: str) -> None:

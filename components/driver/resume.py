@@ -26,7 +26,7 @@ def plan_resume(folder: Path, overrides: Sequence[str]) -> Continuation:
     """Read the run in `folder`. Raises a one-line ConfigError if there is nothing to resume."""
     file = folder / "config.yaml"
     if not file.is_file():
-        what = "no config.yaml in it" if folder.is_dir() else "nothing there"
+        what = "no config.yaml in it" if folder.is_dir() else "a file" if folder.exists() else "nothing there"
         raise _refused(f"{folder} ({what})", "the folder of a run", "e.g. leeway resume runs/leeway/quickstart")
     try:
         check_not_running(folder)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..config import ConfigError
+from ..config.errors import words
 from ..monitor.jsonl import read_metrics
 from ..monitor.trace import read_spans
 from ..watch.folder import RunFolder, State
@@ -24,8 +25,9 @@ def open_run(path: str | Path) -> OpenedRun:
     """The run in a folder, e.g. "runs/leeway/quickstart". Raises ConfigError in one line where there is none."""
     folder = Path(path).expanduser()
     if not RunFolder(folder).stage_dirs():
-        got = str(path) if folder.is_dir() else f"{path} (nothing there)"
-        raise ConfigError("open_run", got=got, expected="the folder of a run that began", fix="see output_dir, name")
+        what = "no stage in it" if folder.is_dir() else "a file" if folder.exists() else "nothing there"
+        expected = "the folder of a run that began"
+        raise ConfigError("RUN", got=words(f"{path} ({what})"), expected=expected, fix="see output_dir, project, name")
     return OpenedRun(folder)
 
 

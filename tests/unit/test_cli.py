@@ -103,6 +103,13 @@ def test_validate_prints_derived_numbers_and_what_is_missing(leeway: Callable[..
         (["run", "grpo", "--config", "quickstart"], "algorithm.name=grpo"),
         (["frobnicate"], "frobnicate"),
         (["cat", "nothing"], "quickstart"),
+        (["cat", "async_lr"], "NAME: got 'async_lr'"),
+        (["cat", "async_lr"], "did you mean async_rl?"),
+        (["validate", "quickstart", "--train.steps=3"], "train.steps: got --train.steps, expected no mark before it"),
+        (["validate", "quickstart", "++train.steps=3"], "write train.steps=VALUE"),
+        (["scale", "gone", "generators=²"], "expected generators=N"),
+        (["plot", "gone"], "RUN: got gone (nothing there)"),
+        (["resume", __file__], "(a file)"),
     ],
 )
 def test_wrong_input_exits_2_without_a_traceback(

@@ -597,6 +597,37 @@ def test_one_rollout_in_twenty_that_goes_wrong_costs_its_own_group_only(monkeypa
     assert 'raise KeyError("no such tool")' in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda t: {"response_tokens": [3, *t.response_tokens[1:]]}, "token 3 with logprob .* as sampled, which"),
+        (lambda t: {"behavior_logprobs": [-0.5, *t.behavior_logprobs[1:]]}, "with logprob -0.5 as sampled, which"),
+        (lambda t: {"prompt_tokens": [*t.prompt_tokens, 60]}, "token id 60; the model's vocabulary has 60"),
+        (lambda t: {"response_tokens": [3, *t.response_tokens[1:]], "loss_mask": [False, *t.loss_mask[1:]]}, None),
+        (lambda t: {}, None),
+    ],
+)
+def test_a_token_is_trained_on_only_as_the_engine_drew_it(change, reason):
+    class Changes(Answer):
+        async def rollout(self, task, policy):
+            first, *others = reversed(await super().rollout(task, policy))  # in another order than they came in
+            return [replace(first, **change(first)), *others]
+
+    rig = play_to_the_end(Changes(), retries=0, vocab_size=60)
+    assert rig.group_ids == ([0] if reason is None else [])
+    assert re.search(reason, rig.slots.failures[0]) if reason else not rig.slots.failures
+
+
+def test_a_prompt_with_an_id_that_no_token_has_never_reaches_the_engine():
+    class Asks(Answer):
+        async def rollout(self, task, policy):
+            return await policy.conversation(0).generate([1, 60])
+
+    rig = play_to_the_end(Asks(), retries=0, vocab_size=60)
+    assert not rig.engine.requests
+    assert "prompt with token id 60; expected ids from 0, below 60" in rig.slots.failures[0]
+
+
 def test_a_lost_engine_ends_the_iteration_at_once_and_is_not_retried():
     class OneHangs(Answer):
         cancelled = False

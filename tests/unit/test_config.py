@@ -27,7 +27,7 @@ from leeway.config import (
 from leeway.config.check import earlier_run
 from leeway.config.derived import least_target_policy_lag, max_outstanding_groups
 from leeway.config.keys import all_keys
-from leeway.config.names import ENVIRONMENTS, OPERATORS, PRIORITIES, REWARDS
+from leeway.config.names import ENVIRONMENTS, OPERATORS, PRIORITIES, REWARDS, nearest
 from leeway.config.vocabulary import KEY_OF, KEYS, RECIPE_OF
 from leeway.importing import import_user_object
 from leeway.integrity import sealed
@@ -275,6 +275,11 @@ def test_unknown_key_in_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["a: [1", "- 1\n- 2\n", "model: ${oops\n", "1: 2\n", "model: 3\n"])
 def test_files_that_are_not_settings(tmp_path: Path, text: str) -> None:
     refused(write(tmp_path, text))
+
+
+def test_of_equally_near_names_one_with_two_letters_exchanged_is_meant() -> None:
+    assert nearest("gpro", ["gspo", "grpo", "cispo"]) == "grpo"
+    assert nearest("steps", ["lr", "seed"]) == ""
 
 
 def test_unknown_config_names_the_nearest() -> None:
