@@ -12,7 +12,7 @@ from ..types import NO_VERSION, Message, Task, Trajectory
 from .conversations import encode_conversation
 from .preferences import rejected_answer
 from .prompting import Prompter
-from .questions import said_in
+from .questions import said_in, whole_answer
 from .taskset import TaskSet, build_taskset
 
 
@@ -24,7 +24,7 @@ def example_of(task: Task, prompter: Prompter) -> Trajectory:
     with _naming(task):
         if task.messages:
             return _answered(task, prompter, task.messages)
-        return _answered(task, prompter, whole_answer(task))
+        return _answered(task, prompter, whole_answer(task.answer, task.info))
 
 
 def pair_of(task: Task, prompter: Prompter, *, rejected_key: str) -> tuple[Trajectory, Trajectory]:
@@ -32,11 +32,6 @@ def pair_of(task: Task, prompter: Prompter, *, rejected_key: str) -> tuple[Traje
     with _naming(task):
         rejected = rejected_answer(task, key=rejected_key)
         return example_of(task, prompter), _answered(task, prompter, rejected)
-
-
-def whole_answer(task: Task) -> str:
-    """The worked solution if the file has one; `task.answer` may be only the text after a mark."""
-    return str(task.info.get("solution", task.answer))
 
 
 def check_examples(tasks: Sequence[Task], prompter: Prompter | None, *, rejected_key: str | None = None) -> None:
@@ -48,7 +43,7 @@ def check_examples(tasks: Sequence[Task], prompter: Prompter | None, *, rejected
     """
     for task in tasks:
         with _naming(task):
-            answers = [task.messages or whole_answer(task)]
+            answers = [task.messages or whole_answer(task.answer, task.info)]
             answers += [rejected_answer(task, key=rejected_key)] if rejected_key is not None else []
             if prompter is not None:
                 for text in (text for answer in answers for text in _own_texts(answer)):

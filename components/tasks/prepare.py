@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config.inputs import TaskSource
+from ..types import Message
 from .data_juicer import DataJuicer
-from .questions import Row
+from .questions import Row, whole_answer
 from .taskset import read_rows
 
 FROM_ANSWER_AFTER = ("solution", "answer_after")
@@ -41,21 +42,45 @@ def write_rows(file: Path, source: TaskSource, rows: Iterable[tuple[Row, dict[st
 
 
 def _written(source: TaskSource, row: Row) -> dict[str, Any]:
-    own = {key: value for key, value in row.info.items() if key not in FROM_ANSWER_AFTER}
-    answer = row.messages or row.info.get("solution", row.answer)
-    return own | {source.prompt_key: row.question, source.answer_key: answer}
+    """What `RowFormat` reads as this row again."""
+    is_cut = source.answer_after is not None
+    own = {key: value for key, value in row.info.items() if not (is_cut and key in FROM_ANSWER_AFTER)}
+    if source.tools_key is not None:
+        own[source.tools_key] = own.pop("allowed_tools", [])
+    if source.system_prompt_key is not None and row.system is not None:
+        own[source.system_prompt_key] = row.system
+    if _are_messages(rejected := own.get(source.rejected_key)):
+        own[source.rejected_key] = _as_its_messages(source, rejected)
+    question = row.question if isinstance(row.question, str) else _as_its_messages(source, row.question)
+    turns = _as_its_messages(source, row.messages)
+    if source.messages_key is not None:
+        return own | {source.messages_key: [*question, *turns]}
+    return own | {source.prompt_key: question, source.answer_key: turns or whole_answer(row.answer, row.info)}
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(own, dict) and {"role", "content"} <= own.keys() for own in value)
+
+
+def _as_its_messages(source: TaskSource, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Under the keys that the source has for roles and contents."""
+    names = {"role": source.role_key, "content": source.content_key}
+    return [{names.get(key, key): value for key, value in message.items()} for message in messages]
 
 
 def _text(row: Row, text: str) -> str:
     if text == "answer":
-        return str(row.info.get("solution", row.answer))
+        if row.messages and "tool_calls" in row.messages[-1]:
+            raise ValueError("an answer that calls tools: there is no text to work on")
+        return whole_answer(row.answer, row.info)
     return row.question if isinstance(row.question, str) else row.question[_last_of_user(row)]["content"]
 
 
 def _with_text(row: Row, text: str, now: str) -> Row:
     if text == "answer":
-        info = row.info | ({"solution": now} if "solution" in row.info else {})
-        return replace(row, answer=now, info=info)
+        info = row.info | ({"solution": now} if "answer_after" in row.info else {})
+        messages = [*row.messages[:-1], row.messages[-1] | {"content": now}] if row.messages else []
+        return replace(row, answer=now, info=info, messages=messages)
     if isinstance(row.question, str):
         return replace(row, question=now)
     at = _last_of_user(row)

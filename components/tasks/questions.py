@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +48,13 @@ def texts_in(message: Message) -> Iterator[str]:
     yield message["content"]
     if calls := message.get("tool_calls"):
         yield json.dumps(calls, ensure_ascii=False)
+
+
+def whole_answer(answer: str, info: Mapping[str, Any]) -> str:
+    """The reference answer with the work that led to it, where `task.answer_after` has cut that off. Without that
+    setting a key called solution is like any other.
+    """
+    return str(info["solution"]) if "answer_after" in info and "solution" in info else answer
 
 
 def said_in(message: Message) -> str:

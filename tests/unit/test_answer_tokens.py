@@ -220,7 +220,7 @@ def test_what_cannot_be_trained_on_is_refused_before_anything_starts() -> None:
     for broken, pairs in (
         (task("a<|im_end|>"), None),
         (task("b", messages=[{"role": r, "content": "<|im_end|>"} for r in ("user", "assistant")]), None),
-        (task("c", solution="<|im_end|> c"), None),
+        (task("c", solution="<|im_end|> c", answer_after="c"), None),
         (task("d", rejected="e<|im_end|>"), "rejected"),
     ):
         with pytest.raises(ValueError, match=rf"task {re.escape(broken.task_id)}: answer .* stop token"):

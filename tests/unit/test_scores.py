@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 
 from leeway.config import ConfigError, load_config
+from leeway.config.inputs import TaskConfig
 from leeway.driver.scores import Score, scores_of, tasks_with_rows, write_scored
 from leeway.failures import PartFailed
-from leeway.tasks.taskset import build_taskset
+from leeway.tasks.prepare import write_rows
+from leeway.tasks.questions import whole_answer
+from leeway.tasks.rows import RowFormat
+from leeway.tasks.taskset import build_taskset, read_rows
 
 from ..trainers import random_trajectories
 
@@ -46,6 +50,40 @@ def test_scored_tasks_are_read_again_from_easy_to_hard_and_are_the_same_tasks(tm
         assert (task.prompt, task.answer) == (own.prompt, own.answer)
         assert task.info["solution"] == own.info["solution"]
         assert (task.info["topic"], task.info["pass_rate"], task.info["mean_reward"]) == ("sums", rate, rate / 2)
+
+
+TOOLS = [{"name": "add", "parameters": {}}]
+TURNS = [{"from": "gpt", "value": "", "tool_calls": [{"name": "add", "arguments": {}}]}]
+TURNS += [{"from": "tool", "value": "2"}, {"from": "gpt", "value": "it is 2"}]
+OTHER_FORM: dict[str, Any] = {
+    "role_key": "from",
+    "content_key": "value",
+    "roles": {"human": "user", "gpt": "assistant"},
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "item"),
+    [
+        ({}, {"question": "q", "answer": "2", "solution": "1 + 1 is 2"}),
+        ({"answer_after": "####"}, {"question": "q", "answer": "1 + 1 #### 2", "level": 3}),
+        ({"system_prompt_key": "s", "tools_key": "t"}, {"question": "q", "answer": "2", "s": "be short", "t": TOOLS}),
+        ({"context_key": "input"}, {"question": "add", "input": "1 1", "answer": "2"}),
+        (OTHER_FORM, {"question": [{"from": "human", "value": "q"}], "answer": TURNS, "rejected": TURNS[-1:]}),
+        ({"messages_key": "m", **OTHER_FORM}, {"m": [{"from": "human", "value": "q"}, *TURNS]}),
+        ({"answer_key": "reward.truth"}, {"question": "q", "reward": {"truth": "2"}}),
+    ],
+)
+def test_what_is_written_is_read_again_as_the_same_row(tmp_path: Path, form: dict[str, Any], item: Any) -> None:
+    source = TaskConfig.model_validate({"path": str(tmp_path / "t.jsonl"), "rejected_key": "rejected", **form})
+    row = RowFormat(source).row(item, "here")
+    write_rows(tmp_path / "t.jsonl", source, [(row, {})])
+    assert read_rows(source, seed=0) == [row]
+
+
+def test_a_column_called_solution_is_an_answer_only_where_an_answer_was_cut_out_of_it() -> None:
+    assert whole_answer("2", {"solution": "1 + 1 is 3"}) == "2"
+    assert whole_answer("2", {"solution": "1 + 1 #### 2", "answer_after": "####"}) == "1 + 1 #### 2"
 
 
 def test_a_pass_rate_is_the_share_of_right_answers() -> None:
