@@ -24,6 +24,7 @@ from .script import Script, read_script
 from .table import BAD, Fate, Kind, Line, Table, Theirs, Unusable, shown, translate
 from .torchtune import TORCHTUNE
 from .trinity import INLINE, SECOND_FILE, TRINITY, is_second_file, stages_of
+from .trinity_first import is_first_version, of_today
 from .verl import VERL, VERL_SFT, A, renamed
 
 SYSTEMS = {"trinity": (TRINITY,), "verl": (VERL, VERL_SFT), "torchtune": (TORCHTUNE,)}
@@ -83,6 +84,9 @@ def _read(system: str, file: Path, arguments: Sequence[str]) -> tuple[dict[str, 
         raise ConfigError("FILE", got=words(f"{file}, veRL's settings of a trainer"), expected="a run", fix=fix)
     if system == "trinity":
         given = _with_second_file(given, file)
+        if is_first_version(given):
+            given, note = of_today(given, INLINE)
+            notes.append(note)
     given = reading.with_arguments(given, arguments)
     return reading.resolved(renamed(given) if system == "verl" else given), notes
 

@@ -184,6 +184,66 @@ def test_trinity_counts_tasks_experiences_and_steps_of_lag(tmp_path: Path) -> No
     assert found.is_whole, as_table(found)
 
 
+FIRST = """
+data: {dataset_path: org/sums, train_split: train, eval_split: test, format_config: {prompt_key: q, response_key: a},
+       total_epoch: 3, batch_size: 16, default_workflow_type: math_workflow, clean_strategy: iterative, db_url: ''}
+model: {model_path: org/model, max_prompt_tokens: 256, max_response_tokens: 768, checkpoint_path: out}
+cluster: {node_num: 1, gpu_per_node: 8}
+buffer: {train_dataset: {name: b, storage_type: queue, algorithm_type: ppo, path: 'sqlite:///b.db'}}
+explorer: {engine_type: vllm_async, engine_num: 2, tensor_parallel_size: 2, repeat_times: 8, temperature: 0.8,
+           backend: nccl, dtype: bfloat16, enforce_eager: true}
+synchronizer: {sync_method: online, sync_iteration_interval: 4}
+trainer: {algorithm_type: ppo, trainer_config_path: there/second.yaml, sft_warmup_iteration: 0, eval_interval: 8}
+monitor: {project: sums, name: first}
+"""
+SECOND = """
+data: {train_batch_size: 1024, shuffle: true}
+actor_rollout_ref:
+  actor: {clip_ratio: 0.3, use_kl_loss: true, kl_loss_coef: 0.01, kl_loss_type: low_var_kl, entropy_coeff: 0.002,
+          alg_type: ppo, grad_clip: 0.5, optim: {lr: 3.0e-6, beta1: 0.8}}
+  rollout: {n: 5, temperature: 0.1}
+algorithm: {adv_estimator: ESTIMATOR, gamma: 0.9, kl_penalty: kl, kl_ctrl: {kl_coef: 0.05}}
+trainer: {total_epochs: 99}
+"""
+
+
+def test_a_file_of_trinitys_first_version_is_read_under_the_keys_of_today(tmp_path: Path) -> None:
+    """Its algorithm is in the second file."""
+    (tmp_path / "second.yaml").write_text(SECOND.replace("ESTIMATOR", "grpo"))
+    found = imported(tmp_path, "trinity", FIRST)
+    check(
+        found,
+        {
+            "project": "sums", "name": "first", "output_dir": "out", "model.path": "org/model",
+            "task.path": "org/sums", "task.prompt_key": "q", "task.answer_key": "a", "train.epochs": 3,
+            "train.groups_per_step": 16, "algorithm.group_size": 8, "algorithm.name": "grpo",
+            "rollout.temperature": 0.8, "rollout.num_generators": 2, "rollout.engine.tensor_parallel_size": 2,
+            "train.num_ranks": 4, "param_server.publish_every": 4, "staleness.max_policy_lag": 3,
+            "algorithm.loss.clip_low": 0.3, "algorithm.kl.coef": 0.01, "algorithm.kl.estimator.name": "k3",
+            "algorithm.entropy_coef": 0.002, "optimizer.lr": 3e-6, "optimizer.betas": [0.8, 0.999],
+            "optimizer.max_grad_norm": 0.5, "eval.tasksets.heldout.split": "test", "eval.every": 8,
+        },
+    )  # fmt: skip
+    assert found.is_whole, as_table(found)
+    assert sum("first version" in line.theirs for line in found.lines) == 1
+
+    (tmp_path / "second.yaml").write_text(
+        SECOND.replace("ESTIMATOR", "gae").replace("use_kl_loss: true", "use_kl_loss: false")
+    )
+    found = imported(tmp_path, "trinity", FIRST)
+    check(
+        found,
+        {
+            "algorithm.name": "ppo", "critic.gamma": 0.9, "algorithm.kl.coef": 0.05, "algorithm.kl.where": "reward",
+            "algorithm.kl.estimator.name": "k1",
+        },
+    )  # fmt: skip
+    asked = imported(tmp_path, "trinity", FIRST.replace("db_url: ''", "dj_process_desc: harder"))
+    assert [line.theirs.partition("=")[0] for line in asked.of_kind("unknown")] == [
+        "data.clean_strategy", "data.dj_process_desc",
+    ]  # fmt: skip
+
+
 def test_trinitys_stages_are_ours(tmp_path: Path) -> None:
     text = (
         TRINITY
