@@ -64,7 +64,8 @@ def _memory(config: Config, recipe: Recipe, shape: ModelShape) -> tuple[list[tup
     for process in processes_of(config, recipe, shape):
         rows += [_row(f"memory of {_one(process.name)}", process.device)] if process.device else []
         if process.main:
-            name = f"main memory of {_one(process.name)}" if process.device else process.name
+            several = process.device or process.number > 1
+            name = f"main memory of {_one(process.name)}" if several else process.name
             rows.append(_row(name, process.main))
         total += process.number * sum((process.device | process.main).values())
     if recipe.generates and config.cluster.device == "cpu":

@@ -33,16 +33,22 @@ WHOLE_ROW_COPIES = 6  # also probabilities and their gradients, where entropy ha
 # captured graphs; in main memory the interpreter, torch and libraries.
 RUNTIME, ENGINE_RUNTIME = 2 * GIB, 4 * GIB
 PROCESS = int(0.8 * GIB)
+OPERATOR_PROCESS = GIB // 4
+"""Of `replay.operator_processes`: the interpreter and torch. What operators load comes on top, and is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """One kind of process, and bytes by part of what each of them holds. On a CPU `device` is main memory too."""
+    """One kind of process, and bytes by part of what each of them holds. On a CPU `device` is main memory too.
+
+    `on_driver`: all of them are on the driver's host, which is that of rank 0.
+    """
 
     name: str
     number: int
     device: dict[str, int]
     main: dict[str, int] = field(default_factory=dict)
+    on_driver: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +72,7 @@ class Cluster:
 
 
 def processes_of(config: Config, recipe: Recipe, shape: ModelShape) -> list[Process]:
-    """Trainer ranks, engine ranks, and what versions of the weights occupy on the way between them."""
+    """Trainer ranks, engine ranks, what versions of the weights occupy on the way between them, and operators."""
     need = derive(config, recipe)
     processes: list[Process] = []
     if ranks := need.processes["trainer"]:
@@ -82,6 +88,9 @@ def processes_of(config: Config, recipe: Recipe, shape: ModelShape) -> list[Proc
         if config.param_server.delta:
             held["what left last, for differences"] = served
         processes.append(Process(name="versions of the weights", number=1, device={}, main=held))
+    if recipe.is_online and (operators := config.replay.operator_processes):
+        held = {"interpreter and torch, without what operators load": OPERATOR_PROCESS}
+        processes.append(Process(name="operator process", number=operators, device={}, main=held, on_driver=True))
     return processes
 
 
@@ -291,7 +300,9 @@ def _host(config: Config, processes: Sequence[Process], cluster: Cluster, number
         parts["processes"] += here * PROCESS if p.device else 0
         has_versions |= p.name == "engine rank" and here > 0
         for part, size in p.main.items():
-            if p.device:
+            if p.on_driver:
+                parts |= {f"{p.name}es: {part}": size * p.number} if number == 0 else {}
+            elif p.device:
                 parts[f"{p.name}s: {part}"] = size * (int(number == 0) if part == "bucket" else here)
             elif has_versions:
                 parts[part] = size

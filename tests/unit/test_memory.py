@@ -77,6 +77,23 @@ def test_a_part_more_is_memory_more():
     assert "reference" not in reference.device
 
 
+def test_processes_of_operators_are_counted_once_on_the_drivers_host():
+    shape = shape_named("qwen2.5-7b")
+    stage = settings("train.num_ranks=8", "replay.operators=[dedupe]", "replay.operator_processes=6")
+    found = {p.name: p for p in processes_of(stage.config, stage.recipe, shape)}
+    (held,) = found["operator process"].main.values()
+    assert (found["operator process"].number, held) == (6, GIB // 4)
+    assert "operator process" not in {p.name for p in processes_of(settings().config, stage.recipe, shape)}
+
+    def in_main_memory(hosts: int, *names: str) -> int:
+        cluster = Cluster(hosts=hosts, devices_per_host=16, device_gib=80.0, host_gib=1000.0)
+        return fit(stage.config, [found[name] for name in names], cluster)[-1].needed
+
+    ranks = in_main_memory(1, "trainer rank")
+    assert in_main_memory(1, "trainer rank", "operator process") == ranks + 6 * held
+    assert in_main_memory(2, "operator process") == 6 * held
+
+
 @pytest.mark.parametrize(
     ("model", "hosts", "fits"),
     [("qwen2.5-7b", 1, True), ("qwen2.5-32b", 1, False), ("qwen3-235b-a22b", 1, False)],
