@@ -21,7 +21,20 @@ from leeway.replay.operators import OperatorFailed, Pipeline
 from leeway.types import Group, Trajectory, Turn
 
 from ..fakes import SOON_S, admit, buffer_of, group, take_batch
+from .conftest import ANY_ENGINE, DIGITS_LAST
 
+JUDGED = """
+import os, time
+from dataclasses import replace
+from pathlib import Path
+
+def judged(group, *, folder):
+    '''Changes every reward, and takes longest for the group that came first.'''
+    time.sleep(0.05 * (3 - group.group_id % 4))
+    (Path(folder) / f"{group.group_id}.{os.getpid()}").touch()
+    rewards = zip(group.rewards, group.texts)
+    return replace(group, rewards=[reward + 0.01 * i + 0.001 * len(text) for i, (reward, text) in enumerate(rewards)])
+"""
 OPERATORS = """
 import os, signal, time
 from dataclasses import replace
@@ -210,3 +223,34 @@ def test_wrong_options_end_the_start_by_name_and_the_process_ends_with_its_owner
 
     with_pool([{"dedupe": {"keep": 1}}], tmp_path, starts)
     with_pool(["my_ops:misbehaves"], tmp_path, orphaned)
+
+
+@pytest.mark.timeout(900)
+def test_a_run_whose_operators_have_processes_trains_the_same_weights(
+    start: Any, from_untrained: list[str], of_sums: list[str], tmp_path: Path
+) -> None:
+    """In lockstep. Two runs side by side; what one has in a pool is done by the other's buffer."""
+    (tmp_path / "my_judge.py").write_text(JUDGED)
+    hashes, workers, groups = [], [], 4
+    commands = []
+    for number in (0, 2):
+        folder = tmp_path / f"by-{number}"
+        folder.mkdir()
+        command = start(
+            "async_rl", *from_untrained, *of_sums, *DIGITS_LAST, ANY_ENGINE,
+            "stages.async_rl.train.steps=3", f"stages.async_rl.train.groups_per_step={groups}",
+            "stages.async_rl.optimizer.warmup_steps=0", "staleness.max_policy_lag=0", "eval.at_start=false",
+            "eval.at_end=false", f"replay.operators=[{{my_judge:judged: {{folder: '{folder}'}}}}]",
+            f"replay.operator_processes={number}", name=f"operators-{number}",
+        )  # fmt: skip
+        commands.append((command, folder))
+    for command, folder in commands:
+        run = command.wait(600)
+        assert run.code == 0, run.output
+        hashes.append(run.summary["weights_sha256"])
+        done = [path.name.split(".") for path in folder.iterdir()]
+        assert {int(group) for group, _ in done} >= set(range(3 * groups)), "the operator saw every group"
+        workers.append({pid for _, pid in done})
+        assert min(run.series("train/reward/std")) > 0, "it changed rewards"
+    assert (len(workers[0]), len(workers[1])) == (1, 2)
+    assert hashes[0] == hashes[1]
